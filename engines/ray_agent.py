@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from runtime.exit_codes import ExitCode
 
@@ -148,8 +147,7 @@ class Agent:
             self._running.pop(attempt, None)
             self._changed.notify_all()
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def _on_sigterm(self, *_: object) -> None:
         self._is_leaving = True
 
 

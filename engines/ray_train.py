@@ -46,7 +46,7 @@ class Engine:
         self._failures, self._farthest_step = 0, read_progress(workdir).step  # of an earlier engine
         self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
         self._events, self._news = EventLog(workdir, "engine"), EventReader(workdir)
-        self._news.skip()  # events of an earlier engine
+        self._news.new()  # events of an earlier engine
         self._number = 0  # of the current attempt
         self._coming: Attempt | None = None  # it was started while the current one trains, and waits to replace it
         self._previous: tuple[str, ...] = ()

@@ -17,11 +17,7 @@ from orbax.checkpoint import multihost
 from runtime.exit_codes import ResumableError
 
 _TIMEOUT_S = 3600  # hashing a large checkpoint takes minutes; a process that died ends the wait long before this
-_KINDS: dict[str, type[Exception]] = {  # they decide the exit code
-    "ValueError": ValueError,
-    "OSError": OSError,
-    "ResumableError": ResumableError,
-}
+_KINDS = {kind.__name__: kind for kind in (ValueError, OSError, ResumableError)}  # they decide the exit code
 _numbers = itertools.count()
 
 
@@ -58,9 +54,8 @@ def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
     try:
         value = answer()
     except Exception as error:
-        text = str(error) or type(error).__name__
         kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
-        message = {"error": text, "kind": kind, "value": None}
+        message = {"error": str(error) or type(error).__name__, "kind": kind}
         client.key_value_set(str(key), json.dumps(message))
         raise
     client.key_value_set(str(key), json.dumps({"error": None, "value": value}))

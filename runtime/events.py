@@ -79,10 +79,7 @@ class EventReader:
 
     def new(self) -> list[dict[str, Any]]:
         """Returns the events since the last call, with `time_s` (seconds since 1970) added."""
-        with (
-            contextlib.suppress(OSError),
-            self._file.open("rb") as file,
-        ):  # no file yet, or no network
+        with contextlib.suppress(OSError), self._file.open("rb") as file:  # no file yet, or no network
             if file.seek(0, os.SEEK_END) < self._offset:  # the file was deleted and created again
                 self._offset = 0
             file.seek(self._offset)
@@ -91,11 +88,6 @@ class EventReader:
                 self._offset += len(whole) + 1
                 return [found for line in whole.split(b"\n") if (found := _parsed(line))]
         return []
-
-    def skip(self) -> None:
-        """Skips the events that the file has now."""
-        with contextlib.suppress(OSError):
-            self._offset = self._file.stat().st_size
 
 
 def _ends_a_line(descriptor: int) -> bool:

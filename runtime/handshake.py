@@ -123,7 +123,8 @@ class Acceptor:
             with self._lock:
                 self._strangers.append(connection)
                 if len(self._strangers) > self._at_most:
-                    _end(self._strangers.pop(0))
+                    with contextlib.suppress(OSError):  # it is closed already; else its own thread closes it
+                        self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
 
     def _meet(self, connection: socket.socket) -> None:
@@ -191,9 +192,3 @@ def _read_line(connection: socket.socket, until_s: float) -> bytes:
         if not byte:
             break
     raise ConnectionError("it closed the connection")
-
-
-def _end(connection: socket.socket) -> None:
-    """Shuts down a connection that another thread reads from; that thread closes it."""
-    with contextlib.suppress(OSError):  # it is closed already
-        connection.shutdown(socket.SHUT_RDWR)

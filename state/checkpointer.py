@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import isnan, nan
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -105,9 +104,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return
@@ -235,13 +232,10 @@ class Checkpointer:
         ValueError if another run has saved it. An earlier attempt may save a step late: if its process 0 is stopped
         during a commit, and continues.
         """
-        folder = self.directory / str(step)
-        if not folder.exists():
-            return False
         if damaged is not None:
             self._set_aside({step: damaged}, f"step {step} is saved again")
             return False
-        files = (manifest.DATA_FILE, manifest.CONFIG_FILE)
+        folder, files = self.directory / str(step), (manifest.DATA_FILE, manifest.CONFIG_FILE)
         saved_data, saved_config = (json_objects.read(folder / file, lenient=True) for file in files)
         if saved_data != data or not self._is_same_run(saved_config, config):
             raise ValueError(f"{folder} is a checkpoint of another run; choose another directory")

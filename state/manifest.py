@@ -11,9 +11,8 @@ import heapq
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -204,12 +203,8 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
         raise DamagedError(f"{only} is not in the manifest")
     if only is None and share[0] == 0:
         _check_nothing_else(folder, files)
-    files = _share(files, *share)
-    for file in files:  # sizes first: they cost almost nothing
-        _check_size(folder, file)
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        for _ in pool.map(lambda file: _check_content(folder, file), files):
-            pass
+        list(pool.map(lambda file: _check(folder, file), _share(files, *share)))
     return manifest
 
 
@@ -268,29 +263,18 @@ def _share(files: Sequence[File], process: int, count: int) -> list[File]:
     return sorted(own, key=lambda file: file.path)
 
 
-def _check_size(folder: Path, file: File) -> None:
-    with _reading(folder, file):
-        size = (folder / file.path).stat().st_size
-    if size != file.size:
-        raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
-
-
-def _check_content(folder: Path, file: File) -> None:
-    with _reading(folder, file):
-        sha256, _ = _hash_file(folder / file.path)
-    if sha256 != file.sha256:
-        raise DamagedError(f"{file.path} does not match its hash: its content changed after it was saved")
-
-
-@contextmanager
-def _reading(folder: Path, file: File) -> Iterator[None]:
-    """Raises DamagedError if a file is missing, UnreadableError if it, or the whole step, cannot be read now."""
+def _check(folder: Path, file: File) -> None:
+    """Raises DamagedError if a file is missing or has changed, UnreadableError if it cannot be read now."""
     try:
-        yield
+        sha256, size = _hash_file(folder / file.path)
     except OSError as error:
         if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still there
             raise DamagedError(f"{file.path} is missing") from error
         raise _unreadable(folder / file.path, error) from error
+    if size != file.size:
+        raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
+    if sha256 != file.sha256:
+        raise DamagedError(f"{file.path} does not match its hash: its content changed after it was saved")
 
 
 def _unreadable(path: Path | str, error: OSError) -> UnreadableError:

@@ -17,8 +17,7 @@ from runtime.consensus import all_gather, new_key
 from state import tree
 from state.attempts import Attempts
 from state.manifest import Leaf
-from state.memory_files import MemoryFolder, Piece, SnapshotManifest
-from state.regions import Region, region_of
+from state.memory_files import MemoryFolder, Piece, Region, SnapshotManifest, region_of
 from state.transfer import connect, fetch
 
 Report = Callable[[str], None]

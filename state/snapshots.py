@@ -26,9 +26,17 @@ from state import tree
 from state.attempts import newest_checkpoint, newest_set_aside, read_attempts, write_attempts
 from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
 from state.manifest import Leaf
-from state.memory_files import MemoryFolder, Piece, SnapshotManifest, as_bytes, laid_out, remove_run
+from state.memory_files import (
+    MemoryFolder,
+    Piece,
+    Region,
+    SnapshotManifest,
+    as_bytes,
+    laid_out,
+    region_of,
+    remove_run,
+)
 from state.recovery import Found, find, load
-from state.regions import Region, region_of
 from state.transfer import PURPOSE, Answers, connect, send_copy
 
 AUTOMATIC = -1  # as often as possible at a cost below SHARE of the time
@@ -175,14 +183,8 @@ class Snapshots:
 
     def _copy(self, arrays: dict[str, jax.Array], name: str) -> None:
         """Copies this process' regions to a slot. OSError if the disk is full."""
-        shards = [
-            next(
-                shard.data
-                for shard in arrays[owned.piece.region.path].addressable_shards
-                if shard.device == owned.device
-            )
-            for owned in self._owned
-        ]
+        by_device = {path: {x.device: x.data for x in array.addressable_shards} for path, array in arrays.items()}
+        shards = [by_device[owned.piece.region.path][owned.device] for owned in self._owned]
         for shard in shards:
             shard.copy_to_host_async()
         # on CPUs these arrays alias the device's buffers: nothing may keep a reference

@@ -7,8 +7,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from runtime.blobs import Address, Connection
-from state.memory_files import MemoryFolder, SnapshotManifest, as_bytes, laid_out
-from state.regions import Region
+from state.memory_files import MemoryFolder, Region, SnapshotManifest, as_bytes, laid_out
 
 PURPOSE = "transfers"
 _SILENCE_S = 60.0

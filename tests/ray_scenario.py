@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,20 @@ class Members:
             return "some have ended"
         return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[self.training][2]))
 
+    def trains_on(self, hosts: str) -> Iterator[None]:
+        """Lets turns pass until the program runs on these hosts, in the order of its processes."""
+        return until(lambda: self.world() == hosts)
+
+    def stands_by_on(self, hosts: str, attempt: int) -> Iterator[None]:
+        """Lets turns pass until an attempt waits on these hosts for its turn."""
+
+        def waiting() -> str:
+            there = [m for m in self.by_node.values() if m.codes.get(attempt, 0) is None]
+            assert all("--standby" in m.arguments[attempt] for m in there)
+            return "".join(m.host for m in there)
+
+        return until(lambda: waiting() == hosts)
+
 
 def run_scenario(
     hosts: str,
@@ -155,13 +170,13 @@ def run_scenario(
     most: int = 4,
     group: int = 1,
     max_failures: int = 5,
-    compile_ahead: bool = False,
+    ahead: bool = False,
     **times_s: float,
 ) -> tuple[int, Members]:
     """Runs an engine through a scenario, with short times but for those that are given; returns its exit code."""
     members = Members(hosts, scenario, workdir)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
-    options = {"max_failures": max_failures, "compile_ahead": compile_ahead, "notice_s": 0.1}
+    options = {"max_failures": max_failures, "compile_ahead": ahead, "notice_s": 0.1}
     engine = Engine(members, limits, workdir, **options)  # pyright: ignore[reportArgumentType]
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:
@@ -174,6 +189,20 @@ def run_scenario(
                 signal.signal(number, handler)
 
 
+def story(hosts: str, *, code: int = 0, says: str = "", **options: Any) -> Callable[[Scenario], Callable[..., None]]:
+    """Makes a test of a scenario: the engine ends with `code`, after it has said the lines of `says`."""
+
+    def as_test(scenario: Scenario) -> Callable[..., None]:
+        def test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+            assert run_scenario(hosts, scenario, tmp_path, **options)[0] == code
+            err = capsys.readouterr().err
+            assert all(line in err for line in says.split("|")), err
+
+        return test
+
+    return as_test
+
+
 def until(condition: Callable[[], object]) -> Iterator[None]:
     """Lets turns pass until something is so."""
     deadline_s = time.monotonic() + 60
@@ -181,3 +210,8 @@ def until(condition: Callable[[], object]) -> Iterator[None]:
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
         yield
+
+
+def turns(count: int = 10) -> Iterator[None]:
+    """Lets so many turns pass."""
+    return (None for _ in range(count))

@@ -19,7 +19,7 @@ import pytest
 from ports import free_port
 
 import train
-from configs.schema import CheckpointConfig, Config, EvalConfig
+from configs.schema import CheckpointConfig, Config, ElasticConfig, EvalConfig
 from state.saved_arrays import SavedArrays
 from training.experiment import Experiment, make_experiment
 from training.hooks import Hook
@@ -79,7 +79,9 @@ def _programs(config: Config) -> dict[str, Callable[[], Any]]:
 def compiled_once(config: Config) -> Experiment:
     """Returns the parts of a run, whose programs are those of the run before that has the same."""
     experiment = make_experiment(config)
-    program = replace(config, checkpoint=CheckpointConfig(), eval=EvalConfig(), log_every=1)  # which do not change it
+    others = {"checkpoint": CheckpointConfig(), "eval": EvalConfig(), "elastic": ElasticConfig()}
+    data = replace(config.data, path=config.data.path and "elsewhere")
+    program = replace(config, **others, data=data, log_every=1)  # none of which changes it
     vars(experiment).update(_programs(program))
     return experiment
 

@@ -1,13 +1,7 @@
-"""What the processes agree on: answers and errors of process 0 reach the others, in few calls to the store."""
-
-import json
-import subprocess
-import sys
+"""What the processes agree on: errors of process 0 reach the others; how many calls: test_state_processes.py."""
 
 import jax
 import pytest
-from agreeing import FILE_BYTES, FILES
-from running import ROOT
 
 from input_pipeline.store import StoreAwayError
 from runtime import consensus
@@ -53,20 +47,3 @@ def test_an_error_of_process_0_is_one_of_the_same_kind_in_the_others(
         with pytest.raises(kind) as caught:
             consensus.broadcast(key, answer)
         assert type(caught.value) is kind and str(caught.value) == str(raised)
-
-
-def test_four_processes_agree_in_few_calls_and_share_the_hashing() -> None:
-    """At most 3 calls per process to gather; each file is hashed once when saved, and once when restored."""
-    program = (
-        "import json; from tests.agreeing import measure; print(json.dumps(measure(4)))"  # it forks: without threads
-    )
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    most = {"broadcast": 1, "all_gather": 3, "gather": 3, "commit": 5, "restore": 4}
-    assert {key: max(calls) for key, calls in found["calls"].items()} == most
-    own, of_all = FILES * FILE_BYTES, 3 * len("{}")
-    assert found["hashed_bytes"]["commit"] == [own + of_all, own, own, own]
-    restored = found["hashed_bytes"]["restore"]
-    assert sum(restored) == 4 * own + of_all and max(restored) <= own + of_all

@@ -170,11 +170,13 @@ def test_mistakes_are_one_line(args: list[str], said: str, tmp_path: Path, capsy
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed")
 def test_three_events_leave_no_trace(tmp_path: Path) -> None:
-    options = ["--nodes=3", "--events=3", "--seed=0", f"--workdir={tmp_path}", "--", "--config.num_steps=250"]
-    command, env = [sys.executable, "-m", "lab.chaos", *options], {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    """A node goes, a process is killed, a node joins; what is planned is compiled ahead."""
+    options = ["--nodes=3", "--events=3", "--seed=56", "--compile_ahead", f"--workdir={tmp_path}"]
+    command = [sys.executable, "-m", "lab.chaos", *options, "--", "--config.num_steps=600"]
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=TIMEOUT_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
-    planned: list[Fault] = make_plan(0, 3, nodes=3, min_nodes=2)
+    planned: list[Fault] = make_plan(56, 3, nodes=3, min_nodes=2)
     assert [event["kind"] for event in events] == [event.kind for event in planned]
     assert "allowed: 1e-05" in done.stdout and "nothing is left" in done.stdout

@@ -1,19 +1,16 @@
 """The launchers of real clusters, tried as far as that goes without one: the sbatch script, the keys of the JobSet."""
 
-import json
 import os
 import re
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from kubernetes import client
-from ports import free_port
-from running import ROOT, XLA_FLAGS, arguments, losses
+from running import ROOT
 
 SBATCH = ROOT / "engines" / "slurm" / "train.sbatch"
 JOBSET = ROOT / "engines" / "kubernetes" / "jobset.yaml"
@@ -88,18 +85,6 @@ def test_sbatch_directives_come_first() -> None:
     options = dict(re.fullmatch(r"#SBATCH --([a-z-]+)=?(\S*)", lines[i]).groups() for i in directives)  # pyright: ignore
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert options["signal"] == "TERM@180" and options["requeue"] == ""
-
-
-@pytest.mark.slow
-def test_sbatch_trains(tmp_path: Path) -> None:
-    """Two real tasks, joined by SLURM's variables; jax's rule for the port is jobid % 4096 + 61440."""
-    args = arguments(tmp_path / "run", mesh__num_cpu_devices=1, mesh__devices_per_node=1)
-    program = " ".join([sys.executable, "train.py", *args])
-    job = free_port(range(61440, 65536)) - 61440
-    outcome = run_sbatch(tmp_path, program, SLURM_JOB_ID=str(job), XLA_FLAGS=XLA_FLAGS)
-    assert outcome == (0, "")
-    assert len(losses(tmp_path / "run")) == 10
-    assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 2
 
 
 # The fields of a JobSet (jobset.x-k8s.io/v1alpha2) that may be used here, outside the templates of its jobs.

@@ -81,13 +81,6 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
     assert event["coordinator"] == "b:1"
 
 
-def test_a_file_that_cannot_be_read_ends_no_engine(tmp_path: Path) -> None:
-    (tmp_path / run_directory.EVENTS).mkdir()
-    reader = EventReader(tmp_path)
-    reader.skip()
-    assert reader.new() == []
-
-
 def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
     """Another process failed first, and this one by itself within its time of grace."""
     with PreemptionHandler() as preemption:
@@ -155,12 +148,3 @@ def test_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     written = (tmp_path / "run" / run_directory.EVENTS).read_text()
     assert json.loads(written.splitlines()[-1])["code"] == 0
     assert run_here(*args) == 0 and (tmp_path / "run" / run_directory.EVENTS).read_text() == written
-
-
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    """It begins to write when it starts: a mistake in the config leaves nothing in another run's directory."""
-    assert run_here(*arguments(tmp_path, optimizer__learning_rate=1e16, optimizer__max_skipped=3)) == 1
-    *_, last = EventReader(tmp_path).new()
-    assert (last["event"], last["code"]) == ("exited", 1) and last["why"].startswith("3 updates in a row were not")
-    written = (tmp_path / run_directory.EVENTS).read_text()
-    assert run_here(*arguments(tmp_path)) == 2 and (tmp_path / run_directory.EVENTS).read_text() == written

@@ -4,19 +4,21 @@ import re
 import signal
 import socket
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from jax._src import distributed
 from running import IGNORED, TIMEOUT_S, arguments, finish, free_port, start
 
-from runtime import joining
+from runtime import launch
 from runtime.addresses import host_and_port
+from runtime.exit_codes import ResumableError
 
 pytestmark = IGNORED
 LIMITS = """
-from runtime import joining
-joining.PATIENCE_S, joining._QUIET_S, joining._GONE_S, joining._LOOK_S = {}, 0.0, 1.0, 0.2
+from runtime import launch
+launch.PATIENCE_S, launch._QUIET_S, launch._GONE_S, launch._LOOK_S = {}, 0.0, 1.0, 0.2
 """
 
 
@@ -42,39 +44,31 @@ def test_who_waits_too_long_says_for_what(tmp_path: Path) -> None:
         assert re.match(f"error: process {process} could not join the others in 4 s: {state}; start all proc", error)
 
 
-def test_a_process_0_that_dies_before_all_have_joined(tmp_path: Path) -> None:
-    at = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=3"]
-    two = [start([*arguments(tmp_path), *at, f"--process_id={i}"], first=LIMITS.format(200)) for i in range(2)]
-    assert two[1].stderr
-    while " is there, but not all the others are" not in (line := two[1].stderr.readline()):
-        assert line.startswith("process 1 waits for the others, up to 200 s: process 0 at "), line
-    two[0].kill()
-    code, _, err = finish(*two)[1]
-    assert code == 75 and "Check failure" not in err
-    assert re.fullmatch(r"error: process 0 at 127.0.0.1:\d+ ended before process 1 had joined", err.splitlines()[-1])
-
-
-def test_a_process_0_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the same port, for as long as it is said: jax's client tries again, too."""
-    monkeypatch.setattr(joining, "_GONE_S", 3600.0)
-    monkeypatch.setattr(joining, "_LOOK_S", 0.2)
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_process_0_that_ends_before_all_have_joined(comes_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be started again at the same port, for as long as is said: jax's client tries again, too."""
+    monkeypatch.setattr(launch, "_GONE_S", 3600.0 if comes_back else 0.5)
+    monkeypatch.setattr(launch, "_LOOK_S", 0.2)
     joined = threading.Event()
     first = socket.create_server(("127.0.0.1", 0))
     port = first.getsockname()[1]
     monkeypatch.setattr(distributed.global_state, "coordinator_address", f"localhost:{port}")
 
-    def dies_and_comes_back() -> None:
-        connection, _ = first.accept()
-        connection.close()
+    def process_0() -> None:
+        first.accept()[0].close()
         first.close()
-        with socket.create_server(("127.0.0.1", port)) as second:
-            second.accept()[0].close()
-            joined.set()
+        if comes_back:
+            with socket.create_server(("127.0.0.1", port)) as second:
+                second.accept()[0].close()
+                joined.set()
 
-    process_0 = threading.Thread(target=dies_and_comes_back)
-    process_0.start()
-    joining.join_in_time(lambda: check(joined.wait(TIMEOUT_S)), 1)
-    process_0.join()
+    thread = threading.Thread(target=process_0)
+    thread.start()
+    said = f"process 0 at localhost:{port} ended before process 1 had joined"
+    with nullcontext() if comes_back else pytest.raises(ResumableError, match=said):
+        launch.join_in_time(lambda: check(joined.wait(TIMEOUT_S)), 1)
+    joined.set()  # ends the thread that joins
+    thread.join()
 
 
 def check(done: bool) -> None:
@@ -87,7 +81,7 @@ def test_what_jax_raises_is_raised(raised: BaseException) -> None:
         raise raised
 
     with pytest.raises(type(raised)) as found:
-        joining.join_in_time(fails, None)
+        launch.join_in_time(fails, None)
     assert found.value is raised
 
 

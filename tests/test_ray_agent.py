@@ -111,16 +111,6 @@ def test_a_killed_warm_process_is_replaced(agent: Agent) -> None:
     assert collect(agent, ended=True)[0].codes == {1: 3}
 
 
-def test_news_of_an_end_come_at_once(agent: Agent) -> None:
-    agent.start(1, ["--wait"])
-    collect(agent, "started")
-    agent.news(0.0)
-    agent.send(1, signal.SIGKILL)
-    before_s = time.monotonic()
-    assert agent.news(WAIT_S).codes == {1: -signal.SIGKILL}
-    assert time.monotonic() - before_s < WAIT_S / 2
-
-
 def test_sigterm_says_that_the_node_goes(agent: Agent) -> None:
     assert not agent.news(0.0).is_leaving
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,177 +1,276 @@
-"""The engine's attempts, in scenarios (ray_scenario.py)."""
+"""The engine's attempts, one after the other or compiled ahead, in scenarios (ray_scenario.py)."""
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_scenario import Members, run_scenario, until
+from ray_scenario import Members, run_scenario, story, turns, until
+
+TERM, KILL, USR1 = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1
 
 
-def test_a_node_joins_and_another_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from until(lambda: cluster.world() == "ab")
-        assert cluster.by_node["b"].arguments[1][0] == "--coordinator=ip-a:4000"
-        cluster.join("c")
-        yield from (None for _ in range(10))
-        assert not cluster.sent  # a start is not stopped
-        cluster.step(1)
-        yield from until(lambda: cluster.world() == "abc")
-        assert cluster.sent == [("a", signal.SIGTERM)] and cluster.warmed == 3
-        cluster.draining.add("b")
-        yield from until(lambda: cluster.world() == "ac")
-        assert cluster.dropped == ["b"]
-        cluster.by_node["a"].is_leaving = True
-        yield from until(lambda: cluster.world() == "c")
-
-    assert run_scenario("ab", scenario, tmp_path)[0] == 0
-    said = capsys.readouterr().err
-    assert "attempt 2: 3 nodes: a, b, c; idle: none" in said and "c joined" in said
-    assert "attempt 1: step 1 is done" in said
+@story("ab", says="attempt 2: 3 nodes: a, b, c; idle: none|c joined|attempt 1: step 1 is done")
+def test_a_node_joins_and_another_goes(cluster: Members) -> Iterator[object]:
+    yield from cluster.trains_on("ab")
+    assert cluster.by_node["b"].arguments[1][0] == "--coordinator=ip-a:4000"
+    cluster.join("c")
+    yield from turns()
+    assert not cluster.sent  # a start is not stopped
+    cluster.step(1)
+    yield from cluster.trains_on("abc")
+    assert cluster.sent == [("a", TERM)] and cluster.warmed == 3
+    cluster.draining.add("b")
+    yield from cluster.trains_on("ac")
+    assert cluster.dropped == ["b"]
+    cluster.by_node["a"].is_leaving = True
+    yield from cluster.trains_on("c")
 
 
-def test_a_lost_node_ends_the_attempt_and_an_idle_node_helps(tmp_path: Path) -> None:
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from until(lambda: cluster.world() == "abcd")
-        cluster.by_node["a"].ignores = cluster.by_node["d"].ignores = True  # they hang in a collective
-        cluster.drop("b", "")
-        yield from until(lambda: ("a", signal.SIGKILL) in cluster.sent)
-        cluster.by_node["a"].code, cluster.by_node["a"].ignores = (
-            -9,
-            False,
-        )  # d does not even answer: its agent ends
-        yield from until(lambda: cluster.dropped == ["b", "d"])
-        yield from until(lambda: cluster.world() == "ac")
-        cluster.step(1)
-        cluster.join("f")
-        yield from until(lambda: cluster.world() == "acef")
-
-    code, cluster = run_scenario("abcde", scenario, tmp_path, least=2, group=2)
-    assert code == 0
-    assert ("b", signal.SIGKILL) not in cluster.sent
+@story("abcde", least=2, group=2)
+def test_a_lost_node_ends_the_attempt_and_an_idle_node_helps(cluster: Members) -> Iterator[object]:
+    yield from cluster.trains_on("abcd")
+    a, d = cluster.by_node["a"], cluster.by_node["d"]
+    a.ignores = d.ignores = True  # they hang in a collective
+    cluster.drop("b", "")
+    yield from until(lambda: ("a", KILL) in cluster.sent)
+    a.code, a.ignores = -9, False  # d does not even answer: its agent ends
+    yield from until(lambda: cluster.dropped == ["b", "d"])
+    yield from cluster.trains_on("ac")
+    cluster.step(1)
+    cluster.join("f")
+    yield from cluster.trains_on("acef")
+    assert ("b", KILL) not in cluster.sent
 
 
-def test_a_cut_node_is_left_out(tmp_path: Path) -> None:
-    """Ray says that it is alive, but its agent is silent: the others go on, and it joins when it answers."""
-
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from until(lambda: cluster.world() == "abc")
-        cut = cluster.by_node["b"]
-        cut.answers, cut.ignores = False, True
-        cluster.end_all(75)
-        yield from until(lambda: cluster.world() == "ac")
-        cluster.step(1)
-        cluster.join("b")
-        yield from until(lambda: cluster.world() == "acb")
-
-    assert run_scenario("abc", scenario, tmp_path)[0] == 0
+@story("abc")
+def test_a_silent_node_is_left_out_until_it_answers(cluster: Members) -> Iterator[object]:
+    yield from cluster.trains_on("abc")
+    cut = cluster.by_node["b"]
+    cut.answers, cut.ignores = False, True
+    cluster.end_all(75)
+    yield from cluster.trains_on("ac")
+    cluster.step(1)
+    cluster.join("b")
+    yield from cluster.trains_on("acb")
 
 
-def test_a_silent_agent_is_not_waited_for(tmp_path: Path) -> None:
-    def scenario(cluster: Members) -> Iterator[object]:
-        cluster.by_node["b"].answers = False
-        yield from until(lambda: cluster.world() == "ac")
-
-    assert run_scenario("abc", scenario, tmp_path)[0] == 0
-
-
-def test_a_run_grows_beside_a_node_that_never_begins(tmp_path: Path) -> None:
+@story("a")
+def test_a_run_grows_beside_a_node_that_never_begins(cluster: Members) -> Iterator[object]:
     """Another job holds its CPUs: its agent waits for them."""
-
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from until(lambda: cluster.world() == "a")
-        cluster.step(1)
-        cluster.join("b")
-        cluster.by_node["b"].has_begun = cluster.by_node["b"].answers = False
-        cluster.join("c")
-        yield from until(lambda: cluster.world() == "ac")
-
-    assert run_scenario("a", scenario, tmp_path)[0] == 0
+    yield from cluster.trains_on("a")
+    cluster.step(1)
+    cluster.join("b")
+    cluster.by_node["b"].has_begun = cluster.by_node["b"].answers = False
+    cluster.join("c")
+    yield from cluster.trains_on("ac")
 
 
-def test_a_run_without_metrics_grows_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@story("a", SETTLED_S=0.05, says="attempt 2: step 1 is done")
+def test_a_run_without_metrics_grows_too(cluster: Members) -> Iterator[object]:
     """And says of a first step that came late when that was."""
-
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from until(lambda: cluster.world() == "a")
-        cluster.join("b")
-        yield from until(lambda: cluster.world() == "ab")
-        yield from until(lambda: cluster.warmed > 2)  # both are settled
-        cluster.step(1)
-        yield
-
-    assert run_scenario("a", scenario, tmp_path, SETTLED_S=0.05)[0] == 0
-    assert "attempt 2: step 1 is done" in capsys.readouterr().err
+    yield from cluster.trains_on("a")
+    cluster.join("b")
+    yield from cluster.trains_on("ab")
+    yield from until(lambda: cluster.warmed > 2)  # both are settled
+    cluster.step(1)
+    yield
 
 
-def test_a_world_that_is_too_small_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from (None for _ in range(5))
-        assert cluster.world() == ""
-        cluster.join("b")
-        yield from until(lambda: cluster.world() == "ab")
-
-    assert run_scenario("a", scenario, tmp_path, least=2, group=2)[0] == 0
-    assert capsys.readouterr().err.count("waiting for 1 more nodes; there: a") == 1
+@story("a", least=2, group=2, says="waiting for 1 more nodes; there: a\n")
+def test_a_world_that_is_too_small_says_what_it_waits_for(cluster: Members) -> Iterator[object]:
+    yield from turns(5)
+    assert cluster.world() == ""
+    cluster.join("b")
+    yield from cluster.trains_on("ab")
 
 
-@pytest.mark.parametrize("code", [1, 2])
-def test_an_error_of_the_program_ends_all(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from until(lambda: cluster.world() == "ab")
-        cluster.by_node["b"].lines = ["error: no such key"]
-        cluster.by_node["b"].code = code
-        yield
-        cluster.by_node["b"].lines = []
-        cluster.end_all(75)
-        yield
-
-    assert run_scenario("ab", scenario, tmp_path)[0] == code
-    captured = capsys.readouterr()
-    assert "[b] error: no such key" in captured.out and "on b with exit code" in captured.err
+def fail(cluster: Members, code: int, line: str) -> Iterator[object]:
+    """The program fails on the last node, and the others stop."""
+    *_, node = cluster.by_node.values()
+    node.code, node.lines = code, [line]
+    yield
+    node.lines = []
+    cluster.end_all(75)
+    yield
 
 
-def test_failures_without_progress_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def scenario(cluster: Members) -> Iterator[object]:
-        for step in (1, 2, 2, 2):
-            yield from until(lambda: cluster.world() == "ab")
-            cluster.step(step)
-            yield from (None for _ in range(3))
-            cluster.by_node["a"].code = -signal.SIGSEGV
-            cluster.by_node["a"].lines = ["it crashed"]
-            yield
-            cluster.by_node["a"].lines = []
-            cluster.end_all(75)
-            yield
-
-    assert run_scenario("ab", scenario, tmp_path, max_failures=1)[0] == 1
-    said = capsys.readouterr().err
-    assert "attempt 4 stopped" in said and "2 failures in a row without a new step; it said: it crashed" in said
+@story("ab", code=2, says="attempt 1 ended on b with exit code 2: error: no such key")
+def test_an_error_of_the_program_ends_all(cluster: Members) -> Iterator[object]:
+    yield from cluster.trains_on("ab")
+    yield from fail(cluster, 2, "error: no such key")
 
 
-def test_steps_of_an_engine_before_are_not_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@story(
+    "ab",
+    code=1,
+    max_failures=1,
+    says="attempt 4 stopped|2 failures in a row without a new step; it said: it crashed",
+)
+def test_failures_without_progress_end(cluster: Members) -> Iterator[object]:
+    for step in (1, 2, 2, 2):
+        yield from cluster.trains_on("ab")
+        cluster.step(step)
+        yield from turns(3)
+        yield from fail(cluster, -signal.SIGSEGV, "it crashed")
+
+
+def test_steps_of_an_engine_before_are_not_new(tmp_path: Path) -> None:
     """A program that always fails in a directory that has steps already gets no failure more than in an empty one."""
 
     def scenario(cluster: Members) -> Iterator[object]:
         for _ in range(2):
-            yield from until(lambda: cluster.world() == "a")
-            cluster.by_node["a"].code = -signal.SIGSEGV
-            yield
+            yield from cluster.trains_on("a")
+            yield from fail(cluster, -signal.SIGSEGV, "")
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     assert run_scenario("a", scenario, tmp_path, max_failures=1)[0] == 1
-    assert "2 failures in a row without a new step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_sigterm_stops_it_in_good_order(hangs: bool, tmp_path: Path) -> None:
     def scenario(cluster: Members) -> Iterator[object]:
-        yield from until(lambda: cluster.world() == "ab")
+        yield from cluster.trains_on("ab")
         cluster.by_node["b"].ignores = hangs
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(TERM)
         yield from until(lambda: cluster.sent)
         yield from until(lambda: not hangs or cluster.dropped == ["b"])
 
     code, cluster = run_scenario("ab", scenario, tmp_path)
-    assert code == 75 and cluster.sent[0] == ("a", signal.SIGTERM)
-    assert (("b", signal.SIGKILL) in cluster.sent) == hangs
+    assert code == 75 and cluster.sent[0] == ("a", TERM) and (("b", KILL) in cluster.sent) == hangs
+
+
+# ------------------------------------------------------------------------------ the next attempt is compiled ahead
+
+
+def compiles_ahead(cluster: Members, hosts: str, new: str) -> Iterator[object]:
+    """The program trains on `hosts`, others join, and the next attempt starts on all of them."""
+    yield from cluster.trains_on(hosts)
+    cluster.step(1)
+    for host in new:
+        cluster.join(host)
+    yield from cluster.stands_by_on(hosts + new, 2)
+
+
+@story("ab", ahead=True, says="c joined: attempt 2 starts ahead: 3 nodes: a, b, c|attempt 2: step 3 is done")
+def test_the_next_attempt_compiles_while_the_last_one_trains(cluster: Members) -> Iterator[object]:
+    yield from compiles_ahead(cluster, "ab", "c")
+    yield from turns()
+    assert cluster.world() == "ab"
+    cluster.step(2)
+    assert not cluster.sent
+    cluster.by_node["a"].ready.add(2)
+    yield from cluster.trains_on("abc")
+    assert cluster.sent == [("a", TERM), ("a", USR1)]
+    cluster.step(3)
+    cluster.by_node["a"].is_leaving = True
+    yield from until(lambda: cluster.dropped == ["a"])  # it is not waited for long
+    yield from cluster.stands_by_on("bc", 3)
+    assert cluster.sent[2:] == [("a", TERM)]
+    cluster.by_node["b"].ready.add(3)
+    yield from cluster.trains_on("bc")
+
+
+@pytest.mark.parametrize("what", ["lost", "failed", "going"])
+def test_an_attempt_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: Path) -> None:
+    """The change is made all the same: the next one starts when the last one has ended."""
+
+    def scenario(cluster: Members) -> Iterator[object]:
+        yield from compiles_ahead(cluster, "ab", "cd")
+        if what == "lost":
+            cluster.drop("c", "")
+        elif what == "failed":
+            cluster.by_node["c"].codes[2] = 2
+        else:
+            cluster.by_node["c"].is_leaving = True
+        yield from cluster.trains_on("abcd" if what == "failed" else "abd")
+        sent = [sent for sent in cluster.sent if sent[0] != "c"]
+        assert sent == [("a", KILL), ("b", KILL), ("d", KILL), ("a", TERM)]
+        assert "--standby" not in cluster.by_node["a"].arguments[3]
+
+    assert run_scenario("ab", scenario, tmp_path, ahead=True)[0] == 0
+
+
+@story("a", ahead=True)
+def test_another_node_joins_after_one_was_lost(cluster: Members) -> Iterator[object]:
+    """What was given up was for a change that is no more: the next change is prepared again."""
+    yield from compiles_ahead(cluster, "a", "b")
+    cluster.drop("b", "")
+    yield from until(lambda: ("a", KILL) in cluster.sent)
+    yield from turns()
+    assert cluster.world() == "a"
+    cluster.join("c")
+    yield from cluster.stands_by_on("ac", 3)
+    cluster.by_node["a"].ready.add(3)
+    yield from cluster.trains_on("ac")
+
+
+@story("a", ahead=True, JOINING_S=0.05)
+def test_an_attempt_that_never_gets_ready_is_ended(cluster: Members) -> Iterator[object]:
+    """The one before has been stopped for it."""
+    yield from cluster.trains_on("a")
+    cluster.step(1)
+    cluster.join("b")
+    yield from until(lambda: cluster.training == 3)
+    assert cluster.world() == "ab" and cluster.sent.count(("a", KILL)) == 1
+
+
+@story("ab", ahead=True)
+def test_a_failure_while_the_next_attempt_compiles(cluster: Members) -> Iterator[object]:
+    yield from cluster.trains_on("ab")
+    cluster.step(1)
+    cluster.by_node["b"].is_leaving = True
+    yield from cluster.stands_by_on("a", 2)
+    cluster.drop("b", "")
+    cluster.by_node["a"].code = 75
+    yield from turns(5)
+    assert not cluster.sent
+    cluster.by_node["a"].ready.add(2)
+    yield from cluster.trains_on("a")
+    assert cluster.sent == [("a", USR1)]
+
+
+@story("ab", least=2, most=2, ahead=True, STARTING_S=60.0, NOTICE_S=0.5)
+def test_an_idle_node_takes_the_place_of_a_node_that_goes(cluster: Members) -> Iterator[object]:
+    """Its agent is only just starting: the next attempt is not prepared without it."""
+    yield from cluster.trains_on("ab")
+    cluster.step(1)
+    cluster.by_node["b"].is_leaving = True
+    yield from turns(3)  # Ray's nodes are not looked at in every turn
+    cluster.join("c")
+    c = cluster.by_node["c"]
+    c.has_begun = c.answers = False
+    yield from turns()
+    assert cluster.world() == "ab" and not cluster.sent
+    c.has_begun = c.answers = True
+    yield from cluster.stands_by_on("ac", 2)
+    cluster.by_node["a"].ready.add(2)
+    yield from cluster.trains_on("ac")
+
+
+@story("a", ahead=True)
+def test_an_agent_is_silent_when_it_is_the_next_turn(cluster: Members) -> Iterator[object]:
+    """It was silent while it compiled too, which does not matter."""
+    yield from compiles_ahead(cluster, "a", "b")
+    cluster.by_node["b"].answers = False
+    yield from turns()
+    assert cluster.world() == "a"
+    cluster.by_node["a"].ready.add(2)
+    yield from until(lambda: cluster.training == 3)
+    assert cluster.world() == "a" and ("b", KILL) in cluster.sent
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_end_while_the_next_attempt_compiles(code: int, tmp_path: Path) -> None:
+    """The run is finished, or this program is asked to stop."""
+
+    def scenario(cluster: Members) -> Iterator[object]:
+        yield from compiles_ahead(cluster, "a", "b")
+        if code:
+            signal.raise_signal(TERM)
+        else:
+            cluster.by_node["a"].code = 0
+        yield from until(lambda: not code or ("a", TERM) in cluster.sent)
+
+    ended, cluster = run_scenario("a", scenario, tmp_path, ahead=True)
+    assert ended == code and set(cluster.sent) == {("a", KILL), ("b", KILL), *([("a", TERM)] if code else [])}

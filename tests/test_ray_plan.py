@@ -12,6 +12,7 @@ from engines.ray_plan import Limits, choose, how, judge
 from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parent.parent
+TWO = "--max_nodes=2 --min_nodes=1"
 PROGRAM = ["--", "python3", "train.py", "--workdir=runs/x"]
 
 
@@ -58,24 +59,19 @@ def test_a_world_that_is_too_small_waits() -> None:
         ("--min_nodes=1 --max_nodes=2 --max_failures=-1", "must be 0 or more"),
         ("--min_nodes=1 --max_nodes=2 --notice_s=0", "--notice_s=0 must be more than 0"),
         ("--max_nodes=2", "--min_nodes"),
+        (f"{TWO} ", "no program; give it after --"),
+        (f"{TWO} -- python3", "no program"),
+        (f"{TWO} -- python3 -m train", "no program"),
+        (f"{TWO} -- python3 none.py", "there is no none.py"),
+        (f"{TWO} -- none train.py", "there is no none"),
+        (f"{TWO} -- python3 train.py", "the program has no --workdir=DIR"),  # to tell its progress from its failures
     ],
 )
 def test_mistakes_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ray", *arguments.split(), *PROGRAM]) == 2
+    program = [] if arguments.startswith(f"{TWO} ") else PROGRAM
+    assert main(["ray", *arguments.split(), *program]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", ["", "-- python3", "-- python3 -m train", "-- python3 none.py", "-- none train.py"])
-def test_a_program_must_be_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ray", "--min_nodes=1", "--max_nodes=2", *command.split()]) == 2
-    assert "program" in capsys.readouterr().err
-
-
-def test_a_program_without_a_workdir_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing would tell its progress from its failures."""
-    assert main(["ray", "--min_nodes=1", "--max_nodes=2", *PROGRAM[:-1]]) == 2
-    assert capsys.readouterr().err.startswith("error: the program has no --workdir=DIR")
 
 
 def test_ray_is_needed_to_run_and_not_to_import(
@@ -89,24 +85,20 @@ def test_ray_is_needed_to_run_and_not_to_import(
 
 
 @pytest.mark.parametrize(
-    ("codes", "code"),
+    ("codes", "code", "node"),
     [
-        ([0, 0], 0),
-        ([75, 75], 75),
-        ([75, -9], 75),
-        ([None, 0], 75),  # a node was lost at the end: the next attempt finds the run finished, or finishes it
-        ([-6, -9], 75),  # jax aborted
-        ([75, 2], 2),
-        ([1, 75], 1),
-        ([134, 75], 75),  # a shell's word for an abort
+        ([0, 0], 0, ""),
+        ([75, 75], 75, ""),
+        ([75, -9], 75, ""),
+        ([None, 0], 75, ""),  # a node was lost at the end: the next attempt finds the run finished, or finishes it
+        ([-6, -9], 75, ""),  # jax aborted
+        ([75, 2, None], 2, "1"),
+        ([1, 75], 1, "0"),
+        ([134, 75], 75, ""),  # a shell's word for an abort
     ],
 )
-def test_what_the_end_means(codes: list[int | None], code: int) -> None:
-    assert judge({str(i): c for i, c in enumerate(codes)})[0] == code
-
-
-def test_the_node_of_an_error_is_named() -> None:
-    assert judge({"a": 75, "b": 1, "c": None}) == (1, "b")
+def test_what_the_end_means(codes: list[int | None], code: int, node: str) -> None:
+    assert judge({str(i): c for i, c in enumerate(codes)}) == (code, node)
 
 
 def test_progress_is_the_last_whole_line(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Snapshots in memory, in one process: what comes back, what is not used, and what another user may not do."""
 
+import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
 from runtime.addresses import own_address
-from sharding.replicas import Combine, PerReplica
 from state import Checkpointer, Restored, manifest
-from state.memory_files import MemoryFolder
-from state.snapshots import Snapshots
+from state.memory_files import MemoryFolder, SnapshotManifest
+from state.snapshots import AUTOMATIC, Pace, Snapshots, partner
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
 SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}
@@ -358,21 +360,6 @@ def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> No
     assert own_address() == socket.gethostname()
 
 
-@pytest.mark.parametrize(("combine", "replicas"), [("sum", 2), ("sum", 3), ("mean", 2)])
-def test_other_numbers_of_replicas(run: Run, combine: Combine, replicas: int) -> None:
-    value = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
-    state = {"opt": PerReplica(jax.device_put(value, shardings(4, 2)["w"]), combine=combine)}
-    run.keep(1, make=lambda step: state)
-    mesh = Mesh(np.array(jax.devices()[:replicas]), "a")
-    wanted = jax.ShapeDtypeStruct((replicas, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
-    restored = run.restore({"opt": PerReplica(wanted, combine=combine)})
-    assert restored
-    got = np.asarray(restored.state["opt"].tree)
-    merge = np.sum if combine == "sum" else np.mean
-    assert got.shape == (replicas, 8) and (got == got[0]).all()
-    np.testing.assert_allclose(merge(got, axis=0), merge(value, axis=0), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("every", [1, 0])
 def test_a_finished_run_leaves_nothing(run: Run, every: int) -> None:
     """Even if its last attempt kept no snapshots."""
@@ -382,3 +369,162 @@ def test_a_finished_run_leaves_nothing(run: Run, every: int) -> None:
         assert run.files("data")
         snapshots.end(finished=True)
     assert not any((run.memory / f"mics-jax-{os.getuid()}").iterdir())
+
+
+def test_nothing_describes_what_is_half_written(run: Run) -> None:
+    """So a kill during a write leaves the other slot alone, and a kill before its hashes are known does so, too."""
+    run.keep(1, 2)
+    folder = MemoryFolder(run.memory, run.run_id, "standby")
+    old, new = sorted(folder.snapshots()[0], key=lambda snapshot: snapshot.step)
+    described: list[set[str]] = []
+
+    def half() -> Iterator[memoryview]:
+        described.append({file.stem for file in run.files("json")})
+        yield memoryview(b"half")
+
+    folder.write(old.name, half())
+    assert described == [{new.name}] == [{file.stem for file in run.files("json")}]
+    check(run.restore(), 2)
+
+
+def test_automatic_pace_keeps_the_cost_of_snapshots_below_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1 s and snapshots of 0.05 s: every third costs less than 2 %, every second more."""
+    now_s = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    assert [Pace(3).due(step) for step in range(7)] == [True, False, False] * 2 + [True]
+    assert not any(Pace(0).due(step) for step in range(9))
+    pace = Pace(AUTOMATIC)
+    for step in (11, 12, 13, 14):
+        assert pace.due(step)
+        now_s += 1.0 if step < 14 else 30.0  # with a validation before it
+        pace.pauses(step)
+        pace.agree()
+        cost_s = 9.0 if step < 13 else 0.05  # the first ones take longer
+        now_s += cost_s
+        pace.goes_on()
+        pace.cost(cost_s)
+    assert [step for step in range(15, 24) if pace.due(step)] == [15, 18, 21]
+
+
+# --------------------------------------------------------------------------------- folders, names and versions
+
+
+def test_nobody_else_can_look_in(run: Run) -> None:
+    before = os.umask(0)
+    try:
+        run.keep(1)
+    finally:
+        os.umask(before)
+    folder = run.files("data")[0].parent
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700] * 2
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600] * 2
+
+
+@pytest.mark.parametrize("how", ["readable", "link", "no folder", "replaceable", "somebody else's memory"])
+def test_folders_of_others_are_refused(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.keep(1)
+    folder = run.files("data")[0].parent
+    expected = "is not a folder of this user alone"
+    match how:
+        case "readable":
+            folder.chmod(0o750)
+        case "link":
+            folder.symlink_to(folder.rename(run.memory / "elsewhere"))
+        case "no folder":
+            shutil.rmtree(folder)
+            folder.write_text("")
+        case "replaceable":
+            run.memory.chmod(0o777)
+            expected = "can be written by others"
+        case "somebody else's memory":
+            run.memory.chmod(0o1777)
+            status = run.memory.stat()
+            stat = Path.stat
+            others = os.stat_result((*status[:4], os.getuid() + 1, *status[5:]))
+            monkeypatch.setattr(Path, "stat", lambda path, **_: others if path == run.memory else stat(path))
+            expected = f"belongs to user {os.getuid() + 1}"
+    with pytest.raises(ValueError, match=expected):
+        run.attempt()
+    if how == "replaceable":
+        run.memory.chmod(0o1777)
+        check(run.restore(), 1)
+
+
+@pytest.mark.parametrize("how", ["link", "closed"])
+def test_a_name_that_somebody_else_has_taken(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is passed over; what was kept beside it is found again, also when the name is free, and goes with the run."""
+    name = run.memory / f"mics-jax-{os.getuid()}"
+    make_closed(name, monkeypatch) if how == "closed" else name.symlink_to("/")
+    run.keep(1)
+    check(run.restore(), 1)
+    folder = run.files("json")[0].parent.parent
+    assert folder != name and folder.stat().st_mode & 0o777 == 0o700 and len(list(run.memory.glob("mics-*"))) == 2
+    if how == "link":
+        name.unlink()
+    check(run.restore(), 1)
+    with run.attempt() as snapshots:
+        snapshots.end(finished=True)
+    assert list(run.memory.glob("mics-*")) == ([name] if how == "closed" else [])
+
+
+def make_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a folder of somebody else, who lets nobody look at what is in it: not even root in this test."""
+    folder.mkdir(mode=0o755)
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if folder in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+
+
+def test_a_run_id_that_is_a_path(run: Run) -> None:
+    """Would have a run delete that folder in the end."""
+    run.keep(1)
+    file = run.workdir / "attempts.json"
+    victim = run.memory / "victim"
+    victim.mkdir(mode=0o700)
+    for run_id in ("../victim", "A" * 16, "0" * 15, 7):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"run_id": run_id}))
+        with pytest.raises(ValueError, match=r"attempts.json is damaged .*; remove it"), run.attempt() as snapshots:
+            snapshots.end(finished=True)
+    assert victim.is_dir()
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "../0-0-a"}, {"name": "0-0-c"}, {"run_id": "../../home"}, {"name": "1-0-a"}]
+)
+def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) -> None:
+    run.keep(1)
+    (kept,) = MemoryFolder(run.memory, run.run_id, "standby").snapshots()[0]
+    content = json.loads(json.dumps(kept.as_json()))
+    assert SnapshotManifest.from_json(content) == kept
+    with pytest.raises(ValueError, match="is no snapshot"):
+        SnapshotManifest.from_json(content | change)
+
+
+def test_a_description_of_another_version(run: Run) -> None:
+    """Is whole, and passed over: the checkpoint is what is left."""
+    run.save(1)
+    run.keep(2)
+    (file,) = run.files("json")
+    content = json.loads(file.read_text().partition("\n")[2])
+    del content["history"]
+    body = json.dumps(content | {"format": 1})
+    file.write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}")
+    check(run.restore(), 1, source="its checkpoint")
+    (line,) = run.said
+    assert line.endswith(f"{file.name} is not used: another version of the program wrote it")
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_which_nodes_may_be_lost(count: int) -> None:
+    """One of each pair must be left, and of an odd number of nodes two of the last three; every set is tried."""
+    in_turn = set(range(count - 3, count)) if count % 2 else set()
+    pairs = [{node, node + 1} for node in range(0, count - len(in_turn), 2)]
+    for number in range(count + 1):
+        for lost in map(set, combinations(range(count), number)):
+            is_kept = all({node, partner(node, count)} - lost for node in range(count))
+            assert is_kept == (len(in_turn & lost) <= 1 and all(pair - lost for pair in pairs))

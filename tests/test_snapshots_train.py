@@ -2,12 +2,9 @@
 
 import json
 import shutil
-import signal
 import socket
-import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 from running import (
     arguments,
@@ -18,7 +15,6 @@ from running import (
     rows,
     run_here,
     start,
-    start_together,
     steps_logged,
     stop_after,
     wait_until,
@@ -144,55 +140,3 @@ def test_two_in_one_directory(
             pass
     with workdir_lock.workdir_lock(tmp_path / "run"):
         pass
-
-
-@pytest.mark.slow
-def test_a_second_start_of_a_run_that_finishes_meanwhile(tmp_path: Path) -> None:
-    """It finds the run finished, and touches nothing; one of another config is refused without waiting."""
-    args = with_memory(tmp_path / "run", tmp_path)
-    first = start(args, pause_s=1.0)
-    wait_until(lambda: steps_logged(tmp_path / "run") >= 1, first)
-    [(code, _, err)] = finish(start([*args, "--config.seed=3"]))
-    assert code == 2 and "seed was 0 and is 3" in err and "waiting" not in err
-    second = start(args)
-    [(code, _, err)] = finish(first)
-    assert code == 0, err
-    summary = (tmp_path / "run" / "summary.json").read_bytes()
-    [(code, out, err)] = finish(second)
-    assert code == 0 and "is finished: 10 steps are done" in out, err
-    assert (tmp_path / "run" / "summary.json").read_bytes() == summary
-
-
-@pytest.mark.slow
-def test_two_processes_are_killed(tmp_path: Path, undisturbed: Path) -> None:
-    """All shards are on one node each (zero3): the partner's copies bring back a node that was lost."""
-    memory, run = [tmp_path / "memory0", tmp_path / "memory1"], tmp_path / "run"
-    args = with_memory(run, memory[0], sharding__strategy="zero3", sharding__partition_size=0)
-    memory[1].mkdir()
-
-    def start_two(pause_s: float) -> list[subprocess.Popen[str]]:
-        return start_together(args, 2, devices=2, pause_s=pause_s, first=OWN_MEMORY.format(tmp_path=tmp_path))
-
-    two = start_two(0.3)
-    wait_until(lambda: steps_logged(run) >= 7, two[0])
-    for process in two:
-        process.send_signal(signal.SIGKILL)
-    finish(*two)
-    done = len(losses(run))
-    shutil.rmtree(memory[1])
-    memory[1].mkdir()
-    shutil.rmtree(run / "checkpoints")
-    outcomes = finish(*start_two(0.0))
-    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
-    assert "from memory (1 of 2 nodes had it)" in outcomes[0][1]
-    resumed = int(outcomes[0][1].split("resumed at step ")[1].split()[0])
-    assert done - 1 <= resumed <= done + 1
-    np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=1e-5)
-
-
-# Each of two processes on this host takes a memory of its own, as on two nodes.
-OWN_MEMORY = """
-for flag in sys.argv:
-    if flag.startswith("--process_id="):
-        sys.argv.append("--config.elastic.memory_dir={tmp_path}/memory" + flag[-1])
-"""

@@ -7,7 +7,9 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
 from configs.schema import CheckpointConfig
+from runtime import consensus
 from runtime.consensus import barrier
 from state import Checkpointer, CheckpointError, latest_config, manifest
 
@@ -66,12 +69,12 @@ def test_two_processes_and_one(tmp_path: Path) -> None:
     assert reports[1] == []
     assert (by_one / manifest.SET_ASIDE / "3-1").is_dir()
 
-    assert manifest.step_numbers(by_two) == [5, 6]
+    assert manifest.step_numbers(by_two) == [5, 6, 8]
     with Checkpointer(by_two, KEEP_ALL, report=pytest.fail) as checkpointer:
-        check_restores(checkpointer, 6)
-        save(checkpointer, 7)
-        check_restores(checkpointer, 7)
-    assert latest_config(by_two) == {"step": 7}
+        check_restores(checkpointer, 8)
+        save(checkpointer, 9)
+        check_restores(checkpointer, 9)
+    assert latest_config(by_two) == {"step": 9}
     assert manifest.step_numbers(broken) == [1]
 
 
@@ -137,18 +140,44 @@ def one_of_two(rank: int, by_one: Path, by_two: Path, hopeless: Path, broken: Pa
         save(checkpointer, 2)
         expect(CheckpointError, "division by zero" if rank else "process 1 on ", checkpointer.wait)
         manifest.describe = describe
+    check_few_calls(rank, by_two)
     torn_lines: list[str] = []
     torn = by_two.with_name("torn")
     if rank == 0:
         shutil.copytree(by_two, torn)
-        file = torn / "6" / read_by_process_one(torn / "6")
+        file = torn / "8" / read_by_process_one(torn / "8")
         file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     barrier("torn")
     with Checkpointer(torn, KEEP_ALL, report=torn_lines.append) as checkpointer:
-        check_restores(checkpointer, 5)
+        check_restores(checkpointer, 6)
     assert len(torn_lines) == 1 - rank  # process 0 says what process 1 found
-    assert all(f"{read_by_process_one(by_two / '6')} does not match its hash" in line for line in torn_lines)
+    assert all(f"{read_by_process_one(by_two / '8')} does not match its hash" in line for line in torn_lines)
     print(json.dumps(lines), flush=True)
+
+
+def check_few_calls(rank: int, directory: Path) -> None:
+    """Checks what agreements give, and how often each asks the store; a save commits by 5 calls after 2 broadcasts."""
+    client, calls = multihost.get_jax_distributed_client(), list[str]()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(client, name)
+
+    consensus.multihost = SimpleNamespace(get_jax_distributed_client=Counting)
+
+    def counted(act: Callable[[], Any]) -> tuple[Any, int]:
+        calls.clear()
+        return act(), len(calls)
+
+    new_key = consensus.new_key
+    assert counted(lambda: consensus.broadcast(new_key("said"), lambda: "by 0")) == ("by 0", 1)
+    assert counted(lambda: consensus.all_gather(new_key("said"), rank)) == ([0, 1], 3)
+    assert counted(lambda: consensus.gather(new_key("said"), rank)) == (([], 2) if rank else ([0, 1], 3))
+    with Checkpointer(directory, KEEP_ALL) as checkpointer:
+        assert counted(lambda: (save(checkpointer, 8), checkpointer.wait()))[1] == (6 if rank else 7)
+        assert counted(lambda: check_restores(checkpointer, 8))[1] == 4
+    consensus.multihost = multihost
 
 
 if __name__ == "__main__":

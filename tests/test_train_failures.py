@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from running import arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
 
+from files import run_directory
+from runtime.events import EventReader
+
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open
 @pytest.mark.parametrize("room", [20_000, pytest.param(100, marks=pytest.mark.slow)])
@@ -54,6 +57,11 @@ def test_too_many_non_finite_updates_end_the_run(tmp_path: Path, capsys: pytest.
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["exit_reason"].startswith("failed: 3 updates in a row were not finite")
     assert (tmp_path / "report.html").exists()
+    *_, last = EventReader(tmp_path).new()
+    assert (last["event"], last["code"]) == ("exited", 1) and last["why"].startswith("3 updates in a row were not")
+    written = (tmp_path / run_directory.EVENTS).read_text()
+    assert run_here(*arguments(tmp_path)) == 2  # a mistake writes nothing into another run's directory
+    assert (tmp_path / run_directory.EVENTS).read_text() == written
     saved = arrays(tmp_path, found[-1]["step"] - 1)
     assert all(np.isfinite(x).all() for name, x in saved.items() if name.startswith("params"))
 

@@ -97,43 +97,10 @@ def test_unreachable_kubernetes_is_an_error(
     assert err.endswith("give --coordinator, --num_processes and --process_id\n") and err.count("\n") == 1
 
 
-# The API server's answers about a Job of two pods.
-FAKE_KUBERNETES = """
-import kubernetes
-from types import SimpleNamespace as Of
-from jax._src.clusters.k8s_cluster import K8sCluster
-owner = Of(controller=True, kind="Job")
-labels = {"job-name": "run"}
-pod = Of(metadata=Of(name="run-0", labels=labels, owner_references=[owner]), spec=Of(subdomain="pods"))
-job = Of(metadata=Of(name="run", labels=labels), spec=Of(parallelism=2))
-kubernetes.config.load_incluster_config = lambda: None
-kubernetes.client.CoreV1Api.list_namespaced_pod = lambda self, **_: Of(items=[pod])
-kubernetes.client.BatchV1Api.read_namespaced_job = lambda self, **_: job
-K8sCluster._namespace = classmethod(lambda cls: "default")
-"""
-
-
-@pytest.mark.slow
-def test_kubernetes_variables_are_recognised(tmp_path: Path) -> None:
-    """By its API; only the coordinator's address is given, for there is no DNS of pods here."""
-    common = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "HOSTNAME": "localhost"}
-    common["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
-    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
-    started = [start(args, first=FAKE_KUBERNETES, **common, JOB_COMPLETION_INDEX=i) for i in ("0", "1")]
-    check_joined(tmp_path, finish(*started))
-
-
 def check_joined(workdir: Path, outcomes: list[tuple[int, str, str]]) -> None:
     assert [code for code, _, _ in outcomes] == [0, 0], outcomes
     assert json.loads((workdir / "environment.json").read_text())["processes"] == 2
     assert len(losses(workdir)) == 10
-
-
-def test_kubernetes_is_imported_only_inside_a_pod(tmp_path: Path) -> None:
-    last = "\nimport atexit; atexit.register(lambda: print('kubernetes' in sys.modules))"
-    code, out, err = finish(start(arguments(tmp_path, num_steps=0), first=last))[0]
-    assert code == 2 and "num_steps=0" in err
-    assert out == "False\n"
 
 
 def test_hosts_are_distinguished_by_full_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +120,17 @@ def test_hosts_are_distinguished_by_full_names(monkeypatch: pytest.MonkeyPatch) 
 
 
 SLURM = "SLURM_JOB_ID=77 SLURM_STEP_NODELIST='node[0-1]' SLURM_NTASKS=2 SLURM_PROCID=$RANK SLURM_LOCALID=0"
-OPEN_MPI = "OMPI_MCA_orte_hnp_uri='1.0;tcp://10.77.0.1:1234' OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$RANK"
+OPEN_MPI = (
+    "OMPI_MCA_orte_hnp_uri='1.0;tcp://10.77.0.1:1234' "
+    "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$RANK OMPI_COMM_WORLD_LOCAL_RANK=0"
+)
 
 
 @EMULATED
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [SLURM, f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_RANK=0"], ids=["SLURM", "Open MPI"])
+@pytest.mark.parametrize(
+    "variables", [SLURM, pytest.param(f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_RANK=0", marks=pytest.mark.slow)]
+)
 def test_launchers_give_ranks_on_two_hosts(variables: str, tmp_path: Path) -> None:
     """By the variables that srun, and mpirun of Open MPI 4, set; the nodes are told apart by the names of the hosts.
 
