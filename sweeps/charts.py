@@ -4,8 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import mean, median, pstdev
+from statistics import median
 from typing import Any
 
 from files.palette import SERIES
@@ -15,7 +14,8 @@ from sweeps.records import metric_text
 
 MAX_LINES = len(SERIES)
 MAX_LABELLED = 10  # distinct numbers, each with a tick; for more, ticks are at round numbers
-LARGE_RATIO = 20  # of the largest to the smallest metric, from which the axis is logarithmic
+# Of the largest to the smallest value, from which an axis is logarithmic: of a swept key, which often doubles; of metrics
+LARGE_RATIO_X, LARGE_RATIO_Y = 8, 20
 DODGE = 9.0  # horizontal distance between the dots of neighbouring series over a word, so that none covers another
 RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -42,7 +42,7 @@ def sweep_chart(
         return Chart(note="No run has measured a finite value.")
     low, high = min(finite), max(finite)
     x = axis_of([point.x for point in points])
-    y = number_axis(low, high, lambda y: tick_text(metric, y), log=0 < LARGE_RATIO * low < high, margin=0.04)
+    y = number_axis(low, high, lambda y: tick_text(metric, y), log=0 < LARGE_RATIO_Y * low < high, margin=0.04)
     names = list(dict.fromkeys(text(p.line) for p in sorted(points, key=lambda p: as_number(p.line) or 0.0)))
     joined = x.numeric and not _random(points)
     series = []
@@ -68,8 +68,10 @@ def axis_of(values: Sequence[Any]) -> Axis:
     if any(as_number(value) is None for value in values):
         axis = word_axis(list(dict.fromkeys(map(text, values))))
         return replace(axis, position=lambda value: axis.position(text(value)))
-    log, few = log_spaced(list(labels)), len(labels) <= MAX_LABELLED
-    axis = number_axis(min(labels), max(labels), text, log=log, margin=0.06, labels=labels if few else None)
+    low, high, few = min(labels), max(labels), len(labels) <= MAX_LABELLED
+    axis = number_axis(
+        low, high, text, log=0 < LARGE_RATIO_X * low <= high, margin=0.06, labels=labels if few else None
+    )
     return replace(axis, position=lambda value: axis.position(as_number(value)))
 
 
@@ -81,18 +83,6 @@ def as_number(value: Any) -> float | None:
         return float(value)
     rate = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", str(value).lower())
     return float(rate[1]) * RATE_UNITS[rate[2]] if rate else None
-
-
-def log_spaced(numbers: Sequence[float]) -> bool:
-    """Returns whether the ratios between neighbouring numbers vary less than the differences."""
-    distinct = sorted(set(numbers))
-    if len(distinct) < 2 or distinct[0] <= 0 or distinct[-1] < 4 * distinct[0]:
-        return False
-    if len(distinct) == 2:
-        return distinct[1] >= 10 * distinct[0]
-    steps = [b - a for a, b in pairwise(distinct)]
-    factors = [math.log(b / a) for a, b in pairwise(distinct)]
-    return pstdev(factors) / mean(factors) < pstdev(steps) / mean(steps)
 
 
 def tick_text(metric: str, value: float) -> str:
