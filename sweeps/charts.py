@@ -14,7 +14,7 @@ from sweeps.records import metric_text
 
 MAX_LINES = len(SERIES)
 MAX_LABELLED = 10  # distinct numbers, each with a tick; for more, ticks are at round numbers
-# Of the largest to the smallest value, from which an axis is logarithmic: of a swept key, which often doubles; of metrics
+# of the largest to the smallest value, from which an axis is logarithmic: of a swept key, of metrics
 LARGE_RATIO_X, LARGE_RATIO_Y = 8, 20
 DODGE = 9.0  # horizontal distance between the dots of neighbouring series over a word, so that none covers another
 RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 from emulating import EMULATED, ctl, emulate, until
 from emulating import finish as finish_emulation
-from running import IGNORED, ROOT, TRAIN, arguments, finish, free_port, start_together, steps_logged, wait_until
+from running import ROOT, TRAIN, arguments, finish, free_port, start_together, steps_logged, wait_until
 
 from configs.schema import ElasticConfig
 from runtime import heartbeat
 from runtime.events import EventReader
 from runtime.heartbeat import Heartbeat, Peer
 
-pytestmark = IGNORED
 RESUMABLE = 75
 HOST = socket.gethostname()
 

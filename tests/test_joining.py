@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from jax._src import distributed
-from running import IGNORED, TIMEOUT_S, arguments, finish, free_port, start
+from running import TIMEOUT_S, arguments, finish, free_port, start
 
 from runtime import joining
 from runtime.addresses import host_and_port
 
-pytestmark = IGNORED
 LIMITS = """
 from runtime import joining
 joining.PATIENCE_S, joining._QUIET_S, joining._GONE_S, joining._LOOK_S = {}, 0.0, 1.0, 0.2

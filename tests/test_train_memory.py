@@ -97,9 +97,9 @@ def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
 
 def test_hosts_without_a_boot_id_do_not_share_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A sandbox may hide it: two hosts are then told apart by their names."""
+    sent: list[object] = []
     monkeypatch.setattr(memory, "BOOT_ID", tmp_path / "boot_id")
     monkeypatch.setattr(memory, "_free_bytes", lambda: 4000)
-    sent: list[object] = []
     monkeypatch.setattr(memory, "all_gather", lambda key, own: sent.append(own) or sent)
     monkeypatch.setattr("socket.gethostname", lambda: f"host{len(sent)}")
     for _ in range(2):  # processes, in turn; the second one has what both sent
