@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -42,9 +43,11 @@ def sweep_chart(
         return Chart(note="No run has measured a finite value.")
     low, high = min(finite), max(finite)
     x = axis_of([point.x for point in points])
-    y = number_axis(low, high, lambda y: tick_text(metric, y), log=0 < LARGE_RATIO_Y * low < high, margin=0.04)
+    form = partial(metric_text, metric) if metric.endswith(("_bytes", "_s")) else text
+    y = number_axis(low, high, form, log=0 < LARGE_RATIO_Y * low < high, margin=0.04)
     names = list(dict.fromkeys(text(p.line) for p in sorted(points, key=lambda p: as_number(p.line) or 0.0)))
-    joined = x.numeric and not _random(points)
+    is_random = len(points) > MAX_LINES and 2 * len({text(point.x) for point in points}) > len(points)
+    joined = x.numeric and not is_random  # of sampled values, few are equal
     series = []
     for i, name in enumerate(names):
         members = [point for point in points if text(point.line) == name]
@@ -85,19 +88,9 @@ def as_number(value: Any) -> float | None:
     return float(rate[1]) * RATE_UNITS[rate[2]] if rate else None
 
 
-def tick_text(metric: str, value: float) -> str:
-    """Returns the label of a tick on the metric's axis."""
-    return metric_text(metric, value) if metric.endswith(("_bytes", "_s")) else text(value)
-
-
 def _medians(members: Sequence[Point]) -> list[tuple[Any, float]]:
     """Returns the median at each x in order, NaN where a run diverged."""
     values: dict[Any, list[float]] = {}
     for point in sorted(members, key=lambda point: as_number(point.x) or 0.0):
         values.setdefault(point.x, []).append(point.y)
     return [(x, median(ys) if all(map(math.isfinite, ys)) else math.nan) for x, ys in values.items()]
-
-
-def _random(points: Sequence[Point]) -> bool:
-    """Returns whether the values look sampled at random: many runs, and few with the same value."""
-    return len(points) > MAX_LINES and 2 * len({text(point.x) for point in points}) > len(points)

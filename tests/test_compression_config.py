@@ -65,11 +65,12 @@ def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, 
     ("changes", "said"),
     [
         (LOCAL | {"num_steps": 11}, "num_steps=11 must be a multiple of local_sgd.inner_steps=2"),
+        ({"compression.block": 12}, "compression.block=12 must be a multiple of 8"),
+        ({"compression.threshold": float("inf")}, "compression.threshold=inf must be above 0"),
         ({"compression.hop_two": "int7"}, "compression.hop_two=int7 is not known; one of none, bf16"),
         ({"compression.gather_inter": "two_bit"}, "gather_inter=two_bit is not known; one of none, bf16, int8, int4"),
     ],
 )
 def test_bad_values_are_rejected(changes: dict[str, Any], said: str) -> None:
-    """Numbers out of their range: tests/test_sweep_ranges.py."""
     with pytest.raises(ValueError, match=said):
         states_of(changes)
