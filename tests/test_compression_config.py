@@ -8,7 +8,7 @@ from test_planner_table import tiny_config
 
 from compression.methods import METHODS
 from configs.base import typed
-from configs.schema.compression import HOP_TWO, WITH_WARMUP
+from configs.schema.sections import HOP_TWO, WITH_WARMUP
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}

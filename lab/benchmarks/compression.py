@@ -20,7 +20,7 @@ from compression.codecs import make_codec
 from compression.methods import method_named
 from compression.route import Route
 from configs.schema import CompressionConfig
-from configs.schema.compression import CODECS
+from configs.schema.sections import CODECS
 from lab.benchmarks.compiled import start_devices
 from lab.benchmarks.runner import (
     Key,
