@@ -6,11 +6,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from running import arguments, changed, run_here, stop_after
+from running import arguments, changed, run_here
 
 from configs import command_line
 from planner import table
-from runtime.exit_codes import ExitCode
 from training import memory
 from training.experiment import make_experiment
 
@@ -71,16 +70,6 @@ def test_what_would_fit_fits(
     assert sizes, said
     all_of_it, held = (float(size.replace(",", "")) for size in sizes.groups())
     assert held == pytest.approx(0.8 * all_of_it, rel=0.02)  # of a quarter
-
-
-def test_a_run_that_has_begun_waits_for_more_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run_here(*arguments(tmp_path / "run"), hooks=[stop_after(2)]) == ExitCode.RESUMABLE
-    monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
-    capsys.readouterr()
-    assert run_here(*arguments(tmp_path / "run")) == ExitCode.RESUMABLE
-    assert capsys.readouterr().err.startswith("error: the state takes ")
 
 
 def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from configs.schema import Config, ShardingConfig
 from sharding import drawing
 from sharding.scopes import make_layout
 from state.checkpointer import Checkpointer
+from training import memory
 from training.experiment import Experiment
 from training.hooks import every
 
@@ -188,6 +189,16 @@ def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.C
     said = f"starting again at step 0 of 10 in {tmp_path}: no checkpoint and no snapshot is left; steps done again: "
     assert f"{said}{len(done)}\n" in capsys.readouterr().out
     assert losses(tmp_path)[: len(done)] == done
+
+
+def test_a_run_that_has_begun_waits_for_more_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_here(*arguments(tmp_path / "run"), hooks=[stop_after(2)]) == RESUMABLE
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
+    capsys.readouterr()
+    assert run_here(*arguments(tmp_path / "run")) == RESUMABLE
+    assert capsys.readouterr().err.startswith("error: the state takes ")
 
 
 @pytest.mark.parametrize("was_killed", [True, False])
