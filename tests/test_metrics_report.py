@@ -112,6 +112,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.addresses: list[str] = []
         self.words: list[str] = []
+        self.texts: dict[str, list[str]] = {}  # by tag
         self.feed(html)
         self.close()
         assert self.open == []
@@ -130,6 +131,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if "style" not in self.open:
             self.words.append(data)
+            self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
 
     def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)

@@ -3,13 +3,13 @@
 import csv
 import io
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 from sweeping import run_sweep, seeds, sweep_file
+from test_metrics_report import Page
 
 from metrics.charts import Chart
 from metrics.units import UNKNOWN
@@ -20,26 +20,6 @@ from sweeps.pool import Job
 from sweeps.records import State
 
 GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1))\n" + seeds(0, 1, 5, 7)
-
-
-class Page(HTMLParser):
-    """The texts of a page by tag, and all its links."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts: dict[str, list[str]] = {}
-        self.links: list[str] = []
-        self.counts: dict[str, int] = {}
-        self._tag = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._tag = tag
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.setdefault(self._tag, []).append(data)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +57,9 @@ def test_the_markdown_shows_the_best_in_bold(grid: Path) -> None:
 
 def test_the_page_is_complete_and_self_contained(grid: Path) -> None:
     page = Page((grid / "index.html").read_text())
-    assert page.counts["svg"] == 1  # the seeds are repetitions, no axis
-    assert page.counts["circle"] == 6 and any("median over seed" in text for text in page.texts["p"])
-    assert len(page.links) == 9 and all((grid / link).read_text() == "the run's page" for link in page.links)
+    assert page.tags.count("svg") == 1  # the seeds are repetitions, no axis
+    assert page.tags.count("circle") == 6 and any("median over seed" in text for text in page.texts["p"])
+    assert len(page.addresses) == 9 and all((grid / link).read_text() == "the run's page" for link in page.addresses)
     assert page.texts["td"].count("0.1") == 4
     tips = [text for text in page.texts["title"] if text.startswith("learning_rate=0.1,seed=7-")]
     assert len(tips) == 1 and tips[0].endswith(": 107.0000")
