@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from rich import box
 from rich.console import Console, Group
@@ -39,12 +38,6 @@ class Progress:
         if (sys.stdout.isatty() if console is None else True) and self._console.is_interactive:
             self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._draw)
             self._live.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes the values of `step` (keys of `metrics.jsonl`); a key without a new value still shows its last one."""

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from files import atomic, json_lines, run_directory
 
@@ -43,12 +43,6 @@ class MetricsWriter:
         self._lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._events: EventsWriter | None = None
         self._flushed_s = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes the values measured at `step`, which may have any set of keys."""

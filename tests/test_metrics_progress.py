@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_close_shows_a_run_that_stopped_between_two_lines(monkeypatch: pytest.Mo
 def test_a_terminal_gets_a_live_bar_redrawn_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = Clock(monkeypatch), io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None, _environ={"TERM": "xterm"})
-    with Progress(1000, 0, console) as shown:
+    with closing(Progress(1000, 0, console)) as shown:
         draws = 0
         for step in range(1, 101):
             clock.now += 0.1
@@ -83,7 +84,7 @@ def test_what_is_printed_into_a_pipe_is_plain_and_says_what_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as some build machines set it: rich takes the pipe for a terminal
-    with Progress(2) as shown:
+    with closing(Progress(2)) as shown:
         shown.update(1, SCALARS)
         shown.update(2, SCALARS)
     text = capsys.readouterr().out
