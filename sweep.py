@@ -11,7 +11,6 @@ or the machine.
 """
 
 import argparse
-import importlib.util
 import shlex
 import signal
 import sys
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.overrides import Overrides
-from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
+from runtime.command_line import OneLineParser, check_installed, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
 from sweeps import slurm
 from sweeps.check import check_runs
@@ -37,14 +36,11 @@ from sweeps.report import write_report
 class Sweep:
     """What the command line asks for, checked."""
 
+    options: argparse.Namespace
     file: SweepFile
     runs: list[Run]
     plan: Callable[[Iterable[Overrides]], list[Run]]  # further runs
     workdir: Path
-    workers: int | None
-    slurm: str | None
-    ray: str | None
-    search: int | None  # trials
 
 
 def main(argv: Sequence[str], *, program: str = PROGRAM) -> int:
@@ -60,10 +56,10 @@ def main(argv: Sequence[str], *, program: str = PROGRAM) -> int:
         if options.dry_run:
             return show_plan(sweep)
         make_folder(sweep.workdir, "--workdir")
-        if sweep.slurm is not None:
+        if options.slurm is not None:
             return run_on_slurm(sweep)
-        with launcher(sweep) as (launch, workers):
-            return (run_here if sweep.search is None else run_search)(sweep, launch, workers)
+        with launcher(options) as (launch, workers):
+            return (run_here if options.search is None else run_search)(sweep, launch, workers)
     except (ValueError, OSError) as error:
         return complain(error)
     except KeyboardInterrupt:
@@ -134,22 +130,12 @@ def make_sweep(options: argparse.Namespace, program: str) -> Sweep:
     check_runs(runs)
     if len(runs) < len(wanted) and options.search is None:
         print(f"{len(wanted) - len(runs)} of {len(wanted)} runs have the config of another one and are left out")
-    return Sweep(
-        file=file,
-        runs=runs,
-        plan=planned,
-        workdir=workdir,
-        workers=options.workers,
-        slurm=options.slurm,
-        ray=options.ray,
-        search=options.search,
-    )
+    return Sweep(options=options, file=file, runs=runs, plan=planned, workdir=workdir)
 
 
 def points_of_search(file: SweepFile, options: argparse.Namespace) -> list[Overrides]:
     """Returns the ends of what `--search` chooses from. ValueError if it cannot."""
-    if not importlib.util.find_spec("optuna"):
-        raise ValueError("--search needs Optuna, which is not installed: make .venv/optuna-installed")
+    check_installed("optuna", "--search")
     if options.search < 1 or options.sweep or options.slurm is not None:
         raise ValueError(f"--search={options.search} must be at least 1, and takes neither --sweep nor --slurm")
     if not file.search:
@@ -166,28 +152,27 @@ def show_plan(sweep: Sweep) -> int:
     """Prints what would run, and how."""
     for run in sweep.runs:
         print(f"{'finished' if is_finished(run) else 'to do':8}  {run.name}\n          {shlex.join(run.command)}")
-    todo = missing(sweep.runs)
-    if sweep.search is not None:
-        print(f"these are the ends of what {sweep.search} runs choose from, in {sweep.workdir}")
+    todo, options = missing(sweep.runs), sweep.options
+    if options.search is not None:
+        print(f"these are the ends of what {options.search} runs choose from, in {sweep.workdir}")
         return 0
     print(f"{len(sweep.runs)} runs, {len(todo)} to do, in {sweep.workdir}")
-    if sweep.slurm is not None and todo:
-        print(f"wrote {slurm.write_array(todo, sweep.workdir, options=sweep.slurm, workers=sweep.workers)}")
+    if options.slurm is not None and todo:
+        print(f"wrote {slurm.write_array(todo, sweep.workdir, options=options.slurm, workers=options.workers)}")
     return 0
 
 
 @contextmanager
-def launcher(sweep: Sweep) -> Iterator[tuple[Launcher, int]]:
+def launcher(options: argparse.Namespace) -> Iterator[tuple[Launcher, int]]:
     """Yields what starts the runs, here or in Ray, and how many run at a time."""
-    if sweep.ray is None:
-        yield start_here, sweep.workers or 1
+    if options.ray is None:
+        yield start_here, options.workers or 1
         return
-    if not importlib.util.find_spec("ray"):
-        raise ValueError("--ray needs Ray, which is not installed: make .venv/ray-installed")
+    check_installed("ray", "--ray")
     from sweeps.ray_runs import connected
 
-    with connected(sweep.ray) as runs:
-        yield runs, min(sweep.workers or runs.capacity, runs.capacity)
+    with connected(options.ray) as runs:
+        yield runs, min(options.workers or runs.capacity, runs.capacity)
 
 
 def run_here(sweep: Sweep, launch: Launcher, workers: int) -> int:
@@ -205,11 +190,10 @@ def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
     """Runs trials until there are enough, writes the report and returns the exit code."""
     from sweeps.search import search
 
-    assert sweep.search is not None
     with Live(sweep.file.metric) as live:
         enough, records = search(
             sweep.file,
-            sweep.search,
+            sweep.options.search,
             plan=lambda overrides: sweep.plan([overrides])[0],
             workers=workers,
             workdir=sweep.workdir,
@@ -232,7 +216,7 @@ def run_on_slurm(sweep: Sweep) -> int:
     if job:
         print(f"job {job} is in the queue; the same command again shows how far it is (scancel {job} ends it)")
     elif todo:
-        script = slurm.write_array(todo, sweep.workdir, options=sweep.slurm or "", workers=sweep.workers)
+        script = slurm.write_array(todo, sweep.workdir, options=sweep.options.slurm, workers=sweep.options.workers)
         print(f"submitted {len(todo)} runs as job {slurm.submit(script)}; the same command again reports on them")
     return 0
 

@@ -7,15 +7,17 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from files import atomic, run_directory
 from metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes_chart, span_s
 from metrics.charts import Chart, Curve, curve_chart
 from metrics.page import render
-from metrics.report_tables import collective_table, collectives_note, config_facts, strategy_facts
-from metrics.run_files import RunFiles, headline, read_run, series
-from metrics.units import format_bytes, format_count, format_percent, format_seconds
+from metrics.run_files import RunFiles, headline, number, read_run, series
+from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 from runtime.command_line import OneLineParser, complain, prepare_output
 
 
@@ -86,8 +88,8 @@ def run_page(run: RunFiles) -> str:
         sample=run.sample,
         command=run.environment.get("command"),
         files=[
-            ("Environment", run_directory.ENVIRONMENT, config_facts(run.environment)),
-            ("Configuration", run_directory.CONFIG, config_facts(run.config)),
+            ("Environment", run_directory.ENVIRONMENT, facts_of(run.environment)),
+            ("Configuration", run_directory.CONFIG, facts_of(run.config)),
         ],
         problems=run.problems,
     )
@@ -136,6 +138,79 @@ def charts_of(run: RunFiles) -> dict[str, Chart]:
             problem = run.problems.get(run_directory.METRICS, "has none of these values")
             charts[panel.title] = Chart(note=f"metrics.jsonl {problem}.")
     return charts
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def facts_of(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Returns a nested dict flattened to (`a.b.c`, value) pairs."""
+    facts: list[tuple[str, str]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        facts += facts_of(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, _text(value))]
+    return facts
+
+
+def strategy_facts(run: RunFiles) -> list[tuple[str, str]]:
+    """Returns what was set of the sharding and the batch, with the devices and the mesh that it gave."""
+    known = {key: run.config.get(key) for key in ("sharding", "batch")}
+    known |= {key: run.environment.get(key) for key in ("devices", "mesh")}
+    return [(name, text) for name, text in facts_of(known) if text != UNKNOWN]
+
+
+def collective_table(run: RunFiles) -> list[tuple[str, ...]]:
+    """Returns the collectives of the compiled step and their sum, below a head: those that send most come first."""
+    entries = run.collectives.get("collectives")
+    entries = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+    if not entries:
+        return []
+    sent = [tuple(number(entry.get(key)) or 0.0 for key in ("inter_bytes", "intra_bytes")) for entry in entries]
+    order = sorted(range(len(entries)), key=lambda i: sent[i], reverse=True)
+    return [
+        ("Name", "Over axes", "Kind", "Type", "Payload", "Times per step", "Between nodes", "Inside nodes"),
+        *((*_collective(entries[i]), *map(_sent_bytes, sent[i])) for i in order),
+        ("Sum", *[""] * 5, *(_sent_bytes(sum(counts)) for counts in zip(*sent, strict=True))),
+    ]
+
+
+def _collective(entry: Mapping[str, Any]) -> list[str]:
+    payload, times = number(entry.get("payload_bytes")), number(entry.get("times"))
+    return [
+        *(_text(entry.get(key)) for key in ("name", "axes", "kind", "dtype")),
+        UNKNOWN if payload is None else format_bytes(payload),
+        UNKNOWN if times is None else format_count(times),
+    ]
+
+
+def _sent_bytes(count: float) -> str:
+    return format_bytes(count) if count else UNKNOWN
+
+
+def collectives_note(run: RunFiles) -> str:
+    """Returns where the table is from, or why there is none, and what the network interfaces counted, if they did."""
+    if not collective_table(run):
+        problem = run.collectives.get("problem")
+        why = f"says that {problem}" if problem else "lists no collectives: the step sends nothing"
+        return f"collectives.json {run.problems.get('collectives.json', why)}."
+    said = "From the compiled program. Bytes are per device and step."
+    wire = ("wire_tx_bytes", "wire_rx_bytes")
+    counts = [[value for _, value in series(run.rows, key) if isfinite(value)] for key in wire]
+    if not all(counts):
+        return said
+    sent, received = (format_bytes(median(values)) for values in counts)
+    return f"{said} Counted by this node's network interfaces, median per step: {sent} sent, {received} received."
+
+
+def _text(value: Any) -> str:
+    """Returns a value as text: booleans as yes and no, lists with commas."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value)) or UNKNOWN
+    if isinstance(value, float):
+        return f"{value:g}"
+    return UNKNOWN if value is None or value == "" else str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ from metrics.progress import Progress, print_summary
 from metrics.report import write_report
 from metrics.run_files import read_run
 from metrics.throughput import StepTimer
-from metrics.wandb_sink import WandbSink
 from metrics.wire import WireCounter
 from metrics.writer import MetricsWriter
 
@@ -55,10 +54,10 @@ class RunLog:
         (run_dir / run_directory.SUMMARY).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
         self._writer = MetricsWriter(run_dir, resume_step=start_step)
         self._progress = Progress(num_steps, start_step)
-        self._sink: WandbSink | None = None
+        self._sink: Any = None
         if sink == "wandb":
             with self._sink_or_warning():
-                self._sink = WandbSink(run_dir, files.get(run_directory.CONFIG, {}))
+                self._sink = offline_wandb(run_dir, files.get(run_directory.CONFIG, {}))
         self._wire = WireCounter() if count_wire else None
 
     def __enter__(self) -> Self:
@@ -144,7 +143,7 @@ class RunLog:
         print(f"report: {write_report(self._run_dir)}")
         if self._sink:
             with self._sink_or_warning():
-                self._sink.close()
+                self._sink.finish()
 
     def _write_row(self) -> None:
         assert self._row is not None
@@ -158,7 +157,7 @@ class RunLog:
             ) from error
         if self._sink:
             with self._sink_or_warning():
-                self._sink.write(step, row | spent)
+                self._sink.log(row | spent, step=step)
 
     @contextmanager
     def _sink_or_warning(self) -> Iterator[None]:
@@ -180,6 +179,15 @@ IN_SUMMARY = {
     "validation_accuracy": "validation_accuracy",
     "skipped_steps": "skipped_steps",
 }
+
+
+def offline_wandb(run_dir: Path, config: Mapping[str, Any]) -> Any:
+    """Returns a run of Weights & Biases in `run_dir/wandb`, which `wandb sync` sends; attempts share a group."""
+    import wandb  # optional
+
+    quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
+    about = {"project": "mics-jax", "group": run_dir.name, "config": dict(config)}
+    return wandb.init(mode="offline", dir=run_dir, settings=quiet, **about)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from files import atomic, json_lines, run_directory
 
@@ -43,12 +43,6 @@ class MetricsWriter:
         self._lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._events: EventsWriter | None = None
         self._flushed_s = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes the values measured at `step`, which may have any set of keys."""
@@ -96,18 +90,12 @@ class MetricsWriter:
 
 def drop_lines_after(path: Path, step: int) -> None:
     """Atomically removes the lines of steps after `step` and incomplete lines from a `metrics.jsonl`."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    remaining = b"".join(line for line in data.splitlines(keepends=True) if _is_line_until(line, step))
+    data = path.read_bytes() if path.exists() else b""
+    lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    steps = [(json_lines.parsed(line) or {}).get("step") for line in lines]
+    remaining = b"".join(line for line, of in zip(lines, steps, strict=True) if isinstance(of, int) and of <= step)
     if remaining != data:
         atomic.replace(path, remaining, durable=True)
-
-
-def _is_line_until(line: bytes, step: int) -> bool:
-    """Returns whether a line is complete and belongs to a step up to `step`."""
-    row = json_lines.parsed(line) if line.endswith(b"\n") else None
-    return row is not None and isinstance(row.get("step"), int) and row["step"] <= step
 
 
 def _set_aside(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line of our tools: a user's mistake is one line on stderr, and exit code 2."""
 
 import argparse
+import importlib.util
 import io
 import os
 import re
@@ -60,6 +61,12 @@ def complain(error: ValueError | OSError) -> int:
     """Prints an error as one line and returns the exit code: 2 for a user's mistake, else 1."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
+
+
+def check_installed(package: str, asked: str) -> None:
+    """Raises ValueError if an optional package, which was `asked` for, is missing; `make` knows it by its name."""
+    if not importlib.util.find_spec(package):
+        raise ValueError(f"{asked} needs {package}, which is not installed: make .venv/{package}-installed")
 
 
 def named_path(text: str) -> Path:

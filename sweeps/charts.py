@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import mean, median, pstdev
+from functools import partial
+from statistics import median
 from typing import Any
 
 from files.palette import SERIES
@@ -15,7 +15,8 @@ from sweeps.records import metric_text
 
 MAX_LINES = len(SERIES)
 MAX_LABELLED = 10  # distinct numbers, each with a tick; for more, ticks are at round numbers
-LARGE_RATIO = 20  # of the largest to the smallest metric, from which the axis is logarithmic
+# of the largest to the smallest value, from which an axis is logarithmic: of a swept key, of metrics
+LARGE_RATIO_X, LARGE_RATIO_Y = 8, 20
 DODGE = 9.0  # horizontal distance between the dots of neighbouring series over a word, so that none covers another
 RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -42,9 +43,11 @@ def sweep_chart(
         return Chart(note="No run has measured a finite value.")
     low, high = min(finite), max(finite)
     x = axis_of([point.x for point in points])
-    y = number_axis(low, high, lambda y: tick_text(metric, y), log=0 < LARGE_RATIO * low < high, margin=0.04)
+    form = partial(metric_text, metric) if metric.endswith(("_bytes", "_s")) else text
+    y = number_axis(low, high, form, log=0 < LARGE_RATIO_Y * low < high, margin=0.04)
     names = list(dict.fromkeys(text(p.line) for p in sorted(points, key=lambda p: as_number(p.line) or 0.0)))
-    joined = x.numeric and not _random(points)
+    is_random = len(points) > MAX_LINES and 2 * len({text(point.x) for point in points}) > len(points)
+    joined = x.numeric and not is_random  # of sampled values, few are equal
     series = []
     for i, name in enumerate(names):
         members = [point for point in points if text(point.line) == name]
@@ -68,8 +71,10 @@ def axis_of(values: Sequence[Any]) -> Axis:
     if any(as_number(value) is None for value in values):
         axis = word_axis(list(dict.fromkeys(map(text, values))))
         return replace(axis, position=lambda value: axis.position(text(value)))
-    log, few = log_spaced(list(labels)), len(labels) <= MAX_LABELLED
-    axis = number_axis(min(labels), max(labels), text, log=log, margin=0.06, labels=labels if few else None)
+    low, high, few = min(labels), max(labels), len(labels) <= MAX_LABELLED
+    axis = number_axis(
+        low, high, text, log=0 < LARGE_RATIO_X * low <= high, margin=0.06, labels=labels if few else None
+    )
     return replace(axis, position=lambda value: axis.position(as_number(value)))
 
 
@@ -83,31 +88,9 @@ def as_number(value: Any) -> float | None:
     return float(rate[1]) * RATE_UNITS[rate[2]] if rate else None
 
 
-def log_spaced(numbers: Sequence[float]) -> bool:
-    """Returns whether the ratios between neighbouring numbers vary less than the differences."""
-    distinct = sorted(set(numbers))
-    if len(distinct) < 2 or distinct[0] <= 0 or distinct[-1] < 4 * distinct[0]:
-        return False
-    if len(distinct) == 2:
-        return distinct[1] >= 10 * distinct[0]
-    steps = [b - a for a, b in pairwise(distinct)]
-    factors = [math.log(b / a) for a, b in pairwise(distinct)]
-    return pstdev(factors) / mean(factors) < pstdev(steps) / mean(steps)
-
-
-def tick_text(metric: str, value: float) -> str:
-    """Returns the label of a tick on the metric's axis."""
-    return metric_text(metric, value) if metric.endswith(("_bytes", "_s")) else text(value)
-
-
 def _medians(members: Sequence[Point]) -> list[tuple[Any, float]]:
     """Returns the median at each x in order, NaN where a run diverged."""
     values: dict[Any, list[float]] = {}
     for point in sorted(members, key=lambda point: as_number(point.x) or 0.0):
         values.setdefault(point.x, []).append(point.y)
     return [(x, median(ys) if all(map(math.isfinite, ys)) else math.nan) for x, ys in values.items()]
-
-
-def _random(points: Sequence[Point]) -> bool:
-    """Returns whether the values look sampled at random: many runs, and few with the same value."""
-    return len(points) > MAX_LINES and 2 * len({text(point.x) for point in points}) > len(points)

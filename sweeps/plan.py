@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EMULATE_OPTIONS = ("nodes", "devices_per_node", "processes_per_node", "rate", "latency", "jitter", "loss")
 GOALS = ("min", "max")
 PROGRAM = "train.py"
-NAME_BYTES = 100  # of a run directory's name without the hash
+NAME_BYTES = 100  # of a run directory's name without the hash; it is cut between two characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,8 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     values |= others
     # Reuses the directory of the same run from another combination of sweeps.
     known = sorted(workdir.glob(f"*-{digest}"))
-    name = known[0].name if known else f"{_file_name(describe(overrides)) or Path(file).stem}-{digest}"
+    words = re.sub(r"[^\w.=,+-]+", "_", describe(overrides)).encode()[:NAME_BYTES].decode(errors="ignore")
+    name = known[0].name if known else f"{words or Path(file).stem}-{digest}"
     run_dir = (workdir / name).resolve()
     base = f"{_short(Path(file).resolve())}{argument}"
     command = (sys.executable, program, f"--config={base}", f"--workdir={_short(run_dir)}", *flags)
@@ -207,11 +208,6 @@ def varied(runs: Sequence[Run]) -> list[str]:
     """Returns the overridden keys whose values differ between the runs, in order."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     return [key for key in keys if len({text(run.values.get(key, "")) for run in runs}) > 1]
-
-
-def _file_name(words: str) -> str:
-    """Returns the text as a valid part of a file name, cut to a number of bytes between two characters."""
-    return re.sub(r"[^\w.=,+-]+", "_", words).encode()[:NAME_BYTES].decode(errors="ignore")
 
 
 def _short(path: Path) -> str:

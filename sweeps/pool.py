@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from files import locks
 from runtime.exit_codes import ExitCode, signal_name
@@ -99,6 +99,9 @@ class Job:
                 self.error = f"stopped {self.attempts} times: {error}"
 
 
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
 def run_all(
     runs: Sequence[Run],
     *,
@@ -135,7 +138,7 @@ def stopped_at_end(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -
         stop(jobs, show)
 
 
-def running(jobs: Sequence[Job]) -> list[Job]:
+def running(jobs: Sequence[AnyJob]) -> list[AnyJob]:
     """Returns the jobs that are running."""
     return [job for job in jobs if job.state == State.RUNNING]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from files import atomic, run_directory
+from files import atomic, pages, run_directory
 from metrics.charts import Chart
 from metrics.page import render
 from metrics.units import UNKNOWN, format_seconds
@@ -48,13 +48,24 @@ def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
 def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
     """Returns the headline and a table of the runs, with the best one in bold."""
     winner = best(records, file.goal)
-    header = [*keys, file.metric, "step time", "wall time", "state"]
-    lines = [" | ".join(header), " | ".join("---" for _ in header)]
+    rows = []
     for record in records:
         cells = [value.replace("|", "\\|").replace("\n", " ") for value in table_cells(file, record, keys)]
-        lines.append(" | ".join(f"**{cell}**" if record is winner else cell for cell in cells))
-    table = "\n".join(f"| {line} |" for line in lines)
-    return f"# {file.path.stem}\n\n{headline(file, records)}\n\n{table}\n"
+        rows.append([f"**{cell}**" if record is winner else cell for cell in cells])
+    about = tally([record.state for record in records])
+    if winner:
+        about += f". {word_of(file)} {file.metric}: {metric_text(file.metric, winner.metric)} ({winner.run.name})"
+    return f"# {file.path.stem}\n\n{about}.\n\n{pages.markdown(heads(file, keys), rows)}\n"
+
+
+def heads(file: SweepFile, keys: Sequence[str]) -> list[str]:
+    """Returns the names of the table's columns."""
+    return [*keys, file.metric, "step time", "wall time", "state"]
+
+
+def word_of(file: SweepFile) -> str:
+    """Returns what the best value of the metric is."""
+    return "Lowest" if file.goal == "min" else "Highest"
 
 
 def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[str]:
@@ -68,14 +79,6 @@ def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[st
     ]
 
 
-def headline(file: SweepFile, records: list[Record]) -> str:
-    """Returns the number of runs in each state and the best run."""
-    winner = best(records, file.goal)
-    word = "Lowest" if file.goal == "min" else "Highest"
-    about = f" {word} {file.metric}: {metric_text(file.metric, winner.metric)} ({winner.run.name})." if winner else ""
-    return f"{tally([record.state for record in records])}.{about}"
-
-
 # ------------------------------------------------------------------------------------------------- the page
 
 
@@ -84,7 +87,6 @@ def sweep_page(file: SweepFile, records: list[Record], keys: Sequence[str], work
     states = {record.state for record in records}
     finished = sum(record.state == State.FINISHED for record in records)
     winner = best(records, file.goal)
-    head = (*keys, file.metric, "step time", "wall time", "state")
     return render(
         "sweeps/page.html",
         title=file.path.stem,
@@ -95,7 +97,7 @@ def sweep_page(file: SweepFile, records: list[Record], keys: Sequence[str], work
         footer=f"Each dot is a run; {CSV_FILE} has all numbers.",
         facts=_tiles(file, records, keys),
         charts={f"{file.metric} over {key}": _chart(file, records, keys, key) for key in _axes(keys)},
-        rows=[head, *(_cells(file, record, keys, workdir) for record in records)],
+        rows=[heads(file, keys), *(_cells(file, record, keys, workdir) for record in records)],
         kinds=["best" if record is winner else "" for record in records],
         command=shlex.join(["python", *sys.argv]),
     )
@@ -103,8 +105,7 @@ def sweep_page(file: SweepFile, records: list[Record], keys: Sequence[str], work
 
 def _tiles(file: SweepFile, records: list[Record], keys: Sequence[str]) -> list[tuple[str, str, str]]:
     winner = best(records, file.goal)
-    word = "Lowest" if file.goal == "min" else "Highest"
-    facts = [(f"{word} {file.metric}", metric_text(file.metric, winner.metric if winner else None), "")]
+    facts = [(f"{word_of(file)} {file.metric}", metric_text(file.metric, winner.metric if winner else None), "")]
     if winner:
         facts += [(key, text(winner.run.values.get(key, UNKNOWN)), "of the best run") for key in keys]
     spent_s = sum(record.results["wall_time_s"] or 0.0 for record in records)

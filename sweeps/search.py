@@ -36,10 +36,9 @@ Planner = Callable[[Overrides], Run]  # ValueError for values that do not go tog
 
 
 @dataclass(kw_only=True)
-class Going:
+class TrialJob(Job):
     """A job, and the trials that have its values: the first began it, and all end as it does."""
 
-    job: Job
     trials: list[Trial]
     step: int = 0  # the last one that Optuna knows
     size_bytes: int = 0  # of the metrics that Optuna knows
@@ -53,16 +52,11 @@ class Search:
     file: SweepFile
     study: optuna.Study
     plan: Planner
-    jobs: list[Job] = field(default_factory=list)
-    going: dict[str, Going] = field(default_factory=dict)  # the jobs that run, by name
+    jobs: list[TrialJob] = field(default_factory=list)
 
     def done(self) -> int:
         """Returns the number of trials that have ended by themselves."""
         return sum(_has_ended(trial) for trial in self.study.get_trials(deepcopy=False))
-
-    def open(self) -> int:
-        """Returns the number of trials that wait for the end of a run."""
-        return sum(len(going.trials) for going in self.going.values())
 
     def begin(self, launch: Launcher, lock: int) -> None:
         """Starts the run of a new trial; one whose run is going on joins it, one without a run ends at once."""
@@ -72,58 +66,50 @@ class Search:
         except ValueError as error:
             self._fail(trial, str(error))
             return
-        if run.name in self.going:
-            self.going[run.name].trials.append(trial)
+        if same := next((job for job in running(self.jobs) if job.run.name == run.name), None):
+            same.trials.append(trial)
             return
-        job = Job(run=run, state=State.WAITING)
+        job = TrialJob(run=run, state=State.FINISHED if is_finished(run) else State.WAITING, trials=[trial])
         self.jobs.append(job)
-        self.going[run.name] = Going(job=job, trials=[trial])
-        if is_finished(run):
-            job.state = State.FINISHED
+        if job.state == State.FINISHED:
             self._tell(job)
         else:
             job.start(launch, lock)
 
-    def watch(self, job: Job, launch: Launcher, lock: int) -> None:
+    def watch(self, job: TrialJob, launch: Launcher, lock: int) -> None:
         """Tells Optuna what a run has measured and how it ended; stops it if it is not worth going on."""
-        going = self.going[job.run.name]
-        self._report(going)
+        self._report(job)
         assert job.process is not None
-        if not going.is_pruned and going.trials[0].should_prune():
-            going.is_pruned = True
+        if not job.is_pruned and job.trials[0].should_prune():
+            job.is_pruned = True
             job.process.send_signal(signal.SIGINT)
-        job.look(stopping=going.is_pruned)
+        job.look(stopping=job.is_pruned)
         if job.state == State.WAITING:  # stopped resumable by itself
             job.start(launch, lock)
         elif job.state != State.RUNNING:
             self._tell(job)
 
-    def _report(self, going: Going) -> None:
+    def _report(self, job: TrialJob) -> None:
         """Tells the first trial the new values of the metric, if there are new lines."""
-        run_dir = going.job.run.run_dir
-        try:
-            size_bytes = (run_dir / run_directory.METRICS).stat().st_size
-        except FileNotFoundError:
+        metrics = job.run.run_dir / run_directory.METRICS
+        size_bytes = metrics.stat().st_size if metrics.exists() else 0
+        if size_bytes == job.size_bytes:
             return
-        if size_bytes == going.size_bytes:
-            return
-        going.size_bytes = size_bytes
-        for step, value in series(read_run(run_dir).rows, self.file.metric):
-            if step > going.step:
-                going.trials[0].report(value, int(step))
-                going.step = int(step)
+        job.size_bytes = size_bytes
+        for step, value in series(read_run(job.run.run_dir).rows, self.file.metric):
+            if step > job.step:
+                job.trials[0].report(value, int(step))
+                job.step = int(step)
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, job: TrialJob) -> None:
         """Ends the trials of a job that has ended."""
-        trials = self.going.pop(job.run.name).trials
+        metric = record(job.run, job.state, job.error, self.file.metric).metric
         if job.state == State.STOPPED:
             job.state = State.PRUNED
-            for trial in trials:
+        for trial in job.trials:
+            if job.state == State.PRUNED:
                 self.study.tell(trial, state=TrialState.PRUNED)
-            return
-        metric = record(job.run, job.state, job.error, self.file.metric).metric
-        for trial in trials:
-            if job.state == State.FINISHED and metric is not None and metric == metric:
+            elif job.state == State.FINISHED and metric is not None and metric == metric:
                 self.study.tell(trial, metric)
             else:
                 self._fail(trial, job.error or f"{self.file.metric} is not a number")
@@ -153,7 +139,8 @@ def search(
             while going.done() < count or running(going.jobs):
                 for job in running(going.jobs):
                     going.watch(job, launch, lock)
-                if len(running(going.jobs)) < workers and going.open() < count - going.done():
+                now = running(going.jobs)
+                if len(now) < workers and sum(len(job.trials) for job in now) < count - going.done():
                     going.begin(launch, lock)
                 show(going.jobs)
                 time.sleep(POLL_EVERY_S)

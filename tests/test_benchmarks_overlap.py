@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import IGNORED
 
 from configs import command_line
 from lab.benchmarks import overlap_table
@@ -25,7 +24,6 @@ def test_without_xla_for_gpus_it_is_an_error_of_one_line_a_key(
 
 
 @pytest.mark.parametrize("case", CASES)
-@IGNORED
 def test_the_configs_of_the_cases_are_accepted(case: str) -> None:
     for overlap in (False, True):
         sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one

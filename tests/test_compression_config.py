@@ -8,7 +8,7 @@ from test_planner_table import tiny_config
 
 from compression.methods import METHODS
 from configs.base import typed
-from configs.schema.compression import HOP_TWO, WITH_WARMUP
+from configs.schema.sections import HOP_TWO, WITH_WARMUP
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
@@ -65,19 +65,12 @@ def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, 
     ("changes", "said"),
     [
         (LOCAL | {"num_steps": 11}, "num_steps=11 must be a multiple of local_sgd.inner_steps=2"),
-        (LOCAL | {"local_sgd.outer_learning_rate": 0.0}, "local_sgd.outer_learning_rate=0.0 must be above 0"),
-        (LOCAL | {"local_sgd.outer_momentum": 1.0}, "local_sgd.outer_momentum=1.0 must be at least 0 and below 1"),
-        ({"local_sgd.inner_steps": -1}, "local_sgd.inner_steps=-1 must be at least 0"),
-        ({"compression.sampled": 0.0}, "compression.sampled=0.0 must be above 0 and at most 1"),
+        ({"compression.block": 12}, "compression.block=12 must be a multiple of 8"),
+        ({"compression.threshold": float("inf")}, "compression.threshold=inf must be above 0"),
         ({"compression.hop_two": "int7"}, "compression.hop_two=int7 is not known; one of none, bf16"),
         ({"compression.gather_inter": "two_bit"}, "gather_inter=two_bit is not known; one of none, bf16, int8, int4"),
-        ({"compression.block": 12}, "compression.block=12 must be a multiple of 8"),
-        ({"compression.threshold": 0.0}, "compression.threshold=0.0 must be above 0"),
-        ({"compression.sparsity": 1.0}, "compression.sparsity=1.0 must be above 0 and below 1"),
-        ({"compression.rank": 0}, "compression.rank=0 must be at least 1"),
     ],
 )
 def test_bad_values_are_rejected(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=said):
         states_of(changes)
-    assert said in str(error.value)

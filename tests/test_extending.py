@@ -13,7 +13,6 @@ import pytest
 from running import ROOT, arrays, manifest, rows, run_here, stop_after
 
 import models
-import sweep
 from configs.register import register
 from configs.schema import Config, OptimizerConfig, ShardingConfig
 from configs.schema.own import OWN
@@ -21,6 +20,7 @@ from lab.emulate import __main__ as emulate
 from planner import __main__ as planner
 from planner import compile as compiling
 from sharding.scopes import make_layout
+from sweeps.plan import plan
 from training.experiment import make_experiment
 from training.hooks import Hook
 
@@ -43,7 +43,6 @@ RUN: dict[str, Any] = {
 }
 DECODER = {"num_layers": 1, "hidden": 32, "intermediate": 32, "num_heads": 2, "num_kv_heads": 2}
 LION = LISTINGS["An optimizer"]
-HALVES = 'register("schedule", "halves", lambda config, num_steps: lambda step: config.learning_rate * 0.5**step)\n'
 
 
 @pytest.fixture(autouse=True)
@@ -132,15 +131,15 @@ def a_method(workdir: Path) -> None:
 
 
 def a_strategy(workdir: Path) -> None:
-    by_hand = [f"--config.sharding.{name}={scope}" for name, scope in zip(("parameters", "gradients"), ("node",) * 2)]
-    by_hand += ["--config.sharding.strategy=custom", "--config.sharding.optimizer=all"]
-    assert train(LISTINGS["A strategy"], "by_hand", *by_hand) == 0
-    assert (workdir / "collectives.json").read_text() == Path("by_hand", "collectives.json").read_text()
+    sharding = Config.from_dict(json.loads((workdir / "config.json").read_text())).sharding
+    by_hand = ShardingConfig(strategy="custom", parameters="node", gradients="node", optimizer="all")
+    made, wanted = (make_layout(one, num_nodes=4, devices_per_node=2) for one in (sharding, by_hand))
+    assert made == wanted
     assert {c["kind"] for c in hop_two(workdir)} >= {"reduce-scatter", "all-gather"}  # quickstart's has neither
 
 
 def moved(workdir: Path, step: int) -> np.ndarray:
-    """Returns by how much each parameter has moved until `step`, the last one."""
+    """Returns by how much each parameter has moved until `step`."""
     config = Config.from_dict(json.loads((workdir / "config.json").read_text()))
     new = jax.tree_util.tree_leaves_with_path(models.build(config.model).init(jax.random.key(config.seed)))
     after = arrays(workdir, step)
@@ -150,7 +149,7 @@ def moved(workdir: Path, step: int) -> np.ndarray:
 
 
 def an_optimizer(workdir: Path) -> None:
-    # Lion's step is the learning rate in every entry, whatever the gradient
+    # Lion's first step is the learning rate in every entry, whatever the gradient
     distance = moved(workdir, 1)
     still = distance == 0  # an embedding's rows of ids that have not occurred
     np.testing.assert_allclose(distance[~still], rows(workdir)[0]["learning_rate"], rtol=1e-2)
@@ -160,61 +159,76 @@ def an_optimizer(workdir: Path) -> None:
 def a_schedule(workdir: Path) -> None:
     # one step of warm-up, then the peak over the root of the steps
     rates = [row["learning_rate"] for row in rows(workdir)]
-    np.testing.assert_allclose(rates, 4e-3 / np.sqrt([1, 1, 2]), rtol=1e-5)
+    np.testing.assert_allclose(np.array(rates) / rates[0], 1 / np.sqrt([1, 1, 2]), rtol=1e-5)
 
 
-CHECKS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
-    "A model": (a_model, {"model": False, "model__vocab_size": 300}),
-    "A data set": (a_data_set, {"data__source": None}),
-    "A tokenizer": (
-        a_tokenizer,
-        {"data__source": "folder", "data__path": "corpus", "sample__length": 8, "sample__prompt": "the"},
-    ),
-    "A codec": (a_codec, {}),
-    "A method of hop two": (a_method, {}),
-    "A strategy": (a_strategy, {}),
-    "An optimizer": (an_optimizer, {"num_steps": 1}),
-    "A schedule": (a_schedule, {"optimizer__warmup_steps": 1}),
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "A model": a_model,
+    "A data set": a_data_set,
+    "A tokenizer": a_tokenizer,
+    "A codec": a_codec,
+    "A method of hop two": a_method,
+    "A strategy": a_strategy,
+    "An optimizer": an_optimizer,
+    "A schedule": a_schedule,
 }
+# listings that one run can use together, and the keys of that run
+RUNS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("A model",): {"model": False, "model__vocab_size": 300},
+    ("A data set", "An optimizer", "A schedule"): {"data__source": None, "optimizer__warmup_steps": 1},
+    ("A tokenizer", "A codec"): {
+        "data__source": "folder",
+        "data__path": "corpus",
+        "sample__length": 8,
+        "sample__prompt": "the",
+    },
+    ("A method of hop two",): {},
+    ("A strategy",): {},
+}
+# A config file with what each of the files changes in the quickstart's config.
+TOGETHER = """
+import runpy
+from configs import quickstart
+from configs.schema import flat
+
+def get_config():
+    config, plain = quickstart.get_config(), flat(quickstart.get_config().to_dict())
+    for file in {files}:
+        made = flat(runpy.run_path(file)["get_config"]().to_dict())
+        config.update_from_flattened_dict({{key: value for key, value in made.items() if value != plain.get(key)}})
+    return config
+"""
 
 
 def test_the_page_has_a_listing_for_each_topic() -> None:
-    assert LISTINGS.keys() == CHECKS.keys()
+    assert LISTINGS.keys() == CHECKS.keys() == {title for titles in RUNS for title in titles}
     assert {re.findall(r'^register\("(\w+)"', code, re.MULTILINE)[0] for code in LISTINGS.values()} == OWN.keys()
 
 
-@pytest.mark.parametrize("title", CHECKS)
+@pytest.mark.parametrize("titles", RUNS, ids=", ".join)
 @pytest.mark.usefixtures("corpus")
-def test_a_listing_trains_and_what_it_defines_is_used(title: str, tmp_path: Path) -> None:
-    check, changes = CHECKS[title]
-    assert len(LISTINGS[title].splitlines()) < 40
-    assert train(LISTINGS[title], "run", **changes) == 0
-    check(tmp_path / "run")
+def test_a_listing_trains_and_what_it_defines_is_used(titles: tuple[str, ...], tmp_path: Path) -> None:
+    files = []
+    for title in titles:
+        files.append(str(tmp_path / f"{title}.py"))
+        Path(files[-1]).write_text(LISTINGS[title])
+        assert len(LISTINGS[title].splitlines()) < 40
+    assert train(LISTINGS[titles[0]] if len(titles) == 1 else TOGETHER.format(files=files), "run", **RUNS[titles]) == 0
+    for title in titles:
+        CHECKS[title](tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("rate", "used", "logged"),
-    [
-        ("schedule", [4e-4, 2e-4], True),
-        ("lambda step: 1e-3", [1e-3, 1e-3], False),
-    ],
-)
-def test_the_logged_learning_rate_is_the_optimizer_s(
-    rate: str, used: list[float], logged: bool, tmp_path: Path
-) -> None:
-    """Lion's step is its rate: the schedule's, or one of its own, which is not known and so not logged."""
-    listing = LION.replace("lion(schedule", f"lion({rate}").replace("def get_config", f"{HALVES}\n\ndef get_config")
-    assert train(listing, "run", num_steps=2, optimizer__schedule="halves") == 0
-    assert moved(tmp_path / "run", 2).max() == pytest.approx(sum(used), rel=1e-2)
-    assert [row.get("learning_rate") for row in rows(tmp_path / "run")] == pytest.approx(used if logged else [None] * 2)
+def test_the_learning_rate_of_an_optimizer_with_its_own_is_not_logged(tmp_path: Path) -> None:
+    listing = LION.replace("lion(schedule", "lion(lambda step: 1e-3")
+    assert train(listing, "run", num_steps=2) == 0
+    assert moved(tmp_path / "run", 2).max() == pytest.approx(2e-3, rel=1e-2)
+    assert [row.get("learning_rate") for row in rows(tmp_path / "run")] == [None] * 2
 
 
 def test_a_model_that_cannot_be_sampled_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "warning: no sample: model.kind=bigram cannot be sampled; "
     assert train(LISTINGS["A model"], "run", model=False, num_steps=1, sample__length=8) == 0
+    said = "warning: no sample: model.kind=bigram cannot be sampled; "
     assert capsys.readouterr().out.count(said) == 1 and not (tmp_path / "run" / "sample.txt").exists()
-    assert train(LISTINGS["A model"], "quiet", model=False, num_steps=1) == 0
-    assert said not in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------- names, and mistakes
@@ -283,20 +297,14 @@ def listed(title: str) -> Path:
     return file
 
 
-SWEEP = '\n\ndef sweep_seed():\n    return [{"seed": 0}, {"optimizer.name": "adamw"}]\n'
+def test_a_sweep_plans_runs_of_the_file(tmp_path: Path) -> None:
+    runs = plan(str(listed("An optimizer")), [{"seed": 0}, {"optimizer.name": "adamw"}], workdir=tmp_path)
+    assert [run.train_command[2] for run in runs] == [f"--config={tmp_path / 'mine.py'}"] * 2  # they start elsewhere
 
 
-def test_a_sweep_plans_runs_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = listed("An optimizer")
-    file.write_text(file.read_text() + SWEEP)
-    assert sweep.main(["sweep.py", f"--config={file}", "--workdir=sweep", "--dry_run"]) == 0
-    out = capsys.readouterr().out  # runs start in the repository
-    assert out.count(f"--config={tmp_path / 'mine.py'}") == 2 and "2 runs, 2 to do" in out
-
-
-def test_the_planner_compiles_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_the_planner_compiles_again_when_the_file_changes() -> None:
     """And what it computes, not what it says."""
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
     file = listed("An optimizer")
     found = []
     for before, after in (("", ""), ("", "# a comment\n"), ("b2=0.99", "b2=0.9")):

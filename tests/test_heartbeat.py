@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from running import IGNORED, ROOT, arguments, finish, free_port, start_together, steps_logged, wait_until
+from running import ROOT, arguments, finish, free_port, start_together, steps_logged, wait_until
 
 from configs.schema import ElasticConfig
 from runtime import heartbeat
 from runtime.events import EventReader
 from runtime.heartbeat import Heartbeat, Peer
 
-pytestmark = IGNORED
 RESUMABLE = 75
 HOST = socket.gethostname()
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from jax._src import distributed
-from running import IGNORED, TIMEOUT_S, arguments, finish, free_port, start
+from running import TIMEOUT_S, arguments, finish, free_port, start
 
 from runtime import launch
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
 
-pytestmark = IGNORED
 LIMITS = """
 from runtime import launch
 launch.PATIENCE_S, launch._QUIET_S, launch._GONE_S, launch._LOOK_S = {}, 0.0, 1.0, 0.2

@@ -75,27 +75,24 @@ def test_goodput_counts_each_step_once(elastic: Path) -> None:
     assert goodput(found, []) is None and goodput([], rows) is None
 
 
+def nodes_over_time(folder: Path, events: list[str]) -> list[list[str]]:
+    """Returns the rows of the table of attempts on the page of a run with these events."""
+    (folder / "events.jsonl").write_text("\n".join(events) + "\n")
+    section = write_report(folder).read_text().partition("Nodes over time")[2].partition("</section>")[0]
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>((?:<td.*?</td>)+)</tr>", section)]
+
+
 def test_only_a_run_of_several_attempts_shows_them(elastic: Path) -> None:
-    page = write_report(elastic).read_text()
-    assert "Nodes over time" in page and "minutes since the start" in page and "Goodput" in page
-    cells = re.findall(r"<tr>((?:<td.*?</td>)+)</tr>", page.partition("Nodes over time")[2].partition("</section>")[0])
-    texts = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in cells]
-    assert texts[2] == ["15m 00s", "3", "55", "6m 00s", "5", "memory", "finished"]
-    (elastic / "events.jsonl").write_text("\n".join(EVENTS[:5]) + "\n")
-    page = write_report(elastic).read_text()
-    assert "Nodes over time" not in page and "Goodput" not in page
+    assert nodes_over_time(elastic, EVENTS)[2] == ["15m 00s", "3", "55", "6m 00s", "5", "memory", "finished"]
+    page = (elastic / "report.html").read_text()
+    assert "minutes since the start" in page and "Goodput" in page
+    assert nodes_over_time(elastic, EVENTS[:5]) == [] and "Goodput" not in (elastic / "report.html").read_text()
 
 
 def test_the_report_of_an_attempt_that_has_not_recorded_its_end_has_its_outcome(elastic: Path) -> None:
     """It writes the page before that. One that was killed has no summary, or before it restores that of another."""
-
-    def last_row(events: list[str]) -> str:
-        (elastic / "events.jsonl").write_text("\n".join(events) + "\n")
-        table = write_report(elastic).read_text().partition("Nodes over time")[2].partition("</section>")[0]
-        return re.findall(r"<td[^>]*>([^<]*)</td></tr>", table)[-1]
-
-    assert last_row(EVENTS[:-2]) == "finished"
+    assert nodes_over_time(elastic, EVENTS[:-2])[-1][-1] == "finished"
     started = next(i for i, event in enumerate(EVENTS) if '"started"' in event and '"nodes": 3' in event)
-    assert last_row(EVENTS[: started + 1]) == "no sign of its end"
+    assert nodes_over_time(elastic, EVENTS[: started + 1])[-1][-1] == "no sign of its end"
     (elastic / "summary.json").unlink()
-    assert last_row(EVENTS[:-2]) == "no sign of its end"
+    assert nodes_over_time(elastic, EVENTS[:-2])[-1][-1] == "no sign of its end"

@@ -2,7 +2,7 @@
 
 import io
 import json
-import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,14 +21,7 @@ SCALARS = {
     "hop_two_payload_bytes": 52_800,
     "hop_two_ratio": 31.03,
 }
-SHOWN = (
-    "between nodes 1.65 MB  hop two 31 times smaller",
-    "2.3457",
-    "81,234",
-    "118 ms",
-    "inside nodes 4.40 MB",
-    "data wait 2.00 ms",
-)
+SHOWN = ("between nodes 1.65 MB  hop two 31 times smaller", "2.3457", "81,234", "118 ms", "inside nodes 4.40 MB")
 
 
 class Clock:
@@ -51,10 +44,10 @@ def test_a_file_gets_plain_lines_every_ten_seconds_and_at_both_ends(monkeypatch:
     text = file.getvalue()
     lines = text.splitlines()
     assert "checkpoint of step 50 [bold]saved[/bold]" in lines
-    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
-    assert steps == [1, 21, 41, 61, 81, 100]
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == [
+        f"{step}/100" for step in (1, 21, 41, 61, 81, 100)
+    ]
     assert not [character for character in text if ord(character) < 32 and character != "\n"]
-    assert "\x1b" not in text
     assert all(part in lines[1] for part in SHOWN) and lines[1].endswith("ETA 40 s")  # 79 steps of half a second
 
 
@@ -69,21 +62,10 @@ def test_close_shows_a_run_that_stopped_between_two_lines(monkeypatch: pytest.Mo
     assert [line.split()[:2] for line in file.getvalue().splitlines()] == [["step", "41/100"], ["step", "43/100"]]
 
 
-def test_standard_output_in_a_pipe_stays_plain(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as some build machines set it: rich takes the pipe for a terminal
-    with Progress(2) as shown:
-        shown.update(1, SCALARS)
-        shown.update(2, SCALARS)
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) == 2 and "\x1b" not in text
-
-
 def test_a_terminal_gets_a_live_bar_redrawn_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = Clock(monkeypatch), io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None, _environ={"TERM": "xterm"})
-    with Progress(1000, 0, console) as shown:
+    with closing(Progress(1000, 0, console)) as shown:
         draws = 0
         for step in range(1, 101):
             clock.now += 0.1
@@ -98,36 +80,32 @@ def test_a_terminal_gets_a_live_bar_redrawn_at_most_twice_a_second(monkeypatch: 
     assert "\x1b[?25l" in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
 
 
-def test_an_update_costs_less_than_a_fifth_of_a_millisecond() -> None:
-    shown = Progress(100_000, 0, Console(file=io.StringIO(), force_terminal=True, width=100))
-    best = float("inf")
-    for repeat in range(5):
-        start = time.thread_time()
-        for step in range(200):
-            shown.update(repeat * 200 + step, SCALARS)
-        best = min(best, (time.thread_time() - start) / 200)
-    shown.close()
-    assert best < 0.2e-3
-
-
-def test_the_summary_says_what_is_known(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"name": "[red]small"}))
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": s, "step_time_s": t}) + "\n" for s, t in ((1, 9), (2, 0.5), (3, 0.2)))
-    )
-    (tmp_path / "summary.json").write_text(
-        json.dumps({"final_loss": 1.5, "exit_reason": "finished", "wall_time_s": 3905})
-    )
-    file = io.StringIO()
-    print_summary(tmp_path, Console(file=file, width=80))
-    words = [" ".join(line.split()) for line in file.getvalue().splitlines()]
-    for line in (
+def test_what_is_printed_into_a_pipe_is_plain_and_says_what_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as some build machines set it: rich takes the pipe for a terminal
+    with closing(Progress(2)) as shown:
+        shown.update(1, SCALARS)
+        shown.update(2, SCALARS)
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) == 2 and "\x1b" not in text
+    monkeypatch.delenv("FORCE_COLOR")
+    times = ((1, 9), (2, 0.5), (3, 0.2))
+    rows = [json.dumps({"step": step, "step_time_s": time}) for step, time in times]
+    summary = {"final_loss": 1.5, "exit_reason": "finished", "wall_time_s": 3905}
+    for name, content in (
+        ("config.json", json.dumps({"name": "[red]small"})),
+        ("metrics.jsonl", "\n".join(rows)),
+        ("summary.json", json.dumps(summary)),
+    ):
+        (tmp_path / name).write_text(content)
+    print_summary(tmp_path)
+    out = capsys.readouterr().out
+    assert [" ".join(line.split()) for line in out.splitlines() if line.strip(" ─")] == [
         "[red]small",
         "outcome finished",
         "training loss 1.5000 at the last step",
         "steps 3",
         "step time 500 ms median",
         "wall time 1h 05m of the last attempt",
-    ):
-        assert line in words
-    assert "validation" not in file.getvalue()
+    ]

@@ -1,7 +1,6 @@
 """`RunLog`: which time and bytes count for a step, and the summary of a run."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -61,10 +60,11 @@ def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> N
     """A killed attempt writes no summary, so the one of an earlier attempt must not remain."""
     log = make_log(tmp_path, enabled=True)
     for step in (1, 2, 3):
-        log.step(step, {"loss": 1.0})
+        log.step(step, {"loss": 1.0, "data_wait_s": 0.5, "data_new_counter": 10 * step})
     log.close("finished")
     before = read_run(tmp_path)
     assert (results_of(before)["steps"], before.outcome) == (3, "finished")
+    assert {key: x for key, x in before.summary.items() if key.startswith("data_")} == {"data_new_counter": 30}
 
     log = make_log(tmp_path, enabled=True)  # its checkpoints were lost
     log.step(1, {"loss": 2.0})
@@ -92,10 +92,10 @@ class Sink:
     def __call__(self, *args: object) -> Self:
         return self._called("begin")
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def log(self, row: object, step: int) -> None:
         self._called("write")
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._called("close")
 
     def _called(self, name: str) -> Self:
@@ -113,7 +113,7 @@ def test_an_error_of_the_sink_is_one_warning(
     broken: str, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sink = Sink(broken)
-    monkeypatch.setattr(run_log, "WandbSink", sink)
+    monkeypatch.setattr(run_log, "offline_wandb", sink)
     log = make_log(tmp_path, enabled=True, sink="wandb")
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0})
@@ -123,12 +123,3 @@ def test_an_error_of_the_sink_is_one_warning(
     assert out.count("warning") == 1 and warning in out and sink.calls == calls
     assert read_run(tmp_path).outcome == "finished" and (tmp_path / "report.html").exists()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_the_summary_has_the_last_counters_of_the_data(tmp_path: Path) -> None:
-    log = make_log(tmp_path, enabled=True)
-    for step in (1, 2, 3):
-        log.step(step, {"loss": 1.0, "data_wait_s": 0.5, "data_new_counter": 10 * step})
-    log.close("finished")
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert {key: value for key, value in summary.items() if key.startswith("data_")} == {"data_new_counter": 30}

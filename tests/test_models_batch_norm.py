@@ -18,7 +18,7 @@ from workload import BATCH_NORM, whole
 from configs import digits
 from configs.base import typed
 from configs.schema import Config
-from configs.schema.optimizer import NAMES
+from configs.schema.sections import OPTIMIZERS as NAMES
 from models.norms import Norms, ghost_batches, running_averages
 from optimizers import make_optimizer
 from sharding.averages import AVERAGES, part_averages

@@ -12,7 +12,7 @@ import pytest
 from optax import contrib
 
 from configs.schema import OptimizerConfig
-from configs.schema.optimizer import NAMES
+from configs.schema.sections import OPTIMIZERS as NAMES
 from optimizers import GuardState, make_optimizer, make_schedule
 from sharding.spec import ParamSpec
 

@@ -13,7 +13,7 @@ from test_optimizers import GRADS, PARAMS, SPECS, STEPS, close, flat, optimizer_
 from compression.exchange import exchange
 from configs import base
 from configs.schema import ShardingConfig
-from configs.schema.optimizer import NAMES
+from configs.schema.sections import OPTIMIZERS as NAMES
 from optimizers import make_optimizer
 from sharding import hlo
 from sharding.mesh import find_nodes, make_mesh

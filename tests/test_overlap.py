@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 from compiling import SMALL
-from running import IGNORED
 
 from lab.benchmarks.overlap_table import replayed
 from planner import compile as compiler
 from sharding.hlo import bytes_per_step, read_collectives
 from sharding.hlo_program import parse_program
 
-pytestmark = IGNORED
 needs_wheels = pytest.mark.skipif(not compiler.WHEELS.exists(), reason="make .venv/h100/installed")
 CONFIG = ["--config=configs/quickstart.py", *(f"--config.{key}={value}" for key, value in SMALL.items())]
 

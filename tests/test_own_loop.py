@@ -39,15 +39,8 @@ def test_the_listing_trains() -> None:
 
 def test_in_a_plain_chain_it_gives_the_updates_of_a_run() -> None:
     """With AdamW behind it, without clipping and decay, three steps of a decoder's gradients."""
-    experiment = small(
-        {
-            "compression.hop_two": "int8",
-            "optimizer.clip_norm": 0.0,
-            "optimizer.weight_decay": 0.0,
-            "optimizer.warmup_steps": 0,
-            "optimizer.schedule": "constant",
-        }
-    )
+    plain = {"clip_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant"}
+    experiment = small({"compression.hop_two": "int8"} | {f"optimizer.{key}": value for key, value in plain.items()})
     config, plan, model = experiment.config, experiment.plan, experiment.model
     c = config.optimizer
     theirs = make_chain(config, plan, model.param_specs()).tx
@@ -56,15 +49,15 @@ def test_in_a_plain_chain_it_gives_the_updates_of_a_run() -> None:
     params = experiment.init_state().params
     batch = {name: np.ones(x.shape, x.dtype) for name, x in experiment.batches.shapes.items()}
     states = [tx.init(params) for tx in (theirs, ours)]
+    gradients_of = jax.jit(lambda p: batch_gradients(accumulated(model.objective), plan, p, batch)[0])
+    update = [jax.jit(tx.update) for tx in (theirs, ours)]
     for scale in (1, 2, 3):
-        grads_R, _, _ = jax.jit(lambda p: batch_gradients(accumulated(model.objective), plan, p, batch))(params)
-        grads_R = jax.tree.map(lambda g, scale=scale: g * scale, grads_R)
-        both = []
-        for i, tx in enumerate((theirs, ours)):
-            updates, states[i] = jax.jit(tx.update)(grads_R, states[i], params)
-            both.append(updates)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), *both)
-        params = optax.apply_updates(params, both[0])
+        grads_R = jax.tree.map(lambda g, scale=scale: g * scale, gradients_of(params))
+        both = [update[i](grads_R, states[i], params) for i in (0, 1)]
+        (updates, _), (other, _) = both
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), updates, other)
+        states = [state for _, state in both]
+        params = optax.apply_updates(params, updates)
 
 
 def small(changes: dict[str, Any]) -> Experiment:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import workload
-from running import IGNORED, SMALL, arguments, losses, run_here, stop_after
+from running import SMALL, arguments, losses, run_here, stop_after
 
 from compression.methods import method_named
 from configs import base
@@ -21,7 +21,6 @@ from sharding.pipeline import evaluated, only_forward
 from sharding.step import build_eval_step, in_turn
 from training.experiment import make_experiment
 
-pytestmark = IGNORED
 LAYERS, STEPS = 4, 3
 CASES: dict[str, dict[str, Any]] = {
     "ddp": dict(strategy="ddp"),

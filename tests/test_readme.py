@@ -4,7 +4,6 @@ import importlib.util
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from running import ROOT
 
 from configs import command_line
 from lab.emulate import __main__ as emulate
+from planner import table
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
@@ -44,14 +44,11 @@ def test_what_a_command_names_exists_and_its_config_is_accepted(page: Path, word
         command_line.parse(["train.py", *ours])
 
 
-def test_commands_that_run_at_once() -> None:
-    shown = {name: [words for page, words in SHOWN if page.name == name] for name in ("tutorial.md", "sweeps.md")}
-    (table,) = (words for words in shown["tutorial.md"] if "planner.table" in words)
-    sweep = next(words for words in shown["sweeps.md"] if "sweep.py" in words)
-    for words in (table, [*sweep, "--dry_run"]):
-        done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0 and done.stdout, done.stderr
-    emulated = next(words for words in shown["tutorial.md"] if "lab.emulate" in words and "--" in words)
+def test_commands_of_the_tutorial_that_run_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [words for page, words in SHOWN if page.name == "tutorial.md"]
+    (words,) = (words for words in shown if "planner.table" in words)
+    assert table.main(words[words.index("planner.table") :]) == 0 and capsys.readouterr().out
+    emulated = next(words for words in shown if "lab.emulate" in words and "--" in words)
     options, _, command = emulate.parse(emulated[emulated.index("lab.emulate") + 1 :])
     assert options.nodes == 4 and command[1] == "train.py"
 

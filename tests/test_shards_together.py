@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, arguments, finish, start_together
+from running import arguments, finish, start_together
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import Server, of_folder
 from test_shard_peers import Meeting, caches, in_threads, open_together
@@ -15,7 +15,6 @@ from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore, StoreAwayError, StoreError
 
-pytestmark = IGNORED
 NUM_SHARDS = 100_000
 
 

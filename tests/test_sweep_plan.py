@@ -10,16 +10,13 @@ from running import ROOT
 from sweeping import run_sweep, seeds, sweep_file
 
 from configs.schema import defaults, flat
-from sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, varied
+from sweeps.check import check_runs
+from sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, points, varied
 
 RATES = "def sweep_lr(): return over('optimizer.learning_rate', (1e-3, 2e-3))\n"
-SHIPPED = {
-    "codecs_by_rate": 15,
-    "learning_rate_by_batch": 15,
-    "partition_size_by_rate": 9,
-    "strategies_by_model": 15,
-}  # runs
+SHIPPED = {"codecs_by_rate": 15, "learning_rate_by_batch": 15, "partition_size_by_rate": 9, "strategies_by_model": 15}
 MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    "a missing file": (RATES, ["--config=none.py"], "^error: --config=none.py: no such file$"),
     "an empty folder": (RATES, ["--workdir="], "argument --workdir: it names nothing; give a path, or leave it out$"),
     "an exit": ("raise SystemExit(3)", [], r"mine.py, line \d+, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
     "an exit in a sweep": ("def sweep_lr(): exit(3)", [], r"sweep_lr\(\) of mine.py: 3 \(SystemExit\)$"),
@@ -104,11 +101,6 @@ def test_a_mistake_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_sweep(tmp_path, str(tmp_path / "none.py")) == 2
-    assert "none.py: no such file\n" in capsys.readouterr().err
-
-
 def names(folder: Path, *overrides: dict[str, object], num_steps: int = 20, emulate: str = "") -> list[str]:
     """Returns the names of the runs of a fresh base config."""
     config = sweep_file(folder, RATES, num_steps=num_steps)
@@ -160,22 +152,23 @@ def test_an_existing_directory_of_the_same_run_is_reused(tmp_path: Path) -> None
     assert names(tmp_path, {"optimizer.learning_rate": 0.001, "seed": 3}) == [name]
 
 
-def test_the_same_config_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = sweep_file(tmp_path, "def sweep_seed(): return chain(over('seed', (7, 8)), over('seed', (8,)))")
-    assert run_sweep(tmp_path, config, "--dry_run") == 0
-    out = capsys.readouterr().out
-    assert "1 of 3 runs have the config of another one and are left out\n" in out
-    assert "2 runs, 2 to do" in out and not (tmp_path / "runs").exists()
-
-
-def test_named_sweeps_combine_in_the_order_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = sweep_file(tmp_path, RATES + seeds(5, 6))
-    for flags, first, count in (([], "learning_rate=0.001,seed=5", 4), (["--sweep=seed,lr"], "seed=5,learning", 4)):
-        assert run_sweep(tmp_path, config, "--dry_run", *flags) == 0
-        out = capsys.readouterr().out
-        assert out.splitlines()[0].removeprefix("to do     ").startswith(first) and f"{count} runs" in out
-    run_sweep(tmp_path, config, "--dry_run", "--sweep=seed")
-    assert "2 runs, 2 to do" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("flags", "first", "count"),
+    [
+        ([], "learning_rate=0.001,seed=7", 4),
+        (["--sweep=seed,lr"], "seed=7,learning", 4),
+        (["--sweep=seed"], "seed=7", 2),
+    ],
+)
+def test_named_sweeps_combine_in_the_order_given_and_the_same_config_runs_once(
+    flags: list[str], first: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = RATES + "def sweep_seed(): return chain(over('seed', (7, 8)), over('seed', (8,)))"
+    assert run_sweep(tmp_path, sweep_file(tmp_path, body), "--dry_run", *flags) == 0
+    left_out, shown, *rest = capsys.readouterr().out.splitlines()
+    assert left_out == f"{count // 2} of {3 * count // 2} runs have the config of another one and are left out"
+    assert shown.removeprefix("to do     ").startswith(first) and f"{count} runs, {count} to do" in rest[-1]
+    assert not (tmp_path / "runs").exists()
 
 
 def one(folder: Path, overrides: dict[str, object], **options: str) -> Run:
@@ -214,15 +207,14 @@ def test_every_key_that_varies_is_shown(tmp_path: Path) -> None:
     assert varied(runs) == ["seed", "batch.global_size", "num_steps"]
 
 
-@pytest.mark.parametrize("name", ["learning_rate_by_batch", "partition_size_by_rate", "strategies_by_model"])
-def test_shipped_sweeps_are_as_documented(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "configs" / "sweeps" / f"{name}.py"
-    assert run_sweep(tmp_path, str(path), "--dry_run") == 0
-    out = capsys.readouterr().out
-    assert f"{SHIPPED[name]} runs, {SHIPPED[name]} to do" in out
-    emulated = "-m lab.emulate --nodes=4 --devices_per_node=2 --rate=50mbit " in out
-    assert emulated == (name == "partition_size_by_rate")
-    assert f"--config=configs/sweeps/{name}.py" in load_file(str(path)).about
+def test_shipped_sweeps_are_as_documented(tmp_path: Path) -> None:
+    runs = []
+    for name, count in SHIPPED.items():
+        path = ROOT / "configs" / "sweeps" / f"{name}.py"
+        file = load_file(str(path))
+        runs += (found := plan(str(path), points(file, []), workdir=tmp_path, emulate=file.emulate))
+        assert len(found) == count and f"--config=configs/sweeps/{name}.py" in file.about
+    check_runs(runs)
 
 
 def test_the_emulator_knows_the_options() -> None:

@@ -3,43 +3,23 @@
 import csv
 import io
 import re
-import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from sweeping import run_sweep, seeds, sweep_file
+from test_metrics_report import Page
 
 from metrics.charts import Chart
 from metrics.units import UNKNOWN
-from sweeps.charts import Point, as_number, axis_of, log_spaced, sweep_chart
+from sweeps.charts import Point, as_number, axis_of, sweep_chart
 from sweeps.live import Live
 from sweeps.plan import plan
 from sweeps.pool import Job
 from sweeps.records import State
 
 GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1))\n" + seeds(0, 1, 5, 7)
-
-
-class Page(HTMLParser):
-    """The texts of a page by tag, and all its links."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts: dict[str, list[str]] = {}
-        self.links: list[str] = []
-        self.counts: dict[str, int] = {}
-        self._tag = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._tag = tag
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.setdefault(self._tag, []).append(data)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +57,9 @@ def test_the_markdown_shows_the_best_in_bold(grid: Path) -> None:
 
 def test_the_page_is_complete_and_self_contained(grid: Path) -> None:
     page = Page((grid / "index.html").read_text())
-    assert page.counts["svg"] == 1  # the seeds are repetitions, no axis
-    assert page.counts["circle"] == 6 and any("median over seed" in text for text in page.texts["p"])
-    assert len(page.links) == 9 and all((grid / link).read_text() == "the run's page" for link in page.links)
+    assert page.tags.count("svg") == 1  # the seeds are repetitions, no axis
+    assert page.tags.count("circle") == 6 and any("median over seed" in text for text in page.texts["p"])
+    assert len(page.addresses) == 9 and all((grid / link).read_text() == "the run's page" for link in page.addresses)
     assert page.texts["td"].count("0.1") == 4
     tips = [text for text in page.texts["title"] if text.startswith("learning_rate=0.1,seed=7-")]
     assert len(tips) == 1 and tips[0].endswith(": 107.0000")
@@ -100,9 +80,7 @@ def test_the_page_and_the_table_show_every_key_of_random_runs(tmp_path: Path) ->
     keys = ("optimizer.learning_rate", "optimizer.weight_decay", "optimizer.b2")  # all values of each are distinct
     body = f"def sweep_r(): return sample(12, dict.fromkeys({keys}, uniform(0.1, 0.9)), seed=0)"
     assert run_sweep(tmp_path, sweep_file(tmp_path, body), "--workers=6") == 0
-    table = (tmp_path / "runs" / "results.md").read_text().splitlines()
-    heads = next(line for line in table if "step time" in line).strip("| ").split(" | ")
-    assert tuple(heads[:3]) == keys
+    assert f"\n| {' | '.join(keys)} | validation_loss | " in (tmp_path / "runs" / "results.md").read_text()
     page = Page((tmp_path / "runs" / "index.html").read_text())
     assert tuple(page.texts["th"][:3]) == keys
     assert [t for t in page.texts["h2"] if " over " in t] == [f"validation_loss over {key}" for key in keys]
@@ -130,23 +108,13 @@ def test_the_best_is_the_highest_where_the_file_says_so(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("values", "log"),
-    [
-        ((1e-3, 2e-3, 4e-3, 8e-3), True),
-        ((1e-3, 3e-3, 1e-2, 3e-2), True),
-        ((2, 4, 8, 16), True),
-        ((1, 2, 3, 4, 5), False),
-        ((0.8, 0.9, 0.95, 0.99), False),
-        ((0, 10, 100), False),
-        ((0.001, 0.1), True),
-        ((1, 2), False),
-    ],
+    [((1e-3, 2e-3, 4e-3, 8e-3), True), ((1, 2, 3, 4, 5), False), ((0, 10, 100), False), ((0.001, 0.1), True)],
 )
-def test_axes_follow_the_spacing(values: tuple[float, ...], log: bool) -> None:
-    assert log_spaced(values) == log
+def test_axes_of_wide_ranges_are_logarithmic(values: tuple[float, ...], log: bool) -> None:
     places = [axis_of(values).position(value) for value in values]
     assert places == sorted(places) and 0 < places[0] < places[-1] < 1
-    if log and len(values) > 2 and values[1] == 2 * values[0]:
-        assert places[1] - places[0] == pytest.approx(places[-1] - places[-2])
+    even = np.diff(np.log(values) if log else values)
+    np.testing.assert_allclose(np.diff(places) / np.diff(places)[0], even / even[0])
 
 
 def test_rates_are_numbers_and_words_stand_side_by_side() -> None:
@@ -190,25 +158,14 @@ def test_dots_over_words_stand_apart_and_are_not_joined() -> None:
     assert len(set(dots_of(chart))) == 4 and not lines_of(chart)
 
 
-def test_random_values_are_not_joined() -> None:
-    """Two of them are equal by chance."""
-    scattered = [Point(x=i + 0.01 * i * i, line=None, y=float(i), tip="") for i in (0, *range(20))]
-    chart = sweep_chart(scattered, x_name="x", line_name="", metric="y", over=["z"])
-    assert len(dots_of(chart)) == 21 and not lines_of(chart) and not chart.note
-    few = [point for x in (1, 2) for point in (Point(x=x, line=None, y=y, tip="") for y in (1, 2, 3, 4, 5))]
-    assert sweep_chart(few, x_name="x", line_name="", metric="y", over=["z"]).note == "Lines: median over z."
-
-
 def test_the_live_table_shows_what_fits(grid: Path) -> None:
     runs = plan(str(grid.parent / "mine.py"), [{"seed": seed} for seed in (0, 1, 5)], workdir=grid)
     states = (State.FINISHED, State.FAILED, State.WAITING)
     jobs = [Job(run=run, state=state, error="oh no" * (state == "failed")) for run, state in zip(runs, states)]
-    sys.modules.pop("config_config", None)
     screen = io.StringIO()
     with Live("validation_loss", Console(file=screen, force_terminal=True, width=120, height=30)) as live:
         live.show(jobs)
     lines = [re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", line) for line in screen.getvalue().splitlines()]
     row = next(line for line in lines if "seed=0-" in line)
     assert row.split()[1:4] == ["finished", "3/20", "1.0000"]
-    assert any("failed  oh no" in line for line in lines)
-    assert "3 runs: 1 waiting, 1 finished, 1 failed" in lines[-1] or any("3 runs: 1 waiting" in line for line in lines)
+    assert all(any(words in line for line in lines) for words in ("failed  oh no", "3 runs: 1 waiting, 1 finished"))

@@ -122,21 +122,19 @@ def test_a_value_reaches_its_task_unchanged(slurm: Path, tmp_path: Path) -> None
     assert sorted(given) == sorted(f"--config.sample.prompt={prompt}" for prompt in prompts)
 
 
-@pytest.mark.parametrize("name", ["a b", "it's", 'a"b', "50%j", "a#b", "$HOME `x`", "ünï", "100%%"])
+@pytest.mark.parametrize("name", ["a b", "it's 50%j", 'a"b#c', "$HOME `x`", "ünï 100%%"])
 def test_directives_say_what_was_given(name: str, slurm: Path, tmp_path: Path) -> None:
     """Whatever the name of the directory has in it; `%` would stand for numbers of the job."""
     workdir, comment = tmp_path / name, "it's 5 \\ \"o'clock\" # now"
     flags = [f"--slurm=--comment={shlex.quote(comment)} --error=%j", f"--workdir={workdir}"]
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 0
     options = options_of(workdir)
-    assert f"--job-name={name}" in options
-    assert options[-2:] == [f"--comment={comment}", "--error=%j"]
+    assert f"--job-name={name}" in options and options[-2:] == [f"--comment={comment}", "--error=%j"]
     (output,) = [option for option in options if option.startswith("--output=")]
     standing_for = {"%": "%", "A": "77", "a": "1"}  # as sbatch's manual has it, of task 1 of job 77
     written = re.sub("%(.)", lambda found: standing_for[found[1]], output.removeprefix("--output="))
     assert written == f"{workdir}/slurm/77_1.txt" and (workdir / "slurm").is_dir()
-    script = (workdir / "sweep.sbatch").read_text()
-    assert slurm.read_text() == f"--parsable {workdir / 'sweep.sbatch'}\n" and script.startswith("#!/bin/bash\n")
+    assert slurm.read_text() == f"--parsable {workdir / 'sweep.sbatch'}\n"
 
 
 @pytest.mark.parametrize(("folder", "options"), [("runs", "--comment='a\nb'"), ("run\ns", ""), ("run\\s", "")])

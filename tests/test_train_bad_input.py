@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import IGNORED, ROOT, SMALL, arguments, run_here
+from running import ROOT, SMALL, arguments, run_here
 
 from input_pipeline.tokenizers import Bytes
 from runtime import workdir_lock
 from runtime.heartbeat import Heartbeat
 from runtime.supervisor import Supervisor
-
-pytestmark = IGNORED
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:

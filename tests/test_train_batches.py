@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from running import IGNORED, arguments, finish, run_here, start_together
+from running import arguments, finish, run_here, start_together
 
 from configs.schema import Config, DataConfig
 from input_pipeline import load
@@ -17,7 +17,6 @@ from runtime.exit_codes import ResumableError
 from training.datasets import load_datasets
 from training.experiment import Experiment, make_experiment
 
-pytestmark = IGNORED
 RESUMABLE = 75
 TIMES = ((0, 0), (0, 1), (1, 1))  # first step of the run (after a restart: 1), step
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from running import IGNORED, ROOT, arrays, finish, losses, rows, run_here, start
+from running import ROOT, arrays, finish, losses, rows, run_here, start
 
 import models
 from configs import digits
@@ -17,7 +17,6 @@ from configs.schema import DataConfig, ResNetConfig
 from input_pipeline import load
 from training.experiment import make_experiment
 
-pytestmark = IGNORED
 SMALL: dict[str, Any] = {
     "num_steps": 2,
     "model.stage_blocks": "(1,1)",

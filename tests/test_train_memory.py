@@ -6,11 +6,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from running import arguments, changed, run_here, stop_after
+from running import arguments, changed, run_here
 
 from configs import command_line
 from planner import table
-from runtime.exit_codes import ExitCode
 from training import memory
 from training.experiment import make_experiment
 
@@ -73,16 +72,6 @@ def test_what_would_fit_fits(
     assert held == pytest.approx(0.8 * all_of_it, rel=0.02)  # of a quarter
 
 
-def test_a_run_that_has_begun_waits_for_more_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run_here(*arguments(tmp_path / "run"), hooks=[stop_after(2)]) == ExitCode.RESUMABLE
-    monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
-    capsys.readouterr()
-    assert run_here(*arguments(tmp_path / "run")) == ExitCode.RESUMABLE
-    assert capsys.readouterr().err.startswith("error: the state takes ")
-
-
 def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three processes of two devices, two of them on one host; where one does not know, nobody does."""
     given = [["a", 2, 800], ["a", 2, 790], ["b", 2, 410]]
@@ -97,9 +86,9 @@ def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
 
 def test_hosts_without_a_boot_id_do_not_share_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A sandbox may hide it: two hosts are then told apart by their names."""
+    sent: list[object] = []
     monkeypatch.setattr(memory, "BOOT_ID", tmp_path / "boot_id")
     monkeypatch.setattr(memory, "_free_bytes", lambda: 4000)
-    sent: list[object] = []
     monkeypatch.setattr(memory, "all_gather", lambda key, own: sent.append(own) or sent)
     monkeypatch.setattr("socket.gethostname", lambda: f"host{len(sent)}")
     for _ in range(2):  # processes, in turn; the second one has what both sent

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,12 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 from running import (
-    IGNORED,
     ROOT,
     arguments,
     arrays,
     at_step,
     check_same_end,
+    compiled_once,
     finish,
     losses,
     manifest,
@@ -31,18 +32,23 @@ from running import (
     stop_after,
 )
 
+import train
 from configs.schema import Config, ShardingConfig
 from sharding import drawing
 from sharding.scopes import make_layout
 from state.checkpointer import Checkpointer
-from training.experiment import Experiment, make_experiment
+from training import memory
+from training.experiment import Experiment
+from training.hooks import every
 
-pytestmark = IGNORED
 RESUMABLE = 75
 KEYS = {
     *("step", "loss", "learning_rate", "grad_norm", "skipped_steps", "data_wait_s"),
     *("collective_inter_bytes", "collective_intra_bytes"),
 }
+
+
+TEXT = {"data__source": "stdlib_text", "eval__every": 5, "sample__length": 8, "sample__prompt": "def "}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +63,7 @@ def test_finished_run_is_complete_and_not_repeated(
 ) -> None:
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
     workdir = tmp_path / "run"
-    text = {"data__source": "stdlib_text", "eval__every": 5, "sample__length": 8, "sample__prompt": "def "}
-    args = arguments(workdir, **text)
+    args = arguments(workdir, **TEXT)
     assert run_here(*args) == 0
     assert "starting at step 0 of 10" in capsys.readouterr().out
     names = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "report.html"}
@@ -109,11 +114,6 @@ def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed:
     check_same_end(tmp_path, undisturbed)
 
 
-def test_rows_are_logged_every_log_every_steps(tmp_path: Path) -> None:
-    assert run_here(*arguments(tmp_path, log_every=4, eval__every=6)) == 0
-    assert [row["step"] for row in rows(tmp_path)] == [4, 6, 8, 10]
-
-
 def test_unreadable_collectives_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,36 +132,35 @@ def test_unreadable_collectives_do_not_end_the_run(
 
 
 def test_rows_are_written_before_their_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run killed right after a checkpoint resumes behind it: the rows up to there are never written again."""
-    written: list[int] = []
+    """A run killed right after a checkpoint resumes behind it: the rows up to there are never written again.
+
+    And saving does not use the preemption service: the processes agree on the step to stop at by the numbers they asked
+    with, so only the loop may ask.
+    """
+    written: list[tuple[int, int]] = []
+    asked: list[int] = []
     save = Checkpointer.save
 
     def look_and_save(self: Checkpointer, step: int, *args: Any, **kwargs: Any) -> None:
-        written.append(steps_logged(tmp_path))
+        written.append((step, steps_logged(tmp_path)))
         save(self, step, *args, **kwargs)
 
     monkeypatch.setattr(Checkpointer, "save", look_and_save)
-    assert run_here(*arguments(tmp_path)) == 0
-    assert written == [5, 10]
-
-
-def test_saving_does_not_use_the_preemption_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes agree on the step to stop at by the numbers they asked with: only the loop may ask."""
-    asked: list[int] = []
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step)))
-    assert run_here(*arguments(tmp_path)) == 0
-    assert asked == []
+    assert run_here(*arguments(tmp_path, log_every=4, eval__every=6)) == 0
+    assert [row["step"] for row in rows(tmp_path)] == [4, 6, 8, 10]
+    assert written == [(5, 1), (10, 4)] and asked == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_stops_and_the_same_command_resumes(
-    tmp_path: Path,
-    undisturbed: Path,
-    number: signal.Signals,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, undisturbed: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = arguments(tmp_path)
     handler = signal.getsignal(number)
+    assert run_here(*args, make=lambda config: signal.raise_signal(number)) == RESUMABLE  # before the first step
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
     assert run_here(*args, hooks=[stop_after(6, number)]) == RESUMABLE
     assert signal.getsignal(number) == handler
     assert "stopped at step 6; run the same command again to go on" in capsys.readouterr().out
@@ -181,15 +180,6 @@ def test_second_ctrl_c_stops_immediately(tmp_path: Path, undisturbed: Path, caps
     check_same_end(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_before_the_first_step_stops_the_run(
-    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here(*arguments(tmp_path), make=lambda config: signal.raise_signal(number)) == RESUMABLE
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
-
-
 def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps are done again, from the first on."""
     assert run_here(*arguments(tmp_path), hooks=[stop_after(4)]) == RESUMABLE
@@ -199,6 +189,16 @@ def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.C
     said = f"starting again at step 0 of 10 in {tmp_path}: no checkpoint and no snapshot is left; steps done again: "
     assert f"{said}{len(done)}\n" in capsys.readouterr().out
     assert losses(tmp_path)[: len(done)] == done
+
+
+def test_a_run_that_has_begun_waits_for_more_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_here(*arguments(tmp_path / "run"), hooks=[stop_after(2)]) == RESUMABLE
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
+    capsys.readouterr()
+    assert run_here(*arguments(tmp_path / "run")) == RESUMABLE
+    assert capsys.readouterr().err.startswith("error: the state takes ")
 
 
 @pytest.mark.parametrize("was_killed", [True, False])
@@ -276,18 +276,61 @@ def test_what_compiles_is_said_before_it_begins(tmp_path: Path, capsys: pytest.C
         return original()
 
     def make(config: Config) -> Experiment:
-        ex = make_experiment(config)
+        ex = compiled_once(config)
         for name in ("compile_train_step", "init_state", "compile_eval_step"):
             vars(ex)[name] = partial(first, name, getattr(ex, name))
         return ex
 
-    changes = dict(num_steps=2, eval__every=2, checkpoint__every=2, sample__length=4, sample__prompt="def ")
-    assert run_here(*arguments(tmp_path / "run", **changes), make=make) == 0
+    assert run_here(*arguments(tmp_path / "run", **TEXT), make=make) == 0
     step, state, validation = before.values()
     assert step.endswith("compiling the step ...\n")
     assert re.search(r"^compiling the step: done after \S+ \S*s\nmaking the initial state \.\.\.\n$", state)
     assert re.search(r"^making the initial state: done after \S+ \S*s$", validation, re.MULTILINE)
     assert validation.endswith("compiling the validation ...\n")
     rest = capsys.readouterr().out
-    assert re.match(r"compiling the validation: done after \S+ \S*s\nstep 2: validation loss", rest)
+    assert re.match(r"compiling the validation: done after \S+ \S*s\nstep 5: validation loss", rest)
     assert re.search(r"^sampling \.\.\.\nsampling: done after \S+ \S*s$", rest, re.MULTILINE)
+
+
+# ------------------------------------------------------------------------------------------------------------- hooks
+
+
+def called(wanted: dict[str, Any], *, steps: int, begin: int = 0, last: int = 10, moments: int = 4) -> list[int]:
+    """Returns the steps after which a hook is called, in a run that ends after so many `steps` of its `last`."""
+    seen: list[int] = []
+    hook = every(moments, lambda step, state, metrics: seen.append(step), **wanted)
+    for step in range(begin + 1, steps + 1):
+        hook(step, None, {}, is_last=step == last)
+    hook.close(steps, None, {}, finished=steps == last)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "run", "steps"),
+    [
+        ({}, {"steps": 10}, [4, 8]),
+        ({}, {"steps": 10, "moments": 0}, []),
+        ({"at_end": True}, {"steps": 10}, [4, 8, 10]),
+        ({"at_end": True}, {"steps": 8, "last": 8}, [4, 8]),
+        ({"at_end": True}, {"steps": 6}, [4]),
+        ({"at_stop": True}, {"steps": 10}, [4, 8]),
+        ({"at_stop": True}, {"steps": 6}, [4, 6]),
+        ({"at_stop": True}, {"steps": 4}, [4]),
+        ({"at_stop": True, "done": 5}, {"begin": 5, "steps": 5}, []),
+        ({"at_stop": True, "done": 4}, {"begin": 5, "steps": 5}, [5]),  # its step was restored from elsewhere
+        ({"at_end": True, "done": 8}, {"begin": 10, "steps": 10}, [10]),
+    ],
+)
+def test_a_hook_is_called_when_it_is_due(wanted: dict[str, Any], run: dict[str, int], steps: list[int]) -> None:
+    assert called(wanted, **run) == steps
+
+
+def test_the_hook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """After the last step of 10, since none is a hundredth."""
+    monkeypatch.setattr(sys, "argv", ["mine.py", *arguments(tmp_path)])
+    monkeypatch.setattr(train, "main", partial(train.main, make=compiled_once))
+    (listing,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    with pytest.raises(SystemExit, match="0"):
+        exec(listing, {})
+    params = [x for name, x in arrays(tmp_path, 10).items() if name.startswith("params")]
+    assert f"\n10 {max(abs(x).max() for x in params)}\n" in capsys.readouterr().out

@@ -13,11 +13,11 @@ from statistics import median
 import numpy as np
 import pytest
 from emulating import EMULATED, emulate, finish, traffic
-from running import IGNORED, TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
+from running import TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
 
 from lab.benchmarks.names import Cluster, link_bytes, sharding_of
 
-pytestmark = [IGNORED, EMULATED, pytest.mark.slow]
+pytestmark = [EMULATED, pytest.mark.slow]
 CLUSTER = Cluster(nodes=2, devices_per_node=2)
 LAYERS, HIDDEN = 6, 256
 # Layers of 3 MB: gloo's all-reduce of 1 MB goes out in packets of 3 KB, whose headers alone are 2.7 %.

@@ -21,9 +21,9 @@ from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from configs.schema.combinations import HOPS, Facts, complaint, refuse
 from input_pipeline import row_arrays
-from metrics import wandb_sink
 from models.hugging_face import Weights
 from optimizers import follows_schedule, make_schedule
+from runtime.command_line import check_installed
 from sharding.coded import levels
 from sharding.gradients import accumulated
 from sharding.mesh import find_nodes, inter_part, make_mesh
@@ -157,10 +157,9 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
     ValueError for unsupported settings.
     """
     if config.sink == "wandb":
-        wandb_sink.check_installed()
-    model = models.build(
-        _resolved(config.model, packs=config.data.packing != "stream", length=config.data.seq_len)
-    )
+        check_installed("wandb", "sink=wandb")
+    packs = config.data.packing != "stream"
+    model = models.build(_resolved(config.model, packs=packs, length=config.data.seq_len))
     nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
         config.sharding,

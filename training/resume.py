@@ -124,12 +124,12 @@ def restore(
     if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir)
         _check_same_data(restored, experiment, workdir, fingerprints)
-    return Start(restored=restored, logged=broadcast(new_key("logged"), lambda: _newest_logged(workdir)))
 
+    def newest_logged() -> int:
+        rows = read_run(workdir).rows if has_begun(workdir) else ()
+        return int(rows[-1]["step"]) if rows else 0
 
-def _newest_logged(workdir: Path) -> int:
-    rows = read_run(workdir).rows if has_begun(workdir) else ()
-    return int(rows[-1]["step"]) if rows else 0
+    return Start(restored=restored, logged=broadcast(new_key("logged"), newest_logged))
 
 
 def _check_same_data(

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from configs.schema.combinations import refuse
-from configs.schema.compression import WITH_WARMUP, CompressionConfig
 from configs.schema.data import DataConfig
 from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest, nested  # noqa: F401
 from configs.schema.model import (  # noqa: F401
@@ -30,17 +29,19 @@ from configs.schema.model import (  # noqa: F401
     ViTConfig,
     model_sections,
 )
-from configs.schema.optimizer import OptimizerConfig
 from configs.schema.sections import (
+    WITH_WARMUP,
     BatchConfig,
     CheckpointConfig,
+    CompressionConfig,
     ElasticConfig,
     EvalConfig,
     LocalSGDConfig,
     MeshConfig,
+    OptimizerConfig,
     SampleConfig,
+    ShardingConfig,
 )
-from configs.schema.sharding import ShardingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

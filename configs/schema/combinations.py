@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema.compression import METHODS
 from configs.schema.own import OWN
+from configs.schema.sections import METHODS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,15 @@
-"""The sections of a few keys each; the larger ones have files of their own."""
+"""The sections of a config, but for `model` and `data`: how it is trained, kept and measured."""
 
+import math
 from dataclasses import dataclass
 
 from configs.schema.keys import Section, key
+
+CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
+WITH_WARMUP = ("one_bit_adam", "dgc")  # the values of hop_two that use warmup_steps
+METHODS = ("one_bit_adam", "dgc", "power_sgd")  # values of hop_two that are no codecs
+HOP_TWO = (*CODECS, "two_bit", "one_bit", *METHODS)
+OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +35,99 @@ class MeshConfig(Section, name="mesh", resumable=True):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardingConfig(Section, name="sharding", resumable=True):
+    """A strategy or three custom scopes, and the collectives over them."""
+
+    strategy: str = key(
+        "mics",
+        "three scopes by name; custom takes them from the keys below",
+        choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "custom"),
+        topics=("strategy",),
+    )
+    partition_size: int = key(0, "mics: devices that hold one copy of the model state", least=0, unit="devices")
+    parameters: str | int = key("", "custom: scope of the parameters (none, node, all or a number of devices)")
+    gradients: str | int = key("", "custom: scope of the gradients")
+    optimizer: str | int = key("", "custom: scope of the optimizer state")
+    experts: str | int = key(
+        "none",
+        "scope over which experts are divided, within the parameters': tokens travel to them; none: they are gathered",
+    )
+    hierarchical: bool = key(True, "gather between nodes first, then inside each node")
+    two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")
+    gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
+    overlap: str = key(
+        "auto",
+        "overlap gathers, hop one and hop two with compute; auto: where they can be",
+        choices=("auto", "on", "off"),
+    )
+    reduce_dtype: str = key(
+        "compute",
+        "dtype of hop one's sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
+        choices=("compute", "float32"),
+    )
+    partitioner: str = key(
+        "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategy == "mics" and self.partition_size < 1:
+            raise ValueError(
+                "sharding.strategy=mics needs sharding.partition_size, the devices that hold one model state"
+            )
+        if self.strategy != "mics" and self.partition_size:
+            raise ValueError(
+                f"sharding.partition_size={self.partition_size} belongs to mics, not to {self.strategy}; set it to 0"
+            )
+        for name in ("parameters", "gradients", "optimizer"):
+            scope = getattr(self, name)
+            if self.strategy == "custom" and scope == "":
+                raise ValueError(
+                    f"sharding.strategy=custom needs sharding.{name}: none, node, all or a number of devices"
+                )
+            if self.strategy != "custom" and scope != "":
+                raise ValueError(
+                    f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}"
+                )
+
+
+def _codec(of: str) -> str:
+    return key("none", f"codec of {of}", choices=CODECS, topics=("codec",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig(Section, name="compression"):
+    """The method of hop two, and the codecs of the gathers and of hop one."""
+
+    hop_two: str = key("none", "method for gradients between replicas", choices=HOP_TWO, topics=("hop_two", "codec"))
+    gather_inter: str = _codec("parameters gathered between nodes")
+    gather_intra: str = _codec("parameters gathered inside a node")
+    hop_one_inter: str = _codec("gradients reduce-scattered between nodes")
+    hop_one_intra: str = _codec("gradients reduce-scattered inside a node")
+    experts_inter: str = _codec("tokens sent to experts between nodes, and of their gradients")
+    experts_intra: str = _codec("tokens sent to experts inside a node")
+    block: int = key(1024, "int8, int4, one_bit: values per scale; a multiple of 8", unit="values")
+    rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
+    threshold: float = key(0.5, "two_bit: magnitude sent for values at least as large", above=0, below=math.inf)
+    error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
+    sparsity: float = key(0.999, "dgc: share of values that are not sent", above=0, below=1)
+    sampled: float = key(1.0, "dgc: share of values sampled to find the largest; 1: exact", above=0, most=1)
+    warmup_steps: int = key(
+        0,
+        "dgc: steps from a sparsity of 0.75 to the final one; one_bit_adam: steps of plain Adam",
+        least=0,
+        unit="steps",
+    )
+    rank: int = key(2, "power_sgd: rank of the factors", least=1)
+    delayed: bool = key(False, "hop two exchanges the previous step's gradients during the compute")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 8 or self.block % 8:
+            raise ValueError(f"compression.block={self.block} must be a multiple of 8: values fill whole bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(Section, name="local_sgd"):
     """The steps between exchanges, and the outer optimizer (on the replicas' mean movement)."""
 
@@ -39,6 +139,32 @@ class LocalSGDConfig(Section, name="local_sgd"):
     streaming: bool = key(
         False, "exchange 1/inner_steps of each tensor in every step, during the compute (Streaming DiLoCo)"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section, name="optimizer"):
+    """The optimizer, its schedule, clipping, and the guard against non-finite updates."""
+
+    name: str = key("adamw", "optimizer", choices=OPTIMIZERS, topics=("optimizer",))
+    learning_rate: float = key(1e-3, "peak learning rate", above=0, below=math.inf)
+    schedule: str = key(
+        "cosine",
+        "schedule after the warm-up; quadratic: the square of the share of steps left; wsd: the peak until "
+        "decay_fraction of all steps is left, then linear",
+        choices=("constant", "linear", "cosine", "quadratic", "wsd"),
+        topics=("schedule",),
+    )
+    warmup_steps: int = key(10, "steps of the linear warm-up to the peak", least=0, unit="steps")
+    final_fraction: float = key(0.1, "learning rate of the last step, as a share of the peak", least=0)
+    decay_fraction: float = key(0.1, "wsd: share of all steps with a falling learning rate", above=0, most=1)
+    momentum: float = key(0.9, "sgd, lars, muon: momentum", least=0, below=1)
+    b1: float = key(0.9, "adamw, lamb, muon: decay of the first moment", least=0, below=1)
+    b2: float = key(0.95, "adamw, lamb, muon: decay of the second moment", least=0, below=1)
+    eps: float = key(1e-8, "adamw, lamb, muon: added to the denominator", above=0, below=math.inf)
+    weight_decay: float = key(0.1, "weight decay", least=0)
+    decay_mask: str = key("matrices", "what decays; matrices: no biases, norms, positions", choices=("all", "matrices"))
+    clip_norm: float = key(1.0, "global norm of clipped gradients; 0 for no clipping", least=0)
+    max_skipped: int = key(10, "consecutive non-finite updates that end the run", least=1, unit="steps")
 
 
 @dataclass(frozen=True, kw_only=True)

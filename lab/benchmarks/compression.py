@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compression.methods import method_named
-from configs.schema.compression import CODECS
+from configs.schema.sections import CODECS
 from lab.benchmarks.runner import (
     Key,
     alternating,

@@ -22,14 +22,14 @@ from lab.benchmarks.compiled import table as cells_of
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.emulate.links import Links
 from lab.records import DERIVED, Line
-from planner.clusters import PRODUCTS, find_cluster, with_rate
+from planner.clusters import H100, find_cluster, with_rate
 from planner.compile import CompiledStep, compile_step
 from planner.replay import Timeline, replay
 from sharding.hlo_program import Program, parse_program
 
 RESULTS = DERIVED / "overlap.jsonl"
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
-PRODUCTS_TFLOPS = (PRODUCTS["H100"], 450)  # of matrix products: the planner's, and slow ones, half of the peak
+PRODUCTS_TFLOPS = (round(H100.matmul_rate("bf16") / 1e12), 450)  # of matrix products: the planner's, and slow ones, half of the peak
 NODES, DEVICES = 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 CASES = {row["case"]: row for row in cells_of("overlap.csv")}
