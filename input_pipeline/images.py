@@ -1,4 +1,4 @@
-"""Examples of labelled images: cropping, resizing and conversion to arrays."""
+"""Examples of labelled images: cropping, resizing and conversion to arrays; and the images of scikit-learn."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ import numpy as np
 
 from configs.schema import DataConfig
 from input_pipeline import index
-from input_pipeline.rows import row_arrays
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 CENTRE = 0.875  # side of `crop_flip`'s validation crop over the shorter side: 224 of 256 pixels
 MIN_AREA, MAX_RATIO, ATTEMPTS = 0.08, 4 / 3, 10  # of random crops
+DIGITS_SIZE, DIGITS_BRIGHTEST = 8, 16  # side of an image, largest pixel value
+DIGITS_VALIDATION = 360  # images, a fifth
 SHIFT = 1 / 8  # of the side, the farthest that `shift_flip` moves an image: 4 of 32 pixels
 
 
@@ -34,6 +35,33 @@ class Images(Protocol):
         ...
 
 
+class Digits:
+    """A split of scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels; nothing is downloaded."""
+
+    num_classes = 10
+    threads = 1
+
+    def __init__(self, split: str) -> None:
+        from sklearn.datasets import load_digits  # a slow import (1 s) that only these runs need
+
+        values, labels = load_digits(return_X_y=True)
+        order = [index.window_of(i, windows=len(labels), seed=0) for i in range(len(labels))]
+        chosen = order[:-DIGITS_VALIDATION] if split == "train" else order[-DIGITS_VALIDATION:]
+        self._pixels = (
+            np.round(values[chosen] * (255 / DIGITS_BRIGHTEST)).astype(np.uint8).reshape(-1, DIGITS_SIZE, DIGITS_SIZE)
+        )
+        self._labels = np.asarray(labels[chosen], np.uint8)
+        self.content = hashlib.sha256(self._pixels.tobytes() + self._labels.tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, number: int) -> "tuple[Image, int]":
+        from PIL.Image import fromarray
+
+        return fromarray(self._pixels[number]), int(self._labels[number])
+
+
 class ImageDataset:
     """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs, each of which visits every image once.
 
@@ -46,7 +74,7 @@ class ImageDataset:
 
     def __init__(self, images: Images, config: DataConfig, seed: int, *, training: bool) -> None:
         self.seed = seed
-        self.row_arrays = row_arrays(config)
+        self.row_arrays = index.row_arrays(config)
         self.num_classes, self.threads = images.num_classes, images.threads
         self._images, self._size, self._channels = images, config.image_size, config.channels
         self._augment, self._training = config.augment, training

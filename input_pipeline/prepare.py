@@ -15,10 +15,9 @@ from contextlib import ExitStack
 from configs.schema import DataConfig
 from configs.schema.mixture import refuse_secrets
 from files.cache import cache_dir
-from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
-from input_pipeline.shard_index import INDEX_FILE, Shard, ShardIndex
+from input_pipeline.shard_index import INDEX_FILE, Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards, split_file
 from input_pipeline.store import Store, StoreError, open_store
 from input_pipeline.tokenizers import make_tokenizer

@@ -13,7 +13,6 @@ from hashlib import sha256
 from itertools import accumulate
 
 import numpy as np
-from grain.experimental import index_shuffle
 
 from input_pipeline import index
 from input_pipeline.folder import VALIDATION_SHARE, validation_names
@@ -123,9 +122,7 @@ class ShardOrder:
         order = self._epoch(epoch)
         block = bisect_right(order.blocks, place) - 1
         first, end = order.blocks[block], order.blocks[block + 1]
-        place = first + index_shuffle(
-            place - first, max_index=end - first - 1, seed=_block_seed(self._seed, epoch, block), rounds=4
-        )
+        place = first + index.shuffled(place - first, end - first, self._seed, epoch, block + 2)
         at = bisect_right(order.starts, place) - 1
         return order.shards[at], place - order.starts[at]
 
@@ -141,13 +138,8 @@ class ShardOrder:
         return self._epoch(epoch).shards[start : start + self._per_block]
 
     def _make_epoch(self, epoch: int) -> _Epoch:
-        bits = index.random_bits((_block_seed(self._seed, epoch, -1), _KEY_TAG), (len(self._counts),))
+        key = index.seed_of(self._seed, epoch, 1)  # blocks count from 2: a last 0 would change nothing
+        bits = index.random_bits((key, _KEY_TAG), (len(self._counts),))
         shards = np.argsort(bits, kind="stable").tolist()
         starts = [0, *np.cumsum([self._counts[shard] for shard in shards]).tolist()]
         return _Epoch(shards, starts, [*starts[:-1][:: self._per_block], starts[-1]])
-
-
-@lru_cache(maxsize=64)
-def _block_seed(seed: int, epoch: int, block: int) -> int:
-    """Returns a 32-bit hash; block -1 is the permutation of the shards. (A last 0 would change nothing.)"""
-    return int(np.random.SeedSequence([seed, epoch, block + 2]).generate_state(1)[0])

@@ -16,10 +16,9 @@ from typing import Any, BinaryIO, Self
 from configs.schema import DataConfig
 from files.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline.peers import PURPOSE, Peers, rendezvous
-from input_pipeline.progress import Progress
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_index import Shard, ShardIndex
+from input_pipeline.shard_index import Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
 from input_pipeline.shard_tiers import OpenShards, Tiers
 from input_pipeline.shard_windows import ShardWindows, parts

@@ -11,10 +11,6 @@ import tensorflow_datasets as tfds
 from PIL import Image
 from running import ROOT, rows, run_here
 
-from configs import resnet50, resnet110
-from configs.schema import DataConfig
-from input_pipeline import load
-
 pytestmark = [pytest.mark.filterwarnings("ignore:.*tf.data:UserWarning")]
 
 
@@ -66,35 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     imagenet = {"image": image(shape=shape, encoding_format="jpeg"), "label": label(num_classes=1000)}
     write(found, "imagenet2012", {"train": 40, "validation": 24}, "jpeg", imagenet | {"file_name": text()})
     return found
-
-
-def data(config: Any, folder: Path, **changes: Any) -> DataConfig:
-    return DataConfig(**config.get_config().data.to_dict() | {"path": str(folder)} | changes)
-
-
-@pytest.mark.parametrize("config", [resnet110, resnet50], ids=["cifar10", "imagenet2012"])
-def test_images_of_the_data_sets_have_their_labels(config: Any, folder: Path) -> None:
-    section = data(config, folder)
-    for split, count in (("train", 40), ("validation", 24)):
-        dataset = load(section, split, 3)
-        assert len(dataset) == count
-        seen = []
-        for i in range(count):
-            example = dataset[i]
-            size = config.get_config().data.image_size
-            assert example["images"].shape == (size, size, 3) and example["weights"] == 1
-            centre = (example["images"][size // 2, size // 2] + 1) * 127.5
-            number = round(float(centre.mean() - 15) / 5)
-            assert example["labels"] == number % 10 and np.ptp(centre) < 2
-            seen.append(number)
-        assert sorted(seen) == list(range(count))
-
-
-def test_validation_of_imagenet_shows_the_centre(folder: Path) -> None:
-    for augment, sees_the_edge in (("crop_flip", False), ("none", True)):
-        dataset = load(data(resnet50, folder, image_size=16, augment=augment), "validation", 0)
-        columns = np.stack([127.5 * dataset[i]["images"].mean((0, 2)) for i in range(24)])
-        assert ((columns[:, 0] - columns[:, 8] > 10) == sees_the_edge).all()
 
 
 def arguments(name: str, folder: Path, workdir: Path, **changes: Any) -> list[str]:
