@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from input_pipeline.cache import explained
 from input_pipeline.peers import Peers
 from input_pipeline.shard_cache import DamagedError, ShardCache
 from input_pipeline.shard_index import Shard
@@ -63,7 +64,8 @@ class Tiers:
 
     def get(self, shard: Shard) -> np.ndarray:
         """Returns the tokens [N], memory-mapped. Errors are those of the cache and the store."""
-        return self._get(shard, downloads=False)
+        with explained(self._cache.folder):
+            return self._get(shard, downloads=False)
 
     def content(self, shard: Shard, download: bool) -> memoryview | None:
         """Returns the bytes of a shard for another node; None if it is not here and shall not be downloaded."""

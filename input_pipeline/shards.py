@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Self
 
 from configs.schema import DataConfig
 from files.cache import ENVIRONMENT_KEY, cache_dir
+from input_pipeline.cache import explained
 from input_pipeline.peers import PURPOSE, Peers, rendezvous
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
@@ -73,7 +74,8 @@ class ShardSet:
         self._tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
         self._held = ExitStack()
         try:
-            self._open()
+            with explained(cache_dir() / "shards"):
+                self._open()
         except BaseException:
             self._held.close()
             raise
