@@ -216,8 +216,8 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             piece, rank = line.split()
-            ranks[base64.b64decode(piece, validate=True)] = range(MAX_IDS)[int(rank)]
-        except (ValueError, IndexError) as error:  # binascii.Error is a ValueError
+            ranks[base64.b64decode(piece, validate=True)] = range(MAX_IDS).index(int(rank))
+        except ValueError as error:  # binascii.Error is one
             raise ValueError(f"{what} tiktoken vocabulary: line {number} is not 'base64 rank'") from error
     rank, count = Counter(ranks.values()).most_common(1)[0] if ranks else (0, 0)
     if count > 1:

@@ -106,6 +106,7 @@ def test_more_windows_than_the_shuffle_supports_are_rejected(monkeypatch):
         ("tiktoken", b"YQ== 0\nYg==\n", "is not a tiktoken vocabulary: line 2"),
         ("tiktoken", BYTES + b"dGg= 256\naGU= 256\n", "is not a tiktoken vocabulary: rank 256 occurs twice"),
         ("tiktoken", BYTES + b"dGg= 4294967296\n", "is not a tiktoken vocabulary: line 257"),
+        ("tiktoken", BYTES + b"dGg= -1\n", "is not a tiktoken vocabulary: line 257"),
     ],
 )
 def test_bad_vocabulary_files_are_rejected(tmp_path, tokenizer, content, message):
