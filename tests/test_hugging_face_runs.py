@@ -125,25 +125,6 @@ def test_convert_in_and_out_again_is_bit_by_bit(tmp_path: Path, capsys: pytest.C
     assert "is damaged: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_converted_checkpoint_trains_as_from_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workdir, out = tmp_path / "run", tmp_path / "out"
-    args = flags("gpt2", model__weights="")
-    assert run_convert("convert", f"--from_hugging_face={FOLDER / 'gpt2'}", f"--out={workdir}", *args) == 0
-    assert run_here(*args, f"--workdir={workdir}") == 0
-    assert "resumed at step 0 of 2" in capsys.readouterr().out
-    assert run_here(*flags("gpt2"), f"--workdir={tmp_path / 'other'}") == 0
-    assert losses(workdir) == losses(tmp_path / "other")
-    np.testing.assert_allclose(losses(workdir)[0], batch_loss("gpt2"), **SAME)
-
-    assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={workdir}") == 0
-    assert f"step 2 of {workdir}" in capsys.readouterr().out
-    trained, found = arrays(workdir, 2), tensors_of(out)
-    parts = [trained[f"params.layers.{x}.weight"][1] for x in ("query", "key", "value")]
-    np.testing.assert_array_equal(found["transformer.h.1.attn.c_attn.weight"], np.concatenate(parts, axis=1))
-    np.testing.assert_array_equal(found["transformer.wte.weight"], trained["params.embed.token"][:260])
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
