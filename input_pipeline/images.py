@@ -92,18 +92,18 @@ class ImageDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         image, label = self._images[index.window_of(int(i), windows=len(self), seed=self.seed)]
-        box, mirrored, moves = (0, 0, *image.size), False, (0, 0)
+        box, mirrored, moves = (0, 0, *image.size), False, None
         if self._training and self._augment != "none":
             chances = index.uniform(index.random_bits((self.seed, int(i)), (4 * ATTEMPTS + 1,)))
             mirrored = bool(chances[0] < 0.5)
             if self._augment == "crop_flip":
                 box = random_box(*image.size, chances[1:].reshape(ATTEMPTS, 4))
             else:
-                moves = random_moves(self._size, chances[1:3])
+                moves = chances[1:3]
         elif self._augment == "crop_flip":
             box = centre_box(*image.size, CENTRE)
         values = pixels(image, box, size=self._size, channels=self._channels)
-        values = values if moves == (0, 0) else moved(values, *moves)
+        values = values if moves is None else shifted(values, moves)
         return {
             "images": values[:, ::-1] if mirrored else values,
             "labels": np.asarray(label, np.int32),
@@ -148,15 +148,12 @@ def random_box(width: int, height: int, chances: np.ndarray) -> Box:
     return centre_box(width, height, 1.0)
 
 
-def random_moves(size: int, chances: np.ndarray) -> tuple[int, int]:
-    """Returns how far an image of side `size` is moved down and to the right, each at most SHIFT of the side."""
-    most = round(SHIFT * size)
-    down, right = (int(chance * (2 * most + 1)) - most for chance in chances.tolist())
-    return down, right
+def shifted(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    """Returns an image `[S, S, C]` moved by whole pixels, at most SHIFT of its side; what comes in is zero, the middle.
 
-
-def moved(values: np.ndarray, down: int, right: int) -> np.ndarray:
-    """Returns an image `[S, S, C]` moved by whole pixels; what comes in is zero, the middle of the values."""
-    size = len(values)
-    padded = np.pad(values, ((size, size), (size, size), (0, 0)))
-    return padded[size - down : 2 * size - down, size - right : 2 * size - right]
+    `chances` are two uniform numbers: how far it is moved down and to the right.
+    """
+    most = round(SHIFT * len(values))
+    top, left = (2 * most - int(chance * (2 * most + 1)) for chance in chances.tolist())
+    padded = np.pad(values, ((most, most), (most, most), (0, 0)))
+    return padded[top : top + len(values), left : left + len(values)]

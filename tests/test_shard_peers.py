@@ -15,8 +15,8 @@ from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixt
 from stores import of_folder
 
 from configs.schema import DataConfig
-from input_pipeline import load, peers, prepare, shards
-from input_pipeline.peers import Peers, rendezvous
+from input_pipeline import load, prepare, shard_tiers, shards
+from input_pipeline.shard_tiers import Peers, rendezvous
 from input_pipeline.shard_windows import parts
 from input_pipeline.shards import ShardSet, World
 from runtime import blobs
@@ -183,16 +183,16 @@ def test_node_that_does_not_give_a_shard_is_passed_over_and_not_asked_again_at_o
             ended.wait(120)
 
         if failure == "is silent":
-            monkeypatch.setattr(peers, "_SILENCE_S", 0.5)
+            monkeypatch.setattr(shard_tiers, "_SILENCE_S", 0.5)
             address = Address(process=1, host="127.0.0.1", port=silent.getsockname()[1])
             one.tiers.peers = Peers(0, [one.tiers.peers.node, node], [address, address], TOKEN)
         monkeypatch.setattr(other.tiers, "_get", never)
-        monkeypatch.setattr(peers, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(shard_tiers, "PATIENCE_S", 0.0)
         monkeypatch.setattr(blobs, "WAIT_S", 0.1)
         first, second = owned_by(one, node)[:2]
         try:
             assert len(one.tiers.get(first)) == first.num_tokens and one.tiers.counters.store_hits == 1
-            monkeypatch.setattr(peers, "Connection", lambda *_, **__: pytest.fail("it is asked again"))
+            monkeypatch.setattr(shard_tiers, "Connection", lambda *_, **__: pytest.fail("it is asked again"))
             assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
         finally:
             ended.set()
@@ -244,5 +244,5 @@ def test_requests_to_download_go_up_the_order_alone():
             one = Peers(me, nodes, addresses, TOKEN)
             asks, mine = one.to_ask(shard, downloads=False), order.index(node)
             assert [node for node, download in asks if download] == order[:mine]
-            assert [node for node, download in asks if not download] == order[mine + 1 :][: peers.ASKED]
+            assert [node for node, download in asks if not download] == order[mine + 1 :][: shard_tiers.ASKED]
             assert not any(download for _, download in one.to_ask(shard, downloads=True))
