@@ -51,15 +51,6 @@ def test_digits_splits_partition_the_images() -> None:
     assert sorted(seen) == sorted(image.astype(int).tobytes() for image in found.images)
 
 
-def test_seed_changes_the_order_but_not_the_split() -> None:
-    def images(seed: int, split: Any, epoch: int = 0) -> list[bytes]:
-        dataset = load(settings(), split, seed)
-        return [dataset[epoch * len(dataset) + i]["images"].tobytes() for i in range(len(dataset))]
-
-    orders = [images(0, "validation"), images(1, "validation"), images(0, "validation", epoch=1)]
-    assert len({tuple(sorted(order)) for order in orders}) == 1 and len({tuple(order) for order in orders}) == 3
-
-
 def test_image_batches_are_padded_with_zeros() -> None:
     dataset = load(settings(), "validation", 0)
     with Batches(dataset, global_size=100, rows=[99, 3, 100], start_step=3, prefetch=0, end=360) as batches:

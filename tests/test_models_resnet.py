@@ -228,11 +228,6 @@ def test_running_averages_are_no_parameters() -> None:
     assert shapes == {name: ((count,), (count,)) for name, count in norm_channels(batch.config).items()}
 
 
-def test_flops_of_small_images_match_hand_count() -> None:
-    model = build()
-    assert model.flops_per_row((8, 8, 1)) == 6 * products(model, 8)
-
-
 # -------------------------------------------------------------------------------------------------- strategies
 
 
