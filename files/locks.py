@@ -51,16 +51,9 @@ def take(descriptor: int, *, wait_s: float = inf, waits: Callable[[], object] = 
     raise BlockingIOError("another process holds the lock")
 
 
-def is_held(file: Path) -> bool:
-    """Says whether a process holds the lock of a file; False if there is no such file."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), file.open() as opened:
-        return not _try(opened.fileno(), fcntl.LOCK_SH)
-    return False
-
-
-def _try(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+def _try(descriptor: int) -> bool:
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

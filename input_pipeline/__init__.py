@@ -11,15 +11,15 @@ tokenizer turns them once into one long token stream in the cache (`tokenizers.p
 windows of the stream are drawn in an order that depends on the seed only (`index.py`). `synthetic.py` needs no text.
 `packing.py` keeps the documents of a row apart; `mixture.py` mixes several sources by weight.
 `shards.py` reads text from object storage instead, file by file (docs/data.md).
-Labelled images (`digits.py`, `tfds_data.py`, `synthetic.py`) are drawn in the same way; `images.py` crops,
-moves, mirrors and resizes them.
+Labelled images (`images.py`, `tfds_data.py`, `synthetic.py`) are drawn in the same way, cropped, moved, mirrored and
+resized.
 """
 
 from input_pipeline.batches import Batches
 from input_pipeline.dataset import Dataset, load
 from input_pipeline.images import ImageDataset
+from input_pipeline.index import RowArray, row_arrays
 from input_pipeline.mixture import MixedDataset
-from input_pipeline.rows import RowArray, row_arrays
 from input_pipeline.text import TextDataset
 
 __all__ = ["Batches", "Dataset", "ImageDataset", "MixedDataset", "RowArray", "TextDataset", "load", "row_arrays"]

@@ -5,8 +5,8 @@ from typing import Literal
 
 from configs.schema import DataConfig
 from configs.schema.own import OWN
-from input_pipeline import digits, folder, index, packing, stdlib_text, streams, tfds_data
-from input_pipeline.images import ImageDataset, Images
+from input_pipeline import folder, index, packing, stdlib_text, streams, tfds_data
+from input_pipeline.images import Digits, ImageDataset, Images
 from input_pipeline.mixture import MixedDataset
 from input_pipeline.shards import ShardSet
 from input_pipeline.synthetic import SyntheticImages, SyntheticWindows
@@ -35,7 +35,7 @@ def load(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet]
 
 def _images(config: DataConfig, split: Split) -> Images:
     if config.source == "digits":
-        return digits.Digits(split)
+        return Digits(split)
     if config.source == "synthetic":
         return SyntheticImages(config.image_size, config.channels, split)
     if config.source in OWN["source"]:

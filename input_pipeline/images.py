@@ -1,4 +1,4 @@
-"""Examples of labelled images: cropping, resizing and conversion to arrays."""
+"""Examples of labelled images: cropping, resizing and conversion to arrays; and the images of scikit-learn."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ import numpy as np
 
 from configs.schema import DataConfig
 from input_pipeline import index
-from input_pipeline.rows import row_arrays
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 CENTRE = 0.875  # side of `crop_flip`'s validation crop over the shorter side: 224 of 256 pixels
 MIN_AREA, MAX_RATIO, ATTEMPTS = 0.08, 4 / 3, 10  # of random crops
+DIGITS_SIZE, DIGITS_BRIGHTEST = 8, 16  # side of an image, largest pixel value
+DIGITS_VALIDATION = 360  # images, a fifth
 SHIFT = 1 / 8  # of the side, the farthest that `shift_flip` moves an image: 4 of 32 pixels
 
 
@@ -34,6 +35,33 @@ class Images(Protocol):
         ...
 
 
+class Digits:
+    """A split of scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels; nothing is downloaded."""
+
+    num_classes = 10
+    threads = 1
+
+    def __init__(self, split: str) -> None:
+        from sklearn.datasets import load_digits  # a slow import (1 s) that only these runs need
+
+        values, labels = load_digits(return_X_y=True)
+        order = [index.window_of(i, windows=len(labels), seed=0) for i in range(len(labels))]
+        chosen = order[:-DIGITS_VALIDATION] if split == "train" else order[-DIGITS_VALIDATION:]
+        self._pixels = (
+            np.round(values[chosen] * (255 / DIGITS_BRIGHTEST)).astype(np.uint8).reshape(-1, DIGITS_SIZE, DIGITS_SIZE)
+        )
+        self._labels = np.asarray(labels[chosen], np.uint8)
+        self.content = hashlib.sha256(self._pixels.tobytes() + self._labels.tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, number: int) -> "tuple[Image, int]":
+        from PIL.Image import fromarray
+
+        return fromarray(self._pixels[number]), int(self._labels[number])
+
+
 class ImageDataset:
     """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs, each of which visits every image once.
 
@@ -46,7 +74,7 @@ class ImageDataset:
 
     def __init__(self, images: Images, config: DataConfig, seed: int, *, training: bool) -> None:
         self.seed = seed
-        self.row_arrays = row_arrays(config)
+        self.row_arrays = index.row_arrays(config)
         self.num_classes, self.threads = images.num_classes, images.threads
         self._images, self._size, self._channels = images, config.image_size, config.channels
         self._augment, self._training = config.augment, training
@@ -64,18 +92,18 @@ class ImageDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         image, label = self._images[index.window_of(int(i), windows=len(self), seed=self.seed)]
-        box, mirrored, moves = (0, 0, *image.size), False, (0, 0)
+        box, mirrored, moves = (0, 0, *image.size), False, None
         if self._training and self._augment != "none":
             chances = index.uniform(index.random_bits((self.seed, int(i)), (4 * ATTEMPTS + 1,)))
             mirrored = bool(chances[0] < 0.5)
             if self._augment == "crop_flip":
                 box = random_box(*image.size, chances[1:].reshape(ATTEMPTS, 4))
             else:
-                moves = random_moves(self._size, chances[1:3])
+                moves = chances[1:3]
         elif self._augment == "crop_flip":
             box = centre_box(*image.size, CENTRE)
         values = pixels(image, box, size=self._size, channels=self._channels)
-        values = values if moves == (0, 0) else moved(values, *moves)
+        values = values if moves is None else shifted(values, moves)
         return {
             "images": values[:, ::-1] if mirrored else values,
             "labels": np.asarray(label, np.int32),
@@ -120,15 +148,12 @@ def random_box(width: int, height: int, chances: np.ndarray) -> Box:
     return centre_box(width, height, 1.0)
 
 
-def random_moves(size: int, chances: np.ndarray) -> tuple[int, int]:
-    """Returns how far an image of side `size` is moved down and to the right, each at most SHIFT of the side."""
-    most = round(SHIFT * size)
-    down, right = (int(chance * (2 * most + 1)) - most for chance in chances.tolist())
-    return down, right
+def shifted(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    """Returns an image `[S, S, C]` moved by whole pixels, at most SHIFT of its side; what comes in is zero, the middle.
 
-
-def moved(values: np.ndarray, down: int, right: int) -> np.ndarray:
-    """Returns an image `[S, S, C]` moved by whole pixels; what comes in is zero, the middle of the values."""
-    size = len(values)
-    padded = np.pad(values, ((size, size), (size, size), (0, 0)))
-    return padded[size - down : 2 * size - down, size - right : 2 * size - right]
+    `chances` are two uniform numbers: how far it is moved down and to the right.
+    """
+    most = round(SHIFT * len(values))
+    top, left = (2 * most - int(chance * (2 * most + 1)) for chance in chances.tolist())
+    padded = np.pad(values, ((most, most), (most, most), (0, 0)))
+    return padded[top : top + len(values), left : left + len(values)]

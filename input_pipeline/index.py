@@ -1,13 +1,34 @@
-"""Pure functions from (seed, example) to the example's window and its masked tokens."""
+"""What an example is, and pure functions from (seed, example) to its window and its masked tokens."""
 
 import abc
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from grain.experimental import index_shuffle
 
+from configs.schema import DataConfig
+
 MAX_WINDOWS = 2**31  # Grain's shuffle works on 32-bit numbers
+
+
+class RowArray(NamedTuple):
+    """Shape and dtype of one array of an example, which is one row of a batch."""
+
+    shape: tuple[int, ...]
+    dtype: type[np.generic]
+
+
+def row_arrays(config: DataConfig) -> dict[str, RowArray]:
+    """Returns the arrays of an example by name; the first is the model's input; one is `weights`."""
+    if config.objective == "classify":
+        shape = (config.image_size, config.image_size, config.channels)
+        arrays = {"images": RowArray(shape, np.float32), "labels": RowArray((), np.int32)}
+        return arrays | {"weights": RowArray((), np.float32)}
+    ids = RowArray((config.seq_len,), np.int32)
+    segments = {} if config.packing == "stream" else {"segments": ids}
+    return {"tokens": ids, "targets": ids, "weights": RowArray((config.seq_len,), np.float32)} | segments
 
 
 def num_windows(num_tokens: int, seq_len: int, objective: str) -> int:
@@ -18,7 +39,18 @@ def num_windows(num_tokens: int, seq_len: int, objective: str) -> int:
 def window_of(index: int, *, windows: int, seed: int) -> int:
     """Returns the window in [0, windows) of example `index` >= 0: every epoch is a different permutation."""
     epoch, place = divmod(index, windows)
-    return index_shuffle(place, max_index=windows - 1, seed=_epoch_seed(seed, epoch), rounds=4)
+    return shuffled(place, windows, seed, epoch)
+
+
+def shuffled(place: int, count: int, *seeds: int) -> int:
+    """Returns the number in [0, count) at a place of the permutation that the seeds choose."""
+    return index_shuffle(place, max_index=count - 1, seed=seed_of(*seeds), rounds=4)
+
+
+@lru_cache(maxsize=64)
+def seed_of(*seeds: int) -> int:
+    """Returns a 32-bit hash of all: with `seed + epoch`, as in `MapDataset.shuffle`, seeds would share epochs."""
+    return int(np.random.SeedSequence(seeds).generate_state(1)[0])
 
 
 class Windows(abc.ABC):
@@ -43,12 +75,6 @@ class Windows(abc.ABC):
     def window_of(self, i: int, seed: int) -> int:
         """Returns the window of example `i` >= 0: each epoch of `len` examples visits every window once."""
         return window_of(i, windows=len(self), seed=seed)
-
-
-@lru_cache(maxsize=64)
-def _epoch_seed(seed: int, epoch: int) -> int:
-    """Returns a 32-bit hash of both: with `seed + epoch`, as in `MapDataset.shuffle`, seeds would share epochs."""
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
 
 
 def random_bits(key: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:

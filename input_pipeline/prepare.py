@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from configs.schema import DataConfig
 from configs.schema.mixture import refuse_secrets
 from files.cache import cache_dir
-from input_pipeline.progress import Progress
+from input_pipeline.cache import explained
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
-from input_pipeline.shard_index import INDEX_FILE, Shard, ShardIndex
+from input_pipeline.shard_index import INDEX_FILE, Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards, split_file
 from input_pipeline.store import Store, StoreError, open_store
 from input_pipeline.tokenizers import make_tokenizer
@@ -36,7 +36,7 @@ def prepare(config: DataConfig, out: str) -> int:
     source = open_store(path)
     if target.url.rstrip("/") == source.url.rstrip("/"):
         raise ValueError(f"--out={out} is --path: its index would hide the files there; choose another --out")
-    with ExitStack() as held:
+    with ExitStack() as held, explained(cache_dir() / "shards"):
         for store in (source, target):
             held.callback(store.close)
         tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)

@@ -1,5 +1,7 @@
 """Token shards on the local disk: each file is named by its hash, is there whole or not at all, and is checked.
 
+Errors of the disk are OSErrors, of which `explained` makes one line where a set is opened or a shard is asked for.
+
 Processes of a machine share the folder. A lock per shard lets one of them download it; the least recently used shards
 make room. A process that is killed leaves a scratch file at most, which the next one to hold that lock removes, or any
 one after a day. On a file system without locks several may download a shard, each to a file of its own.
@@ -17,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from files import atomic
-from input_pipeline.cache import explained, lock
+from input_pipeline.cache import lock
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import sha256
 
@@ -33,24 +35,22 @@ class ShardCache:
     """The token shards in a folder, of at most `limit_bytes` together (0: no limit)."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Makes the folder, and removes what killed processes left. OSError, as one line, if it cannot be written."""
+        """Makes the folder, and removes what killed processes left."""
         self.folder, self._limit_bytes = folder, limit_bytes
-        with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob("*.partial"):
-                _remove_if_old(left)
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("*.partial"):
+            _remove_if_old(left)
 
     def node(self) -> str:
         """Returns the identity of the folder: processes that read the same one are one node."""
         file = self.folder / _NODE_FILE
-        with explained(self.folder):
-            if not file.exists():
-                scratch = self.folder / f"{_NODE_FILE}.{secrets.token_hex(8)}"
-                scratch.write_text(secrets.token_hex(16))
-                with contextlib.suppress(FileExistsError):
-                    os.link(scratch, file)  # the first one stays
-                scratch.unlink()
-            return file.read_text()
+        if not file.exists():
+            scratch = self.folder / f"{_NODE_FILE}.{secrets.token_hex(8)}"
+            scratch.write_text(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):
+                os.link(scratch, file)  # the first one stays
+            scratch.unlink()
+        return file.read_text()
 
     def open(self, shard: Shard) -> np.ndarray | None:
         """Returns the tokens [N], memory-mapped, after comparing their hash; None if they are not there.
@@ -58,17 +58,16 @@ class ShardCache:
         A damaged file is removed, with a warning.
         """
         path = self.folder / shard.file
-        with explained(self.folder):
-            try:
-                with contextlib.suppress(PermissionError):  # another user's file keeps its time
-                    os.utime(path)  # the least recently used ones go first
-                tokens = mapped(path, shard)
-            except FileNotFoundError:
-                return None
-            if tokens is None:
-                logging.getLogger(__name__).warning("%s is damaged: fetching it again", path)
-                path.unlink(missing_ok=True)
-            return tokens
+        try:
+            with contextlib.suppress(PermissionError):  # another user's file keeps its time
+                os.utime(path)  # the least recently used ones go first
+            tokens = mapped(path, shard)
+        except FileNotFoundError:
+            return None
+        if tokens is None:
+            logging.getLogger(__name__).warning("%s is damaged: fetching it again", path)
+            path.unlink(missing_ok=True)
+        return tokens
 
     def room_bytes(self, files: Container[str]) -> int:
         """Returns what shards may take on this disk: what is free, and what they take now.
@@ -91,35 +90,30 @@ class ShardCache:
 
         The caller holds the lock. Raises DamagedError if they are not those of `shard`, OSError if the disk is full.
         """
-        with explained(self.folder):
-            self._make_room(shard.size_bytes)
+        self._make_room(shard.size_bytes)
         with self.scratch(shard.sha256) as path:
             fill(path)
-            with explained(self.folder):
-                tokens = mapped(path, shard)
-                if tokens is None:
-                    raise DamagedError(
-                        f"{path.stat().st_size} bytes with the SHA-256 {sha256(path)}, not {shard.size_bytes} bytes "
-                        f"with {shard.sha256}"
-                    )
-                self.commit(path, shard)
+            if (tokens := mapped(path, shard)) is None:
+                raise DamagedError(
+                    f"{path.stat().st_size} bytes with the SHA-256 {sha256(path)}, not {shard.size_bytes} bytes "
+                    f"with {shard.sha256}"
+                )
+            self.commit(path, shard)
         return tokens
 
     def commit(self, path: Path, shard: Shard) -> None:
         """Makes a scratch file, which is whole, the file of a shard."""
-        with explained(self.folder):
-            atomic.sync(path)
-            with self.locked("room"):
-                self._make_room(shard.size_bytes)
-                path.rename(self.folder / shard.file)
+        atomic.sync(path)
+        with self.locked("room"):
+            self._make_room(shard.size_bytes)
+            path.rename(self.folder / shard.file)
 
     @contextlib.contextmanager
     def scratch(self, key: str) -> Iterator[Path]:
         """Gives the path of a scratch file of `key`, which is removed afterwards."""
         path = self.folder / f"{key}.{secrets.token_hex(8)}.partial"
         try:
-            with explained(self.folder):
-                yield path
+            yield path
         finally:
             path.unlink(missing_ok=True)
 
@@ -129,11 +123,9 @@ class ShardCache:
 
         It only avoids that several processes do the same work: without locks all of them go on.
         """
-        with contextlib.ExitStack() as held:
-            with explained(self.folder):
-                is_locked = held.enter_context(lock(self.folder / f"{key}.lock"))
-                for left in self.folder.glob(f"{key}.*.partial"):
-                    left.unlink(missing_ok=True) if is_locked else _remove_if_old(left)
+        with lock(self.folder / f"{key}.lock") as is_locked:
+            for left in self.folder.glob(f"{key}.*.partial"):
+                left.unlink(missing_ok=True) if is_locked else _remove_if_old(left)
             yield
 
     def _make_room(self, size: int) -> None:

@@ -5,7 +5,9 @@ without a header, in a file that is named by its own hash. The index of a prepar
 """
 
 import hashlib
+import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,12 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline.progress import Progress
 from input_pipeline.tokenizers import Tokenizer
 
 FORMAT = "mics-jax token shards 1"
 INDEX_FILE = "index.json"
+SAY_S = 10.0  # between two lines
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Progress:
+    """Warns of how far some long work is, at most every `SAY_S`; nothing if it is over before that."""
+
+    def __init__(self) -> None:
+        self._said_s = time.monotonic()
+
+    def say(self, line: str, *values: object) -> None:
+        """Logs a line, as `logging` has it, if the last one is long enough ago."""
+        if (now_s := time.monotonic()) >= self._said_s + SAY_S:
+            logging.getLogger(__name__).warning(line, *values)
+            self._said_s = now_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import Any
 
 from configs.schema import DataConfig
 from files import json_objects
-from input_pipeline.progress import Progress
 from input_pipeline.shard_formats import KNOWN, format_of, matches
-from input_pipeline.shard_index import INDEX_FILE, ShardIndex
+from input_pipeline.shard_index import INDEX_FILE, Progress, ShardIndex
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
 

@@ -13,7 +13,6 @@ from hashlib import sha256
 from itertools import accumulate
 
 import numpy as np
-from grain.experimental import index_shuffle
 
 from input_pipeline import index
 from input_pipeline.folder import VALIDATION_SHARE, validation_names
@@ -46,7 +45,7 @@ def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
 class ShardWindows(index.Windows):
     """Windows of `seq_len` tokens (and one more if causal), of which none reaches into the next shard."""
 
-    def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int) -> None:
+    def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int, opened: OpenShards) -> None:
         counts = [max(0, index.num_windows(part.stop - part.start, seq_len, objective)) for part in of]
         self._parts = [part for part, count in zip(of, counts, strict=True) if count]
         self._counts = [count for count in counts if count]
@@ -59,7 +58,7 @@ class ShardWindows(index.Windows):
         self.bytes_per_token = sum(part.shard.text_bytes for part in self._parts) / max(1, tokens)
         self._order = lru_cache(maxsize=4)(lambda seed: ShardOrder(self._counts, seed, shards_per_block))
         self._block = (-1, -1)  # seed and number of the one that is read
-        self._open: OpenShards | None = None
+        self._open = opened
 
     @property
     def needed_bytes(self) -> int:
@@ -71,10 +70,6 @@ class ShardWindows(index.Windows):
     def shuffled_together(self) -> int:
         return sum(sorted(self._counts, reverse=True)[: self._per_block])
 
-    def read_from(self, opened: OpenShards) -> None:
-        """Sets where the shards come from."""
-        self._open = opened
-
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
@@ -82,7 +77,7 @@ class ShardWindows(index.Windows):
         """Returns the window of example `i`, and has the shards of its block and of the next one read ahead."""
         order = self._order(seed)
         at = (seed, order.block_of(i))
-        if at != self._block and self._open:
+        if at != self._block:
             self._block = at
             now, later = (order.shards_of(block) for block in (at[1], at[1] + 1))
             self._open.read_ahead(*([self._parts[shard].shard for shard in shards] for shards in (now, later)))
@@ -92,7 +87,6 @@ class ShardWindows(index.Windows):
     def __getitem__(self, window: int) -> np.ndarray:
         at = bisect_right(self._ends, window)
         part = self._parts[at]
-        assert self._open
         start = part.start + (window - self._ends[at] + self._counts[at]) * self._seq_len
         tokens = self._open.get(part.shard)[start : start + self._seq_len + self._overlap]
         return np.asarray(tokens, np.int32)
@@ -123,9 +117,7 @@ class ShardOrder:
         order = self._epoch(epoch)
         block = bisect_right(order.blocks, place) - 1
         first, end = order.blocks[block], order.blocks[block + 1]
-        place = first + index_shuffle(
-            place - first, max_index=end - first - 1, seed=_block_seed(self._seed, epoch, block), rounds=4
-        )
+        place = first + index.shuffled(place - first, end - first, self._seed, epoch, block + 2)
         at = bisect_right(order.starts, place) - 1
         return order.shards[at], place - order.starts[at]
 
@@ -141,13 +133,8 @@ class ShardOrder:
         return self._epoch(epoch).shards[start : start + self._per_block]
 
     def _make_epoch(self, epoch: int) -> _Epoch:
-        bits = index.random_bits((_block_seed(self._seed, epoch, -1), _KEY_TAG), (len(self._counts),))
+        key = index.seed_of(self._seed, epoch, 1)  # blocks count from 2: a last 0 would change nothing
+        bits = index.random_bits((key, _KEY_TAG), (len(self._counts),))
         shards = np.argsort(bits, kind="stable").tolist()
         starts = [0, *np.cumsum([self._counts[shard] for shard in shards]).tolist()]
         return _Epoch(shards, starts, [*starts[:-1][:: self._per_block], starts[-1]])
-
-
-@lru_cache(maxsize=64)
-def _block_seed(seed: int, epoch: int, block: int) -> int:
-    """Returns a 32-bit hash; block -1 is the permutation of the shards. (A last 0 would change nothing.)"""
-    return int(np.random.SeedSequence([seed, epoch, block + 2]).generate_state(1)[0])

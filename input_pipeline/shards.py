@@ -15,13 +15,12 @@ from typing import Any, BinaryIO, Self
 
 from configs.schema import DataConfig
 from files.cache import ENVIRONMENT_KEY, cache_dir
-from input_pipeline.peers import PURPOSE, Peers, rendezvous
-from input_pipeline.progress import Progress
+from input_pipeline.cache import explained
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_index import Shard, ShardIndex
+from input_pipeline.shard_index import Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
-from input_pipeline.shard_tiers import OpenShards, Tiers
+from input_pipeline.shard_tiers import PURPOSE, OpenShards, Peers, Tiers, rendezvous
 from input_pipeline.shard_windows import ShardWindows, parts
 from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
@@ -74,7 +73,8 @@ class ShardSet:
         self._tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
         self._held = ExitStack()
         try:
-            self._open()
+            with explained(cache_dir() / "shards"):
+                self._open()
         except BaseException:
             self._held.close()
             raise
@@ -196,7 +196,9 @@ class ShardSet:
     def windows(self, split: str) -> ShardWindows:
         """Returns the windows of a split. ValueError if there is none, or if the cache cannot hold those of a step."""
         config = self.config
-        windows = ShardWindows(parts(self.index.shards, split), config.seq_len, config.objective, config.shuffle_shards)
+        opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
+        of = parts(self.index.shards, split)
+        windows = ShardWindows(of, config.seq_len, config.objective, config.shuffle_shards, opened)
         if len(windows) == 0:
             tokens = sum(shard.num_tokens for shard in self.index.shards)
             raise ValueError(
@@ -205,11 +207,9 @@ class ShardSet:
             )
         self.needed_bytes += windows.needed_bytes
         check_room([self])
-        opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
         self._held.callback(opened.close)
         self._held.callback(self._store.close)  # before that: the threads may wait for it
         self._held.callback(opened.stop)
-        windows.read_from(opened)
         return windows
 
 

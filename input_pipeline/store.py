@@ -64,13 +64,9 @@ class StoreAwayError(ResumableError):
 
 
 class _AwayError(Exception):
-    """A failure that waiting may cure; the text is the reason."""
+    """A failure that waiting may cure. With a remedy nothing answered: if nothing ever did, that is what to check."""
 
-
-class _UnreachedError(_AwayError):
-    """Nothing answered. If nothing ever did, the text is what is wrong, and the remedy what to check."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
+    def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
         self.remedy = remedy
 
@@ -281,7 +277,7 @@ class RemoteStore:
         key = "--out" if writes else "data.path"  # prepare.py alone stores
         remedy = f"check {key}" if self.scheme == "http" else f"check {key}, and {self._help}"
         if self.scheme != "http" and _METADATA.search(str(error)):
-            return _UnreachedError("no credentials, neither in the environment nor from this machine", self._help)
+            return _AwayError("no credentials, neither in the environment nor from this machine", self._help)
         if (status := found[1] if (found := _STATUS.search(said)) else "") or isinstance(error, FileNotFoundError):
             return self._refused(what, status or "404", writes, remedy)
         if "MissingContentLength" in details:
@@ -296,7 +292,7 @@ class RemoteStore:
             place = "".join(found.groups()) if (found := _HOST.search(details)) else self.url
             reason = next((f": {text}" for sign, text in _CONNECT.items() if sign in details), "")
             variable = " and AWS_ENDPOINT_URL" if self.scheme == "s3" else ""
-            return _UnreachedError(f"no connection to {place}{reason}", f"check {key}{variable}, and the network")
+            return _AwayError(f"no connection to {place}{reason}", f"check {key}{variable}, and the network")
         elif "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
             return _AwayError(_KINDS.get(kind, "no whole answer"))
         else:
@@ -358,7 +354,7 @@ class _Waiting:
         with self._lock:
             now_s = time.monotonic()
             since_s = self._failing.setdefault(me, now_s)
-            remedy = error.remedy if isinstance(error, _UnreachedError) and not self.reached else ""
+            remedy = "" if self.reached else error.remedy
             patience_s = min(FIRST_S, self._patience_s) if remedy else self._patience_s
             if remedy and now_s - since_s > patience_s:
                 raise StoreError(

@@ -7,7 +7,6 @@ import numpy as np
 
 from configs.schema import DataConfig
 from input_pipeline import index, packing, streams
-from input_pipeline.rows import row_arrays
 from input_pipeline.tokenizers import Tokenizer
 
 
@@ -44,7 +43,7 @@ class TextDataset:
         self.tokenizer = tokenizer
         self.seed = seed
         self.seq_len = config.seq_len
-        self.row_arrays = row_arrays(config)
+        self.row_arrays = index.row_arrays(config)
         self.vocab_size = tokenizer.vocab_size(config.objective)
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate

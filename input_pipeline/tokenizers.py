@@ -212,25 +212,19 @@ def _read(path: Path) -> bytes:
 def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """Returns the rank of each piece. (tiktoken's own loader caches by path and would miss changes of the file.)"""
     ranks: dict[bytes, int] = {}
+    what = f"data.tokenizer_path {path} is not a"
     for number, line in enumerate(content.splitlines(), start=1):
         try:
-            if line:
-                piece, number_text = line.split()
-                rank = int(number_text)
-                if not 0 <= rank < MAX_IDS:
-                    raise ValueError("out of range")
-                ranks[base64.b64decode(piece, validate=True)] = rank
+            piece, rank = line.split()
+            ranks[base64.b64decode(piece, validate=True)] = range(MAX_IDS).index(int(rank))
         except ValueError as error:  # binascii.Error is one
-            raise ValueError(
-                f"data.tokenizer_path {path} is not a tiktoken vocabulary: line {number} is not 'base64 rank'"
-            ) from error
+            raise ValueError(f"{what} tiktoken vocabulary: line {number} is not 'base64 rank'") from error
     rank, count = Counter(ranks.values()).most_common(1)[0] if ranks else (0, 0)
     if count > 1:
-        raise ValueError(f"data.tokenizer_path {path} is not a tiktoken vocabulary: rank {rank} occurs twice")
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if missing:
+        raise ValueError(f"{what} tiktoken vocabulary: rank {rank} occurs twice")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(
-            f"data.tokenizer_path {path} is not a complete tiktoken vocabulary: {len(missing)} of the 256 single bytes "
-            f"have no rank (the first is {missing[0]})"
+            f"{what} complete tiktoken vocabulary: {len(missing)} of the 256 single bytes have no rank (the first is "
+            f"{missing[0]})"
         )
     return ranks

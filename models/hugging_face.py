@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -114,11 +114,7 @@ def spellings(architecture: Architecture, name: str) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-class _File(NamedTuple):
-    """An open file of tensors."""
-
-    path: Path
-    handle: Any  # of safetensors
+_File = tuple[Path, Any]  # with the handle of safetensors
 
 
 class Weights:
@@ -196,10 +192,10 @@ class Weights:
             out[inside] = theirs.T if tensor.transposed else theirs
         if not (np.isfinite(out[inside].min()) and np.isfinite(out[inside].max())):  # no array of booleans
             what = "a NaN or an infinity" if not np.isfinite(theirs).all() else "a number beyond float32"
-            raise ValueError(f"{self._files[name].path}: {name} has {what}, with which no model can be trained")
+            raise ValueError(f"{self._files[name][0]}: {name} has {what}, with which no model can be trained")
 
     def _slice(self, name: str) -> Any:
-        return self._files[name].handle.get_slice(name)
+        return self._files[name][1].get_slice(name)
 
     def _check(self, name: str, tensor: Tensor) -> None:
         found = self._slice(name)
@@ -216,13 +212,13 @@ def _open(folder: Path) -> dict[str, _File]:
     """Returns the open file of each tensor by name. ValueError for a missing or damaged file."""
     if not (folder / INDEX_FILE).exists():
         file = _open_file(folder / SINGLE_FILE, f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
-        return dict.fromkeys(file.handle.keys(), file)
+        return dict.fromkeys(file[1].keys(), file)
     path = folder / INDEX_FILE
     places = _places(path)
     files = {
         name: _open_file(folder / name, f"{path} names {name}, which is not there") for name in set(places.values())
     }
-    inside = {name: set(file.handle.keys()) for name, file in files.items()}
+    inside = {name: set(handle.keys()) for name, (_, handle) in files.items()}
     for name, place in places.items():
         if name not in inside[place]:
             raise ValueError(f"{path} says that {name} is in {place}, which does not have it")
@@ -245,7 +241,7 @@ def _places(path: Path) -> dict[str, str]:
 
 def _open_file(path: Path, if_missing: str) -> _File:
     try:
-        return _File(path, safe_open(path, framework="numpy"))
+        return path, safe_open(path, framework="numpy")
     except FileNotFoundError as error:
         raise ValueError(if_missing) from error
     except (SafetensorError, OSError) as error:

@@ -72,14 +72,13 @@ def send(url: str, content: bytes) -> None:
     urllib.request.urlopen(urllib.request.Request(url, method="PUT", data=content, headers=signed)).close()
 
 
-Answer = tuple[int, Mapping[str, str], bytes]
+Answer = tuple[int, Mapping[str, str], bytes] | bytes  # bytes: all that is sent, with the status line
 
 
 class Server:
     """An HTTP server that counts the GETs of each path that it answered whole, and fails on demand.
 
-    `fault(path)` may return a status, "half" (half of the body), "stall"
-    (half of it, then silence), "hang" (no answer), or None. `away` and `back` close
+    `fault(path)` may return a status, "half" (half of the body), "hang" (no answer), or None. `away` and `back` close
     and open its port.
     """
 
@@ -141,9 +140,14 @@ class Server:
             return
         body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
         if isinstance(fault, int):
-            status, headers, content = fault, {}, f"{SECRET} in an error".encode()
+            answer = fault, {}, f"{SECRET} in an error".encode()
         else:
-            status, headers, content = self.answer(request.command, request.path, request.headers, body)
+            answer = self.answer(request.command, request.path, request.headers, body)
+        if isinstance(answer, bytes):
+            request.close_connection = True
+            request.wfile.write(answer)
+            return
+        status, headers, content = answer
         if request.command == "GET" and status == 200 and fault is None:
             with self._lock:  # before the client has it
                 self.gets[path] += 1
@@ -151,24 +155,28 @@ class Server:
         for name, value in headers.items():
             if name.lower() in ("etag", "last-modified", "content-type"):
                 request.send_header(name, value)
-        size = headers.get("X-Size") or str(len(content))
-        request.send_header("Content-Length", size)
+        request.send_header("Content-Length", headers.get("X-Size") or str(len(content)))
         request.end_headers()
-        if request.command == "HEAD":
-            return
-        if fault == "stall":
-            request.wfile.write(content[: len(content) // 2])
-            time.sleep(3)
-            request.close_connection = True
-            return
-        if fault == "half":
-            request.wfile.write(content[: len(content) // 2])
-            request.close_connection = True
-            return
-        request.wfile.write(content)
+        if request.command != "HEAD":
+            request.wfile.write(content[: len(content) // 2] if fault == "half" else content)
+        request.close_connection = request.close_connection or fault == "half"
 
-    def close(self) -> None:
-        self.away()
+
+def raw(status: str, content: bytes = b"", **headers: Any) -> bytes:
+    """Returns an answer as it is sent."""
+    fields = {"Content-Length": len(content)} | {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in fields.items() if value is not None)]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content
+
+
+@contextmanager
+def served(answer: Callable[[str, str, Mapping[str, str], bytes], Answer]) -> Iterator[Server]:
+    """Gives a server that answers so."""
+    server = Server(answer)
+    try:
+        yield server
+    finally:
+        server.away()
 
 
 @contextmanager
@@ -187,11 +195,8 @@ def in_front_of(upstream: str) -> Iterator[Server]:
             with error:
                 return error.code, dict(error.headers), error.read()
 
-    server = Server(answer)
-    try:
+    with served(answer) as server:
         yield server
-    finally:
-        server.close()
 
 
 @contextmanager
@@ -221,14 +226,11 @@ def of_folder(folder: Path) -> Iterator[Server]:
     """Gives a server of the files of a folder."""
 
     def answer(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        file = folder / path.lstrip("/")
+        file = folder / urllib.parse.unquote(path).lstrip("/")
         if not file.is_file():
             return 404, {}, b""
         content = file.read_bytes()
         return 200, {"ETag": f'"{hash(content)}"', "X-Size": str(len(content))}, content
 
-    server = Server(answer)
-    try:
+    with served(answer) as server:
         yield server
-    finally:
-        server.close()

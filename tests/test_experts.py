@@ -13,7 +13,7 @@ from dense_experts import dense_loop, plain_slots
 import models
 from configs import base
 from configs.schema import MoeConfig, OptimizerConfig
-from models.experts import aux_sums, route
+from models.experts import route
 from optimizers import make_optimizer
 from sharding.spec import ParamSpec
 
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = dict(
 
 
 @pytest.mark.parametrize("per_token", [1, 2])
-@pytest.mark.parametrize("room", [1, 3, 12])
+@pytest.mark.parametrize("room", [1, 12])
 def test_routes_equal_a_plain_router(per_token: int, room: int) -> None:
     """Also with tokens of weight 0, which take no room, and more room than tokens."""
     rng = np.random.default_rng(room)
@@ -76,34 +76,17 @@ def test_objective_and_gradients_equal_the_dense_loop(changes: dict[str, Any]) -
     assert model.evaluate(params, batch, workload.whole)["loss"] == pytest.approx(aux["cross_entropy"], rel=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_dots_computes_no_product_of_experts_again(activation: str) -> None:
-    """Forward three batches of products, or without gates two, and twice as many backward; `full` computes more."""
+def test_dots_computes_no_product_of_experts_again() -> None:
+    """Forward three batches of products, and twice as many backward; `full` computes more."""
     products = {}
     for remat in ("full", "dots", "none"):
-        changes = {"activation": activation, "remat": remat, "capacity_factor": 1.0}
-        model = models.build(MoeConfig(**SMALL | {"num_layers": 1}, num_experts=4, **changes))
+        model = models.build(MoeConfig(**SMALL | {"num_layers": 1}, num_experts=4, remat=remat, capacity_factor=1.0))
         params = jax.eval_shape(model.init, jax.random.key(0))
         batch = {name: jnp.asarray(x) for name, x in workload.batch(6).items()}
         grad = jax.grad(lambda p, model=model, batch=batch: model.loss(p, batch, workload.whole))
         text = jax.jit(grad).lower(params).compile().as_text()
         products[remat] = sum(" dot(" in line and "lhs_batch_dims={0}," in line for line in text.splitlines())
-    forward = 3 if activation == "swiglu" else 2
-    assert products == {"full": 4 * forward, "dots": 3 * forward, "none": 3 * forward}
-
-
-def test_balance_is_one_for_equal_shares_and_the_number_of_experts_for_one_expert() -> None:
-    weights = jnp.ones((1, 8))
-    even = jnp.eye(4)[jnp.arange(8) % 4][None] * 1e-3
-    one = jnp.zeros((1, 8, 4)).at[..., 1].set(50.0)
-
-    @jax.jit
-    def balance(logits: jax.Array) -> jax.Array:
-        probs = jax.nn.softmax(logits)
-        return aux_sums(logits, probs, route(probs, weights > 0, per_token=1, room=8), weights)["balance_loss"] / 8
-
-    assert float(balance(even)) == pytest.approx(1, rel=1e-3)
-    assert float(balance(one)) == pytest.approx(4, rel=1e-3)
+    assert products == {"full": 12, "dots": 9, "none": 9}
 
 
 def test_capacity_is_the_formula() -> None:
@@ -114,15 +97,6 @@ def test_capacity_is_the_formula() -> None:
     assert replace(config, capacity_factor=100.0).capacity(16) == 16
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
-    model, params = workload.model("moe"), workload.params("moe")
-    tokens = jnp.asarray(workload.batch(4)["tokens"])
-    logits = jax.jit(lambda tokens: model.logits(params, tokens, workload.whole))
-    others = tokens.at[2].set(7)
-    kept = np.array([0, 1, 3])
-    np.testing.assert_array_equal(logits(tokens)[kept], logits(others)[kept])
-
-
 def test_documents_of_a_row_compete_for_room() -> None:
     """With room for all a document's logits are those of it alone; with little room the one before it takes some."""
     rng = np.random.default_rng(3)
@@ -130,9 +104,9 @@ def test_documents_of_a_row_compete_for_room() -> None:
     for capacity_factor, equal in ((8.0, True), (0.5, False)):
         model = models.build(MoeConfig(**SMALL, num_experts=4, experts_per_token=1, capacity_factor=capacity_factor))
         assert isinstance(model, models.Moe)
-        params = model.init(jax.random.key(0))
-        packed = model.logits(params, tokens, workload.whole, segments)[:, 4:]
-        alone = model.logits(params, tokens[:, 4:], workload.whole)
+        params = jax.jit(model.init)(jax.random.key(0))
+        packed = jax.jit(lambda p, m=model: m.logits(p, tokens, workload.whole, segments))(params)[:, 4:]
+        alone = jax.jit(lambda p, m=model: m.logits(p, tokens[:, 4:], workload.whole))(params)
         assert np.allclose(packed, alone, atol=1e-5) == equal
 
 

@@ -9,26 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hugging_face_reference import FOLDER
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from test_hugging_face_models import changed, loaded, section
-from test_state_damage import NEWEST, check_falls_back, saved, undone  # noqa: F401 (a fixture)
+from test_input_tokenizers import tokenizer_json
 
 from configs import hugging_face
 from configs.schema import DataConfig
-from files import json_lines, json_objects, run_directory
+from files import json_objects, run_directory
 from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards
 from input_pipeline.store import open_store
-from input_pipeline.tokenizers import Bytes
+from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace
 from models.hugging_face import INDEX_FILE, SINGLE_FILE
 from sharding.state import by_name
 from state import attempts, manifest
 
 BOUNDED = dict(deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
-quick = settings(max_examples=100, **BOUNDED)
+quick = settings(max_examples=60, **BOUNDED)
 DEEP = b"[" * 100_000
 # what stands for a value: no JSON, JSON of other types, numbers that no machine has, text that has no encoding
 FRAGMENTS = [
@@ -45,9 +46,9 @@ PLACE = "the place of a fragment"
 
 def places(document: Any) -> list[tuple[Any, ...]]:
     """Returns the keys that lead to every value inside a document."""
-    items = document.items() if isinstance(document, dict) else enumerate(document)
+    items = [*document.items()] if isinstance(document, dict) else [*enumerate(document)]
     inner = [(key, *path) for key, x in items if isinstance(x, dict | list) for path in places(x)]
-    return [*((key,) for key, _ in (document.items() if isinstance(document, dict) else enumerate(document))), *inner]
+    return [*((key,) for key, _ in items), *inner]
 
 
 @st.composite
@@ -58,16 +59,9 @@ def hostile(draw: Any, content: bytes) -> bytes:
         return draw(fragments)
     if how in ("flipped", "cut", "inserted"):
         where = draw(st.integers(0, len(content) - 1))
-        between = {
-            "cut": b"",
-            "inserted": draw(fragments),
-            "flipped": bytes([content[where] ^ 1 << draw(st.integers(0, 7))]),
-        }
-        return (
-            content[:where]
-            + between[how]
-            + {"cut": b"", "inserted": content[where:], "flipped": content[where + 1 :]}[how]
-        )
+        if how == "flipped":
+            return content[:where] + bytes([content[where] ^ 1 << draw(st.integers(0, 7))]) + content[where + 1 :]
+        return content[:where] + (draw(fragments) + content[where:] if how == "inserted" else b"")
     document = json.loads(content)
     *path, last = draw(st.sampled_from(places(document)))
     inner = document
@@ -95,13 +89,6 @@ def test_a_file_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # a hole
     got, line = said(lambda: json_objects.read(tmp_path / "x.json"), ValueError)
     assert (got, line) == (None, f"{tmp_path}/x.json has {1 << 40} bytes: too large for JSON")
-
-
-def test_a_torn_or_hostile_line_leaves_the_others(tmp_path: Path) -> None:
-    whole = [b'{"step": 1}', b'{"loss": NaN}']
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([whole[0], DEEP, b"\xff", b"[1]", whole[1], b'{"step": 3']))
-    found = json_lines.read_tail(tmp_path / "a.jsonl", 1 << 20)
-    assert found[0] == {"step": 1} and np.isnan(found[1]["loss"]) and len(found) == 2
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +207,7 @@ def check_same(got: dict[str, np.ndarray] | None, line: str, wanted: dict[str, n
         assert {path: x.tobytes() for path, x in got.items()} == {path: x.tobytes() for path, x in wanted.items()}
 
 
-@settings(max_examples=50, **BOUNDED)
+@settings(max_examples=30, **BOUNDED)
 @given(data=st.data())
 def test_an_index_of_safetensors(llama: Any, data: st.DataObject) -> None:
     folder, content, wanted = llama
@@ -228,7 +215,7 @@ def test_an_index_of_safetensors(llama: Any, data: st.DataObject) -> None:
     check_same(*said(lambda: parameters(folder), ValueError), wanted, folder)
 
 
-@settings(max_examples=50, **BOUNDED)
+@settings(max_examples=30, **BOUNDED)
 @given(data=st.data())
 def test_a_header_of_safetensors(folder: Path, llama: Any, data: st.DataObject) -> None:
     content = (FOLDER / "llama" / SINGLE_FILE).read_bytes()
@@ -242,12 +229,35 @@ def test_a_header_of_safetensors(folder: Path, llama: Any, data: st.DataObject) 
     check_same(*said(lambda: parameters(folder), ValueError), llama[2], folder)
 
 
-@settings(max_examples=6, **BOUNDED)
-@given(data=st.data())
-@example(data=None)
-def test_a_run_resumes_from_the_step_before_a_damaged_manifest(saved: Path, data: Any) -> None:  # noqa: F811
-    with undone(saved) as newest:
-        content = (newest / manifest.FILE_NAME).read_bytes()
-        damage = data.draw(hostile(content).filter(lambda x: x != content)) if data else DEEP
-        (newest / manifest.FILE_NAME).write_bytes(damage)
-        check_falls_back(saved, manifest.FILE_NAME)
+@pytest.fixture(scope="module")
+def tokenizer_files(folder: Path) -> list[bytes]:
+    """Byte-level BPE, Unigram and WordPiece."""
+    pieces = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("the", -1.0), ("f", -2.0)], 0, False))
+    vocabulary = {"[UNK]": 0, "the": 1, "f": 2, "##ox": 3}
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    for one in (pieces, words):
+        one.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        one.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
+    return [tokenizer_json(folder / "bpe.json").read_bytes(), pieces.to_str().encode(), words.to_str().encode()]
+
+
+@quick
+@given(which=st.integers(0, 2), data=st.data())
+def test_a_tokenizer(folder: Path, tokenizer_files: list[bytes], which: int, data: st.DataObject) -> None:
+    """The ids of the library, or one line for the file or for a text."""
+    whole, path = tokenizer_files[which], folder / "tokenizer.json"
+    content = data.draw(hostile(whole) | st.just(whole))
+    path.write_bytes(content)
+    got, line = said(lambda: HuggingFace(path), ValueError)
+    if got is None:
+        assert content != whole and line.startswith(f"data.tokenizer_path {path} ")
+        return
+    library = tokenizers.Tokenizer.from_buffer(content)
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    for text in ("", "the quick fox", "na\u00efve \U0001f40d\n\ttabs", "<|endoftext|>"):
+        ids, _ = said(lambda text=text: got.document(text).tolist(), ValueError)
+        assert ids is not None or content != whole
+        assert ids is None or ids == [*library.encode(text, add_special_tokens=False).ids, got.separator]
+        assert ids is None or (min(ids) >= 0 and max(ids) < got.num_ids <= MAX_IDS)

@@ -1,22 +1,18 @@
-"""Random answers of HTTP servers: the tokens of what is served now, or one line; never those of before, or of a part.
+"""HTTP servers that lie or fail: the tokens of what is served now, or one line; never those of before, or of a part.
 
 What cannot be told is not here: other content under the strong ETag of the old one, and a part of a file that both HEAD
 and GET say is the whole.
 """
 
 import hashlib
-import http.server
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, example, given, settings
-from hypothesis import strategies as st
 from shard_texts import settings as of_shards
+from stores import Server, raw, served
 
 from input_pipeline import store
 from input_pipeline.shards import ShardSet
@@ -24,11 +20,7 @@ from input_pipeline.store import RemoteStore
 from runtime.exit_codes import ResumableError
 
 CONTENTS = [b"the quick brown fox\n" * 9, b"THE QUICK BROWN FOX\n" * 9, b"another text\n" * 20]
-WRONG = [0, 3, 99_999, 2**63, "abc", "-1", None]  # lengths that no content has
-DATES = [None, "Wed, 21 Oct 2015 07:28:00 GMT", "Fri, 01 Jan 2100 00:00:00 GMT", "yesterday"]
-bounded = partial(
-    settings, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 
 
 @dataclass(frozen=True)
@@ -55,58 +47,24 @@ class Answer:
         content = CONTENTS[self.content]
         tag = self.tag and self.tag.format(hashlib.md5(content).hexdigest())
         length = len(content) if self.length == "right" else len(self.sent()) if self.length == "sent" else self.length
-        said = {"ETag": tag, "Last-Modified": self.date, "Content-Length": length, "Location": "/a.txt"}
-        said |= {"Connection": "close"}
-        lines = [f"HTTP/1.1 {self.status} X", *(f"{name}: {x}" for name, x in said.items() if x is not None), "", ""]
-        return "\r\n".join(lines).encode() + (self.sent() if method == "GET" else b"")
-
-
-Run = tuple[Answer, list[Answer]]  # to HEAD, and to the GETs in turn, the last one for all that follow
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Answers for every path as `run` says."""
-
-    run: Run
-
-    def handle_error(self, *_: Any) -> None:  # who asked has gone
-        pass
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server  # pyright: ignore
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        head, gets = self.server.run
-        answer = head if self.command == "HEAD" else gets.pop(0) if len(gets) > 1 else gets[0]
-        self.wfile.write(answer.raw(self.command))
-
-    do_HEAD = do_GET
+        said = {"ETag": tag, "Last_Modified": self.date, "Content_Length": length, "Location": "/a.txt"}
+        return raw(f"{self.status} X", **said) + (self.sent() if method == "GET" else b"")
 
 
 @pytest.fixture(scope="module", name="server")
 def a_server_for_which_nobody_waits() -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patched, Server(("127.0.0.1", 0), Handler) as server:
+    with pytest.MonkeyPatch.context() as patched, served(lambda *_: b"") as server:
         patched.setattr(store, "FIRST_S", 0.0)
         patched.setattr(store, "_PAUSES_S", (0.0,))
         patched.setattr(RemoteStore.__init__, "__defaults__", (0.0,))
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
-        server.shutdown()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
-        patched.setenv("MICS_JAX_CACHE", folder)
-        yield
+def serve(server: Server, head: Answer, gets: list[Answer]) -> None:
+    left = [*gets]
+    server.answer = lambda method, *_: (head if method == "HEAD" else left.pop(0) if len(left) > 1 else left[0]).raw(
+        method
+    )
 
 
 def outcome(url: str) -> list[bytes] | None:
@@ -120,49 +78,32 @@ def outcome(url: str) -> list[bytes] | None:
         return None
 
 
-content = st.sampled_from(range(len(CONTENTS)))
-tags = st.sampled_from([None, '"{}"', "{}", 'W/"1"', 'W/"{}"', '""', "W/", "\xe4", '"'])
-lengths = st.just("right") | st.sampled_from(["right", *WRONG])
-statuses = st.just(200) | st.sampled_from([200, 201, 204, 206, 301, 302, 304, 400, 401, 403, 404, 410, 429, 500, 503])
-heads = st.builds(Answer, content, statuses, tags, st.sampled_from(DATES), lengths)
-gets = st.builds(
-    Answer,
-    content,
-    statuses,
-    tags,
-    st.sampled_from(DATES),
-    lengths | st.just("sent"),
-    st.none() | st.sampled_from([None, 0, 1, 100]),
-    st.sampled_from([b"", b"", b"more"]),
-)
+HASHED = '"{}"'
+RUNS: list[list[tuple[Answer, list[Answer]]]] = [
+    [(Answer(0), [Answer(0)])],  # neither ETag nor Last-Modified
+    [(Answer(0, tag=HASHED), [Answer(1, tag=HASHED)])],  # the ETag of HEAD is not that of GET
+    [(Answer(0, tag='W/"1"'), [Answer(0, tag='W/"1"')]), (Answer(1, tag='W/"1"'), [Answer(1, tag='W/"1"')])],
+    [(Answer(0, 204, length=0), [Answer(0, 204, length=0, cut=0)])],
+    [(Answer(0), [Answer(0, length="sent", cut=5)])],
+    [(Answer(0, tag=HASHED), [Answer(0, length="sent", more=b"more", tag=HASHED)])],
+    [(Answer(0), [Answer(0, 503), Answer(0, 301), Answer(0)])],
+    [(Answer(0, date=DATE), [Answer(1, date=DATE, cut=3), Answer(1, date=DATE)])],
+    [(Answer(0, length=wrong), [Answer(0)]) for wrong in (0, 3, 99_999, 2**63, "abc", "-1", None)],
+    [(Answer(0, tag=tag), [Answer(2, tag=tag)]) for tag in ("{}", '""', "W/", "\xe4", '"')],
+    [(Answer(0, status), [Answer(0, status)]) for status in (201, 206, 302, 304, 400, 401, 403, 404, 410, 429, 500)],
+]
 
 
-@st.composite
-def servings(draw: st.DrawFn) -> Run:
-    """Mostly of one content, with few lies."""
-    if draw(st.integers(0, 3)) == 3:
-        return draw(heads), draw(st.lists(gets, min_size=1, max_size=4))
-    served, tag, date = draw(content), draw(tags), draw(st.sampled_from(DATES[:2]))
-    honest = Answer(served, 200, tag, date)
-    return draw(st.just(honest) | heads), [*draw(st.lists(gets, max_size=2)), honest]
-
-
-@bounded(max_examples=80)
-@given(st.lists(servings(), min_size=1, max_size=3), content, st.sampled_from([None, '"{}"', 'W/"1"']))
-@example([(Answer(0), [Answer(0)])], 1, None)  # neither ETag nor Last-Modified
-@example([(Answer(0, tag='"{}"'), [Answer(1, tag='"{}"')])], 0, '"{}"')  # the ETag of HEAD is not that of GET
-@example([(Answer(0, 204, length=0), [Answer(0, 204, length=0, cut=0)])], 0, None)
-@example([(Answer(0), [Answer(0, length="sent", cut=5)])], 0, None)
-@example([(Answer(0, tag='"{}"'), [Answer(0, length="sent", more=b"more", tag='"{}"')])], 0, None)
-def test_tokens_are_of_what_is_served_now(server: Server, runs: list[Run], last: int, tag: str | None) -> None:
+@pytest.mark.parametrize("runs", RUNS, ids=range(len(RUNS)))
+@pytest.mark.parametrize(("last", "tag"), [(0, None), (1, HASHED), (2, 'W/"1"')])
+def test_tokens_are_of_what_is_served_now(server: Server, runs: Any, last: int, tag: str | None) -> None:
     """Of a file, in one cache; whatever came before, a server that tells the truth gets its tokens."""
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
         patched.setenv("MICS_JAX_CACHE", folder)
         for head, answers in runs:
-            server.run = (head, [*answers])
+            serve(server, head, answers)
             whole = [CONTENTS[answer.content] + b"\0" for answer in answers if answer.is_whole()]
             found = outcome(f"{server.url}/a.txt")
-            event("tokens" if found else "one line")
             assert found is None or (len(found) == 1 and found[0] in whole), found
-        server.run = (Answer(last, tag=tag), [Answer(last, tag=tag)])
+        serve(server, Answer(last, tag=tag), [Answer(last, tag=tag)])
         assert outcome(f"{server.url}/a.txt") == [CONTENTS[last] + b"\0"]

@@ -67,25 +67,6 @@ def test_logits_equal_transformers(name: str) -> None:
     np.testing.assert_allclose(our_logits(FOLDER / name, reference["tokens"]), reference["logits"], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("gpt2", {"norm_eps": 1e-3}),
-        ("gpt2", {"activation": "gelu_exact"}),
-        ("llama", {"rotary_base": 10_000.0}),
-        ("bert", {"activation": "gelu"}),
-        ("bert", {"norm_eps": 1e-3}),
-    ],
-)
-def test_each_setting_matters(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the setting of another model the logits are others: the test above would see it."""
-    reference = np.load(FOLDER / name / "reference.npz")
-    config = section(FOLDER / name)
-    monkeypatch.setattr("models.hugging_face.check_same", lambda *_: hugging_face.architecture_of(config))
-    ours = our_logits(FOLDER / name, reference["tokens"], replace(config, **changes))
-    assert np.abs(ours - reference["logits"]).max() > 1e-4
-
-
 def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
     """They get neither weight decay nor Muon's orthogonalisation."""
     embed = models.build(section(FOLDER / "bert")).param_specs()["embed"]
@@ -106,7 +87,7 @@ def test_derivative_of_exact_gelu(dtype: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float64])
 def test_other_float_dtypes_become_float32(tmp_path: Path, dtype: Any) -> None:
     folder = changed(FOLDER / "llama", tmp_path / "llama")
     rounded = {name: x.astype(dtype) for name, x in load_file(folder / "model.safetensors").items()}
@@ -166,24 +147,17 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
     ("name", "changes", "message"),
     [
         ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not supported; one of gpt2, llama, bert, roberta is"),
-        ("llama", {"model_type": None}, "model_type None is not supported"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; 'silu' is"),
         ("llama", {"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads=4"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' are not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias without attention_bias is not supported"),
         ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
-        ("llama", {"hidden_size": [1, 2]}, r"hidden_size is \[1, 2\], not an integer from 1 on"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not an integer from 1 on"),
         ("llama", {"rope_scaling": ["x"], "rope_parameters": None}, r"rope_scaling is \['x'\], not an object"),
-        ("llama", {"rope_parameters": {"rope_theta": {}}}, r"rope_theta is \{\}, not a number"),
-        ("roberta", {"pad_token_id": "1"}, "pad_token_id is '1', not an integer"),
         ("llama", {"rms_norm_eps": 1e-5}, "model.norm_eps=1e-06, but 1e-05 there"),
-        ("llama", {"tie_word_embeddings": True}, "model.tied_head=False, but True there"),
         ("gpt2", {"n_layer": 3, "n_head": 2}, "model.num_layers=2, but 3 there, model.num_heads=4, but 2 there"),
         ("gpt2", {"activation_function": "relu"}, "an activation 'relu' is not supported; one of gelu_new, gelu, "),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
-        ("bert", {"is_decoder": True}, "is_decoder=True is not supported; False is"),
-        ("bert", {"model_type": "gpt2", "n_embd": 16, "n_head": 4}, "config.json has no vocab_size|has no n_layer"),
         ("roberta", {"pad_token_id": 0}, "model.max_len=40, but 41 there, model.position_offset=2, but 1 there"),
     ],
 )
@@ -203,7 +177,6 @@ def test_another_kind_of_model_is_one_line() -> None:
     ("config", "message"),
     [
         (DecoderConfig(norm="layer"), "LlamaForCausalLM needs model.norm='rms'"),
-        (DecoderConfig(activation="gelu"), "LlamaForCausalLM needs model.activation='swiglu'"),
         (EncoderConfig(), "BertForMaskedLM needs model.norm_first=False, model.token_types=1"),
         (EncoderConfig(norm_first=False, position_offset=2), "RobertaForMaskedLM needs .*model.token_types=1"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from shard_texts import own_cache  # noqa: F401 (a fixture)
 
 from configs import base
-from configs.schema import Config, DataConfig
+from configs.schema import DataConfig
 from input_pipeline import load
 from input_pipeline.dataset import Split
 
@@ -25,50 +25,22 @@ def one_line(message: str):
     return pytest.raises((ValueError, OSError), match=message + r"[^\n]*\Z")
 
 
-def test_the_defaults_are_accepted_and_every_key_is_needed():
-    assert vars(DataConfig()) == vars(DataConfig(**DEFAULTS)) == DEFAULTS
-    for key in DEFAULTS:
-        section = {name: value for name, value in DEFAULTS.items() if name != key}
-        with pytest.raises(ValueError, match=f"^data.{key} is missing from the config"):
-            Config.from_dict(base.get_config().to_dict() | {"data": section})
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "stdlib_txt"}, r"data.source=stdlib_txt is not known; one of .*; did you mean stdlib_text\?"),
         ({"source": "tfds:"}, "data.source=tfds: is not known; one of .*tfds:NAME"),
         ({"source": "tfds:NAME"}, "replace NAME by"),
         ({"source": "folder"}, "data.path is empty: data.source='folder' needs"),
         ({"path": "texts"}, "data.path is 'texts' but data.source='stdlib_text' reads no path"),
-        ({"source": "synthetic", "path": "texts"}, "data.path is 'texts' but data.source='synthetic' reads no path"),
-        ({"tokenizer": "byte"}, r"data.tokenizer=byte is not known; one of .*; did you mean bytes\?"),
         ({"tokenizer": "tiktoken"}, "data.tokenizer_path is empty: data.tokenizer='tiktoken' needs"),
         ({"tokenizer_path": "v"}, "data.tokenizer_path is 'v' but data.tokenizer='bytes' reads no file"),
         (
             {"source": "synthetic", "tokenizer": "tiktoken", "tokenizer_path": "v"},
             "'synthetic' works with 'bytes' only",
         ),
-        (
-            {"objective": "mask"},
-            r"data.objective=mask is not known; one of causal, masked, classify; did you mean masked\?",
-        ),
-        ({"seq_len": 0}, "data.seq_len=0 must be at least 1"),
-        ({"mask_rate": 0.0}, "data.mask_rate=0.0 must be above 0 and at most 1"),
-        ({"mask_rate": 15.0}, "data.mask_rate=15.0 must be above 0 and at most 1"),
-        ({"prefetch": -1}, "data.prefetch=-1 must be at least 0"),
-        (
-            IMAGES | {"objective": "causal"},
-            "data.objective='causal' does not fit data.source='digits'; set data.objective to 'classify'",
-        ),
+        (IMAGES | {"objective": "causal"}, "does not fit data.source='digits'; set data.objective to 'classify'"),
         ({"objective": "classify"}, "'classify' does not fit data.source='stdlib_text'; .* to 'causal' or"),
-        (
-            IMAGES | {"augment": "crop"},
-            r"data.augment=crop is not known; one of none, crop_flip, shift_flip; did you mean crop_flip\?",
-        ),
-        (IMAGES | {"image_size": 0}, "data.image_size=0 must be at least 1"),
         (IMAGES | {"channels": 4}, "data.channels=4 must be 1 or 3"),
-        (IMAGES | {"path": "images"}, "data.path is 'images' but data.source='digits' reads no path"),
         (IMAGES | {"mixture": "1 stdlib_text"}, "data.mixture is of text"),
         (IMAGES | {"packing": "documents"}, "data.packing='documents': images are no documents"),
     ],
@@ -127,16 +99,14 @@ def test_more_windows_than_the_shuffle_supports_are_rejected(monkeypatch):
 @pytest.mark.parametrize(
     ("tokenizer", "content", "message"),
     [
-        ("sentencepiece", None, "data.tokenizer_path .* cannot be read: No such file"),
         ("sentencepiece", b"", "is not a SentencePiece model"),
         ("sentencepiece", b"rubbish", "is not a SentencePiece model"),
         ("tiktoken", None, "data.tokenizer_path .* cannot be read: No such file"),
         ("tiktoken", b"", "is not a complete tiktoken vocabulary: 256 of the 256 single bytes"),
         ("tiktoken", b"YQ== 0\nYg==\n", "is not a tiktoken vocabulary: line 2"),
-        ("tiktoken", b"YQ== 0\n!! 1\n", "is not a tiktoken vocabulary: line 2"),
         ("tiktoken", BYTES + b"dGg= 256\naGU= 256\n", "is not a tiktoken vocabulary: rank 256 occurs twice"),
-        ("tiktoken", BYTES + b"dGg= -1\n", "is not a tiktoken vocabulary: line 257"),
         ("tiktoken", BYTES + b"dGg= 4294967296\n", "is not a tiktoken vocabulary: line 257"),
+        ("tiktoken", BYTES + b"dGg= -1\n", "is not a tiktoken vocabulary: line 257"),
     ],
 )
 def test_bad_vocabulary_files_are_rejected(tmp_path, tokenizer, content, message):
@@ -161,15 +131,6 @@ def test_sentencepiece_model_without_eos_id_is_rejected(tmp_path):
     )
     with one_line("has no end-of-sentence id: train the model with eos_id >= 0"):
         load_folder(tmp_path, tokenizer="sentencepiece", tokenizer_path=str(tmp_path / "m.model"))
-
-
-def test_unwritable_cache_path_is_rejected(tmp_path, monkeypatch):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("x" * 1000)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "file"))
-    with one_line(r"the data cache .*file cannot be used \(.*\): set MICS_JAX_CACHE to a writable folder"):
-        load_folder(tmp_path / "text")
 
 
 def test_full_disk_raises_and_leaves_no_files(tmp_path, monkeypatch, cache_folder):

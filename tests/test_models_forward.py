@@ -115,14 +115,13 @@ def test_logits_and_loss_equal_numpy(kind: str, style: dict[str, Any]) -> None:
     np.testing.assert_allclose(loss, np.sum(weights * (log_total - picked)), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_bfloat16_loss_is_close_to_float32(kind: str) -> None:
-    params = jax.tree.map(np.float32, random_params(small(kind)))
+def test_bfloat16_loss_is_close_to_float32() -> None:
+    params = jax.tree.map(np.float32, random_params(small("decoder")))
     tokens = np.arange(8, dtype=np.int32)[None]
     batch: Any = {"tokens": tokens, "targets": tokens, "weights": np.ones((1, 8), np.float32)}
     losses = []
     for dtype in ("float32", "bfloat16"):
-        model = small(kind, compute_dtype=dtype)
+        model = small("decoder", compute_dtype=dtype)
         step = jax.jit(jax.value_and_grad(lambda p, m=model: m.loss(p, batch, lambda _, tree: tree)))
         loss, gradient = step(params)
         assert loss.dtype == np.float32

@@ -1,20 +1,15 @@
-"""The cache of token shards: its limit, its repair, full disks, killed processes, file systems without locks."""
+"""The cache of token shards: its limit, its repair, killed processes, file systems without locks."""
 
 import errno
 import fcntl
 import logging
 import os
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 from shard_texts import TEXTS, a_folder, own_cache, settings, wait_for  # noqa: F401 (fixtures)
-from stores import of_folder
 
-from input_pipeline import load, prepare
+from input_pipeline import load
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shards import ShardSet
 
@@ -63,75 +58,6 @@ def test_damaged_file_of_the_cache_is_fetched_again_with_a_warning(texts, cache_
         assert file.read_bytes() == tokens
 
 
-def test_full_disk_is_one_line(texts, tmp_path, monkeypatch):
-    """On a file system that is really full."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], capture_output=True, check=False)
-    if mount.returncode:
-        pytest.skip("a file system of its own needs root")
-    try:
-        monkeypatch.setenv("MICS_JAX_CACHE", str(small))
-        with pytest.raises(OSError, match=r"shards cannot be used \(No space left [^\n]* or data.cache_gb[^\n]*\Z"):
-            ShardSet(settings(texts))
-    finally:
-        subprocess.run(["umount", small], check=True)
-
-
-KILLED = """
-import sys, os, signal, time
-from configs.schema import DataConfig
-from input_pipeline.shards import ShardSet
-with ShardSet(DataConfig(source="shards", path=sys.argv[1], seq_len=16)) as shards:
-    for shard in shards.index.shards:
-        shards.tiers.get(shard)
-"""
-
-
-def test_killed_during_a_download_leaves_nothing_that_is_taken_for_whole(texts, tmp_path, cache_folder):
-    assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
-    for file in (cache_folder / "shards").glob("*.tokens"):
-        file.unlink()
-    started = threading.Event()
-    with of_folder(tmp_path / "set") as server:
-
-        def stall(path: str) -> str | None:
-            if not path.endswith(".tokens"):
-                return None
-            started.set()
-            return "stall"
-
-        server.fault = stall
-        process = subprocess.Popen([sys.executable, "-c", KILLED, server.url])
-        assert started.wait(120)
-        wait_for(lambda: [*(cache_folder / "shards").glob("*.partial")])
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert [*(cache_folder / "shards").glob("*.partial")]
-        server.fault = lambda path: None
-        with ShardSet(settings(server.url)) as shards:
-            for shard in shards.index.shards:
-                assert shards.tiers.get(shard).tobytes() == (tmp_path / "set" / shard.file).read_bytes()
-    assert not [*(cache_folder / "shards").glob("*.partial")]
-
-
-def test_without_locks_nobody_removes_what_another_process_writes(tmp_path, monkeypatch):
-    """On a file system without flock each process has a scratch file of its own, and old ones go."""
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    key, old = "a" * 64, tmp_path / f"{'a' * 64}.1.partial"
-    cache = ShardCache(tmp_path, 0)
-    with cache.locked(key), cache.scratch(key) as used:
-        used.write_bytes(b"x")
-        old.write_bytes(b"left")
-        os.utime(old, (1, 1))
-        another = ShardCache(tmp_path, 0)
-        assert used.exists() and not old.exists()
-        old.write_bytes(b"left")
-        os.utime(old, (1, 1))
-        with another.locked(key), another.scratch(key) as second:
-            assert second != used and used.exists() and not old.exists()
-
-
 def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts, monkeypatch):
     def refused(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -145,5 +71,30 @@ def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts
             shards.tiers.get(shard)
 
 
-def no_locks(*_: object) -> None:
-    raise OSError(errno.ENOSYS, "Function not implemented")
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(tmp_path, monkeypatch, has_locks):
+    """At once by who holds the lock; without flock, where each process has a scratch file of its own, after a day."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    left = tmp_path / f"{'a' * 64}.1.partial"
+    cache = ShardCache(tmp_path, 0)
+
+    def leave() -> None:
+        left.write_bytes(b"left")
+        os.utime(left, None if has_locks else (1, 1))
+
+    leave()
+    with cache.locked("a" * 64), cache.scratch("a" * 64) as used:
+        assert not left.exists()
+        used.write_bytes(b"x")
+        if not has_locks:
+            leave()
+            another = ShardCache(tmp_path, 0)
+            assert not left.exists()
+            with another.locked("a" * 64), another.scratch("a" * 64) as second:
+                assert second != used and used.exists()
+    assert not [*tmp_path.glob("*.partial")]

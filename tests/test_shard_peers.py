@@ -4,23 +4,24 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import of_folder
 
 from configs.schema import DataConfig
-from input_pipeline import load, peers, prepare, shards
-from input_pipeline.peers import Peers, rendezvous
+from input_pipeline import load, prepare, shard_tiers, shards
+from input_pipeline.shard_tiers import Peers, rendezvous
 from input_pipeline.shard_windows import parts
 from input_pipeline.shards import ShardSet, World
 from runtime import blobs
 from runtime.blobs import Address, RefusedError
 
-TEXTS = {f"part{number:02d}.txt": f"shard {number}: the quick brown fox\n" * (20 + number) for number in range(16)}
 TOKEN = "a" * 64
 here = threading.local()
 
@@ -54,23 +55,8 @@ class ThreadWorld(World):
 
 def in_threads(actions: list[Callable[[], Any]]) -> list[Any]:
     """Returns what the actions return, each in a thread of its own; raises the first error."""
-    found: list[Any] = [None] * len(actions)
-    errors: list[BaseException] = []
-
-    def act(number: int) -> None:
-        try:
-            found[number] = actions[number]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=act, args=(number,)) for number in range(len(actions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    if errors:
-        raise errors[0]
-    return found
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return [done.result(300) for done in [pool.submit(action) for action in actions]]
 
 
 def open_together(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -95,28 +81,14 @@ def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPat
         yield [held.enter_context(one) for one in open_together(config, caches, monkeypatch)]
 
 
-def settings(path: str) -> DataConfig:
-    return DataConfig(source="shards", path=path, seq_len=16, shuffle_shards=3)
-
-
 def epoch_of(one: ShardSet, config: DataConfig) -> list[bytes]:
     dataset = load(config, "train", 0, [one])
     return [dataset[i]["tokens"].tobytes() for i in range(len(dataset))]
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name, text in TEXTS.items():
-        (folder / name).write_text(text)
-    return folder
-
-
-@pytest.fixture
-def web(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def web(texts: Path, tmp_path: Path) -> Any:
     """A server of the prepared set, which counts."""
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "of_prepare"))
     assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
     with of_folder(tmp_path / "set") as server:
         yield server
@@ -195,41 +167,32 @@ def test_dead_node_is_passed_over(web, tmp_path, monkeypatch):
         assert max(n for path, n in web.gets.items() if path != "/index.json") == 1
 
 
-def test_silent_node_is_passed_over_and_not_asked_again_at_once(web, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "_SILENCE_S", 0.5)
-    config = settings(web.url)
+@pytest.mark.parametrize("failure", ["is silent", "waits for ever", "cannot download"])
+def test_node_that_does_not_give_a_shard_is_passed_over_and_not_asked_again_at_once(
+    web, tmp_path, monkeypatch, failure
+):
+    """One that says nothing, one that says for ever that it is at it, and one that says that it failed."""
+    config, ended = settings(web.url), threading.Event()
     with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other), socket.create_server(("", 0)) as silent:
         assert one.tiers.peers and other.tiers.peers
-        asked = one.tiers.peers
         node = other.tiers.peers.node
-        address = Address(process=1, host="127.0.0.1", port=silent.getsockname()[1])
-        one.tiers.peers = Peers(0, [asked.node, node], [address, address], TOKEN)
-        first, second = owned_by(one, node)[:2]
-        assert len(one.tiers.get(first)) == first.num_tokens and one.tiers.counters.store_hits == 1
-        monkeypatch.setattr(peers, "Connection", lambda *_, **__: pytest.fail("it is asked again"))
-        assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
 
-
-@pytest.mark.parametrize("failure", ["waits for ever", "cannot download"])
-def test_node_that_does_not_get_a_shard_is_passed_over(web, tmp_path, monkeypatch, failure):
-    """One that says for ever that it is at it, and one that says that it failed."""
-    config = settings(web.url)
-    with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other):
-        assert one.tiers.peers and other.tiers.peers
-        node, ended = other.tiers.peers.node, threading.Event()
-
-        def never(*_: object) -> None:
+        def never(*_: object, **__: object) -> None:
             if failure == "cannot download":
                 raise OSError("the store refuses access")
             ended.wait(120)
 
-        monkeypatch.setattr(other.tiers, "_get", lambda *_, **__: never())
-        monkeypatch.setattr(peers, "PATIENCE_S", 0.0)
+        if failure == "is silent":
+            monkeypatch.setattr(shard_tiers, "_SILENCE_S", 0.5)
+            address = Address(process=1, host="127.0.0.1", port=silent.getsockname()[1])
+            one.tiers.peers = Peers(0, [one.tiers.peers.node, node], [address, address], TOKEN)
+        monkeypatch.setattr(other.tiers, "_get", never)
+        monkeypatch.setattr(shard_tiers, "PATIENCE_S", 0.0)
         monkeypatch.setattr(blobs, "WAIT_S", 0.1)
         first, second = owned_by(one, node)[:2]
         try:
             assert len(one.tiers.get(first)) == first.num_tokens and one.tiers.counters.store_hits == 1
-            monkeypatch.setattr(peers, "Connection", lambda *_, **__: pytest.fail("it is asked again"))
+            monkeypatch.setattr(shard_tiers, "Connection", lambda *_, **__: pytest.fail("it is asked again"))
             assert len(one.tiers.get(second)) == second.num_tokens and one.tiers.counters.store_hits == 2
         finally:
             ended.set()
@@ -281,5 +244,5 @@ def test_requests_to_download_go_up_the_order_alone():
             one = Peers(me, nodes, addresses, TOKEN)
             asks, mine = one.to_ask(shard, downloads=False), order.index(node)
             assert [node for node, download in asks if download] == order[:mine]
-            assert [node for node, download in asks if not download] == order[mine + 1 :][: peers.ASKED]
+            assert [node for node, download in asks if not download] == order[mine + 1 :][: shard_tiers.ASKED]
             assert not any(download for _, download in one.to_ask(shard, downloads=True))

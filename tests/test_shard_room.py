@@ -1,14 +1,18 @@
 """The limit and the disk of the data cache hold for all sets and splits together, and are compared at the start."""
 
 import shutil
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import arguments, run_here
+from planning import small
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 
 from input_pipeline.shards import ShardSet, check_room
+from training.datasets import load_datasets
+from training.experiment import make_experiment
 
 
 def blocks_of(texts: dict[str, str], shards: int) -> int:
@@ -47,24 +51,12 @@ def test_a_disk_without_room_is_told_at_the_start(texts: Path, monkeypatch: Any,
             check_room([shards])
 
 
-def test_sets_of_a_mixture_share_the_limit(texts: Path, tmp_path: Path, capfd: Any) -> None:
+def test_sets_of_a_mixture_share_the_limit(texts: Path, tmp_path: Path) -> None:
     """Each alone would fit."""
-    other = tmp_path / "other"
-    shutil.copytree(texts, other)
-    for file in other.iterdir():
-        file.write_text(file.read_text().upper())
-    needed = []
-    for folder in (texts, other):
-        with ShardSet(settings(folder, seq_len=32)) as shards:
-            for split in ("train", "validation"):
-                shards.windows(split)
-            needed.append(shards.needed_bytes)
-    changes = {"data__mixture": f"1 shards:{texts}, 1 shards:{other}", "data__shuffle_shards": 2, "num_steps": 2}
-    changes["optimizer__warmup_steps"] = 1
-    limit = (sum(needed) - 1) / 1e9
-    assert limit > max(needed) / 1e9
-    assert run_here(*arguments(tmp_path / "run", **changes, data__cache_gb=limit)) == 2
-    said = capfd.readouterr().err
-    assert said.startswith(f"error: data.cache_gb={limit} is less than the ") and said.count("\n") == 1
-    assert "of 2 sets together" in said
-    assert run_here(*arguments(tmp_path / "run", **changes, data__cache_gb=sum(needed) / 1e9)) == 0
+    with ShardSet(settings(texts)) as shards:
+        needed = [shards.windows(split) and shards.needed_bytes for split in ("train", "validation")][-1]
+    shutil.copytree(texts, tmp_path / "other")
+    mixture = f"1 shards:{texts}, 1 shards:{tmp_path / 'other'}"
+    data = settings("", source="stdlib_text", mixture=mixture, cache_gb=(2 * needed - 1) / 1e9)
+    with ExitStack() as held, pytest.raises(ValueError, match=r"^data.cache_gb=.* less than .* of 2 sets together: ra"):
+        load_datasets(make_experiment(replace(small(), data=data)), tmp_path, held.enter_context)

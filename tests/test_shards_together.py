@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import arguments, finish, start_together
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from stores import Server, of_folder
-from test_shard_peers import Meeting, caches, in_threads, open_together
+from stores import Server, of_folder, served
+from test_shard_peers import caches, in_threads, open_together
 
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore, StoreAwayError, StoreError
-
-NUM_SHARDS = 100_000
 
 
 def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> None:
@@ -67,34 +63,6 @@ def test_failure_of_one_while_it_tokenises_is_that_of_all(
     assert type(first) is type(second) and str(first) == str(second)
 
 
-def large_index(folder: Path) -> ShardIndex:
-    """Writes an index of 100,000 shards, of 19 MB, none of which is there."""
-    rows = [
-        Shard(name=f"part{n:06d}.txt", num_tokens=n + 100, text_bytes=n + 100, dtype="<u2", sha256=f"{n:064x}")
-        for n in range(NUM_SHARDS)
-    ]
-    index = ShardIndex(tokenizer="bytes", shards=tuple(rows))
-    folder.mkdir()
-    (folder / "index.json").write_text(json.dumps(index.as_json()))
-    return index
-
-
-def test_each_process_reads_a_large_index_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they agree on is a hash."""
-    wanted, said, gather = large_index(tmp_path / "set"), [], Meeting.all_gather
-
-    def counted(self: Meeting, process: int, value: Any) -> list[Any]:
-        said.append(len(json.dumps(value)))
-        return gather(self, process, value)
-
-    monkeypatch.setattr(Meeting, "all_gather", counted)
-    with of_folder(tmp_path / "set") as server:
-        for one in opened_by(2, server.url, tmp_path, monkeypatch):
-            assert one.index == wanted
-        assert server.gets == {"/index.json": 2}
-    assert max(said) < 1000 and (tmp_path / "set" / "index.json").stat().st_size > 15 << 20
-
-
 def test_index_that_is_replaced_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = {"format": "mics-jax token shards 1", "tokenizer": "bytes"}
     row = {"name": "a.txt", "num_tokens": 100, "text_bytes": 100, "dtype": "<u2", "sha256": "0" * 64}
@@ -103,23 +71,8 @@ def test_index_that_is_replaced_meanwhile_is_an_error(tmp_path: Path, monkeypatc
     def answer(method: str, path: str, *_: Any) -> Any:
         return 200, {}, json.dumps(index | {"shards": [row | {"num_tokens": next(contents)}]}).encode()
 
-    server = Server(answer)
-    try:
+    with served(answer) as server:
         one, other = opened_by(2, server.url, tmp_path, monkeypatch)
-    finally:
-        server.close()
     assert isinstance(one, ShardSet)
     with pytest.raises(StoreError, match=r"index.json was replaced while the processes read it, or differs[^\n]*\Z"):
         raise other
-
-
-@pytest.mark.slow
-def test_two_processes_of_which_one_loses_the_store_end_alike(web: Server, tmp_path: Path) -> None:
-    """Each has a cache of its own, so one of them tokenises the file that the store does not give."""
-    lose(web, "/part05.txt", 500)
-    first = "from input_pipeline.store import RemoteStore\nRemoteStore.__init__.__defaults__ = (2.0,)"
-    args = arguments(tmp_path / "run", data__source="shards", data__path=web.url, data__shuffle_shards=1)
-    outcomes = finish(*start_together(args, 2, devices=2, first=first))
-    lines = [[line for line in err.splitlines() if line.startswith("error: ")] for _, _, err in outcomes]
-    assert [code for code, _, _ in outcomes] == [75, 75], outcomes
-    assert len(lines[0]) == 1 and lines[0] == lines[1] and "the store has been away for" in lines[0][0], outcomes

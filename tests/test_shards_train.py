@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from running import (
     rows,
     run_here,
     start,
-    steps_logged,
     stop_after,
-    wait_until,
 )
 from stores import BUCKET, KEY_ID, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, send
 
@@ -91,24 +88,6 @@ def test_run_is_stopped_and_goes_on_elsewhere_with_the_same_losses(bucket, tmp_p
 
 def size_of(path: str, folder: Path) -> int:
     return (folder / "cache" / "shards" / Path(path).name).stat().st_size
-
-
-@pytest.mark.slow
-def test_store_that_is_away_for_20_s_costs_no_step(bucket, tmp_path):
-    assert run_here(*flags(tmp_path / "undisturbed", PREPARED)) == 0
-    cache = str(tmp_path / "second cache")
-    process = start(flags(tmp_path / "run", PREPARED, data__prefetch=1), pause_s=0.5, MICS_JAX_CACHE=cache)
-    wait_until(lambda: steps_logged(tmp_path / "run") >= 1, process)
-    bucket.away()
-    time.sleep(20)
-    assert steps_logged(tmp_path / "run") < 10 and process.poll() is None
-    bucket.back()
-    code, out, err = finish(process)[0]
-    assert code == 0, err
-    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
-    assert err.count("the store is away (") == 1 and err.count("the store answers again after") == 1, err
-    assert max(row["data_wait_s"] for row in rows(tmp_path / "run")) > 5
-    check_no_secret(tmp_path, out, err)
 
 
 @pytest.mark.slow

@@ -33,22 +33,18 @@ def a_bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield server
 
 
-def test_a_bucket_gives_what_the_folder_gives(bucket: Server, texts: Path) -> None:
+def test_a_bucket_gives_what_the_folder_gives_and_keeps_a_prepared_set(
+    bucket: Server, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ShardSet(settings(texts)) as there, ShardSet(settings(RAW)) as here:
         assert here.index == there.index and len(here.index.shards) == len(TEXTS)
-    read = {unquote(path): count for path, count in bucket.gets.items()}
-    assert {path: read[path] for path in read if path.endswith(".txt")} == {
-        f"/{BUCKET}/raw texts/{name}": 1 for name in TEXTS
-    }
-
-
-def test_a_set_is_prepared_in_a_bucket(bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = {unquote(path): n for path, n in bucket.gets.items() if path.endswith("txt")}
+    assert read == {f"/{BUCKET}/raw texts/{name}": 1 for name in TEXTS}
     assert prepare.main([f"--path={RAW}", f"--out={PREPARED}"]) == 0
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
     with ShardSet(settings(PREPARED)) as shards:
         for shard in shards.index.shards:
-            tokens = shards.tiers.get(shard)
-            assert bytes(tokens.tolist()) == (TEXTS[shard.name] + "\0").encode()
+            assert bytes(shards.tiers.get(shard).tolist()) == (TEXTS[shard.name] + "\0").encode()
 
 
 def test_refusals_name_the_account(bucket: Server) -> None:

@@ -69,7 +69,6 @@ def check_batches(out: Path, num_processes: int, global_size: int, rows_wanted: 
     "changes",
     [
         {},
-        {"mesh__tensor": 2, "sharding__partition_size": 4},
         {"batch__global_size": 30, "batch__micro_size": 2},
         {"batch__global_size": 30, "mesh__tensor": 2, "sharding__partition_size": 4},
     ],
@@ -83,7 +82,6 @@ def test_batch_layout_of_one_process(changes: dict[str, Any], tmp_path: Path) ->
     ("count", "changes"),
     [
         (2, {"batch__global_size": 30}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(4, {"batch__global_size": 30, "mesh__tensor": 2}, marks=pytest.mark.slow),
     ],
 )

@@ -1,105 +1,21 @@
-"""Data sets shaped like CIFAR-10 and ImageNet, written here in TFDS's format under their names; runs on them."""
+"""The configs of CIFAR-10 and ImageNet, with small images of a TFDS data set that is made here."""
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
-from PIL import Image
 from running import ROOT, rows, run_here
-
-from configs import resnet50, resnet110
-from configs.schema import DataConfig
-from input_pipeline import load
+from test_input_tfds import own_data_dir  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*tf.data:UserWarning")]
 
 
-def encoded(values: np.ndarray, form: str) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(values).save(file, form, **({"quality": 95} if form == "jpeg" else {}))
-    return file.getvalue()
-
-
-def picture(number: int, height: int, width: int) -> np.ndarray:
-    """An image of one grey, which tells its number, with a white left edge of a 25th of its width."""
-    values = np.full((height, width, 3), 15 + 5 * number, np.uint8)
-    values[:, : width // 25] = 255
-    return values
-
-
-def write(folder: Path, wanted: str, splits: dict[str, int], form: str, features: dict[str, Any]) -> None:
-    """Writes a data set under the name and version of one of TFDS, which then takes it for prepared."""
-    sizes = np.random.default_rng(0).integers(40, 90, (2, 200)) if form == "jpeg" else np.full((2, 200), 32)
-
-    class Writer(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        name = wanted
-        VERSION = tfds.builder_cls(wanted).VERSION
-
-        def _info(self):
-            described = tfds.features.FeaturesDict(features)
-            return tfds.core.DatasetInfo(builder=self, features=described, disable_shuffling=True)
-
-        def _split_generators(self, dl_manager):
-            return {split: self._generate_examples(count) for split, count in splits.items()}
-
-        def _generate_examples(self, count):  # pyright: ignore
-            for i in range(count):
-                image = io.BytesIO(encoded(picture(i, sizes[0, i], sizes[1, i]), form))
-                others = {key: f"{i}" for key in features if key not in ("image", "label")}
-                yield i, {"image": image, "label": i % 10, **others}
-
-    Writer(data_dir=str(folder), file_format="array_record").download_and_prepare()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tfds.disable_progress_bar()
-    found = tmp_path_factory.mktemp("tfds")
-    image, label, text = tfds.features.Image, tfds.features.ClassLabel, tfds.features.Text
-    cifar = {"image": image(shape=(32, 32, 3), encoding_format="png"), "label": label(num_classes=10), "id": text()}
-    write(found, "cifar10", {"train": 40, "test": 24}, "png", cifar)
-    shape = (None, None, 3)
-    imagenet = {"image": image(shape=shape, encoding_format="jpeg"), "label": label(num_classes=1000)}
-    write(found, "imagenet2012", {"train": 40, "validation": 24}, "jpeg", imagenet | {"file_name": text()})
-    return found
-
-
-def data(config: Any, folder: Path, **changes: Any) -> DataConfig:
-    return DataConfig(**config.get_config().data.to_dict() | {"path": str(folder)} | changes)
-
-
-@pytest.mark.parametrize("config", [resnet110, resnet50], ids=["cifar10", "imagenet2012"])
-def test_images_of_the_data_sets_have_their_labels(config: Any, folder: Path) -> None:
-    section = data(config, folder)
-    for split, count in (("train", 40), ("validation", 24)):
-        dataset = load(section, split, 3)
-        assert len(dataset) == count
-        seen = []
-        for i in range(count):
-            example = dataset[i]
-            size = config.get_config().data.image_size
-            assert example["images"].shape == (size, size, 3) and example["weights"] == 1
-            centre = (example["images"][size // 2, size // 2] + 1) * 127.5
-            number = round(float(centre.mean() - 15) / 5)
-            assert example["labels"] == number % 10 and np.ptp(centre) < 2
-            seen.append(number)
-        assert sorted(seen) == list(range(count))
-
-
-def test_validation_of_imagenet_shows_the_centre(folder: Path) -> None:
-    for augment, sees_the_edge in (("crop_flip", False), ("none", True)):
-        dataset = load(data(resnet50, folder, image_size=16, augment=augment), "validation", 0)
-        columns = np.stack([127.5 * dataset[i]["images"].mean((0, 2)) for i in range(24)])
-        assert ((columns[:, 0] - columns[:, 8] > 10) == sees_the_edge).all()
-
-
-def arguments(name: str, folder: Path, workdir: Path, **changes: Any) -> list[str]:
+def arguments(name: str, data_dir: Path, workdir: Path, **changes: Any) -> list[str]:
     keys = {
-        "data.path": folder,
+        "data.path": data_dir,
+        "data.source": "tfds:input_tiny/photos",
         "num_steps": 3,
         "batch.global_size": 30,
         "batch.micro_size": 2,
@@ -133,20 +49,19 @@ LARGE = SMALL | {"data__image_size": 32, "sharding__partition_size": 2, "data__p
             marks=pytest.mark.slow,
         ),
         pytest.param("resnet110", SMALL | {"local_sgd__inner_steps": 3}, marks=pytest.mark.slow),
-        pytest.param("resnet50", LARGE, marks=pytest.mark.slow),
         pytest.param("resnet50", LARGE | {"model__compute_dtype": "float32"}, marks=pytest.mark.slow),
         pytest.param("resnet50:lars", LARGE, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_of_the_config_trains_and_validates(
-    name: str, changes: dict[str, Any], folder: Path, tmp_path: Path
+    name: str, changes: dict[str, Any], data_dir: Path, tmp_path: Path
 ) -> None:
     """Smaller, with all else as the config has it: 30 rows on 8 devices, so that some rows are padding."""
-    assert run_here(*arguments(name, folder, tmp_path, **changes)) == 0
-    found = rows(tmp_path)
+    assert run_here(*arguments(name, data_dir, tmp_path / "run", **changes)) == 0
+    found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3]
     assert all(np.isfinite(row["loss"]) and row["skipped_steps"] == 0 for row in found)
     classes = 10 if name == "resnet110" else 1000
     assert found[0]["loss"] == pytest.approx(math.log(classes), rel=0.02)  # with padding as images it would be 6 % off
-    hits = 24 * found[-1]["validation_accuracy"]  # of 24 images, not of rows
+    hits = 2 * found[-1]["validation_accuracy"]  # of 2 images, not of rows
     assert hits == pytest.approx(round(hits), abs=1e-4) and np.isfinite(found[-1]["validation_loss"])

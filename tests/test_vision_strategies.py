@@ -36,8 +36,7 @@ def test_losses_equal_a_single_device(kind: str, strategy: str, how: dict[str, A
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("kind", ["resnet", BATCH_NORM, "vit"])
-@pytest.mark.parametrize("hop", ["gather", "hop one", "hop two"])
+@pytest.mark.parametrize(("kind", "hop"), [("resnet", "gather"), (BATCH_NORM, "hop one"), ("vit", "hop two")])
 def test_losses_with_a_codec_stay_near(kind: str, hop: str) -> None:
     """In 8 bits; batches of other sizes and shapes than text, and running averages, which no codec touches."""
     codec = Blockwise(bits=8, block=64)

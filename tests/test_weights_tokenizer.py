@@ -14,7 +14,7 @@ from hugging_face_reference import FOLDER
 from planning import small
 from running import run_here
 from test_hugging_face_runs import flags, run_convert
-from test_input_tokenizers import tiktoken_file, tokenizer_json, word_level
+from test_input_tokenizers import tokenizer_json, word_level
 
 from configs.schema import DataConfig, TransformerConfig
 from input_pipeline.tokenizers import make_tokenizer
@@ -85,30 +85,6 @@ def test_another_tokenizer_json_is_refused(folder: Path, tmp_path: Path, change:
 def test_bytes_beside_a_tokenizer_json_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"^data.tokenizer=bytes is not .*: it has 256 ids, but 260 there; set"):
         check(folder, "bytes")
-
-
-def test_the_same_vocabulary_as_tiktoken_is_known_by_its_ids(tmp_path: Path) -> None:
-    """GPT-2's bytes in both formats; with two of them merged they are another tokenizer."""
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    vocab = {letter: byte for byte, letter in enumerate(bytes_as_shown())}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.add_special_tokens(["<|endoftext|>"])
-    made.save(str(folder / "tokenizer.json"))
-    check(folder, "tiktoken", tiktoken_file(tmp_path / "same.tiktoken", []), vocab_size=257)
-    with pytest.raises(ValueError, match="a sample text begins with the ids"):
-        check(folder, "tiktoken", tiktoken_file(tmp_path / "other.tiktoken", [b"he"]), vocab_size=258)
-
-
-def bytes_as_shown() -> list[str]:
-    """Returns the letter that stands for each byte in a byte-level vocabulary (GPT-2's bytes_to_unicode)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    shown, extra = {}, 0
-    for byte in range(256):
-        shown[byte] = chr(byte if byte in plain else 256 + extra)
-        extra += byte not in plain
-    return [shown[byte] for byte in range(256)]
 
 
 def test_another_sentencepiece_model_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from configs.schema import BatchConfig
 from input_pipeline import Batches, Dataset
-from input_pipeline.rows import RowArray
+from input_pipeline.index import RowArray
 from sharding.plan import ShardingPlan
 
 

@@ -29,7 +29,10 @@ from sharding.hlo_program import Program, parse_program
 
 RESULTS = DERIVED / "overlap.jsonl"
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
-PRODUCTS_TFLOPS = (round(H100.matmul_rate("bf16") / 1e12), 450)  # of matrix products: the planner's, and slow ones, half of the peak
+PRODUCTS_TFLOPS = (
+    round(H100.matmul_rate("bf16") / 1e12),
+    450,
+)  # of products: ours, and half of the peak
 NODES, DEVICES = 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 CASES = {row["case"]: row for row in cells_of("overlap.csv")}
