@@ -5,12 +5,11 @@ from typing import Any
 
 from compression.codecs import make_codec
 from compression.dgc import DGC
-from compression.encoded import encoded
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.power_sgd import POWER_SGD
-from compression.summed import summed
+from compression.primitives import encoded, summed
 from configs.schema.own import OWN
 
 

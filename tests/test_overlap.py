@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compiling import SMALL
 from running import IGNORED
 
 from lab.benchmarks.overlap_table import replayed
@@ -16,7 +15,7 @@ from sharding.hlo_program import parse_program
 
 pytestmark = IGNORED
 needs_wheels = pytest.mark.skipif(not compiler.WHEELS.exists(), reason="make .venv/h100/installed")
-CONFIG = ["--config=configs/quickstart.py", *(f"--config.{key}={value}" for key, value in SMALL.items())]
+CONFIG = ["--config=tests/compiling.py"]
 
 
 @pytest.fixture(autouse=True)
