@@ -17,12 +17,11 @@ def with_codec(name: str) -> HopTwo:
     """Returns the method that exchanges gradients with the codec called `name`."""
 
     def of(function: Callable[..., Any]) -> Callable[[Setup], Any]:
-        def made(setup: Setup) -> Any:
-            codec = make_codec(name, setup.compression, rounding=setup.compression.rounding)
-            assert codec is not None
-            return function(setup.plan, codec, error_feedback=setup.compression.error_feedback)
-
-        return made
+        return lambda setup: function(
+            setup.plan,
+            make_codec(name, setup.compression, rounding=setup.compression.rounding),
+            error_feedback=setup.compression.error_feedback,
+        )
 
     return HopTwo(name=name, build=of(exchange), primitive=of(encoded))
 

@@ -57,23 +57,15 @@ def without_pipeline(kind: str) -> tuple[np.ndarray, Any]:
     return trained(kind, 1, 2, strategy="ddp")
 
 
-def check(kind: str, stages: int, accumulation: int, case: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stages", "accumulation", "case"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
+)
+def test_numbers_are_those_of_no_pipeline(kind: str, stages: int, accumulation: int, case: str) -> None:
+    """Losses and parameters of three steps of momentum SGD, whatever the stages, the micro-batches and the strategy."""
     found, params = trained(kind, stages, accumulation, **CASES[case])
     expected, expected_params = without_pipeline(kind)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), params, expected_params)
-
-
-@pytest.mark.parametrize(("kind", "stages", "accumulation", "case"), RUNS)
-def test_numbers_are_those_of_no_pipeline(kind: str, stages: int, accumulation: int, case: str) -> None:
-    """Losses and parameters of three steps of momentum SGD, whatever the stages, the micro-batches and the strategy."""
-    check(kind, stages, accumulation, case)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(("kind", "stages", "accumulation", "case"), MORE)
-def test_numbers_under_every_strategy(kind: str, stages: int, accumulation: int, case: str) -> None:
-    check(kind, stages, accumulation, case)
 
 
 def test_validation_is_that_of_no_pipeline() -> None:

@@ -71,26 +71,18 @@ def name(case: dict) -> str:
     return "-".join(str(value) for value in case.values())
 
 
-def check(case: dict) -> None:
+ALL = all_cases()
+PAIRS, TRIPLES = covering(ALL, 2), covering(ALL, 3)
+MORE = [pytest.param(case, marks=pytest.mark.slow) for case in TRIPLES if case not in PAIRS]
+
+
+@pytest.mark.parametrize("case", [*PAIRS, *MORE], ids=name)
+def test_losses_equal_a_single_device(case: dict) -> None:
+    """In every combination of two values; before a release, of three."""
     case = dict(case)
     strategy, kind, tensor = STRATEGIES[case.pop("strategy")], case.pop("kind"), case.pop("tensor")
     got = workload.losses(kind, workload.plan(kind, tensor=tensor, **strategy, **case))
     np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
-
-
-ALL = all_cases()
-PAIRS, TRIPLES = covering(ALL, 2), covering(ALL, 3)
-
-
-@pytest.mark.parametrize("case", PAIRS, ids=name)
-def test_losses_equal_a_single_device(case: dict) -> None:
-    check(case)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("case", [case for case in TRIPLES if case not in PAIRS], ids=name)
-def test_losses_equal_a_single_device_in_every_combination_of_three_values(case: dict) -> None:
-    check(case)
 
 
 def test_the_oracle_learns_and_its_batch_tells_rows_apart() -> None:
