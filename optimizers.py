@@ -20,7 +20,7 @@ from optax import contrib
 from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
 from sharding.averages import part_averages
-from sharding.spec import ParamSpec, is_stack
+from sharding.spec import ParamSpec, is_spec, is_stack
 
 PyTree = Any
 Transform = optax.GradientTransformation
@@ -162,7 +162,7 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
     two between nodes.
     """
     beta = config.momentum
-    matrices = [spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec) if is_hidden_matrix(spec)]
+    matrices = [spec for spec in jax.tree.leaves(specs, is_leaf=is_spec) if is_hidden_matrix(spec)]
     kinds = [_kind(spec) for spec in matrices]
 
     @_in_stacks
@@ -233,11 +233,7 @@ def _kind(spec: ParamSpec) -> Kind:
 
 
 def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:
-    return jax.tree.map(function, specs, is_leaf=_is_spec)
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, ParamSpec)
+    return jax.tree.map(function, specs, is_leaf=is_spec)
 
 
 def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:

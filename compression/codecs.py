@@ -109,13 +109,13 @@ class TwoBit:
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns `uint8 [..., N / 4]` of `f32 [..., N]`, the first value highest: 11 is plus, 10 minus, 00 zero."""
         del key, real
-        codes = jnp.where(x >= self.threshold, 3, jnp.where(x <= -self.threshold, 2, 0)).astype(jnp.uint8)
-        return _pack_bits(codes, bits=2)
+        bits = jnp.stack([jnp.abs(x) >= self.threshold, x >= self.threshold], axis=-1)
+        return jnp.packbits(bits.reshape(*x.shape[:-1], -1), axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
         """Returns the values `f32 [..., N]` of a payload."""
-        codes = _unpack_bits(payload, bits=2)
-        return jnp.where(codes == 3, self.threshold, jnp.where(codes == 2, -self.threshold, 0.0)).astype(jnp.float32)
+        sent, plus = jnp.moveaxis(jnp.unpackbits(payload, axis=-1).reshape(*payload.shape[:-1], -1, 2), -1, 0)
+        return jnp.where(sent == 0, 0.0, jnp.where(plus == 1, self.threshold, -self.threshold)).astype(jnp.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +144,13 @@ class OneBit:
             there = _blocks(real, self.block)
             shares = there / jnp.maximum(jnp.sum(there, axis=-1, keepdims=True), 1)
         scales = jnp.sum(sizes * shares, axis=-1)  # the mean; dividing before the sum avoids overflow
-        return jnp.concatenate([_pack_bits((x >= 0).astype(jnp.uint8), bits=1), _to_bytes(scales)], axis=-1)
+        return jnp.concatenate([jnp.packbits(x >= 0, axis=-1), _to_bytes(scales)], axis=-1)
 
     def decode(self, payload: jax.Array) -> jax.Array:
         """Returns the values `f32 [..., N]` of a payload."""
         blocks = payload.shape[-1] // (self.block // 8 + SCALE_BYTES)
         signs, scales = jnp.split(payload, [blocks * self.block // 8], axis=-1)
-        positive = _unpack_bits(signs, bits=1).reshape(*payload.shape[:-1], blocks, self.block)
+        positive = jnp.unpackbits(signs, axis=-1).reshape(*payload.shape[:-1], blocks, self.block)
         scales = _from_bytes(scales, jnp.float32)[..., None]
         return jnp.where(positive == 1, scales, -scales).reshape(*payload.shape[:-1], blocks * self.block)
 
@@ -197,21 +197,3 @@ def _to_bytes(x: jax.Array) -> jax.Array:
 def _from_bytes(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Undoes `_to_bytes`: `[..., N * itemsize]` becomes `[..., N]`."""
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, jnp.dtype(dtype).itemsize), dtype)
-
-
-def _pack_bits(codes: jax.Array, *, bits: int) -> jax.Array:
-    """Packs codes `uint8 [..., N]` of `bits` bits into bytes `[..., N bits / 8]`, the first in the highest bits."""
-    parts = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
-    return jnp.sum(parts << _shifts(parts.shape, bits), axis=-1, dtype=jnp.uint8)
-
-
-def _unpack_bits(packed: jax.Array, *, bits: int) -> jax.Array:
-    """Undoes `_pack_bits`: `[..., N bits / 8]` becomes `[..., N]`."""
-    shape = (*packed.shape, 8 // bits)
-    codes = (jnp.broadcast_to(packed[..., None], shape) >> _shifts(shape, bits)) & (2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], -1)
-
-
-def _shifts(shape: tuple[int, ...], bits: int) -> jax.Array:
-    """Returns the left shift of each code in its byte (the codes of a byte are the last dim): the first is highest."""
-    return (8 - bits - bits * lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)).astype(jnp.uint8)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.encoded import not_finite
 from compression.exchange import of_all_shards, to_optimizer_scope
 from compression.hop_two import HopTwo, Setup
+from compression.primitives import not_finite
 from compression.statistics import Sent, State, nothing_sent, zeros_R
 from configs.schema import OptimizerConfig
 from sharding.collectives import all_gather_chunks, join, reduce_scatter_chunks, split, vary
@@ -63,13 +63,12 @@ class DGCConfig:
 
 def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
     """Returns hop two by DGC: gradients `[R, ...]` to the mean of the sent values, in the optimizer's scope."""
-    exchange_shards = partial(_exchange_shards, plan, config)
 
     def init(params: Params) -> State:
         unsent, velocity = (zeros_R(plan.layout.num_replicas, params, "sum", "residual") for _ in range(2))
         return State(step=jnp.zeros((), jnp.int32), unsent=unsent, velocity=velocity, sent=nothing_sent())
 
-    return of_all_shards(plan, init, exchange_shards)
+    return of_all_shards(plan, init, partial(_exchange_shards, plan, config))
 
 
 def _build(setup: Setup) -> optax.GradientTransformation:
@@ -233,10 +232,8 @@ def _part(x: jax.Array, axes: Axes) -> jax.Array:
 
 def _whole(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
     """Returns the tensor of `shape`, all-gathered from the parts `[layers, n]` of the devices of `axes`."""
-    parts = part[None]
-    if axes:
-        parts = all_gather_chunks(part.reshape(-1), axes, hierarchical=True, to="invarying").reshape(-1, *part.shape)
-    return _joined(parts, shape)
+    parts = all_gather_chunks(part.reshape(-1), axes, hierarchical=True, to="invarying")
+    return _joined(parts.reshape(-1, *part.shape), shape)
 
 
 def _placed(part: jax.Array, axes: Axes, shape: tuple[int, ...]) -> jax.Array:

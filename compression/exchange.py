@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from compression.encoded import encoded
+from compression.primitives import encoded, summed
 from compression.statistics import Sent, State, added, nothing_sent, zeros_R
-from compression.summed import summed
 from sharding.coded import Codec
 from sharding.hop_two import Counts, Exchanged
 from sharding.plan import ShardingPlan, gradient_specs
@@ -52,7 +51,7 @@ def exchange(
         key = jax.random.fold_in(jax.random.key(0), shared.step) if codec else jax.random.key(0)
         shares = [(x.astype(jnp.float32) if codec else x) / layout.num_replicas for x in grads]  # codecs take f32
         placements = plan.group(plan.placements, ()).placements
-        totals, residual, counts = primitive.exchange(placements, shares, kept.get("residual"), key)
+        totals, residual, counts = primitive(placements, shares, kept.get("residual"), key)
         return totals, (), dict.fromkeys(kept, residual), counts
 
     @jax.named_scope("hop_two")

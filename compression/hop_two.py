@@ -1,23 +1,23 @@
 """`HopTwo`: a method of hop two, with what it builds, and which optimizer it replaces.
 
 Each method's module defines its `HopTwo`; compression/methods.py lists them all. A method is an optax transform from
-gradients `[R, ...]` to their mean, the first of the chain. Most are no more than a `Primitive`, the exchange of one
-group of shards, which the transform maps over all of them and which the step may call earlier, in the micro-steps.
+gradients `[R, ...]` to their mean, the first of the chain. Most are no more than the exchange of one group of shards,
+which the transform maps over all of them and which the step may call earlier, in the micro-steps.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from compression.delayed import delayed
 from compression.statistics import State
 from configs.schema import CompressionConfig, OptimizerConfig
-from sharding.hop_two import Early, Exchange
+from sharding.hop_two import Early, Exchange, Exchanged
 from sharding.plan import ShardingPlan
+from sharding.replicas import PerReplica
 from sharding.trees import Grads, GradsR, Params, PyTree
 
 
@@ -29,20 +29,6 @@ class Setup:
     optimizer: OptimizerConfig
     plan: ShardingPlan
     specs: PyTree  # of ParamSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Primitive:
-    """The exchange of one group of shards, and how many numbers it counts."""
-
-    exchange: Exchange
-    num_counts: int = 0
-
-    def early(self, state: State) -> Early:
-        """Returns what the micro-steps need to exchange gradients by it, of the transform's state."""
-        done = state.step if state.sent else jnp.zeros((), jnp.int32)
-        kept_R = state.residual.tree if state.residual else None
-        return Early(exchange=self.exchange, num_counts=self.num_counts, done=done, kept=kept_R)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +44,7 @@ class HopTwo:
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
     # hop two of one layer, or of a piece of each of its tensors, for `sharding.overlap`, `delayed` and streaming local
     # SGD; None: the method needs all gradients at once
-    primitive: Callable[[Setup], Primitive] | None = None
-
-    @property
-    def hands_on(self) -> str:
-        """What the method passes to the next transform, whose norm the guard computes: `grad` or `update`."""
-        return "update" if self.takes_over else "grad"
+    primitive: Callable[[Setup], Exchange] | None = None
 
     def transform(self, setup: Setup) -> optax.GradientTransformationExtraArgs:
         """Returns the hop-two transform of a run."""
@@ -83,10 +64,17 @@ class HopTwo:
         in_pieces = setup.compression.delayed and layout.optimizer_beyond_gradients
         if self.primitive is None or not by_layer or in_pieces:
             return None
-        early = self.primitive(setup).early
+        exchange = self.primitive(setup)
         if not setup.compression.delayed:
-            return early
-        return lambda state: replace(early(state.exchange), waiting=state.waiting.tree)
+            return lambda state: early_exchange(exchange, state)
+        return lambda state: replace(early_exchange(exchange, state.exchange), waiting=state.waiting.tree)
+
+
+def early_exchange(exchange: Exchange, state: State) -> Early:
+    """Returns what the micro-steps need to exchange gradients, of the transform's state."""
+    done = state.step if state.sent else jnp.zeros((), jnp.int32)
+    kept_R = state.residual.tree if state.residual else None
+    return Early(exchange=exchange, num_counts=len(state.sent), done=done, kept=kept_R)
 
 
 def unless_not_finite(hop_two: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -105,3 +93,39 @@ def unless_not_finite(hop_two: optax.GradientTransformation) -> optax.GradientTr
         return out, jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+class DelayedState(NamedTuple):
+    """State of `delayed`."""
+
+    waiting: PerReplica  # the previous step's gradients
+    exchange: Any  # the state of the method
+
+
+def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.GradientTransformationExtraArgs:
+    """Returns a hop two that exchanges the previous step's gradients `[R, ...]`; in the first step they are zero.
+
+    In a step only the optimizer has to wait for it; with `sharding.overlap` the micro-steps exchange a piece each.
+    Non-finite gradients never enter the state: they make the result non-finite too, so that the step is skipped and the
+    state stays, including the waiting gradients. Where the micro-steps have exchanged those, the state is the new one.
+    On a skipped step `waiting` is then the exchanged mean on every replica, and the residuals hold what the codec left
+    out: together they are what waited before.
+    """
+    inner = optax.with_extra_args_support(exchange)
+
+    def init(params: Params) -> Any:
+        zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), p.dtype), params)
+        waiting = PerReplica(zeros, combine="mean", label="local")
+        return DelayedState(waiting=waiting, exchange=inner.init(params))
+
+    def update(
+        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[Grads, Any]:
+        mean, after = inner.update(state.waiting.tree, state.exchange, params, exchanged=exchanged)
+        finite = jnp.isfinite(optax.tree.norm(updates))
+        mean = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), mean)
+        if exchanged:
+            updates = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updates, exchanged.mean_R)
+        return mean, DelayedState(waiting=replace(state.waiting, tree=updates), exchange=after)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -5,12 +5,11 @@ from typing import Any
 
 from compression.codecs import make_codec
 from compression.dgc import DGC
-from compression.encoded import encoded
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.power_sgd import POWER_SGD
-from compression.summed import summed
+from compression.primitives import encoded, summed
 from configs.schema.own import OWN
 
 
@@ -18,12 +17,11 @@ def with_codec(name: str) -> HopTwo:
     """Returns the method that exchanges gradients with the codec called `name`."""
 
     def of(function: Callable[..., Any]) -> Callable[[Setup], Any]:
-        def made(setup: Setup) -> Any:
-            codec = make_codec(name, setup.compression, rounding=setup.compression.rounding)
-            assert codec is not None
-            return function(setup.plan, codec, error_feedback=setup.compression.error_feedback)
-
-        return made
+        return lambda setup: function(
+            setup.plan,
+            make_codec(name, setup.compression, rounding=setup.compression.rounding),
+            error_feedback=setup.compression.error_feedback,
+        )
 
     return HopTwo(name=name, build=of(exchange), primitive=of(encoded))
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.codecs import make_codec
+from compression.codecs import OneBit
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
 from compression.statistics import State, dense_sent
@@ -76,8 +76,7 @@ def one_bit_adam(
 
 
 def _build(setup: Setup) -> optax.GradientTransformation:
-    codec, optimizer = make_codec("one_bit", setup.compression), setup.optimizer
-    assert codec
+    codec, optimizer = OneBit(block=setup.compression.block), setup.optimizer
     warmup_steps = setup.compression.warmup_steps
     return one_bit_adam(
         setup.plan, codec, warmup_steps=warmup_steps, b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps

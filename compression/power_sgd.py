@@ -19,7 +19,7 @@ from compression.exchange import of_all_shards, to_optimizer_scope
 from compression.hop_two import HopTwo
 from compression.statistics import Sent, State, nothing_sent, zeros_R
 from sharding.plan import ShardingPlan
-from sharding.spec import ParamSpec, Placement, is_placement
+from sharding.spec import ParamSpec, Placement, is_placement, is_spec
 from sharding.trees import Axes, Params, PyTree, Shards
 
 
@@ -39,11 +39,6 @@ class Matrix:
     def axes(self) -> Axes:
         """The axes over which blocks differ: all sums are over these."""
         return self.replicas + tuple(axis for axes in self.cuts.values() for axis in axes)
-
-    def num_sent(self, rank: int) -> int:
-        """Returns the number of values of both factors."""
-        layers, rows, *columns = self.shape
-        return layers * rank * (rows + prod(columns))
 
     def local(self, x: jax.Array, dims: Sequence[int]) -> jax.Array:
         """Returns this device's block of `x` `[..., r]`; the leading dims of `x` are `dims` of the matrix."""
@@ -102,22 +97,21 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
     are averaged without compression.
     """
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
-    all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    all_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     matrices = [_matrix(spec, p, plan, rank) for spec, p in zip(all_specs, placements, strict=True)]
-    exchange_shards = partial(_exchange_shards, plan, matrices, rank)
 
     def init(params: Params) -> State:
-        factors = []
-        for i, matrix in enumerate(matrices):
-            shape = (matrix.shape[0], *matrix.shape[2:], rank) if matrix else ()
-            factors.append(jax.random.normal(jax.random.key(i), shape) if matrix else ())
+        factors = [
+            jax.random.normal(jax.random.key(i), (matrix.shape[0], *matrix.shape[2:], rank)) if matrix else ()
+            for i, matrix in enumerate(matrices)
+        ]
         return State(
             factors=jax.tree.structure(params).unflatten(factors),
             residual=zeros_R(plan.layout.num_replicas, params, "sum"),
             sent=nothing_sent(),
         )
 
-    return of_all_shards(plan, init, exchange_shards)
+    return of_all_shards(plan, init, partial(_exchange_shards, plan, matrices, rank))
 
 
 POWER_SGD = HopTwo(
@@ -151,7 +145,8 @@ def _exchange_shards(
         out.append(handed.reshape(x.shape))
         residuals.append(x - out[-1] / layout.num_replicas)
         new_factors.append(new_q)
-        counts.append(Sent(4 * matrix.num_sent(rank), x.size, x.size))
+        layers, rows, *columns = matrix.shape
+        counts.append(Sent(4 * layers * rank * (rows + prod(columns)), x.size, x.size))
     return to_optimizer_scope(plan, out), tree.unflatten(new_factors), {"residual": residuals}, counts
 
 

@@ -126,7 +126,7 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
         return (run(x, values), sums), None
 
     (x, sums), _ = lax.scan(layer, (x, stack.sums), (jnp.arange(length(stack.values)), stack.values))
-    return _start_backwards(x, sums, stack.sums)
+    return _tap(lambda first, g, _: (g, first), stack.sums, x, sums)[0]  # backwards, it starts with the sums so far
 
 
 def _scan_pipelined(
@@ -197,28 +197,16 @@ def _scan_pipelined(
     return run(x, stack.values, stack.sums, args)
 
 
-def _tap(backward: Callable[..., tuple[PyTree, ...]], i: jax.Array, *trees: PyTree) -> tuple[PyTree, ...]:
-    """Returns the trees of `[...]`; their cotangents are what `backward(i, *cotangents)` returns, None for zero."""
+def _tap(backward: Callable[..., tuple[PyTree, ...]], given: PyTree, *trees: PyTree) -> tuple[PyTree, ...]:
+    """Returns the trees of `[...]`; their cotangents are what `backward(given, *cotangents)` returns, None for zero."""
 
     @jax.custom_vjp
-    def identity(i: jax.Array, *trees: PyTree) -> tuple[PyTree, ...]:
-        del i
+    def identity(given: PyTree, *trees: PyTree) -> tuple[PyTree, ...]:
+        del given
         return trees
 
-    identity.defvjp(lambda i, *trees: (trees, i), lambda i, cotangents: (None, *backward(i, *cotangents)))
-    return identity(i, *trees)
-
-
-def _start_backwards(x: PyTree, carried: PyTree, first: PyTree) -> PyTree:
-    """Returns `x`; backwards, `first` is the cotangent of `carried`."""
-
-    @jax.custom_vjp
-    def start(x: PyTree, carried: PyTree, first: PyTree) -> PyTree:
-        del carried, first
-        return x
-
-    start.defvjp(lambda x, carried, first: (x, first), lambda first, cotangent: (cotangent, first, None))
-    return start(x, carried, first)
+    identity.defvjp(lambda given, *trees: (trees, given), lambda given, grads: (None, *backward(given, *grads)))
+    return identity(given, *trees)
 
 
 def length(stack: PyTree) -> int:

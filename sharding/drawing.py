@@ -10,11 +10,11 @@ from files.palette import FILL, INK, LINE, SERIES, SOFT
 from sharding.scopes import Layout
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TEXT_WIDTH = 100
 CELL_INCHES = (0.85, 0.21)
+MOST = 16  # nodes that are drawn, and devices of each
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
@@ -39,35 +39,35 @@ def holdings(layout: Layout, scope: tuple[str, ...] | None = None) -> np.ndarray
     return held.reshape(shape.num_nodes, shape.devices_per_node, 3)
 
 
-def mesh_text(layout: Layout, max_nodes: int = 16) -> str:
+def mesh_text(layout: Layout) -> str:
     """Returns the mesh as text of at most TEXT_WIDTH columns: the axes, the three scopes, and a paragraph a node.
 
     `d5 1/2` is device 5 with shard 1 of 2; where the scopes differ, with its shards of each.
     """
     shape, scopes = layout.shape, _distinct(layout)
+    facts = {"mesh": " x ".join(f"{axis} {size}" for axis, size in shape.sizes.items())}
     three = {"parameters": layout.parameters, "gradients": layout.gradients, "optimizer state": layout.optimizer}
-    facts = {
-        "mesh": " x ".join(f"{axis} {size}" for axis, size in shape.sizes.items()),
-        **{name: _aloud(layout, scope) for name, scope in three.items()},
-        "groups": _groups(layout),
-        "each device": f"its {'shards of parameters, gradients, optimizer state' if len(scopes) > 1 else 'shard'}"
-        f"{', its tensor slice' if shape.tensor > 1 else ''}",
-    }
-    held = [(holdings(layout, scope), shape.size(scope)) for scope in scopes.values()]
+    for name, scope in three.items():
+        shards = shape.size(scope)
+        facts[name] = f"{shards} shards over {', '.join(scope)}" if shards > 1 else "whole on every device"
+    facts["groups"] = _groups(layout)
+    facts["each device"] = "its shards of parameters, gradients, optimizer state" if len(scopes) > 1 else "its shard"
+    facts["each device"] += ", its tensor slice" if shape.tensor > 1 else ""
     lines = [f"{name:<16}{fact}" for name, fact in facts.items()]
-    for node in range(min(shape.num_nodes, max_nodes)):
+    held = [(holdings(layout, scope), shape.size(scope)) for scope in scopes.values()]
+    for node in range(min(shape.num_nodes, MOST)):
         cells, last = [], -1
         for i, (group, _, slice_) in enumerate(held[0][0][node]):
             lead = f"group {group}: " if group != last else ""
-            shards = " ".join(_fraction(h[node, i, 1], shards) for h, shards in held)
+            shards = " ".join(f"{h[node, i, 1]}/{shards}" if shards > 1 else "whole" for h, shards in held)
             tensor = f" t{slice_}/{shape.tensor}" if shape.tensor > 1 else ""
             cells.append(f"{lead}d{node * shape.devices_per_node + i} {shards}{tensor}")
             last = group
         text = ", ".join(cell.replace(" ", NO_BREAK) for cell in cells)
         lead = f"node {node:<11}"
         lines += textwrap.wrap(text, TEXT_WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead))
-    if shape.num_nodes > max_nodes:
-        lines.append(f"and {shape.num_nodes - max_nodes} nodes more")
+    if shape.num_nodes > MOST:
+        lines.append(f"and {shape.num_nodes - MOST} nodes more")
     return "\n".join(lines).replace(NO_BREAK, " ")
 
 
@@ -81,14 +81,15 @@ def mesh_png(layout: Layout) -> bytes:
     return small.getvalue()
 
 
-def mesh_figure(layout: Layout, max_nodes: int = 16, max_devices: int = 16) -> "Figure":
+def mesh_figure(layout: Layout) -> "Figure":
     """Returns a line of devices for each node, in the colours of their shards, with a frame around partition groups.
 
     Where the three scopes differ a device shows its shard of each: P(arameters), G(radients), O(ptimizer state).
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
-    groups = holdings(layout)[:max_nodes, :max_devices, 0]
+    groups = holdings(layout)[:MOST, :MOST, 0]
     nodes, across = groups.shape
     words, colours = _cells(layout, nodes, across)
     tall = len(words) // nodes
@@ -98,12 +99,15 @@ def mesh_figure(layout: Layout, max_nodes: int = 16, max_devices: int = 16) -> "
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     for row, i in np.ndindex(len(words), across):
-        ink = _ink(colours[row, i])
+        ink = INK if colours[row, i] @ (0.299, 0.587, 0.114) > 0.5 else "white"  # whichever reads better
         axes.text(i + 0.5, row + 0.5, words[row][i], fontsize=7.5, color=ink, ha="center", va="center")
     axes.pcolormesh(colours, edgecolor="white", linewidth=1)
     axes.hlines(np.arange(1, nodes) * tall, 0, across, color=LINE, linewidth=0.8)
-    if layout.partition_size > 1:  # a frame around every device would say nothing
-        _frame_groups(axes, groups, tall)
+    for group in np.unique(groups) if layout.partition_size > 1 else ():  # one around every device would say nothing
+        where = np.argwhere(groups == group)
+        (top, left), (bottom, right) = where.min(0), where.max(0) + 1
+        box = (left, top * tall), right - left, (bottom - top) * tall
+        axes.add_patch(Rectangle(*box, fill=False, ec=INK, lw=1.8, zorder=3, clip_on=False, label=f"{group}"))
     names = [f"node {node}" for node in range(nodes)]
     axes.set(ylim=(len(colours), 0), xlim=(0, across), xticks=())
     axes.set_yticks((np.arange(nodes) + 0.5) * tall, names, fontsize=8.5, color=SOFT)
@@ -137,17 +141,6 @@ def _cells(layout: Layout, nodes: int, across: int) -> tuple[list[list[str]], np
     return words, np.array([[to_rgb(_colour(number, shards)) for number in numbers] for numbers, _, shards in lines])
 
 
-def _frame_groups(axes: "Axes", groups: np.ndarray, tall: int) -> None:
-    """Frames each group (`[nodes, devices]`); a node is `tall` rows high."""
-    from matplotlib.patches import Rectangle
-
-    for group in np.unique(groups):
-        where = np.argwhere(groups == group)
-        (top, left), (bottom, right) = where.min(0), where.max(0) + 1
-        box = (left, top * tall), right - left, (bottom - top) * tall
-        axes.add_patch(Rectangle(*box, fill=False, ec=INK, lw=1.8, zorder=3, clip_on=False, label=f"{group}"))
-
-
 def _caption(layout: Layout, nodes: int, across: int) -> list[str]:
     """Returns the lines below the picture."""
     shape, several = layout.shape, len(_distinct(layout)) > 1
@@ -174,15 +167,6 @@ def _distinct(layout: Layout) -> dict[str, tuple[str, ...]]:
     return scopes if len(set(scopes.values())) > 1 else {"P": layout.parameters}
 
 
-def _aloud(layout: Layout, scope: tuple[str, ...]) -> str:
-    shards = layout.shape.size(scope)
-    return f"{shards} shards over {', '.join(scope)}" if shards > 1 else "whole on every device"
-
-
-def _fraction(shard: int, shards: int) -> str:
-    return f"{shard}/{shards}" if shards > 1 else "whole"
-
-
 def _groups(layout: Layout) -> str:
     """Returns the mesh in a sentence."""
     shape, size = layout.shape, layout.partition_size
@@ -204,8 +188,3 @@ def _colour(shard: int, shards: int) -> Any:
     import matplotlib
 
     return matplotlib.colormaps["viridis"](shard / (shards - 1))
-
-
-def _ink(colour: np.ndarray) -> str:
-    """Returns black or white, whichever reads better on `colour` (`[3]`)."""
-    return INK if colour @ (0.299, 0.587, 0.114) > 0.5 else "white"

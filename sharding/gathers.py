@@ -11,6 +11,7 @@ from sharding.accumulation import values_of
 from sharding.collectives import Group, vary
 from sharding.experts import Gather, GatherWithExchange
 from sharding.plan import ShardingPlan
+from sharding.scopes import beyond
 from sharding.spec import Placement, is_placement
 from sharding.trees import Axes, PyTree
 
@@ -104,7 +105,7 @@ def to_gradient_scope(plan: ShardingPlan, placements: PyTree, grads: PyTree, *, 
 def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
     """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
     layout = plan.layout
-    added_axes = layout.optimizer_beyond_parameters
+    added_axes = beyond(layout.parameters, layout.optimizer)
     if not added_axes or layout.is_automatic:
         return plan.constrain(params, layout.parameters)
 

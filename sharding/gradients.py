@@ -33,7 +33,7 @@ from sharding.hop_two import (
 from sharding.pieces import is_in_part
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.spec import Placement, pspecs
-from sharding.trees import Axes, Batch, Grads, GradsR, Means, Params, Placements, PyTree
+from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
 Value = TypeVar("Value")
 # the weighted sum of the losses of the rows given, and those of the auxiliary metrics
@@ -85,8 +85,9 @@ def batch_gradients(
         return grads_R, Exchanged(mean_R=waiting_R, kept_R=kept_R, counts=counts, part=part), means
 
     def same_on_copies(p: Placement, x: jax.Array) -> jax.Array:
-        """What is not cut of `[...]` is equal on all devices of the scope: its type is to say so."""
-        return x if p.dim is not None else same_on_all(x, p.not_held(layout.gradients))
+        """What is not cut of `[...]` is equal on all devices of the scope: its type is to say so. It is small."""
+        axes = () if p.dim is not None else p.not_held(layout.gradients)
+        return lax.pmean(vary(x, axes), axes) if axes else x
 
     specs_R = gradient_specs(plan, tensor=False)
     kept_specs, drift_specs = (None if x is None else specs_R for x in (early and early.kept, drift_R))
@@ -221,11 +222,6 @@ def _gather_for_micro_step(plan: ShardingPlan, placements: Placements, shards: P
     part = plan.layout.gather.each_micro_step
     assert part
     return gather_tree(plan, placements, shards, part(plan.layout.parameters))
-
-
-def same_on_all(x: jax.Array, axes: Axes) -> jax.Array:
-    """Returns `x` `[...]`, equal on all devices of `axes`, with a type that says so; small where there is an axis."""
-    return lax.pmean(vary(x, axes), axes) if axes else x
 
 
 def _automatic(

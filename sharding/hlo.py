@@ -6,9 +6,10 @@ computations and asynchronous pairs.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise, permutations
 from math import prod
 
 import numpy as np
@@ -64,29 +65,21 @@ def bytes_per_step(collectives: Sequence[Collective]) -> dict[str, int]:
     }
 
 
-def merged(collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns the table of a report: equal collectives as one line, `times` added, the largest traffic first."""
-    lines: dict[Collective, int] = {}
-    for c in collectives:
-        key = replace(c, times=0, loop_depth=0)
-        lines[key] = lines.get(key, 0) + c.times
-    table = [replace(key, times=times) for key, times in lines.items()]
-    return sorted(table, key=lambda c: -c.times * (c.inter_bytes + c.intra_bytes))
-
-
 def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
-    """Returns the JSON form: one entry a line of `merged`, its bytes per device per step, and the totals."""
+    """Returns the JSON form: equal collectives as one entry, its bytes per device per step, and the totals.
+
+    Their `times` are added; the largest traffic comes first.
+    """
+    times: Counter[Collective] = Counter()
+    for c in collectives:
+        times[replace(c, times=0, loop_depth=0)] += c.times
     entries = []
-    for c in merged(collectives):
-        entry = asdict(c) | {"name": c.label.replace("_", " "), "axes": list(c.axes)}
-        entry |= {"inter_bytes": round(c.inter_bytes * c.times), "intra_bytes": round(c.intra_bytes * c.times)}
+    for c, n in sorted(times.items(), key=lambda item: -item[1] * (item[0].inter_bytes + item[0].intra_bytes)):
+        entry = asdict(c) | {"times": n, "name": c.label.replace("_", " "), "axes": list(c.axes)}
+        entry |= {"inter_bytes": round(c.inter_bytes * n), "intra_bytes": round(c.intra_bytes * n)}
         entries.append({key: entry[key] for key in entry if key not in NOT_REPORTED})
     totals = bytes_per_step(collectives)
-    return {
-        "collectives": entries,
-        "inter_bytes": totals["collective_inter_bytes"],
-        "intra_bytes": totals["collective_intra_bytes"],
-    }
+    return {"collectives": entries, **{key.removeprefix("collective_"): sent for key, sent in totals.items()}}
 
 
 # -------------------------------------------------------------------------------------------- the call graph
@@ -116,13 +109,10 @@ def _walk(program: Program, site: Site, shape: MeshShape, *, times: int, depth: 
                 _walk(program, Site(computation=body, caller=instruction, outer=site), shape, times=times, depth=depth)
                 for body in bodies
             ]
-            counted = [max(called, key=_total)] if instruction.opcode == "conditional" and called else called
-            found += [c for collectives in counted for c in collectives]
+            if instruction.opcode == "conditional" and called:
+                called = [max(called, key=lambda branch: tuple(bytes_per_step(branch).values()))]
+            found += chain.from_iterable(called)
     return found
-
-
-def _total(collectives: Sequence[Collective]) -> tuple[float, float]:
-    return sum(c.inter_bytes * c.times for c in collectives), sum(c.intra_bytes * c.times for c in collectives)
 
 
 # ---------------------------------------------------------------------------------------- one instruction
@@ -238,27 +228,23 @@ def _ints(text: str) -> list[int]:
 def _axes(groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[str, ...]:
     """Returns the mesh axes along which the members of a group differ, outermost first."""
     sizes = tuple(shape.sizes.values())
-    coordinates = [np.array(np.unravel_index(np.array(group), sizes)) for group in groups]
-    return tuple(axis for i, axis in enumerate(shape.sizes) if any(len(set(c[i].tolist())) > 1 for c in coordinates))
+    coordinates = [np.unravel_index(group, sizes) for group in groups]
+    return tuple(axis for i, axis in enumerate(shape.sizes) if any(np.ptp(c[i]) for c in coordinates))
 
 
 def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[float, float]:
     """Returns the bytes that a device sends between nodes and inside its node, averaged over all devices."""
-
-    def node(device: int) -> int:
-        return device // shape.devices_per_node
-
     inter = intra = 0.0
     for group in groups:
         size = len(group)
         if kind == "collective-permute":
-            edges, per_edge = [(group[0], group[1])], payload
+            edges, per_edge = [group], payload
         elif kind.endswith("all-to-all"):
-            edges, per_edge = [(a, b) for a in group for b in group if a != b], payload / size
+            edges, per_edge = permutations(group, 2), payload / size
         else:  # a ring over the group in its own order
-            edges = [(a, b) for a, b in zip(group, [*group[1:], group[0]], strict=True) if a != b]
+            edges = zip(group, [*group[1:], group[0]], strict=True)
             per_edge = payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
-        crossing = sum(node(a) != node(b) for a, b in edges if a != b)
-        inter += crossing * per_edge
-        intra += (sum(a != b for a, b in edges) - crossing) * per_edge
+        crosses = [a // shape.devices_per_node != b // shape.devices_per_node for a, b in edges if a != b]
+        inter += sum(crosses) * per_edge
+        intra += (len(crosses) - sum(crosses)) * per_edge
     return inter / shape.num_devices, intra / shape.num_devices

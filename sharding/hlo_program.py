@@ -137,7 +137,6 @@ class Program:
 
     computations: dict[str, Computation]
     entry: Computation
-    is_scheduled: bool
 
     def called(self, name: str, by: Instruction) -> Computation:
         """Returns a computation; ValueError if the text lacks it."""
@@ -176,8 +175,7 @@ def parse_program(text: str) -> Program:
     if not entry:
         raise ValueError("the text is no compiled HLO module: it has no ENTRY computation")
     computations = {name: Computation(name, tuple(instructions)) for name, instructions in found.items()}
-    is_scheduled = "is_scheduled=true" in text[: text.find("\n")]
-    return Program(computations=computations, entry=computations[entry], is_scheduled=is_scheduled)
+    return Program(computations=computations, entry=computations[entry])
 
 
 def _instruction(line: str) -> Instruction:
@@ -252,15 +250,13 @@ def trip_count(loop: Instruction, site: Site, program: Program) -> int:
     if known := _KNOWN.search(loop.attributes.get("backend_config", "")):
         return int(known.group(1))
 
-    def unknown(why: str) -> ValueError:
-        return ValueError(f"{loop} has no trip count that can be read: {why}")
-
+    unknown = f"{loop} has no trip count that can be read"
     condition = program.called(loop.computation("condition"), loop)
     body = program.called(loop.computation("body"), loop)
     read = {(i.index,) for i in condition.instructions if i.opcode == "get-tuple-element"}
     changing = [path for path in read if not _is_kept(body, path)]
     if len(changing) != 1:
-        raise unknown("its condition does not depend on one counter")
+        raise ValueError(f"{unknown}: its condition does not depend on one counter")
     counter = changing[0]
     first = _value(program, site, loop.operands[0], counter)
 
@@ -273,18 +269,18 @@ def trip_count(loop: Instruction, site: Site, program: Program) -> int:
     after = evaluated(body, counter, first)
     again = evaluated(body, counter, after)
     if first is None or after is None or again is None or again - after != after - first:
-        raise unknown("its counter has no first value and step")
+        raise ValueError(f"{unknown}: its counter has no first value and step")
     step = after - first
 
     def stops(iteration: int) -> bool:
         value = evaluated(condition, (), first + iteration * step)
         if value is None:
-            raise unknown("its condition is no comparison of integers")
+            raise ValueError(f"{unknown}: its condition is no comparison of integers")
         return not value
 
     trips = bisect_left(range(_MOST), True, key=stops)
     if trips == _MOST:
-        raise unknown("its counter does not reach a limit")
+        raise ValueError(f"{unknown}: its counter does not reach a limit")
     return trips
 
 

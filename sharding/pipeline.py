@@ -14,7 +14,6 @@ of it: the cotangents that it gets are zeros. Everything here runs inside a `sha
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jax import lax
 from sharding.coded import as_integers
 from sharding.collectives import vary
 from sharding.experts import Gather
-from sharding.gradients import MicroSteps, accumulating, before_micro_steps, micro_loss, tied
+from sharding.gradients import accumulating, before_micro_steps, micro_loss, tied
 from sharding.hop_two import Early, Sums
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
@@ -158,14 +157,13 @@ def _is_last() -> jax.Array:
     return lax.axis_index(STAGE) == lax.axis_size(STAGE) - 1
 
 
-def through_stages(loss: StagedLoss) -> MicroSteps:
-    """Returns the micro-steps of a loss in pieces: micro-batches travel through the stages; none exchanges early."""
-    return partial(_micro_steps, loss)
-
-
-def _micro_steps(
+def through_stages(
     loss: StagedLoss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Early | None = None
 ) -> tuple[Sums, Means]:
+    """Runs the micro-steps of a loss in pieces: micro-batches travel through the stages; none exchanges early.
+
+    `partial(through_stages, loss)` are MicroSteps.
+    """
     assert early is None
     gathered, sums = before_micro_steps(plan, params)
 
@@ -189,14 +187,9 @@ def _micro_steps(
 
     zeros = loss.zeros(batch, plan.layout.varying_axes)
     sums, value = forward_and_backward(forward, backward, sums, batch, zeros)
-    grads = plan.map(lambda p, g: g if p.staged else _sum_of_stages(g), sums.grads)
+    with jax.named_scope("pipeline"):  # what is on every stage: the first and the last one add to it
+        grads = plan.map(lambda p, g: g if p.staged else lax.psum(g, STAGE), sums.grads)
     return sums._replace(grads=grads), {"loss": value}
-
-
-@jax.named_scope("pipeline")
-def _sum_of_stages(grad: jax.Array) -> jax.Array:
-    """Returns the gradient `[...]` of a parameter that is on every stage: the first and the last one add to it."""
-    return lax.psum(grad, STAGE)
 
 
 def evaluated(loss: StagedLoss) -> Callable[[ShardingPlan, Params, Batch, Gather], Means]:

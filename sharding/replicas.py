@@ -4,7 +4,7 @@ Its type alone says so. Whoever looks at a state by paths (shardings, checkpoint
 `ReplicaKey` in the path of each of its arrays; no name of a parameter can be taken for one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ class ReplicaKey:
         return self.label
 
 
-@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class PerReplica:
     """A tree of arrays `[R, ...]`: entry r is known to replica r alone, and lies on its devices only.
@@ -41,15 +40,12 @@ class PerReplica:
     combine: Combine
     label: str = ""
 
-    def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[ReplicaKey, PyTree]], tuple[Combine, str]]:
-        """Returns the tree with its key, and what is no array."""
-        return [(ReplicaKey(combine=self.combine, label=self.label), self.tree)], (self.combine, self.label)
 
-    @classmethod
-    def tree_unflatten(cls, static: tuple[Combine, str], children: Iterable[PyTree]) -> "PerReplica":
-        """Undoes `tree_flatten_with_keys`."""
-        (tree,), (combine, label) = children, static
-        return cls(tree, combine=combine, label=label)
+jax.tree_util.register_pytree_with_keys(
+    PerReplica,
+    lambda x: ([(key := ReplicaKey(combine=x.combine, label=x.label), x.tree)], key),
+    lambda key, children: PerReplica(*children, combine=key.combine, label=key.label),
+)
 
 
 def replica_key(path: Sequence[Any]) -> ReplicaKey | None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from configs.schema import ShardingConfig
 from configs.schema.own import OWN
 from sharding.mesh import CHUNK_ORDER, DATA_AXES, STAGE, MeshShape, divisors, inter_part, intra_part
 from sharding.trees import Axes
 
-Part = Callable[[Axes], Axes]  # from the parameters' scope to the part of it that is gathered
+Part = Callable[[Axes], Axes]  # from the parameters' scope to the part of it that is gathered; `tuple`: all of it
+NAMES = ("parameters", "gradients", "optimizer")  # of scopes
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
 STRATEGIES = {
     "ddp": ("none", "none", "none"),
@@ -21,11 +23,6 @@ STRATEGIES = {
 
 class WorldTooSmallError(ValueError):
     """A partition group, or a pipeline, needs more nodes than there are."""
-
-
-def whole(scope: Axes) -> Axes:
-    """Returns the whole scope."""
-    return scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +40,10 @@ class GatherPolicy:
         return self.each_use is not None
 
 
-LAYER = GatherPolicy(name="layer", each_use=whole)
+LAYER = GatherPolicy(name="layer", each_use=tuple)
 NODE = GatherPolicy(name="node", each_micro_step=inter_part, each_use=intra_part)  # hpZ of ZeRO++, arXiv 2306.10209
-MICRO_STEP = GatherPolicy(name="micro_step", each_micro_step=whole)
-STEP = GatherPolicy(name="step", each_step=whole)
+MICRO_STEP = GatherPolicy(name="micro_step", each_micro_step=tuple)
+STEP = GatherPolicy(name="step", each_step=tuple)
 GATHER_POLICIES = {policy.name: policy for policy in (LAYER, NODE, MICRO_STEP, STEP)}
 
 
@@ -100,11 +97,6 @@ class Layout:
         return beyond(self.gradients, self.optimizer)
 
     @property
-    def optimizer_beyond_parameters(self) -> Axes:
-        """What the optimizer's scope adds to the parameters': updated parameters are gathered over it."""
-        return beyond(self.parameters, self.optimizer)
-
-    @property
     def all_reduced_axes(self) -> Axes:
         """The replica axes over which hop two hands the same on to all: it all-reduces over these."""
         return beyond(self.optimizer_beyond_gradients, self.replica_axes)
@@ -146,26 +138,18 @@ def make_layout(
             f"of whole nodes; set mesh.stages to {'1' if num_nodes == 1 else f'one of {divisors(num_nodes)}'}"
         )
     num_nodes //= stages
-    gather = GATHER_POLICIES[config.gather]
     if tensor < 1 or devices_per_node % tensor:
         raise ValueError(f"mesh.tensor={tensor} does not divide the {devices_per_node} devices of a node")
     local = devices_per_node // tensor
-    names = ("parameters", "gradients", "optimizer")
-    keys = [f"sharding.{key}" for key in (("partition_size",) * 3 if config.strategy == "mics" else names)]
-    if config.strategy in OWN["strategy"]:
-        keys = [f"sharding.strategy={config.strategy}, {name}" for name in names]
-    sizes = [
+    *sizes, experts = (
         _scope_size(key, scope, num_nodes=num_nodes, local=local, tensor=tensor, stages=stages)
-        for key, scope in zip(keys, _scopes(config), strict=True)
-    ]
-    for (inner, a), (outer, b) in zip(zip(names, sizes), list(zip(names, sizes))[1:]):
+        for key, scope in [*_scopes(config), ("sharding.experts", config.experts)]
+    )
+    for (inner, a), (outer, b) in pairwise(zip(NAMES, sizes, strict=True)):
         if a > b or b % a:
             raise ValueError(
                 f"the scope of {inner} ({_count(a * tensor)}) must lie within that of {outer} ({_count(b * tensor)})"
             )
-    experts = _scope_size(
-        "sharding.experts", config.experts, num_nodes=num_nodes, local=local, tensor=tensor, stages=stages
-    )
     if experts > sizes[0] or sizes[0] % experts:
         fix = f"choose none or a number that divides {sizes[0] * tensor}" if sizes[0] > 1 else "set it to none"
         raise ValueError(
@@ -189,22 +173,23 @@ def make_layout(
     )
     return Layout(
         shape=shape,
-        **{name: _axes(shape, size) for name, size in zip(names, sizes, strict=True)},
+        **{name: _axes(shape, size) for name, size in zip(NAMES, sizes, strict=True)},
         experts=_axes(shape, experts),
         hierarchical=config.hierarchical,
         two_hop=config.two_hop,
-        gather=gather,
+        gather=GATHER_POLICIES[config.gather],
         is_automatic=config.partitioner == "auto",
     )
 
 
-def _scopes(config: ShardingConfig) -> tuple[str | int, str | int, str | int]:
-    """Returns the scopes of parameters, gradients and optimizer state as written."""
+def _scopes(config: ShardingConfig) -> list[tuple[str, str | int]]:
+    """Returns the scopes of parameters, gradients and optimizer state as written, each with what says so."""
     if config.strategy == "custom":
-        return config.parameters, config.gradients, config.optimizer
+        return [(f"sharding.{name}", getattr(config, name)) for name in NAMES]
     if config.strategy == "mics":
-        return config.partition_size, config.partition_size, config.partition_size
-    return {**STRATEGIES, **OWN["strategy"]}[config.strategy]
+        return [("sharding.partition_size", config.partition_size)] * 3
+    scopes = (STRATEGIES | OWN["strategy"])[config.strategy]
+    return [(f"sharding.strategy={config.strategy}, {name}", scope) for name, scope in zip(NAMES, scopes, strict=True)]
 
 
 def beyond(inner: Axes, outer: Axes) -> Axes:
@@ -248,11 +233,9 @@ def _count(devices: int) -> str:
 
 def _axes(shape: MeshShape, size: int) -> Axes:
     """Returns the prefix of CHUNK_ORDER that makes `size` shards."""
-    axes, product = [], 1
+    found: Axes = ()
     for axis in shape.used(CHUNK_ORDER):
-        if product == size:
-            break
-        axes.append(axis)
-        product *= shape.sizes[axis]
-    assert product == size, (shape, size)
-    return tuple(axes)
+        if shape.size(found) < size:
+            found += (axis,)
+    assert shape.size(found) == size, (shape, size)
+    return found

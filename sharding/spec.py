@@ -90,13 +90,9 @@ class Placement:
 
     def without_layers(self) -> "Placement":
         """Returns the placement of one layer's slice of a stack."""
-        return Placement(
-            dim=None if self.dim is None else self.dim - 1,
-            tensor_dim=None if self.tensor_dim is None else self.tensor_dim - 1,
-            ndim=self.ndim - 1,
-            expert_dim=None if self.expert_dim is None else self.expert_dim - 1,
-            held=self.held,
-        )
+        names = "dim", "tensor_dim", "expert_dim", "ndim"
+        dims = {name: n - 1 for name in names if (n := getattr(self, name)) is not None}
+        return replace(self, **dims, stacked=False, staged=False)
 
 
 def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
@@ -131,15 +127,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             f"sharding.experts; choose a multiple of {shape.size(held)} for model.num_experts, or another "
             "sharding.experts"
         )
-    whole = Placement(
-        dim=None,
-        tensor_dim=tensor_dim,
-        ndim=ndim,
-        stacked=spec.stacked,
-        staged=staged,
-        expert_dim=expert_dim,
-        held=held,
-    )
+    of_spec = {"ndim": ndim, "stacked": spec.stacked, "staged": staged}
+    whole = Placement(dim=None, tensor_dim=tensor_dim, expert_dim=expert_dim, held=held, **of_spec)
     degree = shape.size(whole.not_held(layout.optimizer))  # of the widest scope
     if degree == 1 or spec.replicate:
         return whole
@@ -157,15 +146,13 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
 
 def has_dims(specs: PyTree, dims: Sequence[str]) -> bool:
     """Whether any parameter of a tree of ParamSpecs has one of these dims."""
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    return any(dim in dims for spec in leaves for dim in spec.dims)
+    return any(dim in dims for spec in jax.tree.leaves(specs, is_leaf=is_spec) for dim in spec.dims)
 
 
 def place_all(specs: PyTree, layout: Layout) -> PyTree:
     """Returns the tree of Placements for a tree of ParamSpecs."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, spec: place(path_name(path), spec, layout), specs, is_leaf=lambda x: isinstance(x, ParamSpec)
-    )
+    place_one = lambda path, spec: place(path_name(path), spec, layout)
+    return jax.tree_util.tree_map_with_path(place_one, specs, is_leaf=is_spec)
 
 
 def pspecs(placements: PyTree, scope: Sequence[str], *, tensor: bool = True) -> PyTree:
@@ -177,6 +164,11 @@ def is_stack(group: PyTree) -> bool:
     """Whether a group of parameters is a stack of layers: every one of its Placements or ParamSpecs is."""
     leaves = jax.tree.leaves(group, is_leaf=lambda x: isinstance(x, Placement | ParamSpec))
     return bool(leaves) and all(x.stacked for x in leaves)
+
+
+def is_spec(x: object) -> bool:
+    """Whether a node of a tree is a ParamSpec: the `is_leaf` of trees of them."""
+    return isinstance(x, ParamSpec)
 
 
 def is_placement(x: object) -> bool:

@@ -1,6 +1,6 @@
 """The training step: the gradients of a batch, hop two and the optimizer under `jit`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -34,7 +34,6 @@ class Chain:
     watch: Callable[[States], Means] = lambda states: {}  # scalars to report
 
 
-@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
     """All that a step changes: what a checkpoint holds."""
@@ -44,22 +43,19 @@ class TrainState:
     hop_two: Any  # what hop two keeps: residuals, what waits, counters
     opt_state: Any
 
-    def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[Any, Any]], None]:
-        """Returns the fields with the names that they have in checkpoints."""
-        fields = self.step, self.params, self.hop_two, self.opt_state
-        names = ("step", "params", "opt_state.exchange", "opt_state")
-        return list(zip(map(GetAttrKey, names), fields, strict=True)), None
-
-    @classmethod
-    def tree_unflatten(cls, static: None, fields: Iterable[Any]) -> "TrainState":
-        """Undoes `tree_flatten_with_keys`."""
-        step, params, hop_two, opt_state = fields
-        return cls(step=step, params=params, hop_two=hop_two, opt_state=opt_state)
-
     @property
     def chain(self) -> States:
         """The states of the chain."""
         return self.hop_two, self.opt_state
+
+
+# fields, and their names in checkpoints
+_NAMES = {"step": "step", "params": "params", "hop_two": "opt_state.exchange", "opt_state": "opt_state"}
+jax.tree_util.register_pytree_with_keys(
+    TrainState,
+    lambda state: ([(GetAttrKey(name), getattr(state, field)) for field, name in _NAMES.items()], None),
+    lambda _, children: TrainState(**dict(zip(_NAMES, children, strict=True))),
+)
 
 
 def first_state(chain: Chain, params: Params) -> TrainState:
@@ -76,7 +72,7 @@ def build_train_step(
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
     the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, the model's
     auxiliary metrics as means, and what the chain watches. `micro_steps` are `accumulated(loss)`, or a pipeline's
-    `through_stages(loss)`, where the `accum` micro-steps are micro-batches.
+    `partial(through_stages, loss)`, where the `accum` micro-steps are micro-batches.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Means]:

@@ -1,25 +1,9 @@
-"""Prints the collectives of a train step that is compiled for H100s, 4 nodes of 2, on a machine that has none.
+"""A config file of small models, whose steps are compiled for 4 nodes of 2 H100s: `--config=tests/compiling.py:moe`."""
 
-    PYTHONPATH=.venv/h100:. python tests/compiling.py '{"compression.hop_two": "int8"}'
-
-The argument changes keys of `configs/quickstart.py`. A process of its own: with the CUDA plug-in in its path jax looks
-for a GPU, and says so.
-"""
-
-import json
-import sys
-from dataclasses import asdict
-from pathlib import Path
-
-import jax
-from jax.experimental import topologies
+from typing import Any
 
 from configs import base, quickstart
-from sharding import hlo
-from training.experiment import make_experiment
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "planner" / "h100_target_config.txt"
 LAYERS, HIDDEN, MLP = 2, 128, 256
 SMALL = {
     "model.num_layers": LAYERS,
@@ -34,23 +18,11 @@ SMALL = {
 }
 
 
-def main() -> None:
-    """Compiles and prints, as JSON."""
-    jax.config.update("jax_platforms", "cpu")
-    topology = topologies.get_topology_desc(
-        topology_name="h100", platform="cuda", target_config=TARGET.read_text(), topology="1x4x2"
-    )
-    jax.devices = lambda: topology.devices  # what make_experiment takes
+def get_config(kind: str = "") -> Any:
+    """Returns the quickstart's config with a small model, of another kind if one is given."""
     config = quickstart.get_config()
-    changes = json.loads(sys.argv[1])
-    if "model.kind" in changes:
-        config.model = base.model(changes["model.kind"])
+    if kind:
+        config.model = base.model(kind)
     small = {key: value for key, value in SMALL.items() if not key.startswith("model.") or key[6:] in config.model}
-    config.update_from_flattened_dict(small | changes)
-    experiment = make_experiment(base.typed(config))
-    collectives = hlo.read_collectives(experiment.compile_train_step().as_text() or "", experiment.plan.layout.shape)
-    print(json.dumps([asdict(collective) for collective in collectives]))
-
-
-if __name__ == "__main__":
-    main()
+    config.update_from_flattened_dict(small)
+    return config

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ N = NODES * PER_NODE
 NUM_PARAMETERS = 11  # of the decoder
 
 
-def sizes(kind: str = "decoder") -> dict[str, int]:
+def sizes() -> dict[str, int]:
     """Elements of each group of parameters; of `layers`, those of one layer."""
-    specs = workload.model(kind, LAYERS).param_specs()
+    specs = workload.model("decoder", LAYERS).param_specs()
     count = {
         name: sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dims")))
         for name, tree in specs.items()
@@ -30,9 +31,10 @@ def model_elements() -> int:
     return sum(m * (LAYERS if name == "layers" else 1) for name, m in sizes().items())
 
 
-def read(kind: str = "decoder", **how) -> list[Collective]:
-    sh = workload.plan(kind, nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
-    step, _, _ = workload.compiled_step(kind, sh, accumulation=ACCUMULATION, num_layers=LAYERS)
+@cache
+def read(**how: Any) -> list[Collective]:
+    sh = workload.plan("decoder", nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
+    step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
     return read_collectives(step.as_text(), sh.layout.shape)
 
 
@@ -96,23 +98,21 @@ def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -
         *((p, {}) for p in (1, 2, 4, 8)),
         *((p, {"hierarchical": False}) for p in (4, 8)),
         *((4, {"gather": gather}) for gather in ("micro_step", "step")),
-        *((p, {"strategy": name, "partition_size": 0}) for name, p in (("ddp", 1), ("hsdp", 2), ("zero3", 8))),
     ],
 )
 def test_mics_gathers_in_groups_and_all_reduces_between_them(p: int, how: dict[str, Any]) -> None:
-    collectives = read(**{"strategy": "mics", "partition_size": p} | how)
-    assert traffic(collectives) == expected_mics(p, **{k: v for k, v in how.items() if k in ("hierarchical", "gather")})
+    collectives = read(strategy="mics", partition_size=p, **how)
+    assert traffic(collectives) == expected_mics(p, **how)
     in_the_loop = [c for c in collectives if c.loop_depth > 0]
     assert all(not axis.startswith("replica") for c in in_the_loop for axis in c.axes)
     assert sum(is_scalar(c) for c in collectives) <= 3
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_tensors_share_one_collective_per_level(kind: str) -> None:
-    """mics(4): executions a step of every payload, a layer's tensors together; hop two once, in float32."""
-    m = sizes(kind)
+def test_tensors_share_one_collective_per_level() -> None:
+    """mics(4): executions a step of every payload, a layer's tensors together, in float32."""
+    m = sizes()
     got: Counter = Counter()
-    for c in read(kind, strategy="mics", partition_size=4):
+    for c in read(strategy="mics", partition_size=4):
         if c.kind != "all-reduce":
             got[c.label, c.kind, c.axes, c.dtype, c.num_elements] += c.times
     expected: Counter = Counter()
@@ -126,18 +126,13 @@ def test_tensors_share_one_collective_per_level(kind: str) -> None:
 ALL_LEVELS = [(("replica_intra",), 2), (("replica_inter",), 4)]
 
 
-def test_zero1_reduces_once_a_step() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "label", "times"), [("zero1", "hop_two", 1), ("zero2", "gradient_scope", ACCUMULATION)]
+)
+def test_zero1_reduces_once_a_step_and_zero2_every_micro_step(strategy: str, label: str, times: int) -> None:
     total = model_elements()
-    assert traffic(read(strategy="zero1")) == (
-        gathered("hop_two", "reduce-scatter", total, ALL_LEVELS)
-        | gathered("parameter_scope", "all-gather", total, ALL_LEVELS)
-    )
-
-
-def test_zero2_reduces_every_micro_step() -> None:
-    total = model_elements()
-    assert traffic(read(strategy="zero2")) == (
-        gathered("gradient_scope", "reduce-scatter", total * ACCUMULATION, ALL_LEVELS)
+    assert traffic(read(strategy=strategy)) == (
+        gathered(label, "reduce-scatter", times * total, ALL_LEVELS)
         | gathered("parameter_scope", "all-gather", total, ALL_LEVELS)
     )
 
@@ -163,32 +158,27 @@ def test_without_two_hop_gradients_are_all_reduced_every_micro_step() -> None:
     assert got == {key: value for key, value in expected_mics(4).items() if key[0] == "gather"}
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_sent_bytes_match_the_formulas(p: int) -> None:
+@pytest.mark.parametrize(("p", "hierarchical"), [(2, True), (4, True), (8, True), (4, False), (8, False)])
+def test_sent_bytes_match_the_formulas(p: int, hierarchical: bool) -> None:
     """Gather and hop one (p-1)M/p, hop two 2(M/p)(R-1)/R; between nodes (p-k)M/p with, (p-1)M/p without hierarchy."""
     m = {name: 4 * elements for name, elements in sizes().items()}
     gathered_bytes = ACCUMULATION * (3 * LAYERS * m["layers"] + 2 * m["embed"] + 2 * m["head"])  # gathers and hop one
     replicas, k = N // p, PER_NODE
     hop_two = 2 * (4 * model_elements() / p) * (replicas - 1) / replicas
-    for hierarchical in (True, False):
-        collectives = [
-            c for c in read(strategy="mics", partition_size=p, hierarchical=hierarchical) if not is_scalar(c)
-        ]
-        got = bytes_per_step(collectives)
-        if hierarchical:  # each level moves its own share: nothing crosses that is needed only inside
-            between_nodes = gathered_bytes * (p - k) / p
-            inside = gathered_bytes * (k - 1) / k
-        else:  # one ring over all: each node has one edge out
-            between_nodes = gathered_bytes * (p - 1) / p if p > k else 0
-            inside = gathered_bytes * (p - 1) / p - between_nodes / k
-        assert got["collective_inter_bytes"] * k == pytest.approx(between_nodes + hop_two * k, abs=8)
-        assert got["collective_intra_bytes"] == pytest.approx(inside, abs=8)
+    how = {} if hierarchical else {"hierarchical": False}
+    got = bytes_per_step([c for c in read(strategy="mics", partition_size=p, **how) if not is_scalar(c)])
+    if hierarchical:  # each level moves its own share: nothing crosses that is needed only inside
+        between_nodes = gathered_bytes * (p - k) / p
+        inside = gathered_bytes * (k - 1) / k
+    else:  # one ring over all: each node has one edge out
+        between_nodes = gathered_bytes * (p - 1) / p
+        inside = gathered_bytes * (p - 1) / p - between_nodes / k
+    assert got["collective_inter_bytes"] * k == pytest.approx(between_nodes + hop_two * k, abs=8)
+    assert got["collective_intra_bytes"] == pytest.approx(inside, abs=8)
 
 
 def test_bfloat16_gathers_send_half_the_bytes() -> None:
-    sh = workload.plan("decoder", num_layers=LAYERS, dtype=jnp.bfloat16, strategy="mics", partition_size=2)
-    step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
-    collectives = read_collectives(step.as_text(), sh.layout.shape)
+    collectives = read(dtype=jnp.bfloat16, strategy="mics", partition_size=2)
     assert traffic(collectives) == expected_mics(2)
     assert {c.dtype for c in collectives if c.label == "gather"} == {"u16"}
     assert {c.dtype for c in collectives if c.label == "hop_two"} == {"f32"}

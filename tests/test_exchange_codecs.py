@@ -1,7 +1,6 @@
 """Hop two with a codec: what is handed on and kept, the bytes in the compiled program, and every layout it has."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ import workload
 from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
-from compression.delayed import delayed
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
+from compression.hop_two import delayed
 from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
 from compression.statistics import State, statistics
@@ -163,9 +162,9 @@ def test_exchange_of_two_nodes_matches_numpy() -> None:
         np.testing.assert_allclose(got, arrived[:size], atol=1e-6)
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
-def test_one_bit_scale_ignores_padding(per_node: int) -> None:
-    """Two nodes, without feedback: each slice is encoded by both, their sum once more, written out."""
+def test_one_bit_scale_ignores_padding() -> None:
+    """Two nodes of two, without feedback: each slice is encoded by both, their sum once more, written out."""
+    per_node = 2
     plan = workload.plan("tensors", nodes=2, per_node=per_node, strategy="ddp")
     block = 96
     out, _, _ = run(plan, OneBit(block=block), 1, feedback=False)
@@ -211,42 +210,25 @@ def test_each_replica_and_each_step_rounds_at_random_by_itself() -> None:
         assert np.isclose(of_first, of_second).mean() < 0.9
 
 
-@cache
-def train(layout: str, codec: str) -> tuple[np.ndarray, Any, Any]:
-    """Returns the losses of a few steps, the state, and the compiled step."""
-    plan = workload.plan("decoder", **LAYOUTS[layout])
-    compiled, state, data = workload.compiled_step("decoder", plan, hop_two=exchange(plan, CODECS[codec]))
-    losses, state, metrics = workload.run_steps(compiled, state, data, 3)
-    residuals = [np.asarray(x) for x in jax.tree.leaves(state.hop_two.residual)]
-    np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(sum((x**2).sum() for x in residuals)), rtol=1e-4)
-    return losses, state, compiled
-
-
-@pytest.mark.parametrize("layout", LAYOUT_PARAMS)
-@pytest.mark.parametrize(("name", "rtol"), [("int8", 2e-3), pytest.param("two_bit", 0.1, marks=pytest.mark.slow)])
-def test_losses_with_codecs_stay_close_to_dense_losses(layout: str, name: str, rtol: float) -> None:
-    """The first loss is the dense one, the others near (two bits lag); a device holds its residual and no other's."""
-    plan = workload.plan("decoder", **LAYOUTS[layout])
-    losses, state, _ = train(layout, name)
-    np.testing.assert_allclose(losses[0], workload.single_device_losses("decoder")[0], rtol=1e-5)
-    np.testing.assert_allclose(losses, workload.single_device_losses("decoder")[:3], rtol=rtol)
-    degree = plan.layout.shape.size(plan.layout.gradients) * plan.layout.shape.tensor
-    for residual in jax.tree.leaves(state.hop_two.residual):
-        shard = residual.addressable_shards[0].data
-        assert shard.shape[0] == 1
-    total = sum(x.size for x in jax.tree.leaves(state.hop_two.residual))
-    local = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.hop_two.residual))
-    assert local <= 1.1 * total / plan.layout.num_replicas / degree + 1000
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in CODECS]
 )
-def test_compiled_program_sends_exactly_the_payload(name: str) -> None:
-    """Between nodes hop two has collectives of bytes, of the size that the codec claims, and vectors as they are."""
-    plan = workload.plan("decoder", **LAYOUTS["mics(2)"])
-    codec = CODECS[name]
-    _, state, compiled = train("mics(2)", name)
+def test_a_step_sends_exactly_the_payload_and_its_losses_stay_near(name: str) -> None:
+    """Between nodes hop two has collectives of bytes, of the size that the codec claims, and vectors as they are.
+
+    The first loss is the dense one, the others near (one and two bits lag); a device holds its residual and no other's.
+    """
+    plan, codec = workload.plan("decoder", **LAYOUTS["mics(2)"]), CODECS[name]
+    compiled, state, data = workload.compiled_step("decoder", plan, hop_two=exchange(plan, codec))
+    losses, state, metrics = workload.run_steps(compiled, state, data, 3)
+    residuals = jax.tree.leaves(state.hop_two.residual)
+    squares = sum((np.asarray(x) ** 2).sum() for x in residuals)
+    np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(squares), rtol=1e-4)
+    dense = workload.single_device_losses("decoder")[:3]
+    np.testing.assert_allclose(losses[0], dense[0], rtol=1e-5)
+    np.testing.assert_allclose(losses, dense, rtol=2e-3 if "int8" in name else 0.1)
+    assert {x.addressable_shards[0].data.size for x in residuals} == {x.size // 8 for x in residuals}
+
     collectives = [c for c in hlo.read_collectives(compiled.as_text(), plan.layout.shape) if c.label == "hop_two"]
     crossing = [c for c in collectives if set(c.axes) & set(INTER_AXES)]
     plain = [c for c in crossing if c.kind == "all-reduce"]
@@ -300,12 +282,8 @@ def test_two_bit_fraction_sent_counts_values_above_threshold() -> None:
 
 HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
     "none": exchange,
-    "int8": lambda sh: exchange(sh, CODECS["int8"]),
     "two_bit": lambda sh: exchange(sh, CODECS["two_bit"]),  # whose payload cannot say that a value is not finite
     "dgc": lambda sh: dgc(sh, DGCConfig(sparsity=0.99, warmup_steps=0, momentum=0.9, clip_norm=0.0)),
-    "dgc, sampled": lambda sh: dgc(
-        sh, DGCConfig(sparsity=0.99, warmup_steps=0, momentum=0.9, clip_norm=0.0, sampled=0.3)
-    ),
     "power_sgd": lambda sh: power_sgd(sh, SPECS, 2),
     "one_bit_adam": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=1, b1=0.9, b2=0.95, eps=1e-8),
     "one_bit_adam, warm-up": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=9, b1=0.9, b2=0.95, eps=1e-8),

@@ -83,29 +83,7 @@ def test_dgc_matches_numpy(config: DGCConfig) -> None:
             np.testing.assert_allclose(out[step][name], wanted, atol=2e-6, err_msg=f"{name} at step {step}")
 
 
-def test_dgc_clips_independent_gradients_to_the_total_norm() -> None:
-    """Eight replicas with gradients of norm 0.5 to 4 that have nothing in common.
-
-    All far above: what is handed on has the norm `clip_norm`, as with clipping behind a dense exchange. All below
-    `clip_norm sqrt(8)`: it is their mean.
-    """
-    plan = workload.plan("tensors", nodes=8, per_node=1, strategy="ddp")
-    grads, whole = gradients(plan, 0)
-    norms = np.sqrt(sum(np.square(g.reshape(8, -1)).sum(1) for g in jax.tree.leaves(whole)))
-    to = np.linspace(0.5, 4, 8) / norms
-    grads, whole = (jax.tree.map(lambda g: g * to.reshape(8, *[1] * (g.ndim - 1)), x) for x in (grads, whole))
-    for clip_norm in (0.1, 1.5):
-        tx = dgc(plan, DGCConfig(sparsity=0.0, warmup_steps=0, momentum=0.0, clip_norm=clip_norm))
-        out, _ = jax.jit(tx.update)(grads, tx.init(workload.params("tensors")))
-        if clip_norm == 0.1:
-            handed_on = np.sqrt(sum(np.square(np.asarray(x)).sum() for x in jax.tree.leaves(out)))
-            assert handed_on == pytest.approx(clip_norm, rel=0.05)
-        else:
-            jax.tree.map(lambda x, g: np.testing.assert_allclose(x, g.mean(0), atol=1e-6), out, whole)
-
-
-@pytest.mark.parametrize("sampled", [1.0, 0.3])
-@pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
+@pytest.mark.parametrize(("layout", "sampled"), [("mics(2)", 1.0), ("none/node/4", 0.3)])
 def test_dgc_selects_values_per_layer(layout: str, sampled: float) -> None:
     """Gradients of the second layer 16 times smaller: of it the same values are sent, 16 times smaller."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
@@ -120,10 +98,9 @@ def test_dgc_selects_values_per_layer(layout: str, sampled: float) -> None:
         assert np.asarray(wanted[name])[1].any()
 
 
-@pytest.mark.parametrize("how", [LAYOUTS["tensor"], dict(nodes=2, per_node=4, tensor=2, partition_size=4)])
-def test_dgc_handles_matrices_without_tensor_dim(how: dict) -> None:
+def test_dgc_handles_matrices_without_tensor_dim() -> None:
     """Learned positions, and biases of a layer: beside others they have copies on the axis `tensor`."""
-    plan = workload.plan("encoder", **({"strategy": "mics"} | how))
+    plan = workload.plan("encoder", nodes=2, per_node=4, strategy="mics", partition_size=4, tensor=2)
     grads, whole = gradients(plan, 0, "encoder")
     tx = dgc(plan, replace(DGC, clip_norm=1e3))
     out, state = jax.jit(tx.update)(grads, tx.init(workload.params("encoder")))
@@ -164,9 +141,9 @@ def test_dgc_ratio_ignores_padding() -> None:
     assert told["hop_two_ratio"] == pytest.approx(4 * num_values / told["hop_two_payload_bytes"])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sampled_selection_finds_large_values(seed: int) -> None:
+def test_sampled_selection_finds_large_values() -> None:
     """Of 20000 values the 200 largest are wanted, and a tenth tells which are large."""
+    seed = 0
     size = np.abs(np.random.default_rng(seed).standard_t(3, 20_000)).astype(np.float32)
     key = jax.random.key(seed)
     chosen, found = (np.asarray(x) for x in _largest(jnp.asarray(size), key, 200, 0.1))
@@ -230,10 +207,9 @@ def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
     assert compressed == 3
 
 
-@pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
-def test_power_sgd_is_exact_for_matrices_of_its_rank(layout: str) -> None:
+def test_power_sgd_is_exact_for_matrices_of_its_rank() -> None:
     """A matrix of rank 1 comes through whole with rank 4; the factors' other columns find nothing."""
-    plan = workload.plan("tensors", **LAYOUTS[layout])
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     grads, _ = gradients(plan, 0)
     flat = jax.tree.map(lambda g: jnp.ones_like(g) * 0.01, grads)
     out, _ = jax.jit(power_sgd(plan, SPECS, 4).update)(flat, power_sgd(plan, SPECS, 4).init(workload.params("tensors")))
@@ -279,9 +255,8 @@ def test_sampled_selection_skips_zeros() -> None:
     assert set(np.asarray(chosen)[np.asarray(found)]) == set(range(9_950, 10_000))
 
 
-@pytest.mark.parametrize("method", ["power_sgd", pytest.param("dgc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "layout", ["none/node/4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tensor", "mics(2)"))]
+    ("layout", "method"), [("none/node/4", "power_sgd"), pytest.param("tensor", "dgc", marks=pytest.mark.slow)]
 )
 def test_dgc_and_power_sgd_stay_close_to_dense_losses(layout: str, method: str) -> None:
     """Three steps stay near the dense losses, and what crosses nodes is small."""

@@ -1,9 +1,5 @@
 """The step as XLA compiles it for H100s, 4 nodes of 2: what crosses nodes is as narrow and as little as claimed."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
@@ -15,10 +11,10 @@ from running import ROOT
 from compression.codecs import make_codec
 from configs import base
 from configs.schema import CompressionConfig
-from sharding.hlo import Collective
+from planner.compile import WHEELS, compile_step
+from sharding.hlo import Collective, read_collectives
 from sharding.mesh import INTER_AXES
 
-WHEELS = ROOT / ".venv" / "h100"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed"),
@@ -37,13 +33,11 @@ def compiled_for_h100(changes: dict[str, Any], more_flags: str = "") -> list[Col
 
     Without overlap, which cuts a codec's rows layer by layer; test_gpu_overlap.py compares the bytes of both.
     """
-    flags = f"--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0 {more_flags}"
-    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{WHEELS}:{ROOT}", "XLA_FLAGS": flags}
-    command = [sys.executable, str(ROOT / "tests" / "compiling.py"), json.dumps({"sharding.overlap": "off"} | changes)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = [Collective(**collective) for collective in json.loads(done.stdout)]
-    return [c for c in found if c.payload_bytes > 100]
+    changes = {"sharding.overlap": "off"} | changes
+    file = f"--config={ROOT / 'tests' / 'compiling.py'}:{changes.pop('model.kind', '')}"
+    words = [f"--config.{key}={value}" for key, value in changes.items()]
+    step = compile_step([file, *words], nodes=NODES, devices_per_node=DEVICES, xla_flags=more_flags)
+    return [c for c in read_collectives(step.text, step.shape) if c.payload_bytes > 100]
 
 
 def crossing(collectives: list[Collective]) -> list[Collective]:

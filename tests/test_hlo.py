@@ -1,12 +1,14 @@
 """The parser of compiled programs: every spelling of replica groups, loops, asynchronous pairs, bytes by network."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharding.hlo import as_report, bytes_per_step, merged, read_collectives
+from sharding.hlo import as_report, bytes_per_step, read_collectives
 from sharding.hlo_program import Site, parse_program, trip_count
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 
@@ -74,14 +76,6 @@ def test_replica_groups_in_every_spelling(groups: str, axes: tuple[str, ...]) ->
     assert (c.kind, c.axes, c.dtype, c.num_elements, c.payload_bytes) == ("all-reduce", axes, "f32", 100, 400)
 
 
-def test_a_tuple_of_tensors_is_one_collective() -> None:
-    line = (
-        "%a = (f32[3]{0}, bf16[2,2]{1,0}, /*index=2*/f32[]) all-reduce(%x, %y, %z), replica_groups={{0,1,2,3,4,5,6,7}}"
-    )
-    (c,) = read_collectives(module(line.replace("bf16", "f32")), SHAPE)
-    assert c.num_elements == 8
-
-
 def test_asynchronous_pairs_count_once_and_by_their_result() -> None:
     lines = (
         "%s = (f32[10]{0}, f32[20]{0}) all-gather-start(%p), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}",
@@ -109,6 +103,7 @@ def test_asynchronous_pairs_count_once_and_by_their_result() -> None:
             "f32",
             20,
         ),
+        ("(f32[3], f32[2,2], /*index=2*/f32[]) all-reduce(%x, %y, %z), replica_groups=%s", "f32", 8),
         ("(f32[8], f32[8], u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}", "f32", 8),
     ],
 )
@@ -125,14 +120,17 @@ def test_what_runs_on_another_stream_counts(line: str) -> None:
     assert len(read_collectives(module("%c = ((f32[8]), f32[8]) " + line, more=more), SHAPE)) == 1
 
 
-def test_replica_groups_that_cannot_be_read_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"%all-reduce.1 = all-reduce\(p\) has replica groups that cannot be read"):
-        read_collectives(module(all_reduce("V2{4,2}")), SHAPE)
-
-
-def test_a_line_that_cannot_be_read_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"cannot be read: %x = f32\[8\] add\(%p"):
-        read_collectives(module("%x = f32[8] add(%p"), SHAPE)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (module(all_reduce("V2{4,2}")), r"%all-reduce.1 = all-reduce\(p\) has replica groups that cannot be read"),
+        (module("%x = f32[8] add(%p"), r"cannot be read: %x = f32\[8\] add\(%p"),
+        ("module @jit_step {}", "no ENTRY"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_collectives(text, SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -146,40 +144,31 @@ def test_the_branch_of_a_conditional_that_sends_most_counts(branches: str) -> No
     assert [c.num_elements for c in read_collectives(module(line, more=more), SHAPE)] == [200, 100]
 
 
-def test_text_that_is_no_program_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no ENTRY"):
-        read_collectives("module @jit_step {}", SHAPE)
-
-
 def run(function, spec_in: P, spec_out: P, shape: tuple[int, ...], dtype=jnp.float32):
     mesh = make_mesh(SHAPE, find_nodes(jax.devices(), 2))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec_in, out_specs=spec_out)
     return read_collectives(jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype)).compile().as_text(), SHAPE)
 
 
-def test_a_ring_inside_a_node_sends_nothing_between_nodes() -> None:
-    (c,) = run(lambda x: lax.all_gather(x, "shard_intra"), P("shard_intra"), P("shard_intra"), (64,))
-    assert (c.inter_bytes, c.intra_bytes) == (0, 64 * 4 / 2)
+BOTH = ("shard_inter", "shard_intra")
+M = 64 * 4  # bytes
 
 
-def test_a_ring_over_nodes_has_one_edge_out_of_each_node() -> None:
-    both = ("shard_inter", "shard_intra")
-    (c,) = run(lambda x: lax.all_gather(x, both), P(both), P(both), (64,))
-    sent = 64 * 4 * 3 / 4
-    assert (c.inter_bytes, c.intra_bytes) == (sent / 2, sent / 2)
-
-
-def test_an_all_to_all_crosses_nodes_by_its_pairs() -> None:
-    both = ("shard_inter", "shard_intra")
-    (c,) = run(lambda x: lax.all_to_all(x, both, 0, 0, tiled=True), P(both), P(both), (64,))
-    quarter = 64 / 4 * 4 / 4
-    assert (c.inter_bytes, c.intra_bytes) == (2 * quarter, quarter)
-
-
-def test_a_permutation_sends_its_payload() -> None:
-    pairs = [(0, 1), (1, 0)]
-    (c,) = run(lambda x: lax.ppermute(x, "shard_inter", pairs), P("shard_inter"), P("shard_inter"), (64,))
-    assert (c.kind, c.axes, c.inter_bytes, c.intra_bytes) == ("collective-permute", ("shard_inter",), 128, 0)
+@pytest.mark.parametrize(
+    ("function", "axes", "inter", "intra"),
+    [
+        (lambda x: lax.all_gather(x, "shard_intra"), ("shard_intra",), 0, M / 2),
+        (lambda x: lax.all_gather(x, BOTH), BOTH, M * 3 / 4 / 2, M * 3 / 4 / 2),  # one edge of the ring in two crosses
+        (lambda x: lax.all_to_all(x, BOTH, 0, 0, tiled=True), BOTH, 2 * M / 16, M / 16),
+        (lambda x: lax.ppermute(x, "shard_inter", [(0, 1), (1, 0)]), ("shard_inter",), M / 2, 0),
+    ],
+    ids=["a ring inside a node", "a ring over nodes", "all to all", "a permutation"],
+)
+def test_bytes_by_network(
+    function: Callable[[jax.Array], jax.Array], axes: tuple[str, ...], inter: float, intra: float
+) -> None:
+    (c,) = run(function, P(axes), P(axes), (64,))
+    assert (c.axes, c.inter_bytes, c.intra_bytes) == (axes, inter, intra)
 
 
 def test_the_report_multiplies_and_merges() -> None:
@@ -191,8 +180,7 @@ def test_the_report_multiplies_and_merges() -> None:
     found = run(five_times, P("replica_inter"), P("replica_inter"), (20,))
     assert [(c.times, c.axes) for c in found] == [(5, ("replica_inter",))]
     assert bytes_per_step(found * 2) == {"collective_inter_bytes": 400, "collective_intra_bytes": 0}
-    assert [c.times for c in merged(found * 2)] == [10]
-    entry = as_report(found * 2)["collectives"][0]
+    (entry,) = as_report(found * 2)["collectives"]
     assert (entry["times"], entry["inter_bytes"], entry["kind"]) == (10, 400, "all-reduce")
 
 

@@ -52,13 +52,7 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [
-        ("mics2", "decoder"),
-        ("zero3", "encoder"),
-        pytest.param("none-node-4", "decoder", marks=pytest.mark.slow),
-        pytest.param("mics4", "encoder", marks=pytest.mark.slow),
-    ],
+    ("strategy", "kind"), [("hsdp", "decoder"), ("none-node-4", "decoder"), ("mics4", "encoder"), ("zero3", "encoder")]
 )
 def test_strategies_have_the_losses_of_a_single_device(strategy: str, kind: str) -> None:
     kind += workload.PACKED

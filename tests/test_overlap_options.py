@@ -101,12 +101,12 @@ def test_what_xla_says_of_an_option() -> None:
         is_known(SCHEDULER, "perhaps")
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("overlap", ["auto", "off"])
 def test_they_reach_the_compilation_and_the_record(
-    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA for CPUs takes them too, and does nothing with them: a run that is told `gpu` shows the way that they go."""
-    told = lambda _, **more: overlap_options(platform, **more)
+    told = lambda _, **more: overlap_options("gpu", **more)
     monkeypatch.setattr("training.experiment.overlap_options", told)
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_collective_timeout_seconds=120 --{SCHEDULER}=false")
     asked: list[dict[str, Any] | None] = []
@@ -117,20 +117,12 @@ def test_they_reach_the_compilation_and_the_record(
         return compile_lowered(self, compiler_options, **more)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
-    assert run_here(*arguments(tmp_path / "run"), make=make_experiment) == 0
-    wanted = list(on_gpus(known=is_known, pipelined=True))[1:] if platform == "gpu" else []
+    assert run_here(*arguments(tmp_path / "run", sharding__overlap=overlap), make=make_experiment) == 0
+    wanted = list(on_gpus(known=is_known, pipelined=True))[1:] if overlap == "auto" else []
     assert wanted in [list(options or {}) for options in asked]
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert list(environment["xla_options"]) == wanted
     assert environment["xla_flags"].endswith(f"--{SCHEDULER}=false")
-
-
-@pytest.mark.parametrize("overlap", ["auto", "off"])
-def test_the_key_decides(overlap: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr("training.experiment.overlap_options", lambda _, wanted, **more: told.append(wanted) or {})
-    assert run_here(*arguments(tmp_path / "run", sharding__overlap=overlap), make=make_experiment) == 0
-    assert set(told) == {overlap != "off"}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import workload
 
@@ -16,6 +17,7 @@ from sharding.gradients import accumulated, batch_gradients
 from sharding.hlo import Collective, read_collectives
 from sharding.hop_two import Early
 from sharding.mesh import INTER_AXES
+from sharding.plan import ShardingPlan, gradient_specs
 from training.experiment import make_experiment
 
 STRATEGIES = {
@@ -37,153 +39,133 @@ CODEC = dict(block=16)  # small rows would mostly be filled up
 
 
 def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
+    """The losses of five steps with hop two in the last backward pass."""
     plan = workload.plan(kind, overlap=True, **STRATEGIES[strategy])
     early = workload.early(plan, "none")
     return workload.losses(kind, plan, accumulation=accumulation, early=early)
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy", "accumulation"),
-    [
-        ("decoder", "mics(2)", 1),
-        ("decoder", "mics(4)", 2),
-        ("decoder", "ddp", 2),
-        ("encoder", "hsdp", 3),
-        ("encoder", "mics(1)", 2),
-        ("resnet", "mics(2)", 2),
-        ("decoder", "zero1", 2),
-        ("resnet", "node/node/all", 1),
-        ("encoder", "none/none/node", 2),
-        ("decoder", "none/node/node", 2),
-        ("resnet", "none/node/all", 2),
-        ("encoder", "none/node/all", 1),
-        ("decoder", "2/4/8", 3),
-    ],
-)
-def test_losses_equal_a_single_device(kind: str, strategy: str, accumulation: int) -> None:
-    np.testing.assert_allclose(losses(kind, strategy, accumulation), workload.single_device_losses(kind), rtol=1e-5)
 
 
 def crossing(collectives: list[Collective]) -> list[Collective]:
     return [c for c in collectives if c.label == "hop_two" and set(c.axes) & set(INTER_AXES)]
 
 
+def bytes_between_nodes(collectives: list[Collective]) -> float:
+    return sum(c.times * c.inter_bytes for c in crossing(collectives))
+
+
+def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
+    """The bytes that a device sends to other nodes if hop two takes all gradients at once."""
+    tx = method_named(method).build(workload.setup(plan, method, kind=kind, **CODEC))
+    state = workload.first_state(kind, plan, optax.chain(tx, optax.identity()), LAYERS).hop_two
+    replicas = plan.layout.num_replicas
+    grads_R = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(
+            (replicas, *x.shape), jnp.float32, sharding=jax.NamedSharding(plan.mesh, spec)
+        ),
+        workload.params(kind, LAYERS),
+        gradient_specs(plan),
+    )
+    text = jax.jit(tx.update).lower(grads_R, state).compile().as_text()
+    return bytes_between_nodes(read_collectives(text or "", plan.layout.shape))
+
+
 @pytest.mark.parametrize(
-    ("method", "strategy", "late"),
+    ("kind", "strategy", "accumulation"),
     [
-        pytest.param("none", "mics(2)", False, marks=pytest.mark.slow),
-        ("int8", "mics(2)", False),
-        ("none", "zero1", False),
-        pytest.param("none", "none/none/node", False, marks=pytest.mark.slow),
-        ("int8", "node/node/all", False),
-        ("none", "none/node/node", False),
-        ("none", "none/node/all", False),
-        ("int8", "none/node/node", False),
-        pytest.param("none", "mics(2)", True, marks=pytest.mark.slow),
-        ("int8", "mics(2)", True),
+        ("decoder", "mics(4)", 2),
+        ("encoder", "mics(1)", 3),
+        ("resnet", "mics(2)", 1),
+        ("decoder", "zero1", 2),
+        ("encoder", "none/none/node", 2),
+        ("resnet", "none/node/all", 2),
+        ("decoder", "2/4/8", 3),
+        *(pytest.param("decoder", name, 2, marks=pytest.mark.slow) for name in ("ddp", "none/node/node")),
     ],
 )
-def test_hop_two_runs_once_per_layer_and_sends_no_more(method: str, strategy: str, late: bool) -> None:
-    """All but the first layer's exchanges are in the loop of the last backward pass; delayed, pieces in all of them."""
-    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
-    codec: dict[str, Any] = {"delayed": late} | (CODEC if method == "int8" else {})
-    tx = method_named(method).transform(workload.setup(plan, method, **codec))
-    counted = []
-    for early in (None, workload.early(plan, method, **codec)):
-        step, *_ = workload.compiled_step("decoder", plan, num_layers=LAYERS, hop_two=tx, early=early, accumulation=2)
-        counted.append(crossing(read_collectives(step.as_text() or "", plan.layout.shape)))
-    after, inside = (sum(c.times * c.inter_bytes for c in found) for found in counted)
-    times = {c.times for c in counted[1] if c.loop_depth}
-    if late:
-        assert max(times) == 2 * (LAYERS - 1)
-        assert inside == pytest.approx(after, rel=0.01 if method == "none" else 0.15)  # filled up to equal pieces
-    else:
-        assert times == {LAYERS - 1}
-        assert after <= inside <= after * (1.0 if method == "none" else 1.1)  # a layer's rows are filled up
+def test_hop_two_in_the_last_backward_pass(kind: str, strategy: str, accumulation: int) -> None:
+    """The losses of a single device; each layer but the first is exchanged in the loop, and no byte more is sent."""
+    plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
+    early = workload.early(plan, "none")
+    step = workload.compiled_step(kind, plan, accumulation=accumulation, num_layers=LAYERS, early=early)
+    found = workload.run_steps(*step, workload.NUM_STEPS)[0]
+    np.testing.assert_allclose(found, workload.single_device_losses(kind, num_layers=LAYERS), rtol=1e-5)
+    collectives = read_collectives(step[0].as_text() or "", plan.layout.shape)
+    assert bytes_between_nodes(collectives) == pytest.approx(bytes_of_all_at_once(kind, plan, "none"), abs=16)
+    in_loops = {c.times for c in crossing(collectives) if c.loop_depth}
+    assert in_loops == (set() if kind == "resnet" else {LAYERS - 1})
 
 
 @pytest.mark.parametrize(
     ("method", "late", "strategy"),
     [
         ("int8", False, "mics(2)"),
-        pytest.param("two_bit", False, "mics(2)", marks=pytest.mark.slow),
         ("int8", False, "node/node/all"),
-        ("int8", False, "none/node/node"),
-        pytest.param("int8", False, "none/node/all", marks=pytest.mark.slow),
-        pytest.param("int8", False, "zero1", marks=pytest.mark.slow),
         ("int8", True, "mics(2)"),
-        *(pytest.param(method, True, "mics(2)", marks=pytest.mark.slow) for method in ("int4", "two_bit", "one_bit")),
+        pytest.param("two_bit", False, "none/node/node", marks=pytest.mark.slow),
+        pytest.param("one_bit", True, "mics(2)", marks=pytest.mark.slow),
     ],
 )
 def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, late: bool, strategy: str) -> None:
     """With gradient descent at a rate of 1, the parameters first move by what hop two hands on; delayed, a step later.
 
-    Delayed, both runs have the same gradients to hand on: those at the start.
+    Each layer, delayed each piece of it, is exchanged by itself, for no more bytes than what fills it up.
     """
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
     start = jax.tree.map(np.asarray, workload.params("decoder", LAYERS))
-
-    def steps(hop_two: str, early: Any) -> Any:
-        setup = workload.setup(plan, hop_two, delayed=late, **CODEC)
-        chain = dict(hop_two=method_named(hop_two).transform(setup), tx=workload.optax.sgd(1.0))
-        compiled, state, data = workload.compiled_step(
-            "decoder", plan, num_layers=LAYERS, accumulation=2, early=early, **chain
-        )
-        return workload.run_steps(compiled, state, data, 2 if late else 1)[1:]
-
-    plain, _ = steps("none", None)
-    state, metrics = steps(method, workload.early(plan, method, delayed=late, **CODEC))
+    tx = method_named(method).transform(workload.setup(plan, method, delayed=late, **CODEC))
+    early = workload.early(plan, method, delayed=late, **CODEC)
+    chain: dict[str, Any] = dict(hop_two=tx, tx=optax.sgd(1.0), early=early)
+    step = workload.compiled_step("decoder", plan, num_layers=LAYERS, **chain)
+    _, state, metrics = workload.run_steps(*step, 2 if late else 1)
     exchange = state.hop_two.exchange if late else state.hop_two
     residual = exchange.residual.tree
 
-    def check(p: np.ndarray, whole: jax.Array, handed_on: jax.Array, kept_R: jax.Array) -> None:
+    def check(p: np.ndarray, gradient: jax.Array, handed_on: jax.Array, kept_R: jax.Array) -> None:
         moved, kept = p - np.asarray(handed_on), np.asarray(kept_R).sum(0)
-        np.testing.assert_allclose(moved + kept, p - np.asarray(whole), atol=1e-6)
+        np.testing.assert_allclose(moved + kept, gradient, atol=1e-6)
 
-    jax.tree.map(check, start, plain.params, state.params, residual)
+    _, gradient = workload.value_and_grad("decoder", LAYERS)(start, jnp.arange(workload.ROWS))
+    jax.tree.map(check, start, gradient, state.params, residual)
     assert sum(np.abs(np.asarray(x)).sum() for x in jax.tree.leaves(residual)) > 0
     assert int(exchange.step) == 1 + late and float(metrics["hop_two_ratio"]) > 2
 
-
-def test_counts_equal_the_exchange_after_the_backward_pass_but_for_filling_up() -> None:
-    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
-    tx = method_named("int8").build(workload.setup(plan, "int8", **CODEC))
-    found = []
-    for early in (None, workload.early(plan, "int8", **CODEC)):
-        step = workload.compiled_step("decoder", plan, num_layers=LAYERS, hop_two=tx, early=early)
-        found.append(workload.run_steps(*step, 1)[2])
-    after, inside = found
-    assert float(inside["hop_two_fraction_sent"]) == float(after["hop_two_fraction_sent"]) == 1
-    payload = [float(metrics["hop_two_payload_bytes"]) for metrics in found]
-    assert payload[0] <= payload[1] < 1.1 * payload[0]
+    found = read_collectives(step[0].as_text() or "", plan.layout.shape)
+    assert max(c.times for c in crossing(found) if c.loop_depth) == (2 if late else 1) * (LAYERS - 1)
+    at_once = bytes_of_all_at_once("decoder", plan, method)
+    assert at_once <= bytes_between_nodes(found) <= (1.15 if late else 1.1) * at_once
+    sent = [c.times * c.payload_bytes / (c.group_size if c.kind == "all-gather" else 1) for c in crossing(found)]
+    # besides the payload: counts, and whether all is finite
+    assert 0 <= sum(sent) - float(metrics["hop_two_payload_bytes"]) <= 64
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "accumulation", "method"),
+    ("kind", "strategy", "accumulation"),
     [
-        pytest.param("decoder", "mics(2)", 2, "none", marks=pytest.mark.slow),
-        pytest.param("decoder", "mics(2)", 2, "bf16", marks=pytest.mark.slow),
-        pytest.param("decoder", "ddp", 1, "none", marks=pytest.mark.slow),
-        ("encoder", "mics(4)", 3, "none"),
-        pytest.param("resnet", "mics(2)", 2, "none", marks=pytest.mark.slow),
-        ("decoder", "none/node/node", 2, "none"),
+        ("encoder", "mics(4)", 3),
+        ("decoder", "none/node/node", 2),
+        pytest.param("decoder", "ddp", 1, marks=pytest.mark.slow),
+        pytest.param("resnet", "mics(2)", 2, marks=pytest.mark.slow),
     ],
 )
-def test_delayed_beside_the_micro_steps_equals_delayed_after_them(
-    kind: str, strategy: str, accumulation: int, method: str
-) -> None:
-    """In pieces that do not divide the shards, too."""
-    found = []
-    for overlap in (False, True):
-        plan = workload.plan(kind, overlap=overlap, **STRATEGIES[strategy])
-        hop_two = method_named(method).transform(workload.setup(plan, method, kind=kind, delayed=True))
-        beside = workload.early(plan, method, delayed=True) if overlap else None
-        step = workload.compiled_step(
-            kind, plan, accumulation=accumulation, hop_two=hop_two, early=beside, tx=workload.optax.sgd(0.5)
-        )
-        found.append(workload.run_steps(*step, 4)[0])
-    assert abs(found[0][0] - found[0][-1]) > 1e-3
-    np.testing.assert_allclose(*found, rtol=1e-5)
+def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: int) -> None:
+    """Each update is of the gradients before, in pieces that do not divide the shards, and no more is sent."""
+    plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
+    hop_two = method_named("none").transform(workload.setup(plan, "none", kind=kind, delayed=True))
+    how: dict[str, Any] = dict(accumulation=accumulation, num_layers=LAYERS, tx=optax.sgd(0.5))
+    step = workload.compiled_step(kind, plan, hop_two=hop_two, early=workload.early(plan, "none", delayed=True), **how)
+    p, wanted, gradient = workload.params(kind, LAYERS), [], None
+    for _ in range(4):
+        loss, following = workload.value_and_grad(kind, LAYERS)(p, jnp.arange(workload.ROWS))
+        wanted.append(float(loss))
+        p = p if gradient is None else jax.tree.map(lambda x, g: x - 0.5 * g, p, gradient)
+        gradient = following
+    assert abs(wanted[0] - wanted[-1]) > 1e-3
+    np.testing.assert_allclose(workload.run_steps(*step, 4)[0], wanted, rtol=1e-5)
+    found = read_collectives(step[0].as_text() or "", plan.layout.shape)
+    tensors = sum(len(x) if name == "layers" else 1 for name, group in p.items() for x in jax.tree.leaves(group))
+    filling = 2 * 4 * tensors * (accumulation - 1)  # of each tensor of each layer, up to equal pieces
+    more = bytes_between_nodes(found) - bytes_of_all_at_once(kind, plan, "none")
+    assert -16 <= more <= filling + 64  # XLA combines a few scalars with it
 
 
 @pytest.mark.parametrize(("late", "pieces"), [(False, 1), (True, 2)])
@@ -234,12 +216,7 @@ scaled_backwards.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * fa
 
 @pytest.mark.parametrize(
     ("method", "strategy"),
-    [
-        ("int8", "mics(2)"),
-        ("int8", "node/node/all"),
-        pytest.param("two_bit", "mics(2)", marks=pytest.mark.slow),
-        pytest.param("one_bit", "zero1", marks=pytest.mark.slow),
-    ],
+    [("int8", "node/node/all"), pytest.param("two_bit", "mics(2)", marks=pytest.mark.slow)],
 )
 def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the_residuals(
     method: str, strategy: str
@@ -263,21 +240,17 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
         assert 0.2 < float(metrics["grad_norm"]) / float(first["grad_norm"]) < 5
 
 
-@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "int8"])
-def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed(method: str) -> None:
+def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed() -> None:
     """The mean of what waits, and what the codec keeps, are together what they were."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
-    hop_two = method_named(method).transform(workload.setup(plan, method, delayed=True, **CODEC))
-    beside = workload.early(plan, method, delayed=True, **CODEC)
+    hop_two = method_named("int8").transform(workload.setup(plan, "int8", delayed=True, **CODEC))
+    beside = workload.early(plan, "int8", delayed=True, **CODEC)
     step, state, data = workload.compiled_step("decoder", plan, hop_two=hop_two, early=beside)
     state, _ = step(state, data)
 
     def to_come(state: Any) -> Any:
-        found = jax.tree.map(lambda x: np.asarray(x).mean(0), state.hop_two.waiting.tree)
-        if method == "none":
-            return found
-        kept_R = state.hop_two.exchange.residual.tree
-        return jax.tree.map(lambda x, kept: x + np.asarray(kept).sum(0), found, kept_R)
+        waiting_R, kept_R = state.hop_two.waiting.tree, state.hop_two.exchange.residual.tree
+        return jax.tree.map(lambda x, kept: np.asarray(x).mean(0) + np.asarray(kept).sum(0), waiting_R, kept_R)
 
     params, expected = jax.tree.map(np.array, state.params), to_come(state)
     assert min(np.abs(x).max() for x in jax.tree.leaves(expected)) > 1e-4
@@ -292,12 +265,9 @@ def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_dela
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("decoder", dict(strategy="zero3")),
         ("decoder", dict(strategy="zero3", hierarchical=False)),
-        ("decoder", dict(strategy="zero3", gather="node")),
         ("resnet", dict(strategy="mics", partition_size=4, gather="node")),
         ("encoder", dict(strategy="zero2")),
-        ("decoder", dict(strategy="zero1")),
         ("decoder", dict(strategy="mics", partition_size=2, two_hop=False)),
         ("decoder", dict(strategy="hsdp", tensor=2)),
     ],
@@ -307,15 +277,12 @@ def test_losses_with_hop_two_after_the_pipelined_loops_equal_a_single_device(kin
     np.testing.assert_allclose(workload.losses(kind, plan), workload.single_device_losses(kind), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "how", [dict(strategy="zero3"), pytest.param(dict(strategy="mics", partition_size=4), marks=pytest.mark.slow)]
-)
-def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_a_time(how: dict[str, Any]) -> None:
+def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_a_time() -> None:
     """As many bytes cross as without overlap, once a micro-step and not twice, and the losses are the same."""
     found, sent = [], []
     for overlap in (False, True):
-        plan = workload.plan("decoder", overlap=overlap, num_layers=LAYERS, gather="node", **how)
-        step = workload.compiled_step("decoder", plan, num_layers=LAYERS, accumulation=2)
+        plan = workload.plan("decoder", overlap=overlap, num_layers=LAYERS, gather="node", strategy="zero3")
+        step = workload.compiled_step("decoder", plan, num_layers=LAYERS)
         collectives = read_collectives(step[0].as_text() or "", plan.layout.shape)
         sent.append({label: sum(c.times * c.inter_bytes for c in collectives if c.label == label) for label in HOPS})
         found.append(workload.run_steps(*step, 3)[0])
@@ -326,14 +293,11 @@ def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_
 
 
 @pytest.mark.parametrize("gather", ["layer", "node"])
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_stack_of_few_layers_is_pipelined_too(num_layers: int, gather: str) -> None:
-    found = []
-    for overlap in (False, True):
-        plan = workload.plan("decoder", num_layers=num_layers, overlap=overlap, gather=gather, **STRATEGIES["mics(4)"])
-        step = workload.compiled_step("decoder", plan, num_layers=num_layers, accumulation=1)
-        found.append(workload.run_steps(*step, 3)[0])
-    np.testing.assert_allclose(*found, rtol=1e-6)
+def test_a_stack_of_one_layer_is_pipelined_too(gather: str) -> None:
+    plan = workload.plan("decoder", num_layers=1, overlap=True, gather=gather, **STRATEGIES["mics(4)"])
+    step = workload.compiled_step("decoder", plan, num_layers=1, accumulation=1)
+    wanted = workload.single_device_losses("decoder", num_layers=1)
+    np.testing.assert_allclose(workload.run_steps(*step, workload.NUM_STEPS)[0], wanted, rtol=1e-5)
 
 
 def test_a_group_that_is_gathered_twice_is_refused() -> None:
@@ -367,13 +331,14 @@ def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
 
 def test_the_config_decides_where_hop_two_runs() -> None:
     inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
-    late = {"compression.delayed": True}
-    for changes, waits in (({}, False), (inside, False), (late, True), (inside | late, True)):
+    late, streaming = {"compression.delayed": True}, {"local_sgd.inner_steps": 4, "local_sgd.streaming": True}
+    off = {"sharding.overlap": "off"}
+    for changes, parts in (({}, 0), (inside, 0), (inside | late, 1), (streaming, 4), (off | streaming, 4)):
         experiment = make_experiment(tiny_config(changes))
         assert experiment.chain.early is not None
         early = jax.eval_shape(experiment.chain.early, experiment.state_shapes.chain)
-        assert (early.waiting is not None) == waits
-    for after in ({"sharding.overlap": "off"}, inside | {"local_sgd.inner_steps": 2}):
+        assert (early.waiting is not None) == bool(parts) and early.parts == max(parts, 1)
+    for after in (off, inside | {"local_sgd.inner_steps": 2}):
         assert make_experiment(tiny_config(after)).chain.early is None
 
 
@@ -398,9 +363,7 @@ def tiny_config(changes: dict[str, Any]) -> Config:
     [
         (dict(strategy="zero3"), {}, "none"),
         (dict(strategy="zero1"), {"delayed": True}, "none"),
-        (dict(strategy="custom", parameters="none", gradients="node", optimizer="all"), {"delayed": True}, "none"),
         (dict(strategy="hsdp", tensor=2), {}, "none"),
-        (dict(strategy="hsdp"), {"delayed": True}, "power_sgd"),
         (dict(strategy="hsdp"), {}, "power_sgd"),
     ],
 )

@@ -12,7 +12,7 @@ from sharding.mesh import CHUNK_ORDER, MeshShape, find_nodes, make_mesh
 from sharding.scopes import Layout, make_layout
 from sharding.spec import ParamSpec, Placement, place
 
-GRIDS = [(1, 1, 1), (1, 8, 1), (4, 2, 1), (2, 4, 1), (8, 1, 1), (3, 6, 1), (2, 4, 2), (4, 2, 2), (1, 8, 4), (6, 8, 2)]
+GRIDS = [(1, 1, 1), (1, 8, 1), (4, 2, 1), (8, 1, 1), (3, 6, 1), (4, 2, 2), (1, 8, 4), (6, 8, 2)]
 
 
 def sharding_config(strategy: str, **changes: Any) -> ShardingConfig:
@@ -84,8 +84,6 @@ def test_partition_size_must_divide_the_devices(nodes: int, per_node: int, tenso
         ("zero3", ("all", "all", "all")),
         ("hsdp", ("node", "node", "node")),
         ("custom", ("none", "node", "all")),
-        ("custom", ("node", "node", "all")),
-        ("custom", ("none", "node", "node")),
         ("custom", ("none", "none", "node")),
     ],
 )
@@ -111,9 +109,8 @@ def test_strategies_set_the_documented_scopes(
 def test_custom_scopes_can_be_numbers_of_devices() -> None:
     layout = layout_of("custom", 4, 4, parameters=2, gradients="2", optimizer=8)
     assert layout.shape == MeshShape(replica_inter=2, shard_inter=2, replica_intra=2, shard_intra=2, tensor=1)
-    assert groups(layout, layout.parameters) == blocks(16, 2)
-    assert groups(layout, layout.gradients) == blocks(16, 2)
-    assert groups(layout, layout.optimizer) == blocks(16, 8)
+    scopes = layout.parameters, layout.gradients, layout.optimizer
+    assert [groups(layout, scope) for scope in scopes] == [blocks(16, 2), blocks(16, 2), blocks(16, 8)]
 
 
 def test_without_two_hop_there_are_no_replica_axes() -> None:
@@ -126,37 +123,19 @@ def test_without_two_hop_there_are_no_replica_axes() -> None:
     ("changes", "said"),
     [
         (
-            {"strategy": "mic", "partition_size": 2},
-            "sharding.strategy=mic is not known; one of ddp, zero1, zero2, zero3, hsdp, mics, custom; "
-            "did you mean mics?",
+            {"strategy": "zero4"},
+            "sharding.strategy=zero4 is not known; one of ddp, zero1, zero2, zero3, hsdp, mics, custom",
         ),
-        ({"strategy": "zero4"}, "did you mean zero"),
-        ({"strategy": "???"}, "one of ddp, zero1, zero2, zero3, hsdp, mics, custom"),
         ({"strategy": "mics"}, "needs sharding.partition_size"),
-        ({"strategy": "mics", "partition_size": -2}, "sharding.partition_size=-2 must be at least 0"),
         ({"strategy": "zero3", "partition_size": 4}, "sharding.partition_size=4 belongs to mics, not to zero3"),
         ({"strategy": "hsdp", "optimizer": "all"}, "sharding.optimizer=all is only read by sharding.strategy=custom"),
         ({"strategy": "custom", "parameters": "none", "gradients": "all"}, "custom needs sharding.optimizer"),
-        (
-            {"gather": "layers"},
-            "sharding.gather=layers is not known; one of layer, node, micro_step, step; did you mean layer?",
-        ),
-        ({"partitioner": "automatic"}, "sharding.partitioner=automatic is not known"),
     ],
 )
 def test_bad_sharding_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
         sharding_config(**{"strategy": "ddp"} | changes)
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_difference_of_scopes_has_the_added_axes() -> None:
-    """On 4 nodes of 2: parameters by the node, gradients by two nodes, optimizer state by all."""
-    layout = layout_of("custom", 4, 2, parameters="node", gradients=4, optimizer=4)
-    assert layout.gradients_beyond_parameters == layout.optimizer_beyond_parameters == ("shard_inter",)
-    assert layout.optimizer_beyond_gradients == () and layout.all_reduced_axes == ("replica_inter",)
-    layout = layout_of("custom", 4, 2, parameters="node", gradients="node", optimizer=4)
-    assert layout.optimizer_beyond_gradients == ("shard_inter",) and layout.all_reduced_axes == ("replica_inter",)
 
 
 @pytest.mark.parametrize(
@@ -179,19 +158,13 @@ def test_gather_policies_set_the_gather_scopes(gather: str, scopes: list[tuple[s
     [
         (("all", "node", "all"), "the scope of parameters (16 devices) must lie within that of gradients (4 devices)"),
         (("none", "all", "none"), "the scope of gradients (16 devices) must lie within that of optimizer (1 device)"),
-        ((2, 4, "all"), None),
-        ((1, 2, 4), None),
         ((1, 1, 3), "sharding.optimizer=3: a partition group of 3 devices does not fit 4 nodes of 4; sizes"),
-        (
-            (1, 1, 12),
-            "does not fit 4 nodes of 4: 1 would stay idle, start it without; sizes that divide: 1, 2, 4, 8, 16",
-        ),
-        (
-            (1, 1, 24),
-            "sharding.optimizer=24: a partition group of 24 devices needs 6 nodes of 4, 2 more than are here; without",
-        ),
+        ((1, 1, 12), "does not fit 4 nodes of 4: 1 would stay idle, start it without; sizes that divide: 1, 2, 4, 8"),
+        ((1, 1, 24), "optimizer=24: a partition group of 24 devices needs 6 nodes of 4, 2 more than are here; without"),
         ((1, 1, 0), "a partition group of 0 devices"),
         (("none", "host", "all"), "sharding.gradients=host: a scope is none, node, all or a number of devices"),
+        ((4, 8, "all"), None),
+        ((1, 2, 4), None),
     ],
 )
 def test_bad_scopes_are_rejected(scopes: tuple[Any, ...], said: str | None) -> None:
@@ -204,19 +177,11 @@ def test_bad_scopes_are_rejected(scopes: tuple[Any, ...], said: str | None) -> N
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "scopes", "said"),
-    [
-        (2, 8, (2, 4, "all"), "cut a node of 8 at [2, 4] in two places"),
-        (8, 2, (4, 8, "all"), "cut 8 nodes at [2, 4] in two places"),
-    ],
-)
-def test_scopes_that_cut_the_axes_in_two_places_are_rejected(
-    nodes: int, per_node: int, scopes: tuple[Any, ...], said: str
-) -> None:
-    with pytest.raises(ValueError, match="in two places") as error:
-        layout_of("custom", nodes, per_node, parameters=scopes[0], gradients=scopes[1], optimizer=scopes[2])
-    assert said in str(error.value)
+def test_scopes_that_cut_the_axes_in_two_places_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"cut a node of 8 at \[2, 4\] in two places"):
+        layout_of("custom", 2, 8, parameters=2, gradients=4, optimizer="all")
+    with pytest.raises(ValueError, match=r"cut 8 nodes at \[2, 4\] in two places"):
+        layout_of("custom", 8, 2, parameters=4, gradients=8, optimizer="all")
 
 
 def test_tensor_must_divide_devices_per_node() -> None:
@@ -246,12 +211,8 @@ def test_first_divisible_dim_except_layers_is_sharded() -> None:
 def test_sharded_dim_must_be_divisible_by_the_widest_scope() -> None:
     layout = layout_of("zero1", 4, 2)  # 8 shards of the optimizer state, parameters whole
     placement = place("w", spec(embed=4, mlp=16), layout)
-    assert placement.dim == 1
     assert tuple(placement.pspec(layout.parameters)) == (None, None)
     assert tuple(placement.pspec(layout.optimizer)) == (None, ("replica_intra", "replica_inter"))
-
-
-def test_without_partitioning_no_dim_is_sharded() -> None:
     assert place("w", spec(embed=3), layout_of("ddp", 4, 2)) == Placement(dim=None, tensor_dim=None, ndim=1)
 
 
@@ -265,15 +226,11 @@ def test_indivisible_parameters_raise_unless_replicated() -> None:
         assert place("layers/norm/scale", said, layout).dim is None
 
 
-@pytest.mark.parametrize(("dim", "key"), [("classes", "class_multiple"), ("vocab", "vocab_multiple")])
-def test_indivisible_heads_name_the_key_that_pads_them(dim: str, key: str) -> None:
-    with pytest.raises(ValueError, match=rf"head/bias: .*\({dim}=1001\); .* such as model\.{key}=8, a smaller scope"):
-        place("head/bias", spec(**{dim: 1001}), layout_of("zero3", 4, 2))
-
-
-def test_the_dim_of_the_tensor_axis_is_not_offered_for_padding() -> None:
+def test_indivisible_heads_name_the_key_that_pads_them() -> None:
+    with pytest.raises(ValueError, match=r"head/bias: .*\(vocab=1001\); .* such as model\.vocab_multiple=8, a smaller"):
+        place("head/bias", spec(vocab=1001), layout_of("zero3", 4, 2))
     with pytest.raises(ValueError, match=r"head: .*\(embed=6\); choose sizes that 4 divides, a smaller scope"):
-        place("head", spec(embed=6, vocab=16), layout_of("mics", 2, 4, 2, partition_size=8))
+        place("head", spec(embed=6, vocab=16), layout_of("mics", 2, 4, 2, partition_size=8))  # vocab is tensor's
 
 
 def test_tensor_axis_shards_the_tensor_dims() -> None:
@@ -289,19 +246,11 @@ def test_tensor_axis_shards_the_tensor_dims() -> None:
     assert place("w", only, layout) == Placement(dim=None, tensor_dim=1, ndim=2)
     with pytest.raises(ValueError, match=r"up: dim mlp=15 is not a multiple of mesh\.tensor=2"):
         place("up", spec(layers=3, embed=8, mlp=15), layout)
-    with pytest.raises(ValueError, match=r"up: no dim can be cut into 4 shards \(embed=6\)"):  # mlp is tensor's
-        place("up", spec(layers=3, embed=6, mlp=16), layout)
+    assert place("up", spec(layers=3, embed=8, mlp=16), layout).without_layers() == place(
+        "up", spec(embed=8, mlp=16), layout
+    )
     whole = layout_of("mics", 2, 4, partition_size=8)
     assert place("up", spec(layers=3, embed=8, mlp=16), whole).tensor_dim is None
-
-
-def test_placement_of_a_layer_is_the_stacks_without_first_dim() -> None:
-    layout = layout_of("mics", 2, 4, 2, partition_size=8)
-    stacked = place("up", spec(layers=3, embed=8, mlp=16), layout)
-    assert stacked.without_layers() == place("up", spec(embed=8, mlp=16), layout)
-
-
-def test_param_spec_needs_one_dim_name_per_dim() -> None:
     with pytest.raises(ValueError, match="needs 2 dim names"):
         ParamSpec(shape=(2, 3), dims=("embed",))
 

@@ -10,9 +10,7 @@ import pytest
 
 from lab.benchmarks import strategies
 from lab.benchmarks.names import Cluster, link_bytes, scopes_of, sharding_of
-from lab.benchmarks.scores import commits_of, runs_of, step_time
 from lab.benchmarks.strategies import RESULTS
-from lab.benchmarks.tables import IN_README
 from lab.records import recorded
 
 pytestmark = pytest.mark.document
@@ -81,19 +79,3 @@ def test_the_commands_on_the_page_plan_exactly_the_recorded_runs() -> None:
         planned += map(dict, strategies.planned(strategies.parsed(shlex.split(command))))
     lines = [{key: line[key] for key in planned[0]} for line in recorded(RESULTS)]
     assert sorted(planned, key=str) == sorted(lines, key=str)
-
-
-def test_the_step_times_of_the_readme_are_the_record_s() -> None:
-    """Ours and PyTorch's, its DDP too, which is faster than all of ours."""
-    text = " ".join((ROOT / "README.md").read_text().split())
-    names = ("mics(2)", "zero3", "pytorch hsdp", "pytorch ddp", "ddp")
-    runs = {name: step_time(runs_of(recorded(RESULTS), name, "200mbit")) for name in names}
-    times = {name: time for name, time in runs.items() if time}
-    seconds = {name: f"{time.value:.1f} s ({time.low:.1f} to {time.high:.1f})" for name, time in times.items()}
-    assert f"a step takes {seconds['mics(2)']} under `mics(2)` and {seconds['zero3']} under `zero3`" in text
-    ddp = f"{seconds['pytorch ddp']} with DDP, which is faster than ours"
-    assert f"PyTorch takes {seconds['pytorch hsdp']} with FSDP2's hybrid sharding and {ddp};" in text
-    assert all(times["pytorch ddp"].high < times[name].low for name in names if name != "pytorch ddp")
-    these = [line for line in recorded(RESULTS) if line["rate"] == "200mbit" and line["strategy"] in names]
-    assert f"at commits {commits_of(these).replace(', ', ' and ')}; the program" in text
-    assert {*IN_README} <= {line["strategy"] for line in OURS}

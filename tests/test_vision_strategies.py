@@ -18,8 +18,8 @@ ALL += [
     (kind, "mics4", {"gather": gather}) for kind in (BATCH_NORM, "vit") for gather in ("node", "micro_step", "step")
 ]
 ALL += [(kind, "hsdp", {"partitioner": "auto"}) for kind in (BATCH_NORM, "vit")]
-ALL += [(BATCH_NORM, "mics2", {"two_hop": False}), ("vit", "mics2", {"tensor": 2})]
-ALL += [("vit", "mics2", {"overlap": True}), ("vit", "mics4", {"gather": "node", "overlap": True})]
+ALL += [(BATCH_NORM, "hsdp", {"two_hop": False}), ("vit", "hsdp", {"tensor": 2})]
+ALL += [("vit", "hsdp", {"overlap": True}), ("vit", "mics4", {"gather": "node", "overlap": True})]
 ALL += [("resnet", "zero2", {"two_hop": False}), ("resnet", "node-node-all", {"gather": "step"})]
 ALL += [("resnet", "hsdp", {"partitioner": "auto"})]
 QUICK = [(BATCH_NORM, "zero3", {}), ("vit", "mics4", {}), ("resnet", "mics4", {"rows": 13, "gather": "node"})]

@@ -25,7 +25,7 @@ MODEL = {"model__hidden": HIDDEN, "model__intermediate": 1024, "model__num_layer
 MODEL |= {"num_steps": 6, "checkpoint__every": 0}
 CONTROL_BYTES = 20_000  # a step: heartbeats, jax's coordination, acknowledgements of a step that is short here
 VECTORS_BYTES = link_bytes("mics(2)", CLUSTER, model_bytes=4 * (2 * LAYERS + 1) * HIDDEN, accum=2)
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "mics(2)", "mics(2) two-hop off", "node/node/all")
+STRATEGIES = ("ddp", "zero2", "zero3", "node/node/all")  # the others send what these do, in other parts
 
 
 def train(tmp_path: Path, **changes: object) -> None:
@@ -64,9 +64,7 @@ def test_the_wire_carries_the_formula(name: str, tmp_path: Path) -> None:
         assert abs(found - formula) < 0.02 * formula + CONTROL_BYTES, (found, formula)
 
 
-@pytest.mark.parametrize(
-    ("codec", "times"), {"bf16": 2.0, "int8": 3.9, "int4": 7.7, "two_bit": 15.8, "one_bit": 30.5}.items()
-)
+@pytest.mark.parametrize(("codec", "times"), {"int8": 3.9, "one_bit": 30.5}.items())
 def test_codecs_make_hop_two_smaller(codec: str, times: float, tmp_path: Path) -> None:
     """Under mics(2) nothing else crosses nodes, but the vectors as they are.
 
@@ -110,7 +108,7 @@ def test_zero_plus_plus_sends_a_quarter_of_zero3_in_bf16(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("codec", "times", "remat", "exchanges"),
-    [("none", 1.0, "full", 6), ("int8", 3.9, "full", 6), ("none", 1.0, "dots", 4)],
+    [("int8", 3.9, "full", 6), ("none", 1.0, "dots", 4)],
 )
 def test_tokens_travel_to_experts_on_the_other_node(
     codec: str, times: float, remat: str, exchanges: int, tmp_path: Path

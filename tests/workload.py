@@ -1,7 +1,7 @@
 """The small models and the oracle that the tests of the step share: a single device, written without any sharding."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -100,14 +100,14 @@ def whole(name: str, tree: Any) -> Any:
     return tree
 
 
-def value_and_grad(kind: str) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+def value_and_grad(kind: str, num_layers: int = 2) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
     """Returns a function of parameters and rows of the batch: their share of its loss, and the gradients, plainly."""
     data = {name: jnp.asarray(x) for name, x in batch(kind=kind).items()}
     total = data["weights"].sum()
 
     def loss(params: Any, rows: jax.Array) -> jax.Array:
         chosen = {name: x[rows] for name, x in data.items()}
-        return model(kind).loss(params, chosen, whole) / total
+        return model(kind, num_layers).loss(params, chosen, whole) / total
 
     return jax.jit(jax.value_and_grad(loss))
 
@@ -118,15 +118,15 @@ def sgd() -> optax.GradientTransformation:
     return beside_averages(optax.chain(decay, optax.sgd(SGD["learning_rate"], SGD["momentum"])), move_averages)
 
 
-def single_device_losses(kind: str, rows: int = ROWS) -> np.ndarray:
+def single_device_losses(kind: str, rows: int = ROWS, num_layers: int = 2) -> np.ndarray:
     """The losses of five steps: the whole batch at once on one device, momentum SGD written out."""
-    return single_device(kind, rows)[0]
+    return single_device(kind, rows, num_layers)[0]
 
 
 @cache
-def single_device(kind: str, rows: int = ROWS) -> tuple[np.ndarray, Any]:
+def single_device(kind: str, rows: int = ROWS, num_layers: int = 2) -> tuple[np.ndarray, Any]:
     """The losses of five steps, and the parameters after them; running averages take a tenth of each step's values."""
-    p = params(kind)
+    p = params(kind, num_layers)
     velocity = jax.tree.map(jnp.zeros_like, p)
     fill = rows % 2 if kind == BATCH_NORM else 0  # up to a whole ghost batch
     data = {name: jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)) for name, x in batch(rows, kind).items()}
@@ -134,7 +134,7 @@ def single_device(kind: str, rows: int = ROWS) -> tuple[np.ndarray, Any]:
     @jax.jit
     def step(p: Any, velocity: Any) -> Any:
         def mean_loss(p: Any) -> jax.Array:
-            return model(kind).objective(p, data, whole)[0] / data["weights"].sum()
+            return model(kind, num_layers).objective(p, data, whole)[0] / data["weights"].sum()
 
         loss, pure = jax.value_and_grad(mean_loss)(p)
         grads = jax.tree.map(lambda g, w: g + SGD["weight_decay"] * w, pure, p)
@@ -250,8 +250,9 @@ def compiled_step(
     data = put_batch(sh, accumulation, rows, kind)
     built = model(kind, num_layers)
     staged = built.staged_loss() if sh.layout.shape.stage > 1 else None
+    micro_steps = partial(through_stages, staged) if staged else accumulated(loss or built.objective)
     step = jax.jit(
-        build_train_step(through_stages(staged) if staged else accumulated(loss or built.objective), sh, chain),
+        build_train_step(micro_steps, sh, chain),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )

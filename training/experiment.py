@@ -82,7 +82,7 @@ class Experiment:
     def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
         """The function `step(state, batch) -> (state, metrics)`."""
         staged = self._staged
-        micro_steps = through_stages(staged) if staged else accumulated(self.model.objective)
+        micro_steps = partial(through_stages, staged) if staged else accumulated(self.model.objective)
         return build_train_step(micro_steps, self.plan, self.chain)
 
     def compile_train_step(self) -> jax.stages.Compiled:

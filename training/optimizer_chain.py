@@ -30,7 +30,7 @@ def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     method = method_named(compression.hop_two)
     hop_two, downstream = _hop_two(method, setup), method.downstream(optimizer)
     inner = make_optimizer(downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
-    watching = partial(watch, hands_on=method.hands_on)
+    watching = partial(watch, hands_on="update" if method.takes_over else "grad")
     if not local.inner_steps:
         early = method.early(setup)
         return Chain(optax.chain(hop_two, inner), early=early and (lambda states: early(states[0])), watch=watching)
