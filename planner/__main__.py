@@ -266,7 +266,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
         helps=what_helps(step),
         counts=found.counts if question.is_search else None,
-        error_bar=str(clusters.ERROR_BARS["gpu" if cluster.is_gpu else "cpu"]),
+        error_bar=str(cluster.error_bar),
         notes=notes if question.is_search else (*notes, *found.refused, *found.too_large),
     )
     return Answer(plan=plan, step=step)

@@ -84,6 +84,33 @@ class Network:
         return self.tree_fractions[min(power, len(self.tree_fractions) - 1)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ErrorBar:
+    """How far predicted steps were from timed ones, as shares of the latter."""
+
+    half_within: float
+    nine_of_ten_within: float
+    of: str  # the steps that were compared
+    built_with: bool = True  # whether figures of the planner are from them
+
+    def __str__(self) -> str:
+        """What is printed below a prediction."""
+        within = f"half within {self.half_within:.0%}, nine of ten within {self.nine_of_ten_within:.0%}"
+        return f"error bar, of {'the cells that the planner was built with, ' * self.built_with}{self.of}: {within}"
+
+
+ERROR_BARS = {  # tests/test_planner_validation.py compares them with the records
+    "V100": ErrorBar(half_within=0.14, nine_of_ten_within=0.38, of="14 steps of the MiCS paper (V100, PyTorch)"),
+    "CPU": ErrorBar(half_within=0.02, nine_of_ten_within=0.10, of="14 steps on emulated nodes"),
+    "others": ErrorBar(
+        half_within=0.03,
+        nine_of_ten_within=0.10,
+        of="60 steps that others published and no rate was chosen by (MPT, FSDP on A100 and H100)",
+        built_with=False,
+    ),
+}
+
+
 # ------------------------------------------------------------------------------------------- clusters
 
 
@@ -129,6 +156,11 @@ class Cluster:
     def is_gpu(self) -> bool:
         """Whether its devices are GPUs; else they are emulated."""
         return self.device.target != "cpu"
+
+    @property
+    def error_bar(self) -> ErrorBar:
+        """How far predictions were off on such devices."""
+        return ERROR_BARS.get(self.device.name, ERROR_BARS["others"])
 
     def usable_bytes(self, num_devices: int) -> float:
         """Returns the memory that a program can have on each of so many devices."""
@@ -345,23 +377,3 @@ CPU = EMULATED.device
 V100, A100_40, A100_80, H100 = (
     CLUSTERS[name].device for name in ("p3dn.24xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge")
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorBar:
-    """How far predicted steps were from timed ones, as shares of the latter."""
-
-    half_within: float
-    nine_of_ten_within: float
-    of: str  # the steps that were compared
-
-    def __str__(self) -> str:
-        """What is printed below a prediction."""
-        within = f"half within {self.half_within:.0%}, nine of ten within {self.nine_of_ten_within:.0%}"
-        return f"error bar, of the cells that the planner was built with, {self.of}: {within}"
-
-
-ERROR_BARS = {  # tests/test_planner_validation.py compares both with the records
-    "gpu": ErrorBar(half_within=0.14, nine_of_ten_within=0.38, of="14 steps of the MiCS paper (V100, PyTorch)"),
-    "cpu": ErrorBar(half_within=0.02, nine_of_ten_within=0.10, of="14 steps on emulated nodes"),
-}

@@ -257,7 +257,7 @@ def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> N
         Interval(REPEATED, 0, 1, "x 7"),
         Interval(REPEATED, 0, 4, "x 2"),
     )
-    figure = draw(Timeline(step_s=14, compute_s=7, uses={}, intervals=bars), "title")
+    figure = draw(Timeline(step_s=14, compute_s=7, uses={}, intervals=bars, streams=1), "title")
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert labels == ["kernels", "gradient scope", "parameters", "other traffic"]
     (axes,) = figure.axes

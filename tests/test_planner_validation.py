@@ -1,13 +1,13 @@
-"""The planner's predictions beside measured steps: how they are compared, and where the CPU's figures come from."""
+"""The planner's predictions of measured and published steps: how they are compared, and where the CPU's figures come from."""
 
-from statistics import harmonic_mean, median
+from statistics import fmean, harmonic_mean, median
 
 import pytest
 
-from lab.benchmarks import planner_validation
+from lab.benchmarks import planner_validation, published_steps
 from lab.paper.replays import PLANNER
 from lab.paper.throughput import runs
-from lab.records import read_records, recorded
+from lab.records import Line, read_records, recorded
 from planner import clusters
 
 
@@ -26,13 +26,40 @@ def test_the_figures_of_the_cpu_are_those_that_were_measured() -> None:
 
 
 def test_error_bars_are_those_of_the_comparisons() -> None:
-    """Of the emulated cluster, and of the MiCS paper's steps by the planner's own figures."""
+    """Of the emulated cluster, of the MiCS paper's steps by the planner's own figures, and of steps held back."""
     beside = [line for line in recorded(planner_validation.RESULTS) if line["beside_the_rates"]]
-    errors = {"cpu": [planner_validation.error(line) for line in beside]}
     cells = [run.cell() for run in runs(read_records(), "figure 7", PLANNER) if run.bar.system == "MiCS"]
-    errors["gpu"] = [cell.published / cell.ours - 1 for cell in cells if cell.published and cell.ours]  # of seconds
+    errors = {
+        "CPU": [planner_validation.error(line) for line in beside],
+        "V100": [cell.published / cell.ours - 1 for cell in cells if cell.published and cell.ours],  # of seconds
+        "others": [published_steps.error(line) for line in held_back()],
+    }
     for kind, bar in clusters.ERROR_BARS.items():
-        assert "the planner was built with" in str(bar)  # not held back
+        assert ("the planner was built with" in str(bar)) == bar.built_with == (kind != "others")
         assert bar.of.startswith(f"{len(errors[kind])} steps")
         assert bar.half_within == round(planner_validation.quantile(errors[kind], 0.5), 2)
         assert bar.nine_of_ten_within == round(planner_validation.quantile(errors[kind], 0.9), 2)
+
+
+def held_back() -> list[Line]:
+    return [line for line in recorded(published_steps.RESULTS) if not line["chose_rates"]]
+
+
+def test_every_published_step_was_predicted_and_a_third_chose_rates() -> None:
+    cells, lines = published_steps.cells(), recorded(published_steps.RESULTS)
+    assert len(cells) == len(lines) == 90
+    assert all(any(cell.items() <= line.items() for line in lines) for cell in cells)
+    assert sum(cell["chose_rates"] for cell in cells) == 30
+
+
+def test_steps_that_ran_fit_and_those_held_back_are_predicted() -> None:
+    """The aims: a mean error of 10 %, nine of ten within 20 %, no bias beyond 4 %; but one, all that ran fit.
+
+    That one lacks 1.5 %: XLA turns over all layers' kept activations at once (docs/planner.md).
+    """
+    needs = sorted(line["memory_bytes"] / line["capacity_bytes"] for line in recorded(published_steps.RESULTS))
+    assert needs[-2] <= 1 < needs[-1] < 1.02
+    errors = [published_steps.error(line) for line in held_back()]
+    assert fmean(map(abs, errors)) <= 0.10
+    assert planner_validation.quantile(errors, 0.9) <= 0.20
+    assert abs(fmean(errors)) <= 0.04

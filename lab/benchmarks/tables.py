@@ -13,6 +13,7 @@ from lab.benchmarks import (
     overlap_table,
     planner_records,
     planner_validation,
+    published_steps,
 )
 from lab.benchmarks.scores import (
     DENSE,
@@ -343,6 +344,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
         "a search": planner_records.example,
         "a run on spot nodes": planner_records.spot,
+        "errors on published steps": lambda: published_steps.summary(records.lines("published_steps")),
         "errors of the planner": lambda: planner_validation.summary(sessions),
         "fastest by the planner": lambda: planner_validation.bests(sessions),
     }
