@@ -114,12 +114,13 @@ class Machine:
         cuDNN's needs a GPU to compile. Neither holds scores in memory; both are priced by their operations.
         ValueError for a kernel that the GPU does not run.
         """
-        fused = self.cluster.is_gpu and self.target != compiling.CPU and bool(self.cluster.device.attention)
-        if model.attention == "pallas" and self.cluster.is_gpu and not fused:
-            raise ValueError(f"model.attention=pallas: no rate of it on {self.cluster.device.name} is known; use xla")
-        if model.attention == "cudnn" or (model.attention == "auto" and model.compute_dtype == "bfloat16"):
-            return "pallas" if fused and model.takes_flash(length) else "xla"
-        return model.attention
+        gpu = self.cluster.device
+        if model.attention == "pallas" and self.cluster.is_gpu and not gpu.attention:
+            raise ValueError(f"model.attention=pallas: no rate of it on {gpu.name} is known; set model.attention=xla")
+        is_fused = model.attention != "xla" and model.compute_dtype == "bfloat16"
+        if not (self.cluster.is_gpu and (is_fused or model.attention == "pallas")):
+            return model.attention
+        return "pallas" if gpu.attention and self.target != compiling.CPU and model.takes_flash(length) else "xla"
 
     def device(self, config: Config) -> Device:
         """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32.

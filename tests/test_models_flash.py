@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from three_steps import STEPS, losses
+from three_steps import SMALL, STEPS, losses
 
+from configs import base, quickstart
 from models.flash import flash_attention
+from training.experiment import make_experiment
 
 ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
 
@@ -42,6 +44,28 @@ def test_values_and_gradients_are_those_of_xla(causal: bool, documents: bool, le
 def test_steps_have_the_losses_of_xla(strategy: str) -> None:
     wanted, found = (losses(STEPS[strategy] | {"model.attention": name}) for name in ("xla", "pallas"))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+PACKED = {"data.packing": "documents", "data.source": "stdlib_text"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "cudnn"),
+        (PACKED, "pallas"),
+        (PACKED | {"data.seq_len": 96}, "xla"),  # no rows that it takes
+        ({"model.compute_dtype": "float32"}, "xla"),
+    ],
+)
+def test_auto_is_a_fused_kernel_on_gpus(
+    changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quickstart.get_config()
+    config.update_from_flattened_dict(SMALL | {"model.compute_dtype": "bfloat16"} | changes)
+    assert make_experiment(base.typed(config)).model.config.attention == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert make_experiment(base.typed(config)).model.config.attention == expected
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 from planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
 from running import IGNORED
 
+from configs.schema import TransformerConfig
 from planner import __main__ as program
 from planner import clusters
 from planner import compile as compiling
 from planner.bounds import SLACK, bounds, traffic
 from planner.candidates import all_candidates, of_config, of_strategies
 from planner.pictures import COLOURS, draw, draw_curves
-from planner.predict import Step, compiled_step, what_helps
+from planner.predict import Machine, Step, compiled_step, what_helps
 from planner.replay import NAMES, REPEATED, Interval, Timeline
 from planner.report import from_json, scaling_rows, to_json
 from planner.spot import World, world_of
@@ -59,6 +60,34 @@ def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
     assert clusters.EMULATED.usable_bytes(8) == clusters.EMULATED.usable_bytes(4) / 2
     gpu = clusters.CLUSTERS["p4d.24xlarge"]
     assert gpu.compute(8).matmul_rate("bf16") == gpu.compute(64).matmul_rate("bf16")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "target", "asked", "expected"),
+    [
+        ("p5.48xlarge", "h100", "auto", "pallas"),
+        ("p5.48xlarge", "h100", "cudnn", "pallas"),
+        ("p5.48xlarge", "h100", "xla", "xla"),
+        ("p5.48xlarge", "cpu", "pallas", "xla"),  # XLA for GPUs is not installed
+        ("p3dn.24xlarge", "a100", "auto", "xla"),
+        ("emulated", "cpu", "auto", "auto"),
+    ],
+)
+def test_our_attention_is_compiled_where_cudnns_would_run(cluster: str, target: str, asked: str, expected: str) -> None:
+    there = Machine(cluster=clusters.CLUSTERS[cluster], nodes=1, config_words=(), target=target)
+    dtype = "float32" if cluster == "emulated" else "bfloat16"
+    model = small(model__attention=asked, model__compute_dtype=dtype, model__hidden=64).model
+    assert isinstance(model, TransformerConfig)
+    assert there.attention(model, 64) == expected
+    if target != "cpu":
+        assert there.attention(model, 100) == "xla"  # no rows that it takes
+
+
+def test_the_backward_pass_of_our_own_attention_costs_seven_products_for_five() -> None:
+    there = Machine(cluster=clusters.CLUSTERS["p5.48xlarge"], nodes=1, config_words=(), target="h100")
+    config = small(model__attention="pallas", model__compute_dtype="bfloat16")
+    ours, fused = there.device(config).attention, there.device(small(model__compute_dtype="bfloat16")).attention
+    assert ours == {"forward": fused["forward"], "backward": pytest.approx(5 / 7 * fused["backward"])}
 
 
 # ------------------------------------------------------------------------------------------------ candidates

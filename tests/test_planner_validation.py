@@ -1,4 +1,4 @@
-"""The planner's predictions of measured and published steps: how they are compared, and where the CPU's figures come from."""
+"""The planner's predictions of measured and published steps: and where the CPU's figures are from."""
 
 from statistics import fmean, harmonic_mean, median
 
