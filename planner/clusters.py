@@ -96,7 +96,7 @@ class Accelerator(Device):
     memory_bytes: float
     link_bandwidth: float  # bytes/s of all its links inside a node, in one direction
     flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, where it was measured
-    is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes, bytes/s and launches
+    is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
     note: str = ""
 
 
@@ -159,7 +159,6 @@ class Cluster:
             peak_flops={dtype: peak.get(dtype, min(peak.values()))} if dtype else peak,
             memory_bandwidth=device.memory_bandwidth / shares,
             functions_per_s=device.functions_per_s / shares,
-            launch_s=device.launch_s * shares,
         )
 
     def peak(self, dtype: str, num_devices: int) -> float:
@@ -229,7 +228,8 @@ def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
 def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerator, dict[str, bool]]:
     """Returns the device with the figures of a probe's key `device`, and which of the planner's are there.
 
-    Where devices share a machine, its figures are those of all that the probe measured at once.
+    Where devices share a machine, its figures are those of all that the probe measured at once; a launch is mostly
+    waiting for a core there, which the other figures have already.
     """
     together = float(found.get("devices", 1)) if device.is_shared else 1.0
 
@@ -250,12 +250,13 @@ def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerato
     for name in ("memory_bandwidth", "functions_per_s"):
         if (value := found.get(name)) is not None:
             changes[name] = rate(value)
-    if (value := found.get("launch_s")) is not None:
-        changes["launch_s"] = rate(value) / together**2
-    names = {"products": "matmul_fraction", "memory": "memory_bandwidth", "launches": "launch_s"}
+    if (value := found.get("launch_s")) is not None and not device.is_shared:
+        changes["launch_s"] = rate(value)
+    names = {"products": "matmul_fraction", "memory": "memory_bandwidth"}
     changes = {name: value for name, value in changes.items() if value}
     attention = f"attention ({taken})" if "attention" in changes else "attention"
-    names |= {"functions": "functions_per_s"} if device.functions_per_s < inf else {attention: "attention"}
+    of_gpus = {"launches": "launch_s", attention: "attention"}
+    names |= {"functions": "functions_per_s"} if device.is_shared else of_gpus
     return replace(device, **changes), {what: name in changes for what, name in names.items()}
 
 
