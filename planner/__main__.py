@@ -89,7 +89,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     names = f"one of {', '.join(clusters.CLUSTERS)} ({DEFAULT}, unless it is given)"
     texts = {
         "strategy": "strategies to compare: mics(8),zero3,hsdp+hop_two=int8",
-        "probe": "probe.json of lab.probe: measured links",
+        "probe": "probe.json of lab.probe: measured devices and links",
         "rate": "of each node's link, such as 25gbit, if not the cluster's",
         "png": "file for a picture of the best step; with several --nodes, of cost",
         "html": "file for a page of the plan, with its pictures",
@@ -158,8 +158,8 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
 
 
 def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
-    """Returns the cluster with the links and nodes that the flags give it, and where measured links are from."""
-    cluster, measured = clusters.find_cluster(values.cluster), ""
+    """Returns the cluster with the habits, links and nodes that the flags give it, and what of it a probe measured."""
+    cluster, measured = clusters.with_system(clusters.find_cluster(values.cluster), str(values["as"].value)), ""
     if values.devices_per_node:
         cluster = replace(cluster, devices_per_node=values.devices_per_node)
     if values.rate:
@@ -169,7 +169,7 @@ def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
         cluster = clusters.with_rate(cluster, float(match[1]) * RATE[match[2]])
     if values.probe:
         cluster, measured = clusters.with_probe(cluster, Path(values.probe))
-    return clusters.with_system(cluster, str(values["as"].value)), measured
+    return cluster, measured
 
 
 def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:

@@ -122,6 +122,7 @@ class Accelerator(Device):
     target: str  # the program that is compiled for it: a100, h100 or cpu
     memory_bytes: float
     link_bandwidth: float  # bytes/s of all its links inside a node, in one direction
+    flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, where it was measured
     is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
     note: str = ""
 
@@ -222,16 +223,17 @@ def with_system(cluster: Cluster, system: str) -> Cluster:
 
 
 def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
-    """Returns the cluster with the links that `lab.probe` measured on it, and a line that says which.
+    """Returns the cluster with what `lab.probe` measured on it, and a line that says what that is.
 
-    A level that was not measured (one node, or one device a node) stays as it was. ValueError if the file is none of a
-    probe, or of another cluster.
+    What was not measured (a level of one node, or of one device a node; an attention kernel that is not there) stays as
+    it was. ValueError if the file is none of a probe, or of another cluster.
     """
     needed = ("alpha_s", "bandwidth_bytes_per_s", "group_size", "devices_per_link")
     try:
         read = json_objects.parse(json_objects.read_bytes(path), "it")
         levels = {name: {key: float(level[key]) for key in needed} for name, level in read["levels"].items()}
         kind, date = str(read["environment"]["device_kind"]), str(read["environment"].get("date", ""))[:10]
+        device, measured = _measured(cluster.device, read.get("device") or {})
     except OSError as error:
         raise ValueError(f"--probe={path} cannot be read ({error.strerror}); lab.probe writes it") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -247,9 +249,47 @@ def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
     if inter := levels.get("inter"):
         changes |= {"node_bandwidth": inter["bandwidth_bytes_per_s"], "inter_latency_s": inter["alpha_s"]}
         reached = replace(reached, inter=1.0, all_to_all=1.0)
-    missing = sorted({"intra", "inter"} - levels.keys())
-    rest = f"; {' and '.join(missing)} not measured: as without it" if missing else ""
-    return replace(cluster, **changes, reached=reached), f"links: {path}, measured {date}{rest}"
+    measured |= {"links inside nodes": "intra" in levels, "links between nodes": "inter" in levels}
+    found, missing = (", ".join(name for name in measured if measured[name] is is_there) for is_there in (True, False))
+    said = f"{path}, measured {date}: {found or 'nothing'}" + f"; not measured, as without it: {missing}" * bool(
+        missing
+    )
+    return replace(cluster, device=device, **changes, reached=reached), said
+
+
+def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerator, dict[str, bool]]:
+    """Returns the device with the figures of a probe's key `device`, and which of the planner's are there.
+
+    Where devices share a machine, its figures are those of all that the probe measured at once; a launch is mostly
+    waiting for a core there, which the other figures have already.
+    """
+    together = float(found.get("devices", 1)) if device.is_shared else 1.0
+
+    def rate(value: float) -> float:
+        if not 0 < value < inf:
+            raise ValueError(f"a rate or a time of it is {value}")
+        return together * value
+
+    peak = device.peak_flops.get(found.get("dtype", ""), min(device.peak_flops.values()))
+    kernels = {
+        name: {part: rate(parts[part]) / peak for part in ("forward", "backward")}
+        for name, parts in found.get("attention_flops_per_s", {}).items()
+    }
+    taken = next((name for name in ("cudnn", "pallas") if name in kernels), "none")
+    changes: dict[str, Any] = {"attention": kernels.get(taken), "flash": kernels.get("pallas")}
+    if (value := found.get("products_flops_per_s")) is not None:
+        changes["matmul_fraction"] = rate(value) / peak
+    for name in ("memory_bandwidth", "functions_per_s"):
+        if (value := found.get(name)) is not None:
+            changes[name] = rate(value)
+    if (value := found.get("launch_s")) is not None and not device.is_shared:
+        changes["launch_s"] = rate(value)
+    names = {"products": "matmul_fraction", "memory": "memory_bandwidth"}
+    changes = {name: value for name, value in changes.items() if value}
+    attention = f"attention ({taken})" if "attention" in changes else "attention"
+    of_gpus = {"launches": "launch_s", attention: "attention"}
+    names |= {"functions": "functions_per_s"} if device.is_shared else of_gpus
+    return replace(device, **changes), {what: name in changes for what, name in names.items()}
 
 
 def _refuse_other(cluster: Cluster, path: Path, kind: str, levels: Mapping[str, Mapping[str, float]]) -> None:

@@ -125,13 +125,14 @@ class Machine:
     def device(self, config: Config) -> Device:
         """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32.
 
-        Where models/flash.py itself runs, backward it computes seven products for a library's five.
+        Where models/flash.py itself runs, its own rate counts, if measured; else it computes seven products backward
+        for a library's five.
         """
         foreign = self.target == compiling.CPU and self.cluster.is_gpu
         device = self.cluster.compute(self.num_devices, HLO_DTYPES[config.model.compute_dtype] if foreign else "")
         if isinstance(config.model, TransformerConfig) and config.model.attention == "pallas" and device.attention:
             slower = {**device.attention, "backward": 5 / 7 * device.attention["backward"]}
-            return replace(device, attention=slower)
+            return replace(device, attention=self.cluster.device.flash or slower)
         return device
 
 

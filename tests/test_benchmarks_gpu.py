@@ -20,6 +20,7 @@ def test_a_tiny_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert gpu.main([*OF_BOTH, *peer, f"--results={record}"]) == 0
     lines = json_lines.read(record)
     assert [line["repetition"] for line in lines if line["side"] == gpu.OURS] == [0, 1]
+    assert [len(line["losses"]) for line in lines if line["side"] == gpu.OFF] == [4]
     assert all(line["tokens_per_s"] > 0 and line["mfu"] is None for line in lines)
     assert capsys.readouterr().out.splitlines()[-1].startswith("| tiny | ")
 
@@ -39,7 +40,7 @@ def test_a_size_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_python_without_torch_is_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "run_ours", lambda *_: 1.0)
+    monkeypatch.setattr(gpu, "run_ours", lambda *_: {"tokens_per_s": 1.0})
     missing = [f"--pytorch={tmp_path}/python", f"--results={tmp_path}/gpu.jsonl"]
     assert gpu.main([*OF_BOTH, *missing]) == 1
     said = capsys.readouterr().err.splitlines()
@@ -58,9 +59,13 @@ def test_the_sizes_are_what_they_are_called() -> None:
 
 def test_the_table() -> None:
     line = {"size": "124m", "mfu": 0.5}
-    ours = [line | {"side": gpu.OURS, "tokens_per_s": speed} for speed in (1000, 1200, 1100)]
+    ours = [line | {"side": gpu.OURS, "tokens_per_s": speed, "losses": [4, 2]} for speed in (1000, 1200, 1100)]
+    off = line | {"side": gpu.OFF, "tokens_per_s": 900, "losses": [4, 2.002], "mfu": 0.4}
     theirs = [line | {"side": gpu.PEER, "tokens_per_s": 1000, "mfu": None} for _ in range(3)]
-    row = table([*ours, *theirs]).splitlines()[-1]
-    assert row == "| 124m | 1,100 (1,000 to 1,200) | 50.0% | 1,000 (1,000 to 1,000) | - | 1.10 ± 0.25 |"
-    assert table(ours).splitlines()[-1].endswith("| - | - | - |")
+    row = table([off, *ours, *theirs]).splitlines()[-1]
+    assert row == (
+        "| 124m | 1,100 (1,000 to 1,200) | 50.0% | 1,000 (1,000 to 1,000) | - | 1.10 ± 0.25 | 900 (900 to 900) | 40.0% "
+        "| 1e-03 |"
+    )
+    assert table(ours).splitlines()[-1].endswith("| - | - | - | - | - | 0e+00 |")
     assert interval([1.5]) == "1.50" and interval([]) == "-"

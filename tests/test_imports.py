@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "planner": "configs files sharding training metrics runtime input_pipeline",
     "lab": "",
     "lab.emulate": "files runtime",
-    "lab.probe": "files runtime sharding metrics",
+    "lab.probe": "files runtime sharding metrics models",
     "lab.chaos": "lab.emulate metrics runtime state files",
     "engines": "runtime",
     "sweeps": "configs metrics runtime files",

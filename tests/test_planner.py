@@ -235,7 +235,7 @@ def test_a_probe_replaces_the_links(capsys: pytest.CaptureFixture[str], tmp_path
     code, out, _ = run(capsys, *WORDS, *EMULATED, f"--probe={probe}", "--json")
     (slow,) = from_json(out)
     (plain,) = from_json(run(capsys, *WORDS, *EMULATED, "--json")[1])
-    assert code == 0 and "measured 2026-11-22; intra not measured" in slow.notes[1]
+    assert code == 0 and "measured 2026-11-22: links between nodes; not measured" in slow.notes[1]
     assert slow.best.step_s > 10 * plain.best.step_s
     intra = [{part.name: part.busy_s for part in plan.best.traffic if part.level == "intra"} for plan in (slow, plain)]
     assert intra[0]["gather"] == pytest.approx(intra[1]["gather"])

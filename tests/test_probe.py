@@ -1,11 +1,14 @@
-"""The probe of the links: the model and its fit, the timed program, what it writes, the rate of an emulated link."""
+"""The probe: the links' model and its fit, the timed programs, what it writes and the planner takes from it."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,14 +18,26 @@ from ports import free_port
 from running import ROOT, XLA_FLAGS, finish
 
 from lab.probe import __main__ as probe
-from lab.probe import measure, report
+from lab.probe import device, measure, report
+from lab.probe.device import LAUNCHES, TIMES, Sizes, Timed, Work
 from lab.probe.measure import RING_PASSES, Measurement, fit
+from planner.clusters import CLUSTERS, with_probe
 
-QUICK_PROBE = """
+TINY = Sizes(
+    dtype="float32",
+    tokens=8,
+    hidden=16,
+    attention=(1, 16, 1, 16),
+    kernels=("cudnn", "xla"),
+    array_bytes=4096,
+    values=64,
+)
+QUICK_PROBE = f"""
 import sys
 from lab.probe import __main__ as probe, measure
+from lab.probe.device import Sizes
 measure.REPETITION_S = 0.001
-sys.exit(probe.main(sys.argv[1:]))
+sys.exit(probe.main(sys.argv[1:], {replace(TINY, kernels=())}))
 """
 
 
@@ -72,7 +87,7 @@ def test_neither_is_ever_negative(small_s: float, large_s: float) -> None:
 @pytest.mark.parametrize(("level", "group_size"), [("intra", 2), ("inter", 4)])
 def test_each_execution_waits_for_the_last(level: str, group_size: int) -> None:
     """Each of three sums over the group multiplies the first element; the others stay."""
-    found = next(x for x in measure.find_levels(2) if x.name == level)
+    found = next(x for x in measure.find_levels(measure.find_mesh(2)) if x.name == level)
     run = measure.compile_loop(measure.collective_of("all_reduce", found), found.mesh)
     ones = jax.device_put(np.ones(8 * 5, np.float32), measure.zeros(5, found.mesh).sharding)
     result = np.asarray(run(ones, 3)).reshape(8, 5)
@@ -82,7 +97,7 @@ def test_each_execution_waits_for_the_last(level: str, group_size: int) -> None:
 @pytest.mark.parametrize("collective", RING_PASSES)
 def test_collectives_of_the_program(collective: str) -> None:
     """The compiled program has the collective, in a loop, over the devices with the same number in each node."""
-    inter = measure.find_levels(2)[1]
+    inter = measure.find_levels(measure.find_mesh(2))[1]
     run = measure.compile_loop(measure.collective_of(collective, inter), inter.mesh)
     text = run.lower(measure.zeros(16, inter.mesh), 1).compile().as_text()  # pyright: ignore[reportFunctionMemberAccess]
     lines = [line for line in text.splitlines() if f" {collective.replace('_', '-')}(" in line]
@@ -96,9 +111,9 @@ def test_probe_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measure, "REPETITION_S", 0.01)
-    assert probe.main(["--sizes=1k,64k", "--devices_per_node=2", f"--out={tmp_path}"]) == 0
+    assert probe.main(["--sizes=1k,64k", "--devices_per_node=2", f"--out={tmp_path}"], TINY) == 0
     out = capsys.readouterr().out
-    assert out.startswith("8 devices (cpu); bandwidth is payload on the link over time\n")
+    of_device, of_links = out.split("\nbandwidth is payload on the link over time\n")
     found = json.loads((tmp_path / "probe.json").read_text())
     assert found["environment"]["devices"] == 8 and found["environment"]["device_kind"] == "cpu"
     assert {(m["level"], m["collective"], m["size_bytes"]) for m in found["measurements"]} == {
@@ -107,13 +122,26 @@ def test_probe_of_one_process(
         for collective in RING_PASSES
         for size in (2**10, 2**16)
     }
-    assert len(out.splitlines()) == 2 + 16 + 2 + 1 + 8 + 1
+    assert len(of_links.splitlines()) == 1 + 16 + 2 + 1 + 8 + 1
     inter, intra = found["levels"]["inter"], found["levels"]["intra"]
     assert (inter["group_size"], inter["devices_per_link"]) == (4, 2)
     assert (intra["group_size"], intra["devices_per_link"]) == (2, 1)
     of_each = {name: x["bandwidth_bytes_per_s"] for name, x in inter["collectives"].items()}
     assert inter["bandwidth_bytes_per_s"] == of_each[inter["best"]] == max(of_each.values())
     assert (tmp_path / "probe.png").stat().st_size > 10_000  # what is drawn: below
+    check_device(found["device"], of_device.splitlines(), devices=8)
+
+
+def check_device(found: dict[str, Any], said: list[str], devices: int) -> None:
+    """What a tiny run prints and writes of a device without cuDNN: a line and a measurement of each piece of work."""
+    assert said[:2] == [f"{devices} device{'s' * (devices > 1)} (cpu)", "matrix products and attention in float32"]
+    assert re.fullmatch(r"products +8 x 16 x 64 .* [GMk]?FLOP/s +\d.* %", said[3])
+    (missing, _) = (line for line in said if "not measured" in line)
+    assert missing.startswith("attention, cudnn, forward: not measured (") and len(said) == 3 + 4 + 4 + 4
+    assert list(found["failed"]) == ["attention, cudnn, forward", "attention, cudnn, forward and backward"]
+    assert (found["devices"], found["dtype"], len(found["measurements"])) == (devices, "f32", 10)
+    rates = ("products_flops_per_s", "memory_bandwidth", "functions_per_s", "launch_s", "copies_to_host_bytes_per_s")
+    assert min(found[name] for name in rates) > 0
 
 
 def test_every_measurement_is_drawn_with_its_fit() -> None:
@@ -134,7 +162,7 @@ def test_every_measurement_is_drawn_with_its_fit() -> None:
 
 def test_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(probe, "measure", lambda _, collective, size: measurement(collective, size, size / 1e6))
-    inter = measure.find_levels(2)[1]
+    inter = measure.find_levels(measure.find_mesh(2))[1]
     measured = probe.measure_aloud(inter, "all_gather", [10**6, 5 * 10**6, 10**7, 10**8])
     assert [m.size_bytes for m in measured] == [10**6, 5 * 10**6]
     assert capsys.readouterr().out.splitlines()[2].endswith("10.0 MB  and more left out: they would take too long")
@@ -164,10 +192,164 @@ def test_bad_flags(flag: str, message: str, tmp_path: Path, capsys: pytest.Captu
 def test_one_device_has_no_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The device alone is measured, and the planner takes that."""
     alone = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: alone)
-    assert probe.main([f"--out={tmp_path}"]) == 2
-    assert capsys.readouterr().err.startswith("error: there is one device and no link; start the probe on several")
+    monkeypatch.setattr(measure, "REPETITION_S", 0.01)
+    assert probe.main([f"--out={tmp_path}"], TINY) == 0
+    *of_device, _, none, written = capsys.readouterr().out.splitlines()
+    assert (none, written) == ("one device: there is no link", f"written: {tmp_path}/probe.json")
+    found = json.loads((tmp_path / "probe.json").read_text())
+    check_device(found["device"], of_device, devices=1)
+    cluster, said = with_probe(CLUSTERS["emulated"], tmp_path / "probe.json")
+    assert cluster.device.memory_bandwidth == found["device"]["memory_bandwidth"]
+    date = found["environment"]["date"][:10]
+    assert said == (
+        f"{tmp_path}/probe.json, measured {date}: products, memory, functions; not measured, as without it: "
+        "links inside nodes, links between nodes"
+    )
+
+
+# --------------------------------------------------------------------------------------------------- of a device
+
+
+def ticks(*durations_s: float) -> Callable[[], float]:
+    """Returns a clock by which things last that long, one after the other."""
+
+    def times() -> Iterator[float]:
+        for duration in durations_s:
+            yield from (100.0, 100.0 + duration)
+
+    return times().__next__
+
+
+def test_the_median_of_repetitions_that_the_first_runs_are_not_of() -> None:
+    """Compiling takes 9 s, a call 20 ms: so 5 calls of TIMES products are timed together."""
+    clock = ticks(9, 0.02, 0.1, 0.4, 0.1, 0.1, 0.2)
+    found = device.measure_device(device.product(2, 3, 4, "float32"), measure.find_mesh(0), clock)
+    assert (found.of, found.amount, found.executions) == ("2 x 3 x 4", 48, 5 * TIMES)
+    np.testing.assert_allclose(found.times_s, np.array([0.1, 0.4, 0.1, 0.1, 0.2]) / 5 / TIMES)
+    np.testing.assert_allclose([found.time_s, found.per_s, found.spread], [2.5e-3, 48 / 2.5e-3, 3])
+
+
+def test_copies_to_the_host_are_of_one_array_each() -> None:
+    found = device.measure_copies(4096, measure.find_mesh(0), ticks(9, 1, 3, 2, 2, 2))
+    assert (found.times_s, found.per_s) == ((1, 3, 2, 2, 2), 2048)
+
+
+@pytest.mark.parametrize(
+    ("work", "dots"),
+    [
+        (device.product(8, 16, 8, "float32"), 1),
+        (device.attention("xla", "forward", TINY), 2),
+        (device.attention("xla", "forward and backward", TINY), 6),  # XLA keeps the scores
+        (device.launches(), LAUNCHES),
+    ],
+)
+def test_xla_drops_none_of_the_work(work: Work, dots: int) -> None:
+    """Each time every product is there, in a loop that the compiled program runs TIMES times."""
+    mesh = measure.find_mesh(0)
+    text = device.program_of(work, mesh).lower(*arrays(work)).compile().as_text()
+    assert len(re.findall(r" dot\(", text)) == dots and f'"known_trip_count":{{"n":"{TIMES}"' in text
+
+
+def arrays(work: Work) -> list[jax.Array]:
+    return [device.normal(shape, work.dtype, measure.find_mesh(0)) for shape in work.shapes]
+
+
+def test_each_time_needs_the_time_before() -> None:
+    work = device.product(4, 4, 4, "float32")
+    first, second = (np.asarray(x, np.float64)[:4] for x in arrays(work))  # of one device
+    for _ in range(TIMES):
+        first[0, 0] = first[0] @ second[:, 0]
+    result = device.program_of(work, measure.find_mesh(0))(*arrays(work))
+    np.testing.assert_allclose(result[:4], first, rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", device.PRODUCTS)
+def test_our_kernel_and_that_of_xla_do_the_same(part: str) -> None:
+    of_xla, ours = (device.attention(kernel, part, TINY) for kernel in ("xla", "pallas"))
+    assert of_xla.amount == ours.amount == {"forward": 2, "forward and backward": 7}[part] * 16**3
+    results = [device.program_of(work, measure.find_mesh(0))(*arrays(work)) for work in (of_xla, ours)]
+    np.testing.assert_allclose(*results, rtol=1e-4)
+
+
+def timed(figure: str, of: str, amount: float, time_s: float) -> Timed:
+    return Timed(figure=figure, of=of, amount=amount, unit="", times_s=(time_s,), executions=1)
+
+
+MEASURED = [
+    timed("products", "small", 100e12, 0.25),
+    timed("products", "large", 300e12, 0.75),  # 400 TFLOP/s in all
+    timed("attention", "cudnn, forward", 20e12, 0.05),
+    timed("attention", "cudnn, forward and backward", 70e12, 0.25),  # 400 TFLOP/s, and 250 backward
+    timed("attention", "pallas, forward", 20e12, 0.1),
+    timed("attention", "pallas, forward and backward", 70e12, 0.6),  # 200 and 100
+    timed("attention", "xla, forward", 20e12, 0.7),
+    timed("attention", "xla, forward and backward", 70e12, 0.6),  # impossible: noise
+    timed("memory", "", 3e12, 1.5),
+    timed("launches", "", 100, 3e-4),
+]
+
+
+def probe_json(folder: Path, measured: list[Timed], kind: str, **changes: Any) -> Path:
+    """Writes probe.json of a device alone, with changes in its figures."""
+    found = device.figures(measured, device.CPU if kind == "cpu" else device.GPU, 4, {}) | changes
+    (folder / "probe.json").write_text(
+        json.dumps(report.record(found, [], {}, {"device_kind": kind, "date": "2026-11-24T10:00:00"}))
+    )
+    return folder / "probe.json"
+
+
+def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
+    plain = CLUSTERS["p5.48xlarge"]
+    file = probe_json(tmp_path, MEASURED, "NVIDIA H100 80GB HBM3")
+    cluster, said = with_probe(plain, file)
+    h100, peak = cluster.device, 989.5e12
+    assert h100.matmul_rate("bf16") == pytest.approx(400e12)
+    assert h100.attention == pytest.approx({"forward": 400e12 / peak, "backward": 250e12 / peak})
+    assert h100.flash == pytest.approx({"forward": 200e12 / peak, "backward": 100e12 / peak})
+    assert (h100.memory_bandwidth, h100.launch_s) == pytest.approx((2e12, 3e-6))
+    assert (h100.peak_flops, cluster.network()) == (plain.device.peak_flops, plain.network())
+    assert said == (
+        f"{file}, measured 2026-11-24: products, memory, launches, attention (cudnn); not measured, as without it: "
+        "links inside nodes, links between nodes"
+    )
+
+
+def test_what_was_not_measured_stays(tmp_path: Path) -> None:
+    """Without cuDNN's kernel ours is taken; without any, the published figures are."""
+    plain = CLUSTERS["p5.48xlarge"]
+    kept = [m for m in MEASURED if m.figure == "memory" or m.of.startswith("pallas")]
+    cluster, said = with_probe(plain, probe_json(tmp_path, kept, "NVIDIA H100"))
+    assert cluster.device.attention == cluster.device.flash and "attention (pallas)" in said
+    cluster, said = with_probe(plain, probe_json(tmp_path, MEASURED[8:9], "NVIDIA H100"))
+    assert "measured 2026-11-24: memory; not measured, as without it: products, launches, attention, links" in said
+    for name in ("matmul_fraction", "attention", "launch_s"):
+        assert getattr(cluster.device, name) == getattr(plain.device, name)
+
+
+def test_devices_of_one_machine_share_what_all_reached(tmp_path: Path) -> None:
+    """4 devices measured at once, each with 10 GFLOP/s and 1 GB/s: 8 have half of that each; launches stay."""
+    cpu = [timed("products", "", 10e9, 1), timed("memory", "", 1e9, 1), timed("functions", "", 3e8, 1)]
+    cluster, _ = with_probe(CLUSTERS["emulated"], probe_json(tmp_path, [*cpu, timed("launches", "", 1, 2e-6)], "cpu"))
+    one = cluster.compute(8)
+    assert (one.matmul_rate("f32"), one.memory_bandwidth) == pytest.approx((5e9, 0.5e9))
+    assert (one.functions_per_s, one.launch_s) == pytest.approx((1.5e8, 0))
+
+
+def test_what_is_no_rate_is_refused(tmp_path: Path) -> None:
+    for value, why in (
+        (-1.0, "a rate or a time of it is -1.0"),
+        (0, "a rate or a time of it is 0"),
+        ("fast", "its form"),
+    ):
+        file = probe_json(tmp_path, MEASURED, "NVIDIA H100", memory_bandwidth=value)
+        with pytest.raises(ValueError, match=rf"is not a file that lab.probe wrote \({why}"):
+            with_probe(CLUSTERS["p5.48xlarge"], file)
+
+
+# --------------------------------------------------------------------------------------------- several processes
 
 
 def test_probe_of_two_processes(tmp_path: Path) -> None:

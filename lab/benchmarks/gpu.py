@@ -1,14 +1,16 @@
-"""Tokens per second and MFU on the GPUs of this machine, compared with the same model in PyTorch.
+"""What the GPUs of this machine reach, and tokens per second and MFU compared with the same model in PyTorch.
 
     python -m lab.benchmarks.gpu [--pytorch=PYTHON] [--sizes=124m,350m,1.3b] [--repetitions=3]
     python -m lab.benchmarks.gpu --cpu --sizes=tiny --repetitions=1   # tries the program without a GPU
 
-Decoders of configs/gpu_decoder.py in bfloat16, by train.py and by lab/benchmarks/pytorch_peer.py (torch.compile,
-scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: for each repetition
-and size first ours, then PyTorch's. Each run is a process of its own. With several GPUs both cut the state over all of
-them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to results/measured/gpu.jsonl, unless
-recorded, and prints a table of these runs: mean (lowest to highest). MFU: by the FLOPs of models/transformer.py, for
-both. Exit codes: 0 done; 1 a run failed; 2 bad options, or no GPU.
+First `lab.probe`, whose probe.json (in runs/benchmarks/probe) `python -m planner --probe` takes. Then decoders of
+configs/gpu_decoder.py in bfloat16, by train.py and by lab/benchmarks/pytorch_peer.py (torch.compile,
+scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: once each size of
+ours with `sharding.overlap=off`; then for each repetition and size first ours, then PyTorch's. Each run is a process of
+its own. With several GPUs both cut the state over all of them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2).
+Adds a line a run to results/measured/gpu.jsonl, unless recorded, and prints a table of these runs: mean (lowest to
+highest). MFU: by the FLOPs of models/transformer.py, for all. Exit codes: 0 done; 1 a run failed; 2 bad options, or no
+GPU.
 """
 
 import json
@@ -29,13 +31,25 @@ from configs import base, gpu_decoder
 from configs.schema import TransformerConfig
 from files import json_lines
 from files.pages import markdown
-from lab.benchmarks.runner import ROOT, Key, alternating, options_of, program, result_of, run_missing, started, words
+from lab.benchmarks.runner import (
+    ROOT,
+    WORKDIR,
+    Key,
+    alternating,
+    options_of,
+    program,
+    result_of,
+    run_missing,
+    started,
+    words,
+)
 from lab.records import MEASURED, Line, recorded, spread
 from metrics.throughput import peak_flops
 
 RESULTS = MEASURED / "gpu.jsonl"
 ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
-OURS, PEER, CPU = "mics-jax", "pytorch", "cpu"
+PROBE = WORKDIR / "probe"
+OURS, OFF, PEER, CPU = "mics-jax", "overlap off", "pytorch", "cpu"
 SKIPPED = 10  # steps at the start, in which kernels are tried and caches fill
 
 
@@ -70,12 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # the GPUs' memory belongs to the runs
     about = {"steps": options.steps, "devices": device.count, "device": device.kind}
     sides = (OURS, PEER) if options.pytorch else (OURS,)
-    keys = [{**key, **about} for key in alternating(options.repetitions, size=sizes, side=sides)]
+    each = [*alternating(1, size=sizes, side=[OFF]), *alternating(options.repetitions, size=sizes, side=sides)]
+    keys = [{**key, **about} for key in each]
 
     def measured(key: Key) -> dict[str, Any]:
-        tokens_per_s = run_ours(key, device) if key["side"] == OURS else run_pytorch(key, device, options.pytorch)
-        return {"tokens_per_s": tokens_per_s, "mfu": mfu(key["size"], tokens_per_s, device)}
+        found = run_pytorch(key, device, options.pytorch) if key["side"] == PEER else run_ours(key, device)
+        return found | {"mfu": mfu(key["size"], found["tokens_per_s"], device)}
 
+    if not options.cpu:  # a minute or two, and other programs have the GPUs' memory afterwards
+        print(started([sys.executable, "-m", "lab.probe", f"--out={PROBE}"]))
     failed = run_missing(options.results, keys, measured)
     if not failed:
         print(table([line for line in recorded(options.results) if any(key.items() <= line.items() for key in keys)]))
@@ -91,20 +108,22 @@ def find_gpus() -> Device | None:
     return Device(count=int(count), kind=kind, peak_flops=peak_flops(kind))
 
 
-def run_ours(key: Key, device: Device) -> float:
-    """Trains with train.py; returns the median of the tokens per second. FailedRunError if it failed."""
+def run_ours(key: Key, device: Device) -> dict[str, Any]:
+    """Trains with train.py; returns the median tokens per second, and all losses. FailedRunError if it failed."""
     size, steps = key["size"], key["steps"]
     keys = {"num_steps": steps, "model.remat": "none", "batch.global_size": device.count * rows_of(size)}
     keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
     keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
+    keys |= {"sharding.overlap": "off"} if key["side"] == OFF else {}
     with tempfile.TemporaryDirectory() as workdir:
         flags = [f"--config={ROOT}/configs/gpu_decoder.py:{size}", f"--workdir={workdir}"]
         started([sys.executable, "train.py", *flags, *(f"--config.{key}={value}" for key, value in keys.items())])
         rows = json_lines.read(Path(workdir) / "metrics.jsonl")
-    return median(row["tokens_per_s"] for row in rows if row["step"] > skipped(steps) and "tokens_per_s" in row)
+    speeds = [row["tokens_per_s"] for row in rows if row["step"] > skipped(steps) and "tokens_per_s" in row]
+    return {"tokens_per_s": median(speeds), "losses": [row["loss"] for row in rows if "loss" in row]}
 
 
-def run_pytorch(key: Key, device: Device, python: str) -> float:
+def run_pytorch(key: Key, device: Device, python: str) -> dict[str, Any]:
     """Trains the same model in PyTorch; returns the median of the tokens per second. FailedRunError if it failed."""
     size, steps = key["size"], key["steps"]
     model = base.typed(gpu_decoder.get_config(size)).model
@@ -113,7 +132,8 @@ def run_pytorch(key: Key, device: Device, python: str) -> float:
     sizes |= {"seq_len": model.max_len, "rows": rows_of(size), "accum": 1, "steps": steps, "skipped": skipped(steps)}
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={device.count}"] if device.count > 1 else []
     peer = ["lab/benchmarks/pytorch_peer.py", "zero3", "kept", json.dumps(sizes | {"low_precision": True})]
-    return device.count * rows_of(size) * model.max_len / result_of([python, *launcher, *peer])["step_time_s"]
+    step_time_s = result_of([python, *launcher, *peer])["step_time_s"]
+    return {"tokens_per_s": device.count * rows_of(size) * model.max_len / step_time_s}
 
 
 def rows_of(size: str) -> int:
@@ -136,18 +156,28 @@ def mfu(size: str, tokens_per_s: float, device: Device) -> float | None:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns a row a size: both sides' speed and MFU, and ours over PyTorch's in the same repetition."""
+    """Returns a row a size: speed and MFU of each side, ours over PyTorch's in the same repetition, and losses."""
     rows = []
     for size in dict.fromkeys(line["size"] for line in lines):
         cells, speeds = [size], []
-        for side in (OURS, PEER):
+        for side in (OURS, PEER, OFF):
             of_side = [line for line in lines if (line["side"], line["size"]) == (side, size)]
             shares = [line["mfu"] for line in of_side if line["mfu"] is not None]
             speeds.append([line["tokens_per_s"] for line in of_side])
             cells += [spread(speeds[-1], ",.0f") if of_side else "-", f"{mean(shares):.1%}" if shares else "-"]
-        rows.append([*cells, interval([ours / theirs for ours, theirs in zip(*speeds, strict=False)])])
+        cells.insert(5, interval([ours / theirs for ours, theirs in zip(*speeds[:2], strict=False)]))
+        losses = [
+            line["losses"] for side in (OFF, OURS) for line in lines if (line["side"], line["size"]) == (side, size)
+        ]
+        rows.append([*cells, f"{apart(losses):.0e}" if losses else "-"])
     heads = ["parameters", "mics-jax tokens/s", "MFU", "PyTorch tokens/s", "MFU", "ratio, 95 % interval"]
+    heads += ["overlap off, tokens/s", "MFU", "losses differ by at most"]
     return markdown(heads, rows)
+
+
+def apart(runs: Sequence[Sequence[float]]) -> float:
+    """Returns by how much, relatively, the losses of any run and step are from those of the first run."""
+    return max(abs(a - b) / a for run in runs for a, b in zip(runs[0], run, strict=True))
 
 
 def interval(values: Sequence[float]) -> str:

@@ -1,10 +1,10 @@
-"""Measures the links of the cluster that it is started on, inside and between nodes: latency, bandwidth, wire bytes.
+"""Measures the cluster that it is started on: what its devices reach, and its links inside and between nodes.
 
     python -m lab.probe [--out=runs/probe] [--sizes=1k,64k,1m,16m]
 
 Start it as train.py is started: once per process, by SLURM, Open MPI, Kubernetes, `lab.emulate`, or with
-`--coordinator`, `--num_processes` and `--process_id`. Process 0 prints a table and writes `probe.json` (its keys are in
-docs/clusters.md) and `probe.png`.
+`--coordinator`, `--num_processes` and `--process_id`. Process 0 prints tables and writes `probe.json` (its keys are in
+docs/clusters.md), which `python -m planner --probe` takes, and `probe.png` of the links.
 """
 
 import argparse
@@ -12,11 +12,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from lab.probe import report
-from lab.probe.measure import LONGEST_S, RING_PASSES, Level, Measurement, find_levels, measure
+from lab.probe.device import Sizes, Timed, figures, measure_copies, measure_device, sizes_of, works
+from lab.probe.measure import LONGEST_S, RING_PASSES, Level, Measurement, find_levels, find_mesh, measure
 from metrics.environment import environment
 from metrics.units import format_bytes
 from runtime import launch
@@ -27,8 +30,8 @@ SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the probe and returns its exit code; a user's mistake is one line."""
+def main(argv: Sequence[str], device_sizes: Sizes | None = None) -> int:
+    """Runs the probe and returns its exit code; a user's mistake is one line. `device_sizes`: those of the platform."""
     prepare_output()
     try:
         options = parse(argv)
@@ -44,24 +47,26 @@ def main(argv: Sequence[str]) -> int:
                 process_id=options.process_id,
             )
         )
-        levels = find_levels(options.devices_per_node)
+        mesh = find_mesh(options.devices_per_node)
     except (ValueError, OSError) as error:
         complain(error)
         return ExitCode.BAD_INPUT
     device = jax.devices()[0]
-    about = f"{levels[0].mesh.size} devices ({device.device_kind}); bandwidth is payload on the link over time"
-    say(f"{about}\n{report.HEADS}")
+    say(f"{mesh.size} device{'s' * (mesh.size > 1)} ({device.device_kind})")
+    of_device = measure_devices(device_sizes or sizes_of(device), mesh)
+    levels = find_levels(mesh)
+    say(f"\nbandwidth is payload on the link over time\n{report.HEADS}" if levels else "\none device: there is no link")
     measured = [m for level in levels for collective in RING_PASSES for m in measure_aloud(level, collective, sizes)]
     if jax.process_index() == 0:
         here = {"device_kind": device.device_kind, "platform": device.platform}
         here |= {"devices": jax.device_count(), "processes": jax.process_count()}
-        report.finish(measured, environment(here), options.out)
+        report.finish(of_device, measured, environment(here), options.out)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options of the command line. ValueError for a mistake in them."""
-    parser = OneLineParser(prog="python -m lab.probe", description="Measures the links.")
+    parser = OneLineParser(prog="python -m lab.probe", description="Measures devices and links.")
     parser.add_argument(
         "--out", type=named_path, default=Path("runs/probe"), help="directory for probe.json and probe.png"
     )
@@ -83,6 +88,23 @@ def parse_sizes(text: str) -> list[int]:
     if not all(matches) or len(sizes) < 2 or min(sizes) < 1 or max(sizes) < 2**16:
         raise ValueError(f"--sizes={text}: give two sizes or more, one of 64k at least, such as 1k,64k,16m")
     return sorted(sizes)
+
+
+def measure_devices(sizes: Sizes, mesh: Mesh) -> dict[str, Any]:
+    """Returns what the devices reach, and prints it at once; what they cannot do is one line each."""
+    say(f"matrix products and attention in {sizes.dtype}\n{report.DEVICE_HEADS}")
+    measured: list[Timed] = []
+    failed: dict[str, str] = {}
+    for work in works(sizes):
+        try:
+            measured.append(measure_device(work, mesh))
+            say(report.device_row(measured[-1]))
+        except (ValueError, RuntimeError) as error:
+            failed[f"{work.figure}, {work.of}"] = why = " ".join(str(error).split())[:200]
+            say(f"{work.figure}, {work.of}: not measured ({why})")
+    measured.append(measure_copies(sizes.array_bytes, mesh))
+    say(report.device_row(measured[-1]))
+    return figures(measured, sizes, mesh.size, failed)
 
 
 def measure_aloud(level: Level, collective: str, sizes: Sequence[int]) -> list[Measurement]:

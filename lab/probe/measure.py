@@ -27,6 +27,7 @@ LONGEST_S = 6.0  # sizes that are expected to take longer are not measured
 
 Collective = Callable[[jax.Array], jax.Array]  # a device's tensor to its result, inside a shard_map
 Loop = Callable[[jax.Array, int], jax.Array]
+Clock = Callable[[], float]  # seconds since some moment
 RING_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # of n - 1 steps each
 
 
@@ -107,14 +108,16 @@ class Level:
         return f"shard_{self.name}"
 
 
-def find_levels(devices_per_node: int) -> list[Level]:
-    """Returns the network levels of this cluster. ValueError if it has only one device."""
+def find_mesh(devices_per_node: int) -> Mesh:
+    """Returns the mesh of all devices of this cluster: nodes times devices of a node."""
     nodes = find_nodes(jax.devices(), devices_per_node)
-    num_nodes, local = len(nodes), len(nodes[0])
-    if num_nodes * local == 1:
-        raise ValueError("there is one device and no link; start the probe on several devices or nodes")
-    shape = MeshShape(replica_inter=1, shard_inter=num_nodes, replica_intra=1, shard_intra=local, tensor=1)
-    mesh = make_mesh(shape, nodes)
+    shape = MeshShape(replica_inter=1, shard_inter=len(nodes), replica_intra=1, shard_intra=len(nodes[0]), tensor=1)
+    return make_mesh(shape, nodes)
+
+
+def find_levels(mesh: Mesh) -> list[Level]:
+    """Returns the network levels of a mesh; none of one device."""
+    num_nodes, local = mesh.shape["shard_inter"], mesh.shape["shard_intra"]
     levels = [
         Level(name="intra", mesh=mesh, group_size=local, devices_per_link=1),
         Level(name="inter", mesh=mesh, group_size=num_nodes, devices_per_link=local),
@@ -122,19 +125,13 @@ def find_levels(devices_per_node: int) -> list[Level]:
     return [level for level in levels if level.group_size > 1]
 
 
-def measure(level: Level, collective: str, size_bytes: int) -> Measurement:
+def measure(level: Level, collective: str, size_bytes: int, clock: Clock = time.perf_counter) -> Measurement:
     """Returns the best time of a collective on tensors of about `size_bytes`, and the bytes that it sent."""
     chunk = max(1, size_bytes // (ITEM_BYTES * level.group_size))
     x = zeros(chunk if collective == "all_gather" else chunk * level.group_size, level.mesh)
     run = compile_loop(collective_of(collective, level), level.mesh)
-    x, _, _ = timed(run, x, 1)  # compiles, and opens connections
-    x, trial_s, _ = timed(run, x, 1)
-    executions = max(1, min(1000, int(REPETITION_S / trial_s)))
-    times, sent = [], []
-    for _ in range(max(1, min(REPETITIONS, int(BUDGET_S / (executions * trial_s))))):
-        x, time_s, tx_bytes = timed(run, x, executions)
-        times.append(time_s)
-        sent.append(tx_bytes)
+    repetitions, executions = repeated(run, x, clock)
+    times, sent = zip(*repetitions, strict=True)
     over_interfaces = level.name == "inter" and jax.process_count() > 1  # nodes that one process emulates have none
     return Measurement(
         level=level.name,
@@ -143,7 +140,7 @@ def measure(level: Level, collective: str, size_bytes: int) -> Measurement:
         devices_per_link=level.devices_per_link,
         size_bytes=chunk * level.group_size * ITEM_BYTES,
         time_s=min(times),
-        times_s=tuple(times),
+        times_s=times,
         executions=executions,
         wire_tx_bytes=min(sent) if over_interfaces and np.isfinite(sent).all() else None,
     )
@@ -182,12 +179,24 @@ def zeros(items: int, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback((items * mesh.size,), sharding, lambda _: np.zeros(items, np.float32))
 
 
-def timed(run: Loop, x: jax.Array, executions: int) -> tuple[jax.Array, float, float]:
+def repeated(run: Loop, x: jax.Array, clock: Clock) -> tuple[list[tuple[float, float]], int]:
+    """Returns the seconds and bytes of an execution in each repetition, and the executions of a repetition."""
+    x, _, _ = timed(run, x, 1, clock)  # compiles, and opens connections
+    x, trial_s, _ = timed(run, x, 1, clock)
+    executions = max(1, min(1000, int(REPETITION_S / trial_s)))
+    found = []
+    for _ in range(max(1, min(REPETITIONS, int(BUDGET_S / (executions * trial_s))))):
+        x, time_s, tx_bytes = timed(run, x, executions, clock)
+        found.append((time_s, tx_bytes))
+    return found, executions
+
+
+def timed(run: Loop, x: jax.Array, executions: int, clock: Clock) -> tuple[jax.Array, float, float]:
     """Returns the result, and per execution the seconds of the slowest process and the most bytes that a node sent."""
     multihost_utils.sync_global_devices("probe")
-    counter, start_s = WireCounter(), time.perf_counter()
+    counter, start_s = WireCounter(), clock()
     x = jax.block_until_ready(run(x, executions))
-    time_s, wire = time.perf_counter() - start_s, counter.delta()
+    time_s, wire = clock() - start_s, counter.delta()
     mine = np.array([time_s, wire.tx_bytes if wire else np.nan]) / executions
     slowest_s, tx_bytes = np.max(np.reshape(multihost_utils.process_allgather(mine), (-1, 2)), axis=0)
     return x, float(slowest_s), float(tx_bytes)

@@ -10,32 +10,46 @@ from matplotlib.figure import Figure
 
 from files.pages import columns
 from files.palette import SERIES
+from lab.probe.device import Timed
 from lab.probe.measure import RING_PASSES, LinkFit, Measurement, fit
-from metrics.units import UNKNOWN, format_bytes, format_percent, format_seconds
+from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 
 COLUMNS = "{:5}  {:14}  {:>8}  {:>8}  {:>11}  {:>12}"
 HEADS = COLUMNS.format("level", "collective", "size", "time", "bandwidth", "wire/payload")
+DEVICE_COLUMNS = "{:11}  {:28}  {:>8}  {:>15}  {:>7}"
+DEVICE_HEADS = DEVICE_COLUMNS.format("figure", "of", "time", "each device", "spread")
 
 Fits = Mapping[tuple[str, str], LinkFit]  # by level and collective
 
 
-def finish(measured: Sequence[Measurement], environment: Mapping[str, Any], out: Path) -> None:
-    """Fits alpha and bandwidth, prints them, and writes `probe.json` and `probe.png` into `out`."""
+def finish(
+    device: Mapping[str, Any], measured: Sequence[Measurement], environment: Mapping[str, Any], out: Path
+) -> None:
+    """Fits alpha and bandwidth, prints them, and writes `probe.json` and, of links, `probe.png` into `out`."""
     keys = list(dict.fromkeys((m.level, m.collective) for m in measured))
     fits = {key: fit([m for m in measured if (m.level, m.collective) == key]) for key in keys}
-    print("\ntime = alpha * steps + payload on the link / bandwidth")
+    files = [out / "probe.json"]
+    files[0].write_text(json.dumps(record(device, measured, fits, environment), indent=1) + "\n")
+    if fits:
+        print(f"\ntime = alpha * steps + payload on the link / bandwidth\n{fits_text(fits)}")
+        files.append(out / "probe.png")
+        draw(measured, fits).savefig(files[1], dpi=110)
+    print(f"written: {', '.join(map(str, files))}")
+
+
+def fits_text(fits: Fits) -> str:
+    """Returns the table of alpha and bandwidth."""
     rows = [("level", "collective", "alpha", "bandwidth", "", "worst error")]
     for (level, collective), found in fits.items():
         rate = found.bandwidth_bytes_per_s
         rates = f"{format_bytes(rate)}/s", f"{format_bytes(8 * rate)[:-1]}bit/s"
         rows.append((level, collective, format_seconds(found.alpha_s), *rates, format_percent(found.worst_error)))
-    print("\n".join(columns(rows, left=2)))
-    (out / "probe.json").write_text(json.dumps(record(measured, fits, environment), indent=1) + "\n")
-    draw(measured, fits).savefig(out / "probe.png", dpi=110)
-    print(f"written: {out / 'probe.json'}, {out / 'probe.png'}")
+    return "\n".join(columns(rows, left=2))
 
 
-def record(measured: Sequence[Measurement], fits: Fits, environment: Mapping[str, Any]) -> dict[str, Any]:
+def record(
+    device: Mapping[str, Any], measured: Sequence[Measurement], fits: Fits, environment: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the content of probe.json; docs/clusters.md explains its keys."""
     levels: dict[str, Any] = {}
     for level in dict.fromkeys(m.level for m in measured):
@@ -58,11 +72,19 @@ def record(measured: Sequence[Measurement], fits: Fits, environment: Mapping[str
         for m in measured
     ]
     return {
+        "device": dict(device),
         "model": "time_s = alpha_s * steps + link_bytes / bandwidth_bytes_per_s",
         "levels": levels,
         "measurements": measurements,
         "environment": dict(environment),
     }
+
+
+def device_row(m: Timed) -> str:
+    """Returns a line of the table of devices."""
+    count, _, prefix = format_count(m.per_s).partition(" ")
+    rate = f"{count} {prefix}{m.unit}/s"
+    return DEVICE_COLUMNS.format(m.figure, m.of, format_seconds(m.time_s), rate, format_percent(m.spread))
 
 
 def row(m: Measurement) -> str:
