@@ -55,10 +55,20 @@ class Snapshots:
     """
 
     def __init__(
-        self, workdir: Path, memory_dir: str, every: int, *, report: Callable[[str], None] = print_to_stderr
+        self,
+        workdir: Path,
+        memory_dir: str,
+        every: int,
+        *,
+        report: Callable[[str], None] = print_to_stderr,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it."""
+        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it.
+
+        `progress` is called for each array that is restored.
+        """
         self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
+        self._progress = progress
         self._me = jax.process_index()
         self._executor = ThreadPoolExecutor(1, "snapshot")
         self._saving: Future[None] | None = None
@@ -214,7 +224,8 @@ class Snapshots:
         """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part."""
         error, state, snapshot = "", None, found.snapshot
         try:
-            state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
+            where = self._folder, self._reader, self._addresses, self._token
+            state = load(found, abstract_state, *where, self._progress)
         except OSError as failed:
             error = f"process {self._me} on {socket.gethostname()}: {failed}"
         errors = [said for said in all_gather(new_key("loaded"), error or None) if said]
