@@ -118,7 +118,7 @@ def run(
     # --------------------------------------------------- build: mesh, model, optimizer and data, checked but not made
     ex = build(config, workdir, make, words if not supervisor.stands_by else None)
     data = load_datasets(ex, workdir, supervisor.hold)
-    validator = Validator(ex, data.validation, config.eval.num_batches)
+    validator = Validator(ex, data.validation, config.eval.num_batches, supervisor.enter)
     sampler = Sampler(ex, data.train, config.sample)
     if not resume.has_begun(workdir):
         ex.open_weights()  # only the headers: they are read when nothing was restored
@@ -138,7 +138,8 @@ def run(
         return True
     resume.check_writable(workdir, workdir / run_directory.CHECKPOINTS)
     checkpointer = Checkpointer(workdir / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run)
-    snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every)
+    restores = partial(supervisor.enter, Phase.RESTORING)
+    snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
     batches = ex.batches.read(data.train, start.step, prefetch=config.data.prefetch)
@@ -166,7 +167,7 @@ def run(
         step, last = start.step, config.num_steps
         metrics: Metrics = {}
         report = Report(ex, log, supervisor, batches, data)
-        validate = Validate(validator=validator, log=log, report=report)
+        validate = Validate(validator=validator, log=log, report=report, supervisor=supervisor)
         keeper = Keeper(
             log=log,
             report=report,

@@ -23,6 +23,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ _BEAT_S = 1.0
 _GRACE_S = 5.0  # for a process to report its own error, after another one has failed
 _NOTE_S = 1.0  # for the verdict to be written to events.jsonl
 _NAMED = 5  # processes that a message names at most
+_PROGRESS_BYTES = 1 << 20  # of files, in a beat: the rest may be log lines
 _LEAVE_S = 5.0  # for the others to exit before process 0: when it exits, jax's service ends and aborts them
 
 
@@ -97,6 +99,7 @@ class Heartbeat:
         self._peers: list[Peer] = []
         self._own: dict[str, int] = {}  # last completed step of this process; threads share it: replaced, never changed
         self._doing = ("", 0.0)  # what the main thread does, and since when; replaced, not changed
+        self._moved = 0, 0.0  # bytes of files that this process has read and written, and when that last was progress
         self._steps: dict[str, int] = {}  # last completed steps of the other processes, as far as this one knows
         self._verdict: Verdict | None = None
         self._act_at_s = self._exit_at_s = float("inf")
@@ -175,6 +178,7 @@ class Heartbeat:
                 self._carry_out()
             if time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + self._beat_s
+                self._note_moved()
                 for peer in self._peers:
                     peer.send(steps=self._own, doing=self._doing_for())
                 self._warn_of_shortage()
@@ -224,7 +228,12 @@ class Heartbeat:
 
     def _doing_for(self) -> tuple[str, float]:
         what, since_s = self._doing
-        return what, time.monotonic() - since_s
+        return what, time.monotonic() - max(since_s, self._moved[1])
+
+    def _note_moved(self) -> None:
+        """Records whether files are read or written: a long save or restore is no hang."""
+        moved, before = moved_bytes(), self._moved[0]
+        self._moved = moved, time.monotonic() if moved >= before + _PROGRESS_BYTES else self._moved[1]
 
     def _conclude(self, verdict: Verdict, lost: Sequence[str] = ()) -> None:
         """Adopts the first verdict, and passes it on."""
@@ -284,6 +293,15 @@ def _exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def moved_bytes() -> int:
+    """Returns the bytes of files that this process has read and written so far; 0 where the system does not count."""
+    try:
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counts["rchar"]) + int(counts["wchar"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def _is_about_others(error: BaseException | None) -> bool:

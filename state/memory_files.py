@@ -16,13 +16,14 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,7 +33,7 @@ from state.manifest import Leaf
 
 _FORMAT = 2
 _NAME = re.compile(r"[0-9]+-[0-9]+-[ab]")
-_HASHING_THREADS = 4
+_THREADS = 4  # that hash, or copy
 _COPY_BYTES = 64 << 20  # copied to a file at a time
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -192,7 +193,7 @@ class MemoryFolder:
         if not snapshot.pieces:
             return []
         content = np.memmap(self.path / f"{snapshot.name}.data", np.uint8, mode="r").data
-        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces))
 
     def read(self, snapshot: SnapshotManifest, piece: Piece) -> np.ndarray:
@@ -209,14 +210,34 @@ class MemoryFolder:
 
     def write(self, name: str, contents: Iterable[memoryview]) -> None:
         """Overwrites the data of a snapshot. OSError if the RAM disk is full; any error leaves the file empty."""
+        with self._overwriting(name) as file:
+            start = 0
+            for content in contents:
+                _write_at(file, content, start)
+                start += len(content)
+
+    def copy(self, snapshot: SnapshotManifest, arrays: Sequence[jax.Array]) -> SnapshotManifest:
+        """Overwrites the data of a snapshot with its pieces' arrays, several at a time; returns it with their hashes.
+
+        Waits for each array. OSError as `write`.
+        """
+
+        def copy(piece: Piece, array: jax.Array) -> Piece:
+            content = as_bytes(np.asarray(array))
+            _write_at(file, content, piece.offset)
+            return replace(piece, crc32=zlib.crc32(content))
+
+        with self._overwriting(snapshot.name) as file, ThreadPoolExecutor(_THREADS) as pool:
+            return replace(snapshot, pieces=tuple(pool.map(copy, snapshot.pieces, arrays)))
+
+    @contextlib.contextmanager
+    def _overwriting(self, name: str) -> Iterator[int]:
+        """Opens the data of a snapshot, which nothing describes from now on; any error leaves the file empty."""
         (self.path / f"{name}.json").unlink(missing_ok=True)
         # The file is reused: writing to memory that it already has is ten times faster.
         with open(self.path / f"{name}.data", "r+b", buffering=0, opener=private.opener) as file:
             try:
-                for content in contents:
-                    start = 0
-                    while start < len(content):
-                        start += file.write(content[start : start + _COPY_BYTES])
+                yield file.fileno()
             except BaseException:
                 file.truncate(0)
                 raise
@@ -229,10 +250,14 @@ class MemoryFolder:
         """Hashes the data of a snapshot and writes its description; returns it with the hashes."""
         pieces = zip(snapshot.pieces, self.hashes(snapshot), strict=True)
         snapshot = replace(snapshot, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
+        self.describe(snapshot)
+        return snapshot
+
+    def describe(self, snapshot: SnapshotManifest) -> None:
+        """Writes the description of a snapshot, whose data and hashes are complete."""
         body = json.dumps({"format": _FORMAT, **snapshot.as_json()}, sort_keys=True).encode()
         digest = hashlib.sha256(body).hexdigest().encode()
         atomic.replace(self.path / f"{snapshot.name}.json", digest + b"\n" + body, is_private=True)
-        return snapshot
 
     def _read(self, file: Path) -> SnapshotManifest:
         digest, _, body = file.read_bytes().partition(b"\n")
@@ -263,6 +288,13 @@ def laid_out(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     pieces = tuple(pieces)
     offsets = accumulate((piece.size for piece in pieces), initial=0)
     return tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=False))
+
+
+def _write_at(file: int, content: memoryview, offset: int) -> None:
+    """Writes all of `content` at an offset of an open file."""
+    written = 0
+    while written < len(content):
+        written += os.pwrite(file, content[written : written + _COPY_BYTES], offset + written)
 
 
 def as_bytes(array: np.ndarray) -> memoryview:

@@ -86,22 +86,32 @@ def find(
 
 
 def load(
-    found: Found, abstract_state: Any, folder: MemoryFolder, reader: int, addresses: list[Address], token: str
+    found: Found,
+    abstract_state: Any,
+    folder: MemoryFolder,
+    reader: int,
+    addresses: list[Address],
+    token: str,
+    progress: Callable[[], object],
 ) -> Any:
-    """Returns the state with the shardings of `abstract_state`. OSError if a part cannot be fetched.
+    """Returns the state with the shardings of `abstract_state`; `progress` is called before each array.
 
-    Pieces of `reader`, the process that reads for this node, come from the local folder, all others from their
-    processes. Arrays with a row per replica are adapted to the new number of replicas; their sum or mean is preserved.
+    OSError if a part cannot be fetched. Pieces of `reader`, the process that reads for this node, come from the local
+    folder, all others from their processes. Arrays with a row per replica are adapted to the new number of replicas;
+    their sum or mean is preserved.
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
     with contextlib.ExitStack() as connections:
         to = lambda process: connect(addresses[process], token, jax.process_index())
         reading = _Reader(folder, reader, functools.cache(lambda process: connections.enter_context(to(process))))
-        arrays = [
-            reading.array(asked, saved[path], found.copies[path]) if asked.abstract.size else tree.empty(asked.abstract)
-            for path, asked in wanted.items()
-        ]
+        arrays = []
+        for path, asked in wanted.items():
+            progress()
+            is_empty = not asked.abstract.size
+            arrays.append(
+                tree.empty(asked.abstract) if is_empty else reading.array(asked, saved[path], found.copies[path])
+            )
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
 
 

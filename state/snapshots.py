@@ -1,23 +1,27 @@
 """The memory tier: every few steps each node keeps its shards of the state on its RAM disk (docs/elasticity.md).
 
-Each region that a node holds is written once: the processes of the node share the work. A partner process on another
-node keeps a copy of the regions that no other node holds. `save` returns when the arrays are copied to the host, so
-that the caller may donate the state; a thread hashes them, commits them, and sends the partner its copy. A process
-overwrites the newest complete snapshot only after all processes have a newer one.
+Each region that a node holds is kept once: the processes and devices of the node share the work. A partner process on
+another node keeps a copy of the regions that no other node holds. `save` returns
+when the copies to the host are enqueued: the caller may donate the state, because what runs next on the devices waits
+for them. A thread writes and hashes them, commits them, and sends the partner its copy. A process overwrites the newest
+complete snapshot only after all processes have a newer one.
 """
 
 import math
 import secrets
 import socket
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, barrier, broadcast, new_key
@@ -31,7 +35,6 @@ from state.memory_files import (
     Piece,
     Region,
     SnapshotManifest,
-    as_bytes,
     laid_out,
     region_of,
     remove_run,
@@ -41,7 +44,8 @@ from state.transfer import PURPOSE, Answers, connect, send_copy
 
 AUTOMATIC = -1  # as often as possible at a cost below SHARE of the time
 SHARE = 0.02
-_MEASURED = 3  # snapshots: the first two of an attempt are far slower, because they allocate their memory
+_HOST = "pinned_host"  # page-locked: devices copy to it on their own
+_MEASURED = 3  # steps; and snapshots: the first two of an attempt are far slower, because they allocate their memory
 
 
 class Snapshots:
@@ -51,10 +55,20 @@ class Snapshots:
     """
 
     def __init__(
-        self, workdir: Path, memory_dir: str, every: int, *, report: Callable[[str], None] = print_to_stderr
+        self,
+        workdir: Path,
+        memory_dir: str,
+        every: int,
+        *,
+        report: Callable[[str], None] = print_to_stderr,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it."""
+        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it.
+
+        `progress` is called for each array that is restored.
+        """
         self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
+        self._progress = progress
         self._me = jax.process_index()
         self._executor = ThreadPoolExecutor(1, "snapshot")
         self._saving: Future[None] | None = None
@@ -115,20 +129,19 @@ class Snapshots:
             barrier("begun")  # else the reader could delete the first snapshot of another process of its node
 
     def due(self, step: int) -> bool:
-        """Whether to take a snapshot after `step`."""
+        """Whether to take a snapshot after `step`; every process must ask after every step."""
         return self._pace.due(step)
 
     def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> bool:
-        """Begins a snapshot of `state` after `step`, with the data position and the config; False if it failed.
+        """Begins a snapshot of `state` after `step`, with the data position and the config; False if there are none.
 
-        Waits for the previous snapshot of all processes, and returns as soon as the arrays are copied: then the caller
-        may donate them. If the RAM disk is full, a warning is printed once, and training continues.
+        Waits for the previous snapshot of all processes, and not for the copies: the caller may donate the arrays. If
+        there is no room for them, a warning is printed once, and training continues.
         """
         if not self._every:
             return False
-        self._pace.pauses(step)
         self.wait()
-        self._pace.agree()
+        self._pace.begins(step)
         begun_s = time.perf_counter()
         arrays, leaves = tree.flatten_arrays(state)
         self._owned = self._owned or owned_shards(self._me, self._nodes, arrays, leaves)
@@ -144,13 +157,10 @@ class Snapshots:
             tree=leaves,
             pieces=laid_out(owned.piece for owned in self._owned),
         )
-        try:
-            self._copy(arrays, snapshot.name)
-            self._saving = self._executor.submit(self._finish, snapshot, begun_s)
-        except OSError as error:
-            self._warn(step, error)
-        self._pace.goes_on()
-        return not self._failed
+        with self._warning(step):
+            copies = self._on_host(arrays)
+            self._saving = self._executor.submit(self._finish, snapshot, copies, begun_s)
+        return True
 
     def wait(self) -> None:
         """Returns when every process has committed the snapshot in progress, or has failed to write it."""
@@ -181,14 +191,12 @@ class Snapshots:
         if finished and (not self._every or self._reader == self._me):  # one process per node deletes them
             remove_run(self._memory_dir, self._attempts.run_id)
 
-    def _copy(self, arrays: dict[str, jax.Array], name: str) -> None:
-        """Copies this process' regions to a slot. OSError if the disk is full."""
+    def _on_host(self, arrays: dict[str, jax.Array]) -> list[jax.Array]:
+        """Returns copies of this process' regions in the host's memory, which may still be on their way."""
         by_device = {path: {x.device: x.data for x in array.addressable_shards} for path, array in arrays.items()}
         shards = [by_device[owned.piece.region.path][owned.device] for owned in self._owned]
-        for shard in shards:
-            shard.copy_to_host_async()
-        # on CPUs these arrays alias the device's buffers: nothing may keep a reference
-        self._folder.write(name, (as_bytes(np.asarray(shard)) for shard in shards))
+        hosts = [jax.sharding.SingleDeviceSharding(owned.device, memory_kind=_HOST) for owned in self._owned]
+        return jax.device_put(shards, hosts)
 
     def _meet(self) -> None:
         """Exchanges nodes and addresses with the other processes, and starts the service."""
@@ -216,7 +224,8 @@ class Snapshots:
         """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part."""
         error, state, snapshot = "", None, found.snapshot
         try:
-            state = load(found, abstract_state, self._folder, self._reader, self._addresses, self._token)
+            where = self._folder, self._reader, self._addresses, self._token
+            state = load(found, abstract_state, *where, self._progress)
         except OSError as failed:
             error = f"process {self._me} on {socket.gethostname()}: {failed}"
         errors = [said for said in all_gather(new_key("loaded"), error or None) if said]
@@ -234,19 +243,30 @@ class Snapshots:
             nodes=len(set(self._nodes)),
         )
 
-    def _finish(self, snapshot: SnapshotManifest, begun_s: float) -> None:
-        """Hashes and commits the copied data, and sends the partner the only copies (in a thread)."""
-        try:
-            snapshot = self._folder.commit(snapshot)
+    def _finish(self, snapshot: SnapshotManifest, copies: list[jax.Array], begun_s: float) -> None:
+        """Writes and commits the copies, and sends the partner the only ones (in a thread)."""
+        with self._warning(snapshot.step):
+            snapshot = self._folder.copy(snapshot, copies)
+            self._folder.describe(snapshot)
             only_copies = [number for number, owned in enumerate(self._owned) if owned.is_only_copy]
             if only_copies:
                 with connect(self._addresses[self._partner(self._me)], self._token, self._me) as connection:
                     send_copy(connection, self._folder, snapshot, only_copies)
-        except OSError as error:
-            self._warn(snapshot.step, error)
         self._pace.cost(time.perf_counter() - begun_s)
 
-    def _warn(self, step: int, error: OSError) -> None:
+    @contextmanager
+    def _warning(self, step: int) -> Iterator[None]:
+        """Turns a lack of room, on the RAM disk or for the copies, into a warning."""
+        try:
+            yield
+        except OSError as error:
+            self._warn(step, error)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self._warn(step, error)
+
+    def _warn(self, step: int, error: Exception) -> None:
         self._failed = True
         if not self._warned:
             self._warned = True
@@ -273,66 +293,73 @@ def owned_shards(
 ) -> list[OwnedShard]:
     """Returns the regions that a process keeps in its node's memory; `nodes` names the node of each process.
 
-    Of each region that a node holds, one process of the node keeps it; the processes take turns.
+    Of each region that a node holds, the process of the device that has least to copy keeps it.
     """
-    number, owned = 0, []
+    owned: list[OwnedShard] = []
+    kept = Counter[Any]()  # bytes, by device
     for leaf in tree:
-        holders: dict[Region, dict[int, Any]] = {}
+        holders: dict[Region, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         for device, index in arrays[leaf.path].sharding.devices_indices_map(leaf.shape).items():
             assert index is not None
-            holders.setdefault(region_of(leaf, index), {}).setdefault(device.process_index, device)
-        for region, devices in holders.items():
-            number += 1
+            holders[region_of(leaf, index)][nodes[int(device.process_index)]].append(device)
+        for region, by_node in holders.items():
             size = math.prod(region.shape) * arrays[leaf.path].dtype.itemsize
-            here = sorted(other for other in devices if nodes[other] == nodes[process])
-            if size and here and here[number % len(here)] == process:
-                is_only_copy = len(set(nodes)) > 1 and len({nodes[other] for other in devices}) == 1
-                piece = Piece(region=region, size=size)
-                owned.append(OwnedShard(piece=piece, device=devices[process], is_only_copy=is_only_copy))
+            for of_node in by_node.values() if size else ():
+                device = min(of_node, key=lambda device: kept[device])
+                kept[device] += size
+                if device.process_index == process:
+                    is_only_copy = len(by_node) == 1 and len(set(nodes)) > 1
+                    piece = Piece(region=region, size=size)
+                    owned.append(OwnedShard(piece=piece, device=device, is_only_copy=is_only_copy))
     return owned
 
 
 class Pace:
     """Decides after which steps to take a snapshot: every n-th, or as often as costs under 2 % of the time.
 
-    The cost is measured at the start of each attempt: a snapshot is taken after each of its first steps. It is the
-    whole time from the copy to the commit, although training continues during most of it.
+    As often begins once the attempt has trained for as long as it took to begin to: before, a restart would lose more
+    than the steps. Then the cost of the first snapshots, as they come, sets the interval. It is the whole time from the
+    copy to the commit, although training continues during most of it.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._is_automatic = every == AUTOMATIC
+        self._began_s = time.perf_counter()
+        self._asked_s: list[float] = []  # when each of the first steps was done
         self._count = 0  # snapshots so far
-        self._cost_s, self._step_s = 0.0, math.inf
-        self._went_on = 0, 0.0  # the last step with a snapshot, and when training resumed after it
-
-    @property
-    def is_measuring(self) -> bool:
-        return self._every == AUTOMATIC
+        self._cost_s = self._step_s = 0.0
+        self._next = math.inf  # step with a snapshot, if automatic
 
     def due(self, step: int) -> bool:
-        return self.is_measuring or (self._every > 0 and step % self._every == 0)
+        """Whether to take a snapshot after `step`; every process must ask after every step."""
+        if not self._is_automatic:
+            return self._every > 0 and step % self._every == 0
+        if len(self._asked_s) <= _MEASURED:
+            self._measure(step)
+        return step >= self._next
 
-    def pauses(self, step: int) -> None:
-        """Records that training pauses for a snapshot after `step`."""
-        last_step, at_s = self._went_on
-        if self._count:  # the shortest time: it has no validation or checkpoint in it
-            self._step_s = min(self._step_s, (time.perf_counter() - at_s) / max(1, step - last_step))
-        self._went_on = step, at_s
+    def begins(self, step: int) -> None:
+        """Records a snapshot, of which the one before is complete; the slowest process sets the interval."""
+        if not self._is_automatic or not self._step_s:
+            return
+        if 0 < self._count <= _MEASURED:
+            self._every = max(all_gather(new_key("pace"), math.ceil(self._cost_s / (SHARE * self._step_s))))
         self._count += 1
-
-    def goes_on(self) -> None:
-        """Records that training resumes."""
-        self._went_on = self._went_on[0], time.perf_counter()
+        self._next = step + max(1, self._every)
 
     def cost(self, seconds: float) -> None:
         """Records the cost of the newest snapshot."""
         self._cost_s = seconds
 
-    def agree(self) -> None:
-        """Sets the interval once enough snapshots are measured; the slowest process decides."""
-        if self.is_measuring and self._count > _MEASURED:
-            wanted = all_gather(new_key("pace"), math.ceil(self._cost_s / (SHARE * self._step_s)))
-            self._every = max(1, *wanted)
+    def _measure(self, step: int) -> None:
+        """Records that a step is done; after the last of the first ones, decides with the others when to begin."""
+        self._asked_s.append(time.perf_counter())
+        if len(self._asked_s) > _MEASURED:  # the median step: one of them may have a validation or a checkpoint in it
+            self._step_s = max(1e-6, statistics.median(b - a for a, b in pairwise(self._asked_s)))
+            start_s = self._asked_s[0] - self._began_s
+            self._every = max(all_gather(new_key("pace"), math.ceil(start_s / self._step_s)))
+            self._next = step - _MEASURED + self._every
 
 
 def partner(node: int, count: int) -> int:

@@ -18,7 +18,7 @@ from running import ROOT, arguments, finish, free_port, start_together, steps_lo
 from configs.schema import ElasticConfig
 from runtime import heartbeat
 from runtime.events import EventReader
-from runtime.heartbeat import Heartbeat, Peer
+from runtime.heartbeat import Heartbeat, Peer, moved_bytes
 
 RESUMABLE = 75
 HOST = socket.gethostname()
@@ -130,8 +130,8 @@ def test_no_main_thread_makes_progress(then: dict[int, str], said: str) -> None:
 
 @pytest.mark.slow
 def test_what_may_take_long_is_no_hang() -> None:
-    """One of them validates, saves or compiles."""
-    ends = "watch.enter(Phase.RECORDING)\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
+    """One of them compiles."""
+    ends = "watch.enter(Phase.COMPILING)\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
     outcomes = finish(
         *play([free_port()] * 2, {0: f"{STEP[: -len(WAIT)]}time.sleep(7)\nsys.exit(watch.end(0))", 1: ends})
     )
@@ -277,12 +277,64 @@ parts["make"] = make
 """
 
 
+IN_VALIDATION = """
+import itertools
+if "--process_id=1" in sys.argv:
+    def make(config):
+        ex = running.make_experiment(config)
+        well = ex.compile_eval_step
+        def compiled():
+            evaluate, number = well(), itertools.count()
+            def hang(*args):
+                if next(number) == 1:
+                    time.sleep(1000)
+                return evaluate(*args)
+            return hang
+        vars(ex)["compile_eval_step"] = compiled
+        return ex
+    parts["make"] = make
+"""
+IN_RESTORING = """
+from state.snapshots import Snapshots
+class Hanging(Snapshots):
+    def restore(self, *args):
+        if "--process_id=1" in sys.argv:
+            self.hang()
+        return super().restore(*args)
+    def hang(self):
+        time.sleep(1000)
+import train
+train.Snapshots = Hanging
+"""
+IN_RECORDING = """
+def hang(step, state, metrics):
+    if "--process_id=1" in sys.argv:
+        time.sleep(1000)
+parts["hooks"] = [hang]
+"""
+
+
 @pytest.mark.slow
-def test_a_real_run_hangs_in_its_data(tmp_path: Path) -> None:
-    args = arguments(tmp_path, elastic__stall_s=5.0)
-    outcomes = finish(*start_together(args, 2, devices=1, first=HANGS))
-    said = (
-        rf"^error: no progress for 5 s .*: process 1 on {HOST} reads a batch, every other process is in a step; last .*"
-    )
-    check_ended(outcomes, said)
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (HANGS, "process 1 on {host} reads a batch, every other process is in a step"),
+        (IN_VALIDATION, "process 0 on {host} validates, process 1 on {host} validates"),
+        (IN_RESTORING, "process 1 on {host} restores, every other process is in a step"),
+        (IN_RECORDING, "process 1 on {host} records, every other process is in a step"),
+    ],
+)
+def test_a_real_run_hangs(tmp_path: Path, first: str, said: str) -> None:
+    every = 2 if first == IN_VALIDATION else 0
+    args = arguments(tmp_path, elastic__stall_s=5.0, eval__every=every, eval__num_batches=2)
+    outcomes = finish(*start_together(args, 2, devices=1, first=first))
+    check_ended(outcomes, f"^error: no progress for 5 s .*: {said.format(host=HOST)}; last ")
     assert "in hang" in outcomes[1][2]  # the stacks
+
+
+def test_files_that_are_read_and_written_are_progress(tmp_path: Path) -> None:
+    before = moved_bytes()
+    (tmp_path / "file").write_bytes(bytes(3 << 20))
+    assert moved_bytes() >= before + (3 << 20)
+    (tmp_path / "file").read_bytes()
+    assert moved_bytes() >= before + (6 << 20)

@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import socket
+from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,8 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from configs.schema import CheckpointConfig
 from runtime.addresses import own_address
 from state import Checkpointer, Restored, manifest
+from state.manifest import Leaf
 from state.memory_files import MemoryFolder, SnapshotManifest
-from state.snapshots import AUTOMATIC, Pace, Snapshots, partner
+from state.snapshots import AUTOMATIC, Pace, Snapshots, owned_shards, partner
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
 SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}
@@ -387,23 +390,50 @@ def test_nothing_describes_what_is_half_written(run: Run) -> None:
     check(run.restore(), 2)
 
 
-def test_automatic_pace_keeps_the_cost_of_snapshots_below_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1 s and snapshots of 0.05 s: every third costs less than 2 %, every second more."""
+def test_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that took 20 s to begin, with steps of 1 s: its first snapshot is after 20 more.
+
+    Snapshots of 0.05 s: every third step costs less than 2 %, every second more. The first two take longer.
+    """
     now_s = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     assert [Pace(3).due(step) for step in range(7)] == [True, False, False] * 2 + [True]
     assert not any(Pace(0).due(step) for step in range(9))
-    pace = Pace(AUTOMATIC)
-    for step in (11, 12, 13, 14):
-        assert pace.due(step)
-        now_s += 1.0 if step < 14 else 30.0  # with a validation before it
-        pace.pauses(step)
-        pace.agree()
-        cost_s = 9.0 if step < 13 else 0.05  # the first ones take longer
-        now_s += cost_s
-        pace.goes_on()
-        pace.cost(cost_s)
-    assert [step for step in range(15, 24) if pace.due(step)] == [15, 18, 21]
+    pace, now_s, taken = Pace(AUTOMATIC), 20.0, list[int]()
+    for step in range(11, 160):
+        if pace.due(step):
+            pace.begins(step)
+            taken.append(step)
+            pace.cost(0.7 if len(taken) < 3 else 0.05)
+        now_s += 1.0 if step != 13 else 30.0  # with a validation after it
+    assert taken[:6] == [31, 51, 51 + 35, 51 + 70, 51 + 73, 51 + 76]
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (2, 1), (3, 1)])
+def test_what_a_node_holds_is_kept_once_and_shared_out(groups: int, kept: float) -> None:
+    """On nodes of two processes of two devices; a large and a small array, cut over the devices of a node."""
+    nodes = [f"node {process // 2}" for process in range(2 * groups)]
+    device_type = namedtuple("device_type", ("id", "process_index"))
+    devices = [device_type(i, i // 2) for i in range(4 * groups)]
+    leaves = [Leaf(path=f"{size}{i}", shape=(size,), dtype="float32") for i in range(24) for size in (4 * 96, 4)]
+
+    def indices(shape: tuple[int]) -> dict[Any, tuple[slice]]:
+        part = shape[0] // 4
+        return {device: (slice(part * (device.id % 4), part * (device.id % 4 + 1)),) for device in devices}
+
+    sharding = SimpleNamespace(devices_indices_map=indices)
+    arrays: Any = {leaf.path: SimpleNamespace(sharding=sharding, dtype=np.dtype(np.float32)) for leaf in leaves}
+    owned = [owned_shards(process, nodes, arrays, leaves) for process in range(2 * groups)]
+    keepers: dict[Any, set[str]] = defaultdict(set)
+    for node, of_process in zip(nodes, owned, strict=True):
+        for shard in of_process:
+            keepers[shard.piece.region].add(node)
+    assert len(keepers) == 4 * len(leaves) and {len(on) for on in keepers.values()} == {groups}
+    whole = sum(4 * leaf.shape[0] for leaf in leaves)
+    by_device = Counter({d.id: sum(x.piece.size for x in owned[d.process_index] if x.device is d) for d in devices})
+    assert sum(by_device.values()) == groups * whole
+    assert all(size == pytest.approx(kept * whole / 4, rel=0.1) for size in by_device.values()), by_device
+    assert not any(shard.is_only_copy for of_process in owned for shard in of_process)
 
 
 # --------------------------------------------------------------------------------- folders, names and versions

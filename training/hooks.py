@@ -143,10 +143,12 @@ class Validate:
     validator: Validator
     log: RunLog
     report: Report
+    supervisor: Supervisor
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         with self.report.apart("validation_s"):
             validation = self.validator(state.params, self.log.say)
+            self.supervisor.enter(Phase.RECORDING)
             self.log.validation(step, validation.scalars(), validation.message)
         metrics |= validation.scalars()
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from input_pipeline import Dataset, ImageDataset, MixedDataset, TextDataset
+from input_pipeline import Batches, Dataset, ImageDataset, MixedDataset, TextDataset
+from runtime.phases import Phase
 from training.experiment import Experiment
 from training.log import announced, say
 
@@ -48,8 +49,15 @@ class Validator:
     Of a mixture, on the first rows of every source; the loss is the mean of the sources' losses by their shares.
     """
 
-    def __init__(self, experiment: Experiment, data: Dataset, num_batches: int) -> None:
-        self._experiment, self._data, self._num_batches = experiment, data, num_batches
+    def __init__(
+        self,
+        experiment: Experiment,
+        data: Dataset,
+        num_batches: int,
+        enter: Callable[[Phase], object] = lambda phase: None,
+    ) -> None:
+        """`enter` gets the phase of the main thread: each batch is one of its own."""
+        self._experiment, self._data, self._num_batches, self._enter = experiment, data, num_batches, enter
         self._shares = {part.name: part.share for part in data.parts} if isinstance(data, MixedDataset) else {"": 1.0}
         self._evaluate: jax.stages.Compiled | None = None
         self._batches: list[list[dict[str, jax.Array]]] = []  # of each source
@@ -58,13 +66,13 @@ class Validator:
         """Returns the result for `params`, sharded like the training state's."""
         ex, data = self._experiment, self._data
         if self._evaluate is None:
+            self._enter(Phase.COMPILING)
             with announced("compiling the validation", say):
                 self._evaluate = ex.compile_eval_step()
-        evaluate = self._evaluate
         if not self._batches:
             sources = [part.examples for part in data.parts] if isinstance(data, MixedDataset) else [data]
             self._batches = [self._load(source) for source in sources]
-        sums = [jax.device_get([ex.block(evaluate(params, b)) for b in batches]) for batches in self._batches]
+        sums = [[self._sums(self._evaluate, params, batch) for batch in batches] for batches in self._batches]
         means = dict(zip(self._shares, map(_means, sums), strict=True))
         shares = self._shares.items()
         loss = sum(share * means[name]["loss"] for name, share in shares)
@@ -80,12 +88,20 @@ class Validator:
             by_source={name: mean["loss"] for name, mean in means.items() if name},
         )
 
+    def _sums(self, evaluate: jax.stages.Compiled, params: object, batch: dict[str, jax.Array]) -> dict[str, Any]:
+        self._enter(Phase.VALIDATING)
+        return jax.device_get(self._experiment.block(evaluate(params, batch)))
+
     def _load(self, source: TextDataset | ImageDataset) -> list[dict[str, jax.Array]]:
         ex = self._experiment
         size, end = ex.batches.global_size, len(source)  # rows beyond the split are padding, not the next epoch's
         count = min(self._num_batches, -(-end // size))
         with ex.batches.read(source, 0, prefetch=1, end=end) as batches:
-            return [ex.batches.to_devices(next(batches)) for _ in range(count)]
+            return [self._read(batches) for _ in range(count)]
+
+    def _read(self, batches: Batches) -> dict[str, jax.Array]:
+        self._enter(Phase.READING)
+        return self._experiment.batches.to_devices(next(batches))
 
 
 def _means(sums: list[dict[str, Any]]) -> dict[str, float]:

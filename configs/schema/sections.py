@@ -184,9 +184,7 @@ class ElasticConfig(Section, name="elastic", resumable=True):
     silence_s: float = key(
         30.0, "silence of a process that ends the run (jax itself aborts after 100 s)", least=1, most=60, unit="s"
     )
-    stall_s: float = key(
-        600.0, "time of a step, or of reading a batch, that ends the run; inf for no limit", least=1, unit="s"
-    )
+    stall_s: float = key(600.0, "time without progress that ends the run; inf for no limit", least=1, unit="s")
     snapshot_every: int = key(
         -1,
         "steps between snapshots in memory; -1: as many as cost under 2 % of the time; 0: none",
