@@ -5,7 +5,7 @@
 Each step of lab/benchmarks/full_scale.csv is compiled for an A100 of the cluster's memory and replayed with a V100's or
 an A100's figures, on two networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2,
 B_part of section 3). results/derived/full_scale.jsonl has a line a step and network; what it has is not compiled again,
-but with `--again`, which also looks for no program in the planner's cache. There are 77 steps, of which each takes
+but with `--again`, which also looks for no program in the planner's cache. There are 73 steps, of which each takes
 about a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 1 a
 step could not be compiled or read; 2 no step has such a name.
 """
@@ -73,7 +73,7 @@ def networks(cluster: str, gpus: int) -> dict[str, Network]:
 
 
 def replayed(cell: Key) -> dict[str, Any]:
-    """Returns what the line of a step says: bytes, seconds a step, sequences a second."""
+    """Returns what the line of a step says: bytes, and seconds a step."""
     keys = {f"sharding.{key}": value for key, value in sharding_of(cell["strategy"]).items()}
     keys |= {"batch.micro_size": cell["micro_size"], "batch.global_size": cell["global_size"], **cell["keys"]}
     step = _compiled(cell["cluster"], cell["gpus"], cell["config"], tuple(keys.items()))
@@ -97,7 +97,6 @@ def replayed(cell: Key) -> dict[str, Any]:
         "uses": uses,
         "step_s": _round(timeline.step_s),
         "deepspeed_s": _round(theirs.step_s),
-        "sequences_per_s": _round(cell["global_size"] / timeline.step_s),
     }
 
 
