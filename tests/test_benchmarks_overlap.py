@@ -7,7 +7,8 @@ import pytest
 
 from configs import command_line
 from lab.benchmarks import overlap_table
-from lab.benchmarks.overlap_table import CASES, flags
+from lab.benchmarks.names import config_file
+from lab.benchmarks.overlap_table import CASES, keys_of
 
 
 def test_without_xla_for_gpus_it_is_an_error_of_one_line_a_key(
@@ -27,5 +28,7 @@ def test_without_xla_for_gpus_it_is_an_error_of_one_line_a_key(
 def test_the_configs_of_the_cases_are_accepted(case: str) -> None:
     for overlap in (False, True):
         sys.modules.pop("config_config", None)  # ml_collections would load the config file on top of the last one
-        config = command_line.parse(["x", *flags(case, overlap=overlap)])
+        keys = keys_of(case, overlap=overlap)
+        words = [f"--config={config_file(CASES[case]['config'])}", *(f"--config.{key}={keys[key]}" for key in keys)]
+        config = command_line.parse(["x", *words])
         assert config.sharding.overlap == ("auto" if overlap else "off")

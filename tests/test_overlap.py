@@ -1,5 +1,6 @@
 """A step compiled for devices that are not here: once, replayed at any rate, and refused in one line."""
 
+import dataclasses
 import errno
 import json
 import subprocess
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lab.benchmarks.overlap_table import replayed
 from planner import compile as compiler
+from planner.clusters import find_cluster, with_rate
+from planner.replay import replay
 from sharding.hlo import bytes_per_step, read_collectives
 from sharding.hlo_program import parse_program
 
@@ -32,7 +34,10 @@ def test_a_step_is_compiled_once_and_replayed_at_any_rate() -> None:
     step = compiled()
     assert compiled().from_cache
     program = parse_program(step.text)
-    timeline, slow = (replayed(program, step, 1e6, tflops) for tflops in (795, 0.001))
+    cluster = dataclasses.replace(with_rate(find_cluster("p5.48xlarge"), 1e6), devices_per_node=2)
+    device = cluster.compute(8)
+    crawling = dataclasses.replace(device, matmul_fraction=1e-6)
+    timeline, slow = (replay(program, step.shape, one, cluster.network()) for one in (device, crawling))
     assert slow.compute_s > timeline.compute_s and slow.use().busy_s == timeline.use().busy_s
     # with a link of 1 Mbit/s latencies do not count: two devices, 86 % of the link; trees are no faster than rings
     sent = bytes_per_step(read_collectives(step.text, step.shape))["collective_inter_bytes"]

@@ -5,7 +5,7 @@
 Each step of lab/benchmarks/full_scale.csv is compiled for an A100 of the cluster's memory and replayed with a V100's or
 an A100's figures, on two networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2,
 B_part of section 3). results/derived/full_scale.jsonl has a line a step and network; what it has is not compiled again,
-but with `--again`, which also looks for no program in the planner's cache. There are 77 steps, of which each takes
+but with `--again`, which also looks for no program in the planner's cache. There are 73 steps, of which each takes
 about a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 1 a
 step could not be compiled or read; 2 no step has such a name.
 """
@@ -23,7 +23,7 @@ from lab.benchmarks.names import sharding_of
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.paper.replays import BUCKET, INSIDE_BYTES_PER_S, LINK_BYTES_PER_S, LINK_LATENCY_S, P3DN, PAPER, PLANNER
 from lab.records import DERIVED
-from planner.clusters import CLUSTERS, Network
+from planner.clusters import CLUSTERS, Network, with_system
 from planner.predict import Step
 from planner.replay import level_seconds
 from sharding.hlo import Collective
@@ -73,7 +73,7 @@ def networks(cluster: str, gpus: int) -> dict[str, Network]:
 
 
 def replayed(cell: Key) -> dict[str, Any]:
-    """Returns what the line of a step says: bytes, seconds a step, sequences a second."""
+    """Returns what the line of a step says: bytes, and seconds a step."""
     keys = {f"sharding.{key}": value for key, value in sharding_of(cell["strategy"]).items()}
     keys |= {"batch.micro_size": cell["micro_size"], "batch.global_size": cell["global_size"], **cell["keys"]}
     step = _compiled(cell["cluster"], cell["gpus"], cell["config"], tuple(keys.items()))
@@ -84,17 +84,19 @@ def replayed(cell: Key) -> dict[str, Any]:
         f"{label}, {level}": {"times": use.times, "busy_s": _round(use.busy_s), "exposed_s": _round(use.exposed_s)}
         for (label, level), use in timeline.uses.items()
     }
-    bucket = {kind: _round(bucket_s(kind, item, cell["gpus"], network)) for kind in ("all-reduce", "reduce-scatter")}
+    cluster = with_system(step.machine.cluster, "deepspeed")
+    theirs = replace(step, machine=replace(step.machine, cluster=cluster)).timeline(network=network)
     return {
         "accumulation": step.experiment.batches.accumulation,
         "num_params": step.experiment.model.num_params,
         "network_figures": asdict(network),
-        "bucket_s": bucket,
+        "bucket_s": _round(ring_s("all-reduce", round(item * BUCKET), cell["gpus"], network)),
+        "latency_s": _round(ring_s("all-gather", cell["gpus"], cell["gpus"], network)),
         "memory": {key: round(value) for key, value in asdict(step.memory()).items()},
         "compute_s": _round(timeline.compute_s),
         "uses": uses,
         "step_s": _round(timeline.step_s),
-        "sequences_per_s": _round(cell["global_size"] / timeline.step_s),
+        "deepspeed_s": _round(theirs.step_s),
     }
 
 
@@ -104,17 +106,16 @@ def _compiled(cluster: str, gpus: int, config: str, keys: tuple[tuple[str, Any],
     return on_cluster(there, gpus // there.devices_per_node, config, dict(keys))
 
 
-def bucket_s(kind: str, item_bytes: int, gpus: int, network: Network) -> float:
-    """Returns how long `BUCKET` values of so many bytes take on all GPUs, in whole nodes."""
-    size = round(item_bytes * BUCKET)
+def ring_s(kind: str, size: int, gpus: int, network: Network) -> float:
+    """Returns how long a collective of so many bytes takes on all GPUs, in whole nodes; 0 on one."""
     sent = (2 if kind == "all-reduce" else 1) * size * (gpus - 1) / gpus
     nodes = gpus // network.devices_per_node
     crossing = nodes / gpus if nodes > 1 else 0.0
-    bucket = Collective(
-        kind=kind, label="", axes=(), dtype="", num_elements=round(BUCKET), payload_bytes=size, group_size=gpus,
+    one = Collective(
+        kind=kind, label="", axes=(), dtype="", num_elements=size, payload_bytes=size, group_size=gpus,
         group_nodes=nodes, inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent, times=1, loop_depth=0,
     )  # fmt: skip
-    return max(level_seconds(bucket, network).values())
+    return max(level_seconds(one, network).values())
 
 
 def _round(value: float) -> float:

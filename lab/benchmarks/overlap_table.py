@@ -5,9 +5,8 @@
 Compiles the steps of lab/benchmarks/overlap.csv (BERT 10B of the MiCS paper, or a decoder of 1.3 B that every strategy
 can hold, on 16 nodes of 8) with and without the options that let collectives overlap, and replays each program at three
 link rates, with the planner's figures and with matrix products at 450 TFLOP/s (slow kernels hide more). A line a case
-and rate is in results/derived/overlap.jsonl. The replay has a queue for each network level, jax 0.10.2 one stream for
-all collectives: what is exposed is a lower bound. `--only` takes the cases whose name contains it, `--again` also those
-that are recorded. A case takes a minute or two on 2 cores; no GPU is needed, but XLA for GPUs is (`make
+and rate is in results/derived/overlap.jsonl. `--only` takes the cases whose name contains it, `--again` also those that
+are recorded. A case takes half a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make
 .venv/h100/installed`). Exit codes: 0 done; 1 a case could not be compiled or read; 2 no case has such a name.
 """
 
@@ -18,21 +17,18 @@ from functools import lru_cache
 from typing import Any
 
 from files.pages import markdown
+from lab.benchmarks.compiled import on_cluster, start_devices
 from lab.benchmarks.compiled import table as cells_of
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.emulate.links import Links
 from lab.records import DERIVED, Line
 from planner.clusters import H100, find_cluster, with_rate
-from planner.compile import CompiledStep, compile_step
-from planner.replay import Timeline, replay
-from sharding.hlo_program import Program, parse_program
+from planner.predict import Step
+from planner.replay import Timeline
 
 RESULTS = DERIVED / "overlap.jsonl"
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
-PRODUCTS_TFLOPS = (
-    round(H100.matmul_rate("bf16") / 1e12),
-    450,
-)  # of products: ours, and half of the peak
+PRODUCTS_TFLOPS = (round(H100.matmul_rate("bf16") / 1e12), 450)  # of products: the planner's, and half of the peak
 NODES, DEVICES = 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 CASES = {row["case"]: row for row in cells_of("overlap.csv")}
@@ -50,27 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [case for case in CASES if (options.only in case) or options.only == f"={case}"]
     if not chosen:
         raise ValueError(f"--only={options.only} is in no name; there are {', '.join(CASES)}")
+    start_devices(NODES * DEVICES)
     keys = [{"case": case, "overlap": on, "rate": rate} for case in chosen for on in (False, True) for rate in RATES]
     return run_missing(RESULTS, keys, measured, again=options.again)
 
 
-def flags(case: str, *, overlap: bool) -> tuple[str, ...]:
-    """Returns the config of a case, as on a command line."""
-    keys = {**CASES[case]["changes"], "sharding.overlap": "auto" if overlap else "off"}
-    return (f"--config={CASES[case]['config']}", *(f"--config.{key}={value}" for key, value in keys.items()))
+def keys_of(case: str, *, overlap: bool) -> dict[str, Any]:
+    """Returns what a case changes of its config."""
+    return {**CASES[case]["changes"], "sharding.overlap": "auto" if overlap else "off"}
 
 
 @lru_cache(maxsize=1)  # the rates of a case follow each other
-def _compiled(words: tuple[str, ...]) -> tuple[CompiledStep, Program]:
-    step = compile_step(words, nodes=NODES, devices_per_node=DEVICES)
-    return step, parse_program(step.text)
+def _compiled(case: str, overlap: bool) -> Step:
+    return on_cluster(find_cluster(CLUSTER), NODES, CASES[case]["config"], keys_of(case, overlap=overlap))
 
 
 def measured(key: Key) -> dict[str, Any]:
     """Returns what the line of a case and rate says. ValueError or RuntimeError: it cannot be compiled or read."""
-    step, parsed = _compiled(flags(key["case"], overlap=key["overlap"]))
+    step = _compiled(key["case"], key["overlap"])
     rate_bits = Links(rate=key["rate"]).rate_bits()
-    timeline, slow = (replayed(parsed, step, rate_bits, tflops) for tflops in PRODUCTS_TFLOPS)
+    timeline, slow = (replayed(step, rate_bits, tflops) for tflops in PRODUCTS_TFLOPS)
     seconds = {"compute_s": timeline.compute_s, "step_s": timeline.step_s}
     seconds |= {"slow_compute_s": slow.compute_s, "slow_step_s": slow.step_s}
     for name, labels in (("hop_two", ["hop_two"]), ("gathers_hop_one", ["gather", "hop_one"])):
@@ -82,18 +77,17 @@ def measured(key: Key) -> dict[str, Any]:
         "products_tflops": PRODUCTS_TFLOPS,
         "nodes": NODES,
         "devices_per_node": DEVICES,
-        "argument_bytes": step.argument_bytes,
-        "temporary_bytes": step.temporary_bytes,
+        "argument_bytes": step.compiled.argument_bytes,
+        "temporary_bytes": step.compiled.temporary_bytes,
         **{name: round(value, 3) for name, value in seconds.items()},
     }
 
 
-def replayed(program: Program, step: CompiledStep, rate_bits: float, tflops: float) -> Timeline:
+def replayed(step: Step, rate_bits: float, tflops: float) -> Timeline:
     """Returns the step's timeline on nodes with links of `rate_bits` per second and matrix products at `tflops`."""
-    cluster = replace(with_rate(find_cluster(CLUSTER), rate_bits), devices_per_node=step.shape.devices_per_node)
-    device = cluster.compute(step.shape.num_devices)
+    device = step.machine.device(step.experiment.config)
     device = replace(device, matmul_fraction=1e12 * tflops / device.peak_flops["bf16"])
-    return replay(program, step.shape, device, cluster.network())
+    return step.timeline(device, with_rate(step.machine.cluster, rate_bits).network())
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -1,7 +1,8 @@
 """The replayed steps of full_scale.jsonl, and what the systems of the MiCS paper make of them.
 
-Our programs overlap traffic with compute; DeepSpeed's did not, or did so in part. What is known of them is applied here
-to replays of our programs. The network is fitted to the paper's all-gathers, nothing to a training step.
+The systems are DeepSpeed's: `deepspeed_s` of a line is the planner's `--as=deepspeed`, nothing hidden. How ZeRO-2 and
+ZeRO-3 sent otherwise than our programs is applied here. The network is fitted to the paper's all-gathers, nothing to a
+training step.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ PLANNER, PAPER = "planner", "figure 2"  # networks: the planner's own figures, a
 BUCKET = 5e8  # values: DeepSpeed's reduce_bucket_size and allgather_bucket_size
 LIVE = 1e9  # values: DeepSpeed's stage3_max_live_parameters
 HALF = 2  # bytes of fp16
+MATRICES = 6  # of a BERT layer: queries, keys, values, the output of attention, two of the MLP
 V100 = CLUSTERS[P3DN].device
 USABLE_BYTES = CLUSTERS[P3DN].usable_bytes(16)  # of a V100, by a program
 PRODUCTS = V100.matmul_fraction * V100.peak_flops["bf16"] / 1e12  # TFLOP/s that its matrix products are taken to reach
@@ -88,14 +90,16 @@ class Replay:
     global_size: int
     num_params: int
     memory: Mapping[str, float]
-    bucket_s: Mapping[str, float]  # of all GPUs' all-reduce, reduce-scatter of `BUCKET` gradients
+    bucket_s: float  # of all GPUs' all-reduce of `BUCKET` gradients
+    latency_s: float  # of an all-gather of all GPUs that sends next to nothing
     compute_s: float
-    step_s: float
+    step_s: float  # our schedule
+    deepspeed_s: float  # nothing hidden
     uses: Mapping[str, Mapping[str, float]]  # by "label, level"
 
-    def network_s(self, what: str, *labels: str) -> float:
-        """Returns how long the network is "busy_s" or "exposed_s" with these labels, all if none is given."""
-        return sum(use[what] for key, use in self.uses.items() if not labels or key.partition(",")[0] in labels)
+    def network(self, what: str, *labels: str) -> float:
+        """Returns how long the network is "busy_s" or "exposed_s" with these labels, or how many "times"."""
+        return sum(use[what] for key, use in self.uses.items() if key.partition(",")[0] in labels)
 
     def rate(self, step_s: float | None = None) -> float:
         """Returns sequences a second, of a step of `step_s` if given."""
@@ -125,29 +129,29 @@ def of_line(line: Line) -> Replay:
     return Replay(**{key: line[key] for key in Replay.__dataclass_fields__})
 
 
-def zero3_s(flat: Replay) -> float:
-    """Returns the step of DeepSpeed's ZeRO-3 of 2021, from our flat program: nothing overlaps, gradients in buckets.
+def one_hop_s(replay: Replay) -> float:
+    """Returns the step if each micro-step all-reduced all gradients in buckets, DeepSpeed's default (MiCS, 3.4)."""
+    buckets_s = replay.accumulation * replay.num_params / BUCKET * replay.bucket_s
+    return replay.deepspeed_s - replay.network("busy_s", "hop_one", "hop_two") + buckets_s
 
-    Each micro-step all-reduced all gradients, DeepSpeed's default then (MiCS, section 3.4).
+
+def zero3_s(flat: Replay, matrices: int = MATRICES) -> float:
+    """Returns the step of DeepSpeed's ZeRO-3 of 2021, from our flat program, which gathers a layer at once.
+
+    It fetched each submodule's parameters when that began, and waited (deepspeedai/DeepSpeed#1188): a gather a matrix.
     """
-    buckets_s = flat.accumulation * flat.num_params / BUCKET * flat.bucket_s["all-reduce"]
-    return nothing_hidden_s(flat) - flat.network_s("busy_s", "hop_one") + buckets_s
+    return one_hop_s(flat) + (matrices - 1) * flat.network("times", "gather") * flat.latency_s
 
 
 def zero2_s(flat: Replay) -> float:
     """Returns the step of DeepSpeed's ZeRO-2, from our flat program, whose parameters are gathered in f32, not fp16."""
-    return nothing_hidden_s(flat) - flat.network_s("busy_s", "parameter_scope") / 2
-
-
-def nothing_hidden_s(replay: Replay) -> float:
-    """Returns the step of a program if nothing overlapped."""
-    return replay.compute_s + replay.network_s("busy_s")
+    return flat.deepspeed_s - flat.network("busy_s", "parameter_scope") / 2
 
 
 def gradients_exposed_s(mics: Replay) -> float:
-    """Returns the step of a MiCS that hides gathers like ours, but no sum of gradients (AMSP, section 9)."""
+    """Returns the step of a MiCS that hides gathers like ours, but no sum of gradients (what AMSP, section 9, says)."""
     sums = ("hop_one", "hop_two")
-    return mics.step_s + mics.network_s("busy_s", *sums) - mics.network_s("exposed_s", *sums)
+    return mics.step_s + mics.network("busy_s", *sums) - mics.network("exposed_s", *sums)
 
 
 def on_one_gpu(records: Records) -> float:

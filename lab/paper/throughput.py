@@ -14,11 +14,10 @@ from lab.records import Records
 ODD = "BERT 20B"  # the paper's figures 7 and 9 contradict each other there
 # figure: what the other systems are divided by
 ABLATIONS = {"figure 12": "group of 64", "figure 13b": "ZeRO-3", "figure 14": "one hop", "figure 15": "ZeRO-3"}
-# what DeepSpeed's systems need of a GPU, how long our program's step takes them, and rows of a micro-batch
-DEEPSPEED = {
-    "ZeRO-2": (replays.zero2_bytes, replays.zero2_s, 4),
-    "ZeRO-3": (replays.zero3_bytes, replays.zero3_s, 8),
-}
+# systems that sent otherwise than our programs: how long a step takes them; the others hide nothing
+SECONDS = {"ZeRO-2": replays.zero2_s, "ZeRO-3": replays.zero3_s, "one hop": replays.one_hop_s}
+# what DeepSpeed's need of a GPU, and rows of a micro-batch
+NEEDS = {"ZeRO-2": (replays.zero2_bytes, 4), "ZeRO-3": (replays.zero3_bytes, 8)}
 # of the scale model, 4 nodes of 2 devices, by figure: our strategies of its systems
 SCALE_MODEL = {
     "figure 12": {"group of 64": "mics(8)", "group of 8": "mics(2)", "group of 32": "mics(4)"},
@@ -27,6 +26,7 @@ SCALE_MODEL = {
     "figure 15": {"ZeRO-3": "zero3 flat", "one group": "zero3", "MiCS": "mics(2)"},
 }
 WIDE_RESNET, GPT_100B = "WideResNet 3B", "GPT 100B"
+CONVOLUTIONS = 3  # of a bottleneck block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,15 @@ def runs(records: Records, figure: str, network: str = PAPER) -> list[Run]:
 
 
 def _run(records: Records, bar: Published, network: str) -> Run:
-    if bar.system in DEEPSPEED:
-        needs, seconds, rows = DEEPSPEED[bar.system]
-        needs_bytes = needs(shape_of(bar.case, rows=rows), bar.at)
-        if needs_bytes > replays.USABLE_BYTES:
-            return Run(bar=bar, needs_bytes=needs_bytes, replay=None, step_s=0.0)
-        replay = find(records, bar.config, bar.at, bar.ours, network=network)
-        return Run(bar=bar, needs_bytes=needs_bytes, replay=replay, step_s=seconds(replay))
+    needs, rows = NEEDS.get(bar.system, (None, 0))
+    needs_bytes = needs(shape_of(bar.case, rows=rows), bar.at) if needs else 0.0
+    if needs_bytes > replays.USABLE_BYTES:
+        return Run(bar=bar, needs_bytes=needs_bytes, replay=None, step_s=0.0)
     replay = find(records, bar.config, bar.at, bar.ours, network=network)
-    kept = replay if replay.fits else None
-    return Run(bar=bar, needs_bytes=replay.total_bytes, replay=kept, step_s=replay.step_s)
+    kept = replay if needs or replay.fits else None
+    seconds = SECONDS.get(bar.system)
+    step_s = seconds(replay) if seconds else replay.deepspeed_s
+    return Run(bar=bar, needs_bytes=needs_bytes or replay.total_bytes, replay=kept, step_s=step_s)
 
 
 def changed(found: Iterable[Run], change: Change) -> list[Cell]:
@@ -75,8 +74,13 @@ def changed(found: Iterable[Run], change: Change) -> list[Cell]:
 
 
 def sequences(records: Records) -> Comparison:
-    """Returns figure 7's numbers."""
-    return Comparison(title="sequences/s", cells=[run.cell() for run in runs(records, "figure 7") if run.bar.value])
+    """Returns figure 7's numbers, and those of our schedule."""
+    found = [run for run in runs(records, "figure 7") if run.bar.value]
+    cells = [run.cell() for run in found]
+    for run in found:
+        if run.bar.system == "MiCS" and run.replay:
+            cells.append(replace(run.cell(run.replay.step_s), row=f"{run.bar.case}, ours", published=None))
+    return Comparison(title="sequences/s", cells=cells)
 
 
 def of_a_gpu(records: Records) -> Comparison:
@@ -116,9 +120,14 @@ def with_slower_compute(run: Run, replay: Replay, times: float) -> float:
     return run.step_s + (times - 1) * replay.compute_s
 
 
-def nothing_hidden(run: Run, replay: Replay) -> float:
-    """Returns the step if nothing of ours overlapped; of DeepSpeed's nothing does anyway."""
-    return run.step_s if run.bar.system in DEEPSPEED else replays.nothing_hidden_s(replay)
+def as_ours(run: Run, replay: Replay) -> float:
+    """Returns the step if MiCS hid what our schedule hides."""
+    return run.step_s if run.bar.system in SECONDS else replay.step_s
+
+
+def gathered_by_layer(run: Run, replay: Replay) -> float:
+    """Returns the step if ZeRO-3 gathered a layer at once."""
+    return replays.one_hop_s(replay) if run.bar.system == "ZeRO-3" else run.step_s
 
 
 def gradients_exposed(run: Run, replay: Replay) -> float:
@@ -130,10 +139,11 @@ def choices(records: Records) -> dict[str, list[Cell]]:
     """Returns figure 7's cells by the choice that is made."""
     found = runs(records, "figure 7")
     changes: dict[str, Change] = {
-        "MiCS hides no gradients, as DeepSpeed's": gradients_exposed,
-        "MiCS hides nothing": nothing_hidden,
+        "ZeRO-3 gathers a layer at once": gathered_by_layer,
+        "MiCS hides gathers": gradients_exposed,
+        "MiCS hides what ours hides": as_ours,
     }
-    cells = {f"ours, products at {PRODUCTS:.0f} TFLOP/s": [run.cell() for run in found]}
+    cells = {f"nothing hidden, products at {PRODUCTS:.0f} TFLOP/s": [run.cell() for run in found]}
     cells |= {name: changed(found, change) for name, change in changes.items()}
     cells["the planner's network"] = [run.cell() for run in runs(records, "figure 7", PLANNER)]
     for program, tflops in replays.published_on_one_gpu().items():
@@ -200,8 +210,8 @@ def order_in_ablations(records: Records) -> tuple[int, int]:
 def ablation_means(records: Records) -> str:
     """Returns the table of mean absolute differences from the four figures, by network and overlap."""
     ways: dict[str, tuple[str, Change | None]] = {
-        "ours": (PAPER, None),
-        "nothing hidden": (PAPER, nothing_hidden),
+        "nothing hidden": (PAPER, None),
+        "MiCS hides what ours hides": (PAPER, as_ours),
         "the planner's network": (PLANNER, None),
     }
     rows = []
@@ -240,10 +250,11 @@ def predictions(records: Records) -> Comparison:
         model, gpus, is_v100 = line["model"], line["gpus"], line["cluster"] == P3DN
         of_figure_11 = model in models and line["network"] == PAPER
         if line["strategy"].startswith("mics") and (line["cluster"] == P4D or of_figure_11):
-            fits = "" if replays.of_line(line).fits else ", does not fit"
+            replay = replays.of_line(line)
+            fits = "" if replay.fits else ", does not fit"
             row = f"{model.replace('_', ' ')}, {'V100' if is_v100 else 'A100'}{fits}"
-            paper = figure_11.get((model, gpus)) if is_v100 else None
-            cells.append(Cell(row=row, column=f"{gpus} GPUs", published=paper, ours=line["sequences_per_s"]))
+            paper, ours = figure_11.get((model, gpus)) if is_v100 else None, replay.rate(replay.deepspeed_s)
+            cells.append(Cell(row=row, column=f"{gpus} GPUs", published=paper, ours=ours))
     return Comparison(title="sequences/s", cells=cells)
 
 
@@ -254,14 +265,12 @@ def in_the_text(records: Records) -> Comparison:
     few, many = (find(records, GPT_100B, gpus, "mics(128)", cluster=P4D, network=PLANNER) for gpus in (128, 512))
     shape = shape_of("GPT2 20B", rows=16, hidden=10240, layers=80, heads=80)
     tflops, share = (published.value("MiCS", "section 5.1.5", unit=unit) for unit in ("TFLOP/s", "%"))
-    zero3_s, wide = replays.zero3_s(flat), f"{WIDE_RESNET}, 16 GPUs, MiCS over ZeRO-3, times"
+    zero3_s, wide = replays.zero3_s(flat, CONVOLUTIONS), f"{WIDE_RESNET}, 16 GPUs, MiCS over ZeRO-3, times"
+    slow, fast = (one.rate(one.deepspeed_s) for one in (few, many))
     cells = {
-        wide: (printed, zero3_s / mics.step_s),
-        f"{wide}, nothing hidden": (printed, zero3_s / replays.nothing_hidden_s(mics)),
-        f"{GPT_100B}, 512 GPUs, TFLOP/s of a GPU": (tflops, shape.tflops(many.rate(), many.gpus)),
-        f"{GPT_100B}, a GPU of 512 over one of 128, %": (
-            share,
-            100 * many.rate() / few.rate() * few.gpus / many.gpus,
-        ),
+        wide: (printed, zero3_s / mics.deepspeed_s),
+        f"{wide}, hidden as ours": (printed, zero3_s / mics.step_s),
+        f"{GPT_100B}, 512 GPUs, TFLOP/s of a GPU": (tflops, shape.tflops(fast, many.gpus)),
+        f"{GPT_100B}, a GPU of 512 over one of 128, %": (share, 100 * fast / slow * few.gpus / many.gpus),
     }
     return Comparison(title="", cells=[Cell(row=row, published=p, ours=ours) for row, (p, ours) in cells.items()])
