@@ -15,6 +15,7 @@ def test_without_xla_for_gpus_it_is_an_error_of_one_line_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("planner.compile.WHEELS", tmp_path / "none")
+    monkeypatch.setattr(overlap_table, "start_devices", lambda count: None)  # this process has its own
     monkeypatch.setattr(overlap_table, "RESULTS", tmp_path / "overlap.jsonl")
     assert overlap_table.main(["--only==zero3"]) == 1 and overlap_table.main(["--only==zero"]) == 2
     *said, unknown = capsys.readouterr().err.splitlines()
