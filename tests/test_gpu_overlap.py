@@ -1,12 +1,14 @@
 """The schedule of the step as XLA compiles it for H100s: what is between the start and the end of a collective."""
 
+import json
+import subprocess
+import sys
 from functools import cache
 
 import pytest
 from compiling import SMALL
 from running import ROOT
 
-from lab.benchmarks.overlap_table import measured
 from planner.compile import WHEELS, CompiledStep, compile_step
 from sharding.hlo import LABELS, Collective, bytes_per_step, read_collectives
 from sharding.hlo_program import Computation, Instruction, parse_program
@@ -165,10 +167,13 @@ def test_bert_10b_exposes_what_the_page_says_with_a_quarter_more_temporaries(
     name: str, rate: str, exposed: float
 ) -> None:
     """On 16 nodes of 8 H100, replayed: a row of docs/gpu.md is measured again, with and without overlap."""
-    lines = {}
-    for overlap in (False, True):
-        lines[overlap] = measured({"case": name, "overlap": overlap, "rate": rate})
-    beside, after = lines[True], lines[False]
+    keys = [{"case": name, "overlap": overlap, "rate": rate} for overlap in (True, False)]
+    code = "import json, sys; from lab.benchmarks import overlap_table as o; o.start_devices(o.NODES * o.DEVICES); "
+    code += "print(json.dumps([o.measured(key) for key in json.loads(sys.argv[1])]))"
+    # in a process of its own, which has 128 virtual devices
+    command = [sys.executable, "-c", code, json.dumps(keys)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    beside, after = json.loads(done.stdout)
     assert beside["step_s"] - beside["compute_s"] <= exposed * beside["step_s"]
     assert after["step_s"] - after["compute_s"] > 0.25 * after["step_s"]
     assert beside["temporary_bytes"] <= 1.25 * after["temporary_bytes"]
