@@ -21,6 +21,8 @@ from pathlib import Path
 import jax
 from absl import flags
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from configs import command_line
 from configs.schema import Config
@@ -40,7 +42,7 @@ from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
 
 SHOWN = 10  # of a search
-LOOKED_AT = 3  # programs of a search, unless --compile says otherwise
+LOOKED_AT = 6  # programs of a search, unless --compile says otherwise
 DEFAULT = "p4d.24xlarge"  # cluster
 RATE = {"mbit": 1e6, "gbit": 1e9}
 
@@ -244,13 +246,21 @@ def _answer(question: Question, nodes: int) -> Answer:
         xla_flags=question.xla_flags,
     )
 
-    def say(line: str) -> None:
-        if not question.is_quiet:
-            print(f"{_of_nodes(nodes)}, {line}" if len(question.nodes) > 1 else line, file=sys.stderr)
-
     candidates = [] if question.is_search else of_strategies(question.strategies, config) or [of_config(config)]
     devices = jax.devices()[: machine.num_devices]
-    found = search(config, machine, devices, most=question.most, candidates=candidates, say=say)
+    console = Console(stderr=True, quiet=question.is_quiet, highlight=False, markup=False)
+    columns_ = ("compiling", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns_, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+
+        def say(line: str) -> None:
+            text = f"{_of_nodes(nodes)}, {line}" if len(question.nodes) > 1 else line
+            console.print(text, soft_wrap=True)
+
+        def count(done: int, most: int) -> None:
+            bar.update(task, completed=done, total=most)
+
+        found = search(config, machine, devices, most=question.most, candidates=candidates, say=say, count=count)
     best, step = found.steps[0]
     unit = "images" if best.tokens_per_s is None else "sequences"
     size = f"{format_count(step.experiment.model.num_params)} parameters, {config.batch.global_size:,} {unit} a step"
@@ -264,6 +274,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         devices=machine.num_devices,
         unit=unit,
         predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
+        changed=tuple(prediction for prediction, _ in found.changed),
         helps=what_helps(step),
         counts=found.counts if question.is_search else None,
         error_bar=str(cluster.error_bar),

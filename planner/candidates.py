@@ -11,7 +11,16 @@ from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
 SCOPES = ("parameters", "gradients", "optimizer")
 WIDTHS = {"none": "no devices", "node": "a node", "all": "all devices"}
+# keys that an extra changes, by their last word; without one, codecs are none, and of these three the config's holds
+KEPT = {"delayed": "compression.delayed", "inner_steps": "local_sgd.inner_steps", "remat": "model.remat"}
 CODED = ("hop_two", "hop_one_inter", "hop_one_intra", "gather_inter", "gather_intra", "experts_inter", "experts_intra")
+VALUES = {"True": True, "False": False}
+OTHER_REMAT = {"full": "dots", "dots": "full"}
+# from what changes the result least to what changes it most; recorded_costs.csv has what some of them cost
+CODECS = ("none", "bf16", "int8", "int4")
+TIMINGS: tuple[dict[str, str], ...] = ({}, {"inner_steps": "10"}, {"delayed": "True"}, {"inner_steps": "50"})
+# what a codec is of: hop two, what zero3 or a group of several nodes sends, or both
+BETWEEN_NODES = (("hop_two",), ("gather_inter", "hop_one_inter"), ("hop_two", "gather_inter", "hop_one_inter"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +31,7 @@ class Candidate:
     partition_size: int = 0  # of mics
     gather: str
     micro_size: int
-    extras: str = ""  # codecs, and the scopes of custom: `hop_two=int8+gather_inter=int8`
+    extras: str = ""  # codecs, keys of KEPT, scopes of custom, mics' wider optimizer: `hop_two=int8+optimizer=all`
 
     @property
     def name(self) -> str:
@@ -31,9 +40,28 @@ class Candidate:
         return f"{name}+{self.extras}" if self.extras else name
 
     @property
+    def pairs(self) -> dict[str, str]:
+        """The extras, by key."""
+        return _pairs(self.extras)
+
+    @property
+    def change(self) -> str:
+        """What of the extras changes the result of a step: codecs, and what is later."""
+        return _joined({key: value for key, value in self.pairs.items() if key not in (*SCOPES, "remat")})
+
+    @property
+    def is_mics(self) -> bool:
+        """Whether its partition groups are smaller than the cluster."""
+        return self.strategy in ("mics", "hsdp")
+
+    def with_extras(self, extras: Mapping[str, str]) -> "Candidate":
+        """Returns the same with more extras, or others."""
+        return replace(self, extras=_joined({**self.pairs, **extras}))
+
+    @property
     def words(self) -> str:
         """The strategy as a legend shows it: `mics(8), hop two in int8`."""
-        return ", ".join([self.name.partition("+")[0], *(_in_words(*pair) for pair in _pairs(self.extras).items())])
+        return ", ".join([self.name.partition("+")[0], *(_in_words(*pair) for pair in self.pairs.items())])
 
     def __str__(self) -> str:
         return f"{self.name}, micro-batch {self.micro_size}, gather {self.gather}"
@@ -42,19 +70,25 @@ class Candidate:
         """Returns the keys of a config that make it this candidate, with their values."""
         keys: dict[str, Any] = {"sharding.gather": self.gather, "batch.micro_size": self.micro_size}
         keys |= {"sharding.strategy": self.strategy, "sharding.partition_size": self.partition_size}
-        if self.strategy != "custom":  # the scopes that it does not name are the config's
+        extras = dict.fromkeys(CODED, "none") | self.pairs
+        if self.strategy == "mics" and "optimizer" in extras:
+            keys |= {"sharding.strategy": "custom", "sharding.partition_size": 0}
+            extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
+        elif self.strategy != "custom":  # the scopes that it does not name are the config's
             keys |= {f"sharding.{name}": "" for name in SCOPES}
-        for key, value in (dict.fromkeys(CODED, "none") | _pairs(self.extras)).items():
-            section = "sharding" if key in SCOPES else "compression"
-            keys[f"{section}.{key}"] = int(value) if value.isdecimal() else value
+        for key, value in extras.items():
+            name = KEPT.get(key, f"{'sharding' if key in SCOPES else 'compression'}.{key}")
+            keys[name] = int(value) if value.isdecimal() else VALUES.get(value, value)
+        if "inner_steps" in extras:  # plain averages: DiLoCo's outer step costs more loss
+            keys |= {"local_sgd.outer_learning_rate": 1.0, "local_sgd.outer_momentum": 0.0}
         return keys
 
     def applied(self, config: Config) -> Config:
         """Returns the config with the candidate in it. ValueError if the two do not go together."""
-        changes: dict[str, dict[str, Any]] = {"sharding": {}, "batch": {}, "compression": {}}
+        changes: dict[str, dict[str, Any]] = {}
         for key, value in self.overrides().items():
             section, _, name = key.partition(".")
-            changes[section][name] = value
+            changes.setdefault(section, {})[name] = value
         return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in changes.items()})
 
 
@@ -63,9 +97,11 @@ def _pairs(extras: str) -> dict[str, str]:
 
 
 def _in_words(key: str, value: str) -> str:
-    """Returns a codec or a scope of custom in words."""
+    """Returns an extra in words."""
     if key in SCOPES:
         return f"{key} over {WIDTHS.get(value, f'{value} devices')}"
+    if key in KEPT:
+        return {"delayed": "hop two delayed", "inner_steps": f"averaged every {value} steps"}.get(key, f"remat {value}")
     where = {"_inter": " between nodes", "_intra": " inside nodes"}.get(key[-6:], "")
     return f"{NAMES[key.removesuffix(key[-6:]) if where else key]}{where} in {value}"
 
@@ -83,24 +119,25 @@ def of_config(config: Config) -> Candidate:
 
 
 def _joined(extras: Mapping[str, str]) -> str:
-    """Returns codecs and scopes as a name has them: without those that code nothing."""
-    return "+".join(f"{key}={value}" for key, value in extras.items() if key in SCOPES or value != "none")
+    """Returns extras as a name has them: without codecs that code nothing."""
+    return "+".join(f"{key}={value}" for key, value in extras.items() if key not in CODED or value != "none")
 
 
 def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
     """Returns a candidate for each of `mics(8)`, `zero3+gather_inter=int8`, ...; the rest is the config's.
 
-    After a plus come keys of `compression`, and scopes of `custom`. ValueError for another word.
+    After a plus come extras, and scopes of `custom`. ValueError for another word.
     """
     own, found = of_config(config), []
     for whole in words:
         word, _, extras = whole.partition("+")
         for extra in filter(None, extras.split("+")):
             key, _, value = extra.partition("=")
-            if key not in (*CODED, *(SCOPES if word == "custom" else ())) or not value:
+            scopes = SCOPES if word == "custom" else ("optimizer",) if word.startswith("mics") else ()
+            if key not in (*CODED, *KEPT, *scopes) or not value:
                 raise ValueError(
-                    f"--strategy={whole}: {extra} is not KEY=VALUE of {', '.join(CODED)}, or of custom's "
-                    f"{', '.join(SCOPES)}; such as mics(8)+hop_two=int8 or "
+                    f"--strategy={whole}: {extra} is not KEY=VALUE of {', '.join((*CODED, *KEPT))}, of mics' optimizer "
+                    f"or of custom's {', '.join(SCOPES)}; such as mics(8)+hop_two=int8 or "
                     "custom+parameters=node+gradients=node+optimizer=all"
                 )
         names = {*STRATEGIES, "custom"} if extras else {*STRATEGIES}
@@ -118,7 +155,7 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
 def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterator[Candidate]:
     """Yields strategies, group sizes, micro-batches and gather policies of a config, each program once.
 
-    Codecs, local steps, rematerialisation and tensor parallelism stay those of the config.
+    All else is the config's: `exact_variants` and `changes` look at what that could be.
     """
     data_devices = nodes * devices_per_node // config.mesh.tensor
     rows = -(-config.batch.global_size // data_devices)
@@ -135,6 +172,49 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
                     continue  # the same as micro_step
                 chosen = {"strategy": strategy, "partition_size": partition_size, "gather": gather}
                 yield replace(of_config(config), **chosen, micro_size=micro_size)
+
+
+def exact_variants(candidate: Candidate, config: Config, *, fits: bool) -> Iterator[Candidate]:
+    """Yields the same with the other rematerialisation, and what makes groups that do not fit smaller.
+
+    The result of a step is that of the candidate, but for rounding.
+    """
+    if config.model.remat in OTHER_REMAT:
+        yield candidate.with_extras({"remat": OTHER_REMAT[config.model.remat]})
+    if candidate.strategy == "mics" and not fits:
+        yield candidate.with_extras({"optimizer": "all"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What makes the traffic between nodes less or later and changes the result: places in CODECS and TIMINGS."""
+
+    codec: int = 0
+    timing: int = 0
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether it is of one kind."""
+        return not (self.codec and self.timing)
+
+    def is_milder(self, other: "Change") -> bool:
+        """Whether another one changes more, and this one nothing that the other does not."""
+        return self != other and self.codec <= other.codec and self.timing <= other.timing
+
+
+NO_CHANGE = Change()
+
+
+def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Candidate]]:
+    """Yields what changes the result of a candidate; not all of it is legal. What a config has of its own stays."""
+    is_coded = bool({*CODED} & {*candidate.pairs})
+    is_timed = config.compression.delayed or config.local_sgd.inner_steps > 0
+    for codec, name in [*enumerate(CODECS)][: 1 if is_coded else None]:
+        for timing, later in [*enumerate(TIMINGS)][: 1 if is_timed else None]:
+            for keys in BETWEEN_NODES if codec else ((),):
+                if codec or timing:
+                    extras = dict.fromkeys(keys, name) | later
+                    yield Change(codec=codec, timing=timing), candidate.with_extras(extras)
 
 
 def _strategies(nodes: int, devices_per_node: int, tensor: int) -> Iterator[tuple[str, int]]:

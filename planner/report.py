@@ -9,6 +9,7 @@ from typing import Any
 from files.pages import columns
 from metrics.page import render
 from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
+from planner import costs
 from planner.predict import Prediction, Traffic
 from planner.replay import NAMES
 from planner.search import Counts
@@ -17,6 +18,7 @@ LEVELS = {"inter": "between nodes", "intra": "inside a node"}
 # of kinds of traffic, by their place in files.palette.SERIES
 TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
 TRAFFIC |= {"orthogonalise": 6, "experts": 7}
+CHANGED = "with another result than the config's:"
 SHOWN = 1e-3  # of a step: what takes less is in the page's table, not in its bar
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "strategy": lambda p: p.candidate.name,
@@ -50,6 +52,7 @@ class Plan:
     counts: Counts | None  # of a search
     error_bar: str  # how far predicted steps were from timed ones
     notes: tuple[str, ...]
+    changed: tuple[Prediction, ...] = ()  # of a search: those whose result is another one
 
     @property
     def best(self) -> Prediction:
@@ -68,7 +71,9 @@ def from_json(text: str) -> list[Plan]:
     for values in json.loads(text)["plans"]:
         predictions = tuple(Prediction.from_dict(p) for p in values["predictions"])
         counts = Counts(**values["counts"]) if values["counts"] else None
-        plans.append(Plan(**{**values, "predictions": predictions, "counts": counts, "notes": tuple(values["notes"])}))
+        changed = tuple(Prediction.from_dict(p) for p in values.get("changed", ()))
+        read = {"predictions": predictions, "changed": changed, "counts": counts, "notes": tuple(values["notes"])}
+        plans.append(Plan(**{**values, **read}))
     return plans
 
 
@@ -82,6 +87,7 @@ def plan_text(plan: Plan) -> str:
     blocks = [
         plan.title,
         "\n".join(columns(candidate_rows(plan), left=2)),
+        "\n".join([CHANGED, *columns(changed_rows(plan), left=2), _wrapped(costs.ABOUT)]) if plan.changed else "",
         _wrapped(plan.error_bar),
         f"{best.candidate}: a device's memory, and what a step of {step_s} is spent on\n"
         f"  {format_bytes(best.memory.total)} of {format_bytes(best.memory.capacity)}: {memory}",
@@ -100,6 +106,19 @@ def candidate_rows(plan: Plan) -> list[Sequence[str]]:
     shown = {name.replace("rows", plan.unit): column for name, column in cells.items() if any(column)}
     numbers = map(str, range(1, len(plan.predictions) + 1))
     return [["", *shown], *zip(numbers, *shown.values(), strict=True)]
+
+
+def changed_rows(plan: Plan) -> list[Sequence[str]]:
+    """Returns a row for each prediction whose result is another one, with its recorded cost in loss, below the names.
+
+    `shorter` is by what the step is shorter than the best one with the config's result.
+    """
+    rows: list[Sequence[str]] = [("", "strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss")]
+    for number, p in enumerate(plan.changed, 1):
+        step = format_seconds(p.step_s), format_percent(1 - p.step_s / plan.best.step_s)
+        cells = [COLUMNS[name](p) for name in ("strategy", "micro", "gather", "memory")]
+        rows.append((str(number), *cells, *step, COLUMNS["exposed"](p), costs.cost_of(p.candidate.change)))
+    return rows
 
 
 def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:
@@ -132,6 +151,7 @@ def helps_text(helps: Mapping[str, float], step_s: float) -> str:
 def counts_text(counts: Counts) -> str:
     """Returns what the search looked at, on one line."""
     unseen = f"{counts.illegal} not legal, {counts.too_large} too large, {counts.too_slow} too slow by a bound"
+    unseen += f", {counts.no_gain} changes without a gain" if counts.no_gain else ""
     seen = f"{counts.compiled} compiled ({counts.from_cache} from the cache, {counts.did_not_fit} did not fit)"
     rest = f", {counts.not_looked_at} not looked at (--compile=N for more)" if counts.not_looked_at else ""
     return f"{counts.candidates} candidates: {unseen}, {seen}{rest}"
@@ -191,6 +211,8 @@ def plan_page(
         facts=_tiles(plan),
         scaling=scaling_rows(plans, nodes) if len(plans) > 1 else None,
         candidates=candidate_rows(plan),
+        changed=changed_rows(plan) if plan.changed else None,
+        costs=costs.ABOUT,
         memory=_memory(best),
         times=_times(best),
         pictures=pictures,

@@ -4,9 +4,10 @@ Nothing is proposed that does not fit. What is discarded before it is compiled: 
 memory than there is (a bound, and what was learned from programs that did not fit), and what the bound on its time
 says is slower than the best so far. The rest is compiled in the order of an estimate of its time, what is estimated to
 fit before what is not; one program of a strategy at a time, because what it needs corrects the estimates of the others.
+What changes the result of a step is a list of its own: each change where it is fastest, if a milder one does not do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
@@ -15,14 +16,27 @@ from typing import Any
 from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
 from planner.bounds import SLACK, Bounds, bounds
-from planner.candidates import Candidate, all_candidates, legal_groups, of_config
+from planner.candidates import (
+    NO_CHANGE,
+    Candidate,
+    Change,
+    all_candidates,
+    changes,
+    exact_variants,
+    legal_groups,
+    of_config,
+)
+from planner.costs import is_recorded
 from planner.memory import Memory
 from planner.predict import Machine, Prediction, Step, compiled_step
 from planner.table import table_rows
+from training.batches import accumulation
 from training.experiment import Experiment, make_experiment
 from training.memory import state_bytes
 
 AT_ONCE = 2  # programs that are compiled, each in a process of its own that is busy with one core and takes 1 GB
+WHY = ("too_large", "too_slow", "no_gain", "from_cache", "not_looked_at")
+GAIN = 0.95  # of a step's estimate, at the most, is what a change of the result must take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +51,7 @@ class Counts:
     from_cache: int  # of those
     did_not_fit: int  # of those
     not_looked_at: int  # because enough were compiled
+    no_gain: int = 0  # changes of the result, by the estimate of their time: something milder is as fast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +59,18 @@ class Found:
     """The candidates that fit, the fastest first."""
 
     steps: tuple[tuple[Prediction, Step], ...]
+    changed: tuple[tuple[Prediction, Step], ...]  # whose result is another one
     too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit
     refused: tuple[str, ...]  # a line for each that is not legal, or that XLA refuses
     counts: Counts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Option:
     candidate: Candidate
     experiment: Experiment
     bounds: Bounds
+    change: Change
 
 
 def search(
@@ -65,110 +82,247 @@ def search(
     candidates: Sequence[Candidate] = (),
     compile_one: Callable[[Candidate, Experiment, Machine], Step] = compiled_step,
     say: Callable[[str], None] = lambda line: None,
+    count: Callable[[int, int], None] = lambda done, most: None,
 ) -> Found:
     """Returns the candidates that fit: the best of all, or those given.
 
     At most `most` programs are looked at, the config's own first. Those in the cache count, so that the answer does not
-    depend on it; those given are all looked at. ValueError if none fits, with what would.
+    depend on it; those given are all looked at. `count` hears how many are done. ValueError if none fits, with what
+    would.
     """
-    own, is_search = of_config(config), not candidates  # the first to compare with
-    every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
-    wanted = list(candidates) or [own, *(candidate for candidate in every if candidate != own)]
-    options, refused = _options(wanted, config, machine, devices)
-    seen = dict.fromkeys(("too_large", "too_slow", "compiled", "from_cache", "not_looked_at"), 0)
-    waiting, most = options, most if is_search else len(options)
-    if is_search:
-        waiting = [option for option in options if option.bounds.least_bytes <= machine.capacity]
-        seen["too_large"] = len(options) - len(waiting)
-    steps: list[tuple[Prediction, Step]] = []
-    failed: list[tuple[_Option, Memory]] = []
-    more: dict[str, float] = {}  # than was estimated the programs of a strategy needed, at the most
-    errors: list[ValueError] = []  # of programs that XLA refuses
-
-    def order(option: _Option) -> tuple[bool, bool, float, float]:
-        """The config's own, what should fit, the fastest, the smallest first."""
-        needs = option.bounds.estimate_bytes * more.get(option.candidate.name, 1.0)
-        bounds = option.bounds
-        return option.candidate != own, needs > machine.capacity, bounds.estimate_s, bounds.least_bytes
-
-    while waiting:
-        best_s = min((prediction.step_s for prediction, _ in steps), default=inf)
-        chosen: dict[str, _Option] = {}  # of one strategy one at a time: what it needs tells about the others
-        later: list[_Option] = []
-        for option in sorted(waiting, key=order):
-            if len(chosen) == AT_ONCE or option.candidate.name in chosen:
-                later.append(option)
-            elif is_search and _cannot_fit(option.candidate, failed, machine.capacity):
-                seen["too_large"] += 1
-            elif is_search and option.bounds.least_s > SLACK * best_s:
-                seen["too_slow"] += 1
-            elif seen["compiled"] + len(chosen) >= most:
-                seen["not_looked_at"] += 1
-            else:
-                chosen[option.candidate.name] = option
-        waiting = later
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            running = [(o, pool.submit(compile_one, o.candidate, o.experiment, machine)) for o in chosen.values()]
-        for option, done in running:
-            candidate = option.candidate
-            if isinstance(error := done.exception(), ValueError):
-                errors.append(error)
-                refused.append(f"{candidate}: {error}")
-                say(refused[-1])
-                continue
-            step = done.result()
-            seen["compiled"] += 1
-            seen["from_cache"] += step.compiled.from_cache
-            memory = step.memory()
-            more[candidate.name] = max(more.get(candidate.name, 1.0), memory.total / option.bounds.estimate_bytes)
-            if memory.fits:
-                steps.append((step.prediction(), step))
-                say(f"{candidate}: {format_seconds(steps[-1][0].step_s)}")
-            else:
-                failed.append((option, memory))
-                say(_too_large(candidate, memory))
-    if not steps:
-        raise errors[0] if errors and not failed else ValueError(_nothing_fits(machine, options, failed, is_search))
-    return Found(
-        steps=tuple(sorted(steps, key=lambda pair: pair[0].step_s)),
-        too_large=tuple(_too_large(option.candidate, memory) for option, memory in failed),
-        refused=tuple(refused),
-        counts=Counts(candidates=len(wanted), illegal=len(refused), did_not_fit=len(failed), **seen),
+    options = _Options(config, machine, devices)
+    given = options.made(candidates)
+    found = _Search(
+        machine,
+        options.check(given if candidates else options.of_search()),
+        own=of_config(config),
+        most=len(given) if candidates else most,
+        is_search=not candidates,
     )
+    found.refused += options.refused
+    count(0, found.most)
+    while chosen := found.chosen():
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            running = [(o, pool.submit(compile_one, o.candidate, o.experiment, machine)) for o in chosen]
+        for option, done in running:
+            if isinstance(error := done.exception(), ValueError):
+                say(found.refuse(option, error))
+            else:
+                say(found.add(option, done.result()))
+        count(found.compiled, found.most)
+    return found.result(options.num_candidates)
+
+
+class _Search:
+    """What waits to be compiled, and what was learned from what was; without `is_search` everything is compiled."""
+
+    def __init__(
+        self, machine: Machine, options: Sequence[_Option], *, own: Candidate, most: int, is_search: bool
+    ) -> None:
+        self.refused: list[str] = []
+        self.compiled, self.most = 0, most
+        self._machine, self._own, self._is_search = machine, own, is_search
+        self._options, self._waiting = options, [*options]
+        self._steps: list[tuple[_Option, Prediction, Step]] = []  # that fit
+        self._failed: list[tuple[_Option, Memory]] = []
+        self._errors: list[ValueError] = []  # of programs that XLA refuses
+        self._more: dict[str, float] = {}  # than was estimated the programs of a strategy needed, at the most
+        self._seen: dict[str, int] = dict.fromkeys(WHY, 0)
+        if is_search:
+            self._discard("too_large", [o for o in options if o.bounds.least_bytes > machine.capacity])
+            self._discard("no_gain", self._without_gain())
+
+    def chosen(self) -> list[_Option]:
+        """Returns the next programs to compile, and discards what need not be."""
+        chosen: dict[str, _Option] = {}  # of one strategy one at a time: what it needs tells about the others
+        best_s = min((prediction.step_s for option, prediction, _ in self._steps if _is_exact(option)), default=inf)
+        if self._is_search:
+            slow = [option for option in self._waiting if option.bounds.least_s > SLACK * best_s]
+            large = [o for o in self._waiting if _cannot_fit(o.candidate, self._failed, self._machine.capacity)]
+            self._discard("too_large", large)
+            self._discard("too_slow", [option for option in slow if option not in large])
+        while len(chosen) < AT_ONCE and self.compiled + len(chosen) < self.most:
+            free = [option for option in self._waiting if option.candidate.name not in chosen]
+            if not free:
+                break
+            option = min(free, key=self._order([*chosen.values()]))
+            chosen[option.candidate.name] = option
+            self._waiting.remove(option)
+        if not chosen:
+            self._discard("not_looked_at", [*self._waiting])
+        return [*chosen.values()]
+
+    def add(self, option: _Option, step: Step) -> str:
+        """Takes a compiled program; returns what is said of it."""
+        memory, name = step.memory(), option.candidate.name
+        self.compiled += 1
+        self._seen["from_cache"] += step.compiled.from_cache
+        self._more[name] = max(self._more.get(name, 1.0), memory.total / option.bounds.estimate_bytes)
+        if not memory.fits:
+            self._failed.append((option, memory))
+            return _too_large(option.candidate, memory)
+        self._steps.append((option, step.prediction(), step))
+        return f"{option.candidate}: {format_seconds(self._steps[-1][1].step_s)}"
+
+    def refuse(self, option: _Option, error: ValueError) -> str:
+        """Takes a program that XLA refuses; returns what is said of it."""
+        self._errors.append(error)
+        self.refused.append(f"{option.candidate}: {error}")
+        return self.refused[-1]
+
+    def result(self, num_candidates: int) -> Found:
+        """Returns what was found. ValueError if nothing whose result is the config's fits."""
+        exact, changed = (
+            sorted([(p, step) for o, p, step in self._steps if _is_exact(o) is wanted], key=lambda pair: pair[0].step_s)
+            for wanted in (True, False)
+        )
+        if not exact:
+            if self._errors and not self._failed:
+                raise self._errors[0]
+            options = [option for option in self._options if _is_exact(option)]
+            failed = [pair for pair in self._failed if _is_exact(pair[0])]
+            raise ValueError(_nothing_fits(self._machine, options, failed, self._is_search))
+        counts = Counts(
+            candidates=num_candidates,
+            illegal=len(self.refused),
+            compiled=self.compiled,
+            did_not_fit=len(self._failed),
+            **self._seen,
+        )
+        return Found(
+            steps=tuple(exact),
+            changed=tuple(changed),
+            too_large=tuple(_too_large(option.candidate, memory) for option, memory in self._failed),
+            refused=tuple(self.refused),
+            counts=counts,
+        )
+
+    def _discard(self, why: str, options: Sequence[_Option]) -> None:
+        self._seen[why] += len(options)
+        self._waiting = [option for option in self._waiting if option not in options]
+
+    def _order(self, chosen: Sequence[_Option]) -> Callable[[_Option], tuple[float, ...]]:
+        """Returns a key: the config's own, exact ones for a half of all programs, changes, other exact ones.
+
+        Of exact ones, what should fit goes first, then the best MiCS and the best of the config's strategy, so that
+        neither is judged by the config's micro-batch. Of changes, those with a recorded cost go first, then those of
+        one kind. Then what is estimated to be fastest, has the fewest extras, and is the smallest.
+        """
+        tried = [option for option, *_ in (*self._steps, *self._failed)] + [*chosen]
+        enough = sum(map(_is_exact, tried)) >= self.most - self.most // 2
+        favoured: list[_Option] = []
+        for is_one in (lambda one: True, lambda one: one.is_mics, lambda one: one.name == self._own.name):
+            group = [o for o in self._waiting if _is_exact(o) and is_one(o.candidate) and self._should_fit(o)]
+            if not any(_is_exact(o) and is_one(o.candidate) and o.candidate != self._own for o in tried) and group:
+                favoured.append(min(group, key=_speed))
+
+        def key(option: _Option) -> tuple[float, ...]:
+            if option.candidate == self._own:
+                return (0, 0, 0, *_speed(option))
+            fits, first = self._should_fit(option), option in favoured
+            if _is_exact(option):
+                return (3 if enough else 1, not fits, not first, *_speed(option))
+            return (2, not fits, not is_recorded(option.candidate.change), not option.change.is_pure, *_speed(option))
+
+        return key
+
+    def _should_fit(self, option: _Option) -> bool:
+        return option.bounds.estimate_bytes * self._more.get(option.candidate.name, 1.0) <= self._machine.capacity
+
+    def _without_gain(self) -> list[_Option]:
+        """Returns the options with a change that is not worth it: it is faster elsewhere, or something milder does."""
+        fit = [option for option in self._waiting if self._should_fit(option)]
+        exact_s = min((option.bounds.estimate_s for option in fit if _is_exact(option)), default=inf)
+        gains = [option for option in fit if _is_exact(option) or option.bounds.estimate_s < GAIN * exact_s]
+        best: dict[Change, _Option] = {}
+        for option in sorted(gains, key=lambda option: (not is_recorded(option.candidate.change), _speed(option))):
+            best.setdefault(option.change, option)
+        kept: dict[Change, float] = {}
+        for change in sorted(best, key=lambda change: (change.codec + change.timing, change.codec)):
+            seconds = best[change].bounds.estimate_s
+            if all(seconds < GAIN * other for milder, other in kept.items() if milder.is_milder(change)):
+                kept[change] = seconds
+        return [o for o in self._waiting if not _is_exact(o) and (o.change not in kept or best[o.change] is not o)]
 
 
 def _too_large(candidate: Candidate, memory: Memory) -> str:
     return f"{candidate}: does not fit, {format_bytes(memory.total)} of {format_bytes(memory.capacity)}"
 
 
-def _options(
-    candidates: Sequence[Candidate], config: Config, machine: Machine, devices: Sequence[Any]
-) -> tuple[list[_Option], list[str]]:
-    """Returns the legal ones with their bounds, and why the others are not legal; ValueError if none is."""
-    options: list[_Option] = []
-    refused: list[str] = []
-    states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy and micro-batch
-    mesh = replace(config.mesh, num_cpu_devices=0, devices_per_node=machine.cluster.devices_per_node)
-    for candidate in candidates:
-        try:
-            if candidate.strategy == "mics" and not candidate.partition_size:
-                legal = legal_groups(machine.nodes, machine.cluster.devices_per_node)
-                sizes = ", ".join(str(size) for size in legal if size % mesh.tensor == 0)
-                raise ValueError(
-                    f"--strategy={candidate.name}: groups have a device or more; sizes that divide: {sizes}"
-                )
-            experiment = make_experiment(replace(candidate.applied(config), mesh=mesh), devices)
-            key = candidate.name
-            states[key] = states.get(key) or state_bytes(experiment)
-            found = bounds(experiment, machine.cluster, states[key])
-        except ValueError as error:
-            refused.append(f"{candidate.name}: {error}")
-            continue
-        options.append(_Option(candidate=candidate, experiment=experiment, bounds=found))
-    if not options:
-        first = refused[0]
-        raise ValueError(first.partition(": ")[2] if len(candidates) == 1 else f"no candidate is legal; {first}")
-    return options, refused
+def _is_exact(option: _Option) -> bool:
+    return option.change == NO_CHANGE
+
+
+def _speed(option: _Option) -> tuple[float, int, float]:
+    return option.bounds.estimate_s, len(option.candidate.pairs), option.bounds.least_bytes
+
+
+class _Options:
+    """Makes candidates into options, and counts them: `refused` says why some are not legal."""
+
+    def __init__(self, config: Config, machine: Machine, devices: Sequence[Any]) -> None:
+        self.num_candidates, self.refused = 0, list[str]()
+        self._config, self._machine, self._devices = config, machine, devices
+        self._states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy and micro-batch
+        self._experiments: dict[tuple[str, str], Experiment] = {}  # the same but for the micro-batch
+
+    def made(self, candidates: Iterable[Candidate], change: Change = NO_CHANGE) -> list[_Option]:
+        """Returns the legal ones with their bounds."""
+        options: list[_Option] = []
+        for candidate in candidates:
+            self.num_candidates += 1
+            try:
+                experiment = self._experiment(candidate)
+                key = candidate.name
+                self._states[key] = self._states.get(key) or state_bytes(experiment)
+                found = bounds(experiment, self._machine.cluster, self._states[key])
+            except ValueError as error:
+                self.refused.append(f"{candidate.name}: {error}")
+                continue
+            options.append(_Option(candidate=candidate, experiment=experiment, bounds=found, change=change))
+        return options
+
+    def of_search(self) -> list[_Option]:
+        """Returns the config's own, every strategy, and of each strategy's best policy variants and changes."""
+        config, machine = self._config, self._machine
+        own, every = of_config(config), all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
+        options = self.made([own, *(candidate for candidate in every if candidate != own)])
+        by_name: dict[str, list[_Option]] = {}
+        for option in options:
+            by_name.setdefault(option.candidate.name, []).append(option)
+        more: list[_Option] = []
+        for alike in by_name.values():
+            fit = {option: option.bounds.estimate_bytes <= machine.capacity for option in alike}
+            best = min(alike, key=lambda option: (not fit[option], *_speed(option)))
+            for option in alike:
+                if option.candidate.gather == best.candidate.gather:
+                    more += self.made(exact_variants(option.candidate, config, fits=fit[option]))
+            for change, candidate in changes(best.candidate, config) if machine.nodes > 1 else ():
+                more += self.made([candidate], change)
+        return options + more
+
+    def check(self, options: list[_Option]) -> list[_Option]:
+        """Returns the options. ValueError if there are none."""
+        if not options:
+            first = self.refused[0]
+            raise ValueError(
+                first.partition(": ")[2] if self.num_candidates == 1 else f"no candidate is legal; {first}"
+            )
+        return options
+
+    def _experiment(self, candidate: Candidate) -> Experiment:
+        """Returns the experiment of a candidate. ValueError if it is not legal."""
+        key, per_node = (candidate.name, candidate.gather), self._machine.cluster.devices_per_node
+        mesh = replace(self._config.mesh, num_cpu_devices=0, devices_per_node=per_node)
+        if candidate.strategy == "mics" and not candidate.partition_size:
+            legal = ", ".join(str(n) for n in legal_groups(self._machine.nodes, per_node) if n % mesh.tensor == 0)
+            raise ValueError(f"--strategy={candidate.name}: groups have a device or more; sizes that divide: {legal}")
+        config = replace(candidate.applied(self._config), mesh=mesh)
+        if key not in self._experiments:
+            self._experiments[key] = make_experiment(config, self._devices)
+        one = self._experiments[key]
+        steps = accumulation(config.batch, one.plan.layout.shape.num_data_devices)
+        return replace(one, config=config, batches=replace(one.batches, config=config.batch, accumulation=steps))
 
 
 def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:

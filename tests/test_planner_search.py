@@ -1,5 +1,6 @@
 """The search: it proposes only what fits, compiles what should fit first, and reads what XLA has scheduled."""
 
+import functools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,9 +9,12 @@ from typing import Any
 import jax
 import pytest
 from planning import a_step, machine, own_cache, small  # noqa: F401 (fixtures)
-from running import IGNORED
+from running import IGNORED, ROOT
 
-from planner import clusters
+from lab.benchmarks import accuracy
+from lab.benchmarks.scores import paired
+from lab.records import recorded
+from planner import clusters, costs
 from planner import compile as compiling
 from planner.bounds import bounds
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
@@ -41,33 +45,40 @@ class Made:
         return self._prediction
 
 
+def changed(candidate: Candidate) -> bool:
+    return candidate.change != of_config(small()).change
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_search_proposes_only_what_fits(seed: int, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     device = replace(clusters.CPU, memory_bytes=8 * 10 ** draw.uniform(5, 6.5))
     here = machine(replace(clusters.EMULATED, device=device))
-    needs = {c: 10 ** draw.uniform(4.5, 6.5) for c in all_candidates(small(), 4, 2)}
     made: list[Candidate] = []
+
+    @functools.cache
+    def needs_of(_: Candidate) -> float:
+        return 10 ** draw.uniform(4.5, 6.5)
 
     def compile_one(candidate: Candidate, *_: Any) -> Any:
         made.append(candidate)
-        return Made(candidate, needs[candidate], here.capacity, draw.uniform(0.1, 10), step)
+        return Made(candidate, needs_of(candidate), here.capacity, draw.uniform(0.1, 10), step)
 
     most = draw.randint(1, 8)
     try:
         found = search(small(), here, jax.devices(), most=most, compile_one=compile_one)
     except ValueError as error:
         assert "nothing fits 4 nodes of emulated" in str(error) and "what would help" in str(error)
-        assert all(needs[candidate] > here.capacity for candidate in made)
+        assert all(needs_of(c) > here.capacity for c in made if not changed(c))
         return
     assert found.steps and len(made) <= most and len(made) == len(set(made))
-    assert all(needs[prediction.candidate] <= here.capacity for prediction, _ in found.steps)
-    seconds = [prediction.step_s for prediction, _ in found.steps]
-    assert seconds == sorted(seconds)
-    counts = found.counts
-    assert counts.candidates == len(needs)
-    assert counts.compiled == len(made) == len(found.steps) + counts.did_not_fit == len(found.too_large) + len(seconds)
-    rest = counts.illegal + counts.too_large + counts.too_slow + counts.not_looked_at
+    for steps, is_changed in ((found.steps, False), (found.changed, True)):
+        assert all(needs_of(p.candidate) <= here.capacity and changed(p.candidate) == is_changed for p, _ in steps)
+        seconds = [prediction.step_s for prediction, _ in steps]
+        assert seconds == sorted(seconds)
+    counts, fit = found.counts, len(found.steps) + len(found.changed)
+    assert counts.compiled == len(made) == fit + counts.did_not_fit == len(found.too_large) + fit
+    rest = counts.illegal + counts.too_large + counts.too_slow + counts.no_gain + counts.not_looked_at
     assert rest + counts.compiled == counts.candidates
 
 
@@ -85,6 +96,8 @@ def test_what_did_not_fit_tells_what_fewer_rows_need(step: Step, monkeypatch: py
 
     here = machine(replace(clusters.EMULATED, device=device))
     wide = replace(config, batch=replace(config.batch, micro_size=8))
+    monkeypatch.setattr("planner.search.exact_variants", lambda *_, **__: [])
+    monkeypatch.setattr("planner.search.changes", lambda *_: [])
     (found,) = search(wide, here, jax.devices(), most=9, compile_one=compile_one).steps
     assert found[0].candidate.micro_size == 1 and 2 not in made
 
@@ -146,6 +159,22 @@ def test_what_xla_refuses_does_not_end_a_search(step: Step) -> None:
     assert (found.counts.illegal, found.counts.compiled, found.counts.candidates) == (1, 2, 3)
     with pytest.raises(ValueError, match=r"^XLA cannot compile mics"):  # the config's own comes first
         searched({candidate.name for candidate in every})
+
+
+def test_recorded_costs_are_those_of_the_record() -> None:
+    runs = [line for line in recorded(accuracy.RESULTS) if line["task"] == "text"]
+    dense = [line for line in runs if line["method"] == "dense, AdamW"]
+    for row in costs.rows():
+        (candidate,) = of_strategies([f"hsdp+{row.change}"], small())
+        alike = [line for line in runs if line["method"] == row.method]
+        assert set(candidate.overrides().items()) >= {
+            (key, value) for key, value in alike[0]["overrides"].items() if not key.startswith("optimizer.")
+        }
+        found = paired(alike, dense)
+        expected = (sum(found) / len(found), min(found), max(found), len(found))
+        assert (row.mean, row.least, row.most, row.seeds) == pytest.approx(expected, abs=6e-5)
+        assert {*row.commits.split()} == {line["commit"][:7] for line in alike}
+        assert (ROOT / row.record) == accuracy.RESULTS
 
 
 # ------------------------------------------------------------------------------------------------ compiled programs
