@@ -26,3 +26,9 @@ def test_other_slow_values_are_for_releases(number: int, request: pytest.Fixture
 @pytest.mark.document
 def test_pages_are_for_releases(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("release")
+
+
+def test_the_tests_of_a_file_share_a_worker(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist sees the group at the end of a test's id; without groups every worker compiles every program."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@test_suite")
