@@ -42,7 +42,7 @@ from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
 
 SHOWN = 10  # of a search
-LOOKED_AT = 6  # programs of a search, unless --compile says otherwise
+LOOKED_AT = 4  # programs of a search, unless --compile says otherwise
 DEFAULT = "p4d.24xlarge"  # cluster
 RATE = {"mbit": 1e6, "gbit": 1e9}
 
@@ -144,6 +144,10 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     for name in ("png", "html"):
         if file := values[name].value:
             check_file(Path(file), f"--{name}")
+    system = str(values["as"].value)
+    habits = (
+        "" if system == "ours" else f"priced as {system} runs it: kernels hide {cluster.hides} of the traffic"
+    )
     return Question(
         name=command_line.config_name(values),
         config=config,
@@ -154,7 +158,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         is_search=values.search,
         most=values.compile or LOOKED_AT,
         xla_flags=values.xla_flags,
-        notes=(*filter(None, [cluster.device.note, measured]), *_notes(config, cluster)),
+        notes=(*filter(None, [cluster.device.note, measured, habits]), *_notes(config, cluster)),
         is_quiet=values.json or not values.search,
     )
 
