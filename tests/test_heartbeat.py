@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -221,10 +222,15 @@ def test_a_shortage_of_file_descriptors_is_said_once(
     monkeypatch.setattr(heartbeat, "shortage", lambda: "199 of 200 are in use")
     monkeypatch.setattr(faulthandler, "enable", lambda: None)
     monkeypatch.setattr(heartbeat, "_delay_aborts", lambda: None)
+    others = {*threading.enumerate()}
     Heartbeat().start(0, [pair[0]], 60.0, 600.0)
+    (watch,) = {*threading.enumerate()} - others
     for _ in range(2):
         assert pair[1].connection.recv(1000)
     pair[1].send(goodbye=True)
+    pair[1].connection.close()
+    watch.join(30)  # or it would take the end of the test for a loss, and end this process
+    assert not watch.is_alive()
     assert capfd.readouterr().err == f"warning: process 0 on {HOST}: 199 of 200 are in use\n"
 
 
