@@ -19,6 +19,7 @@ FLAG = "superseded"
 DERIVED_KEYS = {  # what tells a line from others
     "agreement": ["processes"],
     "compiled": ["kind", "name", "devices", "accum", "strategy"],
+    "published_steps": ["gpu", "gpus", "model", "seq", "micro_batch", "global_batch"],
     "full_scale": ["model", "gpus", "strategy", "cluster", "network"],
     "overlap": ["case", "overlap", "rate"],
     "planner": ["name", "rate", "beside_the_rates"],
