@@ -145,9 +145,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         if file := values[name].value:
             check_file(Path(file), f"--{name}")
     system = str(values["as"].value)
-    habits = (
-        "" if system == "ours" else f"priced as {system} runs it: kernels hide {cluster.hides} of the traffic"
-    )
+    habits = "" if system == "ours" else f"priced as {system} runs it: kernels hide {cluster.hides} of the traffic"
     return Question(
         name=command_line.config_name(values),
         config=config,
