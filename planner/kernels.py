@@ -85,11 +85,11 @@ def _product(instruction: Instruction, target: str, left: Tensor, right: Tensor,
     """Returns a product or a convolution: a multiplication and an addition for each term of a sum."""
     if instruction.opcode == "dot":
         contracted = _numbers(instruction.attributes.get("lhs_contracting_dims", ""), r"\{([^}]*)\}")
-        return _matmul(left, right, result, contracted)
+        return _matmul(left, result, contracted)
     if "gemm" in target or "matmul" in target:
         config = instruction.attributes.get("backend_config", "").replace("\\", "")
         contracted = _numbers(config, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-        return _matmul(left, right, result, contracted or [len(left.dims) - 1])
+        return _matmul(left, result, contracted or [len(left.dims) - 1])
     labels = instruction.attributes.get("dim_labels", "")
     if labels and (instruction.opcode == "convolution" or "conv" in target):
         kernel = result if "BackwardFilter" in target else right
@@ -99,12 +99,9 @@ def _product(instruction: Instruction, target: str, left: Tensor, right: Tensor,
     return None
 
 
-def _matmul(left: Tensor, right: Tensor, result: Tensor, contracted: Sequence[int]) -> Product:
+def _matmul(left: Tensor, result: Tensor, contracted: Sequence[int]) -> Product:
     terms = prod(left.dims[i] for i in contracted)
-    # of a batch of products each has so many rows and columns: batch^2 rows columns = left right / terms^2
-    batch = max(1, round(left.num_elements * right.num_elements / terms**2 / max(1, result.num_elements)))
-    rows, columns = left.num_elements // terms // batch, right.num_elements // terms // batch
-    return Product(dtype=left.dtype, flops=2 * result.num_elements * terms, dims=(batch, rows, columns, terms))
+    return Product(dtype=left.dtype, flops=2 * result.num_elements * terms)
 
 
 def num_functions(instruction: Instruction, program: Program) -> int:

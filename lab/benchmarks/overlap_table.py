@@ -22,13 +22,16 @@ from lab.benchmarks.compiled import table as cells_of
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.emulate.links import Links
 from lab.records import DERIVED, Line
-from planner.clusters import H100, find_cluster, with_rate
+from planner.clusters import find_cluster, with_rate
 from planner.predict import Step
 from planner.replay import Timeline
 
 RESULTS = DERIVED / "overlap.jsonl"
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
-PRODUCTS_TFLOPS = (round(H100.matmul_rate("bf16") / 1e12), 450)  # of products: the planner's, and half of the peak
+PRODUCTS_TFLOPS = (
+    round(find_cluster(CLUSTER).device.matmul_rate("bf16") / 1e12),
+    450,
+)  # of products: the planner's, and half of the peak
 NODES, DEVICES = 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 CASES = {row["case"]: row for row in cells_of("overlap.csv")}
