@@ -10,7 +10,7 @@ EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(
 # Two workers compute, and one has all tests that wait; the tests of a file share a worker (tests/suite.py).
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
 
-.PHONY: train gpu test test-jax test-all test-release coverage lint format constraints clean
+.PHONY: train gpu test test-jax test-all test-release slurm coverage lint format constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -24,14 +24,19 @@ test-jax: $(VENV)/installed  ## with another jax: make test-jax PYTHON=python3.1
 	$(PYTEST) -m "jax and not slow and not release"
 
 test-all: $(EVERYTHING) $(VENV)/gpu-checked
-	$(PYTEST) -m "not release"
+	$(PYTEST) -m "not release and not slurm"
 
 test-release: $(EVERYTHING)  ## pages, records, and the combinations beyond those of test-all
 	$(PYTEST) -m release
 
+slurm: $(VENV)/installed  ## with a real SLURM on emulated nodes: needs root, and installs Debian's if there is none
+	@which slurmctld slurmd munged tc >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; } || echo "SLURM cannot be installed"
+	$(BIN)/python -m pytest -n 0 -m slurm -rs --durations=0 tests/test_slurm.py
+
 coverage: $(EVERYTHING)  ## fails if a test does, or if less than 90 % of the lines are run
 	$(BIN)/coverage erase
-	status=0; $(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "slow or not slow" || status=$$?; \
+	status=0; $(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "not slurm" || status=$$?; \
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
 
 lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too

@@ -14,6 +14,7 @@ runtime/supervisor.py; what happens between two steps is in training/hooks.py.
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,22 +28,22 @@ from files import run_directory
 from runtime import launch
 from runtime.command_line import prepare_output
 from runtime.events import Event
-from runtime.exit_codes import ResumableError
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor, supervise
 from runtime.workdir_lock import workdir_lock
 from sharding import drawing
-from sharding.scopes import WorldTooSmallError
 from state import Checkpointer, CheckpointError, check_path
 from state.snapshots import Snapshots
-from training import resume
+from training import groups, resume
 from training.datasets import load_datasets
 from training.devices import use_compilation_cache, use_devices
 from training.experiment import Experiment, make_experiment
 from training.hooks import Hook, Keeper, Metrics, NonFiniteError, Periodic, Report, Validate, every
+from training.independent import Independent
 from training.log import announced, make_log, say
-from training.memory import check_fits
+from training.memory import check_fits, check_step_fits
 from training.sampling import Sampler
+from training.steps import OneWorld, Steps
 from training.validation import Validator
 from training.weights_tokenizer import check_tokenizer
 
@@ -71,6 +72,7 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
     flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
+    flags.DEFINE_integer("group", None, "number of this replica (sharding.replicas=independent)", flag_values=values)
     flags.DEFINE_boolean("standby", False, "compile, then wait for SIGUSR1 to process 0 (engines)", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
     if command_line.asks_for_help(argv):
@@ -88,7 +90,8 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
         coordinator=values.coordinator, num_processes=values.num_processes, process_id=values.process_id
     )
     words = command_line.words_of_config(argv)
-    return run(config, workdir, supervisor, address=address, words=words, **parts)
+    group = groups.number(config, values.group)
+    return run(config, workdir, supervisor, address=address, words=words, group=group, **parts)
 
 
 def run(
@@ -98,66 +101,82 @@ def run(
     *,
     address: launch.Address = launch.FROM_ENVIRONMENT,
     words: Sequence[str] = (),
+    group: int | None = None,
     hooks: Sequence[Hook] = (),
     make: Callable[[Config], Experiment] = make_experiment,
 ) -> bool:
     """Trains, from where `workdir` is, and returns whether the run is finished; if not, it was asked to stop.
 
-    `words` of the command line describe the config: other programs take them too.
+    `words` of the command line describe the config: other programs take them too. `group` is the number of an
+    independent replica, which has a directory of its own in `workdir`.
     """
     started_s = time.perf_counter()
+    whole, (config, workdir) = workdir, groups.of_group(config, workdir, group)
 
     # ------------------------------------------------------------------------------------------- devices and processes
     config = use_devices(config)
     elastic = config.elastic
     supervisor.join(address, workdir=workdir, silence_s=elastic.silence_s, stall_s=elastic.stall_s)
     use_compilation_cache()
-    if resume.is_finished(config, workdir):
+    if group is None and resume.is_finished(config, workdir):
         return True
 
     # --------------------------------------------------- build: mesh, model, optimizer and data, checked but not made
     ex = build(config, workdir, make, words if not supervisor.stands_by else None)
     data = load_datasets(ex, workdir, supervisor.hold)
-    validator = Validator(ex, data.validation, config.eval.num_batches, supervisor.enter)
-    sampler = Sampler(ex, data.train, config.sample)
+    validator = Validator(ex, data.validation, config.eval.num_batches * ex.num_shares, supervisor.enter)
+    sampler = Sampler(ex, data.tokenizer, config.sample)
     if not resume.has_begun(workdir):
         ex.open_weights()  # only the headers: they are read when nothing was restored
+        ex.open_adapters()
         if data.tokenizer:
             check_tokenizer(config, data.tokenizer)
 
+    steps: Steps = OneWorld(ex, supervisor.enter)
+    if group is not None:
+        steps = Independent(ex, supervisor.enter, number=group, workdir=whole)
+
     # --------------------------------------------------------- standby: compiled while the attempt before still trains
     if supervisor.stands_by:
-        if not supervisor.await_turn(ex.compile_train_step):
+        if not supervisor.await_turn(steps.compile):
             return False
         started_s = time.perf_counter()
     supervisor.enter(Phase.RESTORING)
     supervisor.hold(workdir_lock(workdir))
 
     # ----------------------------------------------------------------------------------------------------------- resume
-    if resume.is_finished(config, workdir):  # by the attempt before
+    if group is None and resume.is_finished(config, workdir):  # by the attempt before
         return True
-    resume.check_writable(workdir, workdir / run_directory.CHECKPOINTS)
-    checkpointer = Checkpointer(workdir / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run)
+    resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)
+    checkpointer = Checkpointer(whole / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run)
     restores = partial(supervisor.enter, Phase.RESTORING)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
-    batches = ex.batches.read(data.train, start.step, prefetch=config.data.prefetch)
+    batches = steps.read(data.train, start.step)
     supervisor.hold(batches)
-    batches.await_next()
+    steps.await_rows()
     supervisor.enter(Phase.PREPARING)
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
     with announced("compiling the step", say):
-        step_fn = ex.compile_train_step()
+        step_fn = steps.compile()
+    supervisor.enter(Phase.COMPARING)
+    with resume.goes_on_with_more_nodes(workdir):
+        needs = snapshots.needs(ex.state_shapes.to_keep)
+        taken = check_step_fits(ex, step_fn, needs, restored=start.restored is not None)
+    supervisor.enter(Phase.PREPARING)
     if start.restored:
         state = start.restored.state
+        if ex.plan.frozen:
+            with announced("reading the frozen parameters", say):
+                state = replace(state, frozen=ex.frozen_params())
     else:
         with announced("making the initial state", say):
             state = ex.init_state()
     log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # drops the rows of steps done again
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
-        for line in (start.described(config.num_steps, workdir), *sampler.warnings, *data.described(examples)):
+        for line in (*taken, start.described(config.num_steps, workdir), *sampler.warnings, *data.described(examples)):
             log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics
         snapshots.begin(start.step)
@@ -166,7 +185,7 @@ def run(
         # ------------------------------------------------------------------------------------- loop, with its hooks
         step, last = start.step, config.num_steps
         metrics: Metrics = {}
-        report = Report(ex, log, supervisor, batches, data)
+        report = Report(ex, log, supervisor, steps, data)
         validate = Validate(validator=validator, log=log, report=report, supervisor=supervisor)
         keeper = Keeper(
             log=log,
@@ -174,6 +193,7 @@ def run(
             checkpointer=checkpointer,
             snapshots=snapshots,
             supervisor=supervisor,
+            saves=steps.saves,
             config=config.to_dict(),
             position={"seed": config.seed, **data.fingerprints},
         )
@@ -184,12 +204,9 @@ def run(
             every(config.checkpoint.every, keeper.save, at_end=True, at_stop=True, done=keeper.saved()),
             *(hook if isinstance(hook, Periodic) else every(1, hook) for hook in hooks),
         ]
-        while step < last and not supervisor.stop_requested():
-            supervisor.enter(Phase.READING)
-            batch = ex.batches.to_devices(next(batches))
-            supervisor.enter(Phase.STEPPING)
-            state, metrics = ex.block(step_fn(state, batch))
-            step += 1
+        steps.begin(step, log.say)
+        while step < last and not steps.may_stop(step, asked=supervisor.stop_requested()):
+            state, metrics, step = steps(state, step)
             supervisor.enter(Phase.RECORDING)
             for hook in loop:
                 hook(step, state, metrics, is_last=step == last)
@@ -198,12 +215,13 @@ def run(
         report.close()
         supervisor.enter(Phase.CLOSING)
         finished = step == last
+        steps.end(step)
         for hook in loop:
             hook.close(step, state, metrics, finished=finished)
         sample = None
         if finished and sampler.wanted:
             with announced("sampling", log.say):
-                sample = sampler(state.params)
+                sample = sampler(state.all_params)
         checkpointer.wait()
         snapshots.end(finished=finished)
         # a picture takes a second, and who is asked to stop has few
@@ -219,14 +237,10 @@ def build(
     config: Config, workdir: Path, make: Callable[[Config], Experiment], words: Sequence[str] | None
 ) -> Experiment:
     """Returns the parts of the run; with `words`, those of the config, checks that its state fits the devices."""
-    try:
+    with resume.goes_on_with_more_nodes(workdir):
         ex = make(config)
         if words is not None:
             check_fits(ex, words)
-    except WorldTooSmallError as error:
-        if not resume.has_begun(workdir):
-            raise
-        raise ResumableError(str(error)) from error  # maybe it began with more nodes: it goes on when they are back
     return ex
 
 

@@ -31,6 +31,11 @@ from configs.schema import (
 )
 
 HELP = ("--help", "-help", "-h")
+WANTED = {  # by what absl says of a flag's value
+    "invalid literal for int": "a whole number",
+    "could not convert string to float": "a number",
+    "Non-boolean argument": "true or false",
+}
 _OF_CONFIG = re.compile(r"--?(no)?config(?:\.([^=]*))?(?:=(.*))?", re.DOTALL)
 
 
@@ -193,8 +198,12 @@ def _about_flag(error: flags.Error) -> str:
             key = error.flagname if error.flagname in known else nearest(error.flagname, known)
             return f"--{error.flagname} is not a flag; did you mean --config.{key}?"
     said = " ".join(str(error).split())
-    number = re.fullmatch(r"flag (--\w+=.*): invalid literal for int.*", said)
-    return f"{number[1]}: give a whole number" if number else said
+    if missing := re.fullmatch(r"Missing value for flag (--\w+)", said):
+        return f"{missing[1]} needs a value: {missing[1]}=..."
+    for kind, wanted in WANTED.items():
+        if wrong := re.fullmatch(rf"flag (--\w+=.*): \(?'?{kind}.*", said):
+            return f"{wrong[1]}: give {wanted}"
+    return said
 
 
 def with_line(error: BaseException, file: str) -> str:

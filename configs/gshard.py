@@ -3,8 +3,13 @@
     python train.py --config=configs/gshard.py:600b --workdir=runs/gshard_600b
 
 Hardware: nodes of 8, 1024 devices or a multiple for 600b and 200b, 512 for 150b and 50b, 128 for 37b and 12.5b.
-Not run yet. (The paper: a TPU v3 core for each expert. 2048 experts are two on a device here, because a width of 1024
-cannot be cut into 2048 shards.)
+Not run yet; by the planner (lab/benchmarks/planner_configs.py):
+
+    12.5b: 16 p4d.24xlarge (128 GPUs), 2.33 GB of 38.1 GB a GPU, 2.50 s a step, $244 for its 1,000 steps on demand
+    600b: 128 p4d.24xlarge (1024 GPUs), 10.5 GB of 38.1 GB a GPU, 1.97 s a step, $1,539 for its 1,000 steps on demand
+
+The paper has a TPU v3 core for each expert. 2048 experts are two on a device here, because a width of 1024 cannot be
+cut into 2048 shards.
 
 The paper's models are encoder-decoders for translation; these are decoders of as many layers, every other one with
 experts, with its width (1024), MLP (8192), 16 heads (of 64 instead of 128) and capacity of `2 T / E` tokens of a row.

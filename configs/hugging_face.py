@@ -1,17 +1,18 @@
-"""`config.json` and tensors of transformers, and the model that computes the same: GPT-2, Llama, BERT and RoBERTa.
+"""`config.json` and tensors of transformers, and the model that computes the same.
 
-`ARCHITECTURES` has the names, in both directions: a further architecture is one more entry. A config file that starts
-from such a checkpoint takes its sizes from there: `config.model = hugging_face.model(DIR)`.
+GPT-2, Llama (up to 3.x), Mistral, Qwen 2 (2.5) and 3, Gemma 2 and 3 (text), BERT and RoBERTa: `ARCHITECTURES` has the
+names, in both directions; a further architecture is one more entry. A config file that starts from such a checkpoint
+takes its sizes from there: `config.model = hugging_face.model(DIR)`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs.schema import MODELS, TransformerConfig, defaults
+from configs.schema import MODELS, DecoderConfig, TransformerConfig, defaults
 from configs.schema.keys import keys_of
 from files import json_objects
 
@@ -55,10 +56,11 @@ class Architecture:
     name: str  # of the class of transformers
     kind: str  # of our model
     fields: tuple[Field, ...]
-    always: Values  # our keys that have one value in this architecture
-    only: Values  # their keys of which we compute this value alone; it is the default of transformers, too
-    tensors: Mapping[str, str]  # their module, `{}` for the layer: ours; several of ours are side by side in theirs
+    always: dict[str, Any]  # our keys that have one value in this architecture
+    only: dict[str, Any]  # their keys of which we compute this value alone; it is the default of transformers, too
+    tensors: dict[str, str]  # their module, `{}` for the layer: ours; several of ours are side by side in theirs
     ignored: str  # a regular expression for tensors that transformers does not read for this model either
+    more: Callable[[Values], Values] = lambda values: {}  # our keys that are read together, from the whole config.json
     conv1d: bool = False  # layers keep `[in, out]`, as ours do; otherwise torch's Linear, `[out, in]`
 
     @property
@@ -90,25 +92,112 @@ def _number(values: Values, name: str, default: Any = None, *, least: int = 1, k
     return value
 
 
-def _rotary_base(values: Values) -> float:
-    rope: Any = {}
-    for name in ("rope_scaling", "rope_parameters"):  # the latter counts
-        rope = values.get(name) or rope
-        if not isinstance(rope, dict):
-            raise ValueError(f"{name} is {rope!r}, not an object")
+def _real(values: Values, name: str, default: float | None = None) -> float:
+    return float(_number(values, name, default, least=0, kind=(int, float)))
+
+
+def _object(values: Values, name: str) -> Values:
+    """Returns an object of `config.json`; null and absent ones are empty."""
+    found = values.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is {found!r}, not an object")
+    return found
+
+
+def _rope(values: Values) -> Values:
+    """Returns our keys of rotary positions, of all layers alike; as in transformers the older object counts first."""
+    return _rotary(values, _object(values, "rope_scaling") or _object(values, "rope_parameters"))
+
+
+def _rotary(values: Values, rope: Values, base: float = 10_000.0) -> dict[str, Any]:
+    """Returns our keys of rotary positions, from one object of transformers and what it leaves to `config.json`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rotary positions of rope_type {kind!r} are not supported; default, linear and llama3 are")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; 1 is")
+    found: dict[str, Any] = {name: PLAIN[name] for name in ROTARY}
+    found["rotary_base"] = _real(rope, "rope_theta", _real(values, "rope_theta", base))
     if kind != "default":
-        raise ValueError(f"rotary positions of rope_type {kind!r} are not supported; those of type 'default' are")
-    base = _number(values, "rope_theta", 10_000.0, least=0, kind=(int, float))
-    return float(_number(rope, "rope_theta", base, least=0, kind=(int, float)))
+        found |= {"rotary_scaling": kind, "rotary_factor": _real(rope, "factor")}
+    if kind == "llama3":
+        found |= {"rotary_low": _real(rope, "low_freq_factor"), "rotary_high": _real(rope, "high_freq_factor")}
+        length = "original_max_position_embeddings"
+        found["rotary_original_len"] = _number(rope, length, values.get("max_position_embeddings"))
+    return found
 
 
-def _num_kv_heads(values: Values) -> Any:
-    num_heads = _number(values, "num_attention_heads")
-    head_dim = _number(values, "hidden_size") // num_heads
-    if _number(values, "head_dim", head_dim, least=0) != head_dim:
-        raise ValueError(f"head_dim={values['head_dim']} is not hidden_size / num_attention_heads={head_dim}")
-    return _number(values, "num_key_value_heads", num_heads)
+def _scaling_json(c: Any) -> dict[str, Any] | None:
+    """Returns `rope_scaling`, which versions of transformers before 5 read."""
+    if c.rotary_scaling == "none":
+        return None
+    found = {"rope_type": c.rotary_scaling, "factor": c.rotary_factor}
+    if c.rotary_scaling == "llama3":
+        found |= {"low_freq_factor": c.rotary_low, "high_freq_factor": c.rotary_high}
+        found["original_max_position_embeddings"] = c.rotary_original_len
+    return found
+
+
+def _rope_json(c: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": c.rotary_base} | (_scaling_json(c) or {})
+
+
+def _gemma3_rope(values: Values) -> Values:
+    """Returns our keys of rotary positions, of layers with a window and others."""
+    rope = _object(values, "rope_parameters")
+    full = {**_object(rope, FULL), **_object(values, "rope_scaling")}
+    local = _rotary({}, _object(rope, SLIDING), _real(values, "rope_local_base_freq", 10_000.0))
+    if local["rotary_scaling"] != "none":
+        raise ValueError(f"{SLIDING} of rope_type {local['rotary_scaling']!r} is not supported; default is")
+    return _rotary(values, full, 1e6) | {"rotary_local_base": local["rotary_base"]}
+
+
+def _gemma3_rope_json(c: Any) -> dict[str, Any]:
+    return {FULL: _rope_json(c), SLIDING: {"rope_type": "default", "rope_theta": c.rotary_local_base}}
+
+
+def _windows(values: Values, every: int = 0) -> Values:
+    """Returns our keys of windows; layers of a multiple of `every` have none, unless `layer_types` says otherwise."""
+    window, count = values.get("sliding_window", 4096), _number(values, "num_hidden_layers")
+    is_global = [every > 0 and i % every == 0 for i in range(1, count + 1)]
+    if types := values.get("layer_types"):
+        if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
+            raise ValueError(f"layer_types is {types!r}, not a list of {FULL} and {SLIDING}")
+        is_global = [kind == FULL for kind in types]
+    if window is None or all(is_global):
+        return {"window": 0, "global_every": 0}
+    every = is_global.index(True) + 1 if True in is_global else 0
+    if is_global != [every > 0 and i % every == 0 for i in range(1, count + 1)]:
+        raise ValueError(f"layer_types is not supported in which {FULL} is not in each layer of a multiple of a number")
+    return {"window": window, "global_every": every}
+
+
+def _layer_types(c: Any) -> list[str]:
+    is_global = [not c.window or (c.global_every and i % c.global_every == 0) for i in range(1, c.num_layers + 1)]
+    return [FULL if it_is else SLIDING for it_is in is_global]
+
+
+def _head_dim(default: int = 0) -> Field:
+    """Returns the field of the size of a head; 0 is ours for hidden / heads, which is theirs without a `default`."""
+
+    def read(values: Values) -> int:
+        num_heads, hidden = _number(values, "num_attention_heads"), _number(values, "hidden_size")
+        size = _number(values, "head_dim", default or hidden // num_heads)
+        return 0 if size == hidden // num_heads else size
+
+    return Field("head_dim", read=read, write=lambda c: c.head_size)
+
+
+def _query_scalar(values: Values) -> int:
+    scalar = _number(values, "query_pre_attn_scalar", 256)
+    return 0 if scalar == _number(values, "head_dim", 256) else scalar
+
+
+def _cap(ours: str, theirs: str, default: float) -> Field:
+    def read(values: Values) -> float:
+        return 0.0 if values.get(theirs, default) is None else _real(values, theirs, default)
+
+    return Field(ours, theirs, read=read, write=lambda c: getattr(c, ours) or None)
 
 
 def _use_bias(values: Values) -> Any:
@@ -149,6 +238,92 @@ _BODY = {  # of BERT and RoBERTa, behind the prefix
     "encoder.layer.{}.output.dense": "layers/down",
     "encoder.layer.{}.output.LayerNorm": "layers/mlp_norm",
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
+ROTARY = ("rotary_base", "rotary_scaling", "rotary_factor", "rotary_low", "rotary_high", "rotary_original_len")
+# a decoder without anything that only some architectures have
+PLAIN = {
+    name: declared.default
+    for name, declared in keys_of(DecoderConfig).items()
+    if name in ("head_dim", "window", "global_every", "qk_norm", "query_scalar", "attention_cap", "logit_cap")
+    or name in ("post_norm", "scale_embedding", "qkv_bias", "attention_bias", "use_bias", "rotary_local_base", *ROTARY)
+}
+_NOT_ROTARY = {name: value for name, value in PLAIN.items() if not name.startswith("rotary")}
+_RMS = {"positions": "rotary", "norm": "rms", "activation": "swiglu"}
+_OF_LLAMA = (
+    *_SIZES,
+    Field("norm_eps", "rms_norm_eps"),
+    Field("num_kv_heads", "num_key_value_heads"),
+    Field("max_len", "max_position_embeddings"),
+    Field("", "rope_theta", write=lambda c: c.rotary_base),  # this and the next: of versions of transformers before 5
+    Field("", "rope_scaling", write=_scaling_json),
+    Field("", "rope_parameters", write=_rope_json),
+)
+_UNTIED = Field("tied_head", "tie_word_embeddings", default=False)
+_LLAMA = Architecture(
+    model_type="llama",
+    name="LlamaForCausalLM",
+    kind="decoder",
+    fields=(
+        *(field for field in _OF_LLAMA if field.ours not in ("num_kv_heads", "max_len")),
+        Field(
+            "num_kv_heads",
+            "num_key_value_heads",
+            read=lambda v: _number(v, "num_key_value_heads", _number(v, "num_attention_heads")),
+        ),
+        _head_dim(),
+        Field("attention_bias", default=False, write=lambda c: c.attention_bias or c.use_bias),
+        Field("use_bias", "mlp_bias", read=_use_bias),
+        Field("max_len", "max_position_embeddings", 2048),
+        _UNTIED,
+    ),
+    always=PLAIN | _RMS,
+    only={"hidden_act": "silu"},
+    more=_rope,
+    tensors={
+        "model.embed_tokens.weight": "embed/token",
+        "model.layers.{}.input_layernorm": "layers/attention_norm",
+        "model.layers.{}.self_attn.q_proj": "layers/query",
+        "model.layers.{}.self_attn.k_proj": "layers/key",
+        "model.layers.{}.self_attn.v_proj": "layers/value",
+        "model.layers.{}.self_attn.q_norm": "layers/query_norm",
+        "model.layers.{}.self_attn.k_norm": "layers/key_norm",
+        "model.layers.{}.self_attn.o_proj": "layers/out",
+        "model.layers.{}.post_attention_layernorm": "layers/mlp_norm",
+        "model.layers.{}.mlp.gate_proj": "layers/gate",
+        "model.layers.{}.mlp.up_proj": "layers/up",
+        "model.layers.{}.mlp.down_proj": "layers/down",
+        "model.norm": "head/norm",
+        "lm_head": "head",
+    },
+    ignored=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)
+_GEMMA2 = replace(
+    _LLAMA,
+    model_type="gemma2",
+    name="Gemma2ForCausalLM",
+    fields=(
+        *_OF_LLAMA,
+        _head_dim(256),
+        Field("attention_bias", default=False),
+        Field(
+            "query_scalar", "query_pre_attn_scalar", read=_query_scalar, write=lambda c: c.query_scalar or c.head_size
+        ),
+        Field("", "sliding_window", write=lambda c: c.window or None),
+        Field("", "layer_types", write=_layer_types),
+        Field("tied_head", "tie_word_embeddings", default=True),
+        _cap("logit_cap", "final_logit_softcapping", 30.0),
+        _cap("attention_cap", "attn_logit_softcapping", 50.0),
+    ),
+    always=PLAIN | _RMS | {"norm": "rms_1p", "activation": "geglu", "post_norm": True, "scale_embedding": True},
+    only={"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+    more=lambda values: {**_rope(values), **_windows(values, every=2)},
+    tensors=_LLAMA.tensors
+    | {
+        "model.layers.{}.post_attention_layernorm": "layers/attention_post_norm",
+        "model.layers.{}.pre_feedforward_layernorm": "layers/mlp_norm",
+        "model.layers.{}.post_feedforward_layernorm": "layers/mlp_post_norm",
+    },
+)
 ARCHITECTURES = (
     Architecture(
         model_type="gpt2",
@@ -166,7 +341,7 @@ ARCHITECTURES = (
             Field("tied_head", "tie_word_embeddings", True),
             Field("num_kv_heads", "n_head", write=lambda c: c.num_heads),
         ),
-        always={"positions": "learned", "norm": "layer", "use_bias": True},
+        always=_NOT_ROTARY | {"positions": "learned", "norm": "layer", "use_bias": True},
         only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         tensors={
             "transformer.wte.weight": "embed/token",
@@ -183,39 +358,43 @@ ARCHITECTURES = (
         ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
         conv1d=True,
     ),
-    Architecture(
-        model_type="llama",
-        name="LlamaForCausalLM",
-        kind="decoder",
+    _LLAMA,
+    replace(
+        _LLAMA,
+        model_type="mistral",
+        name="MistralForCausalLM",
+        fields=(*_OF_LLAMA, _head_dim(), Field("", "sliding_window", write=lambda c: c.window or None), _UNTIED),
+        more=lambda values: {**_rope(values), **_windows(values)},
+    ),
+    replace(
+        _LLAMA,
+        model_type="qwen2",
+        name="Qwen2ForCausalLM",
+        fields=(*_OF_LLAMA, _head_dim(), _UNTIED),
+        always=_LLAMA.always | {"qkv_bias": True},
+        only=_LLAMA.only | {"use_sliding_window": False},
+    ),
+    replace(
+        _LLAMA,
+        model_type="qwen3",
+        name="Qwen3ForCausalLM",
+        fields=(*_OF_LLAMA, _head_dim(128), Field("attention_bias", default=False), _UNTIED),
+        always=_LLAMA.always | {"qk_norm": True},
+        only=_LLAMA.only | {"use_sliding_window": False},
+    ),
+    _GEMMA2,
+    replace(
+        _GEMMA2,
+        model_type="gemma3_text",
+        name="Gemma3ForCausalLM",
         fields=(
-            *_SIZES,
-            Field("norm_eps", "rms_norm_eps"),
-            Field("num_kv_heads", "num_key_value_heads", read=_num_kv_heads),
-            Field("", "head_dim", write=lambda c: c.head_dim),
-            Field("rotary_base", "rope_theta", read=_rotary_base),  # of versions of transformers before 5
-            Field("", "rope_parameters", write=lambda c: {"rope_type": "default", "rope_theta": c.rotary_base}),
-            Field("attention_bias", default=False, write=lambda c: c.attention_bias or c.use_bias),
-            Field("use_bias", "mlp_bias", read=_use_bias),
-            Field("max_len", "max_position_embeddings", 2048),
-            Field("tied_head", "tie_word_embeddings", default=False),
+            *(field for field in _GEMMA2.fields if field.ours not in ("attention_cap", "logit_cap")),
+            _cap("logit_cap", "final_logit_softcapping", 0.0),
+            Field("", "rope_local_base_freq", write=lambda c: c.rotary_local_base),
+            Field("", "rope_parameters", write=_gemma3_rope_json),
         ),
-        always={"positions": "rotary", "norm": "rms", "activation": "swiglu"},
-        only={"hidden_act": "silu"},
-        tensors={
-            "model.embed_tokens.weight": "embed/token",
-            "model.layers.{}.input_layernorm": "layers/attention_norm",
-            "model.layers.{}.self_attn.q_proj": "layers/query",
-            "model.layers.{}.self_attn.k_proj": "layers/key",
-            "model.layers.{}.self_attn.v_proj": "layers/value",
-            "model.layers.{}.self_attn.o_proj": "layers/out",
-            "model.layers.{}.post_attention_layernorm": "layers/mlp_norm",
-            "model.layers.{}.mlp.gate_proj": "layers/gate",
-            "model.layers.{}.mlp.up_proj": "layers/up",
-            "model.layers.{}.mlp.down_proj": "layers/down",
-            "model.norm": "head/norm",
-            "lm_head": "head",
-        },
-        ignored=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        always=_GEMMA2.always | {"qk_norm": True},
+        more=lambda values: {**_gemma3_rope(values), **_windows(values, _number(values, "sliding_window_pattern", 6))},
     ),
     Architecture(
         model_type="bert",
@@ -307,17 +486,23 @@ def check_same(config: TransformerConfig, folder: str | Path) -> Architecture:
 
 def architecture_of(config: TransformerConfig) -> Architecture:
     """Returns the architecture that computes what our model does. ValueError if there is none."""
-    objections = []
-    for architecture in ARCHITECTURES:
-        if architecture.kind != config.kind:
-            continue
-        differences = _differences(config, architecture, _section(architecture, config_json(config, architecture)))
-        if not differences:
-            return architecture
-        needs = ", ".join(f"model.{key}={theirs!r}" for key, (_, theirs) in differences.items())
-        objections.append(f"{architecture.name} needs {needs}")
-    why = "; ".join(objections) or f"model.kind={config.kind} is not one of them"
-    raise ValueError(f"no architecture that we know of transformers computes this model: {why}")
+    found = [
+        (_differences(config, architecture, _section(architecture, config_json(config, architecture))), architecture)
+        for architecture in ARCHITECTURES
+        if architecture.kind == config.kind
+    ]
+    unknown = "no architecture that we know of transformers computes this model: "
+    if not found:
+        raise ValueError(f"{unknown}model.kind={config.kind} is not one of them")
+    fewest = min(len(differences) for differences, _ in found)
+    nearest = [(differences, architecture) for differences, architecture in found if len(differences) == fewest]
+    if not fewest:
+        return nearest[0][1]
+    needs = (
+        f"{architecture.name} needs " + ", ".join(f"model.{key}={theirs!r}" for key, (_, theirs) in differences.items())
+        for differences, architecture in nearest
+    )
+    raise ValueError(unknown + "; ".join(needs))
 
 
 def config_json(config: TransformerConfig, architecture: Architecture) -> dict[str, Any]:
@@ -325,7 +510,6 @@ def config_json(config: TransformerConfig, architecture: Architecture) -> dict[s
     return {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
-        "dtype": "float32",
         "bos_token_id": None,  # the defaults of transformers are ids of other vocabularies
         "eos_token_id": None,
         "pad_token_id": None,
@@ -337,10 +521,10 @@ def config_json(config: TransformerConfig, architecture: Architecture) -> dict[s
 def _section(architecture: Architecture, values: Values) -> dict[str, Any]:
     """Returns the keys of our model section. KeyError for a missing key, ValueError for what we cannot compute."""
     for name, value in architecture.only.items():
-        if values.get(name, value) != value:
+        if values.get(name) not in (None, value):
             raise ValueError(f"{name}={values[name]!r} is not supported; {value!r} is")
     found = {field.ours: field.of_theirs(values) for field in architecture.fields if field.ours}
-    return {"kind": architecture.kind, **architecture.always, **found}
+    return {"kind": architecture.kind, **architecture.always, **architecture.more(values), **found}
 
 
 def _differences(config: TransformerConfig, architecture: Architecture, section: Values) -> dict[str, tuple[Any, Any]]:
@@ -350,6 +534,10 @@ def _differences(config: TransformerConfig, architecture: Architecture, section:
     ours = {key: getattr(config, key) for key in section}
     if section.get("positions") == "rotary":
         ours["max_len"] = section["max_len"]  # no parameter depends on it
-    if ours.get("use_bias") and section["use_bias"] and "attention_bias" in ours:
-        ours["attention_bias"] = True  # use_bias says it already
+    for key in ("attention_bias", "qkv_bias"):
+        if ours.get("use_bias") or (key == "qkv_bias" and ours.get("attention_bias")):
+            ours[key] = section.get(key)  # these say it already
+    for key, same in (("head_dim", config.hidden / config.num_heads), ("query_scalar", config.head_size)):
+        if ours.get(key) == same:
+            ours[key] = 0
     return {key: (ours[key], theirs) for key, theirs in section.items() if ours[key] != theirs}

@@ -3,7 +3,18 @@
     python train.py --config=configs/mics_paper.py:bert_10b --workdir=runs/bert_10b
 
 Hardware: 2 nodes or more (bert_50b: 8) of 8 GPUs with 32 GB each and bfloat16 (the paper: p3dn.24xlarge, 8 V100,
-100 Gbit/s, in fp16). Not run yet. Published, in sequences per second on 16 / 32 / 64 / 128 GPUs (the paper's figure 7):
+100 Gbit/s, in fp16: `--config.model.compute_dtype=float16`).
+Not run yet; by the planner (lab/benchmarks/planner_configs.py):
+
+    bert_1_5b: 2 p4d.24xlarge (16 GPUs), 4.59 GB of 38.1 GB a GPU, 1.28 s a step, $31 for its 1,954 steps on demand
+    bert_10b: 2 p4d.24xlarge (16 GPUs), 24.2 GB of 38.1 GB a GPU, 1m 51s a step, $674 for its 500 steps on demand
+    bert_15b: 2 p4d.24xlarge (16 GPUs), 20.4 GB of 38.1 GB a GPU, 3m 09s a step, $1,152 for its 500 steps on demand
+    bert_20b: 2 p4d.24xlarge (16 GPUs), 26.7 GB of 38.1 GB a GPU, 3m 57s a step, $1,445 for its 500 steps on demand
+    bert_50b: 8 p4d.24xlarge (64 GPUs), 23.5 GB of 38.1 GB a GPU, 3m 23s a step, $4,945 for its 500 steps on demand
+    roberta_20b: 2 p4d.24xlarge (16 GPUs), 26.6 GB of 38.1 GB a GPU, 3m 51s a step, $1,408 for its 500 steps on demand
+    gpt2_20b: 2 p4d.24xlarge (16 GPUs), 26.0 GB of 38.1 GB a GPU, 3m 48s a step, $1,391 for its 500 steps on demand
+
+Published, in sequences per second on 16 / 32 / 64 / 128 GPUs (the paper's figure 7):
 
     bert_10b    21.2 / 42.2 / 84.8 / 165.4
     bert_15b    12.3 / 24.6 / 48.5 / 97.2

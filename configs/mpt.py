@@ -2,9 +2,15 @@
 
     python -m planner --config=configs/mpt.py:7b --cluster=p4de.24xlarge --config.model.remat=dots
 
-Hardware: 8 GPUs with 40 GB (70b: 64 with 80 GB) and bfloat16. Not run yet. Published, with many lengths and batches:
-github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md (lab/benchmarks/published_steps.csv). Learned
-positions, biases and a tied head, by the published numbers of parameters. The data is synthetic.
+Hardware: 8 GPUs with 40 GB (70b: 32 with 80 GB) and bfloat16.
+Not run yet; by the planner (lab/benchmarks/planner_configs.py):
+
+    7b: 1 p4d.24xlarge (8 GPUs), 17.3 GB of 38.1 GB a GPU, 34.7 s a step, $106 for its 500 steps on demand
+    70b: 4 p4de.24xlarge (32 GPUs), 45.1 GB of 76.6 GB a GPU, 2m 01s a step, $1,841 for its 500 steps on demand
+
+Published, with many lengths and batches: github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md
+(lab/benchmarks/published_steps.csv). Learned positions, biases and a tied head, by the published numbers of parameters.
+The data is synthetic.
 """
 
 from ml_collections import ConfigDict

@@ -11,8 +11,12 @@ Batch norm has its statistics over 32 rows, as on DGC's 4 GPUs. Shortcuts that c
 of 1.73 M parameters; the paper's have none. The learning rate falls as a cosine, not in two steps.
 
 Hardware: 4 nodes of one GPU.
-Not run yet. Published: 93.4 % (He et al., table 6: the best of five runs 93.57 %); on 4 GPUs 93.75 %, and 93.87 % with
-DGC (Lin et al. 2018, arXiv 1712.01887, table 2).
+Not run yet; by the planner (lab/benchmarks/planner_configs.py):
+
+    resnet110: 4 h100-10gbit (4 GPUs), 273 MB of 76.4 GB a GPU, 14.8 ms a step
+
+Published: 93.4 % (He et al., table 6: the best of five runs 93.57 %); on 4 GPUs 93.75 %, and 93.87 % with DGC (Lin et
+al. 2018, arXiv 1712.01887, table 2).
 """
 
 from ml_collections import ConfigDict

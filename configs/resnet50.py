@@ -12,8 +12,13 @@ with the square of what is left, as in TensorFlow's ResNet with LARS. LARS scale
 
 Hardware: 2 nodes or more of 8 GPUs; the number of nodes may change between restarts. With 16 nodes a device has one
 micro-step of 128 rows under `:lars`.
-Not run yet. Published: 76.4 % top-1 at batch 256, 76.3 % at batch 8192 (Goyal et al., table 1); with LARS batches of up
-to 32,768 without loss of accuracy.
+Not run yet; by the planner (lab/benchmarks/planner_configs.py):
+
+    sgd: 2 p4d.24xlarge (16 GPUs), 5.32 GB of 38.1 GB a GPU, 123 ms a step, $42 for its 28,150 steps on demand
+    lars: 2 p4d.24xlarge (16 GPUs), 4.64 GB of 38.1 GB a GPU, 486 ms a step, $42 for its 7,037 steps on demand
+
+Published: 76.4 % top-1 at batch 256, 76.3 % at batch 8192 (Goyal et al., table 1); with LARS batches of up to 32,768
+without loss of accuracy.
 """
 
 from ml_collections import ConfigDict

@@ -77,13 +77,15 @@ class Batches:
         self.close()
 
     def _batch(self, step: int) -> Batch:
-        first = step * self._global_size
-        batch = {
-            name: np.zeros((len(self._rows), *array.shape), array.dtype)
-            for name, array in self._dataset.row_arrays.items()
-        }
-        for place, row in enumerate(self._rows):
-            if row < self._global_size and first + row < self._end:
-                for name, value in self._dataset[first + row].items():
-                    batch[name][place] = value
-        return batch
+        return batch_at(self._dataset, step, global_size=self._global_size, rows=self._rows, end=self._end)
+
+
+def batch_at(dataset: Dataset, step: int, *, global_size: int, rows: Sequence[int], end: int = sys.maxsize) -> Batch:
+    """Returns the arrays of one step, as `Batches` does."""
+    first = step * global_size
+    batch = {name: np.zeros((len(rows), *array.shape), array.dtype) for name, array in dataset.row_arrays.items()}
+    for place, row in enumerate(rows):
+        if row < global_size and first + row < end:
+            for name, value in dataset[first + row].items():
+                batch[name][place] = value
+    return batch

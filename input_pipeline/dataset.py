@@ -5,15 +5,15 @@ from typing import Literal
 
 from configs.schema import DataConfig
 from configs.schema.own import OWN
-from input_pipeline import folder, index, packing, stdlib_text, streams, tfds_data
+from input_pipeline import chats, folder, index, packing, stdlib_text, streams, tfds_data
 from input_pipeline.images import Digits, ImageDataset, Images
 from input_pipeline.mixture import MixedDataset
 from input_pipeline.shards import ShardSet
 from input_pipeline.synthetic import SyntheticImages, SyntheticWindows
 from input_pipeline.text import StreamWindows, TextDataset
-from input_pipeline.tokenizers import make_tokenizer
+from input_pipeline.tokenizers import HuggingFace, make_tokenizer
 
-Split = Literal["train", "validation"]
+Split = Literal["train", "validation", "all"]  # `all`, the two together, of data.source=folder and chats alone
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 Dataset = TextDataset | MixedDataset | ImageDataset
@@ -47,6 +47,9 @@ def _load_text(config: DataConfig, split: Split, seed: int, shards: Sequence[Sha
     tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)
     if config.source == "synthetic":
         windows = SyntheticWindows(config.seq_len, config.objective, tokenizer.num_ids, split)
+    elif config.source == "chats":
+        assert isinstance(tokenizer, HuggingFace)  # the config says so
+        windows = chats.load_rows(config, split, tokenizer)
     elif config.source == "shards":
         opened = next((one for one in shards if one.path == config.path), None) or ShardSet(config, tokenizer)
         windows = opened.windows(split)
@@ -68,6 +71,8 @@ def _load_text(config: DataConfig, split: Split, seed: int, shards: Sequence[Sha
             f"data.seq_len={config.seq_len} gives the {split} split {windows.shuffled_together} windows, more than the "
             f"{index.MAX_WINDOWS} that can be shuffled; raise data.seq_len"
         )
+    if isinstance(windows, chats.ChatRows):
+        return chats.ChatDataset(windows, tokenizer, config, seed)
     return TextDataset(windows, tokenizer, config, seed)
 
 

@@ -18,7 +18,8 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
 
     Links to files are followed, links to folders are not. Newlines are not converted.
 
-    `validation_names` assigns files to splits. If there is only one file, its last 5 % are the validation split.
+    `validation_names` assigns files to splits. If there is only one file, its last 5 % are the validation split. The
+    split `all` is every file whole.
     Raises ValueError for a folder that is missing, unreadable or empty, and for a file that is not UTF-8 (when read).
     """
     root = Path(path).expanduser()
@@ -27,8 +28,9 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
         that = f" that match data.pattern={pattern!r}" if pattern else ""
         raise ValueError(f"data.path {root} has no text files{that} (empty and hidden files do not count)")
     held_out = validation_names(names)
-    is_single = len(names) == 1
-    chosen = [name for name in names if is_single or (name in held_out) == (split == "validation")]
+    is_single = len(names) == 1 and split != "all"
+    whole = is_single or split == "all"
+    chosen = [name for name in names if whole or (name in held_out) == (split == "validation")]
 
     def documents() -> Iterator[str]:
         for name in chosen:

@@ -59,6 +59,7 @@ class Windows(abc.ABC):
     content: str  # hash of all tokens
     bytes_per_token: float
     filled = 1.0  # share of the positions that hold tokens; the others have weight 0
+    summary = ""  # a line for the user, if there is something to say
 
     @abc.abstractmethod
     def __len__(self) -> int: ...

@@ -92,6 +92,7 @@ class MixedDataset:
         self.threads = max(part.examples.threads for part in self.parts)
         self.bytes_per_token = sum(part.share * part.examples.bytes_per_token for part in self.parts)
         self.filled = sum(part.share * part.examples.filled for part in self.parts)
+        self.summary = "; ".join(filter(None, (part.examples.summary for part in self.parts)))
         self._order = Order(weights, first.seed)
         settings = [[str(weight / total), one.fingerprint] for weight, one in zip(weights, examples, strict=True)]
         self.fingerprint = hashlib.sha256(json.dumps(["mixture", settings]).encode()).hexdigest()

@@ -3,6 +3,7 @@
 A document ends with its separator. (A text that contains the separator's id itself, such as the byte 0, is several.)
 """
 
+import abc
 import hashlib
 from pathlib import Path
 
@@ -27,33 +28,56 @@ def is_padding(tokens: np.ndarray, separator: int) -> np.ndarray:
     return ends & np.append(True, ends[:-1])
 
 
-class WholeDocuments(index.Windows):
-    """Windows [T + 1] (causal) or [T] of whole documents, chosen by best fit decreasing and filled up with separators.
+class PackedRows(index.Windows):
+    """Windows of up to `length` tokens of a stream, each of whole pieces, chosen by best fit decreasing.
 
-    The longest document comes first, each into the fullest row in which it still fits. Only documents that are longer
-    than a window are cut, into windows as those of a stream and a rest. So all but the windows that are one piece
-    contain nothing but whole documents and rests, which end with a separator.
+    The longest piece comes first, each into the fullest row in which it still fits.
     """
 
-    def __init__(self, stream: streams.Stream, seq_len: int, objective: str, tokenizer: Tokenizer) -> None:
-        self._tokens, self._separator = np.asarray(stream.tokens), tokenizer.separator
-        self._step, self._length = seq_len, seq_len + (objective == "causal")
-        rule = f"{FORMAT} {stream.sha256} {tokenizer.identity} {self._step} {self._length}"
-        self.content, self.bytes_per_token = hashlib.sha256(rule.encode()).hexdigest(), stream.bytes_per_token
-        folder = cache.prepared(f"rows/{self.content[:32]}", self._write)
+    def __init__(self, content: str, length: int) -> None:
+        self.content, self._length = content, length
+        folder = cache.prepared(f"rows/{content[:32]}", self._write)
         self._pieces = np.load(folder / "pieces.npy", mmap_mode="r")  # int64 [P, 2]: first token, end; row by row
         self._first = np.load(folder / "rows.npy", mmap_mode="r")  # int64 [rows + 1]: each row's first piece
-        self.filled = float(np.diff(self._pieces).sum()) / (len(self) * self._length)  # share that is not filled up
+        self.filled = float(np.diff(self._pieces).sum()) / (len(self) * length)  # share that is not filled up
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
-    def __getitem__(self, window: int) -> np.ndarray:
-        pieces = self._pieces[self._first[window] : self._first[window + 1]]
-        found = np.concatenate([self._tokens[start:end] for start, end in pieces]).astype(np.int32)
-        return np.pad(found, (0, self._length - len(found)), constant_values=self._separator)
+    @abc.abstractmethod
+    def find_pieces(self) -> np.ndarray:
+        """Returns int64 [P, 2]: first token and end of each piece of 1 to `length` tokens."""
+
+    def pieces(self, window: int) -> np.ndarray:
+        """Returns int64 [P, 2]: first token and end of each piece of a row."""
+        return self._pieces[self._first[window] : self._first[window + 1]]
 
     def _write(self, folder: Path) -> None:
+        pieces = self.find_pieces()
+        rows = best_fit(np.diff(pieces)[:, 0], self._length)
+        np.save(folder / "pieces.npy", pieces[np.argsort(rows, kind="stable")])
+        np.save(folder / "rows.npy", np.append(0, np.cumsum(np.bincount(rows))))
+
+
+class WholeDocuments(PackedRows):
+    """Windows [T + 1] (causal) or [T] of whole documents, filled up with separators.
+
+    Only documents that are longer than a window are cut, into windows as those of a stream and a rest. So all but the
+    windows that are one piece contain nothing but whole documents and rests, which end with a separator.
+    """
+
+    def __init__(self, stream: streams.Stream, seq_len: int, objective: str, tokenizer: Tokenizer) -> None:
+        self._tokens, self._separator = np.asarray(stream.tokens), tokenizer.separator
+        self._step, length = seq_len, seq_len + (objective == "causal")
+        self.bytes_per_token = stream.bytes_per_token
+        rule = f"{FORMAT} {stream.sha256} {tokenizer.identity} {seq_len} {length}"
+        super().__init__(hashlib.sha256(rule.encode()).hexdigest(), length)
+
+    def __getitem__(self, window: int) -> np.ndarray:
+        found = np.concatenate([self._tokens[start:end] for start, end in self.pieces(window)]).astype(np.int32)
+        return np.pad(found, (0, self._length - len(found)), constant_values=self._separator)
+
+    def find_pieces(self) -> np.ndarray:
         blocks = range(0, len(self._tokens), BLOCK)
         ends = [np.flatnonzero(self._tokens[b : b + BLOCK] == self._separator) + b + 1 for b in blocks]
         ends = np.concatenate(ends)
@@ -65,9 +89,7 @@ class WholeDocuments(index.Windows):
         pieces = pieces[np.diff(pieces)[:, 0] > 1]  # a separator alone teaches nothing
         if not len(pieces):
             raise ValueError("data.packing='whole': no document has a token; set data.packing='stream'")
-        rows = best_fit(np.diff(pieces)[:, 0], self._length)
-        np.save(folder / "pieces.npy", pieces[np.argsort(rows, kind="stable")])
-        np.save(folder / "rows.npy", np.append(0, np.cumsum(np.bincount(rows))))
+        return pieces
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:

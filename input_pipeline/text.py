@@ -48,7 +48,7 @@ class TextDataset:
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
         self._packs, self._pads = config.packing != "stream", config.packing == "whole"
-        self.filled = windows.filled
+        self.filled, self.summary = windows.filled, windows.summary
         settings = {
             "content": windows.content,
             "tokenizer": tokenizer.identity,

@@ -125,7 +125,7 @@ class Tiktoken(Tokenizer):
 class HuggingFace(Tokenizer):
     """A tokenizer.json of the `tokenizers` library; separator and mask are special tokens that it has by name.
 
-    `vocabulary` has the id of each token.
+    `vocabulary` has the id of each token; `special_ids` are those of special tokens.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,6 +139,7 @@ class HuggingFace(Tokenizer):
         self._tokenizer.encode_special_tokens = True  # the name of a separator in a text is text
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         special = {x.content for x in self._tokenizer.get_added_tokens_decoder().values() if x.special}
+        self.special_ids = sorted(ids[name] for name in special)
         self.separator_token = next((name for name in SEPARATORS if name in special), "")
         self.mask_token = next((name for name in MASKS if name in special), "")
         if not self.separator_token:
@@ -167,6 +168,16 @@ class HuggingFace(Tokenizer):
         with _explained(f"data.tokenizer_path {self._path} cannot encode {text[:40]!r}"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray(ids, np.int64).astype(np.int32)
+
+    def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns int32 ids [N] and the characters [N, 2] of each, from and to; names of special tokens are tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            with _explained(f"data.tokenizer_path {self._path} cannot encode {text[:40]!r}"):
+                found = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: np.ndarray) -> str:
         decode = partial(self._tokenizer.decode, skip_special_tokens=False)

@@ -10,8 +10,9 @@ heads, H size of a head.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,8 +20,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import ModelConfig
+from configs.schema import GATED, DecoderConfig, ModelConfig
 from models.flash import flash_attention
+from sharding.context import Context
+
+ALONE = Context()  # a device has whole rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +36,19 @@ class BlockConfig:
     intermediate: int
     num_heads: int
     num_kv_heads: int
-    norm: str = "layer"  # layer | rms
+    head_size: int
+    norm: str = "layer"  # layer | rms | rms_1p
     norm_eps: float
     norm_first: bool = True
-    activation: str  # gelu (its tanh approximation) | gelu_exact | swiglu
+    post_norm: bool = False
+    activation: str  # gelu (its tanh approximation) | gelu_exact | swiglu | geglu
     use_bias: bool = True
     attention_bias: bool = True
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    query_scalar: int = 0
+    attention_cap: float = 0.0
+    window: int = 0
     causal: bool = False
     attention: str = "xla"  # auto, as xla | xla | cudnn | pallas
 
@@ -45,7 +56,13 @@ class BlockConfig:
     def of(cls, section: ModelConfig, *, causal: bool = False) -> "BlockConfig":
         """Returns the settings that a model's section has by these names."""
         found = {f.name: getattr(section, f.name) for f in fields(cls) if hasattr(section, f.name)}
-        return cls(**{"num_kv_heads": found["num_heads"], **found, "causal": causal})
+        heads = {"num_kv_heads": found["num_heads"], "head_size": found["hidden"] // found["num_heads"]}
+        return cls(**{**heads, **found, "causal": causal})
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether an MLP has a second product in front, which is multiplied by the activation of the other."""
+        return self.activation in GATED
 
 
 def normal(key: Array, shape: tuple[int, ...], dims: tuple[str, ...], std: float) -> nnx.Param[Array]:
@@ -71,7 +88,11 @@ def multiply(x: Array, weight: Array) -> Array:
 
 
 class Linear(nnx.Module):
-    """`x @ weight + bias`, the bias being optional."""
+    """`x @ weight + bias`, the bias being optional, and LoRA's adapter, if it has one (models/lora.py)."""
+
+    lora_a: nnx.Param[Array] | None = None
+    lora_b: nnx.Param[Array] | None = None
+    lora_scale = 0.0
 
     def __init__(
         self, key: Array, shape: tuple[int, int], dims: tuple[str, str], std: float, *, use_bias: bool
@@ -81,24 +102,32 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         y = multiply(x, self.weight[...])
+        if self.lora_a is not None and self.lora_b is not None:
+            y = y + multiply(multiply(x, self.lora_a[...]), self.lora_b[...]) * self.lora_scale
         return y if self.bias is None else y + self.bias[None, None]
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last dim; the statistics are float32, the result has the dtype of `x`."""
+    """LayerNorm or RMSNorm over the last dim; the statistics are float32, the result has the dtype of `x`.
 
-    def __init__(self, size: int, kind: str, eps: float, *, use_bias: bool) -> None:
+    `rms_1p` is the RMSNorm of Gemma: scales begin at zero and 1 is added to them, in float32 (arXiv 2403.08295).
+    """
+
+    def __init__(self, size: int, kind: str, eps: float, *, use_bias: bool, dim: str = "norm") -> None:
         self.kind, self.eps = kind, eps
-        self.scale = nnx.Param(jnp.ones(size), dims=("norm",))
-        self.bias = nnx.Param(jnp.zeros(size), dims=("norm",)) if use_bias and kind == "layer" else None
+        self.scale = nnx.Param(jnp.zeros(size) if kind == "rms_1p" else jnp.ones(size), dims=(dim,))
+        self.bias = nnx.Param(jnp.zeros(size), dims=(dim,)) if use_bias and kind == "layer" else None
 
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        y = y.astype(x.dtype) * self.scale[None, None]
-        return y if self.bias is None else y + self.bias[None, None]
+        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        if self.kind == "rms_1p":
+            return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        y = y.astype(x.dtype) * scale
+        return y if self.bias is None else y + jnp.expand_dims(self.bias[...], range(x.ndim - 1))
 
 
 def document_positions(segments_BT: Array) -> Array:
@@ -126,13 +155,39 @@ def _exact_gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arra
 
 
 def gelu(x: Array, activation: str) -> Array:
-    """Returns GELU, or its tanh approximation for the activation `gelu`."""
-    return jax.nn.gelu(x, approximate=True) if activation == "gelu" else exact_gelu(x)
+    """Returns GELU, or its tanh approximation for the activations `gelu` and `geglu`."""
+    return exact_gelu(x) if activation == "gelu_exact" else jax.nn.gelu(x, approximate=True)
 
 
-def rotary_angles(positions_BT: Array, head_dim: int, base: float) -> Array:
-    """Returns the angle of each position and each pair of dims, float32 `[B, T, H/2]` (Su et al. 2021)."""
-    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def gated(x: Array, activation: str) -> Array:
+    """Returns what multiplies the other product of a gated MLP: SiLU, or for `geglu` GELU (Shazeer 2020)."""
+    return jax.nn.silu(x) if activation == "swiglu" else gelu(x, activation)
+
+
+def rotary_frequencies(head_size: int, base: float) -> Array:
+    """Returns the angle between neighbours of each pair of dims, float32 `[H/2]` (Su et al. 2021)."""
+    return base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+
+
+def scaled_frequencies(c: DecoderConfig) -> Array:
+    """Returns the frequencies `[H/2]` of a decoder's rotary positions, scaled as it says.
+
+    `linear` divides them by the factor (Chen et al. 2023, arXiv 2306.15595). `llama3` divides those that turn less than
+    `low` times within the original length, keeps those that turn more than `high` times, and passes from the one to the
+    other linearly in the number of turns (Llama 3.1, arXiv 2407.21783; its reference code's `apply_scaling`).
+    """
+    whole = rotary_frequencies(c.head_size, c.rotary_base)
+    if c.rotary_scaling == "none":
+        return whole
+    if c.rotary_scaling == "linear":
+        return whole / c.rotary_factor
+    turns = c.rotary_original_len * whole / (2 * math.pi)
+    kept = jnp.clip((turns - c.rotary_low) / (c.rotary_high - c.rotary_low), 0, 1)
+    return (1 - kept) * whole / c.rotary_factor + kept * whole
+
+
+def rotary_angles(positions_BT: Array, frequencies: Array) -> Array:
+    """Returns the angle of each position and each pair of dims, float32 `[B, T, H/2]`."""
     return positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None]
 
 
@@ -143,6 +198,50 @@ def rotate(x_BTNH: Array, angles_BTH: Array | None) -> Array:
     sin, cos = (f(angles_BTH)[:, :, None, :].astype(x_BTNH.dtype) for f in (jnp.sin, jnp.cos))
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def seen_from(queries_T: Array, keys_S: Array, window: Array | None) -> Array:
+    """Returns whether each query sees each key, `[1, 1, T, S]`: itself and those before it, as far as a window goes."""
+    distance_TS = queries_T[:, None] - keys_S[None]
+    seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+    return seen_TS[None, None]
+
+
+def attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array, cap: float) -> Array:
+    """Returns `softmax(scores) v`, `[B, T, N, H]`, of the scores `q k' / sqrt(H)` that are seen, capped unless cap = 0.
+
+    A capped score is `cap tanh(score / cap)` (Gemma 2, arXiv 2408.00118). Scores are float32.
+    """
+    if not cap:
+        return plain_attention(q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, implementation="xla")
+
+    def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array) -> Array:
+        B, T, _, H = q_BTNH.shape
+        q_BTKGH = q_BTNH.reshape(B, T, k_BSKH.shape[2], -1, H)
+        scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
+        scores = jnp.where(seen_B1TS[:, :, None], soft_cap(scores, cap), -jnp.inf)
+        weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
+        return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
+
+    return _widened_on_cpus(attend, q_BTNH, k_BSKH, v_BSKH)
+
+
+def plain_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, **how: Any) -> Array:
+    """Returns jax's attention, `[B, T, N, H]`."""
+    return _widened_on_cpus(partial(jax.nn.dot_product_attention, **how), q_BTNH, k_BSKH, v_BSKH)
+
+
+def _widened_on_cpus(attend: Callable[..., Array], *qkv: Array) -> Array:
+    """Returns `attend(q, k, v)`; CPUs, which cannot sum float16 products in float32, widen them."""
+    if qkv[0].dtype != jnp.float16:
+        return attend(*qkv)
+    wide = lambda *qkv: attend(*(x.astype(jnp.float32) for x in qkv)).astype(jnp.float16)
+    return jax.lax.platform_dependent(*qkv, cpu=wide, default=attend)
+
+
+def soft_cap(x: Array, cap: float) -> Array:
+    """Returns `cap tanh(x / cap)`."""
+    return cap * jnp.tanh(x / cap)
 
 
 def residual_std(c: BlockConfig) -> float:
@@ -157,42 +256,85 @@ class Attention(nnx.Module):
         """Takes four of the keys."""
         c = config
         self.config = c
-        kv_size = c.num_kv_heads * (c.hidden // c.num_heads)
-        std, use_bias = initial_std(c.hidden), c.use_bias or c.attention_bias
-        self.attention_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
-        self.query = Linear(next(keys), (c.hidden, c.hidden), ("embed", "heads"), std, use_bias=use_bias)
+        size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
+        std, out_bias = initial_std(c.hidden), c.use_bias or c.attention_bias
+        use_bias = out_bias or c.qkv_bias
+        norm = partial(Norm, kind=c.norm, eps=c.norm_eps, use_bias=c.use_bias)
+        self.attention_norm = norm(c.hidden)
+        self.query = Linear(next(keys), (c.hidden, size), ("embed", "heads"), std, use_bias=use_bias)
         self.key = Linear(next(keys), (c.hidden, kv_size), ("embed", "kv_heads"), std, use_bias=use_bias)
         self.value = Linear(next(keys), (c.hidden, kv_size), ("embed", "kv_heads"), std, use_bias=use_bias)
-        self.out = Linear(next(keys), (c.hidden, c.hidden), ("heads", "embed"), residual_std(c), use_bias=use_bias)
-        self.mlp_norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
+        self.query_norm = norm(c.head_size, dim="head") if c.qk_norm else None
+        self.key_norm = norm(c.head_size, dim="head") if c.qk_norm else None
+        self.out = Linear(next(keys), (size, c.hidden), ("heads", "embed"), residual_std(c), use_bias=out_bias)
+        self.attention_post_norm = norm(c.hidden) if c.post_norm else None
+        self.mlp_norm = norm(c.hidden)
+        self.mlp_post_norm = norm(c.hidden) if c.post_norm else None
 
-    def mix(self, x_BTD: Array, angles_BTH: Array | None, segments_BT: Array | None) -> Array:
-        """Returns the weighted values of attention, `[B, T, N, H]`."""
-        q_BTNH, k_BTKH, v_BTKH = self.queries_keys_values(x_BTD, angles_BTH)
-        if self.config.attention == "pallas":
-            return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, self.config.causal)
+    def mix(
+        self,
+        x_BTD: Array,
+        angles_BTH: Array | None,
+        segments_BT: Array | None,
+        is_global: Array | None = None,
+        context: Context = ALONE,
+    ) -> Array:
+        """Returns the weighted values of attention, `[B, T, N, H]`; a layer that is global has no window.
+
+        With a context, the segments are of whole rows.
+        """
+        attention = partial(self.attention, segments_BT=segments_BT, window=self.window(is_global))
+        return context.attend(attention, *self.queries_keys_values(x_BTD, angles_BTH))
+
+    def attention(
+        self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, *, segments_BT: Array | None, window: Array | None
+    ) -> Array:
+        """Returns the weighted values of whole rows, `[B, T, N, H]`."""
+        c = self.config
+        if c.attention == "pallas":
+            return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, c.causal, c.attention_cap)
         same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
-        return jax.nn.dot_product_attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            mask=same_B1TS,
-            is_causal=self.config.causal,
-            implementation="cudnn" if self.config.attention == "cudnn" else "xla",
-        )
+        if window is None and not c.attention_cap:
+            how: dict[str, Any] = {
+                "is_causal": c.causal,
+                "implementation": "cudnn" if c.attention == "cudnn" else "xla",
+            }
+            return plain_attention(q_BTNH, k_BTKH, v_BTKH, mask=same_B1TS, **how)
+        places_T = jnp.arange(q_BTNH.shape[1])
+        seen_B1TS = seen_from(places_T, places_T, window)
+        seen_B1TS = seen_B1TS if same_B1TS is None else seen_B1TS & same_B1TS
+        return attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap)
+
+    def window(self, is_global: Array | None) -> Array | None:
+        """Returns the positions that one attends to, itself and those before it, float32 []; None: all."""
+        if not self.config.window:
+            return None
+        window = jnp.float32(self.config.window)
+        return window if is_global is None else jnp.where(is_global, jnp.inf, window)
 
     def queries_keys_values(self, x_BTD: Array, angles_BTH: Array | None) -> tuple[Array, Array, Array]:
-        """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`."""
-        head_dim = self.config.hidden // self.config.num_heads
-        y_BTD = self.attention_norm(x_BTD) if self.config.norm_first else x_BTD
-        q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, head_dim) for f in (self.query, self.key, self.value))
+        """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`.
+
+        Queries are scaled such that scores divided by `sqrt(H)` are those divided by the root of `query_scalar`.
+        """
+        c = self.config
+        y_BTD = self.attention_norm(x_BTD) if c.norm_first else x_BTD
+        q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, c.head_size) for f in (self.query, self.key, self.value))
+        q, k = (x if norm is None else norm(x) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
+        q = q * (c.head_size / c.query_scalar) ** 0.5 if c.query_scalar else q
         return rotate(q, angles_BTH), rotate(k, angles_BTH), v
 
     def attend(self, x_BTD: Array, mixed_BTNH: Array) -> tuple[Array, Array]:
         """Returns the residual stream behind attention, from the layer's input and `mix`; and the MLP's input."""
-        x_BTD = x_BTD + self.out(mixed_BTNH.reshape(x_BTD.shape))
+        added_BTD = self.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1))
+        x_BTD = x_BTD + (added_BTD if self.attention_post_norm is None else self.attention_post_norm(added_BTD))
         x_BTD = x_BTD if self.config.norm_first else self.attention_norm(x_BTD)
         return x_BTD, self.mlp_norm(x_BTD) if self.config.norm_first else x_BTD
+
+    def add(self, x_BTD: Array, added_BTD: Array) -> Array:
+        """Returns the residual stream behind the MLP, from that in front of it and the MLP's output."""
+        x_BTD = x_BTD + (added_BTD if self.mlp_post_norm is None else self.mlp_post_norm(added_BTD))
+        return x_BTD if self.config.norm_first else self.mlp_norm(x_BTD)
 
 
 class Block(Attention):
@@ -203,11 +345,18 @@ class Block(Attention):
         super().__init__(c, keys)
         sizes, dims, std, bias = (c.hidden, c.intermediate), ("embed", "mlp"), initial_std(c.hidden), c.use_bias
         self.up = Linear(next(keys), sizes, dims, std, use_bias=bias)
-        self.gate = Linear(next(keys), sizes, dims, std, use_bias=bias) if c.activation == "swiglu" else None
+        self.gate = Linear(next(keys), sizes, dims, std, use_bias=bias) if c.is_gated else None
         self.down = Linear(next(keys), (c.intermediate, c.hidden), ("mlp", "embed"), residual_std(c), use_bias=bias)
 
-    def __call__(self, x_BTD: Array, angles_BTH: Array | None = None, segments_BT: Array | None = None) -> Array:
-        return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT))
+    def __call__(
+        self,
+        x_BTD: Array,
+        angles_BTH: Array | None = None,
+        segments_BT: Array | None = None,
+        is_global: Array | None = None,
+        context: Context = ALONE,
+    ) -> Array:
+        return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT, is_global, context))
 
     def blocks(self) -> list[Attention]:
         """Returns the layers of an entry of the stack: this one."""
@@ -223,6 +372,5 @@ class Block(Attention):
         c = self.config
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
         h_BTF = self.up(y_BTD)
-        h_BTF = gelu(h_BTF, c.activation) if self.gate is None else jax.nn.silu(self.gate(y_BTD)) * h_BTF
-        x_BTD = x_BTD + self.down(h_BTF)
-        return x_BTD if c.norm_first else self.mlp_norm(x_BTD)
+        h_BTF = gelu(h_BTF, c.activation) if self.gate is None else gated(self.gate(y_BTD), c.activation) * h_BTF
+        return self.add(x_BTD, self.down(h_BTF))

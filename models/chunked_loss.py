@@ -40,6 +40,10 @@ def sum_of_pieces(
         cut = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), -1, length, *x.shape[2:]), 1, 0), (x_BTD, rows))
         return [jax.tree.map(lambda x: x[0], cut), jax.tree.map(lambda x: x[1:], cut)]
 
+    def sum_dtype(param: Array) -> Any:
+        """The parameter's, but float32 for float16: a sum over all positions, not scaled yet, may be beyond that."""
+        return jnp.promote_types(param.dtype, jnp.bfloat16)
+
     @jax.custom_vjp
     def run(params: PyTree, x_BTD: Array, rows: Rows) -> Array:
         first, others = pieces(x_BTD, rows)
@@ -62,10 +66,10 @@ def sum_of_pieces(
         start, of_first_BCD = gradients(params, first)
         (loss, of_params), of_others = lax.scan(add, start, others)
         of_x = jnp.moveaxis(jnp.concatenate([of_first_BCD[None], of_others]), 0, 1).reshape(x_BTD.shape)
-        return loss, (jax.tree.map(lambda g, p: g.astype(p.dtype), of_params, params), of_x)
+        return loss, (jax.tree.map(lambda g, p: g.astype(sum_dtype(p)), of_params, params), of_x)
 
     def backward(kept: Any, g: Array) -> tuple[PyTree, Array, None]:
-        return *jax.tree.map(lambda x: (g * x).astype(x.dtype), kept), None
+        return *jax.tree.map(lambda x, of: (g * x).astype(of.dtype), kept, (params, x_BTD)), None
 
     run.defvjp(forward, backward)
     return run(params, x_BTD, rows)

@@ -1,7 +1,8 @@
-"""A decoder-only language model in the styles of GPT-2 and Llama, and its sampler.
+"""A decoder-only language model in the styles of GPT-2, Llama, Qwen, Mistral and Gemma, and its sampler.
 
 GPT-2: learned positions, LayerNorm, GELU, biases, tied head. Llama: rotary positions, RMSNorm, SwiGLU, no biases,
-grouped-query attention. The layer itself is in `models/block.py`.
+grouped-query attention; the others differ from it in few things (configs/hugging_face.py). The layer itself is in
+`models/block.py`. Where layers alternate (`global_every`), each computes of its number which one it is.
 
 Shapes: B batch, T positions, P positions of the prompt, S positions of the cache, D hidden, V vocabulary (padded),
 L layers, K key-value heads, H size of a head.
@@ -17,17 +18,25 @@ from jax import Array, lax
 
 from configs.schema import DecoderConfig
 from models.block import (
+    ALONE,
     Block,
     BlockConfig,
     Norm,
+    attention,
     document_positions,
     initial_std,
     multiply,
     normal,
     rotary_angles,
+    rotary_frequencies,
+    scaled_frequencies,
+    seen_from,
+    soft_cap,
 )
 from models.model import Gather, Params
 from models.transformer import Embedding, Transformer
+from sharding.accumulation import length
+from sharding.context import Context
 
 
 class Head(nnx.Module):
@@ -35,13 +44,15 @@ class Head(nnx.Module):
 
     def __init__(self, config: DecoderConfig, key: Array) -> None:
         c = config
+        self.cap = c.logit_cap
         self.norm = Norm(c.hidden, c.norm, c.norm_eps, use_bias=c.use_bias)
         shape, dims = (c.hidden, c.padded_vocab), ("embed", "vocab")
         self.weight = None if c.tied_head else normal(key, shape, dims, initial_std(c.hidden))
 
     def __call__(self, x_BTD: Array, embedding: Embedding) -> Array:
         x_BTD = self.norm(x_BTD)
-        return multiply(x_BTD, embedding.token[...].T if self.weight is None else self.weight[...])
+        logits_BTV = multiply(x_BTD, embedding.token[...].T if self.weight is None else self.weight[...])
+        return soft_cap(logits_BTV.astype(jnp.float32), self.cap) if self.cap else logits_BTV
 
 
 @dataclass(frozen=True)
@@ -73,13 +84,58 @@ class Decoder(Transformer):
         return positions_1T if segments_BT is None else document_positions(segments_BT)
 
     def angles(self, positions_BT: Array) -> Array | None:
-        """Returns the angles of rotary positions, if they are."""
+        """Returns the angles of rotary positions, if they are; `[2, B, T, H/2]` if layers with a window have others."""
         c = self.config
-        return rotary_angles(positions_BT, c.head_dim, c.rotary_base) if c.positions == "rotary" else None
+        if c.positions != "rotary":
+            return None
+        whole = rotary_angles(positions_BT, scaled_frequencies(c))
+        if not c.rotary_local_base:
+            return whole
+        return jnp.stack([whole, rotary_angles(positions_BT, rotary_frequencies(c.head_size, c.rotary_local_base))])
 
-    def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
+    def angles_of(self, angles: Array | None, is_global: Array | None) -> Array | None:
+        """Returns the angles `[B, T, H/2]` of a layer."""
+        if angles is None or is_global is None or not self.config.rotary_local_base:
+            return angles
+        return jnp.where(is_global, angles[0], angles[1])
+
+    def is_global(self, number: Array) -> Array | None:
+        """Whether the layer of that number, from 0 on, is one without a window; None where all layers are alike."""
+        every = self.config.global_every
+        return (number + 1) % every == 0 if every else None
+
+    def layer_args(
+        self, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE
+    ) -> tuple[Array | None, ...]:
         """Returns the angles of rotary positions, if any, and the segments, if any."""
-        return self.angles(self.positions(tokens_BT, segments_BT)), *super().layer_args(tokens_BT, segments_BT)[1:]
+        angles_BTH = self.angles(self.own_positions(tokens_BT, segments_BT, context))
+        return angles_BTH, *super().layer_args(tokens_BT, segments_BT, context)[1:]
+
+    def run_layers(
+        self, params: Params, x: Any, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
+    ) -> Any:
+        """Returns `x` after all layers; where they alternate they hand on, beside it, the number of the next."""
+        if not self.config.global_every:
+            return super().run_layers(params, x, gather, *args, **how)
+        count = length(params["layers"])
+        before = stage * count if count % self.config.global_every else 0  # else every stage begins alike
+        return super().run_layers(params, (x, jnp.float32(before)), gather, *args, **how)[0]
+
+    def run_layer(self, values: Params, x: Any, *args: Array | None, **how: Any) -> Any:
+        """Returns what an entry of the stack hands on."""
+        if not self.config.global_every:
+            return super().run_layer(values, x, *args, **how)
+        (x_BTD, number), (angles, segments_BT) = x, args
+        is_global = self.is_global(number)
+        angles_BTH = self.angles_of(angles, is_global)
+        return super().run_layer(values, x_BTD, angles_BTH, segments_BT, is_global, **how), number + 1
+
+    def attended(self, seq_len: int) -> int:
+        """Returns the positions that a token attends to, at most, summed over the layers."""
+        c = self.config
+        num_global = c.num_layers // c.global_every if c.global_every else 0
+        near = min(seq_len, c.window or seq_len)
+        return num_global * seq_len + (c.num_layers - num_global) * near
 
     def generate(
         self, params: Params, prompt_BP: Array, keys_B: Array, gather: Gather, *, length: int, temperature: float
@@ -100,20 +156,21 @@ class Decoder(Transformer):
         zero = prompt_BP[0, 0] * 0 + embedding.token[0, 0].astype(jnp.int32) * 0
         stacked = self.groups["layers"].num_layers
         assert stacked
-        shape = (stacked, c.num_layers // stacked, batch, total, c.num_kv_heads, c.head_dim)
+        shape = (stacked, c.num_layers // stacked, batch, total, c.num_kv_heads, c.head_size)
         cache = jnp.zeros(shape, self.dtype) + zero.astype(self.dtype)
 
-        def layer(carry: tuple[Array, Array], inputs: tuple[Params, Array, Array]) -> Any:
-            (x_B1D, t), (values, *caches) = carry, inputs
-            seen = (jnp.arange(total) <= t)[None, None, None]
-            updated = []
+        def layer(carry: tuple[Array, Array], inputs: tuple[Params, Array, Array, Array]) -> Any:
+            (x_B1D, t), (values, number, *caches) = carry, inputs
+            is_global, updated = self.is_global(number), []
+            angles_11H = self.angles_of(self.angles(t[None, None]), is_global)
             for i, block in enumerate(self.module("layers", gather("layers", values)).blocks()):
-                q, k, v = block.queries_keys_values(x_B1D, self.angles(t[None, None]))
+                q, k, v = block.queries_keys_values(x_B1D, angles_11H)
                 keys_BSKH, values_BSKH = (
                     lax.dynamic_update_slice_in_dim(cache[i], new, t, axis=1)
                     for cache, new in zip(caches, (k, v), strict=True)
                 )
-                mixed = jax.nn.dot_product_attention(q, keys_BSKH, values_BSKH, mask=seen, implementation="xla")
+                seen = seen_from(t[None], jnp.arange(total), block.window(is_global))
+                mixed = attention(q, keys_BSKH, values_BSKH, seen, c.attention_cap)
                 x_B1D = block.decode(x_B1D, mixed, gather)
                 updated.append((keys_BSKH, values_BSKH))
             return (x_B1D, t), tuple(map(jnp.stack, zip(*updated, strict=True)))
@@ -121,7 +178,7 @@ class Decoder(Transformer):
         def position(carry: tuple[Array, Array, Array], t: Array) -> Any:
             token_B, keys, values = carry
             x_B1D = embedding(token_B[:, None], t[None, None])
-            inputs = params["layers"], keys, values
+            inputs = params["layers"], jnp.arange(stacked), keys, values
             (x_B1D, _), (keys, values) = lax.scan(layer, (x_B1D, t), inputs)
             logits_BV = self.project(gather("head", params["head"]), embed_values, x_B1D)[:, 0]
             drawn_B = sample(jax.vmap(jax.random.fold_in, (0, None))(keys_B, t), logits_BV, temperature)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import MoeConfig
-from models.block import Attention, Block, BlockConfig, gelu, initial_std, normal, residual_std
+from configs.schema import GATED, MoeConfig
+from models.block import Attention, Block, BlockConfig, gated, gelu, initial_std, normal, residual_std
 from models.decoder import Decoder
 from models.model import Batch, Gather, Params
 from sharding.experts import ALONE, Exchange, exchange_of, keep
@@ -46,7 +46,7 @@ class Experts(nnx.Module):
         std, dims = initial_std(c.hidden), ("experts", "embed", "mlp")
         self.activation = c.activation
         self.up = normal(up_key, (e, c.hidden, c.intermediate), dims, std)
-        self.gate = normal(gate_key, (e, c.hidden, c.intermediate), dims, std) if c.activation == "swiglu" else None
+        self.gate = normal(gate_key, (e, c.hidden, c.intermediate), dims, std) if c.is_gated else None
         self.down = normal(down_key, (e, c.intermediate, c.hidden), ("experts", "mlp", "embed"), residual_std(c))
 
     def __call__(self, x_END: Array) -> Array:
@@ -55,7 +55,8 @@ class Experts(nnx.Module):
         if self.gate is None:
             h_ENF = gelu(h_ENF, self.activation)
         else:
-            h_ENF = jax.nn.silu(keep(jnp.einsum("end,edf->enf", x_END, self.gate[...]))) * h_ENF
+            gates_ENF = keep(jnp.einsum("end,edf->enf", x_END, self.gate[...]))
+            h_ENF = gated(gates_ENF, self.activation) * h_ENF
         return keep(jnp.einsum("enf,efd->end", h_ENF, self.down[...]))
 
 
@@ -91,7 +92,7 @@ class MoeBlock(Attention):
         probs_BTE = jax.nn.softmax(logits_BTE)
         room = self.moe.capacity(x_BTD.shape[1])
         routes = route(probs_BTE, weights_BT > 0, per_token=self.moe.experts_per_token, room=room)
-        x_BTD = x_BTD + self._send(y_BTD, routes, exchange)
+        x_BTD = self.add(x_BTD, self._send(y_BTD, routes, exchange))
         return x_BTD, aux_sums(logits_BTE, probs_BTE, routes, weights_BT)
 
     def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
@@ -209,7 +210,7 @@ class Moe(Decoder):
     def num_idle_params(self) -> int:
         """Parameters that a token does not use: those of the experts that it does not go to."""
         c = self.config
-        of_expert = (3 if c.activation == "swiglu" else 2) * c.hidden * c.intermediate
+        of_expert = (3 if c.activation in GATED else 2) * c.hidden * c.intermediate
         return c.num_moe_layers * (c.num_experts - c.experts_per_token) * of_expert
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:

@@ -23,36 +23,47 @@ BLOCK = 64  # of queries and of keys
 HIDDEN = -1e30  # a score that is masked; finite, so that a wholly hidden block changes nothing
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def flash_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, causal: bool) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def flash_attention(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segments_BT: Array | None = None,
+    window: Array | None = None,
+    causal: bool = True,
+    cap: float = 0.0,
+) -> Array:
     """Returns `softmax(q k' / sqrt(H)) v`, `[B, T, N, H]` in the dtype of `q`; products are summed in float32.
 
-    With `causal` a position sees none behind it; with `segments` (any dtype) only those of equal segment. On
-    CPUs jax interprets the kernel, slowly. ValueError for sizes that it cannot have.
+    With `causal` a position sees none behind it, and of those before it, itself included, the last `window` (float32
+    []; infinite: all); with `segments` (any dtype) only those of equal segment. With a cap, a score s becomes
+    `cap tanh(s / cap)`. On CPUs jax interprets the kernel, slowly. ValueError for sizes that it cannot have.
     """
-    return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, causal)[0]
+    return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, causal, cap)[0]
 
 
 def _forward(
-    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, causal: bool
-) -> tuple[Array, tuple[Array | None, ...]]:
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window: Array | None, causal: bool,
+    cap: float,
+) -> tuple[Array, tuple[Array | None, ...]]:  # fmt: skip
+    assert causal or window is None
     B, T, N, H = q_BTNH.shape
     block = block_of(T, H)
     row = pl.BlockSpec((None, block, None, H), lambda b, n, i: (b, i, n, 0))
     whole = pl.BlockSpec((None, T, None, H), lambda b, n, i: (b, 0, n * k_BTKH.shape[2] // N, 0))
     log_row = pl.BlockSpec((None, None, block), lambda b, n, i: (b, n, i))
     out_BTNH, log_BNT = _call(
-        partial(_forward_kernel, block=block, causal=causal),
+        partial(_forward_kernel, block=block, causal=causal, cap=cap),
         (B, N, T // block),
-        [row, whole, whole, _segments_spec(segments_BT)],
+        [row, whole, whole, _segments_spec(segments_BT), _window_spec(window)],
         [(row, q_BTNH.shape, q_BTNH.dtype), (log_row, (B, N, T), jnp.float32)],
-    )(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, T))
     out_BTNH, log_BNT = keep(out_BTNH), keep(log_BNT)
-    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_BNT)
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT)
 
 
-def _backward(causal: bool, kept: tuple[Any, ...], d_out_BTNH: Array) -> tuple[Array, Array, Array, Array | None]:
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, out_BTNH, log_BNT = kept
+def _backward(causal: bool, cap: float, kept: tuple[Any, ...], d_out_BTNH: Array) -> tuple[Array | None, ...]:
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT = kept
     B, T, N, H = q_BTNH.shape
     K, block = k_BTKH.shape[2], block_of(T, H)
     # sum over a row of p * dp: `delta` of the paper's algorithm 2
@@ -65,22 +76,22 @@ def _backward(causal: bool, kept: tuple[Any, ...], d_out_BTNH: Array) -> tuple[A
     def log_spec(rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, rows), lambda b, n, i: (b, n, i if rows < T else 0))
 
-    arguments = (q_BTNH, k_BTKH, v_BTKH, segments_BT, d_out_BTNH, log_BNT, delta_BNT)
-    grid, segments = (B, N, T // block), _segments_spec(segments_BT)
+    arguments = (q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, T), d_out_BTNH, log_BNT, delta_BNT)
+    grid, masks = (B, N, T // block), [_segments_spec(segments_BT), _window_spec(window)]
     (dq_BTNH,) = _call(
-        partial(_queries_kernel, block=block, causal=causal),
+        partial(_queries_kernel, block=block, causal=causal, cap=cap),
         grid,
-        [spec(block), spec(T, N // K), spec(T, N // K), segments, spec(block), log_spec(block), log_spec(block)],
+        [spec(block), spec(T, N // K), spec(T, N // K), *masks, spec(block), log_spec(block), log_spec(block)],
         [(spec(block), q_BTNH.shape, q_BTNH.dtype)],
     )(*arguments)
     dk_BTNH, dv_BTNH = _call(
-        partial(_keys_kernel, block=block, causal=causal),
+        partial(_keys_kernel, block=block, causal=causal, cap=cap),
         grid,
-        [spec(T), spec(block, N // K), spec(block, N // K), segments, spec(T), log_spec(T), log_spec(T)],
+        [spec(T), spec(block, N // K), spec(block, N // K), *masks, spec(T), log_spec(T), log_spec(T)],
         [(spec(block), q_BTNH.shape, k_BTKH.dtype)] * 2,
     )(*arguments)
     dk_BTKH, dv_BTKH = (d.reshape(B, T, K, N // K, H).sum(3).astype(d.dtype) for d in (dk_BTNH, dv_BTNH))
-    return dq_BTNH, dk_BTKH, dv_BTKH, None if segments_BT is None else jnp.zeros_like(segments_BT)
+    return dq_BTNH, dk_BTKH, dv_BTKH, *(None if x is None else jnp.zeros_like(x) for x in (segments_BT, window))
 
 
 flash_attention.defvjp(_forward, _backward)
@@ -96,6 +107,15 @@ def block_of(length: int, head_dim: int) -> int:
 
 def _segments_spec(segments_BT: Array | None) -> pl.BlockSpec | None:
     return None if segments_BT is None else pl.BlockSpec((None, segments_BT.shape[1]), lambda b, n, i: (b, 0))
+
+
+def _window_spec(window: Array | None) -> pl.BlockSpec | None:
+    return None if window is None else pl.BlockSpec((None,), lambda b, n, i: (0,))
+
+
+def _in_positions(window: Array | None, length: int) -> Array | None:
+    """Returns a window as int32 `[1]`, at most the length."""
+    return None if window is None else jnp.minimum(window, length).astype(jnp.int32)[None]
 
 
 def _call(
@@ -122,38 +142,64 @@ def _call(
     return partial(jax.lax.platform_dependent, cpu=partial(run, interpret=True), default=partial(run, interpret=False))
 
 
-def _scores(q: Array, k: Array, rows: tuple[Any, Any], segments_ref: Any, causal: bool) -> Array:
-    """Returns base-2 logarithms of unnormalised weights, `[block, block]`, of the blocks that begin at `rows`."""
-    block = q.shape[0]
-    s = triton.dot(q, k.T) * (math.log2(math.e) * q.shape[1] ** -0.5)
+def _scores(
+    q: Array, k: Array, rows: tuple[Any, Any], segments_ref: Any, window: Any, causal: bool, cap: float
+) -> tuple[Array, Array | float]:
+    """Returns base-2 logarithms of unnormalised weights, `[block, block]`, of the blocks that begin at `rows`.
+
+    And how the cap's derivative scales the gradients of the scores.
+    """
+    block, slope = q.shape[0], 1.0
+    s, scale, unit = triton.dot(q, k.T), q.shape[1] ** -0.5, math.log2(math.e)
+    if cap:
+        capped = jnp.tanh(s * (scale / cap))
+        s, slope = capped * (cap * unit), 1 - capped * capped
+    else:
+        s = s * (unit * scale)
     of_q, of_k = (start + jnp.arange(block) for start in rows)
     if causal:
         s = jnp.where(of_q[:, None] >= of_k[None, :], s, HIDDEN)
+    if window is not None:
+        s = jnp.where(of_q[:, None] - of_k[None, :] < window, s, HIDDEN)
     if segments_ref is not None:
         mine, theirs = (segments_ref[pl.ds(start, block)] for start in rows)
         s = jnp.where(mine[:, None] == theirs[None, :], s, HIDDEN)
-    return s
+    return s, slope
+
+
+def _seen(window: Any, num_blocks: int, block: int, causal: bool) -> tuple[Any, Any]:
+    """Returns the first of the blocks of keys that this block of queries sees, and the one behind the last."""
+    i = pl.program_id(2)
+    begin = 0 if window is None else jnp.maximum(i * block - window + 1, 0) // block
+    return begin, i + 1 if causal else num_blocks
+
+
+def _seeing(window: Any, num_blocks: int, block: int, causal: bool) -> tuple[Any, Any]:
+    """Returns the first of the blocks of queries that see this block of keys, and the one behind the last."""
+    i = pl.program_id(2)
+    end = num_blocks if window is None else jnp.minimum(((i + 1) * block + window - 2) // block + 1, num_blocks)
+    return i if causal else 0, end
 
 
 def _forward_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, out_ref: Any, log_ref: Any, *, block: int, causal: bool
-) -> None:
-    first = pl.program_id(2) * block
+    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, window_ref: Any, out_ref: Any, log_ref: Any,
+    *, block: int, causal: bool, cap: float
+) -> None:  # fmt: skip
+    first, window = pl.program_id(2) * block, None if window_ref is None else window_ref[...]
     q = q_ref[...]
 
     def body(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, most, total = sums
         rows = pl.ds(i * block, block)
-        s = _scores(q, k_ref[rows, :], (first, i * block), segments_ref, causal)
+        s, _ = _scores(q, k_ref[rows, :], (first, i * block), segments_ref, window, causal, cap)
         now = jnp.maximum(most, s.max(axis=1))
         p, scale = jnp.exp2(s - now[:, None]), jnp.exp2(most - now)
         out = out * scale[:, None] + triton.dot(p.astype(v_ref.dtype), v_ref[rows, :])
         return out, now, total * scale + p.sum(axis=1)
 
-    blocks = pl.program_id(2) + 1 if causal else k_ref.shape[0] // block
     zeros = jnp.zeros(block, jnp.float32)
     start = (jnp.zeros(q.shape, jnp.float32), zeros + HIDDEN, zeros)
-    out, most, total = jax.lax.fori_loop(0, blocks, body, start)
+    out, most, total = jax.lax.fori_loop(*_seen(window, k_ref.shape[0] // block, block, causal), body, start)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_ref[...] = most + jnp.log2(total)
 
@@ -165,38 +211,38 @@ def _weights(s: Array, d_out: Array, v: Array, log: Array, delta: Array) -> tupl
 
 
 def _queries_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, d_out_ref: Any, log_ref: Any, delta_ref: Any, dq_ref: Any,
-    *, block: int, causal: bool
+    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, window_ref: Any, d_out_ref: Any, log_ref: Any,
+    delta_ref: Any, dq_ref: Any, *, block: int, causal: bool, cap: float
 ) -> None:  # fmt: skip
-    first = pl.program_id(2) * block
+    first, window = pl.program_id(2) * block, None if window_ref is None else window_ref[...]
     q, d_out, log, delta = q_ref[...], d_out_ref[...], log_ref[...], delta_ref[...]
 
     def body(i: Array, dq: Array) -> Array:
         rows = pl.ds(i * block, block)
         k = k_ref[rows, :]
-        s = _scores(q, k, (first, i * block), segments_ref, causal)
+        s, slope = _scores(q, k, (first, i * block), segments_ref, window, causal, cap)
         _, ds = _weights(s, d_out, v_ref[rows, :], log, delta)
-        return dq + triton.dot(ds.astype(k.dtype), k)
+        return dq + triton.dot((ds * slope).astype(k.dtype), k)
 
-    blocks = pl.program_id(2) + 1 if causal else k_ref.shape[0] // block
-    dq_ref[...] = jax.lax.fori_loop(0, blocks, body, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
+    blocks = _seen(window, k_ref.shape[0] // block, block, causal)
+    dq_ref[...] = jax.lax.fori_loop(*blocks, body, jnp.zeros(q.shape, jnp.float32)).astype(dq_ref.dtype)
 
 
 def _keys_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, d_out_ref: Any, log_ref: Any, delta_ref: Any, dk_ref: Any,
-    dv_ref: Any, *, block: int, causal: bool
+    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, window_ref: Any, d_out_ref: Any, log_ref: Any,
+    delta_ref: Any, dk_ref: Any, dv_ref: Any, *, block: int, causal: bool, cap: float
 ) -> None:  # fmt: skip
-    first = pl.program_id(2) * block
+    first, window = pl.program_id(2) * block, None if window_ref is None else window_ref[...]
     k, v = k_ref[...], v_ref[...]
 
     def body(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = sums
         rows = pl.ds(i * block, block)
         q, d_out = q_ref[rows, :], d_out_ref[rows, :]
-        s = _scores(q, k, (i * block, first), segments_ref, causal)
+        s, slope = _scores(q, k, (i * block, first), segments_ref, window, causal, cap)
         p, ds = _weights(s, d_out, v, log_ref[rows], delta_ref[rows])
-        return dk + triton.dot(ds.astype(q.dtype).T, q), dv + triton.dot(p.astype(d_out.dtype).T, d_out)
+        return dk + triton.dot((ds * slope).astype(q.dtype).T, q), dv + triton.dot(p.astype(d_out.dtype).T, d_out)
 
     start = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(k.shape, jnp.float32))
-    dk, dv = jax.lax.fori_loop(pl.program_id(2) if causal else 0, q_ref.shape[0] // block, body, start)
+    dk, dv = jax.lax.fori_loop(*_seeing(window, q_ref.shape[0] // block, block, causal), body, start)
     dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)

@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -23,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from configs.hugging_face import CONFIG_FILE, Architecture, architecture_of, check_same, config_json
 from configs.schema import TransformerConfig
 from files import atomic, json_objects
+from models.lora import ADAPTERS, decode, encode, in_blocks
 from models.model import Model, Params
 from sharding.spec import ParamSpec, path_name
 from sharding.state import by_name
@@ -36,7 +39,6 @@ from sharding.state import by_name
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 UNFINISHED = ".unfinished"  # suffix of files that are being written
-ITEM_BYTES = 4  # of a float32, which is what is written
 MAX_FILE_BYTES = 5_000_000_000  # what transformers writes, too
 Index = tuple[slice, ...]
 
@@ -73,9 +75,10 @@ class Tensor:
 
 
 def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
-    """Returns the parameters of a model by our path, in the order of the table."""
+    """Returns the parameters of a model by our path, in the order of the table; without those of adapters."""
     assert isinstance(model.config, TransformerConfig)
-    specs: dict[str, ParamSpec] = by_name(model.param_specs(), lambda x: isinstance(x, ParamSpec))
+    every: dict[str, ParamSpec] = by_name(model.plain_specs, lambda x: isinstance(x, ParamSpec))
+    specs = {path: spec for path, spec in every.items() if not path.endswith(ADAPTERS)}
     vocab_size, found = model.config.vocab_size, {}
     for name, ours in architecture.tensors.items():
         modules = ours.split()
@@ -127,7 +130,7 @@ class Weights:
         another shape, of no float dtype, or not part of the model.
         """
         assert isinstance(model.config, TransformerConfig)
-        self.folder = Path(folder).expanduser()
+        self.folder, self._config = Path(folder).expanduser(), model.config
         architecture = check_same(model.config, self.folder)
         self._files = _open(self.folder)
         self._tensors = tensors(model, architecture)
@@ -149,9 +152,25 @@ class Weights:
                 f"{self.folder} has a tensor {first}, of shape {shape}, that the model has no place for{more}"
             )
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of all tensors, float16 or bfloat16; float32 for others."""
+        found = {FLOATS[self._slice(name).get_dtype()] for name in self._names.values()}
+        return found.pop() if found in ({"float16"}, {"bfloat16"}) else "float32"
+
     def load(self, abstract: Params) -> Params:
-        """Returns the parameters, float32, with the shapes and shardings of `abstract` (jax.ShapeDtypeStructs)."""
+        """Returns parameters with the shapes, dtypes and shardings of `abstract` (jax.ShapeDtypeStructs).
+
+        Those in blocks (models/lora.py) are encoded as they are read.
+        """
         return jax.tree_util.tree_map_with_path(lambda path, x: self._load(path_name(path), x), abstract)
+
+    def whole(self, path: str) -> np.ndarray:
+        """Returns one of our parameters whole, float32, as a frozen one is used: with what its blocks lose."""
+        found = self.region(path, (slice(None),) * len(self._tensors[path].spec.shape))
+        if not in_blocks(self._config, self._tensors[path].spec):
+            return found.astype(jnp.dtype(self._config.compute_dtype)).astype(np.float32)
+        return np.stack([np.asarray(decode(encode(x, self._config.lora_base), jnp.dtype("float32"))) for x in found])
 
     def region(self, path: str, index: Index) -> np.ndarray:
         """Returns a region of one of our parameters, float32; padding of the vocabulary is zero."""
@@ -171,11 +190,19 @@ class Weights:
             assert index is not None
             key = tuple((part.start, part.stop) for part in index)
             if key not in made:
-                made[key] = self.region(path, index)
+                made[key] = self._stored(path, index, abstract.dtype)
             return made[key]
 
         array = jax.make_array_from_callback(abstract.shape, abstract.sharding, region)
         return jax.block_until_ready(array)  # then the next parameter may use the memory
+
+    def _stored(self, path: str, index: Index, dtype: Any) -> np.ndarray:
+        """Returns a region of a parameter as it is stored; of codes or scales, whose blocks lie in the last dim."""
+        parent, _, part = path.rpartition("/")
+        if part not in ("codes", "scales"):
+            return self.region(path, index).astype(dtype)
+        whole_blocks = self.region(parent, (*index[:-1], slice(None)))
+        return encode(whole_blocks, self._config.lora_base)[part][..., index[-1]]
 
     def _fill(self, out: np.ndarray, tensor: Tensor, layer: int | None, bounds: list[tuple[int, int]]) -> None:
         """Copies the region `bounds` of one layer into `out`, as far as it is no padding."""
@@ -258,15 +285,16 @@ def _times(shape: tuple[int, ...] | list[int]) -> str:
 class _NewFile:
     """A safetensors file whose tensors are written in any order."""
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.path = path
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        self.path, self._dtype = path, jnp.dtype(dtype)
         self._begins: dict[str, int] = {}
+        (theirs,) = (name for name, ours in FLOATS.items() if ours == dtype)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it, transformers refuses the file
         end = 0
         for name, shape in shapes.items():
             self._begins[name] = end
-            begin, end = end, end + prod(shape) * ITEM_BYTES
-            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (begin, end)}
+            begin, end = end, end + prod(shape) * self._dtype.itemsize
+            header[name] = {"dtype": theirs, "shape": shape, "data_offsets": (begin, end)}
         content = json.dumps(header, separators=(",", ":")).encode()
         content += b" " * (-len(content) % 8)
         self._data = 8 + len(content)
@@ -275,9 +303,13 @@ class _NewFile:
         self._file.truncate(self._data + end)
 
     def write(self, name: str, value: np.ndarray) -> None:
-        """Writes a tensor at its place."""
+        """Writes a tensor at its place. ValueError if a number is beyond the dtype."""
+        with np.errstate(over="ignore"):
+            content = np.ascontiguousarray(value, self._dtype)
+        if not (np.isfinite(content.min()) and np.isfinite(content.max())):
+            raise ValueError(f"{self.path}: {name} has a number beyond {self._dtype}, in which the base is stored")
         self._file.seek(self._data + self._begins[name])
-        self._file.write(np.ascontiguousarray(value, "<f4").data)
+        self._file.write(content.view(np.uint8).data)
 
     def close(self) -> None:
         """Makes sure that the content is on the disk."""
@@ -291,6 +323,7 @@ def write(
     folder: Path,
     read: Callable[[str], np.ndarray],
     *,
+    dtype: str = "float32",
     max_file_bytes: int = MAX_FILE_BYTES,
     token_ids: Mapping[str, int] | None = None,
 ) -> list[Path]:
@@ -299,27 +332,28 @@ def write(
     `read(path)` returns one of our parameters whole, by its path (`layers/query/weight`); each is read once. A file has
     at most `max_file_bytes` of tensors, or a single tensor. Nothing has its name before it is whole; config.json comes
     last, with `token_ids` (`eos_token_id`) in it. ValueError if no architecture of transformers computes what the model
-    does, or if the folder holds weights.
+    does, if the folder holds weights, or if a number is beyond the dtype.
     """
     assert isinstance(model.config, TransformerConfig)
     architecture = architecture_of(model.config)
     if there := sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         raise ValueError(f"{folder} holds weights already ({there[0].name}); choose an empty folder")
     found = [*tensors(model, architecture).values()]
-    files = _files(folder, found, max_file_bytes)
-    total = sum(prod(shape) * ITEM_BYTES for _, shape in _theirs(found))
-    opened = {path: _NewFile(path, shapes) for path, shapes in files.items()}
-    place = {name: opened[path] for path, shapes in files.items() for name in shapes}
-    for _, group in groupby(found, key=lambda tensor: tensor.name):
-        _write_tensors([*group], read, place)
-    for file in opened.values():
-        file.close()
-        os.replace(f"{file.path}{UNFINISHED}", file.path)
+    item_bytes = jnp.dtype(dtype).itemsize
+    files = _files(folder, found, max_file_bytes // item_bytes)
+    total = sum(prod(shape) * item_bytes for _, shape in _theirs(found))
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(closing(_NewFile(path, x, dtype))) for path, x in files.items()}
+        place = {name: opened[path] for path, shapes in files.items() for name in shapes}
+        for _, group in groupby(found, key=lambda tensor: tensor.name):
+            _write_tensors([*group], read, place)
+    for path in files:
+        os.replace(f"{path}{UNFINISHED}", path)
     if len(files) > 1:
         places = {name: path.name for path, shapes in files.items() for name in shapes}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         atomic.replace(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-    config = config_json(model.config, architecture) | dict(token_ids or {})
+    config = config_json(model.config, architecture) | {"dtype": dtype} | dict(token_ids or {})
     atomic.replace(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     return [*files]
 
@@ -344,13 +378,13 @@ def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield tensor.name_in(layer), tensor.their_shape
 
 
-def _files(folder: Path, found: list[Tensor], max_bytes: int) -> dict[Path, dict[str, tuple[int, ...]]]:
-    """Returns the shapes of the tensors of each file, by path."""
+def _files(folder: Path, found: list[Tensor], max_values: int) -> dict[Path, dict[str, tuple[int, ...]]]:
+    """Returns the shapes of the tensors of each file, by path; it has at most so many values, or a single tensor."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
     for name, shape in _theirs(found):
-        size = prod(shape) * ITEM_BYTES
-        if files[-1] and used + size > max_bytes:
+        size = prod(shape)
+        if files[-1] and used + size > max_values:
             files.append({})
             used = 0
         files[-1][name] = shape

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import ImageConfig, ModelConfig
+from configs.schema import ImageConfig, ModelConfig, TransformerConfig
+from models.lora import stored_specs, stored_values, used_values
 from sharding.averages import part_averages
 from sharding.experts import KEPT, Gather
+from sharding.frozen import part_frozen
 from sharding.pipeline import Batch, StagedLoss
 from sharding.spec import ParamSpec
 
@@ -35,18 +37,20 @@ class Group(Generic[Module]):
     """One parameter group: an nnx module in tree mode.
 
     `make` maps a PRNG key to the module; the parameters of `num_layers` such modules are stacked (None: one
-    module, not stacked).
+    module, not stacked). With `lora` all but the adapters is frozen, and stored as models/lora.py says.
     """
 
     make: Callable[[Array], Module]
     num_layers: int | None = None
+    lora: TransformerConfig | None = None
 
     @cached_property
     def _split(self) -> tuple[nnx.GraphDef[Module], nnx.State]:
         return nnx.split(nnx.eval_shape(self.make, jax.eval_shape(lambda: jax.random.key(0))))
 
-    def param_specs(self) -> Params:
-        """Returns a `ParamSpec` for each parameter; nothing is allocated."""
+    @cached_property
+    def plain_specs(self) -> Params:
+        """A `ParamSpec` for each parameter of the module."""
         stack = () if self.num_layers is None else (self.num_layers,)
         stack_dims = ("layers",) * len(stack)
         return nnx.to_pure_dict(
@@ -56,16 +60,23 @@ class Group(Generic[Module]):
             ),
         )
 
+    def param_specs(self) -> Params:
+        """Returns a `ParamSpec` for each parameter as it is stored; nothing is allocated."""
+        return stored_specs(self.lora, self.plain_specs) if self.lora else self.plain_specs
+
     def init(self, key: Array) -> Params:
-        """Returns new values, float32."""
+        """Returns new values, float32, of frozen parameters as they are stored."""
 
         def values(key: Array) -> Params:
             return nnx.to_pure_dict(nnx.state(self.make(key)))
 
-        return values(key) if self.num_layers is None else jax.vmap(values)(jax.random.split(key, self.num_layers))
+        new = values(key) if self.num_layers is None else jax.vmap(values)(jax.random.split(key, self.num_layers))
+        return stored_values(self.lora, self.param_specs(), new) if self.lora else new
 
     def module(self, values: Params, dtype: jnp.dtype) -> Module:
         """Returns the module with the parameters `values` (of one layer, if stacked) cast to the compute dtype."""
+        if self.lora:
+            return nnx.merge(self._split[0], used_values(values, dtype))
         return nnx.merge(self._split[0], jax.tree.map(lambda value: jnp.asarray(value, dtype), values))
 
 
@@ -132,17 +143,34 @@ class Model(ABC):
         """Returns the nested dict of `ParamSpec`; nothing is allocated."""
         return {name: group.param_specs() for name, group in self.groups.items()}
 
+    @property
+    def plain_specs(self) -> Params:
+        """The same before any parameter is frozen: one ParamSpec for each, float32."""
+        return {name: group.plain_specs for name, group in self.groups.items()}
+
     def init(self, key: Array) -> Params:
-        """Returns the nested dict of float32 parameters; their values depend only on the key."""
+        """Returns the nested dict of parameters, float32 but for frozen ones; their values depend only on the key."""
         keys = jax.random.split(key, len(self.groups))
         return {name: group.init(k) for (name, group), k in zip(self.groups.items(), keys, strict=True)}
 
     @cached_property
+    def shapes(self) -> Params:
+        """Shapes and dtypes of what `init` returns."""
+        return jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+    @cached_property
     def num_params(self) -> int:
         """Number of parameters, including the padding of vocabulary and classes, without running averages."""
-        trained, _ = part_averages(self.param_specs())
-        specs = jax.tree.leaves(trained, is_leaf=lambda x: isinstance(x, ParamSpec))
-        return sum(math.prod(spec.shape) for spec in specs)
+        return _count(part_averages(self.plain_specs)[0])
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Number of parameters that are trained: those of adapters, if the model has some, else all."""
+        return _count(part_frozen(part_averages(self.param_specs())[0])[0])
+
+
+def _count(specs: Params) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec)))
 
 
 @dataclass(frozen=True)

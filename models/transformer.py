@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import EncoderConfig, TransformerConfig, ViTConfig
-from models.block import Block, BlockConfig, Norm, initial_std, normal
+from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig, ViTConfig
+from models.block import ALONE, Block, BlockConfig, Norm, initial_std, normal
 from models.chunked_loss import piece_length, sum_of_pieces
+from models.lora import add_adapters
 from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
 from sharding.accumulation import scan_layers
+from sharding.context import Context
+from sharding.experts import context_of
 from sharding.pipeline import StagedLoss
 
 
@@ -37,14 +40,17 @@ class Embedding(nnx.Module):
         self.position = table(position_key, num_positions, "position")
         self.token_type = table(jax.random.fold_in(key, 2), token_types, "token_type")
         self.norm = None if norm_first else Norm(c.hidden, "layer", c.norm_eps, use_bias=True)
+        self.scale = c.hidden**0.5 if isinstance(c, DecoderConfig) and c.scale_embedding else 1.0
 
-    def __call__(self, tokens_BT: Array, positions_BT: Array | None) -> Array:
+    def __call__(self, tokens_BT: Array, positions_BT: Array | None, context: Context = ALONE) -> Array:
         """Returns `[B, T, D]`; positions are rows of their table, without them those from `offset` on."""
         x_BTD = self.token[...][tokens_BT]
+        x_BTD = x_BTD if self.scale == 1 else x_BTD * self.scale
         if self.position is None:
             return x_BTD
         if positions_BT is None:
-            x_BTD = x_BTD + self.position[None, self.offset : self.offset + tokens_BT.shape[1]]
+            end = self.offset + tokens_BT.shape[1] * context.size
+            x_BTD = x_BTD + context.own(self.position[None, self.offset : end])
         else:
             x_BTD = x_BTD + self.position[...][positions_BT]
         x_BTD = x_BTD if self.token_type is None else x_BTD + self.token_type[None, :1]
@@ -68,10 +74,18 @@ class Stack(Model):
 
     def make_groups(self) -> dict[str, Group[Any]]:
         """Returns the parameter groups by their top-level key."""
+        lora = self.config if isinstance(self.config, TransformerConfig) and self.config.lora_rank else None
+
+        def make_layer(key: Array) -> nnx.Module:
+            layer = self.make_layer(key)
+            if lora:
+                add_adapters(layer, lora, jax.random.fold_in(key, 1))
+            return layer
+
         return {
-            "embed": Group(self.make_embedding),
-            "layers": Group(self.make_layer, self.num_entries),
-            "head": Group(partial(self.HEAD, self.config)),
+            "embed": Group(self.make_embedding, lora=lora),
+            "layers": Group(make_layer, self.num_entries, lora=lora),
+            "head": Group(partial(self.HEAD, self.config), lora=lora),
         }
 
     @property
@@ -79,14 +93,18 @@ class Stack(Model):
         """Length of the stack."""
         return self.config.num_layers
 
-    def run_layers(self, params: Params, x: Any, gather: Gather, *args: Array | None, **how: Any) -> Any:
+    def run_layers(
+        self, params: Params, x: Any, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
+    ) -> Any:
         """Returns `x` after all layers, each gathered right before its use; `args` and `how` are passed to every layer.
 
-        `x` is what the layers hand on, an array `[B, T, D]` or a tree of arrays; `args` are arrays of floats.
+        `x` is what the layers hand on, an array `[B, T, D]` or a tree of arrays; `args` are arrays of floats. They are
+        the layers of a pipeline's `stage`, which matters where layers are not alike.
         """
+        del stage
 
         def body(x: Any, values: Params, *args: Array | None) -> Any:
-            return self.module("layers", values)(x, *args, **how)
+            return self.run_layer(values, x, *args, **how)
 
         return scan_layers(
             body,
@@ -96,6 +114,10 @@ class Stack(Model):
             gather=partial(gather, "layers"),
             rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=True),
         )
+
+    def run_layer(self, values: Params, x: Any, *args: Array | None, **how: Any) -> Any:
+        """Returns what an entry of the stack, of the gathered parameters `values`, makes of `x`."""
+        return self.module("layers", values)(x, *args, **how)
 
 
 @dataclass(frozen=True)
@@ -127,18 +149,25 @@ class Transformer(Stack):
         """Returns the embedding with new parameters."""
         return Embedding(self.config, self.num_positions, key)
 
-    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None) -> Array:
+    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE) -> Array:
         """Returns the input `[B, T, D]` of the first layer; `values` are the gathered parameters `embed`."""
-        self.check_length(tokens_BT.shape[1])
-        return self.module("embed", values)(tokens_BT, self.positions(tokens_BT, segments_BT))
+        self.check_length(tokens_BT.shape[1] * context.size)
+        positions_BT = self.own_positions(tokens_BT, segments_BT, context)
+        return self.module("embed", values)(tokens_BT, positions_BT, context)
 
-    def layer_args(self, tokens_BT: Array, segments_BT: Array | None) -> tuple[Array | None, ...]:
+    def own_positions(self, tokens_BT: Array, segments_BT: Array | None, context: Context) -> Any:
+        """Returns `positions` of these tokens in their whole rows."""
+        return context.own(self.positions(*context.whole((tokens_BT, segments_BT))))
+
+    def layer_args(
+        self, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE
+    ) -> tuple[Array | None, ...]:
         """Returns what every layer is given besides its input: the angles of its positions, and the segments.
 
         These are float32, exact below 2**24, because the arguments of `scan_layers` hold floats.
         """
         del tokens_BT
-        return None, None if segments_BT is None else segments_BT.astype(jnp.float32)
+        return None, None if segments_BT is None else context.whole(segments_BT).astype(jnp.float32)
 
     def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
         """Returns float32 logits `[B, T, V]` of the last layer's output; padding ids get probability 0.
@@ -155,9 +184,17 @@ class Transformer(Stack):
         stays in it, and its positions begin at 0.
         """
         embed_values = gather("embed", params["embed"])
-        x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
-        x_BTD = self.run_layers(params, x_BTD, gather, *self.layer_args(tokens_BT, segments_BT))
+        x_BTD = self.run(params, embed_values, tokens_BT, gather, segments_BT)
         return self.project(gather("head", params["head"]), embed_values, x_BTD)
+
+    def run(
+        self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None
+    ) -> Array:
+        """Returns the last layer's output `[B, T, D]`."""
+        context = context_of(gather)
+        x_BTD = self.embed(embed_values, tokens_BT, segments_BT, context)
+        args = self.layer_args(tokens_BT, segments_BT, context)
+        return self.run_layers(params, x_BTD, gather, *args, context=context)
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the tokens' cross-entropies in nats, a float32 scalar.
@@ -165,9 +202,8 @@ class Transformer(Stack):
         `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, `weights` `[B, T]`, float32, and with a
         `data.packing` of documents `segments` `[B, T]`.
         """
-        embed_values, segments_BT = gather("embed", params["embed"]), batch.get("segments")
-        x_BTD = self.embed(embed_values, batch["tokens"], segments_BT)
-        x_BTD = self.run_layers(params, x_BTD, gather, *self.layer_args(batch["tokens"], segments_BT))
+        embed_values = gather("embed", params["embed"])
+        x_BTD = self.run(params, embed_values, batch["tokens"], gather, batch.get("segments"))
         return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch)
 
     def cross_entropy(self, values: Params, embed_values: Params, x_BTD: Array, batch: Batch) -> Array:
@@ -178,6 +214,10 @@ class Transformer(Stack):
 
         rows = {name: batch[name] for name in ("targets", "weights")}
         length = piece_length(x_BTD.shape[0], x_BTD.shape[1], self.config.padded_vocab)
+        if self.config.lora_rank:  # frozen: there are no gradients to sum over the pieces
+            # what was gathered together with adapters may be differentiated, which no custom_vjp may close over
+            values, embed_values = jax.lax.stop_gradient((values, embed_values))
+            return sum_of_pieces(lambda _, *piece: of_piece((values, embed_values), *piece), (), x_BTD, rows, length)
         return sum_of_pieces(of_piece, (values, embed_values), x_BTD, rows, length)
 
     def staged_loss(self) -> StagedLoss | None:
@@ -194,8 +234,9 @@ class Transformer(Stack):
         def begin(first: Mapping[str, Params], rows: Batch) -> Array:
             return self.embed(first["embed"], rows["tokens"], rows.get("segments"))
 
-        def layers(params: Params, x_BTD: Array, rows: Batch, gather: Gather) -> Array:
-            return self.run_layers(params, x_BTD, gather, *self.layer_args(rows["tokens"], rows.get("segments")))
+        def layers(params: Params, x_BTD: Array, rows: Batch, gather: Gather, stage: Array) -> Array:
+            args = self.layer_args(rows["tokens"], rows.get("segments"))
+            return self.run_layers(params, x_BTD, gather, *args, stage=stage)
 
         def loss(last: Mapping[str, Params], x_BTD: Array, rows: Batch) -> Array:
             return self.cross_entropy(last["head"], last["embed"], x_BTD, rows)
@@ -212,10 +253,21 @@ class Transformer(Stack):
     def flops_per_token(self, seq_len: int) -> float:
         """Returns the floating-point operations per token, forward and backward, in sequences of `seq_len` tokens.
 
-        `6 N + 12 L D T` for N parameters in matrix products, L layers, D hidden, T tokens: 2 operations per parameter
-        forward, 4 backward. Attention scores and the weighted values cost `4 T D` per layer forward; causality does
-        not halve this (Chowdhery et al. 2022, arXiv 2204.02311, B). Recomputation does not count. For
-        `N = 12 L D^2 + V D` this is the MiCS paper's `96 T l L h^2 (1 + l/6h + V/16Lh)` without recomputation.
+        `6 N + 12 L D T` for N parameters in matrix products, L layers, D the width of all heads, T tokens: 2 operations
+        per parameter forward, 4 backward. Attention scores and the weighted values cost `4 T D` per layer forward;
+        causality does not halve this (Chowdhery et al. 2022, arXiv 2204.02311, B), a window takes T's place if it is
+        less. Recomputation does not count. For `N = 12 L D^2 + V D` this is the MiCS paper's
+        `96 T l L h^2 (1 + l/6h + V/16Lh)` without recomputation. A frozen parameter's gradient is not
+        computed: 4 instead of 6.
         """
         c = self.config
-        return 6 * (self.num_params - self.num_lookup_params) + 12 * c.num_layers * c.hidden * seq_len
+        width = c.num_heads * c.head_size
+        frozen = self.num_params - self.num_trained
+        of_products = 6 * (self.num_params - self.num_lookup_params)
+        if frozen:
+            of_products -= 2 * (frozen - self.num_lookup_params)
+        return of_products + 12 * width * self.attended(seq_len)
+
+    def attended(self, seq_len: int) -> int:
+        """Returns the positions that a token attends to, at most, summed over the layers."""
+        return self.config.num_layers * seq_len

@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 import jax
@@ -27,14 +28,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from configs import command_line
 from configs.schema import Config
 from files import atomic
-from files.pages import columns
 from metrics.units import format_bytes, format_count
-from planner import clusters
+from planner import clusters, probes
 from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
+from planner.day import losses
+from planner.independent import independent_text
 from planner.pictures import draw, draw_curves
 from planner.predict import Machine, Prediction, Step, what_helps
-from planner.report import Plan, plan_page, plan_text, scaling_rows, to_json
+from planner.report import Plan, plan_page, plan_text, scaling_text, to_json
 from planner.search import search
 from planner.spot import planned_cost, read_trace, run_of, spot_text
 from planner.table import MOST_DEVICES
@@ -44,6 +46,7 @@ from runtime.exit_codes import ExitCode
 SHOWN = 10  # of a search
 LOOKED_AT = 4  # programs of a search, unless --compile says otherwise
 DEFAULT = "p4d.24xlarge"  # cluster
+QUICK = "a search compiles what fits without fused norms: quicker, its steps 1 to 2 % longer than --strategy plans them"
 RATE = {"mbit": 1e6, "gbit": 1e9}
 
 
@@ -93,6 +96,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
         "strategy": "strategies to compare: mics(8),zero3,hsdp+hop_two=int8",
         "probe": "probe.json of lab.probe: measured devices and links",
         "rate": "of each node's link, such as 25gbit, if not the cluster's",
+        "storage": "rate with which checkpoints are written, such as 20gbit, if not the cluster's",
         "png": "file for a picture of the best step; with several --nodes, of cost",
         "html": "file for a page of the plan, with its pictures",
         "spot_trace": "CSV of seconds,nodes: cost on spot nodes that come and go",
@@ -108,6 +112,8 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     about = f"programs that a search looks at ({LOOKED_AT}, unless it is given)"
     flags.DEFINE_integer("compile", None, about, flag_values=values, lower_bound=1)
     flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
+    about = "nodes that fail, of each in a day, if not the cluster's"
+    flags.DEFINE_float("failures", None, about, flag_values=values, lower_bound=0)
     flags.DEFINE_boolean("json", False, "print JSON", flag_values=values)
     flags.DEFINE_string("xla_flags", "", "more flags for XLA", flag_values=values)
     return values
@@ -121,7 +127,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
             f"mesh.stages={config.mesh.stages}: the planner does not price pipelines; set mesh.stages=1, or see "
             "docs/pipelines.md"
         )
-    for name in ("strategy", "probe", "rate", "png", "html", "spot_trace"):
+    for name in ("strategy", "probe", "rate", "storage", "png", "html", "spot_trace"):
         value = values[name].value
         if value is not None and not value.strip(", "):
             raise ValueError(f"--{name}= is empty; give a value, or leave it out")
@@ -139,12 +145,17 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         raise ValueError("--search looks at every strategy; leave out --strategy")
     if values.compile and not values.search:
         raise ValueError(f"--compile={values.compile} is of a search; add --search, or leave it out")
+    for word in shlex.split(values.xla_flags):
+        if not word.startswith("--"):
+            raise ValueError(f"--xla_flags: {word} is no flag; give --NAME=VALUE, several with spaces between")
     if values.png and Path(values.png).suffix != ".png":
         raise ValueError(f"--png={values.png}: the picture is a PNG; give a name that ends in .png")
     for name in ("png", "html"):
         if file := values[name].value:
             check_file(Path(file), f"--{name}")
     system = str(values["as"].value)
+    lacks_it = cluster.device.name == "V100" and config.model.compute_dtype == "bfloat16"
+    no_bfloat16 = clusters.NO_BFLOAT16_NOTE if lacks_it else ""
     habits = "" if system == "ours" else f"priced as {system} runs it: kernels hide {cluster.hides} of the traffic"
     return Question(
         name=command_line.config_name(values),
@@ -156,7 +167,10 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         is_search=values.search,
         most=values.compile or LOOKED_AT,
         xla_flags=values.xla_flags,
-        notes=(*filter(None, [cluster.device.note, measured, habits]), *_notes(config, cluster)),
+        notes=(
+            *filter(None, [cluster.device.note, no_bfloat16, measured, habits]),
+            *_notes(cluster, is_search=values.search),
+        ),
         is_quiet=values.json or not values.search,
     )
 
@@ -165,18 +179,30 @@ def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
     """Returns the cluster with the habits, links and nodes that the flags give it, and what of it a probe measured."""
     cluster, measured = clusters.with_system(clusters.find_cluster(values.cluster), str(values["as"].value)), ""
     if values.devices_per_node:
-        cluster = replace(cluster, devices_per_node=values.devices_per_node)
+        cluster = clusters.with_devices(cluster, values.devices_per_node)
     if values.rate:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", values.rate)
-        if not match or not float(match[1]):
-            raise ValueError(f"--rate={values.rate}: give a number and its unit, such as 25gbit or 200mbit")
-        cluster = clusters.with_rate(cluster, float(match[1]) * RATE[match[2]])
+        cluster = clusters.with_rate(cluster, _rate(values, "rate"))
+    if values.storage:
+        cluster = replace(cluster, storage_bandwidth=_rate(values, "storage") / 8)
+    if values.failures is not None:
+        if not isfinite(values.failures):
+            raise ValueError(f"--failures={values.failures}: give the nodes that fail, of each in a day, such as 0.01")
+        cluster = replace(cluster, failures=values.failures)
     if values.probe:
-        cluster, measured = clusters.with_probe(cluster, Path(values.probe))
+        cluster, measured = probes.with_probe(cluster, Path(values.probe))
     return cluster, measured
 
 
-def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:
+def _rate(values: flags.FlagValues, name: str) -> float:
+    """Returns a flag's bits per second."""
+    word = str(values[name].value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", word)
+    if not match or not float(match[1]):
+        raise ValueError(f"--{name}={word}: give a number and its unit, such as 25gbit or 200mbit")
+    return float(match[1]) * RATE[match[2]]
+
+
+def _notes(cluster: clusters.Cluster, *, is_search: bool) -> list[str]:
     """Returns what a reader must know of how the program was made."""
     if not cluster.is_gpu:
         return []
@@ -187,6 +213,7 @@ def _notes(config: Config, cluster: clusters.Cluster) -> list[str]:
     memory = f"{format_bytes(cluster.usable_bytes(1))} of {format_bytes(cluster.device.memory_bytes)}"
     return [
         *notes,
+        *[QUICK] * is_search,
         f"memory: {memory}, a choice: the rest is CUDA's, NCCL's and lost between buffers. jax takes 0.75 unless "
         "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 is set",
     ]
@@ -216,7 +243,7 @@ def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValue
     plans = [answer if isinstance(answer, str) else answer.plan for answer in answers]
     said = [plan_text(found[-1].plan)]
     if len(plans) > 1:
-        said.insert(0, "\n".join(columns(scaling_rows(plans, question.nodes), left=2)))
+        said.insert(0, scaling_text(plans, question.nodes))
     if trace:
         steps = [(answer.step, answer.plan.best.step_s) for answer in found]
         spot = spot_text(planned_cost(trace, steps, question.config, question.cluster), values.spot_trace)
@@ -246,6 +273,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         config_words=question.words,
         target=cluster.device.target if is_there else compiling.CPU,
         xla_flags=question.xla_flags,
+        is_quick=question.is_search and cluster.is_gpu and is_there,
     )
 
     candidates = [] if question.is_search else of_strategies(question.strategies, config) or [of_config(config)]
@@ -268,7 +296,8 @@ def _answer(question: Question, nodes: int) -> Answer:
     size = f"{format_count(step.experiment.model.num_params)} parameters, {config.batch.global_size:,} {unit} a step"
     link = format_bytes(8 * cluster.node_bandwidth).replace("B", "bit")
     where = f"{cluster.name} ({machine.num_devices} x {cluster.device.name}, {link}/s a node)"
-    notes = (*question.notes, *_padding(config, [prediction for prediction, _ in found.steps], machine.num_devices))
+    padding = _padding(config, [prediction for prediction, _ in found.steps], machine.num_devices)
+    notes = (*question.notes, *independent_text(step, best.step_s), *padding)
     plan = Plan(
         title=f"{question.name}, {size}, on {_of_nodes(nodes)} of {where}",
         cluster=cluster.name,
@@ -278,6 +307,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         predictions=tuple(prediction for prediction, _ in found.steps[:SHOWN]),
         changed=tuple(prediction for prediction, _ in found.changed),
         helps=what_helps(step),
+        day=losses(step, best.step_s),
         counts=found.counts if question.is_search else None,
         error_bar=str(cluster.error_bar),
         notes=notes if question.is_search else (*notes, *found.refused, *found.too_large),
@@ -287,7 +317,7 @@ def _answer(question: Question, nodes: int) -> Answer:
 
 def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int) -> list[str]:
     """Returns a note for each micro-batch with which rows of weight zero are computed."""
-    rows, data_devices = config.batch.global_size, num_devices // config.mesh.tensor
+    rows, data_devices = config.batch.global_size, num_devices // (config.mesh.tensor * config.mesh.context)
     notes = {}
     for p in predictions:
         micro, steps = p.candidate.micro_size, p.accumulation

@@ -6,7 +6,7 @@ The least time is that of the matrix products alone, or of the traffic of one ne
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.schema import MoeConfig
+from configs.schema import MoeConfig, TransformerConfig
 from input_pipeline import row_arrays
 from planner.clusters import Cluster
 from planner.memory import activation_bytes, gathered_values, temporary_bytes
@@ -15,7 +15,7 @@ from sharding.scopes import beyond
 from training.experiment import Experiment
 from training.memory import state_bytes
 
-HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
+HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # of a value, at least; blocks have scales besides, and of a registered codec nothing is known
 CODEC_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "two_bit": 0.25, "one_bit": 0.125}
 SLACK = 1.2  # the least time leaves details out (embeddings are gathered once): nothing is discarded that is so near
@@ -54,7 +54,7 @@ def flops_per_row(experiment: Experiment) -> float:
 
 def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
     model, shape = experiment.model.config, experiment.plan.layout.shape
-    rows = experiment.batches.accumulation * experiment.config.batch.micro_size / shape.tensor
+    rows = experiment.batches.accumulation * experiment.config.batch.micro_size / shape.tensor / shape.context
     recomputed = 4 / 3 if model.remat == "full" else 1
     rate = cluster.compute(shape.num_devices).matmul_rate(HLO_DTYPES[model.compute_dtype])
     return rows * flops_per_row(experiment) * recomputed / rate
@@ -80,7 +80,8 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     in_all = config.compression.delayed or config.local_sgd.streaming
     if not (in_all and layout.optimizer_beyond_gradients):  # it is in the last backward pass, or in all
         hop_two_s = max(0.0, hop_two_s - 0.75 * compute_s / (1 if in_all else steps))
-    return max(compute_s, *seconds["layers"]) + sum(seconds["experts"]) + sum(seconds["gradient_scope"]) + hop_two_s
+    exposed = "experts", "context", "gradient_scope"
+    return max(compute_s, *seconds["layers"]) + sum(sum(seconds[use]) for use in exposed) + hop_two_s
 
 
 def traffic(experiment: Experiment) -> Mapping[str, float]:
@@ -90,12 +91,14 @@ def traffic(experiment: Experiment) -> Mapping[str, float]:
 
 
 def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
-    """Returns the bytes of gathers and hop one (`layers`), of the wider scope of gradients, hop two, and tokens."""
+    """Returns the bytes of gathers and hop one (`layers`), of the wider scope of gradients, hop two, tokens, heads."""
     config, layout = experiment.config, experiment.plan.layout
     codecs, steps = config.compression, experiment.batches.accumulation
-    num_params = experiment.model.num_params / layout.shape.tensor
+    num_trained = experiment.model.num_trained / layout.shape.tensor
+    trained = gathered_values(experiment, only_trained=True)
     item = experiment.plan.compute_dtype.itemsize
-    sent = {use: {"inter": 0.0, "intra": 0.0} for use in ("layers", "gradient_scope", "hop_two", "experts")}
+    uses = ("layers", "gradient_scope", "hop_two", "experts", "context")
+    sent = {use: {"inter": 0.0, "intra": 0.0} for use in uses}
 
     def add(use: str, axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
         """Counts a gather or a scatter of so many values over `axes`: once between nodes, then inside them."""
@@ -111,21 +114,33 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
         for part, times in ((policy.each_step, 1), (policy.each_micro_step, steps), (policy.each_use, 2 * steps)):
             if part:
                 axes = beyond(held, part(layout.parameters))
-                values = gathered * layout.shape.size(intra_part(axes)) / inside
-                add("layers", axes, values, times, *gather)
-                add("layers", axes, values, steps, *hop_one)
+                share, moved = layout.shape.size(intra_part(axes)) / inside, trained.get(held, 0.0)
+                add("layers", axes, moved * share, times, *gather)
+                add("layers", axes, (gathered - moved) * share, times, item, item)  # frozen: without a codec
+                add("layers", axes, moved * share, steps, *hop_one)
     if isinstance(config.model, MoeConfig):
         for level, axes in (("inter", inter_part(layout.experts)), ("intra", intra_part(layout.experts))):
             codec = min(item, CODEC_BYTES.get(getattr(codecs, f"experts_{level}"), 0.0))
             size = layout.shape.size(axes)
             direct = 1 if level == "inter" or layout.hierarchical else layout.shape.size(inter_part(layout.experts))
             sent["experts"][level] += steps * codec * _sent_tokens(experiment) * (size - 1) / size / direct
+    if layout.context_axes:
+        add("context", layout.context_axes, _sent_heads(experiment), steps, item, item)
     shards = layout.shape.size(layout.parameters)
-    add("gradient_scope", layout.gradients_beyond_parameters, num_params / shards, steps, *hop_one)
+    add("gradient_scope", layout.gradients_beyond_parameters, num_trained / shards, steps, *hop_one)
     hop_two = CODEC_BYTES.get(codecs.hop_two, 0.0)  # of the others the size depends on the tensors
     per_step = 2 / max(1, config.local_sgd.inner_steps)
-    add("hop_two", layout.replica_axes, num_params / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
+    add("hop_two", layout.replica_axes, num_trained / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
     return sent
+
+
+def _sent_heads(experiment: Experiment) -> float:
+    """Returns the values that a device hands to the all-to-alls over heads in a micro-step, own ones included."""
+    config, model = experiment.config, experiment.model.config
+    assert isinstance(model, TransformerConfig)
+    heads = model.num_heads + getattr(model, "num_kv_heads", model.num_heads)
+    positions = config.batch.micro_size * config.data.seq_len / config.mesh.context
+    return (2 if model.remat == "none" else 3) * 2 * heads * model.head_size * positions * model.num_layers
 
 
 def _sent_tokens(experiment: Experiment) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.schema import Config
+from configs.schema import Config, MeshConfig
 from planner.replay import NAMES
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
@@ -157,10 +157,10 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
 
     All else is the config's: `exact_variants` and `changes` look at what that could be.
     """
-    data_devices = nodes * devices_per_node // config.mesh.tensor
+    data_devices = nodes * devices_per_node // (config.mesh.tensor * config.mesh.context)
     rows = -(-config.batch.global_size // data_devices)
     gathers = ["layer"] if config.sharding.partitioner == "auto" else [*GATHER_POLICIES]
-    for strategy, partition_size in _strategies(nodes, devices_per_node, config.mesh.tensor):
+    for strategy, partition_size in _strategies(nodes, devices_per_node, config.mesh):
         spans_nodes = strategy == "zero3" or partition_size > devices_per_node
         for gather in gathers:
             if gather != "layer" and strategy in ("ddp", "zero1", "zero2"):  # nothing is gathered
@@ -217,15 +217,18 @@ def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Cand
                     yield Change(codec=codec, timing=timing), candidate.with_extras(extras)
 
 
-def _strategies(nodes: int, devices_per_node: int, tensor: int) -> Iterator[tuple[str, int]]:
+def _strategies(nodes: int, devices_per_node: int, mesh: MeshConfig) -> Iterator[tuple[str, int]]:
     """Yields strategies with their group size; mics over one device is ddp, over all zero3, and hsdp is mics."""
     yield from ((strategy, 0) for strategy in ("ddp", "zero1", "zero2", "zero3"))
-    sizes = [size for size in legal_groups(nodes, devices_per_node) if size % tensor == 0]
-    yield from (("mics", size) for size in sizes if tensor < size < nodes * devices_per_node)
+    sizes = legal_groups(nodes, devices_per_node, mesh)
+    yield from (("mics", size) for size in sizes if mesh.tensor < size < nodes * devices_per_node)
 
 
-def legal_groups(nodes: int, devices_per_node: int) -> list[int]:
-    """Returns the devices of every partition group there can be: a divisor of a node, or whole nodes."""
+def legal_groups(nodes: int, devices_per_node: int, mesh: MeshConfig) -> list[int]:
+    """Returns the devices of every partition group there can be: a divisor of a node, or whole nodes.
+
+    All devices of a context or tensor group are in one.
+    """
     inside = [p for p in range(1, devices_per_node + 1) if devices_per_node % p == 0]
     across = [devices_per_node * n for n in range(2, nodes + 1) if nodes % n == 0]
-    return [*inside, *across]
+    return [p for p in (*inside, *across) if p % (mesh.context * mesh.tensor) == 0]

@@ -1,4 +1,6 @@
-"""Devices, links and prices of clusters, by name or by a probe; planner/rates.csv has the figures.
+"""Devices, links and prices of clusters, by name; planner/rates.csv has the figures.
+
+planner/probes.py puts measured ones in their place.
 
 A cluster of which a figure is missing is not offered; without a price, costs are left out.
 """
@@ -9,10 +11,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from math import inf
-from pathlib import Path
-from typing import Any
 
-from files import json_objects
 from metrics.throughput import peak_flops
 from planner.rates import MissingRateError, Rates, rows
 
@@ -122,6 +121,7 @@ class Accelerator(Device):
     memory_bytes: float
     link_bandwidth: float  # bytes/s of all its links inside a node, in one direction
     flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, where it was measured
+    copy_bandwidth: float  # bytes/s from the device to its host
     is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
     note: str = ""
 
@@ -148,6 +148,8 @@ class Cluster:
     node_bandwidth: float  # bytes/s that a node can send to the others
     inter_latency_s: float
     reached: Reached
+    storage_bandwidth: float  # bytes/s of checkpoints, that all nodes together write or read
+    failures: float = 0.0  # of a node in a day
     on_demand: float | None = None  # $/h of a node
     spot: float | None = None
     hides: str = SCHEDULE  # what of the communication the kernels hide
@@ -210,6 +212,13 @@ def find_cluster(name: str) -> Cluster:
     raise ValueError(f"--cluster={name} is not known; {hint}")
 
 
+def with_devices(cluster: Cluster, devices_per_node: int) -> Cluster:
+    """Returns the cluster with other nodes; their prices are not known, unless they are the same."""
+    if devices_per_node == cluster.devices_per_node:
+        return cluster
+    return replace(cluster, devices_per_node=devices_per_node, on_demand=None, spot=None)
+
+
 def with_rate(cluster: Cluster, rate_bits: float) -> Cluster:
     """Returns the cluster with another link of each node, in bits per second; its prices are not known then."""
     return replace(cluster, node_bandwidth=rate_bits / 8, on_demand=None, spot=None)
@@ -223,99 +232,10 @@ def with_system(cluster: Cluster, system: str) -> Cluster:
     return replace(cluster, device=replace(device, attention=own), hides=SYSTEMS[system])
 
 
-def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
-    """Returns the cluster with what `lab.probe` measured on it, and a line that says what that is.
-
-    What was not measured (a level of one node, or of one device a node; an attention kernel that is not there) stays as
-    it was. ValueError if the file is none of a probe, or of another cluster.
-    """
-    needed = ("alpha_s", "bandwidth_bytes_per_s", "group_size", "devices_per_link")
-    try:
-        read = json_objects.parse(json_objects.read_bytes(path), "it")
-        levels = {name: {key: float(level[key]) for key in needed} for name, level in read["levels"].items()}
-        kind, date = str(read["environment"]["device_kind"]), str(read["environment"].get("date", ""))[:10]
-        device, measured = _measured(cluster.device, read.get("device") or {})
-    except OSError as error:
-        raise ValueError(f"--probe={path} cannot be read ({error.strerror}); lab.probe writes it") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its form is another"
-        why = str(error) if isinstance(error, ValueError) else why
-        raise ValueError(f"--probe={path} is not a file that lab.probe wrote ({why})") from error
-    _refuse_other(cluster, path, kind, levels)
-    changes: dict[str, Any] = {}
-    reached = cluster.reached
-    if intra := levels.get("intra"):
-        changes |= {"intra_bandwidth": intra["bandwidth_bytes_per_s"], "intra_latency_s": intra["alpha_s"]}
-        reached = replace(reached, intra=1.0)
-    if inter := levels.get("inter"):
-        changes |= {"node_bandwidth": inter["bandwidth_bytes_per_s"], "inter_latency_s": inter["alpha_s"]}
-        reached = replace(reached, inter=1.0, all_to_all=1.0)
-    measured |= {"links inside nodes": "intra" in levels, "links between nodes": "inter" in levels}
-    found, missing = (", ".join(name for name in measured if measured[name] is is_there) for is_there in (True, False))
-    said = f"{path}, measured {date}: {found or 'nothing'}" + f"; not measured, as without it: {missing}" * bool(
-        missing
-    )
-    return replace(cluster, device=device, **changes, reached=reached), said
-
-
-def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerator, dict[str, bool]]:
-    """Returns the device with the figures of a probe's key `device`, and which of the planner's are there.
-
-    Where devices share a machine, its figures are those of all that the probe measured at once; a launch is mostly
-    waiting for a core there, which the other figures have already.
-    """
-    together = float(found.get("devices", 1)) if device.is_shared else 1.0
-
-    def rate(value: float) -> float:
-        if not 0 < value < inf:
-            raise ValueError(f"a rate or a time of it is {value}")
-        return together * value
-
-    peak = device.peak_flops.get(found.get("dtype", ""), min(device.peak_flops.values()))
-    kernels = {
-        name: {part: rate(parts[part]) / peak for part in ("forward", "backward")}
-        for name, parts in found.get("attention_flops_per_s", {}).items()
-    }
-    taken = next((name for name in ("cudnn", "pallas") if name in kernels), "none")
-    changes: dict[str, Any] = {"attention": kernels.get(taken), "flash": kernels.get("pallas")}
-    if (value := found.get("products_flops_per_s")) is not None:
-        changes["matmul_fraction"] = rate(value) / peak
-    for name in ("memory_bandwidth", "functions_per_s"):
-        if (value := found.get(name)) is not None:
-            changes[name] = rate(value)
-    if (value := found.get("launch_s")) is not None and not device.is_shared:
-        changes["launch_s"] = rate(value)
-    names = {"products": "matmul_fraction", "memory": "memory_bandwidth"}
-    changes = {name: value for name, value in changes.items() if value}
-    attention = f"attention ({taken})" if "attention" in changes else "attention"
-    of_gpus = {"launches": "launch_s", attention: "attention"}
-    names |= {"functions": "functions_per_s"} if device.is_shared else of_gpus
-    return replace(device, **changes), {what: name in changes for what, name in names.items()}
-
-
-def _refuse_other(cluster: Cluster, path: Path, kind: str, levels: Mapping[str, Mapping[str, float]]) -> None:
-    """Raises ValueError if the probe ran on other devices, or on nodes with another number of them."""
-    ours = cluster.device.name.split("-")[0]
-    if ours.upper() not in kind.upper():
-        raise ValueError(
-            f"--probe={path} was measured on devices of kind {kind!r}, but --cluster={cluster.name} has {ours}; "
-            "measure there, or name the cluster that it was measured on"
-        )
-    keys = {"intra": "group_size", "inter": "devices_per_link"}
-    there = {round(levels[level][key]) for level, key in keys.items() if level in levels}
-    if there - {cluster.devices_per_node}:
-        raise ValueError(
-            f"--probe={path} was measured on nodes of {max(there)} devices, but those of --cluster={cluster.name} have "
-            f"{cluster.devices_per_node}; give --devices_per_node={max(there)}, or measure there"
-        )
-
-
 # ------------------------------------------------------------------------------------------- the figures
 
-V100_NOTE = (
-    "V100: priced from the program compiled for an A100, with the V100's own FLOP/s, memory and links; "
-    "bf16 stands for fp16, which is what it computes in"
-)
+V100_NOTE = "V100: priced from the program compiled for an A100, with the V100's own FLOP/s, memory and links"
+NO_BFLOAT16_NOTE = "V100: has no bfloat16, which is priced as float16; a run there needs model.compute_dtype=float16"
 CPU_NOTE = "emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster"
 GPUS = {  # what rates.csv calls it, and what it is compiled for
     "V100": (("V100",), "a100", V100_NOTE),
@@ -353,6 +273,7 @@ def gpu(name: str, rates: Rates) -> Accelerator:
         memory_bandwidth=rates("bandwidth reached", "GPU") * rates("bandwidth", name),
         link_bandwidth=rates("links", *names),
         launch_s=rates("launch", "GPU"),
+        copy_bandwidth=rates("host copy", *names),
         note=note,
     )
 
@@ -372,6 +293,8 @@ def _node(name: str, rates: Rates) -> Cluster:
             inter=rates("node link reached", "NCCL"),
             trees=tuple(rates("trees", "NCCL") * share for share in TREES),
         ),
+        storage_bandwidth=rates("storage", "GPU nodes"),
+        failures=rates("failures", "GPU nodes"),
         on_demand=rates.get("on demand", name),
         spot=rates.get("spot", name),
     )
@@ -387,6 +310,7 @@ def _emulated(rates: Rates) -> Cluster:
         functions_per_s=rates("functions", "CPU"),
         memory_bytes=rates("memory", "CPU"),
         link_bandwidth=rates("links", "CPU"),
+        copy_bandwidth=rates("host copy", "CPU"),
         is_shared=True,
         note=CPU_NOTE,
     )
@@ -399,6 +323,7 @@ def _emulated(rates: Rates) -> Cluster:
         node_bandwidth=0.2 * GBIT,  # lab.emulate in the README: --rate=200mbit
         inter_latency_s=rates("latency between nodes", "CPU"),
         reached=Reached(inter=rates("node link reached", "GLOO"), all_to_all=rates("all-to-all reached", "GLOO")),
+        storage_bandwidth=rates("storage", "CPU"),
     )
 
 

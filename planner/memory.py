@@ -1,56 +1,14 @@
-"""What a step needs of a device's memory: as its program says, and what is known before there is one."""
+"""What a step needs of a device's memory before there is a program (training/memory.py says what a program needs)."""
 
 import math
-from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from configs.schema import TransformerConfig
 from sharding.scopes import beyond
 from sharding.spec import ParamSpec, is_placement
 from training.experiment import Experiment
-from training.memory import state_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of one device; `batch` and `temporaries` are what the compiler adds to the state."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    temporaries: float
-    batch: float
-    capacity: float  # that a program can have
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """What is held, by name."""
-        return {name: size for name, size in vars(self).items() if name != "capacity"}
-
-    @property
-    def total(self) -> float:
-        """The peak, as the compiler says."""
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether a device can have so much."""
-        return self.total <= self.capacity
-
-
-def memory_of(experiment: Experiment, argument_bytes: int, temporary_bytes: int, capacity: float) -> Memory:
-    """Returns what a device holds, by part: the gradients lie among the compiler's temporaries."""
-    parameters, gradients, optimizer = state_bytes(experiment)
-    gradients = min(gradients, temporary_bytes)
-    return Memory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        temporaries=temporary_bytes - gradients,
-        batch=argument_bytes - parameters - optimizer,
-        capacity=capacity,
-    )
 
 
 def activation_bytes(experiment: Experiment) -> float:
@@ -59,7 +17,7 @@ def activation_bytes(experiment: Experiment) -> float:
     model, gathered = config.model, _kept_gathered(experiment)
     if not isinstance(model, TransformerConfig):
         return gathered
-    tokens = config.batch.micro_size * config.data.seq_len
+    tokens = config.batch.micro_size * config.data.seq_len / layout.shape.context
     return gathered + tokens * item * (model.num_layers * model.hidden + model.padded_vocab / layout.shape.tensor)
 
 
@@ -77,25 +35,34 @@ def temporary_bytes(experiment: Experiment, gradients: int) -> float:
         held += gradients
     if not isinstance(model, TransformerConfig):
         return held
-    tokens, vocab = config.batch.micro_size * config.data.seq_len, model.padded_vocab / tensor
+    tokens, vocab = config.batch.micro_size * config.data.seq_len / layout.shape.context, model.padded_vocab / tensor
     embedding = vocab * model.hidden
     layer = max(0.0, sum(gathered_values(experiment).values()) - embedding) / model.num_layers
     scores = tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
     inside = scores + 4 * item * tokens * (model.intermediate / tensor + model.hidden)
     head = tokens * vocab * (4 + 2 * item)
     kept = tokens * item * model.hidden if model.remat == "full" else inside
-    held += layer * (2 * item + 4) + embedding * (item + 4)
+    trained = experiment.model.num_trained / experiment.model.num_params
+    held += layer * (2 * item + 4 * trained) + embedding * (item + 4 * trained)
+    if model.lora_base != "compute":  # the layer that computes is decoded
+        held += item * (experiment.model.num_params / tensor - embedding) / model.num_layers
     return held + model.num_layers * kept + max(inside, head)
 
 
-def gathered_values(experiment: Experiment) -> dict[tuple[str, ...], float]:
-    """Returns the parameters that a device has of the gathered model, by the axes that hold them apart: experts."""
-    layout = experiment.plan.layout
+def gathered_values(experiment: Experiment, *, only_trained: bool = False) -> dict[tuple[str, ...], float]:
+    """Returns the parameters that a device has of the gathered model, by the axes that hold them apart: experts.
+
+    Frozen ones count by their bytes: as many as values of the compute dtype would take.
+    """
+    plan, layout = experiment.plan, experiment.plan.layout
     found = {(): 0.0}
     specs = jax.tree.leaves(experiment.model.param_specs(), is_leaf=lambda x: isinstance(x, ParamSpec))
-    placements = jax.tree.leaves(experiment.plan.placements, is_leaf=is_placement)
+    placements = jax.tree.leaves(plan.all_placements, is_leaf=is_placement)
     for spec, placement in zip(specs, placements, strict=True):
+        if only_trained and spec.frozen:
+            continue
         here = math.prod(spec.shape) / layout.shape.size(placement.held) / layout.shape.tensor
+        here *= jnp.dtype(spec.dtype).itemsize / plan.compute_dtype.itemsize if spec.frozen else 1
         found[placement.held] = found.get(placement.held, 0.0) + here
     return found
 
@@ -103,10 +70,11 @@ def gathered_values(experiment: Experiment) -> dict[tuple[str, ...], float]:
 def _kept_gathered(experiment: Experiment) -> float:
     """Returns the bytes of the parameters that the policy keeps gathered, and of gradients of them all."""
     layout, item = experiment.plan.layout, experiment.plan.compute_dtype.itemsize
-    gathered, copies = 0.0, 1 if layout.gather.by_layer else 2  # gradients that come out by layer are not kept whole
+    gathered, trained = 0.0, gathered_values(experiment, only_trained=True)
     for held, values in gathered_values(experiment).items():
+        gradients = 0.0 if layout.gather.by_layer else trained.get(held, 0.0)  # by layer none is kept whole
         for part in (layout.gather.each_step, layout.gather.each_micro_step):
             if part and (axes := beyond(held, part(layout.parameters))):
                 kept = layout.shape.size(beyond(held, layout.parameters)) / layout.shape.size(axes)
-                gathered += copies * item * values / kept
+                gathered += item * (values + gradients) / kept
     return gathered

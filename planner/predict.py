@@ -10,16 +10,16 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from configs.schema import Config, ImageConfig, TransformerConfig
+from configs.schema import Config, DecoderConfig, ImageConfig, TransformerConfig
 from planner import compile as compiling
 from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
-from planner.clusters import Cluster, Device, Network
-from planner.memory import Memory, memory_of
+from planner.clusters import MEMORY_SHARE, Cluster, Device, Network
 from planner.replay import Timeline, replay
 from sharding.hlo import read_collectives
 from sharding.hlo_program import Program, parse_program
 from training.experiment import Experiment
+from training.memory import Memory, memory_of
 
 TOKENS = 1e9  # that a cost is given for
 
@@ -80,6 +80,7 @@ class Machine:
     config_words: tuple[str, ...]  # --config=FILE and the overrides of the command line
     target: str  # a100, h100 or cpu
     xla_flags: str = ""
+    is_quick: bool = False  # whether programs that fit without fused norms are good enough
 
     @property
     def num_devices(self) -> int:
@@ -90,6 +91,11 @@ class Machine:
     def capacity(self) -> float:
         """Memory that a program can have on each device."""
         return self.cluster.usable_bytes(self.num_devices)
+
+    @property
+    def device_bytes(self) -> float:
+        """All memory of each device: a program that needs more surely does not fit."""
+        return self.capacity / MEMORY_SHARE
 
     def request(self, candidate: Candidate, config: Config) -> dict[str, Any]:
         """Returns the arguments of `compile_step`."""
@@ -117,7 +123,7 @@ class Machine:
         gpu = self.cluster.device
         if model.attention == "pallas" and self.cluster.is_gpu and not gpu.attention:
             raise ValueError(f"model.attention=pallas: no rate of it on {gpu.name} is known; set model.attention=xla")
-        is_fused = model.attention != "xla" and model.compute_dtype == "bfloat16"
+        is_fused = model.attention == "cudnn" or (model.attention == "auto" and model.compute_dtype == "bfloat16")
         if not (self.cluster.is_gpu and (is_fused or model.attention == "pallas")):
             return model.attention
         return "pallas" if gpu.attention and self.target != compiling.CPU and model.takes_flash(length) else "xla"
@@ -126,14 +132,17 @@ class Machine:
         """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32.
 
         Where models/flash.py itself runs, its own rate counts, if measured; else it computes seven products backward
-        for a library's five.
+        for a library's five. Kernels count all pairs of a causal mask, of which windows leave a share.
         """
         foreign = self.target == compiling.CPU and self.cluster.is_gpu
         device = self.cluster.compute(self.num_devices, HLO_DTYPES[config.model.compute_dtype] if foreign else "")
-        if isinstance(config.model, TransformerConfig) and config.model.attention == "pallas" and device.attention:
-            slower = {**device.attention, "backward": 5 / 7 * device.attention["backward"]}
-            return replace(device, attention=self.cluster.device.flash or slower)
-        return device
+        if not (isinstance(config.model, TransformerConfig) and device.attention):
+            return device
+        rates = device.attention
+        if config.model.attention == "pallas":
+            rates = self.cluster.device.flash or {**rates, "backward": 5 / 7 * rates["backward"]}
+        seen = _share_seen(config.model, config.data.seq_len)
+        return replace(device, attention={part: rate / seen for part, rate in rates.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +222,22 @@ class Step:
         )
 
 
+def _share_seen(model: TransformerConfig, length: int) -> float:
+    """Returns the share of a causal mask's pairs in sequences of `length` that windows leave, the layers' mean."""
+    if not isinstance(model, DecoderConfig) or not 0 < model.window < length:
+        return 1.0
+    window = model.window / length
+    whole = model.num_layers // model.global_every / model.num_layers if model.global_every else 0.0
+    return whole + (1 - whole) * window * (2 - window)
+
+
 def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> Step:
-    """Compiles the step of a candidate, or takes it from the cache."""
+    """Compiles the step of a candidate, or takes it from the cache; again if it is quick and does not fit."""
+    if machine.is_quick:
+        flags = f"{compiling.QUICK} {machine.xla_flags}".strip()
+        step = compiled_step(candidate, experiment, replace(machine, xla_flags=flags, is_quick=False))
+        if step.memory().fits:
+            return step
     compiled = compiling.compile_step(**machine.request(candidate, experiment.config))
     return Step(candidate=candidate, experiment=experiment, machine=machine, compiled=compiled)
 

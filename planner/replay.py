@@ -25,6 +25,7 @@ REPEATED = "repeated"  # the lane of iterations that stand for several, named `x
 # what is printed for the labels of a step's collectives
 NAMES = {"gather": "gathers", "hop_one": "hop one", "hop_two": "hop two", "experts": "tokens to experts"}
 NAMES |= {"gradient_scope": "gradient scope", "orthogonalise": "Muon's matrices", "parameter_scope": "parameters"}
+NAMES |= {"context": "positions to heads"}
 MAX_INTERVALS = 50_000
 ASYNCHRONOUS = ("async", "call", "fusion", "custom-call")  # what is started with a computation of its own
 _PASSED = ("bitcast", "copy", "opt-barrier", "async-update", "get-tuple-element")  # the handle of a transfer survives

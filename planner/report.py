@@ -10,6 +10,7 @@ from files.pages import columns
 from metrics.page import render
 from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 from planner import costs
+from planner.day import Loss, day_rows
 from planner.predict import Prediction, Traffic
 from planner.replay import NAMES
 from planner.search import Counts
@@ -17,8 +18,9 @@ from planner.search import Counts
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
 # of kinds of traffic, by their place in files.palette.SERIES
 TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
-TRAFFIC |= {"orthogonalise": 6, "experts": 7}
+TRAFFIC |= {"orthogonalise": 6, "experts": 7, "context": 7}  # a model with experts shares no rows
 CHANGED = "with another result than the config's:"
+DAY = "what a day loses besides:"
 SHOWN = 1e-3  # of a step: what takes less is in the page's table, not in its bar
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "strategy": lambda p: p.candidate.name,
@@ -53,6 +55,7 @@ class Plan:
     error_bar: str  # how far predicted steps were from timed ones
     notes: tuple[str, ...]
     changed: tuple[Prediction, ...] = ()  # of a search: those whose result is another one
+    day: tuple[Loss, ...] = ()  # what a day of the first loses
 
     @property
     def best(self) -> Prediction:
@@ -73,6 +76,7 @@ def from_json(text: str) -> list[Plan]:
         counts = Counts(**values["counts"]) if values["counts"] else None
         changed = tuple(Prediction.from_dict(p) for p in values.get("changed", ()))
         read = {"predictions": predictions, "changed": changed, "counts": counts, "notes": tuple(values["notes"])}
+        read["day"] = tuple(Loss(**loss) for loss in values.get("day", ()))
         plans.append(Plan(**{**values, **read}))
     return plans
 
@@ -84,14 +88,15 @@ def plan_text(plan: Plan) -> str:
     """Returns what is printed of a plan, at most 120 columns wide but for notes."""
     best, step_s = plan.best, format_seconds(plan.best.step_s)
     memory = " + ".join(f"{name} {format_bytes(size)}" for name, size in best.memory.parts.items())
+    about = _wrapped(f"{best.candidate}: a device's memory, and what a step of {step_s} is spent on")
     blocks = [
-        plan.title,
-        "\n".join(columns(candidate_rows(plan), left=2)),
-        "\n".join([CHANGED, *columns(changed_rows(plan), left=2), _wrapped(costs.ABOUT)]) if plan.changed else "",
+        _wrapped(plan.title),
+        "\n".join(_folded(candidate_rows(plan))),
+        "\n".join([CHANGED, *_folded(changed_rows(plan)), _wrapped(costs.ABOUT)]) if plan.changed else "",
         _wrapped(plan.error_bar),
-        f"{best.candidate}: a device's memory, and what a step of {step_s} is spent on\n"
-        f"  {format_bytes(best.memory.total)} of {format_bytes(best.memory.capacity)}: {memory}",
+        f"{about}\n  {format_bytes(best.memory.total)} of {format_bytes(best.memory.capacity)}: {memory}",
         "\n".join(f"  {line}" for line in (*columns(time_rows(best), left=2), sent_text(best))),
+        "\n".join([DAY, *(f"  {line}" for line in columns(day_rows(plan.day), left=2))]) if plan.day else "",
         _wrapped(f"what would help most: {helps_text(plan.helps, best.step_s)}") if plan.helps else "",
         _wrapped(counts_text(plan.counts)) if plan.counts else "",
     ]
@@ -136,6 +141,25 @@ def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequ
         cells = (str(count), str(plan.devices), name, micro, format_seconds(best.step_s), f"{best.rows_per_s:.1f}")
         rows.append((*cells, linear, format_percent(best.mfu)))
     return rows
+
+
+def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
+    """Returns the table of throughput against nodes."""
+    return "\n".join(_folded(scaling_rows(plans, nodes)))
+
+
+def _folded(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a table's lines; what follows the first plus of a strategy is a line of its own, below the row."""
+    at = rows[0].index("strategy")
+    names = [row[at].partition("+") if len(row) == len(rows[0]) else ("", "", "") for row in rows]
+    short = [[*row[:at], name, *row[at + 1 :]] if name else row for row, (name, *_) in zip(rows, names, strict=True)]
+    lines = columns(short, left=2)
+    indent = " " * lines[0].index("strategy")
+    return [
+        line
+        for row, (_, plus, extras) in zip(lines, names, strict=True)
+        for line in (row, *([f"{indent}{plus}{extras}"] if extras else []))
+    ]
 
 
 def helps_text(helps: Mapping[str, float], step_s: float) -> str:
@@ -216,6 +240,7 @@ def plan_page(
         memory=_memory(best),
         times=_times(best),
         pictures=pictures,
+        day=day_rows(plan.day) if plan.day else None,
         helps=helps_text(plan.helps, best.step_s) if plan.helps else "",
         spot=spot,
         notes=[*([counts_text(plan.counts)] if plan.counts else []), *plan.notes],

@@ -1,14 +1,16 @@
 """Searches the ways to train a config on a cluster: many are discarded unseen, a few are compiled, the best come first.
 
-Nothing is proposed that does not fit. What is discarded before it is compiled: what is not legal, what needs more
-memory than there is (a bound, and what was learned from programs that did not fit), and what the bound on its time
-says is slower than the best so far. The rest is compiled in the order of an estimate of its time, what is estimated to
-fit before what is not; one program of a strategy at a time, because what it needs corrects the estimates of the others.
+Nothing is proposed that does not fit; what is asked for is priced if the whole device could hold it, and may not fit.
+What is discarded before it is compiled: what is not legal, what needs more memory than there is (a bound, and what was
+learned from programs that did not fit), and what the bound on its time says is slower than the best so far. The rest is
+compiled in the order of an estimate of its time, what is estimated to fit before what is not; one program of a strategy
+at a time, because what it needs corrects the estimates of the others.
 What changes the result of a step is a list of its own: each change where it is fastest, if a milder one does not do.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -27,15 +29,14 @@ from planner.candidates import (
     of_config,
 )
 from planner.costs import is_recorded
-from planner.memory import Memory
 from planner.predict import Machine, Prediction, Step, compiled_step
 from planner.table import table_rows
 from training.batches import accumulation
 from training.experiment import Experiment, make_experiment
-from training.memory import state_bytes
+from training.memory import Memory, state_bytes
 
 AT_ONCE = 2  # programs that are compiled, each in a process of its own that is busy with one core and takes 1 GB
-WHY = ("too_large", "too_slow", "no_gain", "from_cache", "not_looked_at")
+WHY = ("too_large", "too_slow", "no_gain", "from_cache")
 GAIN = 0.95  # of a step's estimate, at the most, is what a change of the result must take
 
 
@@ -56,11 +57,11 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The candidates that fit, the fastest first."""
+    """The candidates that fit, the fastest first; then, if they were given, those that may."""
 
     steps: tuple[tuple[Prediction, Step], ...]
     changed: tuple[tuple[Prediction, Step], ...]  # whose result is another one
-    too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit
+    too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit, or may not
     refused: tuple[str, ...]  # a line for each that is not legal, or that XLA refuses
     counts: Counts
 
@@ -84,33 +85,43 @@ def search(
     say: Callable[[str], None] = lambda line: None,
     count: Callable[[int, int], None] = lambda done, most: None,
 ) -> Found:
-    """Returns the candidates that fit: the best of all, or those given.
+    """Returns the candidates that fit: the best of all; or of those given, also those that may.
 
     At most `most` programs are looked at, the config's own first. Those in the cache count, so that the answer does not
-    depend on it; those given are all looked at. `count` hears how many are done. ValueError if none fits, with what
-    would.
+    depend on it; those given are all looked at. `count` hears how many are done. ValueError if there is none, with what
+    would fit.
     """
     options = _Options(config, machine, devices)
-    given = options.made(candidates)
-    found = _Search(
-        machine,
-        options.check(given if candidates else options.of_search()),
-        own=of_config(config),
-        most=len(given) if candidates else most,
-        is_search=not candidates,
-    )
-    found.refused += options.refused
-    count(0, found.most)
-    while chosen := found.chosen():
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            running = [(o, pool.submit(compile_one, o.candidate, o.experiment, machine)) for o in chosen]
-        for option, done in running:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def begin(option: _Option) -> Future[Step]:
+            return pool.submit(compile_one, option.candidate, option.experiment, machine)
+
+        own = [] if candidates else options.made([of_config(config)])
+        # while the others are made
+        begun = {option.candidate: begin(option) for option in own if option.bounds.least_bytes <= machine.capacity}
+        made = options.check(options.made(candidates) if candidates else options.of_search(own))
+        found = _Search(
+            machine,
+            made,
+            own=of_config(config),
+            most=len(made) if candidates else most,
+            is_search=not candidates,
+        )
+        found.refused += options.refused
+        count(0, found.most)
+        running: deque[tuple[_Option, Future[Step]]] = deque()
+        while True:
+            while len(running) < AT_ONCE and (chosen := found.chosen([option for option, _ in running])):
+                running.append((chosen, begun.pop(chosen.candidate, None) or begin(chosen)))
+            if not running:
+                return found.result(options.num_candidates)
+            option, done = running.popleft()  # the oldest: what is chosen depends on no speed
             if isinstance(error := done.exception(), ValueError):
                 say(found.refuse(option, error))
             else:
                 say(found.add(option, done.result()))
-        count(found.compiled, found.most)
-    return found.result(options.num_candidates)
+            count(found.compiled, found.most)
 
 
 class _Search:
@@ -123,7 +134,7 @@ class _Search:
         self.compiled, self.most = 0, most
         self._machine, self._own, self._is_search = machine, own, is_search
         self._options, self._waiting = options, [*options]
-        self._steps: list[tuple[_Option, Prediction, Step]] = []  # that fit
+        self._steps: list[tuple[_Option, Prediction, Step]] = []  # that fit, or may
         self._failed: list[tuple[_Option, Memory]] = []
         self._errors: list[ValueError] = []  # of programs that XLA refuses
         self._more: dict[str, float] = {}  # than was estimated the programs of a strategy needed, at the most
@@ -132,25 +143,22 @@ class _Search:
             self._discard("too_large", [o for o in options if o.bounds.least_bytes > machine.capacity])
             self._discard("no_gain", self._without_gain())
 
-    def chosen(self) -> list[_Option]:
-        """Returns the next programs to compile, and discards what need not be."""
-        chosen: dict[str, _Option] = {}  # of one strategy one at a time: what it needs tells about the others
+    def chosen(self, running: Sequence[_Option]) -> _Option | None:
+        """Returns the next program to compile beside those that are, if any, and discards what need not be."""
         best_s = min((prediction.step_s for option, prediction, _ in self._steps if _is_exact(option)), default=inf)
         if self._is_search:
             slow = [option for option in self._waiting if option.bounds.least_s > SLACK * best_s]
             large = [o for o in self._waiting if _cannot_fit(o.candidate, self._failed, self._machine.capacity)]
             self._discard("too_large", large)
             self._discard("too_slow", [option for option in slow if option not in large])
-        while len(chosen) < AT_ONCE and self.compiled + len(chosen) < self.most:
-            free = [option for option in self._waiting if option.candidate.name not in chosen]
-            if not free:
-                break
-            option = min(free, key=self._order([*chosen.values()]))
-            chosen[option.candidate.name] = option
-            self._waiting.remove(option)
-        if not chosen:
-            self._discard("not_looked_at", [*self._waiting])
-        return [*chosen.values()]
+        # of one strategy one at a time: what it needs tells about the others
+        names = {option.candidate.name for option in running}
+        free = [option for option in self._waiting if option.candidate.name not in names]
+        if not free or self.compiled + len(running) >= self.most:
+            return None
+        option = min(free, key=self._order(running))
+        self._waiting.remove(option)
+        return option
 
     def add(self, option: _Option, step: Step) -> str:
         """Takes a compiled program; returns what is said of it."""
@@ -160,7 +168,8 @@ class _Search:
         self._more[name] = max(self._more.get(name, 1.0), memory.total / option.bounds.estimate_bytes)
         if not memory.fits:
             self._failed.append((option, memory))
-            return _too_large(option.candidate, memory)
+            if self._is_search or memory.total > self._machine.device_bytes:
+                return _too_large(option.candidate, memory, self._machine)
         self._steps.append((option, step.prediction(), step))
         return f"{option.candidate}: {format_seconds(self._steps[-1][1].step_s)}"
 
@@ -173,7 +182,7 @@ class _Search:
     def result(self, num_candidates: int) -> Found:
         """Returns what was found. ValueError if nothing whose result is the config's fits."""
         exact, changed = (
-            sorted([(p, step) for o, p, step in self._steps if _is_exact(o) is wanted], key=lambda pair: pair[0].step_s)
+            sorted([(p, step) for o, p, step in self._steps if _is_exact(o) is wanted], key=_by_speed)
             for wanted in (True, False)
         )
         if not exact:
@@ -187,12 +196,13 @@ class _Search:
             illegal=len(self.refused),
             compiled=self.compiled,
             did_not_fit=len(self._failed),
+            not_looked_at=len(self._waiting),
             **self._seen,
         )
         return Found(
             steps=tuple(exact),
             changed=tuple(changed),
-            too_large=tuple(_too_large(option.candidate, memory) for option, memory in self._failed),
+            too_large=tuple(_too_large(option.candidate, memory, self._machine) for option, memory in self._failed),
             refused=tuple(self.refused),
             counts=counts,
         )
@@ -201,14 +211,14 @@ class _Search:
         self._seen[why] += len(options)
         self._waiting = [option for option in self._waiting if option not in options]
 
-    def _order(self, chosen: Sequence[_Option]) -> Callable[[_Option], tuple[float, ...]]:
+    def _order(self, running: Sequence[_Option]) -> Callable[[_Option], tuple[float, ...]]:
         """Returns a key: the config's own, exact ones for a half of all programs, changes, other exact ones.
 
         Of exact ones, what should fit goes first, then the best MiCS and the best of the config's strategy, so that
         neither is judged by the config's micro-batch. Of changes, those with a recorded cost go first, then those of
         one kind. Then what is estimated to be fastest, has the fewest extras, and is the smallest.
         """
-        tried = [option for option, *_ in (*self._steps, *self._failed)] + [*chosen]
+        tried = [option for option, *_ in (*self._steps, *self._failed)] + [*running]
         enough = sum(map(_is_exact, tried)) >= self.most - self.most // 2
         favoured: list[_Option] = []
         for is_one in (lambda one: True, lambda one: one.is_mics, lambda one: one.name == self._own.name):
@@ -245,8 +255,15 @@ class _Search:
         return [o for o in self._waiting if not _is_exact(o) and (o.change not in kept or best[o.change] is not o)]
 
 
-def _too_large(candidate: Candidate, memory: Memory) -> str:
-    return f"{candidate}: does not fit, {format_bytes(memory.total)} of {format_bytes(memory.capacity)}"
+def _too_large(candidate: Candidate, memory: Memory, machine: Machine) -> str:
+    sizes = f"{format_bytes(memory.total)} of {format_bytes(memory.capacity)}"
+    if memory.total > machine.device_bytes:
+        return f"{candidate}: does not fit, {sizes}"
+    return f"{candidate}: may not fit, {sizes}; the device has {format_bytes(machine.device_bytes)}"
+
+
+def _by_speed(found: tuple[Prediction, Step]) -> tuple[bool, float]:
+    return not found[0].memory.fits, found[0].step_s
 
 
 def _is_exact(option: _Option) -> bool:
@@ -263,7 +280,7 @@ class _Options:
     def __init__(self, config: Config, machine: Machine, devices: Sequence[Any]) -> None:
         self.num_candidates, self.refused = 0, list[str]()
         self._config, self._machine, self._devices = config, machine, devices
-        self._states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy and micro-batch
+        self._states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy, micro-batch and remat
         self._experiments: dict[tuple[str, str], Experiment] = {}  # the same but for the micro-batch
 
     def made(self, candidates: Iterable[Candidate], change: Change = NO_CHANGE) -> list[_Option]:
@@ -273,7 +290,7 @@ class _Options:
             self.num_candidates += 1
             try:
                 experiment = self._experiment(candidate)
-                key = candidate.name
+                key = candidate.with_extras({"remat": ""}).name
                 self._states[key] = self._states.get(key) or state_bytes(experiment)
                 found = bounds(experiment, self._machine.cluster, self._states[key])
             except ValueError as error:
@@ -282,11 +299,11 @@ class _Options:
             options.append(_Option(candidate=candidate, experiment=experiment, bounds=found, change=change))
         return options
 
-    def of_search(self) -> list[_Option]:
+    def of_search(self, own: Sequence[_Option]) -> list[_Option]:
         """Returns the config's own, every strategy, and of each strategy's best policy variants and changes."""
         config, machine = self._config, self._machine
-        own, every = of_config(config), all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
-        options = self.made([own, *(candidate for candidate in every if candidate != own)])
+        every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
+        options = [*own, *self.made(candidate for candidate in every if candidate != of_config(config))]
         by_name: dict[str, list[_Option]] = {}
         for option in options:
             by_name.setdefault(option.candidate.name, []).append(option)
@@ -315,11 +332,11 @@ class _Options:
         key, per_node = (candidate.name, candidate.gather), self._machine.cluster.devices_per_node
         mesh = replace(self._config.mesh, num_cpu_devices=0, devices_per_node=per_node)
         if candidate.strategy == "mics" and not candidate.partition_size:
-            legal = ", ".join(str(n) for n in legal_groups(self._machine.nodes, per_node) if n % mesh.tensor == 0)
+            legal = ", ".join(map(str, legal_groups(self._machine.nodes, per_node, mesh)))
             raise ValueError(f"--strategy={candidate.name}: groups have a device or more; sizes that divide: {legal}")
         config = replace(candidate.applied(self._config), mesh=mesh)
         if key not in self._experiments:
-            self._experiments[key] = make_experiment(config, self._devices)
+            self._experiments[key] = make_experiment(config, self._devices, [*self._experiments.values()])
         one = self._experiments[key]
         steps = accumulation(config.batch, one.plan.layout.shape.num_data_devices)
         return replace(one, config=config, batches=replace(one.batches, config=config.batch, accumulation=steps))
@@ -354,7 +371,8 @@ def _nothing_fits(
     fixes = []
     if rest < machine.capacity:
         shards = -(-whole // (machine.capacity - rest))
-        legal = [devices for devices in legal_groups(machine.nodes, per_node) if devices >= shards]
+        mesh = least.experiment.config.mesh
+        legal = [devices for devices in legal_groups(machine.nodes, per_node, mesh) if devices >= shards]
         if legal and whole / here < least.bounds.state_bytes:
             fixes.append(f"sharding.strategy=mics with partition_size={min(legal)}")
         elif shards > here and not machine.cluster.device.is_shared:

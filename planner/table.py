@@ -132,8 +132,8 @@ def table_rows(experiment: Experiment) -> list[Row]:
     """Returns a row for each parameter and one for the optimizer's state that belongs to none."""
     plan, layout, held = experiment.plan, experiment.plan.layout, bytes_by_name(experiment)
     specs: dict[str, ParamSpec] = by_name(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
-    placements: dict[str, Placement] = by_name(plan.placements, is_placement)
-    params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.params)
+    placements: dict[str, Placement] = by_name(plan.all_placements, is_placement)
+    params: dict[str, jax.ShapeDtypeStruct] = by_name(experiment.state_shapes.all_params)
     whole = dict.fromkeys([*params, REST], 0)  # bytes of the optimizer's state
     by_replica = False
     for path, leaf in jax.tree_util.tree_leaves_with_path(experiment.state_shapes.chain):
@@ -150,7 +150,7 @@ def table_rows(experiment: Experiment) -> list[Row]:
             shape=x.shape,
             spec=_aloud(specs[name], placements[name], experiment),
             device_bytes=held[name],
-            whole_bytes=(nbytes(x), nbytes(x), whole[name]),
+            whole_bytes=(nbytes(x), 0 if specs[name].frozen else nbytes(x), whole[name]),
         )
         for name, x in params.items()
     ]

@@ -2,19 +2,21 @@
 
 A process serves each connection that `handshake.py` has authenticated in a thread of its own. A request is a line of
 JSON, and bytes may follow it. The answer is {"wait": true} for every second that it takes, then {"size": N,
-"crc32": C} and N bytes, or {"error": WHY}. A malformed request closes the connection.
+"xxh3": H} and N bytes, or {"error": WHY}. A malformed request closes the connection.
 """
 
 import json
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, BinaryIO, Self
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from files import json_objects
 from runtime.addresses import listen, own_address
@@ -22,6 +24,7 @@ from runtime.handshake import Acceptor, connect
 
 WAIT_S = 1.0
 _BLOCK_BYTES = 1 << 20
+_HASHED_BYTES = 1 << 18  # at once, while they are in a cache
 
 # from a request, the process that makes it, and a stream of what follows the request, to the bytes of the answer
 Answer = Callable[[dict[str, Any], int, BinaryIO], memoryview]
@@ -69,10 +72,15 @@ class BlobService:
         """Answers the requests of a process on `host` until the connection is closed."""
         del host
         # The errors of the closing are suppressed too: it sends what the other process no longer reads.
-        with suppress(OSError, ValueError, LookupError, TypeError), connection, connection.makefile("rwb") as stream:
+        with (
+            suppress(OSError, ValueError, LookupError, TypeError),
+            connection,
+            connection.makefile("rwb") as stream,
+            _Waiting(stream) as waiting,
+        ):
             while line := stream.readline():
                 request = json_objects.parse(line, "the request", lenient=True)
-                with _waiting(stream):
+                with waiting.answering():
                     header, content = self._answered(request, process, stream)
                 _say(stream, header)
                 stream.write(content)
@@ -84,7 +92,7 @@ class BlobService:
             content = self._answer(request, process, stream)
         except (OSError, LookupError, RuntimeError) as error:
             return {"error": f"{type(error).__name__}: {error}"}, memoryview(b"")
-        return {"size": content.nbytes, "crc32": zlib.crc32(content)}, content
+        return {"size": content.nbytes, "xxh3": xxh3_64_intdigest(content)}, content
 
 
 class Connection:
@@ -112,21 +120,43 @@ class Connection:
         `wait_s` is for the beginning of the answer, `receive_s` for the bytes.
         """
         with self._explained():
-            _say(self._stream, request)
-            answer = self._answer(wait_s)
-            if answer["size"] != size:
-                raise ConnectionError(f"it announces {answer['size']} bytes of {size}")
-            left, crc32, until_s = size, 0, time.monotonic() + receive_s
+            expected = self._announced(request, size, wait_s)
+            left, found, until_s = size, xxh3_64(), time.monotonic() + receive_s
             while left:
                 block = self._stream.read1(min(left, _BLOCK_BYTES))
                 if not block:
                     raise ConnectionError("it closed the connection")
-                left, crc32 = left - len(block), zlib.crc32(block, crc32)
+                left -= len(block)
+                found.update(block)
                 yield block
                 if time.monotonic() > until_s:
                     raise TimeoutError("it sends too slowly")
-            if crc32 != answer["crc32"]:
-                raise ConnectionError("the bytes that came do not match their hash")
+            _check(found, expected)
+
+    def get_whole(self, request: Mapping[str, Any], size: int) -> memoryview:
+        """Returns the `size` bytes asked for, which are copied once. PeerError if that fails."""
+        with self._explained():
+            expected, found = self._announced(request, size, inf), xxh3_64()
+            content = np.empty(size, np.uint8).data
+            for start in range(0, size, _HASHED_BYTES):
+                block = content[start : start + _HASHED_BYTES]
+                if self._stream.readinto(block) < len(block):
+                    raise ConnectionError("it closed the connection")
+                found.update(block)
+            _check(found, expected)
+            return content
+
+    def ask(self, request: Mapping[str, Any], most: int) -> bytes:
+        """Returns an answer of at most so many bytes. PeerError if that fails."""
+        with self._explained():
+            _say(self._stream, request)
+            size = self._answer()["size"]
+            if not 0 <= size <= most:
+                raise ConnectionError(f"it announces {size} bytes, more than {most}")
+            answer = self._stream.read(size)
+            if len(answer) < size:
+                raise ConnectionError("it closed the connection")
+            return answer
 
     def put(self, request: Mapping[str, Any], contents: Iterable[memoryview]) -> None:
         """Sends bytes behind a request, and returns when the other process has taken them. PeerError if that fails."""
@@ -142,6 +172,14 @@ class Connection:
         with self._socket, suppress(OSError):
             self._stream.close()
 
+    def _announced(self, request: Mapping[str, Any], size: int, wait_s: float) -> int:
+        """Asks for `size` bytes; returns their hash when they are about to come."""
+        _say(self._stream, request)
+        answer = self._answer(wait_s)
+        if answer["size"] != size:
+            raise ConnectionError(f"it announces {answer['size']} bytes of {size}")
+        return answer.get("xxh3", -1)
+
     def _answer(self, wait_s: float = inf) -> dict[str, Any]:
         until_s = time.monotonic() + wait_s
         while line := self._stream.readline():
@@ -149,6 +187,8 @@ class Connection:
             if "error" in answer:
                 raise RefusedError(str(answer["error"]))
             if "wait" not in answer:
+                if type(answer.get("size")) is not int:
+                    raise ConnectionError("it announces no bytes")
                 return answer
             if time.monotonic() > until_s:
                 raise TimeoutError("it has not answered in time")
@@ -163,23 +203,42 @@ class Connection:
             raise kind(f"{self._address}: {error}") from error
 
 
-@contextmanager
-def _waiting(stream: Any) -> Iterator[None]:
-    """Says every second that the answer takes long, until the context is left or the connection is lost."""
-    is_over = threading.Event()
+class _Waiting:
+    """Says every second that an answer takes long, while one is made; a context manager, for a connection."""
 
-    def say() -> None:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._lock, self._is_answering, self._is_over = threading.Lock(), False, threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._run, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """An answer is made in this context; nothing is said after it."""
+        with self._lock:
+            self._is_answering = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_answering = False
+
+    def _run(self) -> None:
         with suppress(OSError, ValueError):
-            while not is_over.wait(WAIT_S):
-                _say(stream, {"wait": True})
+            while not self._is_over.wait(WAIT_S):
+                with self._lock:
+                    if self._is_answering:
+                        _say(self._stream, {"wait": True})
 
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+
+def _check(found: xxh3_64, expected: int) -> None:
+    if found.intdigest() != expected:
+        raise ConnectionError("the bytes that came do not match their hash")
 
 
 def _say(stream: Any, message: Mapping[str, Any]) -> None:

@@ -129,6 +129,7 @@ class Acceptor:
 
     def _meet(self, connection: socket.socket) -> None:
         try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             process, host = admit(connection, self._token, self._purpose)
         except (OSError, ValueError):  # an error of an unauthenticated peer is not reported
             connection.close()
@@ -158,6 +159,7 @@ def connect(host: str, port: int, token: str, purpose: str, me: int, patience_s:
     """Returns an authenticated connection to a process of the run. OSError if there is none within `patience_s`."""
     connection = socket.create_connection((host, port), timeout=patience_s)
     try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no waiting for more to send
         introduce(connection, token, purpose, me, patience_s)
     except OSError:
         connection.close()

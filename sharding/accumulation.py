@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.frozen import joined
 from sharding.trees import PyTree
 
 Index = jax.Array | int
@@ -34,6 +35,8 @@ class Rule:
     # hop two of finished sums, or of a piece of what waits beside them; the index is the layer's
     exchange: Callable[[PyTree, Index], PyTree] | None = None
     overlap: bool = False
+    # parts a group's values into the trained ones, of which there are sums and gradients, and the frozen ones
+    part: Callable[[PyTree], tuple[PyTree, PyTree]] = lambda values: (values, {})
     # a first gather, whose result stays for the backward pass (between nodes: ZeRO++'s hpZ); only with `overlap`
     keep: Callable[[PyTree], PyTree] | None = None
     uses: list[str] = field(default_factory=list)
@@ -45,8 +48,8 @@ class Rule:
         self.uses.append(self.name)
 
     def finish(self, sums: PyTree, grads: PyTree, layer: Index = 0) -> PyTree:
-        """Returns the sums with the gradients added, and exchanged if it is time."""
-        sums = self.add(sums, grads)
+        """Returns the sums with the gradients added, and exchanged if it is time; frozen values' are left out."""
+        sums = self.add(sums, self.part(grads)[0])
         return self.exchange(sums, layer) if self.exchange else sums
 
 
@@ -170,10 +173,13 @@ def _scan_pipelined(
         parts = parts if rule.keep else values
 
         def layer_backward(x: PyTree, full: PyTree, g: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            return jax.vjp(lambda x, full, args: body(x, full, *args), x, full, args)[1](g)
+            trained, frozen = rule.part(full)
+            return jax.vjp(lambda x, trained, args: body(x, joined(trained, frozen), *args), x, trained, args)[1](g)
 
         def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
-            (own,) = jax.vjp(lambda x: gather(keep(x)), at(values, i))[1](grads)  # hop one: the gathers' transpose
+            trained, frozen = rule.part(at(values, i))
+            gathered = lambda x: rule.part(gather(keep(joined(x, frozen))))[0]
+            (own,) = jax.vjp(gathered, trained)[1](grads)  # hop one: the gathers' transpose
             return put(sums, rule.finish(at(sums, i), own, i), i)
 
         def layer(carry: tuple[Any, ...], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:

@@ -111,7 +111,7 @@ def as_integers(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
 
     XLA may not widen those (CPU), nor move a conversion across the collective.
     """
-    if x.dtype != jnp.bfloat16:
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
         return send(x)
     return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 

@@ -13,9 +13,11 @@ from math import lcm, prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sharding.coded import PLAIN, LevelCodecs, as_integers, coded_all_gather, coded_reduce_scatter, filled, levels
+from sharding.mesh import DATA_AXES
 from sharding.spec import Placement
 from sharding.trees import Axes
 
@@ -65,10 +67,16 @@ def ring_reduce_scatter(x: jax.Array, axes: Axes) -> jax.Array:
     (docs/emulation.md).
     """
     size, index = lax.axis_size(axes), lax.axis_index(axes)
-    ring = [(i, (i + 1) % size) for i in range(size)]
+    # `ppermute` numbers devices as the mesh does, and from jax 0.11 on takes its axes in no other order; `axis_index`
+    # as `axes` says
+    outermost_first = sorted(range(len(axes)), key=lambda i: DATA_AXES.index(axes[i]))
+    in_mesh = tuple(axes[i] for i in outermost_first)
+    numbers = np.arange(size).reshape([lax.axis_size(axis) for axis in axes]).transpose(outermost_first)
+    number_of = np.argsort(numbers.ravel()).tolist()
+    ring = [(number_of[i], number_of[(i + 1) % size]) for i in range(size)]
     total = x[(index - 1) % size]
     for hop in range(2, size + 1):
-        total = lax.ppermute(total, axes, ring) + x[(index - hop) % size]
+        total = lax.ppermute(total, in_mesh, ring) + x[(index - hop) % size]
     return total
 
 
@@ -145,15 +153,18 @@ class Group:
         """Runs `packed` on buckets of partitioned tensors `[...]`; those split over `tensor` or stages travel apart.
 
         So do vectors where there is a codec, as they are: they are few, and of another size than matrices (scales
-        of norms near 1, weights near 0.02). Of the others each begins a block of the codec.
+        of norms near 1, weights near 0.02), and frozen parameters: what is trained beside them knows no other values.
+        Of the others each begins a block of the codec. Those of another dtype travel apart too.
         """
         out = list(xs)
-        kinds: dict[tuple[Axes, bool, bool, bool], list[int]] = {}
+        kinds: dict[tuple[Axes, bool, bool, bool, str], list[int]] = {}
         for i, p in enumerate(self.placements):
             if p.dim is not None and (scope := p.not_held(self.scope)):
-                coded = bool(codecs.used(scope, hierarchical=self.hierarchical)) and not p.is_vector
-                kinds.setdefault((scope, p.tensor_dim is not None, p.staged, coded), []).append(i)
-        for (scope, over_tensor, _, coded), members in kinds.items():
+                goes_coded = not (p.is_vector or p.frozen)
+                coded = bool(codecs.used(scope, hierarchical=self.hierarchical)) and goes_coded
+                kind = scope, p.tensor_dim is not None, p.staged, coded, xs[i].dtype.name
+                kinds.setdefault(kind, []).append(i)
+        for (scope, over_tensor, _, coded, _), members in kinds.items():
             used = codecs.used(scope, hierarchical=self.hierarchical)
             for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
                 places = tuple(self.placements[i] for i in bucket)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding.coded import PLAIN, LevelCodecs, all_to_all_levels, coded_all_to_all_rows
+from sharding.context import Context, transposable
 from sharding.trees import Axes, PyTree
 
 Gather = Callable[[str, PyTree], PyTree]
@@ -40,11 +41,11 @@ class Exchange:
 
     def there(self, x: jax.Array) -> jax.Array:
         """Sends own tokens `[E, ...]`, by expert; returns those of all devices for own experts, `[E/n, n, ...]`."""
-        return keep(_transposable(self._there, self._back)(x)) if self.scope else x[:, None]
+        return keep(transposable(self._there, self._back)(x)) if self.scope else x[:, None]
 
     def back(self, y: jax.Array) -> jax.Array:
         """Sends the outputs `[E/n, n, ...]` of own experts back; returns those of own tokens, `[E, ...]`."""
-        return keep(_transposable(self._back, self._there)(y)) if self.scope else y[:, 0]
+        return keep(transposable(self._back, self._there)(y)) if self.scope else y[:, 0]
 
     def _there(self, x: jax.Array) -> jax.Array:
         sizes = self._sizes()
@@ -81,21 +82,13 @@ def keep(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, KEPT)
 
 
-def _transposable(
-    forward: Callable[[jax.Array], jax.Array], transposed: Callable[[jax.Array], jax.Array]
-) -> Callable[[jax.Array], jax.Array]:
-    """Returns `forward`, a permutation of values `[...]` between devices, whose gradients travel by `transposed`."""
-    send = jax.custom_vjp(forward)
-    send.defvjp(lambda x: (forward(x), None), lambda _, g: (transposed(g),))
-    return send
-
-
 @dataclass(frozen=True, kw_only=True)
 class GatherWithExchange:
-    """The gather that a model calls, and the exchange of tokens for the experts that it does not gather."""
+    """The gather that a model calls, the exchange of tokens for experts that it does not gather, and the context."""
 
     gather: Gather
     exchange: Exchange
+    context: Context
 
     def __call__(self, name: str, tree: PyTree) -> PyTree:
         return self.gather(name, tree)
@@ -104,3 +97,8 @@ class GatherWithExchange:
 def exchange_of(gather: Gather) -> Exchange:
     """Returns the exchange that comes with a gather; a gather without one leaves experts on every device."""
     return gather.exchange if isinstance(gather, GatherWithExchange) else ALONE
+
+
+def context_of(gather: Gather) -> Context:
+    """Returns the devices that share rows, as they come with a gather; without them each has whole rows."""
+    return gather.context if isinstance(gather, GatherWithExchange) else Context()

@@ -3,6 +3,8 @@
 All but `auto_gather` run inside a `shard_map` whose data axes are manual.
 """
 
+from itertools import compress
+
 import jax
 from jax import lax
 from jax.sharding import NamedSharding
@@ -13,7 +15,7 @@ from sharding.experts import Gather, GatherWithExchange
 from sharding.plan import ShardingPlan
 from sharding.scopes import beyond
 from sharding.spec import Placement, is_placement
-from sharding.trees import Axes, PyTree
+from sharding.trees import Axes, Placements, PyTree
 
 
 def layer_gather(plan: ShardingPlan, scope: Axes | None = None) -> Gather:
@@ -23,24 +25,24 @@ def layer_gather(plan: ShardingPlan, scope: Axes | None = None) -> Gather:
     """
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return gather_tree(plan, used_placements(plan, name), values_of(tree), scope)
+        return gather_tree(plan, used_placements(plan, name, plan.all_placements), values_of(tree), scope)
 
-    return GatherWithExchange(gather=gather, exchange=plan.exchange)
+    return GatherWithExchange(gather=gather, exchange=plan.exchange, context=plan.context)
 
 
 def no_gather(plan: ShardingPlan) -> Gather:
     """Returns the gather of a model whose parameters were gathered before: only tokens travel."""
-    return GatherWithExchange(gather=lambda name, tree: tree, exchange=plan.exchange)
+    return GatherWithExchange(gather=lambda name, tree: tree, exchange=plan.exchange, context=plan.context)
 
 
 def auto_gather(plan: ShardingPlan) -> Gather:
     """Returns the gather of the automatic partitioner: a constraint to the unpartitioned sharding."""
 
     def whole(p: Placement, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x.astype(plan.compute_dtype), NamedSharding(plan.mesh, p.pspec(())))
+        return lax.with_sharding_constraint(_as_gathered(plan, p, x), NamedSharding(plan.mesh, p.pspec(())))
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return jax.tree.map(whole, used_placements(plan, name), tree, is_leaf=is_placement)
+        return jax.tree.map(whole, used_placements(plan, name, plan.all_placements), tree, is_leaf=is_placement)
 
     return gather
 
@@ -48,22 +50,32 @@ def auto_gather(plan: ShardingPlan) -> Gather:
 def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: Axes | None = None) -> PyTree:
     """Gathers local shards `[...]` in one collective a network level, in the compute dtype; backwards it is hop one.
 
-    Over the parameters' scope, or over `scope`, the last axes by which the shards are cut.
+    Over the parameters' scope, or over `scope`, the last axes by which the shards are cut. Frozen parameters are
+    gathered as they are stored (one more collective for each dtype), and have no way back.
     """
     layout = plan.layout
-    group = plan.group(placements, layout.parameters if scope is None else scope, coded=True)
+    scope = layout.parameters if scope is None else scope
+    group = plan.group(placements, scope, coded=True)
+    trained = [not p.frozen for p in group.placements]
+    to_reduce = plan.group([*compress(group.placements, trained)], scope, coded=True)
+
+    def backward(_: None, grads: list[jax.Array]) -> tuple[list[jax.Array | None]]:
+        reduced = iter(_hop_one_leaves(plan, to_reduce, [*compress(grads, trained)]))
+        return ([next(reduced) if is_trained else None for is_trained in trained],)
 
     @jax.custom_vjp
     @jax.named_scope("gather")
     def gather(shards: list[jax.Array]) -> list[jax.Array]:
         return [vary(x, layout.data_axes) for x in group.gather(shards)]
 
-    gather.defvjp(
-        lambda shards: (gather(shards), None),
-        lambda _, grads: (_hop_one_leaves(plan, group, grads),),
-    )
+    gather.defvjp(lambda shards: (gather(shards), None), backward)
     leaves, tree = jax.tree.flatten(shards)
-    return tree.unflatten(gather([x.astype(plan.compute_dtype) for x in leaves]))
+    return tree.unflatten(gather([_as_gathered(plan, p, x) for p, x in zip(group.placements, leaves, strict=True)]))
+
+
+def _as_gathered(plan: ShardingPlan, p: Placement, x: jax.Array) -> jax.Array:
+    """Returns shards `[...]` in the dtype in which they travel."""
+    return x if p.frozen else x.astype(plan.compute_dtype)
 
 
 def hop_one(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyTree:
@@ -120,9 +132,9 @@ def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
     return tree.unflatten(gather(leaves))
 
 
-def used_placements(plan: ShardingPlan, name: str) -> PyTree:
-    """Returns the placements of what a model gathers under `name`: of a stack, one layer's slice."""
-    placements = plan.placements[name]
+def used_placements(plan: ShardingPlan, name: str, placements: Placements) -> PyTree:
+    """Returns those placements that belong to what a model gathers under `name`: of a stack, one layer's slice."""
+    placements = placements[name]
     if name not in plan.stacks:
         return placements
     return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)

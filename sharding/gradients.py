@@ -12,6 +12,7 @@ from jax import lax
 from sharding.accumulation import Accumulating, Rule, values_of
 from sharding.collectives import vary
 from sharding.experts import Gather
+from sharding.frozen import joined, part_like
 from sharding.gathers import (
     auto_gather,
     gather_tree,
@@ -27,8 +28,6 @@ from sharding.hop_two import (
     Exchanged,
     GroupExchange,
     Sums,
-    beside_micro_steps,
-    in_last_micro_step,
 )
 from sharding.pieces import is_in_part
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
@@ -38,9 +37,10 @@ from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTr
 Value = TypeVar("Value")
 # the weighted sum of the losses of the rows given, and those of the auxiliary metrics
 Loss = Callable[[Params, Batch, Gather], tuple[jax.Array, Means]]
-# a device's shards of its replica's parameters, its rows, the sum of all weights, and hop two if it is to be early ->
+# a device's shards of its replica's parameters, its rows, the sum of all weights, and what is to happen in the last of
+# them (Early: hop two; sharding.shares.HandOut), or None ->
 # the sums of its gradients, and its part of the means; of global arrays where XLA's partitioner chooses the collectives
-MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, Early | None], tuple[Sums, Means]]
+MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, Any], tuple[Sums, Means]]
 
 
 def batch_gradients(
@@ -50,18 +50,29 @@ def batch_gradients(
     batch: Batch,
     drift_R: GradsR | None = None,
     early: Early | None = None,
+    scale: jax.Array | None = None,
 ) -> tuple[GradsR | None, Exchanged | None, Means]:
     """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the means, `loss` too.
 
+    `params` are all parameters; of the frozen ones there is no gradient.
+
     Hop two remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it, and the second
     result has what they exchanged: what waited, or the gradients, and then the first result is None. With `drift_R`
-    each replica is at `params + drift_R[r]`.
+    each replica is at `params + drift_R[r]`. The micro-steps differentiate `scale` times the loss, a power of two; what
+    leaves them, into hop two too, is divided by it.
     """
     layout, total = plan.layout, jnp.sum(batch["weights"])
+    if scale is not None:
+        total = total / scale
+        early = early and replace(early, scale=scale)
     of_gradients = early is not None and early.waiting is None
+
+    def unscaled(tree: PyTree) -> PyTree:
+        return tree if scale is None else jax.tree.map(lambda x: x / scale, tree)
+
     if layout.is_automatic:
         sums, means = micro_steps(plan, params, batch, total, None)
-        return jax.tree.map(lambda g: g[None], sums.grads), None, means
+        return unscaled(jax.tree.map(lambda g: g[None], sums.grads)), None, unscaled(means)
 
     def on_device(
         params: Params, batch: Batch, total: jax.Array, drift_R: GradsR | None, early: Early | None
@@ -93,12 +104,14 @@ def batch_gradients(
     kept_specs, drift_specs = (None if x is None else specs_R for x in (early and early.kept, drift_R))
     given = done = None
     if early:
-        given = replace(early, done=REPLICATED, kept=kept_specs, waiting=None if of_gradients else specs_R)
+        waiting_specs, scale_spec = None if of_gradients else specs_R, None if scale is None else REPLICATED
+        given = replace(early, done=REPLICATED, kept=kept_specs, waiting=waiting_specs, scale=scale_spec)
         part = None if of_gradients else pspecs(plan.placements, layout.gradients, tensor=False)
         done = Exchanged(mean_R=specs_R, kept_R=kept_specs, counts=REPLICATED, part=part)
     out_specs = (None if of_gradients else specs_R, done, REPLICATED)
     run = run_manual(plan, on_device, out_specs, (REPLICATED, drift_specs, given))
-    return run(params, batch, total, drift_R, early)
+    grads_R, exchanged, means = run(params, batch, total, drift_R, early)
+    return unscaled(grads_R), exchanged, unscaled(means)
 
 
 def replica_parameters(plan: ShardingPlan, params: Params, drift_R: GradsR | None) -> Params:
@@ -110,7 +123,8 @@ def replica_parameters(plan: ShardingPlan, params: Params, drift_R: GradsR | Non
     if plan.layout.two_hop:
         params = jax.tree.map(lambda x: vary(x, axes), params)
     if drift_R is not None:
-        params = jax.tree.map(lambda x, d: x + vary(d[0], axes), params, drift_R)
+        trained, frozen = part_like(params, plan.placements)
+        params = joined(jax.tree.map(lambda x, d: x + vary(d[0], axes), trained, drift_R), frozen)
     return params
 
 
@@ -124,7 +138,7 @@ def accumulated(loss: Loss) -> MicroSteps:
 
 
 def _manual(
-    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Early | None
+    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Any
 ) -> tuple[Sums, Means]:
     """Returns the sums over the micro-steps of this device's gradients `[...]`, in their scope, and of its losses.
 
@@ -152,18 +166,20 @@ def _manual(
     if early is None:
         (sums, value), aux = lax.scan(micro_step, carry, items)
     else:
-        run = in_last_micro_step if early.waiting is None else beside_micro_steps
-        (sums, value), aux = run(plan, early, micro_step, carry, items)
+        (sums, value), aux = early.run(plan, micro_step, carry, items)
     return sums, _means(value, aux)
 
 
 def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Sums]:
     """Returns the shards `[...]` after the gather of what all micro-steps use, and zero sums in their scope."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
-    gathered = gather_tree(plan, plan.placements, params, policy.each_step(parameters)) if policy.each_step else params
+    gathered = params
+    if policy.each_step:
+        gathered = gather_tree(plan, plan.all_placements, params, policy.each_step(parameters))
+    trained, _ = part_like(params, plan.placements)
     # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
     zero = lax.optimization_barrier(jnp.zeros(()))
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) + zero, params)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) + zero, trained)
     return gathered, Sums(to_gradient_scope(plan, plan.placements, zeros, zeros=True))
 
 
@@ -182,8 +198,11 @@ def tied(plan: ShardingPlan, gathered: Params, i: jax.Array) -> Params:
 def accumulating(plan: ShardingPlan, params: Params, sums: Sums, exchange: GroupExchange | None) -> PyTree:
     """Returns the shards `[...]` so that their gradients are added to `sums`, and exchanged by `exchange`, if any."""
     policy = plan.layout.gather
+    keeps = plan.overlap and policy.each_micro_step
 
-    def rule(name: str, placements: Placements) -> Rule:
+    def rule(name: str, placements: Placements, every: Placements) -> Rule:
+        """The placements are of the trained parameters of a group, and of every one of it."""
+
         def add(sums: Sums, grads: Grads) -> Sums:
             if policy.each_step:
                 grads = hop_one(plan, placements, grads)
@@ -195,15 +214,19 @@ def accumulating(plan: ShardingPlan, params: Params, sums: Sums, exchange: Group
             add=add,
             exchange=partial(exchange, name, placements) if exchange else None,
             overlap=plan.overlap,
-            keep=partial(_gather_for_micro_step, plan, placements) if plan.overlap and policy.each_micro_step else None,
+            part=partial(part_like, like=placements),
+            keep=partial(_gather_for_micro_step, plan, every) if keeps else None,
         )
 
+    def group(name: str) -> PyTree:
+        if name not in plan.placements:  # all of it is frozen
+            return _gather_for_micro_step(plan, plan.frozen[name], params[name]) if keeps else params[name]
+        places = (used_placements(plan, name, tree) for tree in (plan.placements, plan.all_placements))
+        return Accumulating(values=params[name], sums=sums.group(name), rule=rule(name, *places))
+
     if (policy.each_step or policy.each_micro_step) and not plan.overlap:  # gradients do not come out by layer
-        return Accumulating(values=params, sums=sums, rule=rule("", plan.placements))
-    return {
-        name: Accumulating(values=params[name], sums=sums.group(name), rule=rule(name, used_placements(plan, name)))
-        for name in params
-    }
+        return Accumulating(values=params, sums=sums, rule=rule("", plan.placements, plan.all_placements))
+    return {name: group(name) for name in params}
 
 
 def micro_loss(loss: Callable[[Params, Batch, Gather], Value], plan: ShardingPlan, kept: PyTree, micro: Batch) -> Value:
@@ -211,7 +234,7 @@ def micro_loss(loss: Callable[[Params, Batch, Gather], Value], plan: ShardingPla
     policy, parameters = plan.layout.gather, plan.layout.parameters
     kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it
     if policy.each_micro_step and not plan.overlap:  # with overlap it is gathered a layer at a time
-        kept = _gather_for_micro_step(plan, plan.placements, kept)
+        kept = _gather_for_micro_step(plan, plan.all_placements, kept)
     if policy.each_use:
         return loss(kept, micro, layer_gather(plan, policy.each_use(parameters)))
     return loss(kept, micro, no_gather(plan))
@@ -229,14 +252,15 @@ def _automatic(
 ) -> tuple[Sums, Means]:
     """Returns the sums over the micro-steps of global gradients `[...]`, collectives chosen by XLA's partitioner."""
     gather, scope = auto_gather(plan), plan.layout.gradients
+    trained, frozen = part_like(params, plan.placements)
 
     def micro_step(carry: tuple[Grads, jax.Array], micro: Batch) -> tuple[tuple[Grads, jax.Array], Means]:
         def mean(params: Params) -> tuple[jax.Array, Means]:
-            return jax.tree.map(lambda x: x / total, loss(params, micro, gather))
+            return jax.tree.map(lambda x: x / total, loss(joined(params, frozen), micro, gather))
 
-        (value, aux), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        (value, aux), grads = jax.value_and_grad(mean, has_aux=True)(trained)
         return jax.tree.map(jnp.add, carry, (plan.constrain(grads, scope), value)), aux
 
-    zeros = plan.constrain(jax.tree.map(jnp.zeros_like, params), scope)
+    zeros = plan.constrain(jax.tree.map(jnp.zeros_like, trained), scope)
     (grads, value), aux = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
     return Sums(grads), _means(value, aux)

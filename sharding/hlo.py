@@ -19,7 +19,8 @@ from sharding.mesh import MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # named scopes of the step
-LABELS = ("gather", "hop_one", "gradient_scope", "pipeline", "hop_two", "orthogonalise", "parameter_scope", "experts")
+LABELS = ("gather", "hop_one", "gradient_scope", "pipeline", "hop_two", "orthogonalise", "parameter_scope")
+LABELS += ("experts", "context")
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 NOT_REPORTED = ("label", "loop_depth", "num_elements", "group_size", "group_nodes")

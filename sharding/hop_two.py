@@ -51,6 +51,14 @@ class Early:
     waiting: PyTree = None  # `[R, ...]`, like the parameters
     # the steps in which all of `waiting` is exchanged: part `done % parts` of each tensor in this one
     parts: int = field(default=1, metadata={"static": True})
+    scale: jax.Array | None = None  # f32 []: the gradients' sums are multiplied by it, not what waits
+
+    def run(
+        self, plan: ShardingPlan, micro_step: "MicroStep", carry: "Carry", items: tuple[jax.Array, PyTree]
+    ) -> tuple["Carry", Any]:
+        """Runs the micro-steps on `items` `[accum, ...]`, and hop two in them."""
+        run = in_last_micro_step if self.waiting is None else beside_micro_steps
+        return run(plan, self, micro_step, carry, items)
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +87,7 @@ class Sums(NamedTuple):
     done: Any = None  # exchanges done
     piece: Any = None  # the next piece of what waits
     counts: Any = None
+    scale: Any = None  # by which the gradients are multiplied; of a stack `[L]`
 
     def group(self, name: str) -> "Sums":
         """Returns the part of one group of parameters."""
@@ -96,9 +105,14 @@ def in_last_micro_step(
     """Runs the micro-steps on `items` `[accum, ...]`, and hop two of the sums inside the last one's backward pass."""
     (sums, value), aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
     sums = _first_sums(plan, early, sums.grads, early.kept)
+    return run_last(partial(micro_step, exchange=partial(_exchange_group, plan, early)), (sums, value), items, aux)
+
+
+def run_last(micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree], aux: PyTree) -> tuple[Carry, Any]:
+    """Runs the last micro-step on `items` `[accum, ...]`; `aux` `[accum - 1]` is of the others."""
     # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
-    last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), value))
-    carry, more = micro_step((sums, value), last, exchange=partial(_exchange_group, plan, early))
+    last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), carry[1]))
+    carry, more = micro_step((carry[0], value), last)
     return carry, jax.tree.map(lambda x, y: jnp.append(x, y), aux, more)
 
 
@@ -121,7 +135,7 @@ def beside_micro_steps(
         (sums, value), aux = lax.scan(micro_step, carry, items)
         counts = {}
         for name in waiting:
-            placements, of_group = used_placements(plan, name), kept and kept[name]
+            placements, of_group = used_placements(plan, name, plan.placements), kept and kept[name]
             waiting[name], of_group, counts[name] = _hop_two(
                 plan, early, (name, early.done), placements, waiting[name], of_group
             )
@@ -140,7 +154,8 @@ def _first_sums(plan: ShardingPlan, early: Early, grads: PyTree, kept: PyTree, w
         value = vary(jnp.asarray(value, jnp.float32), plan.layout.data_axes)
         return {name: jnp.broadcast_to(value, (*layers[name], *shape)) for name in grads}
 
-    return Sums(grads, kept, waiting, fill(early.done), None if waiting is None else fill(0), fill(0, early.num_counts))
+    piece, scale = None if waiting is None else fill(0), None if early.scale is None else fill(early.scale)
+    return Sums(grads, kept, waiting, fill(early.done), piece, fill(0, early.num_counts), scale)
 
 
 def _exchange_group(
@@ -148,7 +163,8 @@ def _exchange_group(
 ) -> Sums:
     """Runs hop two on the sums `[...]` of a group, or of one layer."""
     numbers = (name, sums.done.astype(jnp.int32), layer)
-    grads, kept, counts = _hop_two(plan, early, numbers, placements, sums.grads, sums.kept)
+    grads = sums.grads if sums.scale is None else jax.tree.map(lambda g: g / sums.scale, sums.grads)
+    grads, kept, counts = _hop_two(plan, early, numbers, placements, grads, sums.kept)
     return sums._replace(grads=grads, kept=kept, counts=counts)
 
 

@@ -1,8 +1,8 @@
 """The named mesh axes, and the mesh made of them from the devices that are there.
 
 Each name says a role and a network, so that a `PartitionSpec` can be read aloud and the cost of every collective is
-visible in its axes: `stage * replica_inter * shard_inter` = nodes, `replica_intra * shard_intra * tensor` = devices a
-node. Five axes are always there; `stage` is where there is a pipeline.
+visible in its axes: `stage * replica_inter * shard_inter` = nodes, `replica_intra * shard_intra * context * tensor` =
+devices a node. Five axes are always there; `stage` is where there is a pipeline, `context` where devices share rows.
 """
 
 import socket
@@ -20,16 +20,18 @@ from sharding.trees import Axes
 Device = Any  # a jax.Device
 
 STAGE = "stage"  # of a pipeline: its stages have different layers and the same rows
+CONTEXT = "context"  # neighbours that take the same rows, and a part of their positions each
 INTER_AXES = (STAGE, "replica_inter", "shard_inter")
 INTRA_AXES = ("replica_intra", "shard_intra")
-DATA_AXES = ("replica_inter", "shard_inter", *INTRA_AXES)  # outermost first: the order of the devices
+ROW_AXES = ("replica_inter", "shard_inter", *INTRA_AXES)  # outermost first: the order of the devices
+DATA_AXES = (*ROW_AXES, CONTEXT)
 AXES = (STAGE, *DATA_AXES, "tensor")
 NAME_BYTES = 256  # of a host; POSIX allows 255
 
 # A partitioned dim is cut by these axes, major first. Being the reverse of DATA_AXES, the slow network is the minor
 # one: gathering between nodes first and inside the node second lands every chunk in place (the rearrangement that
 # MiCS section 3.3 pays for costs nothing), and every scope is a prefix of this order.
-CHUNK_ORDER = ("shard_intra", "replica_intra", "shard_inter", "replica_inter")
+CHUNK_ORDER = (CONTEXT, "shard_intra", "replica_intra", "shard_inter", "replica_inter")
 
 
 def inter_part(axes: Sequence[str]) -> Axes:
@@ -51,12 +53,14 @@ class MeshShape:
     shard_inter: int
     replica_intra: int
     shard_intra: int
+    context: int = 1
     tensor: int
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first; without `stage` where there is one stage."""
-        return {axis: getattr(self, axis) for axis in (AXES if self.stage > 1 else AXES[1:])}
+        """Axis name to size, outermost first; without `stage` and `context` where they are 1."""
+        unused = {axis for axis in (STAGE, CONTEXT) if getattr(self, axis) == 1}
+        return {axis: getattr(self, axis) for axis in AXES if axis not in unused}
 
     @property
     def num_nodes(self) -> int:
@@ -64,7 +68,7 @@ class MeshShape:
 
     @property
     def devices_per_node(self) -> int:
-        return self.replica_intra * self.shard_intra * self.tensor
+        return self.replica_intra * self.shard_intra * self.context * self.tensor
 
     @property
     def num_devices(self) -> int:
@@ -72,8 +76,8 @@ class MeshShape:
 
     @property
     def num_data_devices(self) -> int:
-        """Devices that each take rows of the batch: all of a stage, a tensor group counted once."""
-        return self.num_devices // (self.tensor * self.stage)
+        """Devices that each take rows of the batch: all of a stage, a context or tensor group counted once."""
+        return self.num_devices // (self.context * self.tensor * self.stage)
 
     def size(self, axes: Sequence[str]) -> int:
         """Product of the sizes of `axes`."""

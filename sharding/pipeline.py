@@ -47,7 +47,8 @@ class StagedLoss:
     last: tuple[str, ...]
     between: Callable[[Batch], jax.ShapeDtypeStruct]  # rows -> the shape and dtype of what the stages hand on
     begin: Callable[[Mapping[str, Params], Batch], jax.Array]  # (gathered groups of `first`, rows) -> the first input
-    layers: Callable[[Params, jax.Array, Batch, Gather], jax.Array]  # (parameters, input, rows, gather) -> output
+    # (parameters, input, rows, gather, number of the stage) -> output
+    layers: Callable[[Params, jax.Array, Batch, Gather, jax.Array], jax.Array]
     loss: Callable[[Mapping[str, Params], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
 
     def forward(self, params: Params, x: jax.Array, rows: Batch, gather: Gather) -> jax.Array:
@@ -74,8 +75,9 @@ class StagedLoss:
         self, first: Mapping[str, Params], params: Params, x: jax.Array, rows: Batch, gather: Gather
     ) -> jax.Array:
         axes = tuple(jax.typeof(x).manual_axis_type.varying)
-        x = lax.cond(lax.axis_index(STAGE) == 0, lambda: vary(self.begin(first, rows), axes), lambda: x)
-        return self.layers(params, x, rows, gather)
+        stage = lax.axis_index(STAGE)
+        x = lax.cond(stage == 0, lambda: vary(self.begin(first, rows), axes), lambda: x)
+        return self.layers(params, x, rows, gather, stage)
 
 
 def forward_and_backward(

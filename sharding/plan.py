@@ -12,7 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.coded import PLAIN, LevelCodecs
 from sharding.collectives import Group
+from sharding.context import Context
 from sharding.experts import Exchange
+from sharding.frozen import joined
 from sharding.scopes import Layout
 from sharding.spec import is_placement, is_stack, pspecs
 from sharding.trees import Axes, PyTree
@@ -26,7 +28,8 @@ class ShardingPlan:
 
     mesh: Mesh
     layout: Layout
-    placements: PyTree  # of Placement, a tree like the parameters
+    placements: PyTree  # of Placement, a tree like the trained parameters
+    frozen: PyTree = dataclasses.field(default_factory=dict)  # of Placement, of the frozen ones
     compute_dtype: Any = jnp.float32
     reduce_dtype: Any = None  # of hop one; None: the compute dtype
     gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
@@ -52,13 +55,18 @@ class ShardingPlan:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """Spec of batch arrays `[accum, rows, ...]`."""
-        return PartitionSpec(None, self.layout.data_axes or None)
+        """Spec of batch arrays `[accum, rows, ...]`, where devices share rows `[accum, rows, T]`."""
+        return PartitionSpec(None, self.layout.row_axes or None, *self.layout.context_axes)
 
     @property
     def stacks(self) -> frozenset[str]:
         """The groups of parameters that are stacks of layers, gathered a layer at a time."""
-        return frozenset(name for name, group in self.placements.items() if is_stack(group))
+        return frozenset(name for name, group in self.all_placements.items() if is_stack(group))
+
+    @property
+    def all_placements(self) -> PyTree:
+        """The placements of all parameters, trained and frozen."""
+        return joined(self.placements, self.frozen)
 
     @property
     def without_codecs(self) -> "ShardingPlan":
@@ -71,8 +79,13 @@ class ShardingPlan:
         layout = self.layout
         return Exchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=self.expert_codecs)
 
+    @property
+    def context(self) -> Context:
+        """The devices that share rows."""
+        return Context(axes=self.layout.context_axes)
+
     def map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
-        """Maps `function(placement, leaf, ...)` over trees like the parameters."""
+        """Maps `function(placement, leaf, ...)` over trees like the trained parameters."""
         return jax.tree.map(function, self.placements, *trees, is_leaf=is_placement)
 
     def shardings(self, scope: Axes) -> PyTree:
@@ -99,10 +112,13 @@ class ShardingPlan:
 def run_manual(
     plan: ShardingPlan, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
 ) -> Callable[..., Any]:
-    """Returns `function(params, batch, *more)` run on local shards and rows, all axes but `tensor` manual."""
+    """Returns `function(params, batch, *more)` run on local shards and rows, all axes but `tensor` manual.
+
+    The parameters are all of them, trained and frozen.
+    """
 
     def run(params: PyTree, batch: PyTree, *more: Any) -> Any:
-        param_specs = pspecs(plan.placements, plan.layout.parameters, tensor=False)
+        param_specs = pspecs(plan.all_placements, plan.layout.parameters, tensor=False)
         in_specs = (param_specs, plan.batch_spec, *more_specs)
         mapped = jax.shard_map(
             function,

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from configs.schema import ShardingConfig
 from configs.schema.own import OWN
-from sharding.mesh import CHUNK_ORDER, DATA_AXES, STAGE, MeshShape, divisors, inter_part, intra_part
+from sharding.mesh import CHUNK_ORDER, CONTEXT, DATA_AXES, ROW_AXES, STAGE, MeshShape, divisors, inter_part, intra_part
 from sharding.trees import Axes
 
 Part = Callable[[Axes], Axes]  # from the parameters' scope to the part of it that is gathered; `tuple`: all of it
@@ -66,8 +66,18 @@ class Layout:
 
     @property
     def data_axes(self) -> Axes:
-        """All axes over which rows of the batch are split, outermost first."""
+        """All axes over which the batch is split, rows or positions, outermost first."""
         return self.shape.used(DATA_AXES)
+
+    @property
+    def row_axes(self) -> Axes:
+        """Those over which its rows are."""
+        return self.shape.used(ROW_AXES)
+
+    @property
+    def context_axes(self) -> Axes:
+        """That over which the positions of a row are, if any."""
+        return self.shape.used((CONTEXT,))
 
     @property
     def varying_axes(self) -> Axes:
@@ -121,12 +131,13 @@ class Layout:
 
 
 def make_layout(
-    config: ShardingConfig, *, num_nodes: int, devices_per_node: int, tensor: int = 1, stages: int = 1
+    config: ShardingConfig, *, num_nodes: int, devices_per_node: int, context: int = 1, tensor: int = 1, stages: int = 1
 ) -> Layout:
     """Returns the mesh shape and scopes of a strategy on `num_nodes` nodes.
 
     With several `stages` each has as many nodes, and the scopes lie inside a stage. A scope of p devices lies inside a
-    node if p <= devices_per_node and spans whole consecutive nodes otherwise.
+    node if p <= devices_per_node and spans whole consecutive nodes otherwise; it has all `context` devices of a row, or
+    is none.
     ValueError if a scope does not divide the devices, or they are not nested (experts, parameters, gradients, optimizer
     state, each within the next), or they would cut a node, or the nodes, in more than one place; and for keys that do
     not go together. WorldTooSmallError if more nodes would do.
@@ -156,19 +167,29 @@ def make_layout(
             f"sharding.experts={config.experts} ({_count(experts * tensor)}) must lie within the scope of the "
             f"parameters ({_count(sizes[0] * tensor)}); {fix}, or choose a strategy that partitions the parameters more"
         )
-    intra_cuts = sorted({size for size in (experts, *sizes) if 1 < size < local})
-    inter_cuts = sorted({size // local for size in (experts, *sizes) if local < size < local * num_nodes})
+    if local % context:
+        raise ValueError(f"mesh.context={context} does not divide the {local} devices of a node; {divisors(local)} do")
+    if cut := next((size for size in (*sizes, experts) if size > 1 and size % context), 0):
+        raise ValueError(
+            f"mesh.context={context} does not divide a scope of {_count(cut * tensor)}; set mesh.context to one of "
+            f"{divisors(cut)}, or choose a larger scope"
+        )
+    local //= context
+    units = [max(size // context, 1) for size in (*sizes, experts)]  # devices that share rows count as one
+    intra_cuts = sorted({size for size in units if 1 < size < local})
+    inter_cuts = sorted({size // local for size in units if local < size < local * num_nodes})
     if len(intra_cuts) > 1 or len(inter_cuts) > 1:
         what = f"a node of {local} at {intra_cuts}" if len(intra_cuts) > 1 else f"{num_nodes} nodes at {inter_cuts}"
         raise ValueError(f"the scopes cut {what} in two places; a mesh has one cut inside a node and one between nodes")
-    shard_intra = intra_cuts[0] if intra_cuts else (local if sizes[0] >= local else 1)
-    shard_inter = inter_cuts[0] if inter_cuts else (num_nodes if sizes[0] == local * num_nodes else 1)
+    shard_intra = intra_cuts[0] if intra_cuts else (local if units[0] >= local else 1)
+    shard_inter = inter_cuts[0] if inter_cuts else (num_nodes if units[0] == local * num_nodes else 1)
     shape = MeshShape(
         stage=stages,
         replica_inter=num_nodes // shard_inter,
         shard_inter=shard_inter,
         replica_intra=local // shard_intra,
         shard_intra=shard_intra,
+        context=context,
         tensor=tensor,
     )
     return Layout(

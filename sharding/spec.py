@@ -25,15 +25,16 @@ class ParamSpec:
     """Shape, dtype and dim names of one parameter.
 
     `dims` names every dim of `shape` (of transformers `layers`, `embed`, `mlp`, `heads`, `kv_heads`, `vocab`,
-    `position`, `token_type`, `norm`, `experts`): a stack of layers has `layers` first; `mlp`, `heads`, `kv_heads` and
-    `vocab` may be split over the `tensor` axis, `experts` over the experts' scope.
-    `replicate` is the only way to keep a whole copy on every device of a partition group.
+    `position`, `token_type`, `norm`, `head`, `experts`): a stack of layers has `layers` first; `mlp`, `heads`,
+    `kv_heads` and `vocab` may be split over the `tensor` axis, `experts` over the experts' scope. `frozen`: no step
+    changes it. `replicate` keeps a whole copy on every device of a partition group; of the others `head` alone may be.
     """
 
     shape: tuple[int, ...]
     dims: Axes
     dtype: Any = jnp.float32
     replicate: bool = False
+    frozen: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -61,6 +62,7 @@ class Placement:
     staged: bool = False
     expert_dim: int | None = None
     held: Axes = ()  # in CHUNK_ORDER
+    frozen: bool = False
 
     @property
     def is_vector(self) -> bool:
@@ -98,7 +100,8 @@ class Placement:
 def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     """Returns where a parameter is cut: the first dim (never `layers`) that the widest scope divides.
 
-    All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A matrix'
+    All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A vector of
+    a `head`'s size is kept whole where none divides it; frozen parameters have the parameters' scope alone. A matrix'
     first dim in TENSOR_DIMS goes to `tensor`, `layers` to the stages of a pipeline, the dim `experts` to the experts'
     scope. ValueError if no dim can be partitioned and the spec does not replicate, and for layers or experts that
     cannot be divided.
@@ -127,13 +130,16 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
             f"sharding.experts; choose a multiple of {shape.size(held)} for model.num_experts, or another "
             "sharding.experts"
         )
-    of_spec = {"ndim": ndim, "stacked": spec.stacked, "staged": staged}
+    of_spec = {"ndim": ndim, "stacked": spec.stacked, "staged": staged, "frozen": spec.frozen}
     whole = Placement(dim=None, tensor_dim=tensor_dim, expert_dim=expert_dim, held=held, **of_spec)
-    degree = shape.size(whole.not_held(layout.optimizer))  # of the widest scope
+    widest = layout.parameters if spec.frozen else layout.optimizer
+    degree = shape.size(whole.not_held(widest))
     if degree == 1 or spec.replicate:
         return whole
     others = [i for i in free if i not in (tensor_dim, expert_dim)]
     dim = next((i for i in others if spec.shape[i] and spec.shape[i] % degree == 0), None)
+    if dim is None and "head" in spec.dims:
+        return whole
     if dim is None:
         sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in others) or "none left"
         padded = next((f", such as model.{PADDED[d]}={degree}" for i in others if (d := spec.dims[i]) in PADDED), "")

@@ -73,6 +73,9 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
     return dataclasses.replace(
         jax.tree.map(lambda _: NamedSharding(plan.mesh, REPLICATED), shapes),
         params=plan.shardings(plan.layout.parameters),
+        frozen=jax.tree.map(
+            lambda p: NamedSharding(plan.mesh, p.pspec(plan.layout.parameters)), plan.frozen, is_leaf=is_placement
+        ),
         hop_two=placed(shapes.hop_two, lambda name, shape: None),
         opt_state=placed(shapes.opt_state, cut),
     )

@@ -1,7 +1,7 @@
 """The training step: the gradients of a batch, hop two and the optimizer under `jit`."""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -10,9 +10,10 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 
 from sharding.experts import Gather
+from sharding.frozen import joined
 from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
 from sharding.gradients import MicroSteps, batch_gradients
-from sharding.hop_two import Early
+from sharding.hop_two import Early, Exchanged
 from sharding.plan import ShardingPlan, run_manual
 from sharding.trees import Batch, GradsR, Means, Params
 
@@ -32,16 +33,28 @@ class Chain:
     early: Callable[[States], Early] | None = None  # hop two in the micro-steps; None: after them
     drift: Callable[[States], GradsR] | None = None  # each replica's parameters minus the shared ones, `[R, ...]`
     watch: Callable[[States], Means] = lambda states: {}  # scalars to report
+    scale: Callable[[States], jax.Array] | None = None  # what the loss is multiplied by, f32 [], for float16
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that a step changes: what a checkpoint holds."""
+    """All that a step changes, what a checkpoint holds; and the frozen parameters, if there are any."""
 
     step: jax.Array  # int32 []: steps done
-    params: Params
+    params: Params  # the trained ones
     hop_two: Any  # what hop two keeps: residuals, what waits, counters
     opt_state: Any
+    frozen: Params = field(default_factory=dict)
+
+    @property
+    def all_params(self) -> Params:
+        """The parameters of the model, trained and frozen."""
+        return joined(self.params, self.frozen)
+
+    @property
+    def to_keep(self) -> "TrainState":
+        """What a checkpoint or a snapshot keeps of it."""
+        return replace(self, frozen={})
 
     @property
     def chain(self) -> States:
@@ -50,7 +63,13 @@ class TrainState:
 
 
 # fields, and their names in checkpoints
-_NAMES = {"step": "step", "params": "params", "hop_two": "opt_state.exchange", "opt_state": "opt_state"}
+_NAMES = {
+    "step": "step",
+    "params": "params",
+    "hop_two": "opt_state.exchange",
+    "opt_state": "opt_state",
+    "frozen": "frozen",
+}
 jax.tree_util.register_pytree_with_keys(
     TrainState,
     lambda state: ([(GetAttrKey(name), getattr(state, field)) for field, name in _NAMES.items()], None),
@@ -58,10 +77,11 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def first_state(chain: Chain, params: Params) -> TrainState:
-    """Returns the state before the first step, of parameters `[...]`."""
+def first_state(chain: Chain, params: Params, frozen: Params | None = None) -> TrainState:
+    """Returns the state before the first step, of trained and frozen parameters `[...]`."""
     hop_two, opt_state = chain.tx.init(params)
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, hop_two=hop_two, opt_state=opt_state)
+    parts = {"params": params, "hop_two": hop_two, "opt_state": opt_state}
+    return TrainState(step=jnp.zeros((), jnp.int32), **parts, frozen=frozen or {})
 
 
 def build_train_step(
@@ -78,15 +98,28 @@ def build_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Means]:
         states = state.chain
         drift_R, early = chain.drift and chain.drift(states), chain.early and chain.early(states)
-        grads_R, exchanged, means = batch_gradients(micro_steps, plan, state.params, batch, drift_R, early)
-        params = plan.constrain(state.params, plan.layout.optimizer)
-        updates, (hop_two, opt_state) = chain.tx.update(grads_R, states, params, exchanged=exchanged)
-        updated = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-        params = to_parameter_scope(plan, updated)
-        metrics = means | chain.watch((hop_two, opt_state))
-        return TrainState(step=state.step + 1, params=params, hop_two=hop_two, opt_state=opt_state), metrics
+        scale = chain.scale and chain.scale(states)
+        grads_R, exchanged, means = batch_gradients(micro_steps, plan, state.all_params, batch, drift_R, early, scale)
+        return updated(plan, chain, state, grads_R, exchanged, means)
 
     return step
+
+
+def updated(
+    plan: ShardingPlan,
+    chain: Chain,
+    state: TrainState,
+    grads_R: GradsR | None,
+    exchanged: Exchanged | None,
+    means: Means,
+) -> tuple[TrainState, Means]:
+    """Returns the state after the chain's update by gradients `[R, ...]`, and the means with what the chain watches."""
+    params = plan.constrain(state.params, plan.layout.optimizer)
+    updates, (hop_two, opt_state) = chain.tx.update(grads_R, state.chain, params, exchanged=exchanged)
+    changed = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+    metrics = means | chain.watch((hop_two, opt_state))
+    params = to_parameter_scope(plan, changed)
+    return replace(state, step=state.step + 1, params=params, hop_two=hop_two, opt_state=opt_state), metrics
 
 
 def in_turn(measures: Callable[[Params, Batch, Gather], Means]) -> Measures:

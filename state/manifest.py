@@ -107,7 +107,8 @@ def committed(directory: Path) -> list[Manifest]:
 def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]:
     """Forces the files in `folder` that one of `count` processes wrote to disk, and returns them with hashes.
 
-    Process 0 also includes the files that Orbax wrote for all processes.
+    Process 0 also includes the files that Orbax wrote for all processes. Files are read back, mostly from the page
+    cache: neither Orbax nor TensorStore, which writes them, hands out their bytes or hashes on the way to the disk.
     """
 
     def hashed(path: Path) -> File:

@@ -163,6 +163,16 @@ class MemoryFolder:
     def path(self) -> Path:
         return self.parent / self.run_id
 
+    def size(self) -> int:
+        """Returns the bytes of the snapshots of this run here, which make room for new ones."""
+        return sum(file.stat().st_size for file in self.path.iterdir())
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether its bytes are some of the host's memory: whether it is on a RAM disk."""
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+        return max((len(at), kind) for at, kind in mounts if self.path.is_relative_to(at))[1] in ("tmpfs", "ramfs")
+
     @property
     def identity(self) -> str:
         """Returns an id that is equal in two processes only if they see the same folder; host names may be equal."""

@@ -1,13 +1,14 @@
 """The arrays of a checkpoint, those asked for alone, without the program that saved it."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from files import json_objects
-from state import manifest
+from state import manifest, tree
 from state.quiet import quiet_orbax
 
 
@@ -32,6 +33,7 @@ class SavedArrays:
             raise ValueError(f"{self._folder} is damaged: {error}; choose another --step") from error
         self._leaves = {leaf.path: leaf for leaf in found.tree}
         self.config = json_objects.read(self._folder / manifest.CONFIG_FILE, lenient=True)
+        self.data = json_objects.read(self._folder / manifest.DATA_FILE, lenient=True)
         quiet_orbax()
 
     @property
@@ -49,3 +51,12 @@ class SavedArrays:
                 args=ocp.args.PyTreeRestore(item=abstract, restore_args=how, partial_restore=True),
             )
         return [np.asarray(restored[path]) for path in paths]
+
+    def place(self, abstract: Any) -> Any:
+        """Returns a part of the state, jax.ShapeDtypeStructs with shardings on any mesh. ValueError if it differs."""
+        wanted = tree.flatten_abstract(abstract)
+        leaves = tuple(leaf for path, leaf in self._leaves.items() if path in wanted)
+        if different := tree.difference(self._folder, leaves, wanted):
+            raise ValueError(different)
+        arrays = tree.load(self._folder / "state", wanted, leaves)
+        return jax.tree.unflatten(jax.tree.structure(abstract), arrays)

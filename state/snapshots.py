@@ -9,6 +9,7 @@ complete snapshot only after all processes have a newer one.
 
 import math
 import secrets
+import shutil
 import socket
 import statistics
 import time
@@ -115,6 +116,25 @@ class Snapshots:
             else:
                 restored = checkpointer.restore(abstract_state)
         return restored
+
+    def needs(self, abstract_state: Any) -> "Needs | None":
+        """Returns the memory that snapshots of such a state take; None if there are none."""
+        if not self._every:
+            return None
+        wanted = tree.flatten_abstract(abstract_state)
+        arrays, leaves = {path: x.abstract for path, x in wanted.items()}, [x.leaf for x in wanted.values()]
+        own = owned_shards(self._me, self._nodes, arrays, leaves)
+        senders = [i for i in range(len(self._nodes)) if len(set(self._nodes)) > 1 and self._partner(i) == self._me]
+        copies = [x for i in senders for x in owned_shards(i, self._nodes, arrays, leaves) if x.is_only_copy]
+        sizes = [sum(owned.piece.size for owned in part) for part in (own, copies)]
+        return Needs(
+            pinned=sizes[0],
+            kept=2 * sum(sizes),
+            folder=str(self._folder.path),
+            there=self._folder.size(),
+            free=shutil.disk_usage(self._folder.path).free,
+            is_in_memory=self._folder.is_in_memory,
+        )
 
     def begin(self, step: int) -> None:
         """Begins the attempt at `step`, and deletes all snapshots but the one that was restored.
@@ -280,6 +300,18 @@ class Snapshots:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The bytes that the snapshots of a process take."""
+
+    pinned: int  # page-locked, for the copies of the devices
+    kept: int  # two snapshots in the node's folder, and two of what a partner sends
+    folder: str
+    there: int  # in the folder by now, of all processes of the node: they make room for new ones
+    free: int  # in the folder
+    is_in_memory: bool  # the folder is
+
+
+@dataclass(frozen=True, kw_only=True)
 class OwnedShard:
     """A region that a process keeps in the memory of its node."""
 
@@ -289,7 +321,10 @@ class OwnedShard:
 
 
 def owned_shards(
-    process: int, nodes: Sequence[str], arrays: Mapping[str, jax.Array], tree: Sequence[Leaf]
+    process: int,
+    nodes: Sequence[str],
+    arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    tree: Sequence[Leaf],
 ) -> list[OwnedShard]:
     """Returns the regions that a process keeps in its node's memory; `nodes` names the node of each process.
 

@@ -86,7 +86,7 @@ def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
 
 
 def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> list[jax.Array]:
-    """Returns the arrays of `wanted`, in its order, read from an Orbax item, with their shardings.
+    """Returns the arrays of `wanted`, in its order, read from an Orbax item, which may have more, with their shardings.
 
     Data that is read but not yet on a device stays below a quarter of this process' shards, or the largest shard if it
     is larger. Arrays with a row per replica are adapted to the new number of replicas (`shared_out`).
@@ -100,7 +100,8 @@ def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> l
     limit_gb = _bytes_in_flight(stored) / 1e9  # Orbax multiplies by 10^9, a fraction is fine
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)  # pyright: ignore[reportArgumentType]
     with ocp.Checkpointer(handler) as reader:
-        arrays = reader.restore(folder, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
+        args = ocp.args.PyTreeRestore(item=stored, restore_args=restore_args, partial_restore=True)
+        arrays = reader.restore(folder, args=args)
     return [shared_out(arrays[path], x) if path in stored else empty(x.abstract) for path, x in wanted.items()]
 
 

@@ -69,8 +69,11 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
 
 
 def _directive(word: str) -> str:
-    """Returns a word quoted for a line of sbatch's options, where a backslash escapes between quotes, too."""
-    return re.sub(r"[^\w%+,./:=@-]", r"\\\g<0>", word)
+    """Returns a word quoted for a line of sbatch's options, where a space outside of quotes ends it, escaped or not."""
+    if re.fullmatch(r"[\w%+,./:=@-]*", word):
+        return word
+    escaped = re.sub(r'["\\]', r"\\\g<0>", word)
+    return f'"{escaped}"'
 
 
 def _on_one_line(word: str) -> str:

@@ -25,6 +25,12 @@ VOCAB, HIDDEN, LAYERS, HEADS, MAX_LEN = 260, 16, 2, 4, 40
 ROWS, SEQ_LEN = 16, 32  # of a training batch
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 SIZES = dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
+OF_LLAMA = (
+    NO_IDS
+    | SIZES
+    | dict(intermediate_size=24, num_key_value_heads=2, max_position_embeddings=MAX_LEN, pad_token_id=None)
+)
+LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.0)
 # name: the class, and its config
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -42,6 +48,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=dict(rope_type="default", rope_theta=500.0),
         ),
     ),
+    "llama3": (
+        "LlamaForCausalLM",
+        OF_LLAMA
+        | dict(
+            head_dim=8,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=500.0,
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+    ),
+    "mistral": ("MistralForCausalLM", OF_LLAMA | dict(sliding_window=5, rope_parameters=LINEAR)),
+    "qwen2": ("Qwen2ForCausalLM", OF_LLAMA | dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3ForCausalLM", OF_LLAMA | dict(head_dim=8)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        OF_LLAMA
+        | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=12, use_bidirectional_attention=False)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        OF_LLAMA
+        | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=12, num_hidden_layers=3)
+        | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+        | dict(
+            rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_type="default", rope_theta=50.0))
+        ),
+    ),
     "bert": ("BertForMaskedLM", SIZES | dict(intermediate_size=32, max_position_embeddings=MAX_LEN)),
     "roberta": (
         "RobertaForMaskedLM",
@@ -55,10 +94,10 @@ def make(name: str, **changes: Any) -> Any:
     import torch
     import transformers
 
-    config_class = {"gpt2": "GPT2", "llama": "Llama", "bert": "Bert", "roberta": "Roberta"}[name] + "Config"
-    config = getattr(transformers, config_class)(**MODELS[name][1] | changes)
+    kind = getattr(transformers, MODELS[name][0])
+    config = kind.config_class(**MODELS[name][1] | changes, attn_implementation="eager")  # others ignore soft caps
     torch.manual_seed(0)
-    model = getattr(transformers, MODELS[name][0])(config)
+    model = kind(config)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             is_scale = parameter.ndim == 1 and path.endswith("weight")
@@ -74,24 +113,32 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
 
 
-def batch(name: str) -> dict[str, np.ndarray]:
-    """Returns the first rows of a run on synthetic data with seed 0."""
+def batch(name: str, step: int = 0) -> dict[str, np.ndarray]:
+    """Returns the rows of a step of a run on synthetic data with seed 0."""
     objective = "masked" if "bert" in name else "causal"
     data = load(DataConfig(source="synthetic", seq_len=SEQ_LEN, objective=objective), "train", 0)
-    rows = [data[i] for i in range(ROWS)]
+    rows = [data[step * ROWS + i] for i in range(ROWS)]
     return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def batch_loss(model: Any, name: str) -> float:
-    """Returns transformers' own loss of that batch: the mean over the tokens to predict, in nats."""
+    """Returns transformers' own loss of the first batch: the mean over the tokens to predict, in nats."""
     import torch
 
-    rows = batch(name)
+    with torch.no_grad():
+        return float(loss_of(model, name, 0))
+
+
+def loss_of(model: Any, name: str, step: int) -> Any:
+    """Returns transformers' own loss of the batch of a step, a tensor of torch."""
+    import torch
+
+    rows = batch(name, step)
     labels = np.where(rows["weights"] > 0, rows["targets"], -100).astype(np.int64)
     tokens = torch.from_numpy(rows["tokens"].astype(np.int64))
-    with torch.no_grad():  # labels of a causal model are shifted by transformers, ours are already
-        shifted = {} if "bert" in name else {"shift_labels": torch.from_numpy(labels)}
-        return float(model(tokens, labels=torch.from_numpy(labels), **shifted).loss)
+    # labels of a causal model are shifted by transformers, ours are already
+    shifted = {} if "bert" in name else {"shift_labels": torch.from_numpy(labels)}
+    return model(tokens, labels=torch.from_numpy(labels), **shifted).loss
 
 
 def example(name: str) -> np.ndarray:

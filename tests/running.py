@@ -204,9 +204,9 @@ def stop_after(step: int, number: int = signal.SIGTERM) -> Hook:
     return at_step(step, lambda: signal.raise_signal(number))
 
 
-def pause(seconds: float) -> Hook:
-    """Returns a hook that waits after each step."""
-    return lambda step, state, metrics: time.sleep(seconds)
+def pause(seconds: float, *, while_there: Path | str = "/") -> Hook:
+    """Returns a hook that waits after each step, as long as a file is there."""
+    return lambda step, state, metrics: time.sleep(seconds * Path(while_there).exists())
 
 
 # Runs train.py with hooks, and what `first` makes of them.

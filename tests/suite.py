@@ -5,6 +5,7 @@ rather than use a core. All other tests of a file run on one worker, which compi
 """
 
 import ast
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ WAITING = frozenset(
         *("ray_engine", "ray_members", "ray_agent", "standby", "wire_bytes"),
     )
 )
-# `workload` is the models and steps that tests of strategies share, `running` runs train.py
-JAX = {"jax", "optax", "flax", "workload", "running"}
+# `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py
+JAX = {"jax", "optax", "flax", "workload", "keeping", "running"}
 
 
 def depends_on_jax(file: Path) -> bool:
-    """Whether a test file itself imports jax, or what stands for it: then it runs with every tested version of jax."""
+    """Whether a test file itself imports jax, or what stands for it: then it runs with every tested version of jax.
+
+    Not the planner's, which compile most: what they read of XLA's text has tests of its own (test_hlo.py).
+    """
+    if file.name.startswith("test_planner"):
+        return False
     tree = ast.parse(file.read_text())
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -35,6 +41,19 @@ def is_for_releases(item: Any) -> bool:
         return True
     marks = item.callspec.marks if hasattr(item, "callspec") else ()
     return item.path.name not in WAITING and any(mark.name == "slow" for mark in marks)
+
+
+def sampled(cases: Mapping[str, tuple[Any, ...]] | Iterable[Any], *kept: Any) -> list[Any]:
+    """Returns a parameter's values, all but the `kept` ones only for releases; those of a mapping by their names."""
+    named = cases.items() if isinstance(cases, Mapping) else [(None, case) for case in cases]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name,
+            marks=[] if (case if name is None else name) in kept else [pytest.mark.release],
+        )
+        for name, case in named
+    ]
 
 
 def sort_and_mark(items: list[pytest.Item]) -> None:

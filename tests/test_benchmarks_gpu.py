@@ -13,7 +13,7 @@ from lab.benchmarks.gpu import Device, interval, mfu, table
 OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_tiny_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "gpu.jsonl"
     peer = [f"--pytorch={sys.executable}"] if find_spec("torch") else []

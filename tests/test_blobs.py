@@ -3,12 +3,12 @@
 import json
 import socket
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from runtime import blobs
 from runtime.blobs import Address, BlobService, Connection, PeerError, RefusedError
@@ -105,15 +105,15 @@ def test_a_process_that_goes_before_its_answer_ends_its_connection_alone(monkeyp
 
 
 def closes_early(stream: Any) -> None:
-    stream.write(json.dumps({"size": 4, "crc32": 0}).encode() + b"\nab")
+    stream.write(json.dumps({"size": 4, "xxh3": 0}).encode() + b"\nab")
 
 
 def damages(stream: Any) -> None:
-    stream.write(json.dumps({"size": 4, "crc32": zlib.crc32(b"abcd")}).encode() + b"\nabCd")
+    stream.write(json.dumps({"size": 4, "xxh3": xxh3_64_intdigest(b"abcd")}).encode() + b"\nabCd")
 
 
 def dawdles(stream: Any) -> None:
-    stream.write(json.dumps({"size": 4, "crc32": zlib.crc32(b"abcd")}).encode() + b"\n")
+    stream.write(json.dumps({"size": 4, "xxh3": xxh3_64_intdigest(b"abcd")}).encode() + b"\n")
     for byte in (b"a", b"b", b"c", b"d"):
         stream.write(byte)
         stream.flush()

@@ -76,6 +76,27 @@ def test_what_the_program_finds(tmp_path: Path) -> None:
 
 
 @EMULATED
+def test_nodes_that_are_worlds_of_their_own(tmp_path: Path) -> None:
+    """Each has its own coordinator and number, and outlives one that fails."""
+    program = (
+        ENVIRONMENT
+        + """
+import sys, time
+number = os.environ["SLURM_ARRAY_TASK_ID"]
+if number == "1": time.sleep(3)
+print(number, flush=True)
+sys.exit(4 * (number == "0"))
+"""
+    )
+    code, _, err = finish(emulate(tmp_path, program, "--independent", "--grace_s=0"))
+    assert code == 4, err
+    for node in (0, 1):
+        address = f"10.77.0.{node + 1}"
+        found = (tmp_path / f"node{node}.log").read_text().splitlines()
+        assert found == [f"[{address}:29400, 1, 0, 2, {address}, 29500, 0, 1, 0, 1]", str(node)]
+
+
+@EMULATED
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [

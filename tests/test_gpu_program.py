@@ -7,6 +7,7 @@ import pytest
 import workload
 from compiling import HIDDEN, LAYERS, MLP
 from running import ROOT
+from suite import sampled
 
 from compression.codecs import make_codec
 from configs import base
@@ -52,7 +53,7 @@ def claimed(codec: str, rows: int, size: int) -> int:
     return rows * workload.payload_bytes(made, row + -row % made.multiple)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "two_bit", "one_bit"])
+@pytest.mark.parametrize("codec", sampled(["bf16", "int8", "int4", "two_bit", "one_bit"], "int8", "one_bit"))
 def test_hop_two_sends_the_payload(codec: str) -> None:
     """An all-to-all and an all-gather of bytes: nothing was decoded before it was sent; vectors as they are."""
     found = crossing(compiled_for_h100({"compression.hop_two": codec}))
@@ -147,8 +148,11 @@ def sent_by_scopes(strategy: str, flags: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("strategy", "flags"),
-    [("mics", flags) for flags in (*PIPELINED, SCHEDULED, DOUBLE, TOGETHER, f"{TOGETHER} {DOUBLE}")]
-    + [("zero3", flags) for flags in (TOGETHER, f"{TOGETHER} {DOUBLE}")],
+    sampled(
+        [("mics", flags) for flags in (*PIPELINED, SCHEDULED, DOUBLE, TOGETHER, f"{TOGETHER} {DOUBLE}")]
+        + [("zero3", flags) for flags in (TOGETHER, f"{TOGETHER} {DOUBLE}")],
+        ("mics", f"{TOGETHER} {DOUBLE}"),
+    ),
 )
 def test_how_xla_schedules_changes_no_bytes(strategy: str, flags: str) -> None:
     """Loops that it peels, pipelines or unrolls are counted as they were."""

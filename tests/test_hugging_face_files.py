@@ -166,6 +166,16 @@ def test_round_trip_is_bit_by_bit(name: str, tmp_path: Path) -> None:
     assert not [*tmp_path.glob("*.unfinished")]
 
 
+def test_a_number_beyond_the_dtype_of_a_merged_model_is_one_line(tmp_path: Path) -> None:
+    model, params = loaded(FOLDER / "llama", section(FOLDER / "llama"))
+    ours = by_name(params)
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: model\.norm\.weight has a number beyond float16, in which"
+    ):
+        write(model, tmp_path, lambda path: np.asarray(ours[path]) * (1e5 if "head" in path else 1), dtype="float16")
+    assert not [*tmp_path.glob("*.safetensors")]
+
+
 def rewrite(folder: Path, change: Any) -> None:
     """Applies a change to the dict of the tensors of a single file."""
     found = load_file(folder / "model.safetensors")

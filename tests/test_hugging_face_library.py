@@ -4,16 +4,19 @@ Slow, because torch and transformers are no requirements of the program: `make .
 """
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import chat_cases
 import hugging_face_reference
 import numpy as np
 import pytest
-from hugging_face_reference import FOLDER, MODELS, batch_loss, example, make
-from running import ROOT, run_here
+from hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make
+from running import ROOT, losses, run_here
+from suite import sampled
 from test_hugging_face_files import tensors_of
 from test_hugging_face_models import our_logits
 from test_hugging_face_runs import flags, run_convert
@@ -26,6 +29,11 @@ if not importlib.util.find_spec("transformers"):
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 24, "activation_function": "gelu"}),
     "llama all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama linear": ("llama3", {"rope_parameters": LINEAR, "head_dim": 4}),
+    "mistral without a window": ("mistral", {"sliding_window": None, "rope_parameters": None}),
+    "qwen3 biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3 cap": ("gemma3", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}),
     "bert tanh": ("bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3, "type_vocab_size": 3}),
     "roberta": ("roberta", {"layer_norm_eps": 1e-5, "type_vocab_size": 2}),
 }
@@ -37,7 +45,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("name", "changes"), VARIANTS.values(), ids=[*VARIANTS])
+@pytest.mark.parametrize(("name", "changes"), sampled(VARIANTS, "llama linear", "qwen3 biases"))
 def test_our_logits_equal_those_of_transformers(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     model = make(name, **changes)
     model.save_pretrained(tmp_path)
@@ -47,7 +55,7 @@ def test_our_logits_equal_those_of_transformers(name: str, changes: dict[str, An
     np.testing.assert_allclose(our_logits(tmp_path, tokens), theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled([*MODELS], "llama3", "gemma2"))
 def test_the_files_of_the_quick_tests_are_what_transformers_computes(name: str) -> None:
     model, reference = make(name), np.load(FOLDER / name / "reference.npz")
     np.testing.assert_allclose(
@@ -59,7 +67,7 @@ def test_the_files_of_the_quick_tests_are_what_transformers_computes(name: str) 
         np.testing.assert_array_equal(saved[key], x)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled([*MODELS], "llama3", "gemma3"))
 def test_an_exported_run_loads_in_transformers_and_computes_our_logits(name: str, tmp_path: Path) -> None:
     """Trained for two steps, so that the weights are the run's own."""
     import transformers
@@ -68,7 +76,7 @@ def test_an_exported_run_loads_in_transformers_and_computes_our_logits(name: str
     assert run_here(*flags(name, sharding__partition_size=4), f"--workdir={run}") == 0
     assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={run}", "--max_file_gb=2e-5") == 0
     kind = transformers.AutoModelForMaskedLM if "bert" in name else transformers.AutoModelForCausalLM
-    model, told = kind.from_pretrained(out, output_loading_info=True)
+    model, told = kind.from_pretrained(out, output_loading_info=True, attn_implementation="eager")
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     assert type(model).__name__ == MODELS[name][0] and not [*out.glob("model.safetensors")]
     tokens = example(name)
@@ -98,3 +106,48 @@ def test_an_exported_run_brings_its_tokenizer(tmp_path: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.mask_token) == ("<|endoftext|>", "<mask>")
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert ROOT.exists()
+
+
+TARGETS = {"q_proj": "query", "v_proj": "value", "gate_proj": "gate", "down_proj": "down"}
+
+
+def test_twenty_steps_of_adapters_equal_those_of_peft(tmp_path: Path) -> None:
+    """From PEFT's own files; then its library reads ours, and transformers the merged model: the same logits."""
+    import peft
+    import torch
+    import transformers
+
+    base, adapters, run = tmp_path / "base", tmp_path / "adapters", tmp_path / "run"
+    make("llama").save_pretrained(base)
+    how = peft.LoraConfig(r=3, lora_alpha=6, target_modules=[*TARGETS], init_lora_weights=False)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(make("llama"), how)
+    model.save_pretrained(adapters)
+    sgd = dict(name="sgd", learning_rate=0.3, momentum=0.9, weight_decay=0, clip_norm=0, schedule="constant")
+    ours = dict(rank=3, alpha=6, targets=" ".join(TARGETS.values()), weights=adapters)
+    changes = {f"optimizer__{key}": x for key, x in sgd.items()} | {f"model__lora_{key}": x for key, x in ours.items()}
+    changes |= dict(num_steps=20, optimizer__warmup_steps=0, sharding__partition_size=4)
+    assert run_here(*flags("llama", base, **changes), f"--workdir={run}") == 0
+
+    tx, theirs = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.3, momentum=0.9), []
+    for step in range(20):
+        loss = loss_of(model, "llama", step)
+        tx.zero_grad()
+        loss.backward()
+        tx.step()
+        theirs.append(float(loss))
+    np.testing.assert_allclose(losses(run), theirs, atol=1e-4)
+    assert theirs[-1] < theirs[0] - 0.05
+
+    assert run_convert("convert", f"--to_peft={tmp_path / 'out'}", f"--workdir={run}") == 0
+    loaded = peft.PeftModel.from_pretrained(make("llama"), tmp_path / "out")
+    np.testing.assert_allclose(float(loss_of(loaded, "llama", 20)), float(loss_of(model, "llama", 20)), atol=1e-4)
+    assert run_convert("convert", f"--to_hugging_face={tmp_path / 'merged'}", f"--workdir={run}") == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    both = (hugging_face_reference.logits(x.eval(), example("llama")) for x in (merged, loaded))
+    np.testing.assert_allclose(*both, atol=1e-5)
+
+
+def test_the_conversations_of_the_quick_tests_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    wanted = [json.loads(line) for line in chat_cases.FILE.read_text().splitlines()]
+    assert [*chat_cases.of_transformers(tmp_path)] == wanted

@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hugging_face_reference import FOLDER, MODELS, VOCAB
+from hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB
 from running import ROOT
 from safetensors.numpy import load_file, save_file
 
@@ -146,10 +146,35 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not supported; one of gpt2, llama, bert, roberta is"),
+        (
+            "llama",
+            {"model_type": "mamba"},
+            "'mamba' is not supported; one of gpt2, llama, .*, gemma3_text, bert, roberta is",
+        ),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; 'silu' is"),
-        ("llama", {"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads=4"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' are not supported"),
+        ("llama", {"head_dim": 8}, "model.head_dim=0, but 8 there"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "'yarn' are not supported; default, linear and llama3 are",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "model.rotary_factor=0.0 must be above 0"),
+        ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported; 1 is"),
+        ("mistral", {"sliding_window": "4"}, "model.window='4' must be a whole number"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; False is"),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is not supported in which full",
+        ),
+        ("gemma2", {"layer_types": 3}, "layer_types is 3, not a list of full_attention and sliding_attention"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not a number"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": LINEAR}},
+            "sliding_attention of rope_type 'linear' is not",
+        ),
         ("llama", {"mlp_bias": True}, "mlp_bias without attention_bias is not supported"),
         ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not an integer from 1 on"),

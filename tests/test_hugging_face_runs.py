@@ -63,11 +63,15 @@ def test_training_starts_at_the_loss_of_transformers(name: str, strategy: str, t
     assert second < first  # the optimizer moves them
 
 
+@pytest.mark.slow
 def test_a_restored_run_does_not_read_the_weights_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They may even be gone; but another folder is another run."""
     folder, workdir = changed(FOLDER / "llama", tmp_path / "weights"), tmp_path / "run"
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     args = flags("llama", folder, checkpoint__every=1)
     assert run_here(*args, f"--workdir={workdir}") == 0
+    assert run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={workdir}") == 0
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
     np.testing.assert_allclose(losses(workdir)[0], batch_loss("llama"), **SAME)
     before = arrays(workdir, 2)
     shutil.rmtree(workdir / "checkpoints" / "2")
@@ -132,10 +136,10 @@ def test_convert_in_and_out_again_is_bit_by_bit(tmp_path: Path, capsys: pytest.C
         (["--to_hugging_face=OUT"], "--workdir is missing"),
         (["--to_hugging_face=OUT", "--workdir=RUN"], "RUN/checkpoints holds no checkpoint"),
         (["--to_hugging_face=OUT", "--workdir=RUN", "--max_file_gb=0"], "--max_file_gb=0.0 must be above 0"),
-        (["--to_hugging_face=OUT", "--workdir=RUN", "--out=X"], "--out belongs to the other direction"),
+        (["--to_hugging_face=OUT", "--workdir=RUN", "--out=X"], "--out belongs to another command"),
         (["--from_hugging_face=IN"], "give --config=configs/NAME.py"),
         (["--from_hugging_face=IN", "CONFIG"], "--out is missing"),
-        (["--from_hugging_face=IN", "CONFIG", "--out=RUN", "--step=1"], "--step belongs to the other direction"),
+        (["--from_hugging_face=IN", "CONFIG", "--out=RUN", "--step=1"], "--step belongs to another command"),
         (["--from_hugging_face=IN", "CONFIG", "--out=RUN"], "IN/config.json cannot be read"),
         (["--from_hugging_face=IN", "RESNET", "--out=RUN"], "model.kind=resnet has no counterpart"),
     ],

@@ -47,6 +47,8 @@ def test_folder_is_split_by_file_with_stable_assignment(corpus):
             (corpus / name).write_text(f"{name}\r\n")
         assert text_of(settings(corpus), "train") == expected("train")
         assert text_of(settings(corpus), "validation") == expected("validation")
+        both = {name.name: name.read_bytes() for name in corpus.iterdir() if not name.name.startswith(".")}
+        assert text_of(settings(corpus), "all") == b"".join(both[name] + b"\0" for name in sorted(both))
 
 
 def test_subfolders_are_read_but_not_hidden_or_empty_files(tmp_path):
@@ -74,6 +76,7 @@ def test_single_file_is_split_between_characters(tmp_path):
         train, validation = (text_of(settings(tmp_path / "one"), split)[:-1] for split in SPLITS)
         assert train + validation == (tmp_path / "one" / "a.txt").read_bytes()
         assert train.decode() and validation.decode()
+        assert text_of(settings(tmp_path / "one"), "all") == train + validation + b"\0"
         assert abs(len(validation) - 0.05 * len(train + validation)) <= 4
 
 

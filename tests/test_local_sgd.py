@@ -12,6 +12,7 @@ import pytest
 import workload
 from jax.flatten_util import ravel_pytree
 from test_exchange_codecs import CODECS, gradients
+from workload import LORA
 
 from compression.exchange import exchange
 from compression.hop_two import delayed
@@ -46,23 +47,23 @@ def chain(plan: ShardingPlan, settings: LocalSGDConfig) -> optax.GradientTransfo
 
 
 @cache
-def train(layout: str, settings: LocalSGDConfig) -> tuple[ShardingPlan, np.ndarray, Any, Any]:
+def train(layout: str, settings: LocalSGDConfig, kind: str = "decoder") -> tuple[ShardingPlan, np.ndarray, Any, Any]:
     """Returns the losses of seven steps, the last state and the compiled step."""
-    plan = workload.plan("decoder", **LAYOUTS[layout])
-    step, state, data = workload.compiled_step("decoder", plan, chain=Chain(chain(plan, settings), drift=drift))
+    plan = workload.plan(kind, **LAYOUTS[layout])
+    step, state, data = workload.compiled_step(kind, plan, chain=Chain(chain(plan, settings), drift=drift))
     losses, state, _ = workload.run_steps(step, state, data, 7)
     return plan, losses, state, step
 
 
 def replicas_written_out(
-    rows: list[np.ndarray], settings: LocalSGDConfig, steps: int, parts: Any = None
+    rows: list[np.ndarray], settings: LocalSGDConfig, steps: int, parts: Any = None, kind: str = "decoder"
 ) -> tuple[list[float], Any]:
     """Returns the losses and the shared parameters of the rule; `rows` are those of each replica.
 
     Streaming, `parts` says in which part each element of a parameter is.
     """
-    value_and_grad = workload.value_and_grad("decoder")
-    first, as_tree = ravel_pytree(workload.params("decoder"))
+    value_and_grad = workload.value_and_grad(kind)
+    first, as_tree = ravel_pytree(workload.trained_and_frozen(kind)[0])
     shared, number = np.asarray(first), np.asarray(ravel_pytree(parts)[0])
     velocity = np.zeros_like(shared)  # the outer one
     momenta = drifts = np.zeros((len(rows), shared.size), np.float32)
@@ -98,16 +99,17 @@ def rows_of_replicas(plan: ShardingPlan, accumulation: int = 2) -> list[np.ndarr
 
 
 @pytest.mark.parametrize(
-    ("layout", "outer"),
+    ("layout", "outer", "kind"),
     [
-        ("mics(2)", "diloco"),
-        pytest.param("ddp", "mean", marks=pytest.mark.slow),
+        ("mics(2)", "diloco", "decoder"),
+        ("mics(2)", "diloco", f"{LORA}nf4"),
+        pytest.param("ddp", "mean", "decoder", marks=pytest.mark.slow),
     ],
 )
-def test_local_sgd_matches_separate_replicas(layout: str, outer: str) -> None:
+def test_local_sgd_matches_separate_replicas(layout: str, outer: str, kind: str) -> None:
     settings = config(3, outer)
-    plan, losses, state, _ = train(layout, settings)
-    wanted, shared = replicas_written_out(rows_of_replicas(plan), settings, 7)
+    plan, losses, state, _ = train(layout, settings, kind)
+    wanted, shared = replicas_written_out(rows_of_replicas(plan), settings, 7, kind=kind)
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), state.params, shared)
 

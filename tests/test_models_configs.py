@@ -19,6 +19,7 @@ FILES = Path(base.__file__).parent.glob("*.py")
 NAMES = sorted(path.stem for path in FILES if path.read_text().count("\ndef get_config("))
 NAMES += [*(f"tiny:{name}" for name in tiny.MODELS), "digits:vit", "resnet50:lars"]
 DIMS = {"layers", "embed", "mlp", "heads", "kv_heads", "vocab", "position", "norm", "experts", "router"}
+DIMS |= {"adapter_in", "rank", "adapter_out", "head"}
 # MiCS (Zhang et al. 2022), table 1 and figure 16: hidden, intermediate, layers, vocabulary, group, name's size.
 TABLE_1 = {
     "bert_10b": (2560, 10240, 127, 32008, 8, 10e9),
@@ -28,6 +29,18 @@ TABLE_1 = {
     "roberta_20b": (5120, 20480, 62, 50265, 16, 20e9),
     "gpt2_20b": (5120, 20480, 62, 50265, 16, 20e9),
     "bert_1_5b": (1600, 6400, 48, 32008, 8, 1.5e9),
+}
+# parameters of the published checkpoints
+OPEN_MODELS = {
+    "llama:8b": 8_030_261_248,
+    "llama:70b": 70_553_706_496,
+    "qwen:7b": 7_615_616_512,
+    "qwen:8b": 8_190_735_360,
+    "mistral:7b": 7_248_023_552,
+    "mistral:7b_v0.1": 7_241_732_096,
+    "gemma:2b": 2_614_341_888,
+    "gemma:9b": 9_241_705_984,
+    "gemma:27b": 27_227_128_320,
 }
 
 
@@ -84,6 +97,15 @@ def test_paper_configs_have_the_published_sizes(name: str) -> None:
     assert math.isclose(model.flops_per_token(512), flops, rel_tol=4e-3)
 
 
+@pytest.mark.parametrize(("name", "num_params"), OPEN_MODELS.items())
+def test_open_models_have_the_published_parameters(name: str, num_params: int) -> None:
+    config = typed(load(name))
+    model = models.build(config.model)
+    assert model.num_params == num_params
+    layout = make_layout(config.sharding, num_nodes=4, devices_per_node=8)
+    place_all(model.param_specs(), layout)  # no parameter is refused
+
+
 @pytest.mark.parametrize("name", ["600b", "37b", "12.5b"])
 def test_gshard_has_the_published_sizes(name: str) -> None:
     """Table 1 of arXiv 2006.16668 gives rounded sizes; the experts of every other layer are nearly all of them."""
@@ -108,6 +130,9 @@ def test_flops_exclude_lookup_parameters() -> None:
     assert untied.num_params == tied.num_params + 256 * 128 and learned.num_params == untied.num_params + 256 * 128
     assert tied.flops_per_token(256) == untied.flops_per_token(256) == learned.flops_per_token(256)
     assert tied.flops_per_token(100) == 6 * tied.num_params + 12 * 4 * 128 * 100
+    wide = models.Decoder(DecoderConfig(head_dim=64, window=30, global_every=3))
+    assert wide.flops_per_token(100) == 6 * wide.num_params + 12 * 4 * 64 * (100 + 3 * 30)
+    assert wide.flops_per_token(20) == 6 * wide.num_params + 12 * 4 * 64 * 4 * 20
 
 
 @pytest.mark.parametrize(
@@ -116,7 +141,17 @@ def test_flops_exclude_lookup_parameters() -> None:
         ("quickstart", {"model.num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),
         ("quickstart", {"model.num_kv_heads": 3}, ["model.num_kv_heads", "3", "model.num_heads = 4"]),
         ("quickstart", {"model.num_heads": 128, "model.num_kv_heads": 128}, ["model.num_heads", "128", "even"]),
-        ("quickstart", {"model.attention": "cudnn"}, ["model.attention", "'cudnn'", "bfloat16", "xla"]),
+        ("quickstart", {"model.attention": "cudnn"}, ["model.attention", "'cudnn'", "float16", "xla"]),
+        ("gemma", {"model.attention": "cudnn", "data.packing": "stream"}, ["'cudnn'", "windows and capped", "pallas"]),
+        ("gemma", {"model.window": 0}, ["model.global_every = 2", "set model.window"]),
+        (
+            "gemma",
+            {"model.global_every": 0, "model.rotary_local_base": 5.0},
+            ["model.rotary_local_base = 5.0", "every"],
+        ),
+        ("llama", {"model.rotary_high": 1.0}, ["model.rotary_high = 1.0", "model.rotary_low = 1.0"]),
+        ("llama", {"model.num_heads": 24}, ["model.num_heads = 24", "nearest divisor is 16"]),
+        ("tiny:moe", {"model.window": 4, "model.global_every": 2}, ["model.global_every = 2", "experts"]),
         ("tiny:moe", {"model.num_experts": 1}, ["model.experts_per_token = 2", "model.num_experts = 1"]),
         ("tiny:moe", {"model.num_layers": 3}, ["model.moe_every = 2", "model.num_layers = 3"]),
         ("tiny:moe", {"model.weights": "gpt2"}, ["model.weights = 'gpt2'", "experts"]),

@@ -84,10 +84,16 @@ def test_remat_policies_give_equal_gradients_with_less_memory() -> None:
     assert temporary_bytes["full"] < temporary_bytes["dots"] < temporary_bytes["none"]
 
 
-STYLES = [{}, {"positions": "learned", "norm": "layer", "use_bias": True}, {"num_kv_heads": 2, "tied_head": False}]
+STYLES = {
+    "llama": {},
+    "learned": {"positions": "learned", "norm": "layer", "use_bias": True},
+    "grouped": {"num_kv_heads": 2, "tied_head": False},
+    "window": {"window": 3},
+    "gemma": workload.FLAGS | {"tied_head": False},
+}
 
 
-@pytest.mark.parametrize("style", STYLES, ids=["llama", "learned", "grouped"])
+@pytest.mark.parametrize("style", STYLES.values(), ids=[*STYLES])
 def test_greedy_sampling_matches_argmax_of_full_forward_pass(style: dict[str, Any]) -> None:
     model = small(**style)
     params, prompt = perturbed(model), random_tokens((3, 4))

@@ -1,4 +1,4 @@
-"""Attention as one kernel: equal to XLA's own, alone and in the train step of strategies."""
+"""Attention as one kernel: equal to XLA's own, alone and in the train step of every strategy."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from three_steps import SMALL, STEPS, losses
+from three_steps import OTHERS, SMALL, STEPS, assert_equal_steps, three_steps
+from workload import FLAGS
 
 from configs import base, quickstart
 from models.flash import flash_attention
@@ -15,35 +16,61 @@ from training.experiment import make_experiment
 ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
 
 
-@pytest.mark.parametrize("length", [16, 128])
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_values_and_gradients_are_those_of_xla(causal: bool, documents: bool, length: int) -> None:
+PLAIN = [(causal, 0, 0.0, documents, n) for causal in (False, True) for documents in (False, True) for n in (16, 128)]
+SCORES = [
+    (True, 1, 0.0, False, 128),
+    (True, 64, 0.5, True, 192),
+    (True, 70, 0.0, False, 192),
+    (True, 5, 0.5, False, 16),
+]
+
+
+@pytest.mark.parametrize(("causal", "window", "cap", "documents", "length"), [*PLAIN, *SCORES])
+def test_values_and_gradients_are_those_of_xla(
+    causal: bool, window: int, cap: float, documents: bool, length: int
+) -> None:
     """In one block and in several; two heads of the queries share each of the keys'."""
     q, k, v, weights = (
         jax.random.normal(key, (2, length, heads, 16))
         for key, heads in zip(jax.random.split(jax.random.key(0), 4), (4, 2, 2, 4), strict=True)
     )
     segments = (jnp.arange(length)[None, None] >= jnp.array(ENDS)[:, :, None]).sum(1).astype(jnp.float32)
-    same = (segments[:, :, None] == segments[:, None])[:, None] if documents else None
+    distance = np.subtract.outer(np.arange(length), np.arange(length))
+    seen = np.ones((2, 1, length, length), bool) & (distance >= 0 if causal else True)
+    seen &= distance < window if window else True
+    seen &= np.equal(segments[:, :, None], segments[:, None])[:, None] if documents else True
 
     def xla(q: Any, k: Any, v: Any) -> Any:
-        out = jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=causal, implementation="xla")
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
+        scores = cap * jnp.tanh(scores / cap) if cap else scores
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(seen, scores, -np.inf)), v)
         return (out * weights).sum(), out
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        out = flash_attention(q, k, v, segments if documents else None, causal)
+        within = jnp.float32(window) if window else None
+        out = flash_attention(q, k, v, segments if documents else None, within, causal, cap)
         return (out * weights).sum(), out
 
     wanted, found = (jax.grad(f, (0, 1, 2), has_aux=True)(q, k, v) for f in (xla, ours))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted)
 
 
+GEMMA = {f"model.{name}": value for name, value in FLAGS.items()} | {"model.head_dim": 16}
+GEMMA |= {"model.num_layers": 4}  # two in a stage: the interpreter of the kernel wants a window that is one everywhere
+
+
+RUN = [*((strategy, {}) for strategy in STEPS), ("mics(2)", GEMMA), ("stages", GEMMA)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STEPS)
-def test_steps_have_the_losses_of_xla(strategy: str) -> None:
-    wanted, found = (losses(STEPS[strategy] | {"model.attention": name}) for name in ("xla", "pallas"))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("strategy", "flags"), [*RUN, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_steps_have_the_losses_and_gradients_of_xla(strategy: str, flags: dict[str, Any]) -> None:
+    changes = (STEPS | OTHERS)[strategy] | flags
+    wanted, found = (three_steps(changes | {"model.attention": name}) for name in ("xla", "pallas"))
+    assert_equal_steps(found, wanted, 1e-5)
 
 
 PACKED = {"data.packing": "documents", "data.source": "stdlib_text"}
@@ -55,7 +82,10 @@ PACKED = {"data.packing": "documents", "data.source": "stdlib_text"}
         ({}, "cudnn"),
         (PACKED, "pallas"),
         (PACKED | {"data.seq_len": 96}, "xla"),  # no rows that it takes
+        ({"model.window": 16}, "pallas"),
+        ({"model.attention_cap": 5.0, "model.head_dim": 24}, "xla"),  # no heads that it takes
         ({"model.compute_dtype": "float32"}, "xla"),
+        ({"model.compute_dtype": "float16"}, "xla"),  # for GPUs without such kernels
     ],
 )
 def test_auto_is_a_fused_kernel_on_gpus(
@@ -72,10 +102,11 @@ def test_auto_is_a_fused_kernel_on_gpus(
     ("changes", "message"),
     [
         ({"data.seq_len": 96}, "data.seq_len=96: model.attention=pallas needs 16, 32 or a multiple of 64"),
+        ({"model.head_dim": 24}, "model.head_dim = 24: attention = 'pallas' needs a power of two from 16 on"),
         ({"model.hidden": 96}, "model.hidden / num_heads = 24: attention = 'pallas' needs a power of two from 16 on"),
     ],
 )
 def test_sizes_that_the_kernel_cannot_have_are_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        losses(changes | {"model.attention": "pallas"})
+        three_steps(changes | {"model.attention": "pallas"})
     assert str(caught.value) == message

@@ -115,19 +115,20 @@ def test_logits_and_loss_equal_numpy(kind: str, style: dict[str, Any]) -> None:
     np.testing.assert_allclose(loss, np.sum(weights * (log_total - picked)), rtol=1e-4)
 
 
-def test_bfloat16_loss_is_close_to_float32() -> None:
+@pytest.mark.parametrize(("dtype", "name", "tolerance"), [("bfloat16", "bf16", 0.05), ("float16", "f16", 0.05 / 8)])
+def test_loss_in_half_precision_is_close_to_float32(dtype: str, name: str, tolerance: float) -> None:
     params = jax.tree.map(np.float32, random_params(small("decoder")))
     tokens = np.arange(8, dtype=np.int32)[None]
     batch: Any = {"tokens": tokens, "targets": tokens, "weights": np.ones((1, 8), np.float32)}
     losses = []
-    for dtype in ("float32", "bfloat16"):
-        model = small("decoder", compute_dtype=dtype)
+    for compute_dtype, products_in in (("float32", "f32"), (dtype, name)):
+        model = small("decoder", compute_dtype=compute_dtype)
         step = jax.jit(jax.value_and_grad(lambda p, m=model: m.loss(p, batch, lambda _, tree: tree)))
         loss, gradient = step(params)
         assert loss.dtype == np.float32
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(gradient))
         products = re.findall(r":(\w+)\[\d+,\d+\] = dot_general", str(jax.make_jaxpr(step)(params)))
-        assert set(products) == {"bf16" if dtype == "bfloat16" else "f32"}
+        assert set(products) == {products_in}
         losses.append(float(loss))
     assert losses[0] != losses[1]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=0.05)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=tolerance)

@@ -13,10 +13,15 @@ from test_strategies import STRATEGIES
 import models
 
 ROWS = [(4, 1, 4), (1, 4, 4), (4, 4, 1)]  # lengths of the documents of each row
-CASES = [("decoder", STYLES["gpt2"]), ("decoder", STYLES["llama_grouped"]), ("encoder", {})]
+CASES = [
+    ("decoder", STYLES["gpt2"]),
+    ("decoder", STYLES["llama_grouped"]),
+    ("decoder", workload.FLAGS),
+    ("encoder", {}),
+]
 
 
-@pytest.mark.parametrize(("kind", "style"), CASES, ids=["gpt2", "llama", "encoder"])
+@pytest.mark.parametrize(("kind", "style"), CASES, ids=["gpt2", "llama", "gemma", "encoder"])
 def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> None:
     """Logits, loss and gradients, against runs of the model on each document by itself."""
     model = small(kind, **style)
@@ -61,15 +66,24 @@ def test_strategies_have_the_losses_of_a_single_device(strategy: str, kind: str)
 
 
 @pytest.mark.parametrize(
-    "how", [dict(tensor=2), pytest.param(dict(partitioner="auto"), marks=pytest.mark.slow)], ids=str
+    ("kind", "how"),
+    [
+        ("decoder", dict(tensor=2)),
+        (workload.GEMMA, dict(tensor=2)),
+        pytest.param("decoder", dict(partitioner="auto"), marks=pytest.mark.slow),
+        pytest.param(workload.GEMMA, dict(partitioner="auto"), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_other_layouts_too(how: dict[str, Any]) -> None:
-    kind = "decoder" + workload.PACKED
+def test_other_layouts_too(kind: str, how: dict[str, Any]) -> None:
+    kind += workload.PACKED
     got = workload.losses(kind, workload.plan(kind, strategy="mics", partition_size=4, **how))
     np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["decoder", pytest.param("encoder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["decoder", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("encoder", workload.GEMMA))]
+)
 def test_pipelined_loops_too(kind: str) -> None:
     got = losses_overlapped(kind + workload.PACKED, "mics(2)", 2)
     np.testing.assert_allclose(got, workload.single_device_losses(kind + workload.PACKED), rtol=1e-5)

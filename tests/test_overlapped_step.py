@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import workload
+from workload import LORA
 
 from compression.methods import method_named
 from configs import base, tiny
@@ -62,7 +63,7 @@ def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
         lambda x, spec: jax.ShapeDtypeStruct(
             (replicas, *x.shape), jnp.float32, sharding=jax.NamedSharding(plan.mesh, spec)
         ),
-        workload.params(kind, LAYERS),
+        workload.trained_and_frozen(kind, LAYERS)[0],
         gradient_specs(plan),
     )
     text = jax.jit(tx.update).lower(grads_R, state).compile().as_text()
@@ -75,11 +76,10 @@ def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
         ("decoder", "mics(4)", 2),
         ("encoder", "mics(1)", 3),
         ("resnet", "mics(2)", 1),
-        ("decoder", "zero1", 2),
         ("encoder", "none/none/node", 2),
-        ("resnet", "none/node/all", 2),
         ("decoder", "2/4/8", 3),
-        *(pytest.param("decoder", name, 2, marks=pytest.mark.slow) for name in ("ddp", "none/node/node")),
+        pytest.param("resnet", "none/node/all", 2, marks=pytest.mark.slow),
+        *(pytest.param("decoder", name, 2, marks=pytest.mark.slow) for name in ("ddp", "zero1", "none/node/node")),
     ],
 )
 def test_hop_two_in_the_last_backward_pass(kind: str, strategy: str, accumulation: int) -> None:
@@ -95,27 +95,31 @@ def test_hop_two_in_the_last_backward_pass(kind: str, strategy: str, accumulatio
     assert in_loops == (set() if kind == "resnet" else {LAYERS - 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "late", "strategy"),
+    ("kind", "method", "late", "strategy"),
     [
-        ("int8", False, "mics(2)"),
-        ("int8", False, "node/node/all"),
-        ("int8", True, "mics(2)"),
-        pytest.param("two_bit", False, "none/node/node", marks=pytest.mark.slow),
-        pytest.param("one_bit", True, "mics(2)", marks=pytest.mark.slow),
+        ("decoder", "int8", False, "mics(2)"),
+        ("decoder", "int8", False, "node/node/all"),
+        ("decoder", "int8", True, "mics(2)"),
+        pytest.param("decoder", "two_bit", False, "none/node/node", marks=pytest.mark.slow),
+        pytest.param("decoder", "one_bit", True, "mics(2)", marks=pytest.mark.slow),
+        (f"{LORA}nf4", "int8", False, "mics(2)"),
     ],
 )
-def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, late: bool, strategy: str) -> None:
+def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
+    kind: str, method: str, late: bool, strategy: str
+) -> None:
     """With gradient descent at a rate of 1, the parameters first move by what hop two hands on; delayed, a step later.
 
     Each layer, delayed each piece of it, is exchanged by itself, for no more bytes than what fills it up.
     """
-    plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
-    start = jax.tree.map(np.asarray, workload.params("decoder", LAYERS))
+    plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
+    start = jax.tree.map(np.asarray, workload.trained_and_frozen(kind, LAYERS)[0])
     tx = method_named(method).transform(workload.setup(plan, method, delayed=late, **CODEC))
     early = workload.early(plan, method, delayed=late, **CODEC)
     chain: dict[str, Any] = dict(hop_two=tx, tx=optax.sgd(1.0), early=early)
-    step = workload.compiled_step("decoder", plan, num_layers=LAYERS, **chain)
+    step = workload.compiled_step(kind, plan, num_layers=LAYERS, **chain)
     _, state, metrics = workload.run_steps(*step, 2 if late else 1)
     exchange = state.hop_two.exchange if late else state.hop_two
     residual = exchange.residual.tree
@@ -124,27 +128,29 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(method: str, 
         moved, kept = p - np.asarray(handed_on), np.asarray(kept_R).sum(0)
         np.testing.assert_allclose(moved + kept, gradient, atol=1e-6)
 
-    _, gradient = workload.value_and_grad("decoder", LAYERS)(start, jnp.arange(workload.ROWS))
+    _, gradient = workload.value_and_grad(kind, LAYERS)(start, jnp.arange(workload.ROWS))
     jax.tree.map(check, start, gradient, state.params, residual)
     assert sum(np.abs(np.asarray(x)).sum() for x in jax.tree.leaves(residual)) > 0
     assert int(exchange.step) == 1 + late and float(metrics["hop_two_ratio"]) > 2
 
     found = read_collectives(step[0].as_text() or "", plan.layout.shape)
     assert max(c.times for c in crossing(found) if c.loop_depth) == (2 if late else 1) * (LAYERS - 1)
-    at_once = bytes_of_all_at_once("decoder", plan, method)
+    at_once = bytes_of_all_at_once(kind, plan, method)
     assert at_once <= bytes_between_nodes(found) <= (1.15 if late else 1.1) * at_once
     sent = [c.times * c.payload_bytes / (c.group_size if c.kind == "all-gather" else 1) for c in crossing(found)]
     # besides the payload: counts, and whether all is finite
     assert 0 <= sum(sent) - float(metrics["hop_two_payload_bytes"]) <= 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "strategy", "accumulation"),
     [
         ("encoder", "mics(4)", 3),
-        ("decoder", "none/node/node", 2),
+        pytest.param("decoder", "none/node/node", 2, marks=pytest.mark.slow),
         pytest.param("decoder", "ddp", 1, marks=pytest.mark.slow),
         pytest.param("resnet", "mics(2)", 2, marks=pytest.mark.slow),
+        (f"{LORA}nf4", "mics(2)", 2),
     ],
 )
 def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: int) -> None:
@@ -153,7 +159,7 @@ def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: 
     hop_two = method_named("none").transform(workload.setup(plan, "none", kind=kind, delayed=True))
     how: dict[str, Any] = dict(accumulation=accumulation, num_layers=LAYERS, tx=optax.sgd(0.5))
     step = workload.compiled_step(kind, plan, hop_two=hop_two, early=workload.early(plan, "none", delayed=True), **how)
-    p, wanted, gradient = workload.params(kind, LAYERS), [], None
+    p, wanted, gradient = workload.trained_and_frozen(kind, LAYERS)[0], [], None
     for _ in range(4):
         loss, following = workload.value_and_grad(kind, LAYERS)(p, jnp.arange(workload.ROWS))
         wanted.append(float(loss))
@@ -277,6 +283,7 @@ def test_losses_with_hop_two_after_the_pipelined_loops_equal_a_single_device(kin
     np.testing.assert_allclose(workload.losses(kind, plan), workload.single_device_losses(kind), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_a_time() -> None:
     """As many bytes cross as without overlap, once a micro-step and not twice, and the losses are the same."""
     found, sent = [], []

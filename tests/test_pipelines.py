@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 RUNS = [("decoder", 4, 8, "hsdp"), ("encoder", 2, 4, "zero1")]
 MORE = [(kind, 2, 2, case) for kind, case in zip(cycle(("decoder", "encoder")), CASES)]
 MORE += [("decoder", 2, 1, "ddp"), ("encoder", 4, 2, "hsdp"), ("decoder packed", 2, 3, "hsdp")]
+MORE += [(workload.GEMMA, 4, 2, "hsdp"), (workload.GEMMA, 2, 2, "tensor")]
 
 
 def trained(kind: str, stages: int, accumulation: int, **how: Any) -> tuple[np.ndarray, Any]:

@@ -63,6 +63,7 @@ def test_names_are_escaped() -> None:
     assert "script" not in page.tags and page.text.count("alert") == 4
 
 
+@pytest.mark.slow
 def test_the_program_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     words = ("--cluster=emulated", "--nodes=4", "--strategy=mics(2),zero3", f"--html={file}")

@@ -2,7 +2,10 @@
 
 import functools
 import random
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +19,14 @@ from lab.benchmarks.scores import paired
 from lab.records import recorded
 from planner import clusters, costs
 from planner import compile as compiling
-from planner.bounds import bounds
+from planner.bounds import Bounds, bounds
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
-from planner.memory import Memory
-from planner.predict import Step
+from planner.predict import Step, compiled_step
 from planner.replay import replay
 from planner.search import Found, search
 from sharding.hlo_program import parse_program
-from training.experiment import make_experiment
+from training.experiment import Experiment, make_experiment
+from training.memory import Memory
 
 pytestmark = IGNORED
 
@@ -82,6 +85,75 @@ def test_a_search_proposes_only_what_fits(seed: int, step: Step, monkeypatch: py
     assert rest + counts.compiled == counts.candidates
 
 
+def test_what_is_asked_for_is_priced_if_the_whole_device_could_hold_it(step: Step) -> None:
+    """Needs as shares of the device, of which a program can have 0.9; a search proposes what surely fits."""
+    shares = {"ddp": 0.95, "zero3": 1.05, "mics(2)": 0.85}
+    every = of_strategies([*shares], small())
+    here = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e9, is_shared=False)))
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        share = shares.get(candidate.name, 0.95)
+        return Made(candidate, share * 1e9, here.capacity, 2 - share, step)
+
+    def searched(candidates: Sequence[Candidate]) -> Found:
+        return search(small(), here, jax.devices(), most=3, candidates=candidates, compile_one=compile_one)
+
+    found = searched(every)
+    assert [prediction.candidate.name for prediction, _ in found.steps] == ["mics(2)", "ddp"]
+    ends = ["does not fit, 1.05 GB of 900 MB", "may not fit, 950 MB of 900 MB; the device has 1.00 GB"]
+    assert sorted(line.split(": ")[1] for line in found.too_large) == ends
+    ((alone, _),) = searched(every[:1]).steps
+    assert not alone.memory.fits
+    assert all(prediction.memory.fits for prediction, _ in searched([]).steps)
+
+
+def test_the_configs_own_program_is_compiled_while_the_others_are_made(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Event()
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate)
+        begun.set()
+        return Made(candidate, 1.0, 1e12, 1.0, step)
+
+    def others(*_: Any) -> list[Candidate]:
+        assert begun.wait(timeout=30)
+        return [own]
+
+    own, made = of_config(small()), list[Candidate]()
+    monkeypatch.setattr("planner.search.all_candidates", others)
+    found = search(small(), machine(), jax.devices(), most=1, compile_one=compile_one)
+    assert made == [own] and found.counts.compiled == 1
+
+
+def test_what_a_search_looks_at_does_not_depend_on_which_program_is_ready_first(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that are compiled the even ones take longer, or the odd ones; what each needs orders the rest."""
+    every = of_strategies(["ddp", "zero3", "mics(2)", "mics(4)"], small(batch__global_size=64))
+    sizes = [replace(candidate, micro_size=size) for candidate in every for size in (1, 2, 4, 8)]
+    monkeypatch.setattr("planner.search.all_candidates", lambda *_: sizes)
+    monkeypatch.setattr("planner.search.exact_variants", lambda *_, **__: [])
+    monkeypatch.setattr("planner.search.changes", lambda *_: [])
+    here = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e8)))
+
+    def searched(slow: int) -> tuple[set[Candidate], Found]:
+        made: list[Candidate] = []
+
+        def compile_one(candidate: Candidate, *_: Any) -> Any:
+            made.append(candidate)
+            time.sleep(0.1 * (len(made) % 2 == slow))
+            needs = random.Random(str(candidate))
+            return Made(candidate, needs.uniform(0.1, 2) * here.capacity, here.capacity, needs.uniform(1, 2), step)
+
+        found = search(small(batch__global_size=64), here, jax.devices(), most=10, compile_one=compile_one)
+        return {*made}, found
+
+    (one, first), (other, second) = searched(0), searched(1)
+    assert one == other and first.counts == second.counts and first.counts.did_not_fit > 0
+
+
 def test_what_did_not_fit_tells_what_fewer_rows_need(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """105, 89 GB for 8 and 4 rows: 2 rows need 81 at least, and are not compiled; 1 row may do with 77."""
     config = small(batch__global_size=64, sharding__strategy="zero3", sharding__partition_size=0)
@@ -127,6 +199,61 @@ def test_what_should_fit_is_compiled_first(step: Step, monkeypatch: pytest.Monke
     assert sum(too_large[first:]) >= len(too_large) - first - 1 and not any(too_large[: first - 1])
 
 
+def test_the_best_mics_and_the_configs_strategy_are_looked_at_with_their_best_micro_batch(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though every micro-batch of zero3 is estimated to be faster than all of theirs."""
+    config = small(batch__global_size=32, sharding__strategy="ddp", sharding__partition_size=0)
+    every = of_strategies(["ddp", "zero3", "mics(2)"], config)
+    sizes = [replace(candidate, micro_size=size) for candidate in every for size in (1, 2, 4)]
+
+    def estimated(one: Experiment, *_: Any) -> Bounds:
+        seconds = (1 if one.config.sharding.strategy == "zero3" else 10) / one.config.batch.micro_size
+        return Bounds(state_bytes=1, least_bytes=1, estimate_bytes=1, least_s=0, estimate_s=seconds)
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate)
+        return Made(candidate, 1.0, 1e12, 1.0, step)
+
+    made: list[Candidate] = []
+    monkeypatch.setattr("planner.search.bounds", estimated)
+    monkeypatch.setattr("planner.search.all_candidates", lambda *_: sizes)
+    monkeypatch.setattr("planner.search.exact_variants", lambda *_, **__: [])
+    monkeypatch.setattr("planner.search.changes", lambda *_: [])
+    search(config, machine(), jax.devices(), most=4, compile_one=compile_one)
+    assert {(c.name, c.micro_size) for c in made} == {("ddp", 1), ("ddp", 4), ("zero3", 4), ("mics(2)", 4)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [
+        ({"bf16": 0.96}, set()),
+        ({"bf16": 0.94}, {"bf16"}),
+        ({"bf16": 0.94, "int8": 0.90}, {"bf16"}),  # less than 5 % over what changes less
+        ({"bf16": 0.94, "int8": 0.89}, {"bf16", "int8"}),
+        ({"bf16": 0.96, "int8": 0.94}, {"int8"}),
+    ],
+)
+def test_a_change_must_save_five_per_cent(
+    seconds: dict[str, float], kept: set[str], step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def estimated(one: Experiment, *_: Any) -> Bounds:
+        estimate_s = seconds.get(one.config.compression.hop_two, 1.0)
+        return Bounds(state_bytes=1, least_bytes=1, estimate_bytes=1, least_s=0, estimate_s=estimate_s)
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate.pairs.get("hop_two", ""))
+        return Made(candidate, 1.0, 1e12, 1.0, step)
+
+    made: list[str] = []
+    monkeypatch.setattr("planner.search.bounds", estimated)
+    monkeypatch.setattr("planner.search.all_candidates", lambda *_: [])
+    monkeypatch.setattr("planner.search.exact_variants", lambda *_, **__: [])
+    monkeypatch.setattr("planner.candidates.TIMINGS", ({},))
+    search(small(), machine(), jax.devices(), most=9, compile_one=compile_one)
+    assert {*made} - {""} == kept
+
+
 def test_what_is_too_large_is_not_compiled() -> None:
     tiny = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e5, is_shared=False)))
 
@@ -161,6 +288,21 @@ def test_what_xla_refuses_does_not_end_a_search(step: Step) -> None:
     assert (found.counts.illegal, found.counts.compiled, found.counts.candidates) == (1, 2, 3)
     with pytest.raises(ValueError, match=r"^XLA cannot compile mics"):  # the config's own comes first
         searched({candidate.name for candidate in every})
+
+
+@pytest.mark.parametrize(("quick_bytes", "flags"), [(1, ["Q U"]), (10**12, ["Q U", "U"])])
+def test_a_quick_program_that_does_not_fit_is_compiled_again(
+    quick_bytes: int, flags: list[str], step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_step(**request: Any) -> Any:
+        asked.append(request["xla_flags"])
+        return replace(step.compiled, temporary_bytes=quick_bytes if "Q" in asked[-1] else 1)
+
+    asked: list[str] = []
+    monkeypatch.setattr(compiling, "QUICK", "Q")
+    monkeypatch.setattr(compiling, "compile_step", compile_step)
+    found = compiled_step(step.candidate, step.experiment, replace(machine(), xla_flags="U", is_quick=True))
+    assert asked == flags and found.memory().fits
 
 
 def test_recorded_costs_are_those_of_the_record() -> None:

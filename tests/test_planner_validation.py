@@ -52,14 +52,25 @@ def test_every_published_step_was_predicted_and_a_third_chose_rates() -> None:
     assert sum(cell["chose_rates"] for cell in cells) == 30
 
 
-def test_steps_that_ran_fit_and_those_held_back_are_predicted() -> None:
-    """The aims: a mean error of 10 %, nine of ten within 20 %, no bias beyond 4 %; but one, all that ran fit.
+def test_steps_that_ran_are_not_refused_and_those_held_back_are_predicted() -> None:
+    """The aims: a mean error of 10 %, nine of ten within 20 %, no bias beyond 4 %; but one, all that ran surely fit.
 
-    That one lacks 1.5 %: XLA turns over all layers' kept activations at once (docs/planner.md).
+    That one may: it lacks 1.5 % of what a plan gives programs, and the whole device has more (docs/planner.md).
     """
     needs = sorted(line["memory_bytes"] / line["capacity_bytes"] for line in recorded(published_steps.RESULTS))
-    assert needs[-2] <= 1 < needs[-1] < 1.02
+    assert needs[-2] <= 1 < needs[-1] < 1.02 < 1 / clusters.MEMORY_SHARE
     errors = [published_steps.error(line) for line in held_back()]
     assert fmean(map(abs, errors)) <= 0.10
     assert planner_validation.quantile(errors, 0.9) <= 0.20
     assert abs(fmean(errors)) <= 0.04
+
+
+def test_most_steps_below_half_of_the_memory_lack_all_logits() -> None:
+    """Of 50,368 words in bf16, in f32, and their gradient in f32: the page says how many are below half with them."""
+    lines = recorded(published_steps.RESULTS)
+    logits = [line["micro_batch"] * line["seq"] * 50368 * (2 + 4 + 4) for line in lines]
+    below = [
+        sum(line["memory_bytes"] + more < line["capacity_bytes"] / 2 for line, more in zip(lines, added, strict=True))
+        for added in ([0] * len(lines), logits)
+    ]
+    assert below == [18, 2]

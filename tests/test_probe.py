@@ -21,7 +21,8 @@ from lab.probe import __main__ as probe
 from lab.probe import device, measure, report
 from lab.probe.device import LAUNCHES, TIMES, Sizes, Timed, Work
 from lab.probe.measure import RING_PASSES, Measurement, fit
-from planner.clusters import CLUSTERS, with_probe
+from planner.clusters import CLUSTERS
+from planner.probes import with_probe
 
 TINY = Sizes(
     dtype="float32",
@@ -352,6 +353,7 @@ def test_what_is_no_rate_is_refused(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- several processes
 
 
+@pytest.mark.slow
 def test_probe_of_two_processes(tmp_path: Path) -> None:
     """Joined by their variables; only the first one speaks and writes."""
     common = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}

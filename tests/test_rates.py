@@ -8,7 +8,7 @@ from planner import clusters, rates
 from planner.rates import MissingRateError, Rates
 
 ROWS = rates.rows()
-FEEDS_ALL = ("GPU", "NCCL")
+FEEDS_ALL = ("GPU", "GPU nodes", "NCCL")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.of}, {row.figure}")

@@ -22,6 +22,7 @@ DERIVED_KEYS = {  # what tells a line from others
     "published_steps": ["gpu", "gpus", "model", "seq", "micro_batch", "global_batch"],
     "full_scale": ["model", "gpus", "strategy", "cluster", "network"],
     "overlap": ["case", "overlap", "rate"],
+    "planner_configs": ["config"],
     "planner": ["name", "rate", "beside_the_rates"],
 }
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from sharding import hlo
 from sharding.collectives import ALONE_BYTES, Group, reduce_scatter_chunks
@@ -45,6 +45,15 @@ def test_ring_reduce_scatter(hierarchical: bool, inter: float, intra: float) -> 
     assert {c.kind for c in collectives} == {"collective-permute"}
     sent, model_bytes = hlo.bytes_per_step(collectives), 8 * N * 4
     assert list(sent.values()) == [round(inter * model_bytes), round(intra * model_bytes)]
+
+
+def test_two_axes_of_a_node_in_the_order_of_chunks() -> None:
+    axes = "shard_intra", "replica_intra"  # the mesh has them the other way round
+    mesh = jax.make_mesh((4, 2), axes[::-1], axis_types=(AxisType.Auto,) * 2)
+    x = np.random.default_rng(0).normal(size=(8, 8, N)).astype(np.float32)
+    local = lambda x: reduce_scatter_chunks(x[0], axes, hierarchical=True, by_ring=True)[None]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes))
+    np.testing.assert_allclose(np.asarray(jax.jit(mapped)(x)), x.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
 def plan_on(platform: str, processes: int, reduce_dtype: Any = None) -> ShardingPlan:

@@ -1,6 +1,6 @@
 """Strategies, scopes and placements against plain numpy: who shares a state with whom, and what cannot be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -224,6 +224,21 @@ def test_indivisible_parameters_raise_unless_replicated() -> None:
         assert "\n" not in str(error.value) and "replicate=True" in str(error.value)
         said = ParamSpec(shape=odd.shape, dims=odd.dims, replicate=True)
         assert place("layers/norm/scale", said, layout).dim is None
+
+
+def test_norms_of_heads_are_kept_whole_where_nothing_divides_them() -> None:
+    """Queries and keys of 128 numbers on 256 devices."""
+    assert place("scale", spec(layers=4, head=128), layout_of("zero3", 32, 8)).dim is None
+    assert place("scale", spec(layers=4, head=128), layout_of("zero3", 4, 8)).dim == 1
+
+
+def test_frozen_parameters_are_cut_by_their_own_scope_alone() -> None:
+    """No optimizer has a share of them."""
+    frozen = replace(spec(embed=24), frozen=True)
+    layout = layout_of("custom", 4, 4, parameters="node", gradients="node", optimizer="all")
+    assert place("weight", frozen, layout).dim == 0
+    with pytest.raises(ValueError, match="no dim can be cut into 16 shards"):
+        place("weight", spec(embed=24), layout)
 
 
 def test_indivisible_heads_name_the_key_that_pads_them() -> None:

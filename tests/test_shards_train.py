@@ -90,7 +90,7 @@ def size_of(path: str, folder: Path) -> int:
     return (folder / "cache" / "shards" / Path(path).name).stat().st_size
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_four_processes_with_caches_of_their_own_read_each_shard_once(bucket, tmp_path):
     one = tmp_path / "one"
     assert run_here(*flags(one, PREPARED)) == 0

@@ -1,14 +1,11 @@
-"""Snapshots in memory, in one process: what comes back, what is not used, and what another user may not do."""
+"""Snapshots in memory, in one process: what is kept, what comes back, and what is not used."""
 
-import errno
-import hashlib
 import json
-import os
 import re
 import shutil
 import socket
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -16,99 +13,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpointing import abstract as abstract_of
 from checkpointing import files_no_larger_than
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from keeping import Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
 
-from configs.schema import CheckpointConfig
 from runtime.addresses import own_address
-from state import Checkpointer, Restored, manifest
 from state.manifest import Leaf
-from state.memory_files import MemoryFolder, SnapshotManifest
-from state.snapshots import AUTOMATIC, Pace, Snapshots, owned_shards, partner
-
-SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
-SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}
+from state.memory_files import MemoryFolder
+from state.snapshots import AUTOMATIC, Pace, owned_shards, partner
 
 
-def values_of(step: int) -> dict[str, np.ndarray]:
-    generator = np.random.default_rng(step)
-    values = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-    return values | {"h": values["h"].astype(jnp.bfloat16), "step": np.array(step, np.int32)}
-
-
-def shardings(a: int, b: int) -> dict[str, NamedSharding]:
-    mesh = Mesh(np.array(jax.devices()[: a * b]).reshape(a, b), ("a", "b"))
-    return {name: NamedSharding(mesh, PartitionSpec(*SPECS.get(name, ()))) for name in SHAPES}
-
-
-def state_of(step: int, a: int = 4, b: int = 2) -> dict[str, jax.Array]:
-    return jax.device_put(values_of(step), shardings(a, b))
-
-
-def abstract(a: int = 4, b: int = 2) -> Any:
-    return abstract_of(state_of(0, a, b))
-
-
-class Run:
-    """A run in one directory, whose attempts follow each other."""
-
-    def __init__(self, tmp_path: Path, name: str = "run") -> None:
-        self.workdir, self.memory = tmp_path / name, tmp_path
-        self.said: list[str] = []
-
-    def attempt(self) -> Snapshots:
-        return Snapshots(self.workdir, str(self.memory), 1, report=self.said.append)
-
-    def restore(self, wanted: Any = None) -> Restored | None:
-        with self.checkpoints() as checkpointer, self.attempt() as snapshots:
-            return snapshots.restore(wanted or abstract(), checkpointer)
-
-    def checkpoints(self) -> Checkpointer:
-        config = CheckpointConfig(every=1, keep_last=9)
-        return Checkpointer(self.workdir / "checkpoints", config, report=self.said.append)
-
-    def keep(self, *steps: int, make: Callable[[int], Any] = state_of) -> None:
-        """An attempt that starts where the memory is, keeps some steps and is killed."""
-        with self.checkpoints() as checkpointer, self.attempt() as snapshots:
-            restored = snapshots.restore(abstract_of(make(steps[0])), checkpointer)
-            snapshots.begin(restored.step if restored else 0)
-            for step in steps:
-                keep(snapshots, step, make(step))
-
-    def save(self, *steps: int) -> None:
-        with self.checkpoints() as checkpointer:
-            for step in steps:
-                checkpointer.save(step, state_of(step), data={"step": step}, config={})
-
-    def files(self, ending: str) -> list[Path]:
-        """The files of this run with an ending, that of the newest snapshot last."""
-        found = self.memory.glob(f"mics-jax-*/{self.run_id}/*.{ending}")
-        return sorted(found, key=lambda file: file.stat().st_mtime_ns)
-
-    @property
-    def run_id(self) -> str:
-        return json.loads((self.workdir / "attempts.json").read_text())["run_id"]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
-
-
-def keep(snapshots: Snapshots, step: int, state: Any) -> None:
-    snapshots.save(step, state, data={"step": step}, config={"elastic": {}, "seed": 1})
-
-
-def check(restored: Restored | None, step: int, source: str = "memory (1 of 1 node had it)") -> None:
-    assert restored is not None and restored.step == step and restored.source_text == source
-    assert restored.data == {"step": step}
-    for name, value in values_of(step).items():
-        got = np.asarray(restored.state[name])
-        assert (got.dtype, got.shape, got.tobytes()) == (value.dtype, value.shape, value.tobytes()), name
+def test_the_memory_that_snapshots_take_is_known_before(run: Run) -> None:
+    with run.attempt() as snapshots:
+        needs = snapshots.needs(abstract())
+    run.keep(1, 2)
+    sizes = [file.stat().st_size for file in run.files("data")]
+    assert needs and len(sizes) == 2 and needs.kept == sum(sizes) == 2 * needs.pinned
+    with run.attempt() as snapshots:
+        after = snapshots.needs(abstract())
+    assert needs.there == 0 and after and after.there == sum(file.stat().st_size for file in run.files("*"))
 
 
 @pytest.mark.parametrize(("a", "b"), [(4, 2), (2, 2), (8, 1), (1, 1)])
@@ -216,63 +141,6 @@ def test_another_model(run: Run) -> None:
     assert len(run.said) == 1 and "another model: b is float32[5]" in run.said[0]
 
 
-def test_the_newer_of_memory_and_checkpoints(run: Run) -> None:
-    run.save(1, 2)
-    run.keep(3)
-    check(run.restore(), 3)
-    run.save(3)
-    check(run.restore(), 3)
-    run.save(4)
-    check(run.restore(), 4, source="its checkpoint")
-    (run.workdir / "checkpoints" / "4" / "data" / "metadata").write_text("{}")
-    check(run.restore(), 3)
-    assert len(run.said) == 1 and "step 3 is used instead" in run.said[0]
-    assert manifest.step_numbers(run.workdir / "checkpoints") == [1, 2, 3]
-
-
-def test_what_was_not_restored_goes(run: Run) -> None:
-    """So that no more than two snapshots of the state are there at a time."""
-    for checkpoints, left in (((), 1), ((3,), 0)):
-        run.keep(1, 2)
-        half_written = run.files("json")[-1].with_name("0-1-a.partial")
-        half_written.touch()
-        run.save(*checkpoints)
-        with run.checkpoints() as checkpointer, run.attempt() as snapshots:
-            restored = snapshots.restore(abstract(), checkpointer)
-            assert restored
-            assert len(run.files("data")) == 2
-            snapshots.begin(restored.step)
-        assert len(run.files("data")) == len(run.files("json")) == left and not half_written.exists()
-
-
-def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:
-    """A node that was away comes back with steps of a history that the run has left."""
-    run.keep(4, 5)
-    away = tmp_path / "away"
-    shutil.copytree(run.files("json")[0].parent, away)
-    run.files("json")[-1].unlink()
-    run.keep(5)  # from step 4
-    shutil.copytree(away, run.files("json")[0].parent, dirs_exist_ok=True)
-    assert len(run.files("json")) == 3
-    check(run.restore(), 5)
-    newest = max(run.files("json"), key=lambda file: file.name)
-    newest.unlink()
-    check(run.restore(), 4)
-    run.keep(5)
-    assert {file.name.split("-")[0] for file in run.files("json")} == {"0", "2"}  # the step restored from stays
-    run.keep(6, 7)
-    assert {file.name.split("-")[0] for file in run.files("json")} == {"3"}
-
-
-def test_an_attempt_without_snapshots_counts(run: Run) -> None:
-    """It began at an older step: what the attempt before it had in memory is of another history."""
-    run.keep(5, 6)
-    with run.checkpoints() as checkpointer, Snapshots(run.workdir, str(run.memory), 0) as snapshots:
-        assert snapshots.restore(abstract(), checkpointer) is None
-        snapshots.begin(0)
-    assert run.restore() is None
-
-
 @pytest.mark.parametrize("room", [0, 300, 900])  # for nothing, a part of the data, the data but not its description
 def test_no_room(run: Run, room: int) -> None:
     with run.attempt() as snapshots:
@@ -292,67 +160,6 @@ def test_no_room(run: Run, room: int) -> None:
     assert len(run.said) == 1
 
 
-@pytest.mark.parametrize("stops", [True, False])
-def test_checkpoints_are_deleted_to_go_back(run: Run, stops: bool) -> None:
-    """Snapshots that know of them do not bring back what came after; without a checkpoint they are all there is."""
-    with run.attempt() as snapshots:
-        snapshots.begin(0)
-        run.save(1)
-        for step in (2, 3):
-            keep(snapshots, step, state_of(step))
-            run.save(step)
-        keep(snapshots, 4, state_of(4))
-        if stops:
-            run.save(4)
-            snapshots.end(finished=False)
-    check(run.restore(), 4)
-    checkpoints = run.workdir / "checkpoints"
-    shutil.rmtree(checkpoints / "4" if stops else checkpoints / "3")
-    shutil.copytree(checkpoints, run.workdir / "all")
-    shutil.rmtree(checkpoints)
-    check(run.restore(), 4)
-    (run.workdir / "all").rename(checkpoints)
-    newest, gone = (3, 4) if stops else (2, 3)
-    restored = run.restore()
-    assert restored and restored.step == newest
-    said = f"are not used: the checkpoint of step {gone}, which was there, is gone, and that of step {newest} is"
-    assert len(run.said) == 4 - newest and all(said in line for line in run.said)
-
-
-def test_an_older_copy_is_put_back(run: Run, tmp_path: Path) -> None:
-    """Into the same folder: the memory holds steps of starts that it does not know of, one of which it makes again."""
-    run.keep(1)
-    run.save(1)
-    shutil.copytree(run.workdir, tmp_path / "backup")
-    run.keep(2, 3)
-    check(run.restore(), 3)
-    away = tmp_path / "away"
-    shutil.copytree(run.files("json")[0].parent, away)
-    shutil.copytree(tmp_path / "backup", run.workdir, dirs_exist_ok=True)
-    check(run.restore(), 1, source="its checkpoint")
-    run.save(2)
-    with run.checkpoints() as checkpointer, run.attempt() as snapshots:
-        restored = snapshots.restore(abstract(), checkpointer)
-        assert restored and restored.step == 2
-        snapshots.begin(2)
-    shutil.copytree(away, run.memory / f"mics-jax-{os.getuid()}" / run.run_id, dirs_exist_ok=True)
-    check(run.restore(), 2, source="its checkpoint")
-
-
-def test_a_damaged_checkpoint_was_set_aside(run: Run) -> None:
-    """It was there: nobody went back."""
-    run.save(1, 2)
-    run.keep(3)
-    (run.workdir / "checkpoints" / "2" / "data" / "metadata").write_text("{}")
-    shutil.rmtree(run.memory / f"mics-jax-{os.getuid()}")
-    restored = run.restore()
-    assert restored and restored.step == 1
-    run.keep(3)
-    check(run.restore(), 3)
-    shutil.rmtree(run.workdir / "checkpoints" / manifest.SET_ASIDE)  # nor when it is cleaned up
-    check(run.restore(), 3)
-
-
 def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is named to the others: they may know it."""
 
@@ -361,17 +168,6 @@ def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert own_address() == socket.gethostname()
-
-
-@pytest.mark.parametrize("every", [1, 0])
-def test_a_finished_run_leaves_nothing(run: Run, every: int) -> None:
-    """Even if its last attempt kept no snapshots."""
-    run.keep(1)
-    with Snapshots(run.workdir, str(run.memory), every) as snapshots:
-        snapshots.end(finished=False)
-        assert run.files("data")
-        snapshots.end(finished=True)
-    assert not any((run.memory / f"mics-jax-{os.getuid()}").iterdir())
 
 
 def test_nothing_describes_what_is_half_written(run: Run) -> None:
@@ -434,119 +230,6 @@ def test_what_a_node_holds_is_kept_once_and_shared_out(groups: int, kept: float)
     assert sum(by_device.values()) == groups * whole
     assert all(size == pytest.approx(kept * whole / 4, rel=0.1) for size in by_device.values()), by_device
     assert not any(shard.is_only_copy for of_process in owned for shard in of_process)
-
-
-# --------------------------------------------------------------------------------- folders, names and versions
-
-
-def test_nobody_else_can_look_in(run: Run) -> None:
-    before = os.umask(0)
-    try:
-        run.keep(1)
-    finally:
-        os.umask(before)
-    folder = run.files("data")[0].parent
-    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700] * 2
-    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600] * 2
-
-
-@pytest.mark.parametrize("how", ["readable", "link", "no folder", "replaceable", "somebody else's memory"])
-def test_folders_of_others_are_refused(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.keep(1)
-    folder = run.files("data")[0].parent
-    expected = "is not a folder of this user alone"
-    match how:
-        case "readable":
-            folder.chmod(0o750)
-        case "link":
-            folder.symlink_to(folder.rename(run.memory / "elsewhere"))
-        case "no folder":
-            shutil.rmtree(folder)
-            folder.write_text("")
-        case "replaceable":
-            run.memory.chmod(0o777)
-            expected = "can be written by others"
-        case "somebody else's memory":
-            run.memory.chmod(0o1777)
-            status = run.memory.stat()
-            stat = Path.stat
-            others = os.stat_result((*status[:4], os.getuid() + 1, *status[5:]))
-            monkeypatch.setattr(Path, "stat", lambda path, **_: others if path == run.memory else stat(path))
-            expected = f"belongs to user {os.getuid() + 1}"
-    with pytest.raises(ValueError, match=expected):
-        run.attempt()
-    if how == "replaceable":
-        run.memory.chmod(0o1777)
-        check(run.restore(), 1)
-
-
-@pytest.mark.parametrize("how", ["link", "closed"])
-def test_a_name_that_somebody_else_has_taken(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is passed over; what was kept beside it is found again, also when the name is free, and goes with the run."""
-    name = run.memory / f"mics-jax-{os.getuid()}"
-    make_closed(name, monkeypatch) if how == "closed" else name.symlink_to("/")
-    run.keep(1)
-    check(run.restore(), 1)
-    folder = run.files("json")[0].parent.parent
-    assert folder != name and folder.stat().st_mode & 0o777 == 0o700 and len(list(run.memory.glob("mics-*"))) == 2
-    if how == "link":
-        name.unlink()
-    check(run.restore(), 1)
-    with run.attempt() as snapshots:
-        snapshots.end(finished=True)
-    assert list(run.memory.glob("mics-*")) == ([name] if how == "closed" else [])
-
-
-def make_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a folder of somebody else, who lets nobody look at what is in it: not even root in this test."""
-    folder.mkdir(mode=0o755)
-    stat = Path.stat
-
-    def refuse(path: Path, **options: bool) -> os.stat_result:
-        if folder in path.parents:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-
-
-def test_a_run_id_that_is_a_path(run: Run) -> None:
-    """Would have a run delete that folder in the end."""
-    run.keep(1)
-    file = run.workdir / "attempts.json"
-    victim = run.memory / "victim"
-    victim.mkdir(mode=0o700)
-    for run_id in ("../victim", "A" * 16, "0" * 15, 7):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"run_id": run_id}))
-        with pytest.raises(ValueError, match=r"attempts.json is damaged .*; remove it"), run.attempt() as snapshots:
-            snapshots.end(finished=True)
-    assert victim.is_dir()
-
-
-@pytest.mark.parametrize(
-    "change", [{"name": "../0-0-a"}, {"name": "0-0-c"}, {"run_id": "../../home"}, {"name": "1-0-a"}]
-)
-def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) -> None:
-    run.keep(1)
-    (kept,) = MemoryFolder(run.memory, run.run_id, "standby").snapshots()[0]
-    content = json.loads(json.dumps(kept.as_json()))
-    assert SnapshotManifest.from_json(content) == kept
-    with pytest.raises(ValueError, match="is no snapshot"):
-        SnapshotManifest.from_json(content | change)
-
-
-def test_a_description_of_another_version(run: Run) -> None:
-    """Is whole, and passed over: the checkpoint is what is left."""
-    run.save(1)
-    run.keep(2)
-    (file,) = run.files("json")
-    content = json.loads(file.read_text().partition("\n")[2])
-    del content["history"]
-    body = json.dumps(content | {"format": 1})
-    file.write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}")
-    check(run.restore(), 1, source="its checkpoint")
-    (line,) = run.said
-    assert line.endswith(f"{file.name} is not used: another version of the program wrote it")
 
 
 @pytest.mark.parametrize("count", range(2, 8))

@@ -22,7 +22,7 @@ from runtime.consensus import barrier
 from sharding.replicas import PerReplica
 from state import Checkpointer, Restored, recovery, transfer
 from state.memory_files import MemoryFolder
-from state.snapshots import Snapshots
+from state.snapshots import Needs, Snapshots
 
 SHAPES = {"w": (16, 4), "b": (5,), "residual": (2, 8), "t": (3, 8)}
 SPECS = {"w": ("node", "device"), "residual": ("node",), "t": (None, "device")}  # t is whole on each node
@@ -65,6 +65,7 @@ class Node:
     def __init__(self, rank: int, directory: Path) -> None:
         self.rank, self.directory, self.said = rank, directory, list[str]()
         self.run = self.node = 0
+        self.needs: Needs | None = None  # as said before the last snapshots
 
     def new_run(self) -> None:
         self.run += 1
@@ -94,6 +95,7 @@ class Node:
         with self.checkpoints() as checkpointer, self.attempt(memory) as memory_tier:
             restored = memory_tier.restore(abstract(place(values_of(0))), checkpointer)
             memory_tier.begin(restored.step if restored else 0)
+            self.needs = memory_tier.needs(abstract(place(values_of(0))))
             for step in steps:
                 memory_tier.save(step, place(values_of(step)), data={"step": step}, config={"seed": 1})
             memory_tier.wait()
@@ -126,6 +128,7 @@ def a_lost_node(node: Node) -> None:
         node.keep(1, 2, 3)
         own = BYTES - BYTES_ALONE // 2
         assert node.bytes_kept() == [BYTES_ALONE // 2] * 2 + [own] * 2, node.bytes_kept()
+        assert node.needs and (node.needs.pinned, node.needs.kept) == (own, sum(node.bytes_kept())), node.needs
         node.lost(lost)
         check(node.restore(), 3, "memory (1 of 2 nodes had it)")
     check(node.restore(replicas=4), 3, "memory (1 of 2 nodes had it)", replicas=4)

@@ -11,6 +11,7 @@ import pytest
 import workload
 from test_local_sgd import LAYOUTS, inner, replicas_written_out, rows_of_replicas
 from test_overlapped_step import crossing
+from workload import LORA
 
 from compression.local_sgd import drift, local_sgd, streamed
 from compression.methods import method_named
@@ -32,13 +33,14 @@ def compiled(
     settings: LocalSGDConfig,
     tx: optax.GradientTransformation,
     method: str = "none",
+    kind: str = "decoder",
     **codec: Any,
 ) -> tuple[Any, Any, Any]:
     """Returns the compiled step, its first state and its batch."""
-    setup = workload.setup(plan, method, kind="decoder", **codec)
+    setup = workload.setup(plan, method, kind=kind, **codec)
     local = local_sgd(method_named(method).build(setup), guarded(tx), settings, plan.layout.num_replicas)
     chain = Chain(local, early=streamed(method_named(method), setup, settings), drift=drift, watch=watch)
-    return workload.compiled_step("decoder", plan, chain=chain)
+    return workload.compiled_step(kind, plan, chain=chain)
 
 
 def parts_of(x: jax.Array, *, stacked: bool, parts: int = PARTS) -> np.ndarray:
@@ -58,29 +60,31 @@ def all_parts(params: Any) -> Any:
 
 
 @cache
-def diloco(layout: str, overlap: bool) -> tuple[ShardingPlan, Any]:
+def diloco(layout: str, overlap: bool, kind: str = "decoder") -> tuple[ShardingPlan, Any]:
     """Returns the plan, and the compiled step with its first state and batch; whoever runs it donates the state."""
-    plan = workload.plan("decoder", overlap=overlap, **LAYOUTS[layout])
-    return plan, compiled(plan, DILOCO, inner())
+    plan = workload.plan(kind, overlap=overlap, **LAYOUTS[layout])
+    return plan, compiled(plan, DILOCO, inner(), kind=kind)
 
 
 @pytest.mark.parametrize(
-    ("layout", "overlap"),
+    ("layout", "overlap", "kind"),
     [
-        ("mics(2)", True),
-        ("ddp", False),
+        ("mics(2)", True, "decoder"),
+        ("ddp", False, "decoder"),
+        pytest.param("mics(2)", True, f"{LORA}nf4", marks=pytest.mark.slow),
     ],
 )
-def test_it_is_the_rule_written_out(layout: str, overlap: bool) -> None:
+def test_it_is_the_rule_written_out(layout: str, overlap: bool, kind: str) -> None:
     """Beside the micro-steps and after them, in pieces that do not divide the parts."""
-    plan, step = diloco(layout, overlap)
+    plan, step = diloco(layout, overlap, kind)
     losses, state, _ = workload.run_steps(*step, STEPS)
-    wanted, shared = replicas_written_out(rows_of_replicas(plan), DILOCO, STEPS, all_parts(state.params))
+    wanted, shared = replicas_written_out(rows_of_replicas(plan), DILOCO, STEPS, all_parts(state.params), kind)
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), state.params, shared)
     assert abs(losses[0] - losses[-1]) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_step_sends_a_share_of_hop_two_beside_its_micro_steps() -> None:
     """`2 (M/p) (R-1)/R` bytes in as many steps as there are parts, but for what fills them up."""
     plan, (step, _, _) = diloco("mics(2)", True)
@@ -104,6 +108,7 @@ def drifted(state: Any) -> Any:
     return replace(state, opt_state=opt_state)
 
 
+@pytest.mark.slow
 def test_with_a_codec_what_is_not_sent_is_kept() -> None:
     """A part moves by what was decoded of the outer gradient, minus the drift; the residuals have the rest of it."""
     plan = workload.plan("decoder", overlap=True, **LAYOUTS["mics(2)"])

@@ -52,8 +52,8 @@ def words_of(line: str) -> list[str]:
             quote = ""
         elif not escaped and not quote and letter in "\"'":
             quote = letter
-        elif not escaped and not quote and letter.isspace():
-            words, word = [*words, word], ""
+        elif not quote and letter.isspace():
+            words, word, escaped = [*words, word], "", False
         elif not escaped and not quote and letter == "#":
             break
         else:

@@ -43,6 +43,7 @@ def scattered(model: models.ResNet, key: jax.Array) -> Any:
     return jax.tree.map(lambda spec, key: 0.4 * jax.random.normal(key, spec.shape), model.param_specs(), keys)
 
 
+@pytest.mark.slow
 def test_validation_covers_every_image_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +90,7 @@ def test_too_few_classes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(message, err) and err.startswith("error: ") and err.count("\n") == 1, err
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_digits_reach_the_expected_accuracy(tmp_path: Path) -> None:
     config = digits.get_config()
     options = [f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}", "--config.checkpoint.every=0"]

@@ -16,6 +16,7 @@ def on_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_run_resumes_on_fewer_devices(tmp_path: Path, on_eight: Path) -> None:
     assert run_here(*arguments(tmp_path), hooks=[stop_after(4)]) == 75
     code, _, err = finish(start(arguments(tmp_path, mesh__num_cpu_devices=2)))[0]

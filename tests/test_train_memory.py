@@ -1,17 +1,24 @@
 """A state that cannot fit its devices: one line before anything is made, with what would fit."""
 
+import os
 import re
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
-from running import arguments, changed, run_here
+from running import arguments, changed, compiled_once, finish, run_here, start_together
 
 from configs import command_line
+from configs.schema import Config
 from planner import table
-from training import memory
-from training.experiment import make_experiment
+from state.snapshots import Needs
+from training import devices, memory
+from training.experiment import Experiment, make_experiment
 
 HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 8192, 40, 64, 256
 HUGE = {"model__hidden": HIDDEN, "model__num_layers": LAYERS, "model__num_heads": 64, "model__num_kv_heads": 64}
@@ -70,6 +77,189 @@ def test_what_would_fit_fits(
     assert sizes, said
     all_of_it, held = (float(size.replace(",", "")) for size in sizes.groups())
     assert held == pytest.approx(0.8 * all_of_it, rel=0.02)  # of a quarter
+
+
+def experiment_of(args: list[str]) -> Experiment:
+    return make_experiment(command_line.parse(["train.py", *command_line.words_of_config(["train.py", *args])]))
+
+
+ROUGHLY = 0.006  # three digits are said
+
+
+def test_a_step_that_does_not_fit_is_one_line_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for all but a third of the state; what is named has a smaller one."""
+    args = arguments(tmp_path / "run")
+    ex = experiment_of(args)
+    state, programs = sum(memory.state_bytes(ex)), []
+
+    def total() -> int:
+        analysis = programs[0].memory_analysis()
+        return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+    def make(config: Config) -> Experiment:
+        experiment = compiled_once(config)
+        compile_step = experiment.compile_train_step
+        nothing = lambda: pytest.fail("something is made")
+        parts = {"compile_train_step": lambda: programs.append(compile_step()) or programs[0], "init_state": nothing}
+        vars(experiment).update(parts)
+        return experiment
+
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 8 * (total() - state / 3) if programs else 10**15)
+    assert run_here(*args, make=make) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    found = re.match(
+        r"error: the run takes (\S+ \SB) of the memory of \S+ \(its devices \1, each parameters .* temporaries "
+        r"\S+ \SB .*which has (\S+ \SB) left; try "
+        r"sharding.strategy=mics and (sharding.partition_size=\d), with which the state takes (\S+ \SB) of a device",
+        said,
+    )
+    assert found, said
+    assert in_gb(found[1]) == pytest.approx(8 * total() / 1e9, rel=ROUGHLY)
+    assert in_gb(found[2]) == pytest.approx(8 * (total() - state / 3) / 1e9, rel=ROUGHLY)
+    taken = sum(memory.state_bytes(experiment_of([*args, f"--config.{found[3]}"])))
+    assert taken < 2 / 3 * state and in_gb(found[4]) == pytest.approx(taken / 1e9, rel=ROUGHLY)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_whose_snapshots_alone_do_not_fit_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without them it begins; where they fit, the start says what all takes."""
+    ram = Path("/dev/shm") / tmp_path.name
+    ram.mkdir(mode=0o700)
+    try:
+        args = arguments(tmp_path / "run", elastic__snapshot_every=5, elastic__memory_dir=ram)
+        assert run_here(*args) == 0
+        out = capsys.readouterr().out
+        device, snapshots = (
+            re.search(r"^a device takes (\S+ \SB): parameters .* temporaries", out, re.MULTILINE),
+            re.search(
+                r"^snapshots take (\S+ \SB) of a host's memory: one as a page-locked copy, two in ", out, re.MULTILINE
+            ),
+        )
+        assert device and snapshots, out
+        devices, kept = 8 * in_gb(device[1]), in_gb(snapshots[1])
+        monkeypatch.setattr(memory, "_free_bytes", lambda: (devices + 0.9 * kept) * 1e9)
+        args[1] = f"--workdir={tmp_path / 'other'}"
+        assert run_here(*args) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        found = re.search(r"; without snapshots, by elastic.snapshot_every=0, it takes (\S+ \SB), which fits$", said)
+        assert found and in_gb(found[1]) == pytest.approx(devices, rel=ROUGHLY), said
+        assert run_here(*args, "--config.elastic.snapshot_every=0") == 0
+    finally:
+        shutil.rmtree(ram)
+
+
+def test_a_ram_disk_without_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run that asks for snapshots is refused; one that takes them if it can warns, and trains on."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    args = arguments(tmp_path / "run", elastic__snapshot_every=5, elastic__memory_dir=tmp_path)
+    assert run_here(*args) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(
+        r"error: two snapshots take \S+ kB of \S+, which has room for 1.00 kB; set elastic.memory_dir", said
+    )
+    assert run_here(*args, "--config.elastic.snapshot_every=-1") == 0
+    assert "warning: two snapshots take" in capsys.readouterr().out
+
+
+def test_a_gpu_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host has is then asked of the snapshots alone, and the device's is named."""
+    ex = experiment_of(arguments("x"))
+    parameters, _, optimizer = memory.state_bytes(ex)
+    sizes = SimpleNamespace(argument_size_in_bytes=parameters + optimizer + 100, temp_size_in_bytes=2 * 10**9)
+    step: Any = SimpleNamespace(memory_analysis=lambda: sizes)
+    monkeypatch.setattr(memory, "_on_cpus", lambda experiment: False)
+    monkeypatch.setattr(memory, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "memory_per_device", lambda: 3 * 10**9)
+    (line,) = memory.check_step_fits(ex, step, None, restored=False)
+    assert re.match(r"a device takes 2\.00 GB of 3\.00 GB: parameters .* \+ batch 100 B$", line)
+    monkeypatch.setattr(memory, "memory_per_device", lambda: 10**9)
+    with pytest.raises(
+        ValueError, match=r"^the step takes 2\.00 GB on each device .*, which has 1\.00 GB; try more dev"
+    ):
+        memory.check_step_fits(ex, step, None, restored=False)
+    larger = experiment_of(arguments("x", batch__micro_size=2, model__remat="dots"))
+    with pytest.raises(ValueError, match=r"; try a batch\.micro_size below 2; or model\.remat=full$"):
+        memory.check_step_fits(larger, step, None, restored=False)
+    monkeypatch.setattr(memory, "memory_per_device", lambda: None)
+    needs = Needs(pinned=600, kept=300, folder="/dev/shm/x", there=0, free=10**6, is_in_memory=True)
+    assert memory.check_step_fits(ex, step, needs, restored=False)[1].startswith("snapshots take 900 B")
+    with pytest.raises(ValueError, match="without snapshots, by elastic.snapshot_every=0, it takes 0 B, which fits"):
+        memory.check_step_fits(ex, step, replace(needs, kept=500), restored=False)
+    for other in (replace(needs, kept=500, is_in_memory=False), replace(needs, kept=500, there=200)):
+        assert memory.check_step_fits(ex, step, other, restored=False)
+
+
+def test_a_restored_state_is_in_the_memory_that_is_taken_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    ex = experiment_of(arguments("x"))
+    parameters, _, optimizer = memory.state_bytes(ex)
+    sizes = SimpleNamespace(argument_size_in_bytes=parameters + optimizer + 100, temp_size_in_bytes=10**6)
+    step: Any = SimpleNamespace(memory_analysis=lambda: sizes)
+    monkeypatch.setattr(memory, "_free_bytes", lambda: jax.local_device_count() * (10**6 + 200))
+    assert memory.check_step_fits(ex, step, None, restored=True)
+    with pytest.raises(ValueError, match=r"^the run takes .* of the memory of "):
+        memory.check_step_fits(ex, step, None, restored=False)
+
+
+def test_snapshots_may_page_lock_half_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's own limit is 64 GiB; one that the user has set stays."""
+    config = command_line.parse(["train.py", *command_line.words_of_config(["train.py", *arguments("x")])])
+    mesh, sharding = replace(config.mesh, num_cpu_devices=0), replace(config.sharding, overlap="off")
+    config = replace(config, mesh=mesh, sharding=sharding)
+    name = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "_host_gib", lambda: 1024)
+    devices.use_devices(config)
+    assert os.environ[name] == "512"
+    monkeypatch.setenv(name, "100")
+    devices.use_devices(config)
+    assert os.environ[name] == "100"
+
+
+@pytest.mark.slow
+def test_a_host_of_others_ends_all_processes(tmp_path: Path) -> None:
+    """Only the second process has too little for its devices' step: both say the same line, and neither waits."""
+    args = arguments(tmp_path / "run")
+    enough = 8 * 1.2 * sum(memory.state_bytes(experiment_of(args)))
+    first = (
+        "from training import memory\n"
+        "if '--process_id=1' in sys.argv:\n"
+        f"    memory._host, memory._free_bytes = lambda: 'other', lambda: {enough / 2}"
+    )
+    done = finish(*start_together(args, 2, 4, first=first))
+    assert [code for code, _, _ in done] == [2, 2], done
+    lines = [next(line for line in err.splitlines() if line.startswith("error: ")) for _, _, err in done]
+    assert lines[0] == lines[1] and lines[0].startswith("error: the run takes ")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limits_of_control_groups_count(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least that any group of the process leaves; files in the cache are free."""
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemAvailable:   10 kB\n")
+    (tmp_path / "own").write_text("4:cpu,memory:/a/b\n3:cpuset:/\n" if version == 1 else "0::/a/b\n")
+    assert memory._free_bytes() == 10240  # a group without files
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    names = (
+        ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+        if version == 1
+        else ("max", "current", "inactive_file")
+    )
+    for folder, limit, used, cached in ((root / "a", 9000, 5000, 300), (root / "a" / "b", 8000, 3000, 0)):
+        folder.mkdir(parents=True)
+        (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
+        (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"cache 7\n{names[2]} {cached}\n")
+    assert memory._free_bytes() == 9000 - 5000 + 300
+    (root / "a" / f"memory.{names[0]}").write_text("max\n" if version == 2 else "9223372036854771712\n")
+    assert memory._free_bytes() == 8000 - 3000
 
 
 def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

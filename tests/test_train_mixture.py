@@ -45,6 +45,7 @@ def test_batches_equal_plain_python(count: int, folders: list[Path], tmp_path: P
     check_batches(tmp_path, count, size, wanted)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_says_what_it_mixes(
     folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

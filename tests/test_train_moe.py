@@ -18,6 +18,7 @@ from training.experiment import make_experiment
 MOE = dict(config="tiny:moe", model__num_layers=2, model__num_experts=4, num_steps=4, checkpoint__every=4)
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Room for a quarter of the choices: three quarters are dropped, say the first step and the end."""
     changes = MOE | {"model__capacity_factor": 0.25, "model__max_dropped": 0.5, "log_every": 2, "eval__every": 4}

@@ -85,6 +85,7 @@ def test_processes_match_one_process(tmp_path: Path, by_one: Path, count: int, d
     assert "wire_tx_bytes" in (tmp_path / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_signal_to_one_process_stops_the_job(tmp_path: Path) -> None:
     """Joined to nobody, jax still takes SIGTERM over. Given by hand, Kubernetes is not asked (there is none here)."""
     args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1, sharding__partition_size=1)

@@ -18,6 +18,7 @@ from configs.schema import MODELS, CompressionConfig, ResNetConfig, ShardingConf
 from optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 from sharding.averages import part_averages
 from sharding.coded import PLAIN, Codec, LevelCodecs
+from sharding.frozen import joined, part_frozen, part_like
 from sharding.gradients import accumulated
 from sharding.mesh import find_nodes, make_mesh
 from sharding.pipeline import through_stages
@@ -32,6 +33,26 @@ from training.optimizer_chain import watch
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 PACKED = " packed"  # of a kind of model: its rows are several documents
 BATCH_NORM = "resnet batch"  # a kind of model, with ghost batches of two rows: a device has so many in a micro-step
+GEMMA = "decoder gemma"  # a kind of model: layers with and without a window, and what else a decoder may have
+FLAGS: dict[str, Any] = {
+    "head_dim": 8,
+    "rotary_scaling": "llama3",
+    "rotary_factor": 4.0,
+    "rotary_original_len": 16,
+    "window": 3,
+    "global_every": 2,
+    "rotary_local_base": 50.0,
+    "qk_norm": True,
+    "query_scalar": 12,
+    "attention_cap": 1.0,
+    "logit_cap": 3.0,
+    "norm": "rms_1p",
+    "post_norm": True,
+    "activation": "geglu",
+    "scale_embedding": True,
+    "qkv_bias": True,
+}
+LORA = "lora "  # of a kind of model, a decoder with adapters: before the form in which its base is stored
 MOE_DOTS = "moe dots"  # a kind of model, whose backward pass computes no product with weights again
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 # what a hop two is given, without a model: matrices of two dims and more, stacked and not, a vector, one kept whole
@@ -60,8 +81,13 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
     section |= dict(vocab_size=40, vocab_multiple=16)
     if kind == MOE_DOTS:
         kind, section["remat"] = "moe", "dots"
-    if kind in ("decoder", "moe"):
+    if kind in ("decoder", "moe", GEMMA):
         section |= dict(num_kv_heads=2)
+    if kind == GEMMA:
+        kind, section = "decoder", section | FLAGS
+    if kind.startswith(LORA):  # blocks have 64 columns
+        section |= dict(hidden=64, intermediate=128, lora_rank=4, lora_base=kind.removeprefix(LORA))
+        kind = "decoder"
     if kind == "moe":  # a fifth of the choices finds no room; the router's losses are large, so that they show
         section |= dict(num_experts=8, capacity_factor=1.0, balance_loss=0.1, z_loss=0.1)
     return models.build(MODELS[kind](**section))
@@ -76,7 +102,8 @@ def specs(kind: str, num_layers: int = 2) -> Any:
 def params(kind: str, num_layers: int = 2) -> Any:
     if kind == "tensors":
         return jax.tree.map(lambda s: jnp.ones(s.shape), TENSORS, is_leaf=lambda x: isinstance(x, ParamSpec))
-    return jax.jit(model(kind, num_layers).init)(jax.random.key(0))
+    found = jax.jit(model(kind, num_layers).init)(jax.random.key(0))
+    return jax.tree.map(lambda x: x if x.any() else x + 0.05, found) if kind.startswith(LORA) else found
 
 
 @cache
@@ -100,14 +127,19 @@ def whole(name: str, tree: Any) -> Any:
     return tree
 
 
+def trained_and_frozen(kind: str, num_layers: int = 2) -> tuple[Any, Any]:
+    """The first parameters of a model: those that are trained, and those that are not."""
+    return part_like(params(kind, num_layers), part_frozen(specs(kind, num_layers))[0])
+
+
 def value_and_grad(kind: str, num_layers: int = 2) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
-    """Returns a function of parameters and rows of the batch: their share of its loss, and the gradients, plainly."""
+    """Returns a function of trained parameters and rows of the batch: their share of its loss, and the gradients."""
     data = {name: jnp.asarray(x) for name, x in batch(kind=kind).items()}
-    total = data["weights"].sum()
+    total, (_, frozen) = data["weights"].sum(), trained_and_frozen(kind, num_layers)
 
     def loss(params: Any, rows: jax.Array) -> jax.Array:
         chosen = {name: x[rows] for name, x in data.items()}
-        return model(kind, num_layers).loss(params, chosen, whole) / total
+        return model(kind, num_layers).loss(joined(params, frozen), chosen, whole) / total
 
     return jax.jit(jax.value_and_grad(loss))
 
@@ -126,7 +158,7 @@ def single_device_losses(kind: str, rows: int = ROWS, num_layers: int = 2) -> np
 @cache
 def single_device(kind: str, rows: int = ROWS, num_layers: int = 2) -> tuple[np.ndarray, Any]:
     """The losses of five steps, and the parameters after them; running averages take a tenth of each step's values."""
-    p = params(kind, num_layers)
+    p, frozen = trained_and_frozen(kind, num_layers)
     velocity = jax.tree.map(jnp.zeros_like, p)
     fill = rows % 2 if kind == BATCH_NORM else 0  # up to a whole ghost batch
     data = {name: jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)) for name, x in batch(rows, kind).items()}
@@ -134,7 +166,8 @@ def single_device(kind: str, rows: int = ROWS, num_layers: int = 2) -> tuple[np.
     @jax.jit
     def step(p: Any, velocity: Any) -> Any:
         def mean_loss(p: Any) -> jax.Array:
-            return model(kind, num_layers).objective(p, data, whole)[0] / data["weights"].sum()
+            every = joined(p, frozen)
+            return model(kind, num_layers).objective(every, data, whole)[0] / data["weights"].sum()
 
         loss, pure = jax.value_and_grad(mean_loss)(p)
         grads = jax.tree.map(lambda g, w: g + SGD["weight_decay"] * w, pure, p)
@@ -159,6 +192,7 @@ def plan(
     *,
     nodes: int = 4,
     per_node: int = 2,
+    context: int = 1,
     tensor: int = 1,
     stages: int = 1,
     num_layers: int = 2,
@@ -170,14 +204,20 @@ def plan(
     **how,
 ) -> ShardingPlan:
     layout = make_layout(
-        sharding_config(**how), num_nodes=nodes, devices_per_node=per_node, tensor=tensor, stages=stages
+        sharding_config(**how),
+        num_nodes=nodes,
+        devices_per_node=per_node,
+        context=context,
+        tensor=tensor,
+        stages=stages,
     )
     mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: nodes * per_node], per_node))
-    placements = place_all(specs(kind, num_layers), layout)
+    trained, frozen = part_frozen(specs(kind, num_layers))
     return ShardingPlan(
         mesh=mesh,
         layout=layout,
-        placements=placements,
+        placements=place_all(trained, layout),
+        frozen=place_all(frozen, layout),
         compute_dtype=dtype,
         gather_codecs=gather_codecs,
         hop_one_codecs=hop_one_codecs,
@@ -200,7 +240,7 @@ def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compress
         compression=CompressionConfig(**config.compression),
         optimizer=OptimizerConfig(**config.optimizer),
         plan=plan,
-        specs=specs(kind),
+        specs=part_frozen(specs(kind))[0],
     )
 
 
@@ -261,7 +301,7 @@ def compiled_step(
 
 def first_state(kind: str, sh: ShardingPlan, tx: Any, num_layers: int = 2) -> TrainState:
     """The state before the first step of a chain, where it belongs; copied, because the step donates it."""
-    state = begin(Chain(tx), params(kind, num_layers))
+    state = begin(Chain(tx), *part_like(params(kind, num_layers), sh.placements))
     return jax.device_put(jax.tree.map(np.asarray, state), state_shardings(sh, state), may_alias=False)
 
 

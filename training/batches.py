@@ -27,6 +27,22 @@ def accumulation(config: BatchConfig, num_devices: int) -> int:
     return -(-config.global_size // (num_devices * config.micro_size))
 
 
+def shares_of(batch: BatchConfig, wanted: int, num_devices: int) -> int:
+    """Returns the shares of a step whose replicas have `num_devices` data devices each; 0 wants one micro-step a share.
+
+    ValueError if the rows of a step cannot be divided like that.
+    """
+    rows = batch.micro_size * num_devices
+    shares = wanted or batch.global_size // rows
+    if not shares or batch.global_size % (shares * rows):
+        raise ValueError(
+            f"batch.global_size={batch.global_size} cannot be divided into {shares or 'whole'} shares of micro-steps "
+            f"of {rows} rows ({num_devices} devices with batch.micro_size={batch.micro_size}); choose a multiple of "
+            f"{max(shares, 1) * rows}, or another sharding.shares"
+        )
+    return shares
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """The rows of a global batch on the devices: `accumulation` micro-steps, each with rows for every data device."""
@@ -54,10 +70,10 @@ class BatchLayout:
     @cached_property
     def local_rows(self) -> list[int]:
         """The rows of the padded global batch on this process' devices, in ascending order."""
-        shape = (self.accumulation, self.rows_per_micro_step)
+        shape = next(iter(self.shapes.values())).shape
         columns = {
             row
-            for _, rows in self.sharding.addressable_devices_indices_map(shape).values()  # pyright: ignore[reportGeneralTypeIssues]
+            for _, rows, *_ in self.sharding.addressable_devices_indices_map(shape).values()  # pyright: ignore[reportGeneralTypeIssues]
             for row in range(*rows.indices(shape[1]))
         }
         return [a * shape[1] + row for a in range(shape[0]) for row in sorted(columns)]

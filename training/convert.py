@@ -2,20 +2,25 @@
 
     python -m training.convert --from_hugging_face=DIR --config=configs/X.py --out=WORKDIR [--config.a.b=value ...]
     python -m training.convert --to_hugging_face=DIR --workdir=WORKDIR [--step=N] [--max_file_gb=5]
+    python -m training.convert --to_peft=DIR --workdir=WORKDIR [--step=N]
 
 The first writes step 0 of a run: `train.py` with the same config and `--workdir` goes on from there. (A run can also
 start from DIR itself, with `model.weights`, and then on several machines.) The second writes the parameters of the
-newest checkpoint, or of step N, and the run's tokenizer if that is a tokenizer.json. Both are programs of one process.
+newest checkpoint, or of step N, the run's tokenizer if that is a tokenizer.json, and generation_config.json of the
+weights that it began with; adapters of LoRA are merged into their base, in the dtype of its files. The third writes the
+adapters alone, in PEFT's layout. All are programs of one process.
 Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else.
 """
 
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from absl import flags
 
 import models
@@ -23,7 +28,8 @@ from configs import command_line
 from configs.schema import MODELS, Config, TransformerConfig, with_defaults
 from files import run_directory
 from input_pipeline import tokenizers
-from models import hugging_face
+from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
+from models import hugging_face, lora, peft
 from runtime.command_line import complain, make_folder, prepare_output
 from state import Checkpointer, check_path
 from state.saved_arrays import SavedArrays
@@ -33,6 +39,7 @@ from training.resume import is_same_run
 from training.weights_tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, check_tokenizer
 
 MAX_FILE_GB = 5.0
+GENERATION_FILE = "generation_config.json"  # of transformers; says which tokens end an answer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_string("from_hugging_face", None, "folder of the checkpoint to read", flag_values=values)
     flags.DEFINE_string("out", None, "the new run's directory", flag_values=values)
     flags.DEFINE_string("to_hugging_face", None, "folder of the checkpoint to write", flag_values=values)
+    flags.DEFINE_string("to_peft", None, "folder of the adapters to write", flag_values=values)
     flags.DEFINE_string("workdir", None, "directory of the run to read", flag_values=values)
     flags.DEFINE_integer("step", None, "step to read (default: the newest)", flag_values=values)
     flags.DEFINE_float("max_file_gb", None, "GB of tensors in a file (10^9 bytes; default: 5)", flag_values=values)
@@ -50,13 +58,17 @@ def main(argv: Sequence[str]) -> int:
             print(command_line.help_text(__doc__ or "", argv, values))
         elif any(word.lstrip("-").startswith("from_hugging_face") for word in argv[1:]):
             config = command_line.parse(argv, values)
-            _refuse(values, "to_hugging_face", "workdir", "step", "max_file_gb")
+            _refuse(values, "to_hugging_face", "to_peft", "workdir", "step", "max_file_gb")
             import_run(config, Path(values.from_hugging_face), Path(_given(values, "out")))
         else:
             if rest := values(list(argv))[1:]:
                 raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
-            folder = Path(_given(values, "to_hugging_face"))  # the config is the run's
-            _refuse(values, "config", "out")
+            _refuse(values, "config", "out")  # the config is the run's
+            if values.to_peft:
+                _refuse(values, "to_hugging_face", "max_file_gb")
+                export_adapters(Path(_given(values, "workdir")), Path(values.to_peft), step=values.step)
+                return 0
+            folder = Path(_given(values, "to_hugging_face"))
             max_file_gb = MAX_FILE_GB if values.max_file_gb is None else values.max_file_gb
             if not max_file_gb > 0:
                 raise ValueError(f"--max_file_gb={max_file_gb} must be above 0")
@@ -77,6 +89,8 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
         raise ValueError(f"{directory} holds checkpoints already; choose another --out")
     if not isinstance(config.model, TransformerConfig):
         raise ValueError(f"model.kind={config.model.kind} has no counterpart in transformers; choose another config")
+    if config.model.lora_rank:
+        raise ValueError("a checkpoint does not hold the base of adapters: start the run with model.weights instead")
     if config.mesh.num_cpu_devices:
         use_cpu_devices(config.mesh.num_cpu_devices)
     experiment = make_experiment(replace(config, model=replace(config.model, weights=str(folder))))
@@ -85,7 +99,7 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
     state = experiment.init_state()
     make_folder(workdir, "--out")
     with Checkpointer(directory, config.checkpoint, is_same_run=is_same_run) as checkpointer:
-        checkpointer.save(0, state, data={"step": 0, "seed": config.seed}, config=config.to_dict())
+        checkpointer.save(0, state.to_keep, data={"step": 0, "seed": config.seed}, config=config.to_dict())
     print(f"{workdir} starts from {folder}: {experiment.model.num_params} parameters; train.py goes on from there")
 
 
@@ -94,49 +108,109 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
 
     ValueError if there is no such step, or if no architecture of transformers computes what the model does.
     """
+    saved, model, data = _read(workdir, step)
+    built = models.build(model)
+    read, dtype = _reader(saved, built)
+    tokenizer = template = None
+    file = Path(data["tokenizer_path"]).expanduser()
+    if data["tokenizer"] == "hugging_face":
+        tokenizer = tokenizers.HuggingFace(file)
+        if data["source"] == "chats" or "chats:" in data["mixture"]:
+            template = ChatTemplate(file)
+    make_folder(folder, "--to_hugging_face")
+    written = hugging_face.write(
+        built,
+        folder,
+        read,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        token_ids={"eos_token_id": tokenizer.separator} if tokenizer else {},
+    )
+    if tokenizer:
+        _write_tokenizer(tokenizer, file, model.max_len, folder, template)
+    generation = Path(model.weights).expanduser() / GENERATION_FILE
+    if model.weights and generation.is_file():
+        shutil.copyfile(generation, folder / GENERATION_FILE)
+    print(f"{folder}: step {saved.step} of {workdir} in {len(written)} file{'s' if len(written) > 1 else ''}")
+
+
+def export_adapters(workdir: Path, folder: Path, *, step: int | None) -> None:
+    """Writes the adapters of a run's checkpoint into `folder`. ValueError if it has none that PEFT could hold."""
+    saved, model, _ = _read(workdir, step)
+    if not model.lora_rank:
+        raise ValueError(f"{workdir} trained all parameters, no adapters; use --to_hugging_face")
+    make_folder(folder, "--to_peft")
+    read = lambda path: saved.read(_saved_name(path))[0]
+    peft.write(models.build(model), folder, read, base=model.weights)
+    print(f"{folder}: adapters of step {saved.step} of {workdir}")
+
+
+def _read(workdir: Path, step: int | None) -> tuple[SavedArrays, TransformerConfig, dict[str, Any]]:
+    """Returns a run's checkpoint, and its sections `model` and `data`."""
     saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
     # these two sections alone: another may have names that the run's own --config registers
     config = with_defaults(saved.config)
     section, data = MODELS.get(kind := config["model"]["kind"]), config["data"]
     if section is None or not issubclass(section, TransformerConfig):
         raise ValueError(f"{workdir} trained model.kind={kind}, which has no counterpart in transformers")
-    model = section(**config["model"])
-    make_folder(folder, "--to_hugging_face")
-    tokenizer = None
-    if data["tokenizer"] == "hugging_face":
-        tokenizer = tokenizers.HuggingFace(Path(data["tokenizer_path"]).expanduser())
-    written = hugging_face.write(
-        models.build(model),
-        folder,
-        lambda path: saved.read("params." + path.replace("/", "."))[0],
-        max_file_bytes=max_file_bytes,
-        token_ids={"eos_token_id": tokenizer.separator} if tokenizer else {},
-    )
-    if tokenizer:
-        _write_tokenizer(tokenizer, Path(data["tokenizer_path"]).expanduser(), model.max_len, folder)
-    print(f"{folder}: step {saved.step} of {workdir} in {len(written)} file{'s' if len(written) > 1 else ''}")
+    return saved, section(**config["model"]), data
 
 
-def _write_tokenizer(tokenizer: tokenizers.HuggingFace, file: Path, max_len: int, folder: Path) -> None:
-    """Writes the run's tokenizer.json, and the file by which transformers finds it and its special tokens."""
+def _reader(saved: SavedArrays, model: models.Model) -> tuple[Callable[[str], np.ndarray], str]:
+    """Returns what reads a parameter `[...]` by its path, and the dtype in which it is to be written: float32.
+
+    Of a run with adapters, it is the base's with them merged into it, in the dtype of the base's files.
+
+    ValueError for a base that came of the seed, or that is no longer there.
+    """
+    config = model.config
+    assert isinstance(config, TransformerConfig)
+    of_checkpoint = lambda path: saved.read(_saved_name(path))[0]
+    if not config.lora_rank:
+        return of_checkpoint, "float32"
+    if not config.weights:
+        raise ValueError("model.weights is empty: the base of these adapters is random; --to_peft writes them alone")
+    base, targets = hugging_face.Weights(model, config.weights), config.lora_targets.split()
+
+    def read(path: str) -> np.ndarray:
+        group, *module, name = path.split("/")
+        if group != "layers" or name != "weight" or module[0] not in targets:
+            return base.whole(path)
+        adapters = (of_checkpoint(f"layers/{module[0]}/{adapter}") for adapter in lora.ADAPTERS)
+        return lora.merged(config, base.whole(path), *adapters)
+
+    return read, base.dtype
+
+
+def _saved_name(path: str) -> str:
+    return "params." + path.replace("/", ".")
+
+
+def _write_tokenizer(
+    tokenizer: tokenizers.HuggingFace, file: Path, max_len: int, folder: Path, template: ChatTemplate | None
+) -> None:
+    """Writes the run's tokenizer.json, the file by which transformers finds it and its special tokens, the template."""
     shutil.copyfile(file, folder / TOKENIZER_FILE)
     special = {"eos_token": tokenizer.separator_token, "mask_token": tokenizer.mask_token}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
     about |= {name: token for name, token in special.items() if token}
+    if template:
+        about |= template.tokens
+        (folder / TEMPLATE_FILE).write_text(template.source)
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
 
 
 def _given(values: flags.FlagValues, name: str) -> str:
     value = values[name].value
     if not value:
-        raise ValueError(f"--{name} is missing; python -m training.convert --help shows the two commands")
+        raise ValueError(f"--{name} is missing; python -m training.convert --help shows the commands")
     return value
 
 
 def _refuse(values: flags.FlagValues, *names: str) -> None:
     for name in names:
         if values[name].value is not None:
-            raise ValueError(f"--{name} belongs to the other direction; python -m training.convert --help shows both")
+            raise ValueError(f"--{name} belongs to another command; python -m training.convert --help shows them")
 
 
 if __name__ == "__main__":

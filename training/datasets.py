@@ -49,7 +49,9 @@ class Datasets:
         lines = [self.train.epochs(num_examples)] if isinstance(self.train, MixedDataset) else []
         if self.train.filled < 1:
             lines.append(f"rows of whole documents: {self.train.filled:.2%} of the positions hold tokens")
-        return lines
+        assert not isinstance(self.validation, ImageDataset)
+        summaries = {"training": self.train.summary, "validation": self.validation.summary}
+        return lines + [f"{what}: {summary}" for what, summary in summaries.items() if summary]
 
 
 def load_datasets(
@@ -61,9 +63,7 @@ def load_datasets(
     """
     config = experiment.config
     if config.data.objective != "classify":  # before text is tokenised, which may take long
-        tokenizer = make_tokenizer(config.data.tokenizer, config.data.tokenizer_path)
-        ids = tokenizer.vocab_size(config.data.objective)
-        _check_size(config, "vocab_size", ids, f"ids of data.tokenizer={config.data.tokenizer}")
+        check_vocabulary(config, make_tokenizer(config.data.tokenizer, config.data.tokenizer_path))
     sources = [config.data.alone(one) for one in config.data.components] or [config.data]
     shards: list[ShardSet] = []
     if stored := [data for data in sources if data.source == "shards"]:
@@ -78,6 +78,12 @@ def load_datasets(
         check_room(shards)
     _check(experiment, train, validation)
     return Datasets(train=train, validation=validation, shards=shards)
+
+
+def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ValueError if the model has too few ids for a tokenizer."""
+    ids = tokenizer.vocab_size(config.data.objective)
+    _check_size(config, "vocab_size", ids, f"ids of data.tokenizer={config.data.tokenizer}")
 
 
 def _check(experiment: Experiment, train: Dataset, validation: Dataset) -> None:

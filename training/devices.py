@@ -12,6 +12,7 @@ from runtime import launch
 from training.overlap import add_estimate, installed_plugins
 
 MOST_CPU_DEVICES = 1024  # of a process: jax starts threads for each, and 100,000 leave a machine without an answer
+SPARE_THREADS = 1  # of XLA:CPU, besides one for each device; more of them wait for work by spinning
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
@@ -21,9 +22,20 @@ def use_devices(config: Config) -> Config:
         config = replace(config, mesh=replace(config.mesh, num_cpu_devices=devices, devices_per_node=0))
     if config.mesh.num_cpu_devices:
         use_cpu_devices(config.mesh.num_cpu_devices)
+        if config.sharding.replicas == "independent":
+            # what a program hands out is copied in the threads that run the devices' programs, of which tsl makes as
+            # many as this says: without more than devices, gradients come when the last backward pass is over
+            os.environ.setdefault("NPROC", str(config.mesh.num_cpu_devices + SPARE_THREADS))
     elif config.sharding.overlap != "off":
         add_estimate(os.environ, installed_plugins())
+    # of XLA's page-locked memory, which grows as needed: snapshots' copies may be more than its 64 GiB (gpu_helpers.cc)
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, _host_gib() // 2)))
     return config
+
+
+def _host_gib() -> int:
+    """Returns the memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
 
 
 def use_cpu_devices(count: int) -> None:

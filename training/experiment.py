@@ -22,9 +22,11 @@ from configs.schema import Config, ModelConfig, TransformerConfig
 from configs.schema.combinations import HOPS, Facts, complaint, refuse
 from input_pipeline import row_arrays
 from models.hugging_face import Weights
+from models.peft import Adapters
 from optimizers import follows_schedule, make_schedule
 from runtime.command_line import check_installed
 from sharding.coded import levels
+from sharding.frozen import part_frozen, part_like
 from sharding.gradients import accumulated
 from sharding.mesh import find_nodes, inter_part, make_mesh
 from sharding.pipeline import StagedLoss, evaluated, through_stages
@@ -33,7 +35,8 @@ from sharding.scopes import Layout, make_layout
 from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state, in_turn
-from training.batches import BatchLayout, accumulation
+from sharding.trees import Params
+from training.batches import BatchLayout, accumulation, shares_of
 from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, overlap_options, users_xla_flags
 
@@ -47,12 +50,13 @@ class Experiment:
     plan: ShardingPlan
     chain: Chain  # hop two and the optimizer
     schedule: optax.Schedule | None  # of the learning rate; None: the optimizer has its own
-    batches: BatchLayout
+    batches: BatchLayout  # of a step; with independent replicas of a share
+    num_shares: int = 1  # of a step, with independent replicas
 
     @cached_property
     def state_shapes(self) -> TrainState:
         """Shapes and shardings of the state."""
-        shapes = jax.eval_shape(self._new_state, jax.random.key(0))
+        shapes = jax.eval_shape(self._state_of, self.model.shapes)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             shapes,
@@ -64,12 +68,33 @@ class Experiment:
 
         ValueError for weights that do not fit the model.
         """
-        shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        if weights := self.open_weights():
-            params = weights.load(self.state_shapes.params)
-            begin = jax.jit(partial(first_state, self.chain), out_shardings=shardings, donate_argnums=0)
-            return self.block(begin(params))
-        return self.block(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
+        shapes = self.state_shapes
+        shardings = jax.tree.map(lambda x: x.sharding, shapes)
+        weights, adapters = self.open_weights(), self.open_adapters()
+        if not (weights or adapters):
+            return self.block(jax.jit(self._new_state, out_shardings=shardings)(jax.random.key(self.config.seed)))
+        frozen = self.frozen_params()
+        source = adapters if frozen else weights
+        params = source.load(shapes.params) if source else self._initial("params")
+        begin = jax.jit(partial(first_state, self.chain), out_shardings=shardings, donate_argnums=(0, 1))
+        return self.block(begin(params, frozen))
+
+    def frozen_params(self) -> Params:
+        """Returns the frozen parameters, {} if there are none: of `model.weights`, or else of the seed.
+
+        A checkpoint does not hold them. ValueError for weights that do not fit the model.
+        """
+        shapes = self.state_shapes.frozen
+        if not shapes:
+            return {}
+        weights = self.open_weights()
+        return weights.load(shapes) if weights else self._initial("frozen")
+
+    def _initial(self, part: str) -> Params:
+        """Returns a part of the state as the seed gives it."""
+        shardings = jax.tree.map(lambda x: x.sharding, getattr(self.state_shapes, part))
+        new = jax.jit(lambda key: getattr(self._new_state(key), part), out_shardings=shardings)
+        return self.block(new(jax.random.key(self.config.seed)))
 
     def open_weights(self) -> Weights | None:
         """Returns the checkpoint of `model.weights`, headers only, if any. ValueError if it does not fit the model."""
@@ -77,6 +102,13 @@ class Experiment:
         if not isinstance(model, TransformerConfig) or not model.weights:
             return None
         return Weights(self.model, model.weights)
+
+    def open_adapters(self) -> Adapters | None:
+        """Returns the adapters of `model.lora_weights`, if any. ValueError if they do not fit the model."""
+        model = self.model.config
+        if not isinstance(model, TransformerConfig) or not model.lora_weights:
+            return None
+        return Adapters(self.model, model.lora_weights)
 
     @property
     def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
@@ -117,7 +149,7 @@ class Experiment:
         staged = self._staged
         step = build_eval_step(evaluated(staged) if staged else in_turn(self.model.evaluate), self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
-        lowered = jitted.lower(self.state_shapes.params, self.batches.shapes)
+        lowered = jitted.lower(self.state_shapes.all_params, self.batches.shapes)
         return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
 
     def learning_rates(self) -> np.ndarray | None:
@@ -148,33 +180,44 @@ class Experiment:
         return NamedSharding(self.plan.mesh, PartitionSpec())
 
     def _new_state(self, key: jax.Array) -> TrainState:
-        return first_state(self.chain, self.model.init(key))
+        return self._state_of(self.model.init(key))
+
+    def _state_of(self, params: models.Params) -> TrainState:
+        return first_state(self.chain, *part_like(params, self.plan.placements))
 
 
-def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
+def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[Experiment] = ()) -> Experiment:
     """Returns the parts of the run that `config` describes, on all devices or those given.
 
-    ValueError for unsupported settings.
+    A model that one of `like` has is that one's, traced already. ValueError for unsupported settings.
     """
     if config.sink == "wandb":
         check_installed("wandb", "sink=wandb")
     packs = config.data.packing != "stream"
-    model = models.build(_resolved(config.model, packs=packs, length=config.data.seq_len))
+    section = _resolved(config.model, packs=packs, length=config.data.seq_len)
+    model = next((one.model for one in like if one.model.config == section), None) or models.build(section)
     nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
         config.sharding,
         num_nodes=len(nodes),
         devices_per_node=len(nodes[0]),
+        context=config.mesh.context,
         tensor=config.mesh.tensor,
         stages=config.mesh.stages,
     )
-    refuse(config.values | asdict(_facts(layout, model, method_named(config.compression.hop_two))))
-    specs = model.param_specs()
+    independent = config.sharding.replicas == "independent"
+    method = method_named("none" if independent else config.compression.hop_two)
+    facts = _facts(layout, model, method)
+    if independent:
+        facts = replace(facts, replicas_cross_nodes=True)  # each is one: hop two goes from world to world
+    refuse(config.values | asdict(facts))
+    specs, frozen = part_frozen(model.param_specs())
     gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,
         placements=place_all(specs, layout),
+        frozen=place_all(frozen, layout),
         compute_dtype=jnp.dtype(model.config.compute_dtype),
         reduce_dtype=jnp.float32 if config.sharding.reduce_dtype == "float32" else None,
         gather_codecs=gather_codecs,
@@ -182,35 +225,46 @@ def make_experiment(config: Config, devices: Sequence[Any] = ()) -> Experiment:
         expert_codecs=expert_codecs,
         overlap=_overlaps(config),
     )
+    num_shares, batch = 1, config.batch
+    if independent:
+        num_shares = shares_of(config.batch, config.sharding.shares, layout.shape.num_data_devices)
+        batch = replace(batch, global_size=batch.global_size // num_shares)
     batches = BatchLayout(
-        config=config.batch,
+        config=batch,
         plan=plan,
         row_arrays=row_arrays(config.data),
-        accumulation=accumulation(config.batch, layout.shape.num_data_devices),
+        accumulation=accumulation(batch, layout.shape.num_data_devices),
     )
     return Experiment(
         config=config,
         model=model,
         plan=plan,
-        chain=make_chain(config, plan, specs),
+        chain=make_chain(without_hop_two(config) if independent else config, plan, specs),
         schedule=make_schedule(config.optimizer, config.num_steps)
         if follows_schedule(config.optimizer, specs)
         else None,
         batches=batches,
+        num_shares=num_shares,
     )
+
+
+def without_hop_two(config: Config) -> Config:
+    """Returns the config of what one of independent replicas does alone: hop two is not in its programs."""
+    return replace(config, compression=replace(config.compression, hop_two="none"))
 
 
 def _resolved(model: ModelConfig, *, packs: bool, length: int) -> ModelConfig:
     """Returns the model section with `attention=auto` resolved: on GPUs in bfloat16 a fused kernel, else XLA.
 
-    That is cuDNN's; for rows of `length` tokens that are packed with documents our own, if it takes them.
+    That is cuDNN's; with windows or capped scores, and for rows of `length` tokens that are packed with documents, our
+    own, if it takes them.
     """
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
     if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
         return replace(model, attention="xla")
     ours = "pallas" if model.takes_flash(length) else "xla"
-    return replace(model, attention=ours if packs else "cudnn")
+    return replace(model, attention=ours if packs or not model.is_plain else "cudnn")
 
 
 def _overlaps(config: Config) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import jax
 
-from input_pipeline import Batches
 from metrics.run_log import RunLog
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
@@ -24,6 +23,7 @@ from state import Checkpointer
 from state.snapshots import Snapshots
 from training.datasets import Datasets
 from training.experiment import Experiment
+from training.steps import Steps
 from training.validation import Validator
 
 Metrics = dict[str, jax.Array | float]
@@ -78,8 +78,8 @@ def every(steps: int, hook: Hook, *, at_end: bool = False, at_stop: bool = False
 class Report:
     """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
 
-    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, batches: Batches, data: Datasets) -> None:
-        self._ex, self._log, self._supervisor, self._batches, self._data = ex, log, supervisor, batches, data
+    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, steps: Steps, data: Datasets) -> None:
+        self._ex, self._log, self._supervisor, self._steps, self._data = ex, log, supervisor, steps, data
         self._rates = ex.learning_rates()
         self._pending: tuple[int, Metrics, Mapping[str, float]] | None = None
         self._warned = self._reported = 0  # steps
@@ -87,7 +87,7 @@ class Report:
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Takes a step that was dispatched, and reports the one before it."""
         self.flush()
-        self._pending = step, dict(metrics), {"data_wait_s": self._batches.wait_s, **self._data.counters()}
+        self._pending = step, dict(metrics), {"data_wait_s": self._steps.wait_s, **self._data.counters()}
         if not self._ex.dispatches_asynchronously:
             self.flush()
 
@@ -147,7 +147,7 @@ class Validate:
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         with self.report.apart("validation_s"):
-            validation = self.validator(state.params, self.log.say)
+            validation = self.validator(state.all_params, self.log.say)
             self.supervisor.enter(Phase.RECORDING)
             self.log.validation(step, validation.scalars(), validation.message)
         metrics |= validation.scalars()
@@ -162,6 +162,7 @@ class Keeper:
     checkpointer: Checkpointer
     snapshots: Snapshots
     supervisor: Supervisor
+    saves: Callable[[], bool]  # whether this world saves checkpoints
     config: dict[str, Any]
     position: Mapping[str, Any]  # in the data, besides the step
 
@@ -173,14 +174,16 @@ class Keeper:
         """Keeps a state in memory."""
         with self.report.apart("snapshot_s"):
             self.log.flush()
-            if self.snapshots.save(step, state, data={"step": step, **self.position}, config=self.config):
+            if self.snapshots.save(step, state.to_keep, data={"step": step, **self.position}, config=self.config):
                 self.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
 
     def save(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Starts saving a checkpoint."""
+        if not self.saves():
+            return
         with self.report.apart("checkpoint_s"):
             self.log.flush()
             data = {"step": step, **self.position}
             best = {name: float(metrics[name]) for name in ("validation_loss",) if name in metrics}
-            self.checkpointer.save(step, state, data=data, config=self.config, metrics=best)
+            self.checkpointer.save(step, state.to_keep, data=data, config=self.config, metrics=best)
             self.supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)

@@ -32,7 +32,7 @@ def make_log(
     collectives, sent = _collectives(step_fn, shape)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
-    rows, filled = experiment.batches.global_size, 1.0 if isinstance(data, ImageDataset) else data.filled
+    rows, filled = config.batch.global_size, 1.0 if isinstance(data, ImageDataset) else data.filled
     unit, units_per_row = (
         ("examples", 1) if isinstance(data, ImageDataset) else ("tokens", filled * config.data.seq_len)
     )
@@ -58,6 +58,7 @@ def make_log(
                     "processes": jax.process_count(),
                     "mesh": shape.sizes,
                     "num_params": experiment.model.num_params,
+                    "num_trained": experiment.model.num_trained,
                     "xla_flags": users_xla_flags(),
                     "xla_options": experiment.compiler_options(pipelined=experiment.plan.overlap),
                 }

@@ -10,7 +10,7 @@ import optax
 
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup, unless_not_finite
-from compression.local_sgd import LocalState, drift, local_sgd, streamed
+from compression.local_sgd import drift, local_sgd, streamed
 from compression.methods import method_named
 from compression.statistics import State, statistics
 from configs.schema import Config
@@ -21,10 +21,16 @@ from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
 from sharding.state import Cut
 from sharding.step import Chain, States
+from training.loss_scale import first_scale, guard_of, with_loss_scale
 
 
 def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
-    """Returns hop two and the downstream optimizer, or local SGD around both."""
+    """Returns hop two and the downstream optimizer, or local SGD around both; for float16 with a scaled loss."""
+    chain = _make_chain(config, plan, specs)
+    return with_loss_scale(chain, first_scale(config.batch)) if plan.compute_dtype == jnp.float16 else chain
+
+
+def _make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.hop_two)
@@ -78,7 +84,7 @@ def watch(states: States, *, hands_on: str = "grad") -> dict[str, jax.Array]:
     `hands_on`: what hop two returns, and the guard computes the norm of: `grad` or `update`.
     """
     hop_two, opt_state = states
-    guard = opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
+    guard = guard_of(opt_state)
     scalars = {
         f"{hands_on}_norm": guard.grad_norm,
         "skipped_in_a_row": guard.skipped_in_a_row,

@@ -1,7 +1,8 @@
 """Checks whether a work directory belongs to this run and is finished, and restores the newest step."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from configs.schema import Config, flat, known_keys, may_change, with_defaults
 from files import run_directory
 from metrics.run_files import RunFiles, read_run
 from runtime.consensus import broadcast, new_key
+from runtime.exit_codes import ResumableError
+from sharding.scopes import WorldTooSmallError
 from state import Checkpointer, Restored, latest_config
 from state.checkpointer import Source, damage
 from state.snapshots import Snapshots
@@ -58,6 +61,17 @@ class Start:
 def has_begun(workdir: Path) -> bool:
     """Whether a run has logged a step in `workdir`."""
     return (workdir / run_directory.METRICS).exists()
+
+
+@contextmanager
+def goes_on_with_more_nodes(workdir: Path) -> Iterator[None]:
+    """Of a run that has begun, maybe with more nodes, turns a world that is too small into one to wait for."""
+    try:
+        yield
+    except WorldTooSmallError as error:
+        if not has_begun(workdir):
+            raise
+        raise ResumableError(str(error)) from error
 
 
 def is_finished(config: Config, workdir: Path) -> bool:
@@ -120,7 +134,7 @@ def restore(
     fingerprints: Mapping[str, str],
 ) -> Start:
     """Restores the newest step of the run, from memory or a checkpoint. ValueError if it is of another run or data."""
-    restored = snapshots.restore(experiment.state_shapes, checkpointer)
+    restored = snapshots.restore(experiment.state_shapes.to_keep, checkpointer)
     if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir)
         _check_same_data(restored, experiment, workdir, fingerprints)

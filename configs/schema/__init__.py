@@ -12,12 +12,14 @@ import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from math import gcd
 from typing import Any
 
 from configs.schema.combinations import refuse
 from configs.schema.data import DataConfig
 from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest, nested  # noqa: F401
 from configs.schema.model import (  # noqa: F401
+    GATED,
     MODELS,
     DecoderConfig,
     EncoderConfig,
@@ -86,6 +88,8 @@ class Config(Section):
                 f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; raise model.max_len, "
                 f"or set data.seq_len to {model.max_len} at most"
             )
+        if isinstance(model, TransformerConfig):
+            self._check_context(model)
         if isinstance(model, ImageConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
         if isinstance(model, ViTConfig) and data.image_size != model.image_size:
@@ -121,6 +125,16 @@ class Config(Section):
                 f"eval.every={eval_every} and checkpoint.every={every}; {fix}, or checkpoint.keep_best=0"
             )
         refuse(self.values)
+
+    def _check_context(self, model: TransformerConfig) -> None:
+        context, length = self.mesh.context, self.data.seq_len
+        name = "num_kv_heads" if isinstance(model, DecoderConfig) else "num_heads"
+        common = gcd(length, heads := getattr(model, name))
+        if common % context:
+            raise ValueError(
+                f"mesh.context={context} must divide data.seq_len={length} and model.{name}={heads}: devices that "
+                f"share rows divide the positions, and in attention the heads; set it to a divisor of {common}"
+            )
 
     @property
     def values(self) -> dict[str, Any]:

@@ -77,7 +77,28 @@ LEVELS = {"inter": "between nodes", "intra": "inside nodes only"}
 HOPS = {"gather": "gathers", "hop_one": "hop one", "experts": "tokens sent to experts"}
 WIDER = "choose a smaller partition group, with sharding.two_hop=True and sharding.partitioner=manual"
 FEATURES: dict[str, Feature] = {
+    "independent": _of("sharding.replicas", "independent", "one_world"),
+    "shares": _other_than("sharding.shares", 0, "`sharding.shares` above 0"),
+    "one world": _of("sharding.replicas", "one_world", "independent"),
+    "float16": _of("model.compute_dtype", "float16", "float32 or bfloat16"),
+    "residuals": Feature(
+        keys=("compression.hop_two", "compression.error_feedback"),
+        has=lambda name, keeps: keeps and name not in ("none", *METHODS),
+        shown="`compression.error_feedback` of a codec of hop two",
+        said="compression.error_feedback=True",
+        instead="set compression.error_feedback=False",
+    ),
+    "other payload": _hop_two(
+        "hop two by another method than `none`, `bf16` and `int8`",
+        lambda name: name not in ("none", "bf16", "int8"),
+        "none, bf16 or int8",
+    ),
+    "random": _of("compression.rounding", "stochastic", "nearest"),
+    "several replicas": _where(
+        "has_replicas", True, "several partition groups in one process", "set sharding.strategy=zero3"
+    ),
     "stages": _other_than("mesh.stages", 1, "`mesh.stages` above 1"),
+    "context": _other_than("mesh.context", 1, "`mesh.context` above 1"),
     "tensor": _other_than("mesh.tensor", 1, "`mesh.tensor` above 1"),
     "auto": _of("sharding.partitioner", "auto", "manual"),
     "overlap": _of("sharding.overlap", "on", "auto"),
@@ -199,6 +220,20 @@ class Rule:
 CHOSEN = "XLA chooses the collectives"
 EMPTY = "there is nothing to encode"
 RULES: tuple[Rule, ...] = (
+    Rule("independent", "stages", "each replica is a program of its own"),
+    Rule("independent", "tensor", "jax takes callbacks only in programs without automatic axes"),
+    Rule("independent", "context", "it was not tried"),
+    Rule("independent", "auto", CHOSEN),
+    Rule("independent", "one hop", "hop two is not in the program"),
+    Rule("independent", "delayed", "it was not tried"),
+    Rule("independent", "local SGD", "it was not tried"),
+    Rule("independent", "float16", "its scale would depend on what the others found"),
+    Rule("independent", "other payload", "a step's bits may not depend on who takes part"),
+    Rule("independent", "residuals", "a lost replica's residual would be lost with it"),
+    Rule("independent", "random", "a step's bits may not depend on who takes part"),
+    Rule("independent", "several scopes", "a replica is one partition group"),
+    Rule("independent", "several replicas", "a process is one replica, or a part of one"),
+    Rule("shares", "one world", "its step is one program"),
     Rule("auto", "experts", CHOSEN),
     Rule("auto", "flat", CHOSEN),
     Rule("auto", "one hop", CHOSEN),
@@ -217,6 +252,11 @@ RULES: tuple[Rule, ...] = (
     Rule("stages", "sample", "sampling runs all layers on every device"),
     Rule("stages", "method", "it was not tried on layers that are cut over stages"),
     Rule("stages", "no pieces", "stages train the loss alone, and cut that stack"),
+    Rule("context", "tensor", "XLA would gather all heads before it divides them"),
+    Rule("context", "stages", "it was not tried"),
+    Rule("context", "local SGD", "it was not tried"),
+    Rule("context", "sample", "a sample begins with whole rows"),
+    Rule("context", "no pieces", "between positions there is only the attention of that stack"),
     Rule("packing", "cudnn", "attention inside documents was not tried with it"),
     Rule("tensor", "undivided model", "there is nothing to split"),
     Rule("experts", "no experts", "there is nothing to divide"),

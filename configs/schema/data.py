@@ -7,7 +7,17 @@ from configs.schema.mixture import Component, parse, refuse_secrets
 
 TFDS = "tfds:NAME"
 TOKENIZERS = ("bytes", "sentencepiece", "tiktoken", "hugging_face")
-SOURCES = ("stdlib_text", "folder", "shards", "synthetic", "digits", TFDS)
+PATHS = {  # what a source needs in data.path
+    "folder": "the folder of the text files",
+    "shards": "a folder or URL (s3, gs, http, https)",
+    "chats": "a file of conversations, one JSON object per line, or a folder of such files,",
+}
+NEEDED_BY_CHATS = (  # a key, its value, and why
+    ("tokenizer", "hugging_face", "a tokenizer.json with a chat template beside it (docs/data.md)"),
+    ("objective", "causal", "to predict answers"),
+    ("packing", "whole", "rows of whole conversations"),
+)
+SOURCES = ("stdlib_text", "folder", "shards", "chats", "synthetic", "digits", TFDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +27,8 @@ class DataConfig(Section, name="data"):
     source: str = key("stdlib_text", "where examples come from", choices=SOURCES, topics=("source",))
     path: str = key(
         "",
-        "folder: of the text files; shards: folder or s3://, gs://, http(s):// URL; tfds: data_dir, or the default",
+        "folder: of the text files; shards: folder or s3://, gs://, http(s):// URL; chats: file, or folder, of JSON "
+        "lines; tfds: data_dir, or the default",
         resumable=True,
     )
     mixture: str = key(
@@ -73,10 +84,8 @@ class DataConfig(Section, name="data"):
                 f"data.objective={self.objective!r} does not fit data.source={self.source!r}; set data.objective to "
                 f"{wanted}"
             )
-        if self.source in ("folder", "shards") and not self.path:
-            what = (
-                "the folder of the text files" if self.source == "folder" else "a folder or URL (s3, gs, http, https)"
-            )
+        if self.source in PATHS and not self.path:
+            what = PATHS[self.source]
             raise ValueError(f"data.path is empty: data.source={self.source!r} needs {what} in data.path")
         if self.pattern and self.source not in ("folder", "shards"):
             raise ValueError(
@@ -86,7 +95,7 @@ class DataConfig(Section, name="data"):
         if self.path and self.source in ("stdlib_text", "synthetic", "digits"):
             raise ValueError(
                 f"data.path is {self.path!r} but data.source={self.source!r} reads no path: "
-                "set data.source='folder' (or 'shards', 'tfds:NAME'), or leave data.path empty"
+                "set data.source='folder' (or 'shards', 'chats', 'tfds:NAME'), or leave data.path empty"
             )
         if self.tokenizer in TOKENIZERS[1:] and not self.tokenizer_path:
             raise ValueError(
@@ -99,6 +108,9 @@ class DataConfig(Section, name="data"):
             )
         if self.source == "synthetic" and self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer is {self.tokenizer!r}: data.source='synthetic' works with 'bytes' only")
+        for name, value, why in NEEDED_BY_CHATS if self.source == "chats" else ():
+            if (found := getattr(self, name)) != value:
+                raise ValueError(f"data.{name}={found!r}: data.source='chats' needs data.{name}={value!r}, {why}")
         if self.packing != "stream" and (self.objective == "classify" or self.source == "synthetic"):
             what = "images" if self.objective == "classify" else "the tokens of data.source='synthetic'"
             raise ValueError(f"data.packing={self.packing!r}: {what} are no documents; set data.packing='stream'")

@@ -130,8 +130,9 @@ def keys_of(section: type[Section]) -> Mapping[str, Key]:
 def nearest(word: str, known: Sequence[str]) -> str:
     """Returns the known word most similar to `word`; first come those that it abbreviates, and those of its section.
 
-    `optimizer.lr` is `optimizer.learning_rate`, and `layers` `model.num_layers`.
+    `optimizer.lr` is `optimizer.learning_rate`, as everywhere, and `layers` `model.num_layers`.
     """
+    word = re.sub(r"\blr$", "learning_rate", word)
     section = word.rpartition(".")[0]
     meant = [name for name in known if abbreviates(word, name)]
     meant = [name for name in meant if name.rpartition(".")[0] == section] or meant

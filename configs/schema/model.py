@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, get_type_hints
 
-from configs.schema.keys import Section, key
+from configs.schema.keys import Section, key, keys_of
 from configs.schema.own import OWN
 
 KIND = "kind of model; decides the other keys"
 KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
-ACTIVATION = "activation; gelu is the tanh approximation"
+GATED = ("swiglu", "geglu")  # activations of one product that multiply another
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+ACTIVATION = "activation; gelu, and that in geglu, is the tanh approximation"
+INFINITY = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +25,8 @@ class ModelConfig(Section, name="model"):
     kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
     compute_dtype: str = key(
         "float32",
-        "dtype of activations and gathered parameters; parameters are stored in float32",
-        choices=("float32", "bfloat16"),
+        "dtype of activations and gathered parameters; parameters are stored in float32; float16 scales the loss",
+        choices=("float32", "bfloat16", "float16"),
     )
     remat: str = key(
         "full",
@@ -44,7 +47,7 @@ class TransformerConfig(ModelConfig):
     vocab_multiple: int = key(128, "pads the embedding to a multiple of this", least=1)
     max_len: int = key(256, "longest sequence; rows of learned positions", least=1, unit="tokens")
     num_layers: int = key(4, "number of layers", least=1)
-    hidden: int = key(128, "residual width; a multiple of num_heads", least=1)
+    hidden: int = key(128, "residual width; a multiple of num_heads, unless these have a head_dim", least=1)
     intermediate: int = key(512, "MLP width", least=1)
     num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
@@ -55,24 +58,56 @@ class TransformerConfig(ModelConfig):
     )
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
     weights: str = key("", "folder of a Hugging Face checkpoint from which a new run starts")
+    lora_rank: int = key(0, "rank of LoRA's adapters, beside frozen parameters; 0: all are trained", least=0)
+    lora_alpha: float = key(16.0, "adapters count lora_alpha / lora_rank", above=0, below=float("inf"))
+    lora_targets: str = key("query key value out gate up down", "matrices of a layer that have adapters, with spaces")
+    lora_base: str = key(
+        "compute",
+        "how matrices of frozen layers are stored: in compute_dtype, or in blocks of 64 with 8 or 4 bits (QLoRA)",
+        choices=("compute", "int8", "nf4"),
+    )
+    lora_weights: str = key("", "folder of adapters in PEFT's layout from which a new run starts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_heads(self.hidden, self.num_heads)
+        self._check_lora()
+        if self.head_size * self.num_heads != self.hidden and not getattr(self, "head_dim", 0):
+            require_heads(self.hidden, self.num_heads)
         fits = self.attention != "pallas" or self.has_flash_heads
-        require(fits, "hidden / num_heads", self.head_dim, "attention = 'pallas' needs a power of two from 16 on")
-        fused = self.attention != "cudnn" or self.compute_dtype == "bfloat16"
-        require(fused, "attention", self.attention, "cudnn needs model.compute_dtype = 'bfloat16'; otherwise use xla")
+        name = "head_dim" if getattr(self, "head_dim", 0) else "hidden / num_heads"
+        require(fits, name, self.head_size, "attention = 'pallas' needs a power of two from 16 on")
+        fused = self.attention != "cudnn" or self.compute_dtype != "float32"
+        fix = "cudnn needs model.compute_dtype = 'bfloat16' or 'float16'; otherwise use xla"
+        require(fused, "attention", self.attention, fix)
+        fix = "windows and capped scores were not tried with cudnn; use pallas, xla or auto"
+        require(self.attention != "cudnn" or self.is_plain, "attention", self.attention, fix)
+
+    def _check_lora(self) -> None:
+        for name in ("lora_targets", "lora_base", "lora_weights"):
+            is_default = getattr(self, name) == keys_of(type(self))[name].default
+            require(bool(self.lora_rank) or is_default, "lora_rank", 0, f"model.{name} needs a rank from 1 on")
+        has_base = bool(self.weights) or not self.lora_weights
+        require(has_base, "lora_weights", self.lora_weights, "adapters need model.weights, their base")
+        targets = self.lora_targets.split()
+        unknown = next((x for x in targets if x not in LORA_TARGETS), "")
+        there = [x for x in LORA_TARGETS if x != "gate" or getattr(self, "activation", "") in GATED]
+        fix = f"one of {' '.join(there)} has adapters{f', not {unknown}' if unknown else ''}; spaces separate several"
+        require(not unknown and not {*targets}.isdisjoint(there), "lora_targets", self.lora_targets, fix)
 
     @property
-    def head_dim(self) -> int:
+    def head_size(self) -> int:
         """Size of a head."""
         return self.hidden // self.num_heads
 
     @property
+    def is_plain(self) -> bool:
+        """Whether attention has neither windows nor capped scores, so that kernels of others compute it."""
+        return True
+
+    @property
     def has_flash_heads(self) -> bool:
         """Whether models/flash.py takes heads of this size."""
-        return self.head_dim >= 16 and self.head_dim.bit_count() == 1
+        return self.head_size >= 16 and self.head_size.bit_count() == 1
 
     def takes_flash(self, length: int) -> bool:
         """Whether models/flash.py takes these heads and sequences of `length` tokens."""
@@ -90,21 +125,67 @@ class DecoderConfig(TransformerConfig):
 
     kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
     num_kv_heads: int = key(4, "key and value heads; fewer than num_heads: grouped-query attention", least=1)
+    head_dim: int = key(0, "size of a head; 0: hidden / num_heads", least=0)
     positions: str = key("rotary", "position encoding", choices=("learned", "rotary"))
-    rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=float("inf"))
-    norm: str = key("rms", "LayerNorm or RMSNorm", choices=("layer", "rms"))
-    activation: str = key("swiglu", ACTIVATION, choices=("gelu", "gelu_exact", "swiglu"))
+    rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=INFINITY)
+    rotary_scaling: str = key(
+        "none",
+        "rotary: frequencies for longer sequences; all divided by rotary_factor, or the low ones alone (Llama 3.1)",
+        choices=("none", "linear", "llama3"),
+    )
+    rotary_factor: float = key(1.0, "rotary_scaling: divisor of frequencies", above=0, below=INFINITY)
+    rotary_low: float = key(
+        1.0, "llama3: frequencies of fewer turns in rotary_original_len are divided", above=0, below=INFINITY
+    )
+    rotary_high: float = key(4.0, "llama3: those of more turns stay", above=0, below=INFINITY)
+    rotary_original_len: int = key(8192, "llama3: length of sequences before the scaling", least=1, unit="tokens")
+    window: int = key(0, "positions that one attends to, itself and those before it; 0: all", least=0, unit="tokens")
+    global_every: int = key(0, "with window: each layer of a multiple of this number attends to all; 0: none", least=0)
+    rotary_local_base: float = key(
+        0.0, "with global_every: base in the layers with a window, without scaling; 0: rotary_base", least=0
+    )
+    qk_norm: bool = key(False, "norms of the queries and keys of each head")
+    query_scalar: int = key(0, "scores are divided by its square root; 0: the size of a head", least=0)
+    attention_cap: float = key(0.0, "scores s become cap tanh(s / cap); 0: stay", least=0)
+    logit_cap: float = key(0.0, "the same of the head's logits", least=0)
+    norm: str = key(
+        "rms",
+        "LayerNorm, RMSNorm, or RMSNorm whose scales begin at 0 and are added to 1 (Gemma)",
+        choices=("layer", "rms", "rms_1p"),
+    )
+    post_norm: bool = key(False, "norms behind attention and MLP, too")
+    activation: str = key("swiglu", ACTIVATION, choices=("gelu", "gelu_exact", *GATED))
+    scale_embedding: bool = key(False, "embeddings are multiplied by the square root of hidden")
     tied_head: bool = key(True, "the head shares the embedding's weights")
     use_bias: bool = key(False, "linear layers and norms have biases")
     attention_bias: bool = key(False, "attention has biases even without use_bias")
+    qkv_bias: bool = key(False, "queries, keys and values have biases even without those")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fix = f"it must divide model.num_heads = {self.num_heads}"
         require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, fix)
-        even = self.positions != "rotary" or self.head_dim % 2 == 0
-        fix = f"rotary positions need an even model.hidden / model.num_heads, not {self.head_dim}"
+        even = self.positions != "rotary" or self.head_size % 2 == 0
+        fix = f"rotary positions need an even model.hidden / model.num_heads, not {self.head_size}"
         require(even, "num_heads", self.num_heads, fix)
+        fix = f"it must be above model.rotary_low = {self.rotary_low}"
+        require(
+            self.rotary_scaling != "llama3" or self.rotary_high > self.rotary_low, "rotary_high", self.rotary_high, fix
+        )
+        fix = "without model.window all layers attend to all; set model.window too"
+        require(not self.global_every or self.window > 0, "global_every", self.global_every, fix)
+        fix = "only with model.global_every have layers different positions; set model.rotary_base"
+        require(not self.rotary_local_base or self.global_every > 0, "rotary_local_base", self.rotary_local_base, fix)
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head."""
+        return self.head_dim or super().head_size
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether attention has neither windows nor capped scores, so that kernels of others compute it."""
+        return not self.window and not self.attention_cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +211,11 @@ class MoeConfig(DecoderConfig):
         require(self.experts_per_token <= self.num_experts, "experts_per_token", self.experts_per_token, fix)
         fix = f"it must divide model.num_layers = {self.num_layers}"
         require(self.num_layers % self.moe_every == 0, "moe_every", self.moe_every, fix)
+        fix = "layers with experts are all alike; set it to 0"
+        require(not self.global_every, "global_every", self.global_every, fix)
         fix = "models with experts cannot start from a Hugging Face checkpoint; leave model.weights empty"
         require(not self.weights, "weights", self.weights, fix)
+        require(not self.lora_rank, "lora_rank", self.lora_rank, "models with experts have no adapters; set it to 0")
 
     @property
     def num_moe_layers(self) -> int:

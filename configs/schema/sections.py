@@ -30,6 +30,9 @@ class MeshConfig(Section, name="mesh", resumable=True):
     devices_per_node: int = key(
         0, "devices per node; 0 derives the nodes from the processes' host names", least=0, unit="devices"
     )
+    context: int = key(
+        1, "devices inside a node that share rows, and take a part of their positions each", least=1, unit="devices"
+    )
     tensor: int = key(1, "tensor-parallel devices inside a node", least=1, unit="devices")
     stages: int = key(1, "pipeline stages, each of whole nodes", least=1)
 
@@ -59,6 +62,17 @@ class ShardingConfig(Section, name="sharding", resumable=True):
         "auto",
         "overlap gathers, hop one and hop two with compute; auto: where they can be",
         choices=("auto", "on", "off"),
+    )
+    replicas: str = key(
+        "one_world",
+        "independent: each partition group is a run of train.py of its own, with --group; they come and go",
+        choices=("one_world", "independent"),
+    )
+    shares: int = key(
+        0,
+        "independent: equal parts of a step's rows, that the replicas divide among them; 0: of one micro-step each",
+        least=0,
+        unit="parts",
     )
     reduce_dtype: str = key(
         "compute",

@@ -1,9 +1,10 @@
-"""Records the planner's examples and curves, which lab/pages.py shows in docs/planner.md.
+"""Records the planner's examples and curves, which lab/pages.py shows in docs/planner.md and docs/fine_tuning.md.
 
     python -m lab.benchmarks.planner_records [--only=curves]
 
 `example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes. `curves`: a model of about 10 B
-parameters on 8 to 4096 A100s with several strategies. They are in results/derived/planner_*.json. XLA for GPUs is
+parameters on 8 to 4096 A100s with several strategies. `adapters`, `adapters_nf4`, `adapters_fsdp`: LoRA of 70 B beside
+a base in bfloat16, in 4 bits, and with FSDP's habits. They are in results/derived/planner_*.json. XLA for GPUs is
 needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example says
 how many were. The curves' nineteen take minutes to compile on 2 cores. Without its search for tiles of a fused softmax
 XLA compiles them faster; their compute is slower, all alike.
@@ -16,14 +17,15 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from configs import base, mics_paper
+from files.pages import markdown
 from lab.benchmarks.runner import ROOT, options_of, program, started, words
 from lab.records import DERIVED
+from metrics.units import format_bytes, format_count, format_percent, format_seconds
 from planner.clusters import CLUSTERS
 from planner.pictures import draw_curves
 from planner.report import Plan, from_json, plan_text
 from planner.spot import World, read_trace, replay_spot, run_of, spot_text
 
-RECORDS = {name: DERIVED / f"planner_{name}.json" for name in ("example", "spot", "curves")}
 CLUSTER, TRACE = "p4d.24xlarge", "planner/spot_us_east_2b.csv"
 MODEL = {  # BERT 10B's parameters in sizes that 4096 divides
     "batch.global_size": 32768,
@@ -33,24 +35,31 @@ MODEL = {  # BERT 10B's parameters in sizes that 4096 divides
     "model.num_heads": 64,
     "model.vocab_multiple": 4096,
 }
+PAPER = "--config=configs/mics_paper.py:bert_10b"
+ADAPTERS = ["--config=configs/fine_tune.py:llama_70b", "--nodes=2", "--rate=10gbit"]
 STRATEGIES = "hsdp,zero3,mics(64),custom+parameters=node+gradients=node+optimizer=all"
 WORDS = {
-    "example": ["--nodes=16", "--search"],
-    "spot": ["--nodes=8,16"],
+    "example": [PAPER, "--nodes=16", "--search"],
+    "spot": [PAPER, "--nodes=8,16"],
     "curves": [
+        PAPER,
         *(f"--config.{key}={value}" for key, value in MODEL.items()),
         *("--nodes=1,8,64,512", f"--strategy={STRATEGIES},zero3+gather_inter=int8+hop_one_inter=int8"),
         "--xla_flags=--xla_disable_hlo_passes=triton-softmax-rewriter",
     ],
+    "adapters": [*ADAPTERS, "--strategy=hsdp,zero3"],
+    "adapters_nf4": [*ADAPTERS, "--strategy=hsdp,zero3", "--config.model.lora_base=nf4"],
+    "adapters_fsdp": [*ADAPTERS, "--strategy=hsdp,zero3", "--as=fsdp"],
 }
+RECORDS = {name: DERIVED / f"planner_{name}.json" for name in WORDS}
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Records what was asked for; returns the exit code."""
     for name in words(options_of(__doc__, argv, only=(",".join(RECORDS), "what is recorded")).only, "only", RECORDS):
-        about = ["--config=configs/mics_paper.py:bert_10b", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
-        RECORDS[name].write_text(started([sys.executable, "-m", "planner", *about]))
+        command = [sys.executable, "-m", "planner", *WORDS[name], f"--cluster={CLUSTER}", "--json"]
+        RECORDS[name].write_text(started(command))
     return 0
 
 
@@ -71,6 +80,23 @@ def spot() -> str:
     run = run_of(base.typed(mics_paper.get_config("bert_10b")))
     cost = replay_spot(read_trace(ROOT / TRACE), worlds, run, on_demand_usd=CLUSTERS[CLUSTER].on_demand)
     return indented(spot_text(cost, TRACE))
+
+
+def adapters() -> str:
+    """Returns the planned steps of adapters beside a base of 70 B parameters, as a table of Markdown."""
+    systems = {"adapters": ("ours", "bfloat16"), "adapters_nf4": ("ours", "nf4"), "adapters_fsdp": ("FSDP", "bfloat16")}
+    scopes = {"hsdp": "a node", "zero3": "all GPUs"}
+    rows = [
+        (
+            *(system, base, scopes[p.candidate.strategy]),
+            *(format_bytes(p.memory.total), format_seconds(p.step_s), format_count(p.tokens_per_s or 0)),
+            *(format_bytes(p.inter_bytes), format_percent(p.exposed_s / p.step_s)),
+        )
+        for name, (system, base) in systems.items()
+        for p in plans_of(name)[0].predictions
+    ]
+    head = "hides as", "base", "cut over", "memory", "step", "tokens/s", "a GPU sends to the other node", "exposed"
+    return markdown(head, rows)
 
 
 def indented(text: str) -> str:

@@ -1,7 +1,7 @@
 """Our decoders in PyTorch, for lab/benchmarks/strategies.py and lab/benchmarks/gpu.py: DDP, or FSDP2, full or hybrid.
 
     python -m lab.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
-        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots]
+        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] [fp16|power_sgd] [accum=1]
     PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py zero3 kept '{"layers": 12, "hidden": 768, "heads": 12, ...}'
 
 One process per device, configured by torchrun's variables. Without sizes, on gloo: configs/standard.py's workload (8
@@ -9,7 +9,8 @@ layers of 512, f32, AdamW, activation checkpointing, one sequence per device, 4 
 all-reduces between nodes at the last micro-step only, like MiCS. With sizes, of configs/gpu_decoder.py: parameters in
 f32 and compute in bf16, tied head, fused AdamW, gradients clipped to norm 1, torch.compile on GPUs (on a CPU it runs
 uncompiled, to try the program). `kept`: layers stay gathered for the backward pass; `dots`: products with weights are
-stored for it. Tokens are random. Rank 0 prints one line: RESULT and a JSON object.
+stored for it; `fp16` and `power_sgd` (rank 4, from step 2 on): DDP's hooks. Tokens are random. Rank 0 prints one line:
+RESULT and a JSON object.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -100,6 +102,15 @@ def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_l
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
+def add_hook(model: Any, name: str) -> None:
+    """Makes DDP's gradients travel as the hook `name` sends them; "" for none."""
+    if name == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "power_sgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
 def sent_bytes() -> int:
     """Returns the bytes that this node has sent so far; 0 outside an emulated cluster."""
     return int(SENT.read_text()) if SENT.exists() else 0
@@ -108,12 +119,13 @@ def sent_bytes() -> int:
 class Trainer:
     """A model with its optimizer and random tokens, on this process's device."""
 
-    def __init__(self, mode: str, sizes: dict[str, Any], *, kept: bool, dots: bool) -> None:
+    def __init__(self, mode: str, sizes: dict[str, Any], *, kept: bool, dots: bool, hook: str = "") -> None:
         self.mode, self.sizes, self.is_low, self.device = mode, sizes, sizes["low_precision"], own_device()
         model: Any = Decoder(sizes, dots=dots).to(self.device)
         self.model_bytes = 4 * sum(p.numel() for p in model.parameters())
         if dist.is_initialized():
             model = shard(model, mode, self.device, kept=kept, is_low=self.is_low)
+            add_hook(model, hook)
         options = (
             {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": self.device.type == "cuda"} if self.is_low else {}
         )
@@ -163,12 +175,13 @@ def finished() -> None:
         dist.barrier()
 
 
-def main(mode: str, sizes: dict[str, Any], *, kept: bool, dots: bool) -> None:
+def main(mode: str, sizes: dict[str, Any], words: list[str]) -> None:
     """Trains a few steps and prints the median time of one."""
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     torch.manual_seed(0)
-    trainer = Trainer(mode, sizes, kept=kept, dots=dots)
+    hook = next((word for word in words if word in ("fp16", "power_sgd")), "")
+    trainer = Trainer(mode, sizes, kept="kept" in words, dots="dots" in words, hook=hook)
     times, sent, losses = [], [], []
     for _ in range(sizes["steps"]):
         finished()
@@ -189,4 +202,9 @@ def main(mode: str, sizes: dict[str, Any], *, kept: bool, dots: bool) -> None:
 
 if __name__ == "__main__":
     given = [json.loads(word) for word in sys.argv[2:] if word.startswith("{")]
-    main(sys.argv[1], given[0] if given else STANDARD, kept="kept" in sys.argv, dots="dots" in sys.argv)
+    counts = {
+        name: int(value)
+        for name, equal, value in (word.partition("=") for word in sys.argv[2:])
+        if equal == "=" and name in ("accum", "steps")
+    }
+    main(sys.argv[1], (given[0] if given else STANDARD) | counts, sys.argv[2:])

@@ -14,6 +14,8 @@ from lab.benchmarks import (
     planner_records,
     planner_validation,
     published_steps,
+    replica_events,
+    replicas,
 )
 from lab.benchmarks.scores import (
     DENSE,
@@ -306,11 +308,27 @@ CHARTS: Mapping[str, Callable[[Records], Figure]] = {
     "strategies_step_time": lambda x: draw_step_times(drawn(ours_of(x.lines("strategies"), scale_model=False))),
     "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
     "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
+    "replica_events": lambda x: replica_events.picture(x.lines("replica_events")),
     "planner_curves": lambda _: planner_records.curves(),
 }
 
 
 # ---------------------------------------------------------------------------------------------------- all tables
+
+
+def checkpoints(lines: Sequence[Line]) -> str:
+    """Returns how long a checkpoint stopped training on disks of known bandwidth, and how long by the planner."""
+    rows = [
+        [
+            f"{line['rate_mb']} MB/s",
+            f"{line['written_bytes'] / 1e6:.1f} MB ({line['planned_bytes'] / 1e6:.1f})",
+            f"{line['step_s']:.2f} s",
+            f"{line['planned_s']:.2f} s",
+            f"{spread(line['checkpoint_s'])} s",
+        ]
+        for line in lines
+    ]
+    return markdown(["disk", "written (planned)", "step", "a checkpoint stops, planned", "measured"], rows)
 
 
 def tables(records: Records) -> dict[str, Callable[[], str]]:
@@ -342,8 +360,12 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "changing nodes": lambda: changing_nodes(records.lines("dynamic_training")),
         "the bubble": lambda: bubble(records.lines("pipelines")[-1]),
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
+        "checkpoints": lambda: checkpoints(records.lines("checkpoints")),
+        "replicas": lambda: replicas.table(records.lines("replicas")),
+        "events of replicas": lambda: replica_events.table(records.lines("replica_events")),
         "a search": planner_records.example,
         "a run on spot nodes": planner_records.spot,
+        "adapters of 70 B": planner_records.adapters,
         "errors on published steps": lambda: published_steps.summary(records.lines("published_steps")),
         "errors of the planner": lambda: planner_validation.summary(sessions),
         "fastest by the planner": lambda: planner_validation.bests(sessions),

@@ -68,6 +68,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
     parser.add_argument("--nodes", type=int, required=True, help="how many there are at the start; `ctl add` adds one")
     parser.add_argument("--devices_per_node", type=int, required=True, help="JAX's virtual devices of each node")
     parser.add_argument("--processes_per_node", type=int, default=1, help="they share the node's devices")
+    parser.add_argument("--independent", action="store_true", help="each node is a world of its own (docs/replicas.md)")
     parser.add_argument("--rate", default="none", help="of each node's link, as for tc: 1gbit, 200mbit, none")
     parser.add_argument("--latency", default="0ms", help="one way between two nodes: 1ms, 50us")
     parser.add_argument("--jitter", default="0ms", help="the latency varies by so much")
@@ -132,7 +133,7 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> in
         Cluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
     ):
         sizes = {"devices": options.devices_per_node, "processes_per_node": options.processes_per_node}
-        job = Job(cluster, command, **sizes, grace_s=options.grace_s)
+        job = Job(cluster, command, **sizes, grace_s=options.grace_s, independent=options.independent)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: job.interrupt(number))
         monitor = Monitor(job, command)
@@ -157,7 +158,7 @@ def named_paths(command: Sequence[str]) -> list[Path]:
         if argument.startswith("--workdir="):
             make_folder(Path(argument.split("=", 1)[1]), "--workdir")
         value = argument.split("=", 1)[-1]
-        texts = (argument, value, value.partition(":")[0])  # the last one of --config=FILE:arg
+        texts = (argument, value, *value.partition(":")[::2])  # the last two of --config=FILE:DIR
         named = [Path(text) for text in dict.fromkeys(texts) if os.path.exists(text)]
         environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]

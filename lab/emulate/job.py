@@ -35,29 +35,34 @@ class Job:
     """Starts a program on every node and watches it; call `watch` a few times a second until `is_running` is false.
 
     When a process fails, the others have `grace_s` seconds to notice and end by themselves; then they get SIGTERM, and
-    SIGKILL 10 s later. A process that was killed with its node (`ctl kill`) has not failed.
+    SIGKILL 10 s later. A process that was killed with its node (`ctl kill`) has not failed. With `independent` each
+    node's processes are a world of their own, with the node's number as a task's of an array of SLURM: the failure of
+    one does not end the others.
     """
 
     def __init__(
-        self, cluster: Cluster, command: Sequence[str], *, devices: int, processes_per_node: int, grace_s: float
+        self,
+        cluster: Cluster,
+        command: Sequence[str],
+        *,
+        devices: int,
+        processes_per_node: int,
+        grace_s: float,
+        independent: bool = False,
     ) -> None:
         self.cluster = cluster
         self.processes: list[Process] = []
         self.pipe: IO[bytes] | None = None
-        self._grace_s = grace_s
+        self._grace_s, self._independent = grace_s, independent
+        self._devices, self._processes_per_node = devices, processes_per_node
         self._failure: Process | None = None  # the first
         self._deadline_s = float("inf")
         self._next_signal = signal.SIGTERM
         self._interrupted = False
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        world = len(cluster.nodes) * processes_per_node
         for node in range(len(cluster.nodes)):
             self._log(node).unlink(missing_ok=True)
-            for local in range(processes_per_node):
-                rank = node * processes_per_node + local
-                ranks = {"JAX_PROCESS_ID": rank, "RANK": rank, "LOCAL_RANK": local}
-                sizes = {"JAX_NUM_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": processes_per_node}
-                self._start(node, command, ranks | sizes | {"JAX_NUM_CPU_DEVICES": devices // processes_per_node})
+            self._start_all(node, command, first=node if independent else 0, nodes=len(cluster.nodes))
 
     def add(self, command: Sequence[str]) -> int:
         """Adds a node, starts a program there if one is given, and returns the node's number.
@@ -68,7 +73,10 @@ class Job:
         self._log(node).unlink(missing_ok=True)
         if command:
             try:
-                self._start(node, command, {})
+                if self._independent:
+                    self._start_all(node, command, first=node)
+                else:
+                    self._start(node, command, {})
             except (ValueError, OSError) as error:
                 self.cluster.kill(node)
                 raise ValueError(f"node{node} is killed, its program cannot be started: {error}") from error
@@ -107,13 +115,25 @@ class Job:
             return self._failure.code or 0
         return KILLED if all(process.code for process in self.processes) else 0
 
-    def _start(self, node: int, command: Sequence[str], values: dict[str, int]) -> None:
-        first = self.cluster.address(0)
+    def _start_all(self, node: int, command: Sequence[str], *, first: int, nodes: int = 1) -> None:
+        """Starts a node's processes, of a world whose first node is `first`."""
+        per_node = self._processes_per_node
+        world = per_node * (1 if self._independent else nodes)
+        for local in range(per_node):
+            rank = (node - first) * per_node + local
+            ranks = {"JAX_PROCESS_ID": rank, "RANK": rank, "LOCAL_RANK": local}
+            sizes = {"JAX_NUM_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node}
+            sizes |= {"JAX_NUM_CPU_DEVICES": self._devices // per_node}
+            number = {"SLURM_ARRAY_TASK_ID": node} if self._independent else {}
+            self._start(node, command, ranks | sizes | number, first=first)
+
+    def _start(self, node: int, command: Sequence[str], values: dict[str, int], *, first: int = 0) -> None:
+        address = self.cluster.address(first)
         env = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",  # so that logs can be read while the program runs
-            "JAX_COORDINATOR_ADDRESS": f"{first}:{COORDINATOR_PORT}",
-            "MASTER_ADDR": first,
+            "JAX_COORDINATOR_ADDRESS": f"{address}:{COORDINATOR_PORT}",
+            "MASTER_ADDR": address,
             "MASTER_PORT": str(TORCH_PORT),
             **{name: str(value) for name, value in values.items()},
         }
@@ -131,7 +151,7 @@ class Job:
     def _note_failure(self, process: Process) -> None:
         self._failure = process
         stops_as_told = self._interrupted and process.code == ExitCode.RESUMABLE
-        if self.is_running() and not stops_as_told:
+        if self.is_running() and not stops_as_told and not self._independent:
             self._deadline_s = time.monotonic() + self._grace_s
             print(
                 f"process {process.rank} on node{process.node} ended with exit code {process.code}; the others have "

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lab.probe.measure import REPETITIONS, Clock, repeated, timed
 from models.flash import flash_attention
-from sharding.mesh import DATA_AXES
+from sharding.mesh import ROW_AXES
 
 TIMES = 8  # in one call, so that starting it costs next to nothing
 LAUNCHES = 100  # kernels in a row
@@ -28,7 +28,7 @@ PRODUCTS = {
     "forward and backward": 7,
 }  # of attention, over all pairs of places, as planner/kernels.py has
 NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # in HLO
-SPREAD = PartitionSpec(DATA_AXES)
+SPREAD = PartitionSpec(ROW_AXES)
 
 Step = Callable[..., Array]  # the first array and the others to what the first one is the next time
 
@@ -143,7 +143,7 @@ def attention(kernel: Any, part: str, sizes: Sizes) -> Work:
 
     def attend(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array) -> Array:
         if kernel == "pallas":
-            return flash_attention(q_BTNH, k_BTNH, v_BTNH, None, True)
+            return flash_attention(q_BTNH, k_BTNH, v_BTNH)
         return jax.nn.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True, implementation=kernel)
 
     def step(q_BTNH: Array, k_BTNH: Array, v_BTNH: Array) -> Array:

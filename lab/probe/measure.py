@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from metrics.wire import WireCounter
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
-from sharding.mesh import DATA_AXES, MeshShape, find_nodes, make_mesh
+from sharding.mesh import ROW_AXES, MeshShape, find_nodes, make_mesh
 
 ITEM_BYTES = 4  # float32
 REPETITION_S = 0.1  # executions of a fast collective that are timed together
@@ -164,9 +164,9 @@ def compile_loop(collective: Collective, mesh: Mesh) -> Loop:
 
     def body(_: int, x: jax.Array) -> jax.Array:
         whole = lax.optimization_barrier(collective(x))  # so that XLA does not reduce it to that one element
-        return x.at[0].set(vary(whole.ravel()[0], DATA_AXES))
+        return x.at[0].set(vary(whole.ravel()[0], ROW_AXES))
 
-    spec = PartitionSpec(DATA_AXES)
+    spec = PartitionSpec(ROW_AXES)
     loop = jax.shard_map(
         lambda x, times: lax.fori_loop(0, times, body, x), mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
     )
@@ -175,7 +175,7 @@ def compile_loop(collective: Collective, mesh: Mesh) -> Loop:
 
 def zeros(items: int, mesh: Mesh) -> jax.Array:
     """Returns an array of `items` zeros per device."""
-    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXES))
+    sharding = NamedSharding(mesh, PartitionSpec(ROW_AXES))
     return jax.make_array_from_callback((items * mesh.size,), sharding, lambda _: np.zeros(items, np.float32))
 
 

@@ -1,0 +1,147 @@
+"""A tokenizer's chat template (Jinja2): messages as text, rendered as transformers does, and where the answers are."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from files import json_objects
+
+Messages = Sequence[Mapping[str, Any]]  # each with `role` and `content`
+Span = tuple[int, int]  # characters from, to
+
+CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters "for internal use", around what `{% generation %}` renders
+TODAY = datetime(2026, 1, 1)  # for `strftime_now`: a batch depends on nothing but the seed and the step
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class _Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: puts marks around what it renders."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+class ChatTemplate:
+    """The template beside a tokenizer.json: chat_template.jinja, or the `chat_template` of tokenizer_config.json.
+
+    `source` is its text, `tokens` its variables for special tokens, such as `bos_token`; `identity` changes whenever a
+    conversation may be rendered in another way. ValueError if there is no template, or it or its file cannot be read.
+    """
+
+    def __init__(self, tokenizer_path: Path) -> None:
+        folder = tokenizer_path.parent
+        try:
+            about = json_objects.read(folder / CONFIG_FILE, lenient=True)
+        except FileNotFoundError:
+            about = {}
+        self.source = _source(folder, about)
+        tokens = {name: _content(token) for name, token in about.items() if name.endswith("_token")}
+        self.tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        self._marks_answers = bool(_GENERATION.search(self.source))
+        try:
+            self._template = _environment().from_string(self.source)
+        except TemplateError as error:
+            raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
+        described = json.dumps([self.source, self.tokens, str(TODAY)], sort_keys=True)
+        self.identity = hashlib.sha256(described.encode()).hexdigest()
+
+    def render(self, messages: Messages, *, asks: bool = False) -> str:
+        """Returns a conversation as text; `asks`: with the beginning of an answer. ValueError if it is refused."""
+        return _unmarked(self._rendered(messages, asks))[0]
+
+    def answers(self, messages: Messages) -> tuple[str, list[Span]]:
+        """Returns a conversation as text, and the characters of the answers in it. ValueError if it is refused.
+
+        They are what the template marks by `{% generation %}`; without marks, what each message of the assistant adds
+        to the conversation before it with the beginning of an answer.
+        """
+        text, spans = _unmarked(self._rendered(messages))
+        if self._marks_answers:
+            return text, spans
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self.render(messages[:number], asks=True)
+                until = self.render(messages[: number + 1])
+                if not (until.startswith(before) and text.startswith(until)):
+                    raise ValueError(
+                        f"the template renders message {number + 1} in another way before other messages, or without "
+                        "its answer: mark the answers in the template by {% generation %} and {% endgeneration %}"
+                    )
+                spans.append((len(before), len(until)))
+        return text, spans
+
+    def _rendered(self, messages: Messages, asks: bool = False) -> str:
+        plain = [{name: value for name, value in one.items() if value is not None} for one in messages]
+        if any(mark in json.dumps(plain, ensure_ascii=False) for mark in (BEGIN, END)):
+            raise ValueError("a message has one of the noncharacters U+FDD0 and U+FDD1")
+        how = {"tools": None, "documents": None, "add_generation_prompt": asks}
+        try:
+            return self._template.render(messages=plain, **how, **self.tokens)
+        except Exception as error:  # a template is a program and can raise any exception
+            raise ValueError(f"the chat template refuses it: {error}") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Returns what transformers gives to a template, but for the date, which is TODAY."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+    """Returns JSON; jinja's own filter escapes what HTML needs escaped."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _source(folder: Path, about: Mapping[str, Any]) -> str:
+    """Returns the text of a template. ValueError if there is none."""
+    if (file := folder / TEMPLATE_FILE).is_file():
+        return file.read_text()
+    found = about.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise ValueError(
+            f"{folder} has no chat template: data.source=chats needs {TEMPLATE_FILE} there, or chat_template in "
+            f"{CONFIG_FILE}, as instruction-tuned models have them"
+        )
+    return found
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _unmarked(marked: str) -> tuple[str, list[Span]]:
+    """Returns a text without its marks, and what was between them."""
+    pieces, spans, at = re.split(f"[{BEGIN}{END}]", marked), [], 0
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            spans.append((at, at + len(piece)))
+        at += len(piece)
+    return "".join(pieces), spans

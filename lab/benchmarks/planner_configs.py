@@ -1,0 +1,118 @@
+"""Records what each config for GPUs needs and costs by the planner, as its file is, on the fewest nodes it is for.
+
+    python -m lab.benchmarks.planner_configs [--only=llama]
+
+Of each of `FLAGS` results/derived/planner_configs.jsonl has a line, which is missing again once the config is another
+one. The docstrings in configs/ hold `text` of the lines (tests/test_planner_configs.py). XLA for GPUs is needed (`make
+.venv/h100/installed`); a program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a config has no plan, such as one
+that does not fit; 2 no config has such a name.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from configs import command_line
+from configs.schema import defaults, flat
+from lab.benchmarks.runner import ROOT, Key, options_of, program, run_missing, started
+from lab.records import DERIVED, Line, recorded, replace
+from metrics.units import format_bytes, format_seconds
+from planner.clusters import CLUSTERS
+from planner.report import from_json
+
+RESULTS = DERIVED / "planner_configs.jsonl"
+P4D, P5 = "--cluster=p4d.24xlarge", "--cluster=p5.48xlarge"
+FLAGS = {  # of the planner, by `FILE[:ARG]`
+    "llama.py:8b": f"{P5} --nodes=1",
+    "llama.py:70b": f"{P5} --nodes=4",
+    "long_context.py:8b": f"{P5} --nodes=1",
+    "qwen.py:7b": f"{P5} --nodes=1",
+    "qwen.py:8b": f"{P5} --nodes=1",
+    "mistral.py:7b": f"{P5} --nodes=1",
+    "gemma.py:2b": f"{P5} --nodes=1",
+    "gemma.py:9b": f"{P5} --nodes=1",
+    "gemma.py:27b": f"{P5} --nodes=2",
+    "fine_tune.py:llama_8b": f"{P4D} --nodes=1",
+    "fine_tune.py:llama_70b": f"{P4D} --nodes=2",
+    "mpt.py:7b": f"{P4D} --nodes=1",
+    "mpt.py:70b": "--cluster=p4de.24xlarge --nodes=4",
+    "mics_paper.py:bert_1_5b": f"{P4D} --nodes=2",
+    "mics_paper.py:bert_10b": f"{P4D} --nodes=2",
+    "mics_paper.py:bert_15b": f"{P4D} --nodes=2",
+    "mics_paper.py:bert_20b": f"{P4D} --nodes=2",
+    "mics_paper.py:bert_50b": f"{P4D} --nodes=8",
+    "mics_paper.py:roberta_20b": f"{P4D} --nodes=2",
+    "mics_paper.py:gpt2_20b": f"{P4D} --nodes=2",
+    "gpu_decoder.py:124m": f"{P4D} --nodes=1",
+    "gpu_decoder.py:350m": f"{P4D} --nodes=1",
+    "gpu_decoder.py:1.3b": f"{P4D} --nodes=1",
+    "gshard.py:12.5b": f"{P4D} --nodes=16",
+    "gshard.py:600b": f"{P4D} --nodes=128",
+    "wide_resnet_3b.py": f"{P4D} --nodes=2",
+    "resnet50.py:sgd": f"{P4D} --nodes=2",
+    "resnet50.py:lars": f"{P4D} --nodes=2",
+    "resnet110.py": "--cluster=h100-10gbit --devices_per_node=1 --nodes=4",
+}
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plans and records the missing configs; returns the exit code."""
+    options = options_of(__doc__, argv, only=("", "only configs whose name contains this"))
+    chosen = [name for name in FLAGS if options.only in name]
+    if not chosen:
+        raise ValueError(f"--only={options.only} is in none of {', '.join(FLAGS)}")
+    replace(RESULTS, lines())
+    return run_missing(RESULTS, map(key_of, chosen), planned)
+
+
+def key_of(name: str) -> Key:
+    """Returns what tells a line from others: the command, and what the config has besides its model's defaults."""
+    command = ["planner", f"--config=configs/{name}", *FLAGS[name].split()]
+    values = values_of(name)
+    usual = flat(defaults(values["model.kind"]))
+    keys = {key: value for key, value in values.items() if value != usual[key]}
+    return {"config": name, "command": shlex.join(["python", "-m", *command]), "keys": keys}
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """Returns the values of a config by their keys, such as `batch.micro_size`."""
+    return flat(command_line.parse(["planner", f"--config={ROOT}/configs/{name}"]).to_dict())
+
+
+def planned(key: Key) -> dict[str, Any]:
+    """Returns what a line says besides its key. RuntimeError with the planner's words if there is no plan."""
+    (plan,) = from_json(started([sys.executable, *shlex.split(key["command"])[1:], "--json"]))
+    best = plan.best
+    return {
+        "cluster": plan.cluster,
+        "nodes": plan.nodes,
+        "devices": plan.devices,
+        "memory_bytes": round(best.memory.total),
+        "capacity_bytes": round(best.memory.capacity),
+        "step_s": best.step_s,
+        "num_steps": values_of(key["config"])["num_steps"],
+    }
+
+
+def lines() -> list[Line]:
+    """Returns the lines of the configs as they are now, in the order of `FLAGS`."""
+    found = {line["config"]: line for line in recorded(RESULTS)}
+    return [found[name] for name in FLAGS if name in found and key_of(name).items() <= found[name].items()]
+
+
+def text(line: Line) -> str:
+    """Returns a line as the docstring of its config has it, with today's price."""
+    file, _, argument = line["config"].partition(":")
+    nodes = f"{line['nodes']} {line['cluster']} ({line['devices']} GPUs)"
+    memory = f"{format_bytes(line['memory_bytes'])} of {format_bytes(line['capacity_bytes'])} a GPU"
+    parts = [f"{argument or file.removesuffix('.py')}: {nodes}", memory, f"{format_seconds(line['step_s'])} a step"]
+    if price := CLUSTERS[line["cluster"]].on_demand:
+        usd = price * line["nodes"] * line["num_steps"] * line["step_s"] / 3600
+        parts.append(f"${usd:,.{0 if usd >= 10 else 2}f} for its {line['num_steps']:,} steps on demand")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

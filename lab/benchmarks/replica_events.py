@@ -1,0 +1,275 @@
+"""What becomes of independent replicas on emulated nodes when others die, come, go, hang or lose their links.
+
+    python -m lab.benchmarks.replica_events [--repetitions=3]
+    python -m lab.benchmarks.replica_events --random=100 [--codecs=none,bf16,int8] [--repetitions=1]
+
+Four nodes of 2 devices, a node a replica, configs/elastic.py at 1 Gbit/s. The first kills a node, adds one and stops
+one, and records the step times of a replica that stays. `--random` runs `:tiny` through that many random events, and
+compares each loss that any replica wrote, to the last bit, with those of one replica that nothing happened to. Adds
+lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
+"""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from files.pages import markdown
+from files.palette import INK, SERIES
+from lab.benchmarks.replicas import NODES, emulator, losses_of, shown, trainer
+from lab.benchmarks.runner import (
+    ROOT,
+    WORKDIR,
+    FailedRunError,
+    Key,
+    alternating,
+    options_of,
+    program,
+    run_missing,
+    started,
+    words,
+)
+from lab.records import MEASURED, Line, middle
+from training.independent import FOLDER
+
+RESULTS = MEASURED / "replica_events.jsonl"
+COSTS, RANDOM = "costs", "random events"  # modes
+CODECS = ("none", "bf16", "int8")
+RATE, SLOW = "1gbit", "20mbit"
+CALM = 5  # steps that are recorded after an event
+WAIT_S = 600.0
+SILENCE_S = 5.0
+KINDS: tuple[str, ...] = ("kill", "leave", "join", "kill while joining", "stop", "cut", "slow")
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does and records the missing runs; returns 1 if a run failed, 2 for a bad option."""
+    options = options_of(
+        __doc__,
+        argv,
+        repetitions=(1, "of each run; random events are others in each"),
+        random=(0, "as many random events, in place of the cost of some"),
+        codecs=("none,bf16,int8", "of hop two, with random events"),
+    )
+    return run_missing(RESULTS, planned(options), measured)
+
+
+def planned(options: Namespace) -> list[Key]:
+    """Returns the key of each run, in order. ValueError for a bad option."""
+    codecs = words(options.codecs, "codecs", CODECS)
+    if options.random:
+        return alternating(options.repetitions, mode=[RANDOM], events=[options.random], codec=codecs)
+    return alternating(options.repetitions, mode=[COSTS], codec=["bf16"])
+
+
+def measured(key: Key) -> dict[str, Any]:
+    """Does a run; returns what its line says. FailedRunError if it failed."""
+    workdir, load = WORKDIR / "replica_events", os.getloadavg()[0]
+    if key["mode"] == COSTS:
+        run = Run(workdir / "costs", "configs/elastic.py", {"compression.hop_two": key["codec"], "data.seq_len": 64})
+        with run.emulated(NODES):
+            happened, found = costs(run)
+        about = {"load": load, "nodes": NODES, "rate": RATE, "step_times_s": found, "happened": happened}
+        return about | {"seen": run.seen, "command": shown(run.command)}
+    overrides = {"compression.hop_two": key["codec"], "elastic.silence_s": SILENCE_S}
+    run = Run(workdir / "random", "configs/elastic.py:tiny", overrides)
+    chance = random.Random(f"{key['codec']} {key['repetition']}")
+    with run.emulated(NODES):
+        counts = disturbed(run, key["events"], chance)
+    last = max(run.done(group) for group in run.groups)
+    alone = Run(workdir / "alone", "configs/elastic.py:tiny", overrides)
+    with alone.emulated(1):
+        alone.until(lambda: alone.done(0) >= last, "the run to compare with")
+    expected = {row["step"]: (row["loss"], row["grad_norm"]) for row in alone.rows(0)}
+    rows = [row for group in run.groups for row in run.rows(group)]
+    differ = sum((row["loss"], row["grad_norm"]) != expected[row["step"]] for row in rows)
+    found = {"counts": counts, "steps": last, "replicas": len(run.groups), "losses": len(rows), "differ": differ}
+    return {"load": load, "nodes": NODES, "rate": RATE, **found, "command": shown(run.command)}
+
+
+class Run:
+    """Replicas on emulated nodes: one on each, whose number is the node's."""
+
+    def __init__(self, workdir: Path, config: str, overrides: dict[str, Any]) -> None:
+        shutil.rmtree(workdir, ignore_errors=True)
+        workdir.mkdir(parents=True)
+        self.workdir, self.name = workdir, f"{workdir.name}-{os.getpid()}"
+        common = {"num_steps": 100_000, "checkpoint.every": 0, "batch.global_size": 2 * NODES}
+        common |= {"compression.error_feedback": False, "sharding.replicas": "independent"}
+        self._program = trainer(config, workdir, common | overrides)
+        self.command: list[str] = []
+        self.groups: list[int] = []
+        self.seen: dict[int, list[tuple[float, int]]] = {}  # of each when which step was done, to about 0.1 s
+
+    @contextlib.contextmanager
+    def emulated(self, nodes: int) -> Iterator[None]:
+        """Runs on so many nodes, whose replicas all train when the context begins; ends all with it."""
+        options = ("--independent", f"--name={self.name}")
+        self.command = [*emulator(RATE, self.workdir / "emulate", *options, nodes=nodes), "--", *self._program]
+        self.groups = list(range(nodes))
+        with (self.workdir / "log").open("w") as log:
+            emulation = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=log)
+            try:
+                self.until(lambda: all(self.done(group) for group in self.groups), "all train")
+                yield
+            finally:
+                emulation.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    emulation.wait(WAIT_S)
+                emulation.kill()
+
+    def add(self) -> int:
+        """Starts one more; returns its number."""
+        self.control("add", "--", *self._program)
+        self.groups.append(len(self.groups))
+        return self.groups[-1]
+
+    def control(self, *words: str) -> None:
+        """Asks the emulated cluster for something."""
+        started([sys.executable, "-m", "lab.emulate", "ctl", f"--name={self.name}", *words])
+
+    def terminate(self, group: int) -> None:
+        """Sends SIGTERM to a replica's process, as a scheduler does."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                found = (folder / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
+                number = re.search(rb"SLURM_ARRAY_TASK_ID=(\d+)\0", (folder / "environ").read_bytes())
+                if found == self._program and number and int(number[1]) == group:
+                    os.kill(int(folder.name), signal.SIGTERM)
+
+    def rows(self, group: int) -> list[dict[str, Any]]:
+        """Returns the rows of a replica's training steps so far."""
+        return losses_of(self.workdir / FOLDER / str(group))
+
+    def done(self, group: int) -> int:
+        """Returns the last step of a replica."""
+        return max((row["step"] for row in self.rows(group)), default=0)
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Waits, and notes who does which steps. FailedRunError if it takes longer than ten minutes."""
+        until_s = time.monotonic() + WAIT_S
+        while not holds():
+            for group in self.groups:
+                seen, done = self.seen.setdefault(group, []), self.done(group)
+                if done and (not seen or seen[-1][1] != done):
+                    seen.append((time.time(), done))
+            if time.monotonic() > until_s:
+                raise FailedRunError(f"{what}: not within {WAIT_S:g} s; logs are in {self.workdir}")
+            time.sleep(0.1)
+
+
+def costs(run: Run) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Returns when each event happened, and the seconds of replica 0's steps from the one before to some after it."""
+    events: dict[str, tuple[Callable[[], object], Callable[[], bool]]] = {
+        "none": (lambda: None, lambda: True),
+        "kill": (lambda: run.control("kill", "3"), lambda: True),
+        "join": (run.add, lambda: run.done(NODES) > 0),
+        "leave": (lambda: run.terminate(2), lambda: True),
+    }
+    happened, times = {}, {}
+    for name, (happen, is_over) in events.items():
+        first = run.done(0) + 1
+        run.until(partial(lambda first: run.done(0) >= first, first), "a step before")
+        happened[name] = time.time()
+        happen()
+        run.until(is_over, name)
+        last = run.done(0) + CALM
+        run.until(partial(lambda last: run.done(0) >= last, last), "steps after")
+        times[name] = [row["step_time_s"] for row in run.rows(0) if first <= row["step"] <= last]
+    return happened, times
+
+
+def disturbed(run: Run, events: int, chance: random.Random) -> dict[str, int]:
+    """Lets random events happen, from one to four replicas being there; returns how many of each."""
+    there, counts = [*run.groups], dict.fromkeys(KINDS, 0)
+
+    def last() -> int:
+        return max(map(run.done, there))
+
+    for number in range(events):
+        kinds = [kind for kind in KINDS if len(there) > 1 or "join" in kind or kind == "slow"]
+        kinds = [kind for kind in kinds if len(there) < NODES or "join" not in kind]
+        kind, victim = chance.choice(kinds), chance.choice(there)
+        counts[kind] += 1
+        happen(run, there, kind, victim, chance)
+        aim = last() + chance.randrange(1, 5)
+        run.until(partial(lambda aim: last() >= aim, aim), f"steps after {kind} {victim}")
+        print(f"event {number + 1}: {kind} {victim}, {len(there)} replicas, step {aim}", flush=True)
+    return counts
+
+
+def happen(run: Run, there: list[int], kind: str, victim: int, chance: random.Random) -> None:
+    """Lets one event happen, to `victim` of those that are there; a replica that was added has taken part in a step."""
+    if kind == "kill":
+        there.remove(victim)
+        run.control("kill", str(victim))
+    elif kind == "leave":
+        there.remove(victim)
+        run.terminate(victim)
+    elif "join" in kind:
+        added = run.add()
+        if kind == "join":
+            run.until(lambda: run.done(added) > 0, f"replica {added} joins")
+            there.append(added)
+        else:
+            time.sleep(chance.uniform(5, 20))
+            run.control("kill", str(added))
+    else:
+        run.control(kind, str(victim), *([SLOW] if kind == "slow" else []))
+        time.sleep(chance.uniform(0, 2 * SILENCE_S))
+        undo, *rest = {"stop": ("cont",), "cut": ("heal",), "slow": ("slow", RATE)}[kind]
+        run.control(undo, str(victim), *rest)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Returns what each event cost a replica that stayed: its longest step beside the median of its calm ones."""
+    rows = []
+    of = [line for line in lines if line["mode"] == COSTS]
+    for kind in of[0]["step_times_s"]:
+        times = [line["step_times_s"][kind] for line in of]
+        calm = [median(line["step_times_s"]["none"]) for line in of]
+        cost = [max(found) - usual for found, usual in zip(times, calm, strict=True)]
+        rows.append(
+            [
+                kind,
+                str(len(of)),
+                middle([median(found) for found in times]),
+                middle(list(map(max, times))),
+                middle(cost),
+            ]
+        )
+    return markdown(["event", "runs", "median step, s", "longest step, s", "more than a calm one, s"], rows)
+
+
+def picture(lines: Sequence[Line]) -> Figure:
+    """Returns the steps of each replica over time, through the events of the first run on record."""
+    line = next(line for line in lines if line["mode"] == COSTS)
+    start_s = min(at_s for steps in line["seen"].values() for at_s, _ in steps)
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    for group, steps in line["seen"].items():
+        axes.scatter([at_s - start_s for at_s, _ in steps], [int(group)] * len(steps), 40, SERIES[0], marker="|")
+    for name, at_s in line["happened"].items():
+        if name != "none":
+            axes.axvline(at_s - start_s, color=INK, linestyle=":")
+            axes.annotate(f" {name}", (at_s - start_s, len(line["seen"]) - 0.4), color=INK, fontsize=9)
+    axes.set(yticks=range(len(line["seen"])), ylim=(-0.5, len(line["seen"])), xlabel="seconds", ylabel="replica")
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Independent replicas beside one world and PyTorch's DDP: step times on slow links.
+
+    python -m lab.benchmarks.replicas [--rates=200mbit] [--repetitions=3] [--only="one_world none,independent bf16"]
+    python -m lab.benchmarks.replicas --pytorch=PYTHON
+
+The standard workload (configs/standard.py) with one micro-step on 4 nodes of 2 devices, a node a replica. `--pytorch`
+adds DDP, plain and with its hooks (pytorch_peer.py, with a Python that has torch). Adds lines to
+results/measured/replicas.jsonl; needs root (docs/emulation.md).
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from files import json_lines
+from files.pages import markdown
+from lab.benchmarks.names import remat_of
+from lab.benchmarks.runner import (
+    WORKDIR,
+    Key,
+    alternating,
+    checked_rates,
+    options_of,
+    program,
+    result_of,
+    run_missing,
+    started,
+    words,
+)
+from lab.benchmarks.scores import PEER, rates_of
+from lab.records import MEASURED, Line, Range, middle
+from training.independent import FOLDER
+
+RESULTS = MEASURED / "replicas.jsonl"
+STANDARD = "one micro-step"  # mode
+NODES = 4
+OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in ("one_world", "independent"))
+OURS += ("independent none dots", "independent bf16 dots")  # products with weights are kept, as PyTorch's `dots` does
+PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
+STEPS, SKIPPED = 7, 2  # the first steps connect
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does and records the missing runs; returns 1 if a run failed, 2 for a bad option."""
+    options = options_of(
+        __doc__,
+        argv,
+        rates=("200mbit", "of the links, as for tc"),
+        repetitions=(3, "of each run, in turn"),
+        only=("", "names of runs, with commas"),
+        pytorch=("", "a Python that has torch, to compare with"),
+    )
+    return run_missing(RESULTS, planned(options), partial(measured, python=options.pytorch))
+
+
+def planned(options: Namespace) -> list[Key]:
+    """Returns the key of each run, in order. ValueError for a bad option."""
+    names = [*OURS, *(f"{PEER} {name}" for name in PYTORCH if options.pytorch)]
+    chosen = words(options.only, "only", names) or names
+    return alternating(options.repetitions, mode=[STANDARD], rate=checked_rates(options.rates), run=chosen)
+
+
+def measured(key: Key, *, python: str) -> dict[str, Any]:
+    """Does a run; returns what its line says. FailedRunError if it failed."""
+    load = {"load": os.getloadavg()[0]}
+    if key["run"].startswith(PEER):
+        peer = ["lab/benchmarks/pytorch_peer.py", *key["run"].split()[1:], "accum=1", f"steps={STEPS}"]
+        workdir = WORKDIR / "replicas" / "pytorch"
+        command = emulator(key["rate"], workdir, "--processes_per_node=2") + ["--", python, *peer]
+        found = result_of(command)
+        return load | {"nodes": NODES, "command": shown(command)} | found | {"sent_bytes": found["wire_tx_bytes"]}
+    return load | steps_of(key)
+
+
+def steps_of(key: Key) -> dict[str, Any]:
+    """Runs ours, in one world or as replicas; returns the step times and the bytes that a node sends in a step."""
+    kind, codec = key["run"].split()[:2]
+    workdir = WORKDIR / "replicas" / key["run"].replace(" ", "-")
+    shutil.rmtree(workdir, ignore_errors=True)
+    overrides = {"num_steps": STEPS, "batch.global_size": 2 * NODES, "compression.hop_two": codec}
+    overrides |= {
+        "model.remat": remat_of(key["run"]),
+        "compression.error_feedback": False,
+        "sharding.replicas": kind,
+        "elastic.snapshot_every": 0,
+    }
+    command = emulator(key["rate"], workdir / "emulate", *(["--independent"] if kind == "independent" else []))
+    command += ["--", *trainer("configs/standard.py", workdir, overrides)]
+    started(command)
+    rows = losses_of(workdir / FOLDER / "0" if kind == "independent" else workdir)
+    traffic = json.loads((workdir / "emulate" / "traffic.json").read_text())["nodes"]
+    times = [row["step_time_s"] for row in rows[SKIPPED:]]
+    return {
+        "nodes": NODES,
+        "step_time_s": median(times),
+        "step_times_s": times,
+        "losses": [row["loss"] for row in rows],
+        # the first step's, of connecting and joining, is in it
+        "sent_bytes": median(node["tx_bytes"] for node in traffic) / STEPS,
+        "command": shown(command),
+    }
+
+
+def emulator(rate: str, workdir: Path, *options: str, nodes: int = NODES) -> list[str]:
+    """Returns the command of the emulated cluster, without its program."""
+    given = [f"--nodes={nodes}", "--devices_per_node=2", f"--rate={rate}", f"--workdir={workdir}", *options]
+    return [sys.executable, "-m", "lab.emulate", *given]
+
+
+def trainer(config: str, workdir: Path, overrides: dict[str, Any]) -> list[str]:
+    """Returns the command of a run whose partition groups are its nodes."""
+    overrides = {"sharding.strategy": "hsdp", "sharding.partition_size": 0} | overrides
+    keys = [f"--config.{key}={value}" for key, value in overrides.items()]
+    return [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *keys]
+
+
+def shown(command: Sequence[str]) -> str:
+    """Returns a command as a user types it."""
+    return shlex.join("python" if word == sys.executable else word for word in command)
+
+
+def losses_of(folder: Path) -> list[dict[str, Any]]:
+    """Returns a run's rows of training steps so far."""
+    file = folder / "metrics.jsonl"
+    return [row for row in json_lines.read(file) if "loss" in row] if file.exists() else []
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Returns the step times of each run at each rate, and their ratios to one world without a codec."""
+    rows = []
+    for rate in rates_of(lines):
+        there = [line for line in lines if line["rate"] == rate]
+        one_world = {line["repetition"]: line["step_time_s"] for line in there if line["run"] == OURS[0]}
+        for name in dict.fromkeys(line["run"] for line in there):
+            these = [line for line in there if line["run"] == name]
+            ratios = [line["step_time_s"] / one_world[line["repetition"]] for line in these]
+            sent = f"{median(line['sent_bytes'] for line in these) / 1e6:.0f} MB"
+            cells = [rate, f"`{name}`", str(len(these)), middle([line["step_time_s"] for line in these])]
+            rows.append([*cells, Range(value=median(ratios), low=min(ratios), high=max(ratios)).text(2), sent])
+    return markdown(["link", "run", "runs", "seconds a step", "of one world's without a codec", "sent by a node"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""LoRA's adapters in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+
+A tensor is named after the matrix that it stands beside, `base_model.model.NAME.lora_A.weight` `[rank, in]` and
+`lora_B.weight` `[out, rank]`, one for each layer. The file's metadata hold a hash of the names and shapes of the base.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from configs.hugging_face import architecture_of
+from configs.schema import TransformerConfig
+from files import atomic, json_objects
+from models.hugging_face import Tensor, tensors
+from models.lora import ADAPTERS
+from models.model import Model, Params
+from sharding.spec import path_name
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, ENDS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
+# what we compute, by PEFT's names: its defaults, which may be absent
+ONLY = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False}
+ONLY |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None}
+
+
+class Adapters:
+    """A folder of adapters that fits a model."""
+
+    def __init__(self, model: Model, folder: str | Path) -> None:
+        """Opens the files and reads their headers.
+
+        ValueError for a missing or damaged file, another rank or alpha, adapters that we do not compute or that belong
+        to another base, and a tensor that is missing, of another shape, or not part of the model.
+        """
+        assert isinstance(model.config, TransformerConfig)
+        self._folder, c = Path(folder).expanduser(), model.config
+        _check_config(self._folder / CONFIG_FILE, c)
+        file = self._folder / WEIGHTS_FILE
+        try:
+            self._file: Any = safe_open(file, framework="numpy")
+        except FileNotFoundError as error:
+            raise ValueError(f"{self._folder} has no {WEIGHTS_FILE}") from error
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+        self._tensors = _adapted(model)
+        base = (self._file.metadata() or {}).get("base")
+        if base not in (None, base_hash(model)):
+            raise ValueError(f"{file} holds adapters of another base: its names or shapes are not those of this model")
+        left = set(self._file.keys())
+        for path, tensor in self._tensors.items():
+            for end, shape in zip(ENDS, _their_shapes(tensor, c.lora_rank), strict=True):
+                for layer in tensor.layers:
+                    self._check(file, _name(tensor, layer, end), shape, left, path)
+        if left:
+            raise ValueError(f"{file} has a tensor {min(left)}, for which model.lora_targets has no place")
+
+    def load(self, abstract: Params) -> Params:
+        """Returns the adapters, float32, with the shapes and shardings of `abstract` (jax.ShapeDtypeStructs)."""
+
+        def load(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.Array:
+            parent, _, name = path_name(path).rpartition("/")
+            tensor = self._tensors[f"{parent}/weight"]
+            names = [_name(tensor, layer, ENDS[ADAPTERS.index(name)]) for layer in tensor.layers]
+            whole = np.stack([self._file.get_tensor(name).astype(np.float32).T for name in names])
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
+
+        return jax.tree_util.tree_map_with_path(load, abstract)
+
+    def _check(self, file: Path, name: str, shape: tuple[int, ...], left: set[str], path: str) -> None:
+        if name not in left:
+            raise ValueError(f"{file} has no tensor {name}; model.lora_targets names {path.split('/')[1]}")
+        left.remove(name)
+        found = tuple(self._file.get_slice(name).get_shape())
+        if found != shape:
+            raise ValueError(f"{file}: {name} has shape {found}, but {shape} in the model")
+
+
+def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: str) -> Path:
+    """Writes the adapters into `folder`, an existing one, and returns the path of their file.
+
+    `read(path)` returns one of our parameters whole, f32 `[L, ...]`; `base` is the folder or name of the base's
+    checkpoint. ValueError if PEFT has no such layout, or if the folder holds adapters.
+    """
+    assert isinstance(model.config, TransformerConfig)
+    if (file := folder / WEIGHTS_FILE).exists():
+        raise ValueError(f"{folder} holds adapters already; choose an empty folder")
+    found, c = _adapted(model), model.config
+    content = {
+        _name(tensor, layer, end): np.ascontiguousarray(value.T, np.float32)
+        for path, tensor in found.items()
+        for end, adapter in zip(ENDS, ADAPTERS, strict=True)
+        for layer, value in zip(tensor.layers, read(path.replace("weight", adapter)), strict=True)
+    }
+    unfinished = file.with_suffix(".unfinished")
+    save_file(content, unfinished, metadata={"format": "pt", "base": base_hash(model)})
+    unfinished.replace(file)
+    config = ONLY | {
+        "r": c.lora_rank,
+        "lora_alpha": c.lora_alpha,
+        "target_modules": _target_modules(model, found),
+        "lora_dropout": 0.0,
+        "task_type": "CAUSAL_LM" if c.kind == "decoder" else None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
+    atomic.replace(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    return file
+
+
+def base_hash(model: Model) -> str:
+    """Returns a hash of the names and shapes of all tensors of a model's checkpoint, without adapters."""
+    assert isinstance(model.config, TransformerConfig)
+    found = tensors(model, architecture_of(model.config)).values()
+    lines = sorted(f"{tensor.name} {tensor.part} {len(tensor.layers)} {tensor.their_shape}" for tensor in found)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _adapted(model: Model) -> dict[str, Tensor]:
+    """Returns the matrices that have adapters, by our path. ValueError where theirs hold several of ours."""
+    assert isinstance(model.config, TransformerConfig)
+    targets = {f"layers/{name}/weight" for name in model.config.lora_targets.split()}
+    architecture = architecture_of(model.config)
+    found = {path: tensor for path, tensor in tensors(model, architecture).items() if path in targets}
+    if architecture.conv1d:
+        raise ValueError(f"{architecture.name} keeps several of our matrices in one: no adapters of PEFT fit them")
+    return found
+
+
+def _target_modules(model: Model, found: dict[str, Tensor]) -> list[str]:
+    """Returns the names by which PEFT finds the matrices: last words, or all of a name if others end with its last."""
+    assert isinstance(model.config, TransformerConfig)
+
+    def modules(tensors: Iterable[Tensor]) -> set[str]:
+        return {tensor.name_in(layer).rpartition(".")[0] for tensor in tensors for layer in tensor.layers}
+
+    adapted = modules(found.values())
+    others = modules(tensors(model, architecture_of(model.config)).values()) - adapted
+    last = {name.rpartition(".")[2] for name in others}
+    return sorted({name if (word := name.rpartition(".")[2]) in last else word for name in adapted})
+
+
+def _name(tensor: Tensor, layer: int | None, end: str) -> str:
+    return f"{PREFIX}{tensor.name_in(layer).removesuffix('weight')}{end}"
+
+
+def _their_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the shapes `[rank, in]` and `[out, rank]`."""
+    rows, columns = tensor.shape
+    return (rank, rows), (columns, rank)
+
+
+def _check_config(path: Path, config: TransformerConfig) -> None:
+    try:
+        values = json_objects.read(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); it belongs to the adapters") from error
+    for name, ours, key in (("r", config.lora_rank, "lora_rank"), ("lora_alpha", config.lora_alpha, "lora_alpha")):
+        if values.get(name) != ours:
+            raise ValueError(f"{path} has {name}={values.get(name)!r}, but model.{key}={ours}; set it to that")
+    for name, only in ONLY.items():
+        if (value := values.get(name, only) or only) != only:
+            raise ValueError(f"{path}: {name}={value!r} is not supported; {only!r} is")

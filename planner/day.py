@@ -1,0 +1,143 @@
+"""What of a day does not train: checkpoints, snapshots, validations, failures and the start.
+
+Everything follows from the bytes of the state, the seconds of the step, the config's intervals and planner/rates.csv.
+A checkpoint stops training for the copy to the hosts; then it is written while training goes on, and only if it takes
+longer than the interval does the next one wait (state/checkpointer.py). Data is read ahead, and stops nothing until it
+takes longer than a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from input_pipeline import row_arrays
+from metrics.units import format_bytes, format_percent, format_seconds
+from planner.predict import Step
+from planner.spot import FROM_CHECKPOINT_S, LEFT_S, world_of
+from planner.table import table_rows
+from sharding.state import by_name
+
+DAY_S = 86_400.0
+AUTOMATIC, SHARE = -1, 0.02  # elastic.snapshot_every=-1: as often as costs under 2 % of the time (state/snapshots.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What stops training for `each_s`, so many times in a day."""
+
+    name: str
+    times: float
+    each_s: float
+    about: str
+
+    @property
+    def day_s(self) -> float:
+        """Seconds of a day."""
+        return self.times * self.each_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The state and the rates with which it moves."""
+
+    state_bytes: float  # whole: parameters and the optimizer's state, as a checkpoint has them
+    device_bytes: float  # what a device has of it
+    storage_bandwidth: float  # bytes/s that all nodes together write, or read
+    copy_bandwidth: float  # bytes/s from a device to its host
+    base_bytes: float  # that all replicas read of a frozen base's files, in 16 bits, whenever a run begins or goes on
+
+    @property
+    def base_s(self) -> float:
+        """How long a start reads the base."""
+        return self.base_bytes / self.storage_bandwidth
+
+    @property
+    def written_s(self) -> float:
+        """How long a checkpoint is under way, while training goes on; a restore takes as long to read."""
+        return self.state_bytes / self.storage_bandwidth
+
+    @property
+    def copied_s(self) -> float:
+        """How long the copy to the host stops training."""
+        return self.device_bytes / self.copy_bandwidth
+
+
+def kept_of(step: Step) -> Kept:
+    """Returns what is kept of a planned step's state; the devices of an emulated cluster share their rates."""
+    frozen, cluster = by_name(step.experiment.state_shapes.frozen), step.machine.cluster  # the frozen is not kept
+    rows = [row for row in table_rows(step.experiment) if row.name not in frozen]
+    together, model = step.machine.num_devices if cluster.device.is_shared else 1, step.experiment.model
+    return Kept(
+        state_bytes=sum(row.whole_bytes[0] + row.whole_bytes[2] for row in rows),
+        device_bytes=sum(row.device_bytes[0] + row.device_bytes[2] for row in rows),
+        storage_bandwidth=cluster.storage_bandwidth,
+        copy_bandwidth=cluster.device.copy_bandwidth / together,
+        base_bytes=2.0 * (model.num_params - model.num_trained) * step.experiment.plan.layout.num_replicas,
+    )
+
+
+def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
+    """Returns what a day of a planned step loses."""
+    config, nodes, kept = step.experiment.config, step.machine.nodes, kept_of(step)
+    every, snapshot_every, evaluation = config.checkpoint.every, config.elastic.snapshot_every, config.eval
+    if snapshot_every == AUTOMATIC:
+        snapshot_every = max(1, ceil(kept.copied_s / (SHARE * step_s)))
+    data = config.batch.global_size * sum(
+        prod(array.shape) * array.dtype().itemsize for array in row_arrays(config.data).values()
+    )
+    # forward alone: a third of a step's operations, a quarter where the backward pass has a second one
+    forward_s = step_s / (4 if config.model.remat == "full" else 3)
+    waits_s = max(0.0, kept.written_s - every * step_s)
+    written = f"{format_bytes(kept.state_bytes)}, written in {format_seconds(kept.written_s)} beside the steps"
+    found = [  # name, steps between two, seconds of each
+        ("checkpoints", every, kept.copied_s + waits_s, written),
+        ("snapshots", snapshot_every, kept.copied_s, f"{format_bytes(kept.device_bytes)} of each device, at most"),
+        ("validations", evaluation.every, evaluation.num_batches * forward_s, f"{evaluation.num_batches} batches"),
+        ("data", 1, max(0.0, data / kept.storage_bandwidth - step_s), f"{format_bytes(data)} a step, read ahead"),
+    ]
+    failure = _failure(step, step_s, snapshot_every, kept)
+    failures = step.machine.cluster.failures * nodes
+    start_s = FROM_CHECKPOINT_S + kept.base_s
+    rest_s = max(0.0, DAY_S - failures * failure.each_s - start_s)
+    steps = rest_s / (step_s + sum(each_s / interval for _, interval, each_s, _ in found if interval))
+    return (
+        *(
+            Loss(
+                name=name,
+                times=steps / interval if interval else 0.0,
+                each_s=each_s,
+                about=f"every {interval} steps: {about}" if interval > 1 else about if interval else "none",
+            )
+            for name, interval, each_s, about in found
+        ),
+        replace(failure, times=failures),
+        Loss(name="the start", times=1.0, each_s=start_s, about=f"imports, compilation: a small model's{_base(kept)}"),
+    )
+
+
+def _base(kept: Kept) -> str:
+    return f"; the base: {format_bytes(kept.base_bytes)}" if kept.base_bytes else ""
+
+
+def _failure(step: Step, step_s: float, snapshot_every: int, kept: Kept) -> Loss:
+    """Returns what a node that fails costs: until it is noticed, the restart, half an interval's steps again."""
+    config = step.experiment.config
+    in_memory = snapshot_every > 0 and world_of(step, step_s).survives(1)
+    every = snapshot_every if in_memory else config.checkpoint.every
+    repeated_s = every * step_s / 2 if every else DAY_S / 2
+    restart_s = kept.base_s + (LEFT_S if in_memory else FROM_CHECKPOINT_S + kept.written_s)
+    source = "memory" if in_memory else "a checkpoint" if every else "the first step"
+    about = f"silence, restart from {source}, {format_seconds(repeated_s)} of steps again"
+    each_s = config.elastic.silence_s + restart_s + repeated_s
+    return Loss(name="failures", times=1.0, each_s=each_s, about=about)
+
+
+def day_rows(found: Sequence[Loss]) -> list[Sequence[str]]:
+    """Returns a row for each loss, below the names of the columns, and one for what is left to train."""
+    rows: list[Sequence[str]] = [("", "about", "times", "each", "a day", "share")]
+    for loss in found:
+        times = f"{loss.times:,.2g}" if loss.times < 10 else f"{loss.times:,.0f}"
+        share = format_percent(loss.day_s / DAY_S)
+        rows.append((loss.name, loss.about, times, format_seconds(loss.each_s), format_seconds(loss.day_s), share))
+    left_s = max(0.0, DAY_S - sum(loss.day_s for loss in found))
+    return [*rows, ("training", "", "", "", format_seconds(left_s), format_percent(left_s / DAY_S))]

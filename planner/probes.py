@@ -1,0 +1,105 @@
+"""Puts what `lab.probe` measured on a cluster in the place of the planner's figures."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from sys import float_info
+from typing import Any
+
+from files import json_objects
+from planner.clusters import Accelerator, Cluster
+
+
+def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
+    """Returns the cluster with what `lab.probe` measured on it, and a line that says what that is.
+
+    What was not measured (a level of one node, or of one device a node; an attention kernel that is not there) stays as
+    it was. ValueError if the file is none of a probe, or of another cluster.
+    """
+    least = {"alpha_s": 0.0, "bandwidth_bytes_per_s": 1.0, "group_size": 1.0, "devices_per_link": 1.0}
+    try:
+        read = json_objects.parse(json_objects.read_bytes(path), "it")
+        levels = {
+            name: {key: _checked(level[key], least[key]) for key in least} for name, level in read["levels"].items()
+        }
+        kind, date = str(read["environment"]["device_kind"]), str(read["environment"].get("date", ""))[:10]
+        device, measured = _measured(cluster.device, read.get("device") or {})
+    except OSError as error:
+        raise ValueError(f"--probe={path} cannot be read ({error.strerror}); lab.probe writes it") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its form is another"
+        why = str(error) if isinstance(error, ValueError) else why
+        raise ValueError(f"--probe={path} is not a file that lab.probe wrote ({why})") from error
+    _refuse_other(cluster, path, kind, levels)
+    changes: dict[str, Any] = {}
+    reached = cluster.reached
+    if intra := levels.get("intra"):
+        changes |= {"intra_bandwidth": intra["bandwidth_bytes_per_s"], "intra_latency_s": intra["alpha_s"]}
+        reached = replace(reached, intra=1.0)
+    if inter := levels.get("inter"):
+        changes |= {"node_bandwidth": inter["bandwidth_bytes_per_s"], "inter_latency_s": inter["alpha_s"]}
+        reached = replace(reached, inter=1.0, all_to_all=1.0)
+    measured |= {"links inside nodes": "intra" in levels, "links between nodes": "inter" in levels}
+    found, missing = (", ".join(name for name in measured if measured[name] is is_there) for is_there in (True, False))
+    said = f"{path}, measured {date}: {found or 'nothing'}" + f"; not measured, as without it: {missing}" * bool(
+        missing
+    )
+    return replace(cluster, device=device, **changes, reached=reached), said
+
+
+def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerator, dict[str, bool]]:
+    """Returns the device with the figures of a probe's key `device`, and which of the planner's are there.
+
+    Where devices share a machine, its figures are those of all that the probe measured at once; a launch is mostly
+    waiting for a core there, which the other figures have already.
+    """
+    together = float(found.get("devices", 1)) if device.is_shared else 1.0
+
+    def rate(value: float) -> float:
+        return together * _checked(value)
+
+    peak = device.peak_flops.get(found.get("dtype", ""), min(device.peak_flops.values()))
+    kernels = {
+        name: {part: rate(parts[part]) / peak for part in ("forward", "backward")}
+        for name, parts in found.get("attention_flops_per_s", {}).items()
+    }
+    taken = next((name for name in ("cudnn", "pallas") if name in kernels), "none")
+    changes: dict[str, Any] = {"attention": kernels.get(taken), "flash": kernels.get("pallas")}
+    if (value := found.get("products_flops_per_s")) is not None:
+        changes["matmul_fraction"] = rate(value) / peak
+    for name in ("memory_bandwidth", "functions_per_s"):
+        if (value := found.get(name)) is not None:
+            changes[name] = rate(value)
+    if (value := found.get("launch_s")) is not None and not device.is_shared:
+        changes["launch_s"] = rate(value)
+    names = {"products": "matmul_fraction", "memory": "memory_bandwidth"}
+    changes = {name: value for name, value in changes.items() if value}
+    attention = f"attention ({taken})" if "attention" in changes else "attention"
+    of_gpus = {"launches": "launch_s", attention: "attention"}
+    names |= {"functions": "functions_per_s"} if device.is_shared else of_gpus
+    return replace(device, **changes), {what: name in changes for what, name in names.items()}
+
+
+def _checked(value: float, least: float = float_info.min) -> float:
+    """Returns a figure. ValueError if it is no rate, time or number of anything."""
+    if not least <= value < inf:
+        raise ValueError(f"a rate or a time of it is {value}")
+    return value
+
+
+def _refuse_other(cluster: Cluster, path: Path, kind: str, levels: Mapping[str, Mapping[str, float]]) -> None:
+    """Raises ValueError if the probe ran on other devices, or on nodes with another number of them."""
+    ours = cluster.device.name.split("-")[0]
+    if ours.upper() not in kind.upper():
+        raise ValueError(
+            f"--probe={path} was measured on devices of kind {kind!r}, but --cluster={cluster.name} has {ours}; "
+            "measure there, or name the cluster that it was measured on"
+        )
+    keys = {"intra": "group_size", "inter": "devices_per_link"}
+    there = {round(levels[level][key]) for level, key in keys.items() if level in levels}
+    if there - {cluster.devices_per_node}:
+        raise ValueError(
+            f"--probe={path} was measured on nodes of {max(there)} devices, but those of --cluster={cluster.name} have "
+            f"{cluster.devices_per_node}; give --devices_per_node={max(there)}, or measure there"
+        )

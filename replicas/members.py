@@ -1,0 +1,83 @@
+"""The members of a run with independent replicas, as they tell each other of themselves."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from files import atomic, json_objects
+from runtime.blobs import Address
+
+FILE_NAME = "address-{}.json"
+NEVER = 1 << 62  # a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A partition group: a world of its own that takes part in the steps from `first` to `last`."""
+
+    number: int
+    host: str
+    port: int
+    step: int = 0  # steps done
+    begun: bool = False  # its loop
+    first: int = NEVER  # the first step of which it computes shares
+    last: int = NEVER
+    run: str = ""  # what members of one run have in common
+    rate: float = 1.0  # shares per second, in any unit
+    version: int = 0  # of what it says of itself
+
+    @property
+    def address(self) -> Address:
+        """Where it serves."""
+        return Address(process=self.number, host=self.host, port=self.port)
+
+    def takes_part(self, step: int) -> bool:
+        """Whether it computes shares of a step."""
+        return self.first <= step <= self.last
+
+    def changed(self, **changes: Any) -> Self:
+        """Returns it with some fields changed, as its next version."""
+        return replace(self, **changes, version=self.version + 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Returns the member that a peer describes. ValueError for anything else than `as_dict` gives."""
+        kinds = {"number": int, "host": str, "port": int, "step": int, "begun": bool, "first": int, "last": int}
+        kinds |= {"version": int, "run": str}
+        if (
+            not isinstance(values, Mapping)
+            or values.keys() != {*kinds, "rate"}
+            or any(type(values[name]) is not kind for name, kind in kinds.items())
+        ):
+            raise ValueError("that describes no member")
+        rate = values["rate"]
+        if type(rate) not in (int, float) or not 0 < rate < sys.float_info.max or not 0 < values["port"] < 1 << 16:
+            raise ValueError("that describes no member")
+        if min(values["number"], values["step"]) < 0:
+            raise ValueError("that describes no member")
+        return cls(**values)
+
+
+def write_address(folder: Path, member: Member, process: int) -> None:
+    """Says in the run's folder where one of a member's processes serves those of the others with its number."""
+    text = json.dumps({"number": member.number, "host": member.host, "port": member.port})
+    file = folder / str(member.number) / FILE_NAME.format(process)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic.replace(file, text)
+
+
+def read_addresses(folder: Path, but: int, process: int) -> list[Address]:
+    """Returns where members' processes of that number serve, or served once; all but one."""
+    found = []
+    for file in sorted(folder.glob(f"*/{FILE_NAME.format(process)}")):
+        values = json_objects.read(file)
+        if values["number"] != but:
+            found.append(Address(process=values["number"], host=values["host"], port=values["port"]))
+    return found

@@ -1,0 +1,58 @@
+"""The state of a step for a member that joins: each of the others copies a part of it, and trains on.
+
+The joining member names a step soon to come, and of each of the others the arrays that it wants of it. At that step
+each copies those to its host's memory, which takes the time of the copy alone, and sends them while it trains.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+PASSED = "that step has passed"
+LEAVES = "this replica leaves"
+
+
+class StateCopies:
+    """Copies of arrays for members that join."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._step = -1  # the last step whose state could be copied
+        self._wanted: dict[int, set[int]] = {}  # step: numbers of arrays
+        self._copies: dict[int, dict[int, np.ndarray]] = {}
+        self._closed = False
+
+    def at_step(self, step: int, arrays: Sequence[Any]) -> None:
+        """Copies what is wanted of the state after `step` steps; `arrays` are those of this process' devices."""
+        with self._changed:
+            self._step = step
+            wanted = {number for number in self._wanted.pop(step, set()) if 0 <= number < len(arrays)}
+        if not wanted:
+            return
+        copies = {number: np.array(arrays[number]) for number in wanted}
+        with self._changed:
+            self._copies = {step: copies}  # of an earlier one nobody that is still there wants more
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the waiting of all that wait: ConnectionError."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def answer(self, request: dict[str, Any]) -> memoryview:
+        """Answers `copy`: a step and arrays, and `state`: the bytes of one of them. LookupError if it is too late."""
+        step = request["step"]
+        with self._changed:
+            if request["op"] == "copy":
+                if step <= self._step:
+                    raise LookupError(PASSED)
+                self._wanted.setdefault(step, set()).update(int(number) for number in request["arrays"])
+                return memoryview(b"")
+            number = request["array"]
+            self._changed.wait_for(lambda: self._closed or step in self._copies or self._step > step)
+            if self._closed:
+                raise ConnectionError(LEAVES)
+            return memoryview(self._copies[step][number].tobytes())

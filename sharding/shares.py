@@ -1,0 +1,169 @@
+"""The step of replicas that are worlds of their own: a compiled share of the gradients, and the compiled update.
+
+    share(params, batch) -> means                      # hands out gradients while its last backward pass goes on
+    update(state, grads_R, means) -> (state, metrics)
+
+What lies between them, the sum over all shares, is not compiled: it travels between the worlds (replicas/).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import NamedSharding
+
+from sharding.accumulation import length
+from sharding.gradients import MicroSteps, replica_parameters
+from sharding.hop_two import Carry, MicroStep, Sums, run_last
+from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
+from sharding.spec import is_placement, pspecs
+from sharding.step import Chain, TrainState, updated
+from sharding.trees import Batch, Means, Params, PyTree
+
+# (group, number of the device in its mesh, layer, the device's shards of the sums): it must not wait, nor read them
+Hand = Callable[[str, Any, Any, Sequence[Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOut:
+    """In the place of hop two in the last micro-step: each group of gradients goes to the host as soon as it is summed.
+
+    `order` has the names of the groups, in the order in which the backward pass completes them, once it was traced.
+    """
+
+    hand: Hand
+    order: list[str] = field(default_factory=list)
+
+    def run(
+        self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree]
+    ) -> tuple[Carry, Any]:
+        """Runs the micro-steps on `items` `[accum, ...]`."""
+        (sums, value), aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
+        return run_last(partial(micro_step, exchange=partial(self._group, plan)), (sums, value), items, aux)
+
+    def _group(self, plan: ShardingPlan, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int) -> Sums:
+        del placements
+        if name not in self.order:
+            self.order.append(name)
+        device = lax.axis_index(plan.layout.data_axes)
+        leaves = jax.tree.leaves(sums.grads)
+        io_callback(partial(self.hand, name), None, device, jnp.asarray(layer), leaves, ordered=False)
+        return sums
+
+
+def build_share(micro_steps: MicroSteps, plan: ShardingPlan, out: HandOut) -> Callable[[Params, Batch], Means]:
+    """Returns `share(params, batch) -> means`: weighted sums over the batch, and `weight`, f32 [].
+
+    The gradients of the weighted sum leave it through `out`. The partition group is all devices; `tensor` is 1, since
+    jax takes callbacks only where all axes are manual.
+    """
+
+    def on_device(params: Params, batch: Batch) -> Means:
+        one = jnp.ones((), jnp.float32)
+        _, means = micro_steps(plan, replica_parameters(plan, params, None), batch, one, out)
+        return lax.psum(means, plan.layout.varying_axes) if plan.layout.varying_axes else means
+
+    def share(params: Params, batch: Batch) -> Means:
+        specs = pspecs(plan.all_placements, plan.layout.parameters, tensor=False), plan.batch_spec
+        mapped = jax.shard_map(on_device, mesh=plan.mesh, in_specs=specs, out_specs=REPLICATED)
+        return mapped(params, batch) | {"weight": jnp.sum(batch["weights"])}
+
+    return share
+
+
+def build_update(plan: ShardingPlan, chain: Chain) -> Callable[[TrainState, PyTree, Means], tuple[TrainState, Means]]:
+    """Returns `update(state, grads_R, means) -> (state, metrics)`, of what all shares together have."""
+
+    def update(state: TrainState, grads_R: PyTree, means: Means) -> tuple[TrainState, Means]:
+        weight = means["weight"]
+        metrics = {name: x / weight for name, x in means.items() if name != "weight"}
+        return updated(plan, chain, state, jax.tree.map(lambda g: g / weight, grads_R), None, metrics)
+
+    return update
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatGradients:
+    """The gradients of this process' devices as one vector, f32 `[size]`, in the order in which they are handed out.
+
+    Of what several devices hold whole the first has it.
+    """
+
+    plan: ShardingPlan
+    slots: Mapping[tuple[str, int, int], Sequence[tuple[int, int]]]  # (group, layer, device): (start, size) of a leaf
+    size: int
+
+    @classmethod
+    def make(cls, plan: ShardingPlan, params: PyTree, order: Sequence[str]) -> "FlatGradients":
+        """Returns the layout for parameters like the shapes `params`, of groups in this order."""
+        slots, end, here = {}, 0, cls.local(plan)
+        for name in order:
+            layers = length(params[name]) if name in plan.stacks else 1
+            for layer in reversed(range(layers)):
+                for device in here:
+                    leaves = []
+                    for placement, shape in _leaves(plan, name, params):
+                        whole = not placement.cut_by(plan.layout.gradients)
+                        size = int(np.prod(shape)) // layers if device == here[0] or not whole else 0
+                        leaves.append((end, size))
+                        end += size
+                    slots[name, layer, device] = leaves
+        return cls(plan=plan, slots=slots, size=end)
+
+    @staticmethod
+    def local(plan: ShardingPlan) -> list[int]:
+        """Returns the numbers in the mesh of this process' devices."""
+        return [i for i, device in enumerate(plan.mesh.devices.flat) if device.process_index == jax.process_index()]
+
+    def put(self, flat: np.ndarray, name: str, device: int, layer: int, leaves: Sequence[Any]) -> tuple[int, int]:
+        """Writes what was handed out to `flat`; returns where that begins and ends."""
+        slots = self.slots[name, layer, device]
+        for (start, size), leaf in zip(slots, leaves, strict=True):
+            if size:
+                flat[start : start + size] = np.asarray(leaf).reshape(-1)
+        return slots[0][0], sum(slots[-1])
+
+    def arrays(self, flat: np.ndarray, params: PyTree) -> PyTree:
+        """Returns the gradients `[1, ...]` that a vector holds, for parameters like the shapes `params`."""
+        specs, devices, here = gradient_specs(self.plan), list(self.plan.mesh.devices.flat), self.local(self.plan)
+        found = {}
+        for name in params:
+            layers = length(params[name]) if name in self.plan.stacks else 0
+            arrays = []
+            tree = jax.tree.structure(params[name])
+            of_group = zip(
+                _leaves(self.plan, name, params),
+                jax.tree.leaves(params[name]),
+                jax.tree.leaves(specs[name]),
+                strict=True,
+            )
+            for i, ((placement, shape), leaf, spec) in enumerate(of_group):
+                whole = not placement.cut_by(self.plan.layout.gradients)
+                shards = []
+                for number in here:
+                    parts = []
+                    for layer in range(max(layers, 1)):
+                        start, size = self.slots[name, layer, here[0] if whole else number][i]
+                        parts.append(flat[start : start + size])
+                    shard = np.concatenate(parts) if layers > 1 else parts[0]
+                    shards.append(jax.device_put(shard.reshape(1, *shape), devices[number]))
+                sharding = NamedSharding(self.plan.mesh, spec)
+                arrays.append(jax.make_array_from_single_device_arrays((1, *leaf.shape), sharding, shards))
+            found[name] = tree.unflatten(arrays)
+        return found
+
+
+def _leaves(plan: ShardingPlan, name: str, params: PyTree) -> list[tuple[Any, tuple[int, ...]]]:
+    """Returns the placement and the shape of a device's shard of each parameter of a group."""
+    placements = jax.tree.leaves(plan.placements[name], is_leaf=is_placement)
+    shapes = [
+        NamedSharding(plan.mesh, p.pspec(plan.layout.gradients)).shard_shape(x.shape)
+        for p, x in zip(placements, jax.tree.leaves(params[name]), strict=True)
+    ]
+    return list(zip(placements, shapes, strict=True))

@@ -1,0 +1,130 @@
+"""Independent replicas as train.py runs them: the same losses as one world, whatever the model is."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
+from suite import sampled
+
+from training.independent import Independent
+
+pytestmark = pytest.mark.jax
+ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
+INDEPENDENT = ONE | {"sharding__replicas": "independent"}
+MODELS: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "accumulating": {"batch__global_size": 32, "sharding__shares": 2},
+    "lora": {"model__lora_rank": 2, "model__hidden": 64},
+}
+
+
+@pytest.fixture(autouse=True)
+def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run sets for its own process does not stay in this one, whose jax has its threads."""
+    monkeypatch.setenv("NPROC", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled([*MODELS], "accumulating"))
+def test_a_replica_alone_trains_like_one_world(name: str, tmp_path: Path) -> None:
+    changes = {"num_steps": 4, "checkpoint__every": 0} | MODELS[name]
+    assert run_here(*arguments(tmp_path / "one", **ONE | {k: v for k, v in changes.items() if "shares" not in k})) == 0
+    assert run_here(*arguments(tmp_path / "many", **INDEPENDENT | changes), "--group=0") == 0
+    np.testing.assert_allclose(losses(tmp_path / "many" / "replicas" / "0"), losses(tmp_path / "one"), rtol=1e-5)
+    one, many = arrays(tmp_path / "one", 4), arrays(tmp_path / "many", 4)
+    assert one.keys() == many.keys()
+    for key in one:
+        np.testing.assert_allclose(many[key], one[key], rtol=2e-3, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.slow
+def test_a_run_goes_from_one_world_to_replicas_and_back(tmp_path: Path) -> None:
+    one = arguments(tmp_path / "run", **ONE, num_steps=6)
+    replica = arguments(tmp_path / "run", **INDEPENDENT, num_steps=6)
+    assert run_here(*one, hooks=[stop_after(2)]) == 75
+    assert run_here(*replica, "--group=0", hooks=[stop_after(4)]) == 75
+    assert run_here(*one) == 0
+    assert run_here(*arguments(tmp_path / "whole", **ONE, num_steps=6)) == 0
+    expected = losses(tmp_path / "whole")
+    found = rows(tmp_path / "run") + rows(tmp_path / "run" / "replicas" / "0")
+    assert sorted(row["step"] for row in found) == [1, 2, 3, 4, 5, 6]
+    for row in found:
+        np.testing.assert_allclose(row["loss"], expected[row["step"] - 1], rtol=1e-5)
+
+
+def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() -> None:
+    """With several processes jax says at one step alone that all are to stop."""
+    told: list[int] = []
+    others = SimpleNamespace(others=[1], tell=lambda last: told.append(last))
+    one: Any = SimpleNamespace(_asked=False, _announced=False, replicas=others)
+    stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
+    assert stops == [False, False, True] and told == [3]
+
+
+@pytest.mark.slow
+def test_a_share_ends_when_all_devices_have_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its means may be here while a callback of another device still waits: what comes late is of this share."""
+    hand, compute, left = Independent._hand, Independent._compute, []
+
+    def late(self: Independent, name: str, device: Any, *rest: Any) -> None:
+        handed = threading.Event()
+        handed.wait(0.3)
+        hand(self, name, device, *rest)
+
+    def computed(self: Independent, *args: Any) -> None:
+        compute(self, *args)
+        left.append(self._current.left if self._current else None)
+
+    monkeypatch.setattr(Independent, "_hand", late)
+    monkeypatch.setattr(Independent, "_compute", computed)
+    assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2, batch__global_size=32), "--group=0") == 0
+    assert len(left) >= 4 and not any(left)
+
+
+READS = """
+import sys, threading
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import io_callback
+from jax.sharding import Mesh, PartitionSpec as P
+from configs import base, quickstart
+from training.devices import use_devices
+
+config = quickstart.get_config()
+config.update_from_flattened_dict({"mesh.num_cpu_devices": 2, "sharding.replicas": "independent"})
+use_devices(base.typed(config))
+was_read, handed = threading.Event(), []
+
+def hand(x):
+    handed.append(x)
+    return np.float32(0)
+
+def wait(x):
+    return np.float32(was_read.wait(20))
+
+def read():
+    while len(handed) < 2:
+        threading.Event().wait(0.01)
+    print(*[np.asarray(x).sum() for x in handed], flush=True)
+    was_read.set()
+
+def on_device(x):
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    return io_callback(wait, shape, io_callback(hand, shape, x))[None]
+
+threading.Thread(target=read, daemon=True).start()
+mesh = Mesh(np.array(jax.devices()), "d")
+step = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+print(*np.asarray(step(jnp.ones((2, 1 << 16)))), flush=True)
+"""
+
+
+def test_what_a_program_hands_out_can_be_read_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NPROC", raising=False)
+    done = subprocess.run([sys.executable, "-c", READS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["65536.0 65536.0", "1.0 1.0"], done.stderr

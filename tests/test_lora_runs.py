@@ -1,0 +1,192 @@
+"""Runs that train adapters: resumed on other meshes, with a base that is read again, and mistakes that are one line."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hugging_face_reference import FOLDER
+from running import arrays, losses, run_here, stop_after
+from safetensors.numpy import load_file, save_file
+from test_hugging_face_models import changed, section
+from test_hugging_face_runs import STRATEGIES, batch_loss, flags, run_convert
+
+import models
+from models import hugging_face, peft
+from sharding.spec import is_spec, path_name
+from training import generate
+
+LORA = {"model__lora_rank": 2, "model__lora_alpha": 4}
+WEIGHTS = hugging_face.SINGLE_FILE
+
+
+def train(workdir: Path, hooks: Any = (), **changes: Any) -> int:
+    return run_here(*flags("llama", **LORA | changes), f"--workdir={workdir}", hooks=hooks)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 3 steps, with checkpoints of the last two and its adapters in PEFT's layout beside it."""
+    workdir = tmp_path_factory.mktemp("lora") / "run"
+    assert train(workdir, num_steps=3, checkpoint__every=1) == 0
+    assert run_convert("convert", f"--to_peft={workdir.parent / 'adapters'}", f"--workdir={workdir}") == 0
+    return workdir
+
+
+def test_new_adapters_change_nothing_at_first_and_only_they_are_kept(trained: Path) -> None:
+    np.testing.assert_allclose(losses(trained)[0], batch_loss("llama"), rtol=1e-5)
+    kept = {name: x for name, x in arrays(trained, 3).items() if name.startswith(("params", "frozen"))}
+    assert len(kept) == 14 and all(name.endswith(("lora_a", "lora_b")) and x.all() for name, x in kept.items())
+
+
+@pytest.mark.parametrize("strategy", ["mics", "zero3"])
+def test_a_resumed_run_is_the_same(strategy: str, trained: Path, tmp_path: Path) -> None:
+    """Bit by bit on the same mesh, and on another one up to the order of additions."""
+    workdir = tmp_path / "run"
+    shutil.copytree(trained, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "3")
+    (workdir / "summary.json").unlink()
+    mesh = {} if strategy == "mics" else {key.replace(".", "__"): x for key, x in STRATEGIES[strategy].items()}
+    assert train(workdir, num_steps=3, checkpoint__every=1, **mesh) == 0
+    before, after = arrays(trained, 3), arrays(workdir, 3)
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        np.testing.assert_allclose(after[name], x, rtol=0 if strategy == "mics" else 1e-4, atol=1e-6 * bool(mesh))
+
+
+@pytest.mark.slow
+def test_adapters_in_memory_go_on_in_another_number_of_replicas(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in four groups of two devices, ended in two of four: the base is read again, as it is not kept."""
+    workdir, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    how = {"num_steps": 3, "elastic__snapshot_every": 1, "elastic__memory_dir": memory}
+    assert train(workdir, hooks=[stop_after(1)], **how) == 75
+    done = len(losses(workdir))
+    shutil.rmtree(workdir / "checkpoints")
+    assert train(workdir, **how, sharding__partition_size=4) == 0
+    assert f"resumed at step {done} of 3 in {workdir}, from memory" in capsys.readouterr().out
+    np.testing.assert_allclose(losses(workdir), losses(trained), rtol=1e-5)
+    before, after = arrays(trained, 3), arrays(workdir, 3)
+    for name in (name for name in before if name.startswith("params")):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_starts_from_adapters(trained: Path, tmp_path: Path) -> None:
+    assert train(tmp_path, model__lora_weights=trained.parent / "adapters", optimizer__learning_rate=1e-9) == 0
+    before, after = arrays(trained, 3), arrays(tmp_path, 2)
+    for name in (name for name in before if name.startswith("params")):
+        np.testing.assert_allclose(after[name], before[name], atol=1e-6)
+
+
+def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for length in ([], ["--length=200"]):
+        assert generate.main(["generate", f"--workdir={trained}", "--prompt=a", *length]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) > 10
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, tmp_path: Path) -> None:
+    """By its rule: a module has one of `target_modules` as its name, or behind a dot at its end."""
+    config = replace(section(FOLDER / name), lora_rank=2, lora_targets="query out down")
+    model = models.build(config)
+    specs = jax.tree_util.tree_leaves_with_path(model.param_specs(), is_leaf=is_spec)
+    shapes = {path_name(path): spec.shape for path, spec in specs}
+    file = peft.write(model, tmp_path, lambda path: np.zeros(shapes[path], np.float32), "")
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    modules = {tensor.rpartition(".")[0] for tensor in load_file(FOLDER / name / "model.safetensors")}
+    found = {module for module in modules if any(f".{module}".endswith(f".{target}") for target in targets)}
+    adapted = {tensor.removeprefix("base_model.model.").rpartition(".lora_")[0] for tensor in load_file(file)}
+    assert found == adapted and len(found) == 3 * config.num_layers
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_a_merged_model_has_the_dtype_of_its_base(
+    dtype: Any, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded once, after the merge: `W + (alpha / rank) (A B)'`. What has no adapters keeps its bits."""
+    folder, out, kept = tmp_path / "base", tmp_path / "out", arrays(trained, 3)
+    before = {name: x.astype(dtype) for name, x in load_file(changed(FOLDER / "llama", folder) / WEIGHTS).items()}
+    save_file(before, folder / WEIGHTS)
+    monkeypatch.setattr(hugging_face, "Weights", lambda model, _, opened=hugging_face.Weights: opened(model, folder))
+    assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={trained}") == 0
+    after = load_file(out / WEIGHTS)
+    assert json.loads((out / "config.json").read_text())["dtype"] == np.dtype(dtype).name
+    assert after.keys() == before.keys() and {x.dtype for x in after.values()} == {np.dtype(dtype)}
+    adapted = [f"layers.1.self_attn.{name}_proj.weight" for name in "qkvo"]
+    for name, ours in zip(adapted, ("query", "key", "value", "out"), strict=True):
+        a, b = (kept[f"params.layers.{ours}.lora_{end}"][1] for end in "ab")
+        merged = before[f"model.{name}"].astype(np.float32) + 4 / 2 * (a @ b).T
+        np.testing.assert_allclose(
+            after[f"model.{name}"].astype(np.float32), merged, rtol=ml_dtypes.finfo(dtype).eps, atol=1e-7
+        )
+    assert after["lm_head.weight"].tobytes() == before["lm_head.weight"].tobytes()
+
+
+def other_base(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file), file, metadata={"base": "0" * 64})
+
+
+def without_a_tensor(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[max(tensors)]
+    save_file(tensors, file)
+
+
+def with_dora(folder: Path) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "changes", "words"),
+    [
+        (None, {"model__lora_rank": 3}, "has r=2, but model.lora_rank=3; set it to that"),
+        (None, {"model__lora_alpha": 5}, "has lora_alpha=4.0, but model.lora_alpha=5.0; set it to that"),
+        (None, {"model__lora_targets": "query"}, "for which model.lora_targets has no place"),
+        (other_base, {}, "holds adapters of another base: its names or shapes are not those of this model"),
+        (without_a_tensor, {}, "has no tensor base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"),
+        (with_dora, {}, "use_dora=True is not supported; False is"),
+        (shutil.rmtree, {}, "adapter_config.json cannot be read (No such file or directory)"),
+        (None, {"model__lora_base": "nf4"}, "stores blocks of 64 columns, but"),
+        (None, {"model__weights": ""}, "adapters need model.weights, their base"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_one_line(
+    spoil: Any, changes: dict, words: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(trained.parent / "adapters", tmp_path / "adapters")
+    if spoil:
+        spoil(folder)
+    assert train(tmp_path / "run", model__lora_weights=folder, **changes) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--to_peft=OUT --workdir=RUN --max_file_gb=1", "--max_file_gb belongs to another command"),
+        ("--to_peft=OUT --workdir=RUN", "OUT holds adapters already; choose an empty folder"),
+    ],
+)
+def test_mistakes_of_convert_are_one_line(
+    command: str, words: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"OUT": str(trained.parent / "adapters"), "RUN": str(trained)}
+    for word, place in places.items():
+        command, words = command.replace(word, place), words.replace(word, place)
+    assert run_convert("convert", *command.split()) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1

@@ -1,0 +1,112 @@
+"""Candidates of a plan: strategies by name, keys of the config, and what is known of each before it is compiled."""
+
+import pytest
+from planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
+from running import IGNORED
+
+from planner import clusters
+from planner.bounds import SLACK, bounds, traffic, traffic_by_use
+from planner.candidates import all_candidates, of_config, of_strategies
+from planner.predict import compiled_step
+from training.experiment import make_experiment
+
+pytestmark = IGNORED
+
+
+def test_strategies_by_name() -> None:
+    config = small()
+    assert [c.name for c in of_strategies(["mics(4)", "zero3", "hsdp"], config)] == ["mics(4)", "zero3", "hsdp"]
+    coded = "zero3+hop_one_inter=int8+gather_intra=bf16", "mics(4)+hop_two=int8", "custom+gradients=16+optimizer=all"
+    assert [c.words for c in of_strategies(coded, config)] == [
+        "zero3, hop one between nodes in int8, gathers inside nodes in bf16",
+        "mics(4), hop two in int8",
+        "custom, gradients over 16 devices, optimizer over all devices",
+    ]
+    coded = small(compression__hop_two="int8", compression__gather_intra="bf16")
+    names = ["zero3+hop_two=int8+gather_intra=bf16", "ddp+hop_two=int4+gather_intra=bf16", "hsdp+gather_intra=bf16"]
+    assert [c.name for c in of_strategies(["zero3", "ddp+hop_two=int4", "hsdp+hop_two=none"], coded)] == names
+    assert all(of_config(one).applied(one) == one for one in (config, coded))
+    for wrong in ("mics", "zero3(4)", "fsdp", "mics(x)"):
+        with pytest.raises(ValueError, match=f"strategy={wrong}".replace("(", r"\(").replace(")", r"\)")):
+            of_strategies([wrong], config)
+
+
+@pytest.mark.parametrize(
+    "name", ["mics(2)+optimizer=all", "mics(2)+delayed=True", "mics(2)+inner_steps=10", "zero3+remat=dots"]
+)
+def test_extras_are_keys_of_the_config(name: str) -> None:
+    (candidate,) = of_strategies([name], small())
+    config = candidate.applied(small())
+    assert candidate.name == name and experiment(candidate).config == config
+    scopes = [getattr(config.sharding, scope) for scope in ("parameters", "gradients", "optimizer")]
+    found = {
+        "mics(2)+optimizer=all": config.sharding.strategy == "custom" and [*map(str, scopes)] == ["2", "2", "all"],
+        "mics(2)+delayed=True": config.compression.delayed,
+        "mics(2)+inner_steps=10": config.local_sgd.inner_steps == 10 and config.local_sgd.outer_momentum == 0,
+        "zero3+remat=dots": config.model.remat == "dots",
+    }
+    assert [one for one, holds in found.items() if holds] == [name]
+
+
+def test_every_program_is_a_candidate_once() -> None:
+    found = [*all_candidates(small(), 4, 2)]
+    assert len(set(found)) == len(found)
+    assert {c.name for c in found} == {"ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)"}
+    assert {c.micro_size for c in found} == {1, 2}  # 16 rows on 8 devices
+    assert {c.name for c in found if c.gather == "node"} == {"zero3", "mics(4)"}
+    for candidate in found:
+        experiment(candidate)  # all of these are legal
+
+
+def test_heads_of_shared_rows_are_traffic_inside_a_node() -> None:
+    """By docs/concepts.md; 4 layers, 4 heads and 2 key-value heads of 8 float32 values."""
+    heads = dict(model__num_heads=4, model__num_kv_heads=2, model__hidden=32)
+    config = small(mesh__context=2, data__seq_len=32, batch__global_size=8, batch__micro_size=1, **heads)
+    here = make_experiment(config)
+    assert here.batches.accumulation == 2  # of 4 rows, one for each two of 8 devices
+    assert traffic_by_use(here)["context"] == {"inter": 0, "intra": 3 * 4 * 2 * (32 / 2) * 2 * (4 + 2) * 8 / 2 * 4}
+
+
+@pytest.mark.parametrize(("mesh", "sizes"), [({}, {2, 4}), ({"mesh__context": 4}, {4}), ({"mesh__context": 2}, {2, 4})])
+def test_groups_have_all_devices_of_a_row(mesh: dict[str, int], sizes: set[int]) -> None:
+    config = small(model__num_heads=4, model__num_kv_heads=4, **mesh)
+    assert {c.partition_size for c in all_candidates(config, 2, 4) if c.strategy == "mics"} == sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        pytest.param("zero1", marks=pytest.mark.slow),
+        "zero3",
+        "mics(2)",
+        pytest.param("zero2", marks=pytest.mark.slow),
+        pytest.param("mics(4)", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "mics(2)+hop_two=int8",
+                "zero3+gather_inter=int4+hop_one_inter=int4",
+                "mics(2)+delayed=True",
+                "mics(2)+inner_steps=10",
+                "mics(2)+optimizer=all",
+                "zero3+remat=dots",
+            )
+        ),
+    ],
+)
+def test_bounds_are_bounds(name: str) -> None:
+    """Against the compiled program: what is sent, what is kept and how long a step takes."""
+    (candidate,) = of_strategies([name], small())
+    here = experiment(candidate)
+    least = bounds(here, clusters.EMULATED)
+    compiled = compiled_step(candidate, here, machine())
+    prediction = compiled.prediction()
+    assert least.least_s <= SLACK * prediction.step_s
+    assert least.least_bytes <= prediction.memory.total
+    sent = traffic(here)
+    for level, real in (("inter", prediction.inter_bytes), ("intra", prediction.intra_bytes)):
+        assert candidate.change or 0.6 * real <= sent[level], level
+        assert sent[level] <= SLACK * real, level
+    assert prediction.memory.total == compiled.compiled.peak_bytes

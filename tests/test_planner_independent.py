@@ -1,0 +1,45 @@
+"""Independent replicas by the planner: what each node sends, and what of it the last backward pass hides."""
+
+from dataclasses import replace
+
+import pytest
+from planning import a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
+from running import IGNORED
+
+from planner import clusters
+from planner.candidates import of_strategies
+from planner.independent import independent, independent_text
+from planner.predict import Step
+
+pytestmark = IGNORED
+
+
+def on(step: Step, rate: float) -> Step:
+    """Returns a step whose nodes send so many bytes a second."""
+    cluster = replace(step.machine.cluster, node_bandwidth=rate)
+    return replace(step, machine=replace(step.machine, cluster=cluster))
+
+
+def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(step: Step) -> None:
+    """mics(2) on 4 nodes of 2, rematerialised: three of four passes are backward."""
+    slow = on(step, 1e5)
+    found, values = independent(slow), step.experiment.model.num_trained
+    assert found and found.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * values)
+    assert found.sending_s == pytest.approx(found.sent_bytes / slow.machine.cluster.network().node_bandwidth)
+    backward_s = 3 / 4 * slow.timeline().compute_s / step.experiment.batches.accumulation
+    assert found.hidden_s == pytest.approx(min(backward_s, 63 / 64 * found.sending_s))
+    copies_s = 8 * values / 2 / clusters.EMULATED.device.copy_bandwidth
+    without = slow.timeline().step_s - slow.timeline().use("hop_two").exposed_s
+    assert found.step_s == pytest.approx(without + found.sending_s - found.hidden_s + copies_s)
+    (text,) = independent_text(slow, slow.timeline().step_s)
+    assert "less than in one world" in text
+    (text,) = independent_text(slow, found.step_s / 2)
+    assert "more than in one world" in text
+
+
+@pytest.mark.parametrize("changes", [{"compression.hop_two": "int4"}, {"compression.delayed": True}])
+def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, changes: dict[str, object]) -> None:
+    config = small(**{key.replace(".", "__"): value for key, value in changes.items()})
+    assert independent_text(replace(step, experiment=replace(step.experiment, config=config)), 1.0) == []
+    everything = replace(step, experiment=experiment(*of_strategies(["zero3"], small())))
+    assert independent_text(everything, 1.0) == []

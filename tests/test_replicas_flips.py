@@ -1,0 +1,92 @@
+"""Bits that flip in the parameters of a replica, while it trains: it is named, and takes those of the others."""
+
+import hashlib
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replicas.group import BehindError, Replicas
+from replicas.payloads import Float32
+from replicas.sums import StepSums
+
+MEMBERS, NUM_SHARES, SIZE, COMPARED_EVERY = 3, 3, 50, 4
+SHARE_S = 0.01  # or the others would be too far ahead of the one that takes their state
+
+
+def share_of(step: int, share: int) -> np.ndarray:
+    return np.random.default_rng((step, share)).standard_normal(SIZE).astype(np.float32)
+
+
+def start(folder: Path, number: int, said: list[str]) -> Replicas:
+    parts = {"num_shares": NUM_SHARES, "payloads": [Float32()], "sizes": [SIZE], "silence_s": 30.0}
+    return Replicas(number=number, folder=folder, token="a" * 64, say=said.append, **parts)
+
+
+def train(replicas: Replicas, steps: int, flips: dict[int, int]) -> np.ndarray:
+    """Returns the parameters after the steps, before some of which a bit of them flips."""
+
+    def compute(share: int, sums: StepSums, step: int) -> None:
+        time.sleep(SHARE_S)
+        replicas.put(sums, share, 0, share_of(step, share))
+
+    def fetched() -> tuple[int, np.ndarray]:
+        found = replicas.fetch_state([4 * SIZE])
+        assert found
+        step, (content,) = found
+        return step, np.frombuffer(content, np.float32)
+
+    step, params = 0, np.zeros(SIZE, np.float32)
+    while step < steps:
+        if step in flips:
+            params = params.copy()
+            params.view(np.uint8)[flips[step] // 8] ^= 1 << flips.pop(step) % 8
+        if step % COMPARED_EVERY == 0 and not replicas.agrees(step, hashlib.sha256(params.tobytes()).hexdigest()):
+            step, params = fetched()
+        replicas.copies.at_step(step, [params])
+        try:
+            (total,) = replicas.sum(step, lambda share, sums, step=step: compute(share, sums, step))
+        except BehindError:
+            step, params = fetched()
+            continue
+        params, step = params + total, step + 1
+    replicas.leave(steps)
+    return params
+
+
+@pytest.mark.parametrize("flips", [8, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_flipped_bit_is_left_standing(flips: int, tmp_path: Path) -> None:
+    """One at a time: most replicas are right."""
+    draw, period = random.Random(0), 10 * COMPARED_EVERY  # in which a replica is found, and takes part again
+    steps = (flips + 1) * period
+    by_member: list[dict[int, int]] = [{} for _ in range(MEMBERS)]
+    for i in range(flips):
+        by_member[draw.randrange(MEMBERS)][i * period + draw.randrange(COMPARED_EVERY)] = draw.randrange(32 * SIZE)
+    expected = np.zeros(SIZE, np.float32)
+    for step in range(steps):
+        expected = expected + (share_of(step, 0) + share_of(step, 1) + share_of(step, 2))
+
+    said: list[list[str]] = [[] for _ in range(MEMBERS)]
+    members = [start(tmp_path, number, said[number]) for number in range(MEMBERS)]
+    for member in members:
+        assert not member.meet(0)
+    for member in members:
+        member.enter(0)
+    found: dict[int, np.ndarray] = {}
+
+    def run(number: int) -> None:
+        found[number] = train(members[number], steps, by_member[number])
+        members[number].close()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(MEMBERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    assert not any(by_member)  # every bit was flipped
+    assert [found[number].tobytes() for number in range(MEMBERS)] == [expected.tobytes()] * MEMBERS
+    named = [line for lines in said for line in lines if "has other parameters" in line]
+    assert len(named) >= flips

@@ -1,0 +1,88 @@
+"""Members that lose each other while both are there: neither waits for the other, and they find each other again."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulating import until
+
+from replicas import group
+from replicas.group import NEVER, BehindError, Replicas
+from replicas.payloads import Float32
+from replicas.sums import StepSums
+
+SHARES, SIZES = 4, [3, 5]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Replicas]]:
+    monkeypatch.setattr(group, "SEEK_S", 0.05)
+    made: list[Replicas] = []
+
+    def member(number: int) -> Replicas:
+        about = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0}
+        made.append(Replicas(number=number, folder=tmp_path, token="0" * 64, **about))
+        made[-1].meet(0)
+        made[-1].enter(0)
+        return made[-1]
+
+    yield member
+    for each in made:
+        each.close()
+
+
+def step(member: Replicas, number: int) -> list[np.ndarray]:
+    """Returns a member's totals of a step."""
+
+    def compute(share: int, sums: StepSums) -> None:
+        for piece, size in enumerate(SIZES):
+            member.put(sums, share, piece, np.full(size, number + share, np.float32))
+
+    return member.sum(number, compute)
+
+
+def check(totals: list[np.ndarray], number: int) -> None:
+    assert [x.tolist() for x in totals] == [[sum(number + share for share in range(SHARES))] * n for n in SIZES]
+
+
+def test_members_that_lost_each_other_meet_again_and_the_one_behind_takes_the_others_state(
+    make: Callable[[int], Replicas],
+) -> None:
+    ahead, behind = make(0), make(1)
+    ahead._lose(behind.me, "a cut link"), behind._lose(ahead.me, "a cut link")
+    for number in range(9):
+        check(step(ahead, number), number)  # alone
+    until(lambda: ahead.others and behind.others)
+    check(step(ahead, 9), 9)  # without waiting for the other one, which says that it takes part
+    with pytest.raises(BehindError):
+        step(behind, 0)
+
+
+def test_what_a_member_owes_is_divided_when_it_says_that_it_does_not_take_part(
+    make: Callable[[int], Replicas],
+) -> None:
+    here, away = make(0), make(1)
+    totals: list[list[np.ndarray]] = []
+    thread = threading.Thread(target=lambda: totals.append(step(here, 0)))
+    thread.start()
+    until(lambda: here.me.begun)
+    away.tell(first=NEVER, begun=False)
+    thread.join(60)
+    check(totals[0], 0)
+
+
+def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(make: Callable[[int], Replicas]) -> None:
+    ahead, behind = make(0), make(1)
+    ahead._lose(behind.me, "a cut link"), behind._lose(ahead.me, "a cut link")
+    for number in range(9):
+        step(ahead, number)
+    until(lambda: behind.others)
+    with pytest.raises(BehindError):
+        step(behind, 0)
+    ahead.close()
+    assert behind.fetch_state([8]) is None
+    behind.enter(0)
+    for number in range(3):
+        check(step(behind, number), number)

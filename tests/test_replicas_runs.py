@@ -1,0 +1,124 @@
+"""Independent replicas in processes of their own: whatever happens to them, all learn the same, to the last bit."""
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import TIMEOUT_S, arguments, arrays, finish, rows, start, steps_logged
+
+pytestmark = pytest.mark.slow
+NUM_STEPS, REPLICAS, PAUSE_S = 250, 3, 0.5
+KINDS = ("kill", "freeze", "leave", "kill_joining")
+FROZEN_S = 4.0  # longer than the others wait
+SETTINGS: dict[str, Any] = {
+    "num_steps": NUM_STEPS,
+    "sharding__replicas": "independent",
+    "sharding__strategy": "zero3",
+    "sharding__partition_size": 0,
+    "mesh__num_cpu_devices": 2,
+    "mesh__devices_per_node": 2,
+    "checkpoint__every": 15,
+    "elastic__silence_s": 2,
+    "compression__error_feedback": False,
+}
+
+
+class Run:
+    """A run's replicas; they take long for a step as long as the file `slowly` is there."""
+
+    def __init__(self, workdir: Path, **changes: Any) -> None:
+        self.workdir, self.slowly = workdir, workdir.with_suffix(".slowly")
+        self._arguments = arguments(workdir, **SETTINGS | changes)
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, group: int) -> None:
+        """Starts a replica."""
+        first = f"parts['hooks'].append(running.pause({PAUSE_S}, while_there={str(self.slowly)!r}))"
+        self.processes[group] = start([*self._arguments, f"--group={group}"], first=first)
+
+    def folder(self, group: int) -> Path:
+        """Returns a replica's own directory."""
+        return self.workdir / "replicas" / str(group)
+
+    def until(self, group: int, steps: int) -> None:
+        """Waits until a replica has logged so many steps more."""
+        steps, deadline_s = self.last(group) + steps, time.monotonic() + TIMEOUT_S
+        while self.last(group) < steps:
+            assert self.processes[group].poll() is None, finish(self.processes[group])
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+
+    def last(self, group: int) -> int:
+        """Returns the last step that a replica has logged."""
+        lines = steps_logged(self.folder(group))
+        return rows(self.folder(group))[lines - 1]["step"] if lines else 0
+
+    def stop(self, group: int, number: int, code: int) -> None:
+        """Ends a replica by a signal."""
+        self.processes[group].send_signal(number)
+        (ended,) = finish(self.processes[group])
+        assert ended[0] == code, ended
+
+    def losses(self, group: int) -> dict[int, tuple[float, float]]:
+        """Returns the loss and the gradients' norm of each step that a replica did."""
+        return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(self.folder(group))}
+
+
+def disturb(run: Run, kind: str, victim: int, chance: random.Random) -> None:
+    """Causes an event at a replica; it takes part again when this returns."""
+    time.sleep(chance.uniform(0, 2 * PAUSE_S))  # anywhere in a step
+    if kind == "freeze":
+        run.processes[victim].send_signal(signal.SIGSTOP)
+        time.sleep(FROZEN_S)
+        run.processes[victim].send_signal(signal.SIGCONT)
+    elif kind == "leave":
+        run.stop(victim, signal.SIGTERM, 75)
+        run.start(victim)
+    else:
+        run.stop(victim, signal.SIGKILL, -signal.SIGKILL)
+        run.start(victim)
+    if kind == "kill_joining":
+        address = run.folder(victim) / "address-0.json"
+        before = address.stat().st_mtime_ns
+        while address.stat().st_mtime_ns == before:  # it is about to meet the others
+            assert run.processes[victim].poll() is None, finish(run.processes[victim])
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 3 * PAUSE_S))
+        run.stop(victim, signal.SIGKILL, -signal.SIGKILL)
+        run.start(victim)
+    run.until(victim, 3)
+
+
+@pytest.mark.parametrize(
+    "codec", ["none", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("bf16", "int8"))]
+)
+def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: str) -> None:
+    chance = random.Random(f"events of {codec}")
+    alone, run = (Run(tmp_path / name, compression__hop_two=codec) for name in ("alone", "run"))
+    alone.start(0)
+    assert finish(alone.processes[0])[0][0] == 0
+    run.slowly.touch()
+    for group in range(REPLICAS):
+        run.start(group)
+    try:
+        for group in range(REPLICAS):
+            run.until(group, 2)
+        for kind in chance.sample(KINDS, len(KINDS)):
+            disturb(run, kind, chance.randrange(REPLICAS), chance)
+        assert max(map(run.last, range(REPLICAS))) < NUM_STEPS  # else the last events came too late
+    finally:
+        run.slowly.unlink()
+        ended = finish(*run.processes.values())
+    assert [code for code, _, _ in ended] == [0] * REPLICAS, ended
+
+    expected = alone.losses(0)
+    for group in range(REPLICAS):
+        found = run.losses(group)
+        assert found[NUM_STEPS] and found == {step: expected[step] for step in found}
+    one, two = (arrays(each.workdir, NUM_STEPS) for each in (alone, run))
+    assert one.keys() == two.keys()
+    assert [name for name in one if one[name].tobytes() != two[name].tobytes()] == []

@@ -1,0 +1,186 @@
+"""The sum over shares has the bits of one tree, however they are divided and in whatever order they come."""
+
+import itertools
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from replicas.payloads import BFloat16, Float32, Int8
+from replicas.sums import WAITING, StepSums, check_nodes
+from replicas.tree import Node, added, counts, cover, halves, nodes_of, owners, parent
+
+SIZE = 33
+
+
+def leaf(share: int, piece: int = 0) -> np.ndarray:
+    """Returns values of very different sizes: another order of additions gives other bits."""
+    rng = np.random.default_rng((share, piece))
+    return (rng.standard_normal(SIZE) * 10.0 ** rng.integers(-6, 6, SIZE)).astype(np.float32)
+
+
+def carried(values: list[np.ndarray]) -> np.ndarray:
+    """Returns the sum as a binary counter makes it: two sums of equally many values become one, the rest at the end."""
+    sums: list[tuple[int, np.ndarray]] = []
+    for value in values:
+        sums.append((1, value))
+        while len(sums) > 1 and sums[-1][0] == sums[-2][0]:
+            (size, second), (_, first) = sums.pop(), sums.pop()
+            sums.append((2 * size, first + second))
+    *left, (_, total) = sums
+    for _, first in reversed(left):
+        total = first + total
+    return total
+
+
+def sums_of(num_shares: int, payloads: list[Float32 | BFloat16 | Int8]) -> StepSums:
+    lock = threading.RLock()
+    return StepSums(num_shares, payloads, lock, threading.Condition(lock))
+
+
+def never() -> None:
+    """What `look` calls before it looks."""
+
+
+@pytest.mark.parametrize("num_shares", range(1, 18))
+def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_shares: int) -> None:
+    expected = [carried([leaf(share, piece) for share in range(num_shares)]) for piece in range(2)]
+    draw = random.Random(num_shares)
+    for members in (1, 2, 3, num_shares):
+        owner_of = [draw.randrange(members) for _ in range(num_shares)]  # not neighbours
+        all_sums = [sums_of(num_shares, [Float32(), Float32()]) for _ in range(members)]
+        for member, sums in enumerate(all_sums):
+            sums.owe(nodes_of(member, owner_of))
+            shares = []
+            for _ in range(owner_of.count(member)):
+                shares.append(sums.look(never))
+                sums.begin(shares[-1])
+            assert shares == [share for share, owner in enumerate(owner_of) if owner == member]
+            parts = [(share, piece) for share in shares for piece in range(2) if share is not None]
+            for share, piece in draw.sample(parts, len(parts)):
+                sums.put(share, piece, leaf(share, piece))
+        for (member, sums), piece in itertools.product(enumerate(all_sums), range(2)):
+            there = [(other, node) for other in range(members) if other != member for node in nodes_of(other, owner_of)]
+            for other, node in draw.sample(there, len(there)):
+                assert not sums.reduce(piece) and not sums.has(node, piece)
+                sums.take(node, piece, all_sums[other].wait_for(node, piece))
+                assert sums.has(node, piece)
+            assert sums.reduce(piece) and sums.is_complete == bool(piece)
+        for sums in all_sums:
+            assert [t.tobytes() for t in sums.totals()] == [e.tobytes() for e in expected]
+
+
+def test_the_order_of_the_tree_matters_to_the_bits() -> None:
+    """Or the test above could not fail."""
+    values = [leaf(share) for share in range(11)]
+    assert carried(values).tobytes() != sum(values[1:], values[0]).tobytes()
+
+
+@pytest.mark.parametrize("num_shares", range(1, 18))
+def test_the_nodes_of_a_tree(num_shares: int) -> None:
+    root = (0, num_shares)
+    nodes, left = [root], [root]
+    while left:
+        lo, hi = node = left.pop()
+        if hi - lo > 1:
+            first, second = halves(node)
+            size = first[1] - first[0]
+            assert (first[0], first[1], second[1]) == (lo, second[0], hi)
+            assert size & (size - 1) == 0 and size < hi - lo <= 2 * size
+            assert parent(root, first) == parent(root, second) == node
+            nodes += [first, second]
+            left += [first, second]
+    assert len(nodes) == 2 * num_shares - 1
+    check_nodes(nodes, num_shares)
+    for lo, hi in itertools.product(range(-1, num_shares + 2), repeat=2):
+        if (lo, hi) not in nodes:
+            with pytest.raises(ValueError, match=rf"\[{lo}, {hi}\) is no node of {num_shares} shares"):
+                check_nodes([(lo, hi)], num_shares)
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 5, 8, 13])
+def test_a_cover_has_each_share_once_in_the_fewest_nodes(num_shares: int) -> None:
+    root = (0, num_shares)
+    for lo, hi in itertools.combinations(range(num_shares + 1), 2):
+        found = cover(root, lo, hi)
+        assert [share for node in found for share in range(*node)] == [*range(lo, hi)]
+        check_nodes(found, num_shares)
+        inside = {parent(root, node) for node in found if node != root}
+        assert not [above for above in inside if lo <= above[0] and above[1] <= hi]
+        assert cover(root, lo, lo) == cover(root, hi, hi) == []
+
+
+def test_a_value_is_found_where_it_is_whole_and_none_is_made_of_a_part() -> None:
+    values: dict[Node, str] = {(0, 4): "a", (0, 1): "never", (4, 5): "b"}
+
+    def find() -> str | None:
+        return added((0, 6), values.get, lambda x, y: f"({x}+{y})")
+
+    assert find() is None
+    values[5, 6] = "c"
+    assert find() == "(a+(b+c))"
+
+
+def test_shares_are_divided_by_the_rates_so_that_the_slowest_ends_early() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        rates = [draw.choice([0.5, 1.0, 1.7, 4.0]) for _ in range(draw.randint(1, 3))]
+        num_shares = draw.randint(1, 7)
+        found = counts(num_shares, rates)
+        assert sum(found) == num_shares and all(each >= (i < num_shares) for i, each in enumerate(found))
+        least = min(
+            max(each / rate for each, rate in zip(other, rates, strict=True))
+            for other in itertools.product(range(num_shares + 1), repeat=len(rates))
+            if sum(other) == num_shares and (min(other) > 0 or num_shares < len(rates))
+        )
+        if num_shares >= len(rates):
+            assert max(each / rate for each, rate in zip(found, rates, strict=True)) == least
+    assert counts(12, [1, 2, 3]) == [2, 4, 6]
+    assert counts(10, [100, 1e-9, 1]) == [8, 1, 1]  # else nobody would learn that it has become faster
+    assert counts(2, [1, 1, 50]) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("num_shares", "members"), [(1, 1), (2, 4), (7, 3), (8, 4), (17, 5)])
+def test_what_lost_members_owe_is_divided_and_nothing_else_moves(num_shares: int, members: int) -> None:
+    rates = {number * 3: 1.0 + number for number in range(members)}
+    began = owners(num_shares, rates, [])
+    assert began == sorted(began) and [began.count(n) for n in rates] == counts(num_shares, [*rates.values()])
+    for lost in itertools.chain.from_iterable(itertools.combinations(rates, n) for n in range(members)):
+        found = owners(num_shares, rates, lost)
+        assert all(a == b for a, b in zip(began, found, strict=True) if a not in lost)
+        assert len(found) == num_shares and not {*found} & {*lost}
+        left = [number for number in rates if number not in lost]
+        took = [b for a, b in zip(began, found, strict=True) if a in lost]
+        assert [took.count(number) for number in left] == counts(len(took), [rates[number] for number in left])
+        for order in itertools.permutations(lost):
+            assert owners(num_shares, dict(reversed(rates.items())), order) == found
+        covered = [share for n in rates for node in nodes_of(n, found) for share in range(*node)]
+        assert sorted(covered) == [*range(num_shares)]
+        assert all(found[share] == n for n in rates for node in nodes_of(n, found) for share in range(*node))
+
+
+@pytest.mark.parametrize(("payload", "encoded"), [(Float32(), 0), (BFloat16(), 1), (Int8(block=64), 3)])
+def test_sums_travel_in_the_form_of_fewest_bytes(payload: Float32 | BFloat16 | Int8, encoded: int) -> None:
+    sums = sums_of(8, [payload, Float32()])
+    for size in (1, 2, 4, 8):
+        sent = sums.nodes_to_send([(0, size)])
+        assert len(sent) == (size if size <= encoded else 1)
+        assert [share for node in sent for share in range(*node)] == [*range(size)]
+
+
+def test_a_share_whose_piece_was_added_to_its_neighbours_is_computed_again_for_who_asks_for_it_alone() -> None:
+    """Even while other pieces of it are still to come: those who share them out may guess differently for a moment."""
+    sums = sums_of(4, [Float32(), Float32()])
+    sums.owe([(2, 4)])
+    for share in (2, 3):
+        assert sums.look(never, 0.0) == share
+        sums.begin(share)
+        sums.put(share, 0, leaf(share, 0))
+    assert sums.give((3, 4), 1) is None and sums.look(never, 0.0) == WAITING  # it is to come
+    assert sums.give((3, 4), 0) is None and sums.look(never, 0.0) == 3
+    sums.begin(3)
+    for piece in (0, 1, 1):  # the second one of the first time
+        sums.put(3, piece, leaf(3, piece))
+    found = sums.give((3, 4), 0)
+    assert found is not None and found.tobytes() == leaf(3, 0).tobytes()

@@ -1,0 +1,140 @@
+"""Which state a run goes on from: of snapshots, checkpoints and attempts of which some are older, gone or put back."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from keeping import Run, a_run, abstract, check, keep, state_of  # noqa: F401 (fixture)
+
+from state import manifest
+from state.snapshots import Snapshots
+
+
+def test_the_newer_of_memory_and_checkpoints(run: Run) -> None:
+    run.save(1, 2)
+    run.keep(3)
+    check(run.restore(), 3)
+    run.save(3)
+    check(run.restore(), 3)
+    run.save(4)
+    check(run.restore(), 4, source="its checkpoint")
+    (run.workdir / "checkpoints" / "4" / "data" / "metadata").write_text("{}")
+    check(run.restore(), 3)
+    assert len(run.said) == 1 and "step 3 is used instead" in run.said[0]
+    assert manifest.step_numbers(run.workdir / "checkpoints") == [1, 2, 3]
+
+
+def test_what_was_not_restored_goes(run: Run) -> None:
+    """So that no more than two snapshots of the state are there at a time."""
+    for checkpoints, left in (((), 1), ((3,), 0)):
+        run.keep(1, 2)
+        half_written = run.files("json")[-1].with_name("0-1-a.partial")
+        half_written.touch()
+        run.save(*checkpoints)
+        with run.checkpoints() as checkpointer, run.attempt() as snapshots:
+            restored = snapshots.restore(abstract(), checkpointer)
+            assert restored
+            assert len(run.files("data")) == 2
+            snapshots.begin(restored.step)
+        assert len(run.files("data")) == len(run.files("json")) == left and not half_written.exists()
+
+
+def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:
+    """A node that was away comes back with steps of a history that the run has left."""
+    run.keep(4, 5)
+    away = tmp_path / "away"
+    shutil.copytree(run.files("json")[0].parent, away)
+    run.files("json")[-1].unlink()
+    run.keep(5)  # from step 4
+    shutil.copytree(away, run.files("json")[0].parent, dirs_exist_ok=True)
+    assert len(run.files("json")) == 3
+    check(run.restore(), 5)
+    newest = max(run.files("json"), key=lambda file: file.name)
+    newest.unlink()
+    check(run.restore(), 4)
+    run.keep(5)
+    assert {file.name.split("-")[0] for file in run.files("json")} == {"0", "2"}  # the step restored from stays
+    run.keep(6, 7)
+    assert {file.name.split("-")[0] for file in run.files("json")} == {"3"}
+
+
+def test_an_attempt_without_snapshots_counts(run: Run) -> None:
+    """It began at an older step: what the attempt before it had in memory is of another history."""
+    run.keep(5, 6)
+    with run.checkpoints() as checkpointer, Snapshots(run.workdir, str(run.memory), 0) as snapshots:
+        assert snapshots.restore(abstract(), checkpointer) is None
+        snapshots.begin(0)
+    assert run.restore() is None
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_checkpoints_are_deleted_to_go_back(run: Run, stops: bool) -> None:
+    """Snapshots that know of them do not bring back what came after; without a checkpoint they are all there is."""
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        run.save(1)
+        for step in (2, 3):
+            keep(snapshots, step, state_of(step))
+            run.save(step)
+        keep(snapshots, 4, state_of(4))
+        if stops:
+            run.save(4)
+            snapshots.end(finished=False)
+    check(run.restore(), 4)
+    checkpoints = run.workdir / "checkpoints"
+    shutil.rmtree(checkpoints / "4" if stops else checkpoints / "3")
+    shutil.copytree(checkpoints, run.workdir / "all")
+    shutil.rmtree(checkpoints)
+    check(run.restore(), 4)
+    (run.workdir / "all").rename(checkpoints)
+    newest, gone = (3, 4) if stops else (2, 3)
+    restored = run.restore()
+    assert restored and restored.step == newest
+    said = f"are not used: the checkpoint of step {gone}, which was there, is gone, and that of step {newest} is"
+    assert len(run.said) == 4 - newest and all(said in line for line in run.said)
+
+
+def test_an_older_copy_is_put_back(run: Run, tmp_path: Path) -> None:
+    """Into the same folder: the memory holds steps of starts that it does not know of, one of which it makes again."""
+    run.keep(1)
+    run.save(1)
+    shutil.copytree(run.workdir, tmp_path / "backup")
+    run.keep(2, 3)
+    check(run.restore(), 3)
+    away = tmp_path / "away"
+    shutil.copytree(run.files("json")[0].parent, away)
+    shutil.copytree(tmp_path / "backup", run.workdir, dirs_exist_ok=True)
+    check(run.restore(), 1, source="its checkpoint")
+    run.save(2)
+    with run.checkpoints() as checkpointer, run.attempt() as snapshots:
+        restored = snapshots.restore(abstract(), checkpointer)
+        assert restored and restored.step == 2
+        snapshots.begin(2)
+    shutil.copytree(away, run.memory / f"mics-jax-{os.getuid()}" / run.run_id, dirs_exist_ok=True)
+    check(run.restore(), 2, source="its checkpoint")
+
+
+def test_a_damaged_checkpoint_was_set_aside(run: Run) -> None:
+    """It was there: nobody went back."""
+    run.save(1, 2)
+    run.keep(3)
+    (run.workdir / "checkpoints" / "2" / "data" / "metadata").write_text("{}")
+    shutil.rmtree(run.memory / f"mics-jax-{os.getuid()}")
+    restored = run.restore()
+    assert restored and restored.step == 1
+    run.keep(3)
+    check(run.restore(), 3)
+    shutil.rmtree(run.workdir / "checkpoints" / manifest.SET_ASIDE)  # nor when it is cleaned up
+    check(run.restore(), 3)
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_finished_run_leaves_nothing(run: Run, every: int) -> None:
+    """Even if its last attempt kept no snapshots."""
+    run.keep(1)
+    with Snapshots(run.workdir, str(run.memory), every) as snapshots:
+        snapshots.end(finished=False)
+        assert run.files("data")
+        snapshots.end(finished=True)
+    assert not any((run.memory / f"mics-jax-{os.getuid()}").iterdir())

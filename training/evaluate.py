@@ -1,0 +1,70 @@
+"""Measures a trained model on validation data, or on text: prints one JSON object.
+
+    python -m training.evaluate --workdir=RUN [--step=N] [--path=FOLDER] [--num_batches=N]
+    python -m training.evaluate --hugging_face=DIR --path=FOLDER
+
+Without --path, the data of the run's own validation, and as many batches, are measured: `validation_loss` is what
+train.py logs at that step. With --path, it is all text below FOLDER, or all chats of a file that ends with .jsonl, in
+windows of the run's data.seq_len. The newest checkpoint is read, or that of step N. Works on all local devices, in one
+process; JAX_NUM_CPU_DEVICES=8 plays several. Exit codes: 0 done; 2 a mistake in a flag, the data or a file; 1 anything
+else.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from input_pipeline import load
+from runtime.command_line import prepare_output
+from training import trained
+from training.validation import Validator
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program and returns its exit code; a user's mistake is one line."""
+    prepare_output()
+    values = trained.new_flags()
+    flags.DEFINE_string("path", None, "folder of text, or a file of chats", flag_values=values)
+    flags.DEFINE_integer("num_batches", None, "batches to measure", lower_bound=1, flag_values=values)
+
+    def run() -> None:
+        if values.hugging_face and not (values.workdir or values.path):
+            raise ValueError("--hugging_face needs --path, a folder of text or a file of chats: there is no run's data")
+        model = trained.named(values, data=_section(values.path))
+        print(json.dumps(evaluate(model, num_batches=values.num_batches, whole=bool(values.path))))
+
+    return trained.program(argv, __doc__ or "", values, run)
+
+
+def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: bool = False) -> dict[str, Any]:
+    """Returns step, metrics by their keys in metrics.jsonl, and the perplexity of a causal model.
+
+    `whole`: measures all data, not the validation split. ValueError if the split is not the one of the run.
+    """
+    config = model.config
+    if config.data.objective != "classify" or whole:
+        model.tokenizer()  # checks it
+    data = load(config.data, "all" if whole else "validation", config.seed)
+    there = model.data.get("validation_fingerprint", data.fingerprint)
+    if not whole and there != data.fingerprint:
+        raise ValueError(f"{model.name} was validated on other data: {config.data.origin} has changed; give --path")
+    most = sys.maxsize if whole else config.eval.num_batches
+    found = Validator(model.experiment, data, num_batches or most)(model.params, trained.say)
+    causal = {"perplexity": math.exp(found.loss)} if config.data.objective == "causal" else {}
+    return {"step": model.step, **found.scalars(), **causal}
+
+
+def _section(path: str | None) -> dict[str, Any]:
+    """Returns what a path changes in the section `data`."""
+    if not path:
+        return {}
+    changed = {"mixture": "", "pattern": "", "path": path}
+    return changed | ({"source": "chats", "packing": "whole"} if path.endswith(".jsonl") else {"source": "folder"})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,93 @@
+"""How a run comes from step to step, and how it does where all devices are one world."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import jax
+
+from input_pipeline import Dataset
+from runtime.phases import Phase
+from sharding.step import TrainState
+from training.experiment import Experiment
+
+
+class Steps(Protocol):
+    """How a run comes from one step to the next."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the last step has waited for rows."""
+        ...
+
+    def read(self, dataset: Dataset, step: int) -> AbstractContextManager[object]:
+        """Begins to read rows of the steps from `step` on; returns what ends that."""
+        ...
+
+    def await_rows(self) -> None:
+        """Waits for the first rows; raises what reading them does."""
+        ...
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles what a step runs; returns the program with the most of its work."""
+        ...
+
+    def __call__(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array | float], int]:
+        """Returns the state after the next step, its metrics, and the steps done."""
+        ...
+
+    def begin(self, step: int, say: Callable[[str], object]) -> None:
+        """Is called when the state after `step` steps is there, before the first step."""
+        ...
+
+    def may_stop(self, step: int, *, asked: bool) -> bool:
+        """Whether the run may stop before its next step, having been asked to or not."""
+        ...
+
+    def end(self, step: int) -> None:
+        """Is called after the last step."""
+        ...
+
+    def saves(self) -> bool:
+        """Whether it is this world that saves the state."""
+        ...
+
+
+class OneWorld:
+    """Steps of all devices together."""
+
+    def __init__(self, ex: Experiment, enter: Callable[[Phase], object]) -> None:
+        self._ex, self._enter = ex, enter
+
+    def read(self, dataset: Dataset, step: int) -> AbstractContextManager[object]:
+        self._batches = self._ex.batches.read(dataset, step, prefetch=self._ex.config.data.prefetch)
+        return self._batches
+
+    def await_rows(self) -> None:
+        self._batches.await_next()
+
+    @property
+    def wait_s(self) -> float:
+        return self._batches.wait_s
+
+    def compile(self) -> jax.stages.Compiled:
+        self._step_fn = self._ex.compile_train_step()
+        return self._step_fn
+
+    def __call__(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array | float], int]:
+        self._enter(Phase.READING)
+        batch = self._ex.batches.to_devices(next(self._batches))
+        self._enter(Phase.STEPPING)
+        return *self._ex.block(self._step_fn(state, batch)), step + 1
+
+    def begin(self, step: int, say: Callable[[str], object]) -> None:
+        """Nobody is to be met: the processes have joined before."""
+
+    def may_stop(self, step: int, *, asked: bool) -> bool:
+        return asked
+
+    def end(self, step: int) -> None:
+        """Nobody waits for anything."""
+
+    def saves(self) -> bool:
+        return True

@@ -1,0 +1,157 @@
+"""A trained model on the devices of this process, for the programs that use it; whatever the mesh it was trained on.
+
+The model is that of a run's checkpoint or of a Hugging Face folder. Its parameters are cut over all devices, or over as
+many as divide them.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+import models
+from configs import command_line, hugging_face
+from configs.schema import Config, defaults, with_defaults
+from files import run_directory
+from input_pipeline.tokenizers import Tokenizer, make_tokenizer
+from runtime.command_line import complain
+from sharding.frozen import joined
+from sharding.scopes import make_layout
+from sharding.spec import place_all
+from state.saved_arrays import SavedArrays
+from training.datasets import check_vocabulary
+from training.devices import use_compilation_cache
+from training.experiment import Experiment, make_experiment
+from training.weights_tokenizer import TOKENIZER_FILE
+
+LONGEST = 1024  # tokens of a row of a Hugging Face model
+KEPT = ("seed", "model", "data", "batch", "eval", "sample")  # of a run's config; the rest is about its training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model with its parameters."""
+
+    name: str  # for messages
+    experiment: Experiment
+    params: Any
+    step: int | None  # of the run; None: there was none
+    data: Mapping[str, Any]  # what the checkpoint says about the run's data
+
+    @property
+    def config(self) -> Config:
+        """What the model was trained with, on the devices of this process."""
+        return self.experiment.config
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer of its text. ValueError if it is of images, or if the model has fewer ids."""
+        data = self.config.data
+        if data.objective == "classify":
+            raise ValueError(f"{self.name}: model.kind={self.config.model.kind} is no language model")
+        tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path)
+        check_vocabulary(self.config, tokenizer)
+        return tokenizer
+
+
+def of_run(
+    workdir: Path, step: int | None = None, *, data: Mapping[str, Any] = {}, devices: Sequence[Any] = ()
+) -> Trained:
+    """Returns the model of a run's checkpoint, the newest by default; `data` are other values of that section.
+
+    ValueError if there is no such step, or if it is damaged.
+    """
+    saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
+    experiment = _experiment(with_defaults(saved.config), data, devices)
+    trained = saved.place({"params": experiment.state_shapes.params})["params"]
+    params = joined(trained, experiment.frozen_params())
+    return Trained(name=str(workdir), experiment=experiment, params=params, step=saved.step, data=saved.data)
+
+
+def of_hugging_face(folder: Path, *, data: Mapping[str, Any] = {}, devices: Sequence[Any] = ()) -> Trained:
+    """Returns the model of a Hugging Face folder, with the tokenizer.json there. ValueError if there is none."""
+    model = hugging_face.model(folder).to_dict()
+    values: dict[str, Any] = defaults(model["kind"]) | {"model": model}
+    values["data"] |= {"tokenizer": "hugging_face", "tokenizer_path": str(folder / TOKENIZER_FILE)}
+    values["data"] |= {"seq_len": min(LONGEST, model["max_len"])}
+    values["data"] |= {"objective": "masked" if model["kind"] == "encoder" else "causal"}
+    experiment = _experiment(values, data, devices)
+    weights = experiment.open_weights()
+    assert weights
+    params = weights.load(experiment.state_shapes.params)
+    return Trained(name=str(folder), experiment=experiment, params=params, step=None, data={})
+
+
+def _experiment(saved: Mapping[str, Any], data: Mapping[str, Any], devices: Sequence[Any]) -> Experiment:
+    """Returns the parts of a run like the saved one, on other devices."""
+    kind, count = saved["model"]["kind"], len(devices or jax.devices())
+    values: dict[str, Any] = defaults(kind) | {name: saved[name] for name in KEPT}
+    values["data"] = {**values["data"], **data}
+    most = -(-values["batch"]["global_size"] // count)
+    values["batch"] = {**values["batch"], "micro_size": min(values["batch"]["micro_size"], most)}
+    if "attention" in values["model"]:
+        values["model"] = {**values["model"], "attention": "auto"}  # another may be of other devices
+    values["sharding"] |= {"strategy": "mics", "partition_size": count}
+    config = Config.from_dict(values)
+    sharding = replace(config.sharding, partition_size=_partition_size(config, count))
+    return make_experiment(replace(config, sharding=sharding), devices)
+
+
+def _partition_size(config: Config, count: int) -> int:
+    """Returns the largest part of so many devices over which every parameter can be cut."""
+    specs = models.build(config.model).param_specs()
+
+    def fits(size: int) -> bool:
+        sharding = replace(config.sharding, partition_size=size)
+        try:
+            place_all(specs, make_layout(sharding, num_nodes=1, devices_per_node=count))
+        except ValueError:  # there is no dim that it divides
+            return False
+        return True
+
+    return next(size for size in range(count, 0, -1) if count % size == 0 and fits(size))
+
+
+def new_flags() -> flags.FlagValues:
+    """Returns the flags that name a trained model; further flags can be defined on it."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("workdir", None, "directory of a run", flag_values=values)
+    flags.DEFINE_integer("step", None, "step of its checkpoint", flag_values=values)
+    flags.DEFINE_string("hugging_face", None, "folder of a Hugging Face checkpoint", flag_values=values)
+    return values
+
+
+def named(values: flags.FlagValues, *, data: Mapping[str, Any] = {}) -> Trained:
+    """Returns the model that the flags name."""
+    use_compilation_cache()
+    if bool(values.workdir) == bool(values.hugging_face):
+        raise ValueError("give either --workdir=DIR, of a run, or --hugging_face=DIR")
+    if values.workdir:
+        return of_run(Path(values.workdir), values.step, data=data)
+    if values.step is not None:
+        raise ValueError("--step belongs to --workdir")
+    return of_hugging_face(Path(values.hugging_face), data=data)
+
+
+def program(argv: Sequence[str], usage: str, values: flags.FlagValues, run: Callable[[], None]) -> int:
+    """Parses `argv` into the flags, runs a program and returns its exit code; a user's mistake is one line."""
+    if command_line.asks_for_help(argv):
+        print(usage.strip())
+        return 0
+    try:
+        if rest := values(list(argv))[1:]:
+            raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
+        run()
+    except flags.Error as error:
+        return complain(ValueError(str(error)))
+    except (ValueError, OSError) as error:
+        return complain(error)
+    return 0
+
+
+def say(line: str) -> None:
+    """Prints a line about the work, apart from its result."""
+    print(line, file=sys.stderr, flush=True)
