@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.accumulation import length
 from sharding.gradients import MicroSteps, replica_parameters
@@ -88,6 +88,15 @@ def build_update(plan: ShardingPlan, chain: Chain) -> Callable[[TrainState, PyTr
     return update
 
 
+def gradient_shapes(plan: ShardingPlan, params: PyTree) -> PyTree:
+    """Returns the shapes `f32 [1, ...]` of the gradients that an update takes, for parameters like the shapes `params`."""
+
+    def shape(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32, sharding=NamedSharding(plan.mesh, spec))
+
+    return jax.tree.map(shape, params, gradient_specs(plan))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlatGradients:
     """The gradients of this process' devices as one vector, f32 `[size]`, in the order in which they are handed out.
@@ -131,19 +140,15 @@ class FlatGradients:
 
     def arrays(self, flat: np.ndarray, params: PyTree) -> PyTree:
         """Returns the gradients `[1, ...]` that a vector holds, for parameters like the shapes `params`."""
-        specs, devices, here = gradient_specs(self.plan), list(self.plan.mesh.devices.flat), self.local(self.plan)
+        devices, here = list(self.plan.mesh.devices.flat), self.local(self.plan)
+        shapes = gradient_shapes(self.plan, params)
         found = {}
         for name in params:
             layers = length(params[name]) if name in self.plan.stacks else 0
             arrays = []
             tree = jax.tree.structure(params[name])
-            of_group = zip(
-                _leaves(self.plan, name, params),
-                jax.tree.leaves(params[name]),
-                jax.tree.leaves(specs[name]),
-                strict=True,
-            )
-            for i, ((placement, shape), leaf, spec) in enumerate(of_group):
+            of_group = zip(_leaves(self.plan, name, params), jax.tree.leaves(shapes[name]), strict=True)
+            for i, ((placement, shape), leaf) in enumerate(of_group):
                 whole = not placement.cut_by(self.plan.layout.gradients)
                 shards = []
                 for number in here:
@@ -153,8 +158,7 @@ class FlatGradients:
                         parts.append(flat[start : start + size])
                     shard = np.concatenate(parts) if layers > 1 else parts[0]
                     shards.append(jax.device_put(shard.reshape(1, *shape), devices[number]))
-                sharding = NamedSharding(self.plan.mesh, spec)
-                arrays.append(jax.make_array_from_single_device_arrays((1, *leaf.shape), sharding, shards))
+                arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
             found[name] = tree.unflatten(arrays)
         return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
@@ -28,6 +29,30 @@ MODELS: dict[str, dict[str, Any]] = {
 def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run sets for its own process does not stay in this one, whose jax has its threads."""
     monkeypatch.setenv("NPROC", "8")
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_once_a_replica_has_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for it: they count on its shares by then."""
+    compiled: list[str] = []
+    call = Independent.__call__
+
+    def noted(name: str, duration_s: float, **about: Any) -> None:
+        del duration_s, about
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    def counted(self: Independent, *args: Any) -> Any:
+        before = len(compiled)
+        found = call(self, *args)
+        assert len(compiled) == before
+        return found
+
+    jax.monitoring.register_event_duration_secs_listener(noted)
+    monkeypatch.setattr(Independent, "__call__", counted)
+    changes = {"num_steps": 2, "checkpoint__every": 0}
+    assert run_here(*arguments(tmp_path, **INDEPENDENT, **changes), "--group=0") == 0
+    assert len(losses(tmp_path / "replicas" / "0")) == 2 and compiled
 
 
 @pytest.mark.slow

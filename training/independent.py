@@ -26,7 +26,7 @@ from replicas.sums import StepSums
 from runtime.handshake import shared_token
 from runtime.phases import Phase
 from sharding.gradients import accumulated
-from sharding.shares import FlatGradients, HandOut, build_share, build_update
+from sharding.shares import FlatGradients, HandOut, build_share, build_update, gradient_shapes
 from sharding.step import TrainState
 from sharding.trees import PyTree
 from training.experiment import Experiment
@@ -80,7 +80,8 @@ class Independent:
 
     # ------------------------------------------------------------------------------------------------- the programs
     def compile(self) -> jax.stages.Compiled:
-        """Returns the compiled share."""
+        """Returns the compiled share; compiles the update too, so that nobody waits for that once it has entered."""
+        _ = self.update
         return self.share
 
     @cached_property
@@ -91,12 +92,13 @@ class Independent:
         return jax.jit(program).lower(ex.state_shapes.all_params, ex.batches.shapes).compile()
 
     @cached_property
-    def update(self) -> Callable[..., tuple[TrainState, dict[str, jax.Array | float]]]:
+    def update(self) -> jax.stages.Compiled:
         """The compiled `update(state, grads_R, means) -> (state, metrics)`, which donates the state."""
         ex = self._ex
         shardings = jax.tree.map(lambda x: x.sharding, ex.state_shapes)
-        program = build_update(ex.plan, ex.chain)
-        return jax.jit(program, donate_argnums=0, out_shardings=(shardings, ex.replicated))
+        program = jax.jit(build_update(ex.plan, ex.chain), donate_argnums=0, out_shardings=(shardings, ex.replicated))
+        means = dict.fromkeys(self.means, jax.ShapeDtypeStruct((), np.float32, sharding=ex.replicated))
+        return program.lower(ex.state_shapes, gradient_shapes(ex.plan, ex.state_shapes.params), means).compile()
 
     @cached_property
     def means(self) -> list[str]:
