@@ -89,7 +89,7 @@ def build_update(plan: ShardingPlan, chain: Chain) -> Callable[[TrainState, PyTr
 
 
 def gradient_shapes(plan: ShardingPlan, params: PyTree) -> PyTree:
-    """Returns the shapes `f32 [1, ...]` of the gradients that an update takes, for parameters like the shapes `params`."""
+    """Returns the shapes `f32 [1, ...]` of gradients that an update takes, for parameters like the shapes `params`."""
 
     def shape(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, *leaf.shape), jnp.float32, sharding=NamedSharding(plan.mesh, spec))
