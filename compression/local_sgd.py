@@ -12,6 +12,8 @@ Streaming (Streaming DiLoCo, arXiv 2501.18512) spreads that over the H steps and
 exchanges part t mod H of each tensor's drift, as the step before left it, and ends with the outer step of that part.
 What a replica does in the meantime, one step, it keeps: with x its drift before the step and m its movement in it, the
 part's drift becomes (x + m) - x = m (delayed averaging: DaSGD, arXiv 2006.00441; Streaming DiLoCo blends by a factor).
+
+With a target utilisation the state says at which step the replicas meet, and training/meetings.py chooses it.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from jax import lax
 
 from compression.hop_two import HopTwo, Setup, early_exchange
 from compression.statistics import with_zero_counts
-from configs.schema import LocalSGDConfig
+from configs.schema import LEAST_INTERVAL, LocalSGDConfig
 from sharding.averages import part_averages
 from sharding.hop_two import Early, Exchanged
 from sharding.replicas import PerReplica
@@ -39,6 +41,7 @@ class LocalState(NamedTuple):
     inner: PerReplica  # the state of each replica's optimizer
     drift: PerReplica  # each replica's parameters minus the shared ones
     outer: PyTree
+    meets_at: Any = ()  # int32 []: the step that ends with a meeting, where that is chosen while the run goes on
 
 
 States = tuple[Any, LocalState]  # hop two's, and this
@@ -87,6 +90,7 @@ def local_sgd(
             inner=spread(inner.init(params)),
             drift=spread(jax.tree.map(jnp.zeros_like, params)),
             outer=outer.init(part_averages(params)[0]),
+            meets_at=jnp.asarray(LEAST_INTERVAL, jnp.int32) if config.target_utilisation else (),
         )
 
     def update(
@@ -128,7 +132,7 @@ def local_sgd(
         if exchanged:
             moves, drift_R, outer_state, after = take_part(exchanged)
         else:
-            meets = step % config.inner_steps == 0
+            meets = step >= local.meets_at if config.target_utilisation else step % config.inner_steps == 0
             moves, drift_R, outer_state, after = lax.cond(meets, synchronise, continue_locally)
         return moves, (
             after,
@@ -137,6 +141,7 @@ def local_sgd(
                 inner=replace(local.inner, tree=inner_state),
                 drift=replace(local.drift, tree=drift_R),
                 outer=outer_state,
+                meets_at=local.meets_at,
             ),
         )
 

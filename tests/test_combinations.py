@@ -66,6 +66,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "local SGD": {"local_sgd.inner_steps": 2},
     "no local SGD": {"local_sgd.inner_steps": 0},
     "streaming": {"local_sgd.streaming": True, "local_sgd.inner_steps": 2},
+    "utilisation": {"local_sgd.target_utilisation": 0.9, "local_sgd.inner_steps": 2},
     "muon": {"optimizer.name": "muon"},
     "clipping": {"optimizer.clip_norm": 1.0},
     "no warm-up": {"compression.warmup_steps": 0},

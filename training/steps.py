@@ -10,6 +10,7 @@ from input_pipeline import Dataset
 from runtime.phases import Phase
 from sharding.step import TrainState
 from training.experiment import Experiment
+from training.meetings import Meetings
 
 
 class Steps(Protocol):
@@ -58,6 +59,7 @@ class OneWorld:
 
     def __init__(self, ex: Experiment, enter: Callable[[Phase], object]) -> None:
         self._ex, self._enter = ex, enter
+        self._meetings: Meetings | None = None
 
     def read(self, dataset: Dataset, step: int) -> AbstractContextManager[object]:
         self._batches = self._ex.batches.read(dataset, step, prefetch=self._ex.config.data.prefetch)
@@ -78,10 +80,14 @@ class OneWorld:
         self._enter(Phase.READING)
         batch = self._ex.batches.to_devices(next(self._batches))
         self._enter(Phase.STEPPING)
-        return *self._ex.block(self._step_fn(state, batch)), step + 1
+        done = self._meetings(self._step_fn, state, batch, step) if self._meetings else self._step_fn(state, batch)
+        return *self._ex.block(done), step + 1
 
     def begin(self, step: int, say: Callable[[str], object]) -> None:
-        """Nobody is to be met: the processes have joined before."""
+        """The processes have joined before."""
+        config = self._ex.config
+        if config.local_sgd.target_utilisation:
+            self._meetings = Meetings(config.local_sgd, config.num_steps, say)
 
     def may_stop(self, step: int, *, asked: bool) -> bool:
         return asked

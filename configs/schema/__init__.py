@@ -32,6 +32,7 @@ from configs.schema.model import (  # noqa: F401
     model_sections,
 )
 from configs.schema.sections import (
+    LEAST_INTERVAL,
     WITH_WARMUP,
     BatchConfig,
     CheckpointConfig,
@@ -111,8 +112,15 @@ class Config(Section):
                 f"compression.warmup_steps={warmup_steps} must be less than num_steps={self.num_steps}: the warm-up of "
                 f"compression.hop_two={hop_two} would never end"
             )
-        inner_steps = self.local_sgd.inner_steps
-        if inner_steps and not self.local_sgd.streaming and self.num_steps % inner_steps:
+        local = self.local_sgd
+        inner_steps = local.inner_steps
+        if local.target_utilisation and 0 < inner_steps < LEAST_INTERVAL:
+            raise ValueError(
+                f"local_sgd.target_utilisation={local.target_utilisation} chooses intervals from {LEAST_INTERVAL} to "
+                f"local_sgd.inner_steps, which is {inner_steps}; set it to the longest that the loss allows"
+            )
+        is_fixed = not (local.streaming or local.target_utilisation)
+        if inner_steps and is_fixed and self.num_steps % inner_steps:
             raise ValueError(
                 f"num_steps={self.num_steps} must be a multiple of local_sgd.inner_steps={inner_steps}, or the updates "
                 "of the last steps would be lost"

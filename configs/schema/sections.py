@@ -141,6 +141,9 @@ class CompressionConfig(Section, name="compression"):
             raise ValueError(f"compression.block={self.block} must be a multiple of 8: values fill whole bytes")
 
 
+LEAST_INTERVAL = 2  # steps between meetings, where it is chosen: one without a meeting tells what a step takes
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(Section, name="local_sgd"):
     """The steps between exchanges, and the outer optimizer (on the replicas' mean movement)."""
@@ -152,6 +155,13 @@ class LocalSGDConfig(Section, name="local_sgd"):
     outer_momentum: float = key(0.9, "its momentum; 0 for plain averaging", least=0, below=1)
     streaming: bool = key(
         False, "exchange 1/inner_steps of each tensor in every step, during the compute (Streaming DiLoCo)"
+    )
+    target_utilisation: float = key(
+        0.0,
+        "share of the time that is to go into steps: the interval follows what meetings take, from 2 to inner_steps; "
+        "0: always inner_steps",
+        least=0,
+        below=1,
     )
 
 

@@ -1,0 +1,73 @@
+"""`local_sgd.target_utilisation`: the interval follows what meetings take, and nothing else of a run changes."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import pytest
+from running import arguments, arrays, losses, run_here, stop_after
+
+from configs.schema import LocalSGDConfig
+from sharding.step import TrainState
+from training.meetings import Meetings
+
+
+class Local(NamedTuple):
+    meets_at: Any
+
+
+class Link:
+    """Steps of 0.25 s on a clock of its own; meetings take as much more as the link needs."""
+
+    def __init__(self, target: float, most: int, num_steps: int) -> None:
+        self.now_s, self.said, self.met, self.meeting_s = 0.0, [], [], 0.0
+        config = LocalSGDConfig(inner_steps=most, target_utilisation=target)
+        self._meetings = Meetings(config, num_steps, self.said.append, clock=lambda: self.now_s)
+        self._state = TrainState(step=jnp.int32(0), params={}, hop_two=(), opt_state=Local(jnp.int32(2)))
+
+    def step_fn(self, state: TrainState, batch: int) -> tuple[TrainState, dict[str, Any]]:
+        self.now_s += 0.25
+        if batch + 1 >= int(state.opt_state.meets_at):
+            self.met.append(batch + 1)
+            self.now_s += self.meeting_s
+        return state, {}
+
+    def run(self, first: int, last: int, meeting_s: float) -> float:
+        """Does the steps after `first` and returns the share of the time that went into steps."""
+        self.meeting_s, before_s = meeting_s, self.now_s
+        for step in range(first, last):
+            self._state, _ = self._meetings(self.step_fn, self._state, step, step)
+        return 0.25 * (last - first) / (self.now_s - before_s)
+
+
+def test_the_interval_follows_the_link() -> None:
+    """By hand: 19 / 20 of the time in steps of 0.25 s takes 76 steps for a meeting of 1 s, 2 for one of 0.01 s."""
+    link = Link(0.95, most=200, num_steps=2000)
+    link.run(0, 2, 1.0)
+    assert link.met == [2]
+    assert link.run(2, 2 + 76 * 5, 1.0) == pytest.approx(0.95)
+    assert link.met[1:] == [2 + 76 * n for n in range(1, 6)]
+    assert link.run(382, 382 + 76, 0.01) > 0.95  # a fast link is noticed when they meet
+    link.run(458, 1000, 0.01)
+    assert link.met[-2:] == [998, 1000] and link.run(1000, 1002, 0.01) > 0.95
+    link.run(1002, 1004, 20.0)
+    assert "meet every 200 steps" in link.said[-1] and link.met[-1] == 1004
+    link.run(1004, 2000, 20.0)
+    assert link.met[-5:] == [1204, 1404, 1604, 1804, 2000]  # never later than inner_steps, and at the end of the run
+
+
+@pytest.mark.slow
+def test_replicas_meet_when_it_was_chosen_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 2 steps, then every 3 as chosen here; a run that stops between two meetings goes on as if it had not."""
+    monkeypatch.setattr(Meetings, "_chosen", lambda self, met_s: 3)
+    local = {"local_sgd__inner_steps": 4, "local_sgd__target_utilisation": 0.5, "sharding__partition_size": 2}
+    settings = local | {"num_steps": 7, "checkpoint__every": 1, "checkpoint__keep_last": 7}
+    assert run_here(*arguments(tmp_path / "whole", **settings)) == 0
+    assert run_here(*arguments(tmp_path / "parts", **settings), hooks=[stop_after(4)]) == 75
+    assert run_here(*arguments(tmp_path / "parts", **settings)) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    for run in ("whole", "parts"):
+        drifts = {
+            step: [x for name, x in arrays(tmp_path / run, step).items() if "drift" in name] for step in range(1, 8)
+        }
+        assert [step for step, found in drifts.items() if found and not any(x.any() for x in found)] == [2, 5, 7]
