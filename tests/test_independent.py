@@ -86,8 +86,8 @@ def test_a_run_goes_from_one_world_to_replicas_and_back(tmp_path: Path) -> None:
 def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() -> None:
     """With several processes jax says at one step alone that all are to stop."""
     told: list[int] = []
-    others = SimpleNamespace(others=[1], tell=lambda last: told.append(last))
-    one: Any = SimpleNamespace(_asked=False, _announced=False, replicas=others)
+    members = SimpleNamespace(others=[1], tell=lambda last: told.append(last))
+    one: Any = SimpleNamespace(_asked=False, _announced=False, replicas=SimpleNamespace(members=members))
     stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == [False, False, True] and told == [3]
 

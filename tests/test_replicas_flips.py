@@ -53,7 +53,7 @@ def train(replicas: Replicas, steps: int, flips: dict[int, int]) -> np.ndarray:
             step, params = fetched()
             continue
         params, step = params + total, step + 1
-    replicas.leave(steps)
+    replicas.members.leave(steps)
     return params
 
 
@@ -72,9 +72,9 @@ def test_no_flipped_bit_is_left_standing(flips: int, tmp_path: Path) -> None:
     said: list[list[str]] = [[] for _ in range(MEMBERS)]
     members = [start(tmp_path, number, said[number]) for number in range(MEMBERS)]
     for member in members:
-        assert not member.meet(0)
+        assert not member.members.meet(0)
     for member in members:
-        member.enter(0)
+        member.members.enter(0)
     found: dict[int, np.ndarray] = {}
 
     def run(number: int) -> None:

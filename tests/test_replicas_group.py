@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from replicas import group
+from replicas import group, membership
 from replicas.group import BehindError, Replicas
 from replicas.members import NEVER, Member, write_address
 from replicas.payloads import Float32, Payload, make_payload
@@ -86,9 +86,9 @@ class Loop:
 
     def start(self, *, joins: bool = False) -> "Loop":
         """Meets the others, and begins; `joins`: the others have begun."""
-        assert self.replicas.meet(0) == joins
+        assert self.replicas.members.meet(0) == joins
         if not joins:
-            self.replicas.enter(0)
+            self.replicas.members.enter(0)
         return self
 
     def go(self) -> "Loop":
@@ -120,7 +120,7 @@ class Loop:
                 continue
             assert [total.tobytes() for total in found] == totals(step, self.codec), (self.number, step)
             step += 1
-        self.replicas.leave(step)
+        self.replicas.members.leave(step)
         self.replicas.close()
 
     def _compute(self, step: int, share: int, sums: StepSums) -> None:
@@ -132,7 +132,7 @@ class Loop:
     def end(self) -> None:
         """Waits for the end, and raises what it ended by."""
         self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), f"replica {self.number} hangs in step {self.replicas.me.step}"
+        assert not self._thread.is_alive(), f"replica {self.number} hangs in step {self.replicas.members.me.step}"
         if self.error:
             raise self.error
 
@@ -163,7 +163,7 @@ def test_any_number_of_replicas_has_the_bits_of_one(count: int, codec: str, tmp_
 def test_faster_replicas_compute_more_shares(tmp_path: Path) -> None:
     loops = started(tmp_path, 3)
     for loop, rate in zip(loops, (1.0, 3.0, 2.0), strict=True):
-        loop.replicas.tell(rate=rate)
+        loop.replicas.members.tell(rate=rate)
     trained(loops)
     assert [[len(loop.computed[step]) for loop in loops] for step in range(STEPS)] == [[1, 3, 2]] * STEPS
 
@@ -186,7 +186,7 @@ def test_others_finish_the_step_in_which_one_is_lost(share_of_death: int, codec:
     }
     assert [len(computed[3]) for computed in survivors] == [3, 3]
     for loop in loops[:2]:
-        assert [event[1:] for event in loop.replicas.events if event[1] == "lost"] == [("lost", 2)]
+        assert [event[1:] for event in loop.replicas.members.events if event[1] == "lost"] == [("lost", 2)]
         assert any("replica 2 is lost in step 3" in text for text in loop.said)
 
 
@@ -206,21 +206,21 @@ def test_all_but_one_may_be_lost(tmp_path: Path) -> None:
 def test_one_that_leaves_is_not_lost(tmp_path: Path) -> None:
     loops = started(tmp_path, 3)
     loops[0].steps = 3
-    loops[0].before_step = lambda step: loops[0].replicas.tell(last=2) if step == 2 else None
+    loops[0].before_step = lambda step: loops[0].replicas.members.tell(last=2) if step == 2 else None
     trained(loops)
     for loop in loops[1:]:
         assert len(loop.computed[2]) == 2 and len(loop.computed[3]) == 3
-        assert not [event for event in loop.replicas.events if event[1] == "lost" and event[2] == 0]
+        assert not [event for event in loop.replicas.members.events if event[1] == "lost" and event[2] == 0]
 
 
 def test_one_that_joins_takes_the_state_from_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "ASK_S", 0.0)
+    monkeypatch.setattr(membership, "ASK_S", 0.0)
     joined, asked = threading.Event(), set[int]()
     loops = started(tmp_path, 2, steps=NEVER)
 
     def has_met(loop: Loop) -> None:
         """Waits until a member knows when the late one enters: only then are all guesses of who computes what alike."""
-        while not any(member.number == 2 and member.first != NEVER for member in loop.replicas.others):
+        while not any(member.number == 2 and member.first != NEVER for member in loop.replicas.members.others):
             threading.Event().wait(0.01)
 
     for loop in loops:
@@ -231,7 +231,7 @@ def test_one_that_joins_takes_the_state_from_all_others(tmp_path: Path, monkeypa
             asked.add(number) or answer(request)
         )
         loop.go()
-    while min(loop.replicas.me.step for loop in loops) < 6:
+    while min(loop.replicas.members.me.step for loop in loops) < 6:
         threading.Event().wait(0.01)
     late = Loop(tmp_path, 2, steps=NEVER).start(joins=True)
 
@@ -270,7 +270,7 @@ def test_one_that_starts_anew_under_its_number_is_not_waited_for(tmp_path: Path)
         loop.go()
     assert stopped.wait(PATIENCE_S)
     anew = Loop(tmp_path, 1)
-    assert anew.replicas.meet(0)
+    assert anew.replicas.members.meet(0)
     loops[0].end()
     assert sorted(loops[0].computed[2]) == [*range(NUM_SHARES)]
     again.set()
@@ -342,9 +342,9 @@ def test_bad_answers_lose_the_member_that_gives_them(
     bad = hostile(HOSTILE[kind], {})
     write_address(tmp_path, bad.member, 0)
     loop = Loop(tmp_path, 0, steps=2, silence_s=2.0 if kind == "nothing" else 30.0).start()
-    assert [member.number for member in loop.replicas.others] == [1]
+    assert [member.number for member in loop.replicas.members.others] == [1]
     trained([loop])
-    assert ("lost", 1) in [event[1:] for event in loop.replicas.events]
+    assert ("lost", 1) in [event[1:] for event in loop.replicas.members.events]
     assert loop.computed[0] == loop.computed[1] == [*range(NUM_SHARES)]
 
 
@@ -371,12 +371,12 @@ def test_a_record_that_is_none_is_not_believed(
     bad = hostile(None, claims)
     write_address(tmp_path, bad.member, 0)
     loop = Loop(tmp_path, 0, steps=1).start()
-    assert loop.replicas.others == []
-    record = loop.replicas.me.as_dict() | {"number": 1, "first": NEVER} | claims
-    connection = Connection(loop.replicas.me.address, TOKEN, f"{group.PURPOSE} 0", 1, silence_s=20)
+    assert loop.replicas.members.others == []
+    record = loop.replicas.members.me.as_dict() | {"number": 1, "first": NEVER} | claims
+    connection = Connection(loop.replicas.members.me.address, TOKEN, f"{group.PURPOSE} 0", 1, silence_s=20)
     with connection, pytest.raises(PeerError, match="closed the connection"):
         connection.ask({"op": "member", "member": record}, 1 << 20)
-    assert loop.replicas.others == []
+    assert loop.replicas.members.others == []
     trained([loop])
 
 
@@ -409,7 +409,7 @@ def test_bad_requests_are_refused_and_change_nothing(tmp_path: Path) -> None:
     for loop in loops:
         loop.go()
     assert waiting.wait(PATIENCE_S)
-    address = loops[0].replicas.me.address
+    address = loops[0].replicas.members.me.address
     for request in REQUESTS:
         connection = Connection(address, TOKEN, f"{group.PURPOSE} 0", 7, silence_s=20)
         with connection, pytest.raises(PeerError):
@@ -433,7 +433,7 @@ def test_closing_ends_what_waits(tmp_path: Path) -> None:
     requests = [{"op": "total", "step": 0, "piece": 0}, {"op": "state", "step": 5, "array": 0}]
     loop.go()
     with contextlib.ExitStack() as stack:
-        address, purpose = loop.replicas.me.address, f"{group.PURPOSE} 0"
+        address, purpose = loop.replicas.members.me.address, f"{group.PURPOSE} 0"
         open_ones = [stack.enter_context(Connection(address, TOKEN, purpose, 7, silence_s=20)) for _ in requests]
         loop.replicas.close()
         for connection, request in zip(open_ones, requests, strict=True):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from emulating import until
 
-from replicas import group
-from replicas.group import NEVER, BehindError, Replicas
+from replicas import membership
+from replicas.group import BehindError, Replicas
+from replicas.members import NEVER
 from replicas.payloads import Float32
 from replicas.sums import StepSums
 
@@ -18,14 +19,14 @@ SHARES, SIZES = 4, [3, 5]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Replicas]]:
-    monkeypatch.setattr(group, "SEEK_S", 0.05)
+    monkeypatch.setattr(membership, "SEEK_S", 0.05)
     made: list[Replicas] = []
 
     def member(number: int) -> Replicas:
         about = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0}
         made.append(Replicas(number=number, folder=tmp_path, token="0" * 64, **about))
-        made[-1].meet(0)
-        made[-1].enter(0)
+        made[-1].members.meet(0)
+        made[-1].members.enter(0)
         return made[-1]
 
     yield member
@@ -51,10 +52,10 @@ def test_members_that_lost_each_other_meet_again_and_the_one_behind_takes_the_ot
     make: Callable[[int], Replicas],
 ) -> None:
     ahead, behind = make(0), make(1)
-    ahead._lose(behind.me, "a cut link"), behind._lose(ahead.me, "a cut link")
+    ahead.members.lose(behind.members.me, "a cut link"), behind.members.lose(ahead.members.me, "a cut link")
     for number in range(9):
         check(step(ahead, number), number)  # alone
-    until(lambda: ahead.others and behind.others)
+    until(lambda: ahead.members.others and behind.members.others)
     check(step(ahead, 9), 9)  # without waiting for the other one, which says that it takes part
     with pytest.raises(BehindError):
         step(behind, 0)
@@ -67,22 +68,22 @@ def test_what_a_member_owes_is_divided_when_it_says_that_it_does_not_take_part(
     totals: list[list[np.ndarray]] = []
     thread = threading.Thread(target=lambda: totals.append(step(here, 0)))
     thread.start()
-    until(lambda: here.me.begun)
-    away.tell(first=NEVER, begun=False)
+    until(lambda: here.members.me.begun)
+    away.members.tell(first=NEVER, begun=False)
     thread.join(60)
     check(totals[0], 0)
 
 
 def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(make: Callable[[int], Replicas]) -> None:
     ahead, behind = make(0), make(1)
-    ahead._lose(behind.me, "a cut link"), behind._lose(ahead.me, "a cut link")
+    ahead.members.lose(behind.members.me, "a cut link"), behind.members.lose(ahead.members.me, "a cut link")
     for number in range(9):
         step(ahead, number)
-    until(lambda: behind.others)
+    until(lambda: behind.members.others)
     with pytest.raises(BehindError):
         step(behind, 0)
     ahead.close()
     assert behind.fetch_state([8]) is None
-    behind.enter(0)
+    behind.members.enter(0)
     for number in range(3):
         check(step(behind, number), number)

@@ -154,10 +154,10 @@ class Independent:
             say=say,
         )
         threading.Thread(target=self._take, name="gradients", daemon=True).start()
-        if self.replicas.meet(step):
-            say(f"joining the replicas {', '.join(str(m.number) for m in self.replicas.others)}")
+        if self.replicas.members.meet(step):
+            say(f"joining the replicas {', '.join(str(m.number) for m in self.replicas.members.others)}")
         else:
-            self.replicas.enter(step)
+            self.replicas.members.enter(step)
 
     def __call__(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array | float], int]:
         """Returns the state after a step, the metrics, and the steps done.
@@ -188,21 +188,21 @@ class Independent:
         """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
         found = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.to_keep)])
         if found is None:
-            self.replicas.enter(step)
+            self.replicas.members.enter(step)
             return step, state
         return found[0], with_shards(state, found[1])
 
     def may_stop(self, step: int, *, asked: bool) -> bool:
         """One step after it has told the others: they need not do again what this replica has begun."""
         self._asked |= asked  # jax says so of one step alone
-        if self._asked and not self._announced and any(agreed(len(self.replicas.others))):
-            self.replicas.tell(last=step)
+        if self._asked and not self._announced and any(agreed(len(self.replicas.members.others))):
+            self.replicas.members.tell(last=step)
             self._announced = True
             return False
         return self._asked
 
     def end(self, step: int) -> None:
-        self.replicas.leave(step)
+        self.replicas.members.leave(step)
 
     def saves(self) -> bool:
         """The one with the lowest number does: the others would save the same."""
@@ -279,9 +279,9 @@ class Independent:
 
     def _tell_rate(self) -> None:
         """Tells the others how fast this replica is, if that has changed much."""
-        rate, known = agreed(round(self._rate * 1e6))[0] / 1e6, self.replicas.me.rate
+        rate, known = agreed(round(self._rate * 1e6))[0] / 1e6, self.replicas.members.me.rate
         if rate and not 1 / RATE_STEP < rate / known < RATE_STEP:
-            self.replicas.tell(rate=rate)
+            self.replicas.members.tell(rate=rate)
 
 
 def agreed(value: int) -> list[int]:

@@ -1,0 +1,200 @@
+"""`Membership`: who is there, as one member of a run with independent replicas knows it.
+
+Members tell each other of themselves, and of those that they know. Nothing is agreed upon: what each makes of it, who
+computes which share of a step, is a guess (replicas/group.py).
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from files import json_objects
+from replicas.members import NEVER, Member, read_addresses, write_address
+from runtime.blobs import Address, Connection, PeerError
+
+AHEAD = 2  # steps between the word of a joining member and its first shares
+SEEK_S = 5.0  # between two looks for members that were lost
+ASK_S = 0.2  # between two looks of a member that catches up, where the others are
+MOST_BYTES = 1 << 20  # of what a member says of itself and of others
+_CONNECT_S = 5.0
+_LEAVE_S = 30.0
+NOBODY = -1  # in the place of a step
+
+
+class Membership:
+    """This member, and what it knows of the others. All methods may be called by several threads."""
+
+    def __init__(
+        self,
+        me: Member,
+        *,
+        folder: Path,
+        token: str,
+        purpose: str,
+        process: int,
+        silence_s: float,
+        changed: threading.Condition,
+        agree: Callable[[int], Sequence[int]],
+        say: Callable[[str], object],
+        on_met: Callable[[Member], object],
+        on_absence: Callable[[int], object],
+    ) -> None:
+        """`folder` has one folder for each member.
+
+        `on_met` is called when a member appears; `on_absence`, which holds `changed`, with the number of one that does
+        not take part in `step`, or no more.
+        """
+        self.me, self.step = me, -1  # the one that is being summed, or the last that was
+        self.closed = False
+        self.events: list[tuple[float, str, int]] = []
+        self._folder, self._token, self._purpose, self._process = folder, token, purpose, process
+        self._silence_s, self._changed, self._agree, self._say = silence_s, changed, agree, say
+        self._on_met, self._on_absence = on_met, on_absence
+        self._members: dict[int, Member] = {}  # the others
+        self._lost: dict[int, Member] = {}  # of those that did not say that they leave
+        self._asked_s = -inf
+        write_address(folder, me, process)
+        threading.Thread(target=self._seek, name="lost replicas", daemon=True).start()
+
+    @property
+    def others(self) -> list[Member]:
+        """The other members that are there, by number."""
+        with self._changed:
+            return [self._members[number] for number in sorted(self._members)]
+
+    def knows(self, member: Member) -> bool:
+        """Whether a member is still there, and has not started anew."""
+        known = self._members.get(member.number)
+        return known is not None and known.address == member.address
+
+    def connect(self, address: Address, silence_s: float | None = None) -> Connection:
+        """Returns a new connection to a member. PeerError if it is not there."""
+        silence_s = self._silence_s if silence_s is None else silence_s
+        return Connection(address, self._token, self._purpose, self.me.number, silence_s=silence_s)
+
+    # ------------------------------------------------------------------------------------------ what this member does
+    def meet(self, step: int) -> bool:
+        """Says hello to the others, with the steps done here; returns whether one of them has begun.
+
+        ValueError if one of them is of another run.
+        """
+        self.me, self.step = self.me.changed(step=step), step - 1  # nothing of `step` is here yet
+        for address in read_addresses(self._folder, self.me.number, self._process):
+            self._greet(address, _CONNECT_S)
+        if other := next((member for member in self.others if member.run != self.me.run), None):
+            raise ValueError(
+                f"replica {other.number} at {other.host} trains by another config; give all the same, or another "
+                "--workdir"
+            )
+        return any(self._agree(int(any(member.begun for member in self.others))))
+
+    def enter(self, step: int) -> None:
+        """Takes part from a step on; the others learn of it before it returns."""
+        rate = max((m.rate for m in self.others if m.begun), default=self.me.rate)
+        self.tell(first=step, last=NEVER, rate=rate)
+
+    def choose_entry(self, step: int) -> None:
+        """Says from when on this member takes part, if after `step` steps it has nearly caught up."""
+        if not self._agree(int(time.monotonic() > self._asked_s + ASK_S))[0]:
+            return
+        self._asked_s = time.monotonic()
+        self.tell()
+        ahead = self.newest_step()
+        if ahead <= step + 1:
+            self.enter(step if ahead == NOBODY else max(ahead, step) + AHEAD)
+
+    def newest_step(self) -> int:
+        """Returns the most steps that another member that has begun has done, as far as is known; NOBODY: no such."""
+        return max(self._agree(max((m.step for m in self.others if m.begun), default=NOBODY)))
+
+    def tell(self, **changes: Any) -> None:
+        """Tells the others what has changed about this member, and learns of them."""
+        if changes:
+            self.me = self.me.changed(**changes)
+        for member in self.others:
+            if not self._greet(member.address, self._silence_s):
+                self.lose(member, "does not answer")
+
+    def leave(self, step: int) -> None:
+        """Leaves after `step` steps; waits until the others have what they need of this member, up to 30 s."""
+        self.tell(step=step, last=step - 1)
+        until_s = time.monotonic() + _LEAVE_S
+        while time.monotonic() < until_s and any(m.step < step for m in self.others if m.takes_part(step - 1)):
+            time.sleep(0.05)
+            self.tell()
+
+    # ------------------------------------------------------------------------------------------------- of the others
+    def lose(self, member: Member, why: str) -> None:
+        """Goes on without a member."""
+        with self._changed:
+            if self.closed or not self.knows(member):
+                return
+            known = self._members.pop(member.number)
+            self._on_absence(member.number)
+            left = known.last < self.step or known.last < known.step
+            if not left:
+                self._lost[member.number] = known
+            self._changed.notify_all()
+        self.events.append((time.time(), "left" if left else "lost", member.number))
+        if not left:
+            self._say(f"replica {member.number} is lost in step {self.step + 1}: {why}; the others do its part")
+
+    def answer(self, request: dict[str, Any], process: int) -> memoryview:
+        """Answers what another member says of itself. ValueError for what is no member."""
+        member = Member.from_dict(request["member"])
+        if member.number != process:
+            raise ValueError("it speaks of another member")
+        self._register(member)
+        known = [m.as_dict() for m in self.others if m.number != process]
+        return memoryview(json.dumps({"member": self.me.as_dict(), "others": known}).encode())
+
+    def _greet(self, address: Address, patience_s: float) -> bool:
+        """Tells a member of this one, and learns of it and of those that it knows. False if it is not there."""
+        try:
+            with self.connect(address, patience_s) as connection:
+                answer = connection.ask({"op": "member", "member": self.me.as_dict()}, MOST_BYTES)
+            said = json_objects.parse(answer, "what a member says")
+            member = Member.from_dict(said["member"])
+            known = [Member.from_dict(values) for values in said["others"]]
+            if member.number != address.process:
+                raise ValueError("it is another member")
+        except (PeerError, ValueError, LookupError):
+            return False
+        self._register(member)
+        for other in known:
+            if other.number not in (self.me.number, *self._members):
+                self._greet(other.address, patience_s)
+        return True
+
+    def _register(self, member: Member) -> None:
+        with self._changed:
+            known = self._members.get(member.number)
+            is_new = not self.knows(member)
+            if known and not is_new and known.version >= member.version:
+                return
+            if member.first <= member.step < self.step - 1 and member.takes_part(self.step):
+                # it was cut off, and must catch up
+                member = replace(member, first=NEVER, begun=False)
+            self._members[member.number] = member
+            self._lost.pop(member.number, None)
+            if not member.takes_part(self.step):  # it has started anew, or takes the others' state
+                self._on_absence(member.number)
+            self._changed.notify_all()
+        if is_new:
+            self.events.append((time.time(), "met", member.number))
+            self._on_met(member)
+
+    def _seek(self) -> None:
+        """Greets now and then those that were lost: they may have been cut off, or stopped, for a while."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self.closed, SEEK_S):
+                    return
+                lost = [*self._lost.values()]
+            for member in lost:
+                self._greet(member.address, _CONNECT_S)
