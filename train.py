@@ -193,7 +193,7 @@ def run(
             checkpointer=checkpointer,
             snapshots=snapshots,
             supervisor=supervisor,
-            saves=steps.saves,
+            to_save=steps.to_save,
             config=config.to_dict(),
             position={"seed": config.seed, **data.fingerprints},
         )
@@ -215,7 +215,7 @@ def run(
         report.close()
         supervisor.enter(Phase.CLOSING)
         finished = step == last
-        steps.end(step)
+        steps.end(step, state)
         for hook in loop:
             hook.close(step, state, metrics, finished=finished)
         sample = None

@@ -259,7 +259,10 @@ class Moe(Decoder):
 
     def warning(self, metrics: Mapping[str, float]) -> str:
         """Returns a line if a step dropped more than `max_dropped`."""
-        c, dropped = self.config, metrics["dropped_share"]
+        c, dropped = (
+            self.config,
+            metrics.get("dropped_share", 0.0),
+        )  # not known in the first step of a start, if delayed
         if dropped <= c.max_dropped:
             return ""
         return (

@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,12 +51,15 @@ class Replicas:
         payloads: Sequence[Payload],
         sizes: Sequence[int],
         silence_s: float,
+        late: int = 0,
         run: str = "",
         process: int = 0,
         agree: Callable[[int], Sequence[int]] = lambda value: [value],
         say: Callable[[str], object] = print,
     ) -> None:
         """`sizes` are the values of each piece; `folder` has one folder for each member, and `run` is equal in all.
+
+        `late`: 1 if the shares of a step are computed before the step in front of it is summed, else 0.
 
         Of a member of several processes each has its own part of the gradients, and others that it asks: those with
         its number. `agree` returns the values of all of them, by number; they call all methods together.
@@ -68,10 +70,11 @@ class Replicas:
         self._agree, self._say, self._has_others = agree, say, len(agree(0)) > 1
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._late = late
         self._steps: dict[int, StepSums] = {}
+        self._plans: dict[int, StepPlan] = {}  # of the steps that are begun, and not summed
         self._under_way: set[tuple[int, int, int, Node | None]] = set()  # member, step, piece, node that were asked for
-        self._plan = StepPlan(me=number, num_shares=num_shares, num_pieces=len(sizes), rates={})
-        self._behind = -1  # the step of which the others no longer have the totals
+        self._behind: int | None = None  # the step of which the others no longer have the totals
         self._digests: dict[int, str] = {}  # of the last step that was compared
         self.copies = StateCopies(self._changed)
         self.is_first = True  # of those that finished the last step: it does what all would do alike
@@ -85,11 +88,12 @@ class Replicas:
             purpose=purpose,
             process=process,
             silence_s=silence_s,
+            late=late,
             changed=self._changed,
             agree=agree,
             say=say,
             on_met=self._ask_always,
-            on_absence=self._do_without,
+            on_change=self._do_without,
         )
 
     def close(self) -> None:
@@ -140,6 +144,9 @@ class Replicas:
         for tries in range(1, FETCHES + 1):
             self.members.tell(first=NEVER, begun=False)
             if (newest := self.members.newest_step()) == NOBODY:
+                with self._changed:
+                    self._behind = None
+                    self._plans.clear()  # what is under way is to be computed here
                 return None
             step = newest + AHEAD * tries
             self.members.tell(step=step)  # from which on they keep the totals
@@ -176,53 +183,66 @@ class Replicas:
         return found
 
     # ------------------------------------------------------------------------------------------------------- the steps
-    def sum(self, step: int, compute: Callable[[int, StepSums], None]) -> list[np.ndarray]:
+    def compute(self, step: int, compute: Callable[[int], None]) -> None:
+        """Computes this member's shares of a step, which is summed later, while the one before it is summed."""
+        sums = self._begin(step)
+        while (share := self._next_share(sums, 0)) >= 0:
+            sums.begin(share)
+            compute(share)
+
+    def sum(self, step: int, compute: Callable[[int], None]) -> list[np.ndarray]:
         """Returns the totals `f32 [N]` of all pieces of a step.
 
-        `compute(share, sums)` computes a share and puts its pieces into `sums`: those that are this member's part, what
-        a lost member owed, and what another one asks for. A member that does not take part yet receives the totals.
-        BehindError if the others no longer have them.
+        `compute(share)` computes a share, and puts its pieces: those that are this member's part, what a lost member
+        owed, and what another one asks for. A member that does not take part yet receives the totals. BehindError if
+        the others no longer have them.
         """
-        if self.members.me.first == NEVER:
-            self.members.choose_entry(step)
+        sums = self._begin(step)
         with self._changed:
-            me = self.members.me
-            self.members.step, self.members.me = step, me.changed(step=step, begun=me.takes_part(step))
-            there = [m for m in (me, *self.members.others) if m.takes_part(step)]
-            self._plan = replace(self._plan, rates={m.number: m.rate for m in there}, lost=frozenset())
-            sums = self._sums_of(step)
-            self._plan.follow(sums)
+            self.members.step, self.members.me = step, self.members.me.changed(step=step)
             self._changed.notify_all()
-        while (share := self._next_share(sums)) != COMPLETE:
+        while (share := self._next_share(sums, LOOK_S if self._has_others else None)) != COMPLETE:
             if share != WAITING:
                 sums.begin(share)
-                compute(share, sums)
+                compute(share)
         with self._changed:
             self.members.me = self.members.me.changed(step=step + 1)
-            is_first = self._plan.left[0] == self.members.me.number
+            is_first = self._plans[step].left[0] == self.members.me.number
             self._forget(step)
         self.is_first = bool(self._agree(int(is_first))[0])
         return sums.totals()
 
-    def put(self, sums: StepSums, share: int, piece: int, values: np.ndarray) -> None:
+    def put(self, step: int, share: int, piece: int, values: np.ndarray) -> None:
         """Takes a piece of a share that was computed here."""
+        sums = self._steps[step]
         sums.put(share, piece, values)
-        self._plan.add_up(sums, piece)
+        self._add_up(step, sums, piece)
 
-    def _sums_of(self, step: int) -> StepSums:
-        if step not in self._steps:
-            self._steps[step] = StepSums(self._num_shares, self._payloads, self._lock, self._changed)
-        return self._steps[step]
+    def _begin(self, step: int) -> StepSums:
+        """Divides a step among those that are there, unless it is under way; returns its sums."""
+        if step in self._plans:
+            return self._steps[step]
+        if self.members.me.first == NEVER:
+            self.members.choose_entry(step)
+        with self._changed:
+            me = self.members.me
+            self.members.step, self.members.me = step - self._late, me.changed(begun=me.takes_part(step))
+            rates = {m.number: m.rate for m in (me, *self.members.others) if m.takes_part(step)}
+            plan = StepPlan(me=me.number, num_shares=self._num_shares, num_pieces=len(self._sizes), rates=rates)
+            sums = self._steps.get(step) or StepSums(self._num_shares, self._payloads, self._lock, self._changed)
+            self._steps[step], self._plans[step] = sums, plan
+            plan.follow(sums)
+            self._changed.notify_all()
+        return sums
 
-    def _next_share(self, sums: StepSums) -> int:
+    def _next_share(self, sums: StepSums, wait_s: float | None) -> int:
         """Returns what `StepSums.look` does, the same in all processes: a share that one of them wants, if any."""
         try:
-            found = sums.look(self._check, LOOK_S if self._has_others else None)
+            found = sums.look(self._check, wait_s)
         except BehindError:
             found = _BEHIND
         said = self._agree(found)
         if _BEHIND in said:
-            self._behind = -1
             raise BehindError(f"the other replicas no longer have the totals of step {self.members.step}")
         wanted = [share for share in said if share >= 0]
         return min(wanted) if wanted else max(said)
@@ -234,12 +254,14 @@ class Replicas:
             raise BehindError
 
     def _forget(self, step: int) -> None:
-        """Drops what nobody will ask for any more: all but the totals of this step, and of those others catch up by."""
+        """Drops what nobody will ask for any more: all but the last totals, and those by which others catch up."""
         self._steps[step].drop_values()
         catching_up = [m.step for m in self.members.others if step < m.first]
-        oldest = max(min([step, *catching_up]), step - KEPT_STEPS)
+        oldest = max(min([step - self._late, *catching_up]), step - KEPT_STEPS)
         for old in [old for old in self._steps if old < oldest]:
             del self._steps[old]
+        for old in [old for old in self._plans if old <= step]:
+            del self._plans[old]
 
     # -------------------------------------------------------------------------------------------------- asking others
     def _ask_always(self, member: Member) -> None:
@@ -248,13 +270,16 @@ class Replicas:
             threading.Thread(target=self._pull, args=(member, kind), daemon=True).start()
 
     def _do_without(self, number: int) -> None:
-        """Divides among the others what a member was to do of this step."""
-        step = self.members.step
-        if number in self._plan.left and number != self.members.me.number:
-            self._plan = self._plan.without([number])
-            if step in self._steps:
-                self._plan.follow(self._steps[step])
-            self._changed.notify_all()
+        """Divides among the others what a member was to do of steps in which it does not take part any more."""
+        for step, plan in self._plans.items():
+            if number in plan.left and number != plan.me and not self.members.takes_part(number, step):
+                self._plans[step] = plan.without([number])
+                self._plans[step].follow(self._steps[step])
+                self._changed.notify_all()
+
+    def _add_up(self, step: int, sums: StepSums, piece: int) -> None:
+        if plan := self._plans.get(step):
+            plan.add_up(sums, piece)
 
     def _pull(self, member: Member, kind: str) -> None:
         """Asks a member for one thing after the other, as long as it is there."""
@@ -275,9 +300,9 @@ class Replicas:
         with self._changed:
             while not self.members.closed and self.members.knows(member):
                 step = self.members.step
-                sums = self._steps.get(step)
-                if sums and not sums.is_complete:
-                    ask = self._plan.sum_to_ask if kind == "sum" else self._plan.total_to_ask
+                plan, sums = self._plans.get(step), self._steps.get(step)
+                if plan and sums and not sums.is_complete:
+                    ask = plan.sum_to_ask if kind == "sum" else plan.total_to_ask
                     busy = {each[2:] for each in self._under_way if each[:2] == (member.number, step)}
                     if found := ask(member.number, sums, busy):
                         piece, node = found
@@ -307,7 +332,7 @@ class Replicas:
             return
         if node:
             sums.take(node, piece, content)
-            self._plan.add_up(sums, piece)
+            self._add_up(step, sums, piece)
         else:
             sums.put_total(piece, content)
 
@@ -344,7 +369,7 @@ class Replicas:
     def _await(self, step: int) -> StepSums:
         """Returns a step's sums, once it is begun here. LookupError if they are gone."""
         with self._changed:
-            self._changed.wait_for(lambda: self.members.closed or self.members.step >= step)
+            self._changed.wait_for(lambda: self.members.closed or step in self._steps or self.members.step >= step)
             if self.members.closed:
                 raise ConnectionError(LEAVES)
             if step not in self._steps:

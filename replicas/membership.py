@@ -38,23 +38,24 @@ class Membership:
         purpose: str,
         process: int,
         silence_s: float,
+        late: int,
         changed: threading.Condition,
         agree: Callable[[int], Sequence[int]],
         say: Callable[[str], object],
         on_met: Callable[[Member], object],
-        on_absence: Callable[[int], object],
+        on_change: Callable[[int], object],
     ) -> None:
-        """`folder` has one folder for each member.
+        """`folder` has one folder for each member. The shares of a step are computed `late` steps before it is summed.
 
-        `on_met` is called when a member appears; `on_absence`, which holds `changed`, with the number of one that does
-        not take part in `step`, or no more.
+        `on_met` is called when a member appears; `on_change`, which holds `changed`, with the number of one of which
+        something was learnt.
         """
-        self.me, self.step = me, -1  # the one that is being summed, or the last that was
+        self.me, self.step = me, -1  # the step that is being summed, or the last that was
         self.closed = False
         self.events: list[tuple[float, str, int]] = []
         self._folder, self._token, self._purpose, self._process = folder, token, purpose, process
         self._silence_s, self._changed, self._agree, self._say = silence_s, changed, agree, say
-        self._on_met, self._on_absence = on_met, on_absence
+        self._late, self._on_met, self._on_change = late, on_met, on_change
         self._members: dict[int, Member] = {}  # the others
         self._lost: dict[int, Member] = {}  # of those that did not say that they leave
         self._asked_s = -inf
@@ -66,6 +67,10 @@ class Membership:
         """The other members that are there, by number."""
         with self._changed:
             return [self._members[number] for number in sorted(self._members)]
+
+    def takes_part(self, number: int, step: int) -> bool:
+        """Whether another member is there and computes shares of a step."""
+        return number in self._members and self._members[number].takes_part(step)
 
     def knows(self, member: Member) -> bool:
         """Whether a member is still there, and has not started anew."""
@@ -109,8 +114,8 @@ class Membership:
             self.enter(step if ahead == NOBODY else max(ahead, step) + AHEAD)
 
     def newest_step(self) -> int:
-        """Returns the most steps that another member that has begun has done, as far as is known; NOBODY: no such."""
-        return max(self._agree(max((m.step for m in self.others if m.begun), default=NOBODY)))
+        """Returns the newest step that another member has begun, as far as is known; NOBODY: there is none."""
+        return max(self._agree(max((m.step + self._late for m in self.others if m.begun), default=NOBODY)))
 
     def tell(self, **changes: Any) -> None:
         """Tells the others what has changed about this member, and learns of them."""
@@ -135,7 +140,7 @@ class Membership:
             if self.closed or not self.knows(member):
                 return
             known = self._members.pop(member.number)
-            self._on_absence(member.number)
+            self._on_change(member.number)
             left = known.last < self.step or known.last < known.step
             if not left:
                 self._lost[member.number] = known
@@ -177,13 +182,12 @@ class Membership:
             is_new = not self.knows(member)
             if known and not is_new and known.version >= member.version:
                 return
-            if member.first <= member.step < self.step - 1 and member.takes_part(self.step):
+            if member.first <= member.step < self.step - 1 - self._late and member.takes_part(self.step):
                 # it was cut off, and must catch up
                 member = replace(member, first=NEVER, begun=False)
             self._members[member.number] = member
             self._lost.pop(member.number, None)
-            if not member.takes_part(self.step):  # it has started anew, or takes the others' state
-                self._on_absence(member.number)
+            self._on_change(member.number)
             self._changed.notify_all()
         if is_new:
             self.events.append((time.time(), "met", member.number))

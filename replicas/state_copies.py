@@ -24,6 +24,12 @@ class StateCopies:
         self._copies: dict[int, dict[int, np.ndarray]] = {}
         self._closed = False
 
+    def are_wanted(self, step: int) -> bool:
+        """Whether somebody wants a copy of the state after `step` steps: from now on nobody can ask for it."""
+        with self._changed:
+            self._step = step
+            return bool(self._wanted.get(step))
+
     def at_step(self, step: int, arrays: Sequence[Any]) -> None:
         """Copies what is wanted of the state after `step` steps; `arrays` are those of this process' devices."""
         with self._changed:

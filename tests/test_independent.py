@@ -17,6 +17,7 @@ from training.independent import Independent
 
 pytestmark = pytest.mark.jax
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
+TWO = {"sharding__strategy": "mics", "sharding__partition_size": 4}  # partition groups
 INDEPENDENT = ONE | {"sharding__replicas": "independent"}
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {},
@@ -69,18 +70,25 @@ def test_a_replica_alone_trains_like_one_world(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_goes_from_one_world_to_replicas_and_back(tmp_path: Path) -> None:
-    one = arguments(tmp_path / "run", **ONE, num_steps=6)
-    replica = arguments(tmp_path / "run", **INDEPENDENT, num_steps=6)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_run_goes_from_one_world_to_replicas_and_back(delayed: bool, tmp_path: Path) -> None:
+    """Delayed, a replica says the loss of the gradients that it applies: those of the step before, if it knows it."""
+    world, changes = TWO if delayed else ONE, {"num_steps": 6, "compression__delayed": delayed}
+    one = arguments(tmp_path / "run", **world, **changes)
+    replica = arguments(tmp_path / "run", **INDEPENDENT, **changes)
     assert run_here(*one, hooks=[stop_after(2)]) == 75
     assert run_here(*replica, "--group=0", hooks=[stop_after(4)]) == 75
     assert run_here(*one) == 0
-    assert run_here(*arguments(tmp_path / "whole", **ONE, num_steps=6)) == 0
-    expected = losses(tmp_path / "whole")
-    found = rows(tmp_path / "run") + rows(tmp_path / "run" / "replicas" / "0")
-    assert sorted(row["step"] for row in found) == [1, 2, 3, 4, 5, 6]
-    for row in found:
-        np.testing.assert_allclose(row["loss"], expected[row["step"] - 1], rtol=1e-5)
+    assert run_here(*arguments(tmp_path / "whole", **world, **changes)) == 0
+    expected, found = rows(tmp_path / "whole"), rows(tmp_path / "run")
+    late = rows(tmp_path / "run" / "replicas" / "0")
+    assert [row["step"] for row in late] == [3, 4] and [row["step"] for row in found] == [1, 2, 5, 6]
+    assert [row["step"] for row in late if "loss" in row] == [3, 4][delayed:]
+    for row in late + found:
+        np.testing.assert_allclose(row["grad_norm"], expected[row["step"] - 1]["grad_norm"], rtol=1e-4)
+        if "loss" in row:
+            of = row["step"] - 1 - (delayed and row in late)
+            np.testing.assert_allclose(row["loss"], expected[of]["loss"], rtol=1e-5)
 
 
 def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() -> None:

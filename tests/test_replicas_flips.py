@@ -4,6 +4,7 @@ import hashlib
 import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 
 from replicas.group import BehindError, Replicas
 from replicas.payloads import Float32
-from replicas.sums import StepSums
 
 MEMBERS, NUM_SHARES, SIZE, COMPARED_EVERY = 3, 3, 50, 4
 SHARE_S = 0.01  # or the others would be too far ahead of the one that takes their state
@@ -29,9 +29,9 @@ def start(folder: Path, number: int, said: list[str]) -> Replicas:
 def train(replicas: Replicas, steps: int, flips: dict[int, int]) -> np.ndarray:
     """Returns the parameters after the steps, before some of which a bit of them flips."""
 
-    def compute(share: int, sums: StepSums, step: int) -> None:
+    def compute(step: int, share: int) -> None:
         time.sleep(SHARE_S)
-        replicas.put(sums, share, 0, share_of(step, share))
+        replicas.put(step, share, 0, share_of(step, share))
 
     def fetched() -> tuple[int, np.ndarray]:
         found = replicas.fetch_state([4 * SIZE])
@@ -48,7 +48,7 @@ def train(replicas: Replicas, steps: int, flips: dict[int, int]) -> np.ndarray:
             step, params = fetched()
         replicas.copies.at_step(step, [params])
         try:
-            (total,) = replicas.sum(step, lambda share, sums, step=step: compute(share, sums, step))
+            (total,) = replicas.sum(step, partial(compute, step))
         except BehindError:
             step, params = fetched()
             continue

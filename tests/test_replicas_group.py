@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from replicas import group, membership
 from replicas.group import BehindError, Replicas
 from replicas.members import NEVER, Member, write_address
 from replicas.payloads import Float32, Payload, make_payload
-from replicas.sums import StepSums
 from replicas.tree import added
 from runtime.addresses import listen
 from runtime.blobs import Connection, PeerError
@@ -63,9 +63,15 @@ class Loop:
     """A member that trains, in a thread of its own."""
 
     def __init__(
-        self, folder: Path, number: int, codec: str = "none", steps: int = STEPS, silence_s: float = 30.0
+        self,
+        folder: Path,
+        number: int,
+        codec: str = "none",
+        steps: int = STEPS,
+        silence_s: float = 30.0,
+        late: int = 0,
     ) -> None:
-        self.number, self.codec, self.steps = number, codec, steps
+        self.number, self.codec, self.steps, self.late = number, codec, steps, late
         self.computed: dict[int, list[int]] = {}
         self.fetched: list[int] = []
         self.before_share: Callable[[int, int], object] = lambda step, share: None  # may raise Gone
@@ -80,6 +86,7 @@ class Loop:
             payloads=payloads_of(codec),
             sizes=SIZES,
             silence_s=silence_s,
+            late=late,
             say=self.said.append,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -105,29 +112,38 @@ class Loop:
             self.replicas.close()
 
     def _train(self) -> None:
-        step = 0
+        step = first = 0
         while step < self.steps:
             self.before_step(step)
             self.replicas.copies.at_step(step, state_of(step))
             try:
-                found = self.replicas.sum(step, lambda share, sums, step=step: self._compute(step, share, sums))
+                if self.late:
+                    self.replicas.compute(step, partial(self._compute, step))
+                if step - self.late >= first:
+                    self._sum(step - self.late)
             except BehindError:
                 fetched = self.replicas.fetch_state(STATE_BYTES)
                 assert fetched
                 step, arrays = fetched
+                first = step
                 assert arrays == [array.tobytes() for array in state_of(step)]
                 self.fetched.append(step)
                 continue
-            assert [total.tobytes() for total in found] == totals(step, self.codec), (self.number, step)
             step += 1
+        if self.late:
+            self._sum(step - 1)
         self.replicas.members.leave(step)
         self.replicas.close()
 
-    def _compute(self, step: int, share: int, sums: StepSums) -> None:
+    def _sum(self, step: int) -> None:
+        found = self.replicas.sum(step, partial(self._compute, step))
+        assert [total.tobytes() for total in found] == totals(step, self.codec), (self.number, step)
+
+    def _compute(self, step: int, share: int) -> None:
         self.before_share(step, share)
         self.computed.setdefault(step, []).append(share)
         for piece in range(len(SIZES)):
-            self.replicas.put(sums, share, piece, gradients(step, share, piece))
+            self.replicas.put(step, share, piece, gradients(step, share, piece))
 
     def end(self) -> None:
         """Waits for the end, and raises what it ended by."""
@@ -137,9 +153,9 @@ class Loop:
             raise self.error
 
 
-def started(folder: Path, count: int, codec: str = "none", steps: int = STEPS) -> list[Loop]:
+def started(folder: Path, count: int, codec: str = "none", steps: int = STEPS, late: int = 0) -> list[Loop]:
     """Returns members that have met, in front of their first step."""
-    return [Loop(folder, number, codec, steps).start() for number in range(count)]
+    return [Loop(folder, number, codec, steps, late=late).start() for number in range(count)]
 
 
 def trained(loops: list[Loop]) -> None:
@@ -149,11 +165,17 @@ def trained(loops: list[Loop]) -> None:
         loop.end()
 
 
+@pytest.fixture(params=[0, 1], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest) -> int:
+    """1: a step is summed while the shares of the next one are computed."""
+    return request.param
+
+
 @pytest.mark.parametrize(
     ("count", "codec"), [(1, "none"), (2, "none"), (3, "none"), (4, "none"), (2, "bf16"), (3, "int8"), (4, "int8")]
 )
-def test_any_number_of_replicas_has_the_bits_of_one(count: int, codec: str, tmp_path: Path) -> None:
-    loops = started(tmp_path, count, codec)
+def test_any_number_of_replicas_has_the_bits_of_one(count: int, codec: str, late: int, tmp_path: Path) -> None:
+    loops = started(tmp_path, count, codec, late=late)
     trained(loops)
     for step in range(STEPS):
         assert sorted(share for loop in loops for share in loop.computed.get(step, [])) == [*range(NUM_SHARES)]
@@ -170,8 +192,11 @@ def test_faster_replicas_compute_more_shares(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("share_of_death", [0, 1])
-def test_others_finish_the_step_in_which_one_is_lost(share_of_death: int, codec: str, tmp_path: Path) -> None:
-    loops = started(tmp_path, 3, codec)
+def test_others_finish_the_step_in_which_one_is_lost(
+    share_of_death: int, codec: str, late: int, tmp_path: Path
+) -> None:
+    steps = STEPS + 2 * late  # so much later all know of the loss when they begin a step
+    loops = started(tmp_path, 3, codec, steps, late)
 
     def die(step: int, share: int) -> None:
         if step == 2 and len(loops[2].computed.get(2, [])) == share_of_death:
@@ -184,14 +209,22 @@ def test_others_finish_the_step_in_which_one_is_lost(share_of_death: int, codec:
     assert {share for computed in survivors for share in computed[2]} | {*loops[2].computed.get(2, [])} == {
         *range(NUM_SHARES)
     }
-    assert [len(computed[3]) for computed in survivors] == [3, 3]
+    assert [len(computed[steps - 1]) for computed in survivors] == [3, 3]
     for loop in loops[:2]:
         assert [event[1:] for event in loop.replicas.members.events if event[1] == "lost"] == [("lost", 2)]
-        assert any("replica 2 is lost in step 3" in text for text in loop.said)
+        assert any(f"replica 2 is lost in step {n}" in text for text in loop.said for n in range(3 - 2 * late, 4))
 
 
-def test_all_but_one_may_be_lost(tmp_path: Path) -> None:
-    loops = started(tmp_path, 4)
+def test_late_a_step_is_computed_before_the_one_in_front_of_it_is_summed(tmp_path: Path) -> None:
+    loops, computes_3 = started(tmp_path, 2, late=1), threading.Event()
+    loops[0].before_share = lambda step, share: computes_3.set() if step == 3 else None
+    loops[1].before_share = lambda step, share: step == 2 and computes_3.wait()
+    trained(loops)
+    assert all(len(loop.computed[2]) == 3 for loop in loops)
+
+
+def test_all_but_one_may_be_lost(late: int, tmp_path: Path) -> None:
+    loops = started(tmp_path, 4, late=late)
     for number in (0, 2, 3):
 
         def die(step: int, share: int, at: int = 1 + number) -> None:
@@ -203,8 +236,8 @@ def test_all_but_one_may_be_lost(tmp_path: Path) -> None:
     assert sorted(loops[1].computed[3]) == [*range(NUM_SHARES)]
 
 
-def test_one_that_leaves_is_not_lost(tmp_path: Path) -> None:
-    loops = started(tmp_path, 3)
+def test_one_that_leaves_is_not_lost(late: int, tmp_path: Path) -> None:
+    loops = started(tmp_path, 3, late=late)
     loops[0].steps = 3
     loops[0].before_step = lambda step: loops[0].replicas.members.tell(last=2) if step == 2 else None
     trained(loops)
@@ -213,10 +246,12 @@ def test_one_that_leaves_is_not_lost(tmp_path: Path) -> None:
         assert not [event for event in loop.replicas.members.events if event[1] == "lost" and event[2] == 0]
 
 
-def test_one_that_joins_takes_the_state_from_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_joins_takes_the_state_from_all_others(
+    late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(membership, "ASK_S", 0.0)
     joined, asked = threading.Event(), set[int]()
-    loops = started(tmp_path, 2, steps=NEVER)
+    loops = started(tmp_path, 2, steps=NEVER, late=late)
 
     def has_met(loop: Loop) -> None:
         """Waits until a member knows when the late one enters: only then are all guesses of who computes what alike."""
@@ -231,33 +266,31 @@ def test_one_that_joins_takes_the_state_from_all_others(tmp_path: Path, monkeypa
             asked.add(number) or answer(request)
         )
         loop.go()
-    while min(loop.replicas.members.me.step for loop in loops) < 6:
+    while min(loop.replicas.members.me.step for loop in loops) < 6 - late:
         threading.Event().wait(0.01)
-    late = Loop(tmp_path, 2, steps=NEVER).start(joins=True)
+    new = Loop(tmp_path, 2, steps=NEVER, late=late).start(joins=True)
 
     def end(step: int, share: int) -> None:
-        for loop in (*loops, late):
+        for loop in (*loops, new):
             loop.steps = min(loop.steps, step + 3)  # the others cannot be further: this one computes a part of it
 
-    late.before_share = end
-    late.go()
+    new.before_share = end
+    new.go()
     while asked != {0, 1}:
         threading.Event().wait(0.01)
     joined.set()
-    for loop in (*loops, late):
+    for loop in (*loops, new):
         loop.end()
-    assert late.fetched == [8]
-    first = min(late.computed)
-    assert first > late.fetched[0] and late.steps == first + 3
-    assert [[len(loop.computed[step]) for loop in (*loops, late)] for step in range(first, first + 3)] == [
-        [2, 2, 2]
-    ] * 3
+    assert new.fetched == [8]
+    first = min(new.computed)
+    assert first > new.fetched[0] and new.steps == first + 3
+    assert [[len(loop.computed[step]) for loop in (*loops, new)] for step in range(first, first + 3)] == [[2, 2, 2]] * 3
 
 
-def test_one_that_starts_anew_under_its_number_is_not_waited_for(tmp_path: Path) -> None:
+def test_one_that_starts_anew_under_its_number_is_not_waited_for(late: int, tmp_path: Path) -> None:
     """The others need its part of the step; the new one needs their state, from a step after that."""
-    loops = started(tmp_path, 2, steps=6)
-    stopped, again = threading.Event(), threading.Event()
+    loops = started(tmp_path, 2, steps=6, late=late)
+    stopped, met, again = threading.Event(), threading.Event(), threading.Event()
 
     def stop(step: int, share: int) -> None:
         if step == 2:
@@ -265,12 +298,14 @@ def test_one_that_starts_anew_under_its_number_is_not_waited_for(tmp_path: Path)
             again.wait(PATIENCE_S)  # silent about this step, but it does not close
             raise Gone
 
+    loops[0].before_step = lambda step: met.wait(PATIENCE_S) if step == 5 else None  # not gone before it has answered
     loops[1].before_share = stop
     for loop in loops:
         loop.go()
     assert stopped.wait(PATIENCE_S)
-    anew = Loop(tmp_path, 1)
+    anew = Loop(tmp_path, 1, late=late)
     assert anew.replicas.members.meet(0)
+    met.set()
     loops[0].end()
     assert sorted(loops[0].computed[2]) == [*range(NUM_SHARES)]
     again.set()

@@ -12,7 +12,6 @@ from replicas import membership
 from replicas.group import BehindError, Replicas
 from replicas.members import NEVER
 from replicas.payloads import Float32
-from replicas.sums import StepSums
 
 SHARES, SIZES = 4, [3, 5]
 
@@ -37,9 +36,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 def step(member: Replicas, number: int) -> list[np.ndarray]:
     """Returns a member's totals of a step."""
 
-    def compute(share: int, sums: StepSums) -> None:
+    def compute(share: int) -> None:
         for piece, size in enumerate(SIZES):
-            member.put(sums, share, piece, np.full(size, number + share, np.float32))
+            member.put(number, share, piece, np.full(size, number + share, np.float32))
 
     return member.sum(number, compute)
 

@@ -63,9 +63,9 @@ class Run:
         (ended,) = finish(self.processes[group])
         assert ended[0] == code, ended
 
-    def losses(self, group: int) -> dict[int, tuple[float, float]]:
-        """Returns the loss and the gradients' norm of each step that a replica did."""
-        return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(self.folder(group))}
+    def losses(self, group: int) -> dict[int, tuple[float | None, float]]:
+        """Returns the loss and the gradients' norm of each step that a replica did; delayed, the first has no loss."""
+        return {row["step"]: (row.get("loss"), row["grad_norm"]) for row in rows(self.folder(group))}
 
 
 def disturb(run: Run, kind: str, victim: int, chance: random.Random) -> None:
@@ -94,11 +94,13 @@ def disturb(run: Run, kind: str, victim: int, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", ["none", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("bf16", "int8"))]
+    ("codec", "delayed"),
+    [("none", False), ("none", True), *(pytest.param(x, False, marks=pytest.mark.slow) for x in ("bf16", "int8"))],
 )
-def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: str) -> None:
+def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: str, delayed: bool) -> None:
     chance = random.Random(f"events of {codec}")
-    alone, run = (Run(tmp_path / name, compression__hop_two=codec) for name in ("alone", "run"))
+    how = {"compression__hop_two": codec, "compression__delayed": delayed}
+    alone, run = (Run(tmp_path / name, **how) for name in ("alone", "run"))
     alone.start(0)
     assert finish(alone.processes[0])[0][0] == 0
     run.slowly.touch()
@@ -118,7 +120,8 @@ def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: st
     expected = alone.losses(0)
     for group in range(REPLICAS):
         found = run.losses(group)
-        assert found[NUM_STEPS] and found == {step: expected[step] for step in found}
+        assert found[NUM_STEPS] and sum(loss is None for loss, _ in found.values()) <= delayed * (1 + len(KINDS))
+        assert found == {step: (loss and expected[step][0], expected[step][1]) for step, (loss, _) in found.items()}
     one, two = (arrays(each.workdir, NUM_STEPS) for each in (alone, run))
     assert one.keys() == two.keys()
     assert [name for name in one if one[name].tobytes() != two[name].tobytes()] == []

@@ -162,7 +162,7 @@ class Keeper:
     checkpointer: Checkpointer
     snapshots: Snapshots
     supervisor: Supervisor
-    saves: Callable[[], bool]  # whether this world saves checkpoints
+    to_save: Callable[[TrainState], TrainState | None]  # what of a state this world saves, if any
     config: dict[str, Any]
     position: Mapping[str, Any]  # in the data, besides the step
 
@@ -179,11 +179,11 @@ class Keeper:
 
     def save(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Starts saving a checkpoint."""
-        if not self.saves():
+        if (kept := self.to_save(state)) is None:
             return
         with self.report.apart("checkpoint_s"):
             self.log.flush()
             data = {"step": step, **self.position}
             best = {name: float(metrics[name]) for name in ("validation_loss",) if name in metrics}
-            self.checkpointer.save(step, state.to_keep, data=data, config=self.config, metrics=best)
+            self.checkpointer.save(step, kept, data=data, config=self.config, metrics=best)
             self.supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)

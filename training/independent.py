@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -22,13 +23,12 @@ from input_pipeline import Dataset
 from input_pipeline.batches import Batch, batch_at
 from replicas.group import BehindError, Replicas
 from replicas.payloads import Float32, make_payload
-from replicas.sums import StepSums
 from runtime.handshake import shared_token
 from runtime.phases import Phase
 from sharding.gradients import accumulated
 from sharding.shares import FlatGradients, HandOut, build_share, build_update, gradient_shapes
 from sharding.step import TrainState
-from sharding.trees import PyTree
+from sharding.trees import GradsR, Means, Params, PyTree
 from training.experiment import Experiment
 
 FOLDER = "replicas"
@@ -37,6 +37,7 @@ LEAST, MOST = 1 << 14, 1 << 20  # values of a piece
 SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
 COMPARED_EVERY = 100  # steps: replicas compare their parameters
 RATE_STEP, RATE_MEMORY = 1.3, 0.8
+UNKNOWN = np.float32("nan")  # a mean
 
 
 class Handed(NamedTuple):
@@ -52,16 +53,30 @@ class Handed(NamedTuple):
 class Share:
     """A share that is being computed: its gradients, as they come."""
 
-    def __init__(self, number: int, sums: StepSums, size: int, pieces: int, handings: int) -> None:
+    def __init__(self, step: int, number: int, size: int, pieces: int, handings: int) -> None:
         """`handings` are the layers, of each device, that are handed out."""
-        self.number, self.sums = number, sums
+        self.step, self.number = step, number
         self.left, self.is_whole = handings, threading.Event()
         self.flat = np.empty(size, np.float32)
         self.filled = [0] * pieces
 
 
+@dataclass
+class Late:
+    """A step whose gradients are under way while the next one computes."""
+
+    step: int
+    grads_R: GradsR = None  # the mean `[1, ...]`, once it is here
+    means: dict[str, np.float32] = field(default_factory=dict)
+
+
 class Independent:
-    """The programs of a replica, and their sums with the others'. Close it when the run ends."""
+    """The programs of a replica, and their sums with the others'. Close it when the run ends.
+
+    With `compression.delayed` a step's gradients travel beside the compute of the next one. Between two steps they are
+    not here: in their place the state has the parameters by which they are computed, as long as they are under way
+    (`_whole`), so what a lost replica owed of them can be computed again.
+    """
 
     def __init__(self, ex: Experiment, enter: Callable[[Phase], object], *, number: int, workdir: Path) -> None:
         """`number` is this replica's among those of the run in `workdir`. Nothing is compiled, and nobody met."""
@@ -76,12 +91,16 @@ class Independent:
         self.wait_s = 0.0
         self._rate = 0.0
         self._asked, self._announced = False, False
+        self._delays = ex.config.compression.delayed
+        self._late: Late | None = None
         self._replicas: Replicas | None = None
 
     # ------------------------------------------------------------------------------------------------- the programs
     def compile(self) -> jax.stages.Compiled:
         """Returns the compiled share; compiles the update too, so that nobody waits for that once it has entered."""
         _ = self.update
+        if self._delays:
+            _ = self.first_of_each
         return self.share
 
     @cached_property
@@ -93,12 +112,29 @@ class Independent:
 
     @cached_property
     def update(self) -> jax.stages.Compiled:
-        """The compiled `update(state, grads_R, means) -> (state, metrics)`, which donates the state."""
-        ex = self._ex
-        shardings = jax.tree.map(lambda x: x.sharding, ex.state_shapes)
-        program = jax.jit(build_update(ex.plan, ex.chain), donate_argnums=0, out_shardings=(shardings, ex.replicated))
+        """The compiled `update(state, grads_R, means) -> (state, metrics)`, which donates the state.
+
+        With `compression.delayed` the state given has nothing in the place of the gradients that wait, and the one
+        returned the parameters given, `[1, ...]`; it donates the gradients too.
+        """
+        ex, shapes = self._ex, self._ex.state_shapes
+        shardings = jax.tree.map(lambda x: x.sharding, shapes)
+        program, donated = build_update(ex.plan, ex.chain), (0,)
+        if self._delays:
+            program, donated, shapes = by_waiting(program), (0, 1), with_waiting(shapes, None)
+        jitted = jax.jit(program, donate_argnums=donated, out_shardings=(shardings, ex.replicated))
         means = dict.fromkeys(self.means, jax.ShapeDtypeStruct((), np.float32, sharding=ex.replicated))
-        return program.lower(ex.state_shapes, gradient_shapes(ex.plan, ex.state_shapes.params), means).compile()
+        return jitted.lower(shapes, gradient_shapes(ex.plan, shapes.params), means).compile()
+
+    @cached_property
+    def first_of_each(self) -> jax.stages.Compiled:
+        """The compiled function from parameters `[1, ...]`, where gradients lie, to parameters `[...]`."""
+        shapes = self._ex.state_shapes
+        jitted = jax.jit(
+            lambda tree: jax.tree.map(lambda x: x[0], tree),
+            out_shardings=jax.tree.map(lambda x: x.sharding, shapes.params),
+        )
+        return jitted.lower(waiting_in(shapes)).compile()
 
     @cached_property
     def means(self) -> list[str]:
@@ -148,6 +184,7 @@ class Independent:
             payloads=[*[payload] * len(sizes), Float32()],
             sizes=[*sizes, len(self.means)],
             silence_s=self._ex.config.elastic.silence_s,
+            late=int(self._delays),
             run=fingerprint(self._ex.config),
             process=jax.process_index(),
             agree=agreed,
@@ -168,21 +205,54 @@ class Independent:
         if step % COMPARED_EVERY == 0 and not self.replicas.agrees(step, digest_of(state)):
             step, state = self._fetched(step, state)
         while True:
-            self.replicas.copies.at_step(step, [shard.data for shard in own_shards(state.to_keep)])
             self.wait_s = 0.0
             try:
-                totals = self.replicas.sum(step, partial(self._compute, state, step))
+                if self._late is not None and any(agreed(self.replicas.copies.are_wanted(step))):
+                    state = self._whole(state)
+                self.replicas.copies.at_step(step, [shard.data for shard in own_shards(state.to_keep)])
+                state, grads_R, means = self._gradients(state, step)
                 break
             except BehindError:
                 step, state = self._fetched(step, state)
             except ConnectionError as error:  # closed by `_take`, where that failed
                 raise self._error or error from error
-        flat = np.concatenate(totals[:-1])
-        means = dict(zip(self.means, totals[-1], strict=True))
-        grads_R = self.flat.arrays(flat, self._ex.state_shapes.params)
         state, metrics = self._ex.block(self.update(state, grads_R, means))
         self._tell_rate()
-        return state, metrics, step + 1
+        unknown = {name for name, x in means.items() if x is UNKNOWN}
+        return state, {name: x for name, x in metrics.items() if name not in unknown}, step + 1
+
+    def _gradients(self, state: TrainState, step: int) -> tuple[TrainState, GradsR, dict[str, np.float32]]:
+        """Returns the state that the update of a step takes, and the gradients with their means."""
+        params = lambda: state.all_params
+        if not self._delays:
+            flat, means = self._sum(step, params)
+            return state, self._arrays(flat), means
+        self.replicas.compute(step, partial(self._compute, step, params))
+        whole, means = self._whole(state), dict.fromkeys(self.means, UNKNOWN) | {"weight": np.float32(1)}
+        if self._late:  # not in the first step after a start
+            means = self._late.means
+        self._late = Late(step)
+        return with_waiting(whole, None), waiting_in(whole), means
+
+    def _sum(self, step: int, params: Callable[[], Params]) -> tuple[np.ndarray, dict[str, np.float32]]:
+        """Returns the sums over all shares of a step's gradients, `f32 [N]`, and of its means."""
+        totals = self.replicas.sum(step, partial(self._compute, step, params))
+        return np.concatenate(totals[:-1]), dict(zip(self.means, totals[-1], strict=True))
+
+    def _arrays(self, flat: np.ndarray) -> GradsR:
+        return self.flat.arrays(flat, self._ex.state_shapes.params)
+
+    def _whole(self, state: TrainState) -> TrainState:
+        """Returns the state with the gradients that were under way in their place; waits for them."""
+        late = self._late
+        if late is None:
+            return state
+        if late.grads_R is None:
+            before = lambda: replace(state, params=self.first_of_each(waiting_in(state))).all_params
+            flat, means = self._sum(late.step, before)
+            late.means = {name: x / means["weight"] for name, x in means.items()}
+            late.grads_R = self._arrays(flat / means["weight"])
+        return with_waiting(state, late.grads_R)
 
     def _fetched(self, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
@@ -190,6 +260,7 @@ class Independent:
         if found is None:
             self.replicas.members.enter(step)
             return step, state
+        self._late = None
         return found[0], with_shards(state, found[1])
 
     def may_stop(self, step: int, *, asked: bool) -> bool:
@@ -201,12 +272,14 @@ class Independent:
             return False
         return self._asked
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, state: TrainState) -> None:
+        self._whole(state)
         self.replicas.members.leave(step)
 
-    def saves(self) -> bool:
-        """The one with the lowest number does: the others would save the same."""
-        return self.replicas.is_first
+    def to_save(self, state: TrainState) -> TrainState | None:
+        """The one with the lowest number saves it: the others would save the same."""
+        state = self._whole(state)
+        return state.to_keep if self.replicas.is_first else None
 
     @property
     def replicas(self) -> Replicas:
@@ -215,17 +288,17 @@ class Independent:
         return self._replicas
 
     # --------------------------------------------------------------------------------------------------- its shares
-    def _compute(self, state: TrainState, step: int, number: int, sums: StepSums) -> None:
+    def _compute(self, step: int, params: Callable[[], Params], number: int) -> None:
         """Computes a share; what it hands out is put into the sums meanwhile."""
         started_s = time.perf_counter()
         batch = self._ex.batches.to_devices(self._read(step, number))
         self.wait_s += time.perf_counter() - started_s
         started_s = time.perf_counter()
-        share = self._current = Share(number, sums, self.flat.size, len(self.bounds), len(self.flat.slots))
-        means = jax.device_get(self.share(state.all_params, batch))
+        share = self._current = Share(step, number, self.flat.size, len(self.bounds), len(self.flat.slots))
+        means = jax.device_get(self.share(params(), batch))
         share.is_whole.wait()  # the means of one device may be here while another one still hands out
         values = np.array([means[name] for name in self.means], np.float32)
-        self.replicas.put(sums, number, len(self.bounds), values)
+        self.replicas.put(step, number, len(self.bounds), values)
         if self._error:
             raise self._error
         rate = 1 / (time.perf_counter() - started_s)
@@ -267,7 +340,7 @@ class Independent:
                     if common > 0:
                         share.filled[piece] += common
                         if share.filled[piece] == end - first:
-                            self.replicas.put(share.sums, share.number, piece, share.flat[first:end])
+                            self.replicas.put(share.step, share.number, piece, share.flat[first:end])
                 share.left -= 1
                 if not share.left:
                     share.is_whole.set()
@@ -282,6 +355,29 @@ class Independent:
         rate, known = agreed(round(self._rate * 1e6))[0] / 1e6, self.replicas.members.me.rate
         if rate and not 1 / RATE_STEP < rate / known < RATE_STEP:
             self.replicas.members.tell(rate=rate)
+
+
+def waiting_in(state: TrainState) -> PyTree:
+    """Returns what a state has in the place of the gradients that `compression.delayed` lets wait, `[1, ...]`."""
+    return state.hop_two.waiting.tree
+
+
+def with_waiting(state: TrainState, tree: PyTree) -> TrainState:
+    """Returns the state with `tree` in the place of those gradients."""
+    hop_two = state.hop_two
+    return replace(state, hop_two=hop_two._replace(waiting=replace(hop_two.waiting, tree=tree)))
+
+
+def by_waiting(update: Callable[..., tuple[TrainState, Means]]) -> Callable[..., tuple[TrainState, Means]]:
+    """Returns an update by the gradients given; in the place of those that wait it leaves the parameters given."""
+
+    def changed(state: TrainState, grads_R: GradsR, means: Means) -> tuple[TrainState, Means]:
+        before = jax.tree.map(lambda p: p[None], state.params)
+        none_yet = jax.tree.map(jnp.zeros_like, grads_R)
+        state, metrics = update(with_waiting(state, grads_R), none_yet, means)
+        return with_waiting(state, before), metrics
+
+    return changed
 
 
 def agreed(value: int) -> list[int]:

@@ -45,12 +45,12 @@ class Steps(Protocol):
         """Whether the run may stop before its next step, having been asked to or not."""
         ...
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, state: TrainState) -> None:
         """Is called after the last step."""
         ...
 
-    def saves(self) -> bool:
-        """Whether it is this world that saves the state."""
+    def to_save(self, state: TrainState) -> TrainState | None:
+        """Returns what a checkpoint keeps of a state; None if another world saves it."""
         ...
 
 
@@ -92,8 +92,8 @@ class OneWorld:
     def may_stop(self, step: int, *, asked: bool) -> bool:
         return asked
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, state: TrainState) -> None:
         """Nobody waits for anything."""
 
-    def saves(self) -> bool:
-        return True
+    def to_save(self, state: TrainState) -> TrainState | None:
+        return state.to_keep

@@ -159,7 +159,13 @@ FEATURES: dict[str, Feature] = {
         shown="another optimizer than `sgd` for `dgc`, `adamw` for `one_bit_adam`",
         instead="set optimizer.name={takes_over}",
     ),
-    "one replica": _where("has_replicas", False, "one partition group of all devices", WIDER, "one replica"),
+    "one replica": Feature(
+        keys=("has_replicas", "sharding.replicas"),
+        has=lambda several, replicas: not several and replicas == "one_world",
+        shown="one replica",
+        said="one partition group of all devices",
+        instead=WIDER,
+    ),
     "replicas in a node": _where("replicas_cross_nodes", False, "replicas none of which are on different nodes", WIDER),
     "several scopes": _where(
         "in_one_scope",
@@ -226,7 +232,6 @@ RULES: tuple[Rule, ...] = (
     Rule("independent", "context", "it was not tried"),
     Rule("independent", "auto", CHOSEN),
     Rule("independent", "one hop", "hop two is not in the program"),
-    Rule("independent", "delayed", "it was not tried"),
     Rule("independent", "local SGD", "it was not tried"),
     Rule("independent", "float16", "its scale would depend on what the others found"),
     Rule("independent", "other payload", "a step's bits may not depend on who takes part"),
