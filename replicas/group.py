@@ -77,7 +77,9 @@ class Replicas:
         self._behind: int | None = None  # the step of which the others no longer have the totals
         self._digests: dict[int, str] = {}  # of the last step that was compared
         self.copies = StateCopies(self._changed)
-        self.is_first = True  # of those that finished the last step: it does what all would do alike
+        # of those that took part in the last step to its end
+        self.count = 1
+        self.is_first = True  # it does what all would do alike
         purpose = f"{PURPOSE} {process}"
         self._service = BlobService(purpose, self._answer, process=number, count=64, token=token)
         address = self._service.address
@@ -207,9 +209,9 @@ class Replicas:
                 compute(share)
         with self._changed:
             self.members.me = self.members.me.changed(step=step + 1)
-            is_first = self._plans[step].left[0] == self.members.me.number
+            left = self._plans[step].left
             self._forget(step)
-        self.is_first = bool(self._agree(int(is_first))[0])
+        self.count, self.is_first = len(left), bool(self._agree(int(left[0] == self.members.me.number))[0])
         return sums.totals()
 
     def put(self, step: int, share: int, piece: int, values: np.ndarray) -> None:

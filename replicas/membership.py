@@ -52,7 +52,6 @@ class Membership:
         """
         self.me, self.step = me, -1  # the step that is being summed, or the last that was
         self.closed = False
-        self.events: list[tuple[float, str, int]] = []
         self._folder, self._token, self._purpose, self._process = folder, token, purpose, process
         self._silence_s, self._changed, self._agree, self._say = silence_s, changed, agree, say
         self._late, self._on_met, self._on_change = late, on_met, on_change
@@ -145,7 +144,6 @@ class Membership:
             if not left:
                 self._lost[member.number] = known
             self._changed.notify_all()
-        self.events.append((time.time(), "left" if left else "lost", member.number))
         if not left:
             self._say(f"replica {member.number} is lost in step {self.step + 1}: {why}; the others do its part")
 
@@ -190,7 +188,6 @@ class Membership:
             self._on_change(member.number)
             self._changed.notify_all()
         if is_new:
-            self.events.append((time.time(), "met", member.number))
             self._on_met(member)
 
     def _seek(self) -> None:

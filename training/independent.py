@@ -219,7 +219,8 @@ class Independent:
         state, metrics = self._ex.block(self.update(state, grads_R, means))
         self._tell_rate()
         unknown = {name for name, x in means.items() if x is UNKNOWN}
-        return state, {name: x for name, x in metrics.items() if name not in unknown}, step + 1
+        known = {name: x for name, x in metrics.items() if name not in unknown}
+        return state, {**known, "replicas": self.replicas.count}, step + 1
 
     def _gradients(self, state: TrainState, step: int) -> tuple[TrainState, GradsR, dict[str, np.float32]]:
         """Returns the state that the update of a step takes, and the gradients with their means."""

@@ -66,7 +66,7 @@ def make_log(
             run_directory.COLLECTIVES: collectives,
         },
         constants=sent,
-        count_wire=jax.process_count() > 1,
+        count_wire=jax.process_count() > 1 or config.sharding.replicas == "independent",
         started_s=started_s,
     )
 

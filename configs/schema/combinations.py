@@ -85,7 +85,7 @@ FEATURES: dict[str, Feature] = {
         keys=("compression.hop_two", "compression.error_feedback"),
         has=lambda name, keeps: keeps and name not in ("none", *METHODS),
         shown="`compression.error_feedback` of a codec of hop two",
-        said="compression.error_feedback=True",
+        said="compression.error_feedback=True (the default)",
         instead="set compression.error_feedback=False",
     ),
     "other payload": _hop_two(
