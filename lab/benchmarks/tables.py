@@ -363,6 +363,8 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "checkpoints": lambda: checkpoints(records.lines("checkpoints")),
         "replicas": lambda: replicas.table(records.lines("replicas")),
         "events of replicas": lambda: replica_events.table(records.lines("replica_events")),
+        "goodput of replicas": lambda: replica_events.goodput_table(records.lines("replica_events")),
+        "random events of replicas": lambda: replica_events.random_table(records.lines("replica_events")),
         "a search": planner_records.example,
         "a run on spot nodes": planner_records.spot,
         "adapters of 70 B": planner_records.adapters,
