@@ -4,9 +4,9 @@
     python -m lab.benchmarks.replica_events --random=100 [--codecs=none,bf16,int8] [--repetitions=1]
     python -m lab.benchmarks.replica_events --minutes=10 [--trace=planner/spot_us_east_2b.csv]
 
-Four nodes of 2 devices, a node a replica, configs/elastic.py at 1 Gbit/s. The first kills a node, adds one and stops
-one, and records the step times of a replica that stays. `--minutes` kills a node or adds one every minute, or as
-a trace has it that is compressed to that time and to 4 nodes, and counts the steps beside what as many nodes do
+Four nodes of 2 devices, a node a replica, configs/elastic.py at 1 Gbit/s. The first kills a node, adds one, stops one
+and cuts one off, and records the step times of a replica that stays. `--minutes` kills a node or adds one every minute,
+or as a trace has it that is compressed to that time and to 4 nodes, and counts the steps beside what as many nodes do
 undisturbed: of a node that was added from the moment on at which it was. `--random` runs `:tiny` through that many
 random events, and compares each loss that any replica wrote, to the last bit, with those of one replica that nothing
 happened to. Adds lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
@@ -99,7 +99,7 @@ def measured(key: Key) -> dict[str, Any]:
             found = goodput(run, changes_of(key["trace"], key["minutes"]), 60 * key["minutes"])
         return {"load": load, "nodes": NODES, "rate": RATE, **found, "seen": run.seen, "command": shown(run.command)}
     if key["mode"] == COSTS:
-        run = Run(workdir / "costs", "configs/elastic.py", sizes)
+        run = Run(workdir / "costs", "configs/elastic.py", sizes | {"elastic.silence_s": SILENCE_S})
         with run.emulated(NODES):
             happened, found = costs(run)
         about = {"load": load, "nodes": NODES, "rate": RATE, "step_times_s": found, "happened": happened}
@@ -208,6 +208,7 @@ def costs(run: Run) -> tuple[dict[str, float], dict[str, list[float]]]:
         "kill": (lambda: run.control("kill", "3"), lambda: True),
         "join": (run.add, lambda: run.done(NODES) > 0),
         "leave": (lambda: run.terminate(2), lambda: True),
+        "cut": (lambda: run.control("cut", "1"), lambda: True),
     }
     happened, times = {}, {}
     for name, (happen, is_over) in events.items():
@@ -305,14 +306,15 @@ def table(lines: Sequence[Line]) -> str:
     """Returns what each event cost a replica that stayed: its longest step beside the median of its calm ones."""
     rows = []
     of = [line for line in lines if line["mode"] == COSTS]
-    for kind in of[0]["step_times_s"]:
-        times = [line["step_times_s"][kind] for line in of]
-        calm = [median(line["step_times_s"]["none"]) for line in of]
+    for kind in of[-1]["step_times_s"]:
+        those = [line for line in of if kind in line["step_times_s"]]
+        times = [line["step_times_s"][kind] for line in those]
+        calm = [median(line["step_times_s"]["none"]) for line in those]
         cost = [max(found) - usual for found, usual in zip(times, calm, strict=True)]
         rows.append(
             [
                 kind,
-                str(len(of)),
+                str(len(those)),
                 middle([median(found) for found in times]),
                 middle(list(map(max, times))),
                 middle(cost),
