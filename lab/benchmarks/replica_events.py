@@ -290,7 +290,7 @@ def happen(run: Run, there: list[int], kind: str, victim: int, chance: random.Ra
     elif "join" in kind:
         added = run.add()
         if kind == "join":
-            run.until(lambda: run.done(added) > 0, f"replica {added} joins")
+            run.until(lambda: run.done(added) >= run.last - 1, f"replica {added} joins")
             there.append(added)
         else:
             time.sleep(chance.uniform(5, 20))
