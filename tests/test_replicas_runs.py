@@ -134,9 +134,10 @@ def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: st
     assert [name for name in one if one[name].tobytes() != two[name].tobytes()] == []
 
 
+@pytest.mark.release
 def test_a_group_of_two_nodes_is_lost_alone_and_comes_back(tmp_path: Path) -> None:
     """One of its nodes is killed: the other one ends with 75, and the other group goes on."""
-    steps = 120
+    steps = 60
     settings = {name: x for name, x in SETTINGS.items() if not name.startswith("mesh")}
     settings |= {"num_steps": steps, "elastic__silence_s": 20}
     slowly = tmp_path / "slowly"
