@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import TIMEOUT_S, arguments, arrays, finish, rows, start, steps_logged
+from running import (
+    TIMEOUT_S,
+    arguments,
+    arrays,
+    finish,
+    rows,
+    start,
+    start_together,
+    steps_logged,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
 NUM_STEPS, REPLICAS, PAUSE_S = 250, 3, 0.5
@@ -125,3 +135,42 @@ def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: st
     one, two = (arrays(each.workdir, NUM_STEPS) for each in (alone, run))
     assert one.keys() == two.keys()
     assert [name for name in one if one[name].tobytes() != two[name].tobytes()] == []
+
+
+@pytest.mark.release
+def test_a_group_of_two_nodes_is_lost_alone_and_comes_back(tmp_path: Path) -> None:
+    """One of its nodes is killed: the other one ends with 75, and the other group goes on."""
+    steps = 60
+    settings = {name: x for name, x in SETTINGS.items() if not name.startswith("mesh")}
+    settings |= {"num_steps": steps, "elastic__silence_s": 20}
+    slowly = tmp_path / "slowly"
+
+    def group(workdir: Path, number: int) -> list[subprocess.Popen[str]]:
+        first = f"parts['hooks'].append(running.pause({PAUSE_S}, while_there={str(slowly)!r}))"
+        return start_together([*arguments(workdir, **settings), f"--group={number}"], 2, 1, first=first)
+
+    def folder(number: int) -> Path:
+        return tmp_path / "run" / "replicas" / str(number)
+
+    alone = finish(*group(tmp_path / "alone", 0))
+    assert [code for code, _, _ in alone] == [0, 0], alone
+    slowly.touch()
+    stays, lost = group(tmp_path / "run", 0), group(tmp_path / "run", 1)
+    comes: list[subprocess.Popen[str]] = []
+    try:
+        wait_until(lambda: steps_logged(folder(1)) >= 3, lost[0])
+        lost[1].kill()
+        assert finish(lost[0])[0][0] == 75
+        before = steps_logged(folder(0))
+        comes = group(tmp_path / "run", 1)
+        wait_until(lambda: steps_logged(folder(1)) >= 6, comes[0])
+        assert steps_logged(folder(0)) > before
+    finally:
+        slowly.unlink()
+        ended = finish(*stays, *comes)
+        finish(*lost)
+    assert [code for code, _, _ in ended] == [0] * 4, ended
+    expected = {row["step"]: row["loss"] for row in rows(tmp_path / "alone" / "replicas" / "0")}
+    for number in range(2):
+        assert all(row["loss"] == expected[row["step"]] for row in rows(folder(number)))
+    assert len(expected) == steps == len(rows(folder(0)))

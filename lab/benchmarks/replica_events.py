@@ -2,11 +2,14 @@
 
     python -m lab.benchmarks.replica_events [--repetitions=3]
     python -m lab.benchmarks.replica_events --random=100 [--codecs=none,bf16,int8] [--repetitions=1]
+    python -m lab.benchmarks.replica_events --minutes=10 [--trace=planner/spot_us_east_2b.csv]
 
-Four nodes of 2 devices, a node a replica, configs/elastic.py at 1 Gbit/s. The first kills a node, adds one and stops
-one, and records the step times of a replica that stays. `--random` runs `:tiny` through that many random events, and
-compares each loss that any replica wrote, to the last bit, with those of one replica that nothing happened to. Adds
-lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
+Four nodes of 2 devices, a node a replica, configs/elastic.py at 1 Gbit/s. The first kills a node, adds one, stops one
+and cuts one off, and records the step times of a replica that stays. `--minutes` kills a node or adds one every minute,
+or as a trace has it that is compressed to that time and to 4 nodes, and counts the steps beside what as many nodes do
+undisturbed: of a node that was added from the moment on at which it was. `--random` runs `:tiny` through that many
+random events, and compares each loss that any replica wrote, to the last bit, with those of one replica that nothing
+happened to. Adds lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
 """
 
 import contextlib
@@ -21,6 +24,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,13 +47,16 @@ from lab.benchmarks.runner import (
     words,
 )
 from lab.records import MEASURED, Line, middle
+from planner.spot import read_trace
 from training.independent import FOLDER
 
 RESULTS = MEASURED / "replica_events.jsonl"
-COSTS, RANDOM = "costs", "random events"  # modes
+COSTS, RANDOM, GOODPUT = "costs", "random events", "goodput"  # modes
+EVENT_A_MINUTE = "an event a minute"
 CODECS = ("none", "bf16", "int8")
 RATE, SLOW = "1gbit", "20mbit"
 CALM = 5  # steps that are recorded after an event
+CALM_S = 45.0  # in which the steps of as many nodes are counted
 WAIT_S = 600.0
 SILENCE_S = 5.0
 KINDS: tuple[str, ...] = ("kill", "leave", "join", "kill while joining", "stop", "cut", "slow")
@@ -64,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         repetitions=(1, "of each run; random events are others in each"),
         random=(0, "as many random events, in place of the cost of some"),
         codecs=("none,bf16,int8", "of hop two, with random events"),
+        minutes=(0, "of events that come and go, in place of the cost of some"),
+        trace=("", "CSV of seconds,nodes; else an event a minute"),
     )
     return run_missing(RESULTS, planned(options), measured)
 
@@ -71,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def planned(options: Namespace) -> list[Key]:
     """Returns the key of each run, in order. ValueError for a bad option."""
     codecs = words(options.codecs, "codecs", CODECS)
+    if options.minutes:
+        trace = options.trace or EVENT_A_MINUTE
+        changes_of(trace, options.minutes)
+        return alternating(options.repetitions, mode=[GOODPUT], trace=[trace], minutes=[options.minutes])
     if options.random:
         return alternating(options.repetitions, mode=[RANDOM], events=[options.random], codec=codecs)
     return alternating(options.repetitions, mode=[COSTS], codec=["bf16"])
@@ -79,8 +92,14 @@ def planned(options: Namespace) -> list[Key]:
 def measured(key: Key) -> dict[str, Any]:
     """Does a run; returns what its line says. FailedRunError if it failed."""
     workdir, load = WORKDIR / "replica_events", os.getloadavg()[0]
+    sizes = {"compression.hop_two": key.get("codec", "bf16"), "data.seq_len": 64}
+    if key["mode"] == GOODPUT:
+        run = Run(workdir / "goodput", "configs/elastic.py", sizes | {"checkpoint.every": 20})
+        with run.emulated(NODES):
+            found = goodput(run, changes_of(key["trace"], key["minutes"]), 60 * key["minutes"])
+        return {"load": load, "nodes": NODES, "rate": RATE, **found, "seen": run.seen, "command": shown(run.command)}
     if key["mode"] == COSTS:
-        run = Run(workdir / "costs", "configs/elastic.py", {"compression.hop_two": key["codec"], "data.seq_len": 64})
+        run = Run(workdir / "costs", "configs/elastic.py", sizes | {"elastic.silence_s": SILENCE_S})
         with run.emulated(NODES):
             happened, found = costs(run)
         about = {"load": load, "nodes": NODES, "rate": RATE, "step_times_s": found, "happened": happened}
@@ -90,7 +109,7 @@ def measured(key: Key) -> dict[str, Any]:
     chance = random.Random(f"{key['codec']} {key['repetition']}")
     with run.emulated(NODES):
         counts = disturbed(run, key["events"], chance)
-    last = max(run.done(group) for group in run.groups)
+    last = run.last
     alone = Run(workdir / "alone", "configs/elastic.py:tiny", overrides)
     with alone.emulated(1):
         alone.until(lambda: alone.done(0) >= last, "the run to compare with")
@@ -113,6 +132,7 @@ class Run:
         self._program = trainer(config, workdir, common | overrides)
         self.command: list[str] = []
         self.groups: list[int] = []
+        self._done: dict[int, tuple[int, int]] = {}  # of each the bytes of its metrics, and its last step
         self.seen: dict[int, list[tuple[float, int]]] = {}  # of each when which step was done, to about 0.1 s
 
     @contextlib.contextmanager
@@ -157,7 +177,16 @@ class Run:
 
     def done(self, group: int) -> int:
         """Returns the last step of a replica."""
-        return max((row["step"] for row in self.rows(group)), default=0)
+        file = self.workdir / FOLDER / str(group) / "metrics.jsonl"
+        size = file.stat().st_size if file.exists() else 0
+        if self._done.get(group, (0, 0))[0] != size:
+            self._done[group] = size, max((row["step"] for row in self.rows(group)), default=0)
+        return self._done.get(group, (0, 0))[1]
+
+    @property
+    def last(self) -> int:
+        """The last step that a replica has done."""
+        return max(map(self.done, self.groups))
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
         """Waits, and notes who does which steps. FailedRunError if it takes longer than ten minutes."""
@@ -179,6 +208,7 @@ def costs(run: Run) -> tuple[dict[str, float], dict[str, list[float]]]:
         "kill": (lambda: run.control("kill", "3"), lambda: True),
         "join": (run.add, lambda: run.done(NODES) > 0),
         "leave": (lambda: run.terminate(2), lambda: True),
+        "cut": (lambda: run.control("cut", "1"), lambda: True),
     }
     happened, times = {}, {}
     for name, (happen, is_over) in events.items():
@@ -193,21 +223,58 @@ def costs(run: Run) -> tuple[dict[str, float], dict[str, list[float]]]:
     return happened, times
 
 
+def changes_of(trace: str, minutes: int) -> list[tuple[float, int]]:
+    """Returns from which second on there are how many of NODES nodes. ValueError if a trace cannot be read."""
+    if trace == EVENT_A_MINUTE:
+        return [(60.0 * i, NODES - i % 2) for i in range(minutes)]
+    found = read_trace(Path(trace))
+    most = max(change.nodes for change in found.changes)
+    scaled = [(c.start_s * 60 * minutes / found.length_s, round(c.nodes * NODES / most)) for c in found.changes]
+    return [each for before, each in pairwise([(0.0, -1), *scaled]) if each[1] != before[1]]
+
+
+def goodput(run: Run, changes: Sequence[tuple[float, int]], length_s: float) -> dict[str, Any]:
+    """Returns the steps that were done while nodes came and went, and what as many would have done undisturbed."""
+    there, rates = [*run.groups], {0: 0.0}
+
+    def become(nodes: int) -> None:
+        while len(there) > nodes:
+            run.control("kill", str(there.pop()))
+        while len(there) < nodes:
+            there.append(run.add())
+
+    for nodes in sorted({nodes for _, nodes in changes} - {0}, reverse=True):
+        become(nodes)
+        run.until(partial(lambda last: run.last >= last, run.last + CALM), f"{nodes} nodes train")
+        first, start_s = run.last, time.monotonic()
+        run.until(partial(lambda end_s: time.monotonic() > end_s, start_s + CALM_S), "calm")
+        last = run.last + 1
+        run.until(partial(lambda last: run.last >= last, last), "the last calm step")
+        rates[nodes] = (last - first) / (time.monotonic() - start_s)
+    become(changes[0][1])
+    run.until(lambda: all(run.done(group) > 0 for group in there), "all train")
+    first, start_s = run.last, time.monotonic()
+    for at_s, nodes in changes:
+        run.until(partial(lambda end_s: time.monotonic() > end_s, start_s + at_s), "an event")
+        become(nodes)
+        print(f"{time.monotonic() - start_s:.0f} s: {nodes} nodes, step {run.last}", flush=True)
+    run.until(lambda: time.monotonic() > start_s + length_s, "the end")
+    ends = [*(at_s for at_s, _ in changes[1:]), length_s]
+    possible = sum((end_s - at_s) * rates[nodes] for (at_s, nodes), end_s in zip(changes, ends, strict=True))
+    return {"changes": list(changes), "calm_steps_per_s": rates, "steps": run.last - first, "possible": possible}
+
+
 def disturbed(run: Run, events: int, chance: random.Random) -> dict[str, int]:
     """Lets random events happen, from one to four replicas being there; returns how many of each."""
     there, counts = [*run.groups], dict.fromkeys(KINDS, 0)
-
-    def last() -> int:
-        return max(map(run.done, there))
-
     for number in range(events):
         kinds = [kind for kind in KINDS if len(there) > 1 or "join" in kind or kind == "slow"]
         kinds = [kind for kind in kinds if len(there) < NODES or "join" not in kind]
         kind, victim = chance.choice(kinds), chance.choice(there)
         counts[kind] += 1
         happen(run, there, kind, victim, chance)
-        aim = last() + chance.randrange(1, 5)
-        run.until(partial(lambda aim: last() >= aim, aim), f"steps after {kind} {victim}")
+        aim = run.last + chance.randrange(1, 5)
+        run.until(partial(lambda aim: run.last >= aim, aim), f"steps after {kind} {victim}")
         print(f"event {number + 1}: {kind} {victim}, {len(there)} replicas, step {aim}", flush=True)
     return counts
 
@@ -223,7 +290,7 @@ def happen(run: Run, there: list[int], kind: str, victim: int, chance: random.Ra
     elif "join" in kind:
         added = run.add()
         if kind == "join":
-            run.until(lambda: run.done(added) > 0, f"replica {added} joins")
+            run.until(lambda: run.done(added) >= run.last - 1, f"replica {added} joins")
             there.append(added)
         else:
             time.sleep(chance.uniform(5, 20))
@@ -239,20 +306,48 @@ def table(lines: Sequence[Line]) -> str:
     """Returns what each event cost a replica that stayed: its longest step beside the median of its calm ones."""
     rows = []
     of = [line for line in lines if line["mode"] == COSTS]
-    for kind in of[0]["step_times_s"]:
-        times = [line["step_times_s"][kind] for line in of]
-        calm = [median(line["step_times_s"]["none"]) for line in of]
+    for kind in of[-1]["step_times_s"]:
+        those = [line for line in of if kind in line["step_times_s"]]
+        times = [line["step_times_s"][kind] for line in those]
+        calm = [median(line["step_times_s"]["none"]) for line in those]
         cost = [max(found) - usual for found, usual in zip(times, calm, strict=True)]
         rows.append(
             [
                 kind,
-                str(len(of)),
+                str(len(those)),
                 middle([median(found) for found in times]),
                 middle(list(map(max, times))),
                 middle(cost),
             ]
         )
     return markdown(["event", "runs", "median step, s", "longest step, s", "more than a calm one, s"], rows)
+
+
+def goodput_table(lines: Sequence[Line]) -> str:
+    """Returns the steps that were done while nodes came and went, beside those of as many nodes undisturbed."""
+    rows = []
+    for trace in dict.fromkeys(line["trace"] for line in lines if line["mode"] == GOODPUT):
+        of = [line for line in lines if line["mode"] == GOODPUT and line["trace"] == trace]
+        rows += [
+            [
+                f"`{trace}`" if "/" in trace else trace,
+                str(len(of)),
+                str(len(of[0]["changes"]) - 1),
+                f"{of[0]['minutes']}",
+                middle([100 * line["steps"] / line["possible"] for line in of]),
+            ]
+        ]
+    return markdown(["nodes come and go as in", "runs", "events", "minutes", "steps, % of undisturbed"], rows)
+
+
+def random_table(lines: Sequence[Line]) -> str:
+    """Returns how many losses were compared after random events, and how many differed in a bit."""
+    rows = []
+    for codec in CODECS:
+        if of := [line for line in lines if line["mode"] == RANDOM and line["codec"] == codec]:
+            sums = [sum(line[name] for line in of) for name in ("events", "replicas", "losses", "differ")]
+            rows.append([f"`{codec}`", str(len(of)), *map(str, sums)])
+    return markdown(["hop two", "runs", "events", "replicas", "losses compared", "other bits"], rows)
 
 
 def picture(lines: Sequence[Line]) -> Figure:

@@ -46,6 +46,7 @@ OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in
 OURS += ("independent none dots", "independent bf16 dots")  # products with weights are kept, as PyTorch's `dots` does
 PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
 STEPS, SKIPPED = 7, 2  # the first steps connect
+JOINING = 4  # more steps of replicas, which come one after the other
 
 
 @program
@@ -86,7 +87,8 @@ def steps_of(key: Key) -> dict[str, Any]:
     kind, codec = key["run"].split()[:2]
     workdir = WORKDIR / "replicas" / key["run"].replace(" ", "-")
     shutil.rmtree(workdir, ignore_errors=True)
-    overrides = {"num_steps": STEPS, "batch.global_size": 2 * NODES, "compression.hop_two": codec}
+    steps = STEPS + JOINING if kind == "independent" else STEPS
+    overrides = {"num_steps": steps, "batch.global_size": 2 * NODES, "compression.hop_two": codec}
     overrides |= {
         "model.remat": remat_of(key["run"]),
         "compression.error_feedback": False,
@@ -98,14 +100,14 @@ def steps_of(key: Key) -> dict[str, Any]:
     started(command)
     rows = losses_of(workdir / FOLDER / "0" if kind == "independent" else workdir)
     traffic = json.loads((workdir / "emulate" / "traffic.json").read_text())["nodes"]
-    times = [row["step_time_s"] for row in rows[SKIPPED:]]
+    times = [row["step_time_s"] for row in rows[SKIPPED - STEPS :]]
     return {
         "nodes": NODES,
         "step_time_s": median(times),
         "step_times_s": times,
         "losses": [row["loss"] for row in rows],
         # the first step's, of connecting and joining, is in it
-        "sent_bytes": median(node["tx_bytes"] for node in traffic) / STEPS,
+        "sent_bytes": median(node["tx_bytes"] for node in traffic) / steps,
         "command": shown(command),
     }
 

@@ -15,6 +15,7 @@ from lab.benchmarks import (
     planner_validation,
     published_steps,
     replica_events,
+    replica_links,
     replicas,
 )
 from lab.benchmarks.scores import (
@@ -363,6 +364,9 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "checkpoints": lambda: checkpoints(records.lines("checkpoints")),
         "replicas": lambda: replicas.table(records.lines("replicas")),
         "events of replicas": lambda: replica_events.table(records.lines("replica_events")),
+        "links of replicas": lambda: replica_links.table(records.lines("replica_links")),
+        "goodput of replicas": lambda: replica_events.goodput_table(records.lines("replica_events")),
+        "random events of replicas": lambda: replica_events.random_table(records.lines("replica_events")),
         "a search": planner_records.example,
         "a run on spot nodes": planner_records.spot,
         "adapters of 70 B": planner_records.adapters,
