@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from files import json_objects
 from replicas.members import NEVER, Member, read_addresses, write_address
 from runtime.blobs import Address, Connection, PeerError
 
-AHEAD = 2  # steps between the word of a joining member and its first shares
+AHEAD = 2  # steps, at least, between the word of a joining member and its first shares
+ENTRY_S = 0.5  # for which the others may wait for it
 SEEK_S = 5.0  # between two looks for members that were lost
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
 MOST_BYTES = 1 << 20  # of what a member says of itself and of others
@@ -57,7 +58,7 @@ class Membership:
         self._late, self._on_met, self._on_change = late, on_met, on_change
         self._members: dict[int, Member] = {}  # the others
         self._lost: dict[int, Member] = {}  # of those that did not say that they leave
-        self._asked_s = -inf
+        self._looked = 0.0, 0, 0  # when, with which step, and where the others were
         write_address(folder, me, process)
         threading.Thread(target=self._seek, name="lost replicas", daemon=True).start()
 
@@ -103,14 +104,23 @@ class Membership:
         self.tell(first=step, last=NEVER, rate=rate)
 
     def choose_entry(self, step: int) -> None:
-        """Says from when on this member takes part, if after `step` steps it has nearly caught up."""
-        if not self._agree(int(time.monotonic() > self._asked_s + ASK_S))[0]:
+        """Says from when on this member takes part, if after `step` steps what it lacks takes it less than a moment.
+
+        The others do some steps until they know, and it needs not catch up with more of them than they would wait for.
+        """
+        then_s, then, before = self._looked
+        spent_s = time.monotonic() - then_s
+        if not self._agree(int(spent_s > ASK_S))[0]:
             return
-        self._asked_s = time.monotonic()
         self.tell()
         ahead = self.newest_step()
-        if ahead <= step + 1:
-            self.enter(step if ahead == NOBODY else max(ahead, step) + AHEAD)
+        self._looked = time.monotonic(), step, ahead
+        if ahead == NOBODY:
+            self.enter(step)
+            return
+        own_s, others_s = (spent_s / max(steps, 1) for steps in (step - then, ahead - before))  # a step
+        if self._agree(int(ahead <= step + 1 or (ahead - step) * own_s < ENTRY_S))[0]:
+            self.enter(max(self._agree(max(ahead, step) + max(AHEAD, ceil(ENTRY_S / others_s)))))
 
     def newest_step(self) -> int:
         """Returns the newest step that another member has begun, as far as is known; NOBODY: there is none."""

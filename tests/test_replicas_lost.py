@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from emulating import until
 from replicas import membership
 from replicas.group import BehindError, Replicas
 from replicas.members import NEVER
+from replicas.membership import Membership
 from replicas.payloads import Float32
 
 SHARES, SIZES = 4, [3, 5]
@@ -86,3 +89,24 @@ def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(make: Callable[[
     behind.members.enter(0)
     for number in range(3):
         check(step(behind, number), number)
+
+
+@pytest.mark.parametrize(("step", "entered"), [(125, [140]), (110, []), (129, [140])])
+def test_one_that_does_many_steps_a_second_enters_a_few_behind(
+    step: int, entered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a second the others came from step 110 to 130, so in half of one they will have done ten more.
+
+    It came from step 100 to this one: 5 steps take it 0.2 s, 20 would take it 2 s.
+    """
+    monkeypatch.setattr(membership.time, "monotonic", lambda: 8.0)
+    found: list[int] = []
+    one: Any = SimpleNamespace(
+        _looked=(7.0, 100, 110),
+        _agree=lambda value: [value],
+        tell=lambda: None,
+        newest_step=lambda: 130,
+        enter=found.append,
+    )
+    Membership.choose_entry(one, step)
+    assert found == entered and one._looked == (8.0, step, 130)

@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,7 +40,6 @@ from lab.records import MEASURED, Line, middle
 from replicas.group import Replicas
 from replicas.members import read_addresses
 from replicas.payloads import Float32
-from replicas.sums import StepSums
 from training.independent import PIECES
 
 RESULTS = MEASURED / "replica_links.jsonl"
@@ -102,20 +102,20 @@ def member(folder: Path, megabytes: int, nodes: int) -> int:
         silence_s=SILENCE_S,
     )
 
-    def compute(share: int, sums: StepSums) -> None:
+    def compute(step: int, share: int) -> None:
         for i, piece in enumerate(pieces):
-            replicas.put(sums, share, i, piece)
+            replicas.put(step, share, i, piece)
 
     while len(read_addresses(folder / "members", number, 0)) < nodes - 1:
         time.sleep(0.1)
-    replicas.meet(0)
-    replicas.enter(0)
+    replicas.members.meet(0)
+    replicas.members.enter(0)
     times = []
     for step in range(STEPS):
         started_s = time.perf_counter()
-        replicas.sum(step, compute)
+        replicas.sum(step, partial(compute, step))
         times.append(time.perf_counter() - started_s)
-    replicas.leave(STEPS)
+    replicas.members.leave(STEPS)
     replicas.close()
     (folder / f"times-{number}.json").write_text(json.dumps(times))
     return 0
