@@ -38,7 +38,12 @@ def test_each_node_has_a_replica_that_starts_again_by_itself(cluster: Members) -
     yield from until(lambda: max(cluster.by_node["b"].codes) == 4)
     cluster.join("d")
     yield from runs(cluster, "a0.0 b1.0 c2.0 d3.0")
-    cluster.by_node["d"].is_leaving = True
+    d = cluster.by_node["d"]
+    d.is_leaving = d.ignores = True
+    yield from until(lambda: cluster.sent)
+    yield from turns(3)
+    assert not cluster.dropped  # it is in the middle of a step
+    d.code = 75
     yield from until(lambda: cluster.dropped == ["d"])
     assert cluster.sent == [("d", TERM)]
     assert len(cluster.by_node["a"].codes) == len(cluster.by_node["c"].codes) == 1
