@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from configs.schema import Config
+from files.run_directory import REPLICAS as FOLDER
 from input_pipeline import Dataset
 from input_pipeline.batches import Batch, batch_at
 from replicas.group import BehindError, Replicas
@@ -31,7 +32,6 @@ from sharding.step import TrainState
 from sharding.trees import GradsR, Means, Params, PyTree
 from training.experiment import Experiment
 
-FOLDER = "replicas"
 PIECES = 64  # at least, if they are not too small; fixed sizes: bits must not depend on the number of replicas
 LEAST, MOST = 1 << 14, 1 << 20  # values of a piece
 SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
