@@ -6,6 +6,7 @@ Trains the runs of lab/benchmarks/accuracy.toml that are not recorded yet (each 
 one line per run to results/measured/accuracy.jsonl.
 """
 
+import itertools
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -62,6 +63,19 @@ def methods(task: str) -> dict[str, Method]:
     return rows
 
 
+@cache
+def outer_steps() -> dict[str, Method]:
+    """Returns local SGD on the text with every outer step of the grid, by its name."""
+    steps, found = TASKS["text"]["keys"]["num_steps"], {}
+    for values in itertools.product(*RUNS["outer"].values()):
+        chosen = {f"local_sgd.{name}": value for name, value in zip(RUNS["outer"], values, strict=True)}
+        inner, momentum, rate = values
+        found[f"local SGD, {inner} steps, momentum {momentum}, rate {rate}"] = Method(
+            overrides=RUNS["optimizers"]["AdamW"] | chosen, against="dense, AdamW", steps=steps
+        )
+    return found
+
+
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains the missing runs; returns 1 if one failed."""
@@ -74,12 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = words(options.tasks, "tasks", TASKS)
     seeds = range(options.seeds)
     keys = [{"task": task, "method": name, "seed": seed} for seed in seeds for task in tasks for name in methods(task)]
+    keys += [{"task": "text", "method": name, "seed": 0} for name in outer_steps() if "text" in tasks]
     return run_missing(RESULTS, keys, measured)
 
 
 def measured(key: Key) -> dict[str, Any]:
     """Trains a run to its end; returns the last validation and hop two's metrics."""
-    task, overrides = TASKS[key["task"]], methods(key["task"])[key["method"]].overrides
+    task, known = TASKS[key["task"]], methods(key["task"]) | outer_steps()
+    overrides = known[key["method"]].overrides
     run = train("accuracy", task["config"], RUNS["replicas"] | task["keys"] | {"seed": key["seed"]} | overrides)
     last = run.files.rows[-1]
     return {**{name: last[name] for name in last if name in KEPT}, "overrides": overrides}
