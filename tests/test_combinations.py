@@ -67,7 +67,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "no local SGD": {"local_sgd.inner_steps": 0},
     "streaming": {"local_sgd.streaming": True, "local_sgd.inner_steps": 2},
     "utilisation": {"local_sgd.target_utilisation": 0.9, "local_sgd.inner_steps": 2},
-    "muon": {"optimizer.name": "muon"},
     "clipping": {"optimizer.clip_norm": 1.0},
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": {"compression.hop_two": "one_bit_adam"},
@@ -222,9 +221,9 @@ def test_a_layout_tells_what_has_nothing_to_send(changes: dict[str, Any], words:
 
 
 def test_one_line_names_what_would_do() -> None:
-    assert error_of({"optimizer.name": "muon", "local_sgd.inner_steps": 2}) == (
-        "local_sgd.inner_steps=2 does not go with optimizer.name=muon: each replica has an optimizer of its own; set "
-        "local_sgd.inner_steps=0, or set optimizer.name=adamw"
+    assert error_of({"compression.delayed": True, "local_sgd.inner_steps": 2}) == (
+        "local_sgd.inner_steps=2 does not go with compression.delayed=True: each replica has an optimizer of its own; "
+        "set local_sgd.inner_steps=0, or set compression.delayed=False"
     )
     assert error_of({"compression.hop_two": "dgc"}) == (
         "compression.hop_two=dgc does not go with optimizer.name=adamw: the method takes the place of one optimizer; "
