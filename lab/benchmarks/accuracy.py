@@ -64,15 +64,16 @@ def methods(task: str) -> dict[str, Method]:
 
 
 @cache
-def outer_steps() -> dict[str, Method]:
-    """Returns local SGD on the text with every outer step of the grid, by its name."""
+def grids() -> dict[str, Method]:
+    """Returns the runs that tune rows of the text, by their keys and optimizer."""
     steps, found = TASKS["text"]["keys"]["num_steps"], {}
-    for values in itertools.product(*RUNS["outer"].values()):
-        chosen = {f"local_sgd.{name}": value for name, value in zip(RUNS["outer"], values, strict=True)}
-        inner, momentum, rate = values
-        found[f"local SGD, {inner} steps, momentum {momentum}, rate {rate}"] = Method(
-            overrides=RUNS["optimizers"]["AdamW"] | chosen, against="dense, AdamW", steps=steps
-        )
+    for grid in RUNS["grids"]:
+        for values in itertools.product(*grid["keys"].values()):
+            chosen = dict(zip(grid["keys"], values, strict=True))
+            name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in chosen.items())
+            found[f"{name}, {grid['optimizer']}"] = Method(
+                overrides=RUNS["optimizers"][grid["optimizer"]] | chosen, against="dense, AdamW", steps=steps
+            )
     return found
 
 
@@ -88,13 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = words(options.tasks, "tasks", TASKS)
     seeds = range(options.seeds)
     keys = [{"task": task, "method": name, "seed": seed} for seed in seeds for task in tasks for name in methods(task)]
-    keys += [{"task": "text", "method": name, "seed": 0} for name in outer_steps() if "text" in tasks]
+    keys += [{"task": "text", "method": name, "seed": 0} for name in grids() if "text" in tasks]
     return run_missing(RESULTS, keys, measured)
 
 
 def measured(key: Key) -> dict[str, Any]:
     """Trains a run to its end; returns the last validation and hop two's metrics."""
-    task, known = TASKS[key["task"]], methods(key["task"]) | outer_steps()
+    task, known = TASKS[key["task"]], methods(key["task"]) | grids()
     overrides = known[key["method"]].overrides
     run = train("accuracy", task["config"], RUNS["replicas"] | task["keys"] | {"seed": key["seed"]} | overrides)
     last = run.files.rows[-1]
