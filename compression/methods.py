@@ -10,6 +10,7 @@ from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.power_sgd import POWER_SGD
 from compression.primitives import encoded, summed
+from compression.sparse_loco import SPARSE_LOCO
 from configs.schema.own import OWN
 
 
@@ -32,7 +33,7 @@ NONE = HopTwo(
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
 CODECS = map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit"))
-METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD)
+METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD, SPARSE_LOCO)
 
 
 def method_named(name: str) -> HopTwo:

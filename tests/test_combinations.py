@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
 }
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
+SPARSE_LOCO = {"compression.hop_two": "sparse_loco", "local_sgd.inner_steps": 2, "local_sgd.outer_momentum": 0.0}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -71,6 +72,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": {"compression.hop_two": "one_bit_adam"},
     "method": {"compression.hop_two": "power_sgd"},
+    "sparse_loco": SPARSE_LOCO,
+    "outer momentum": {"local_sgd.outer_momentum": 0.9, "local_sgd.inner_steps": 2},
     "codec": {"compression.hop_two": "int8"},
     "linear method": {"compression.hop_two": "power_sgd"},
     "replacing method": DGC,

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
 from compression.dgc import DGCConfig, dgc
-from compression.exchange import exchange
+from compression.exchange import by_groups, exchange
 from compression.hop_two import delayed
 from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
+from compression.sparse_loco import sparse
 from compression.statistics import State, statistics
 from sharding import hlo
 from sharding.coded import Codec
@@ -287,6 +288,7 @@ HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
     "power_sgd": lambda sh: power_sgd(sh, SPECS, 2),
     "one_bit_adam": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=1, b1=0.9, b2=0.95, eps=1e-8),
     "one_bit_adam, warm-up": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=9, b1=0.9, b2=0.95, eps=1e-8),
+    "sparse_loco": lambda sh: by_groups(sh, sparse(sh, density=0.1, decay=0.9)),
     "delayed": lambda sh: delayed(exchange(sh, CODECS["int8"]), sh.layout.num_replicas),
 }
 
