@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compression.codecs import make_codec
+from compression.demo import DEMO
 from compression.dgc import DGC
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
@@ -33,7 +34,7 @@ NONE = HopTwo(
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
 CODECS = map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit"))
-METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD, SPARSE_LOCO)
+METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD, SPARSE_LOCO, DEMO)
 
 
 def method_named(name: str) -> HopTwo:

@@ -72,6 +72,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": {"compression.hop_two": "one_bit_adam"},
     "method": {"compression.hop_two": "power_sgd"},
+    "demo": {"compression.hop_two": "demo", "optimizer.name": "sgd"},
     "sparse_loco": SPARSE_LOCO,
     "outer momentum": {"local_sgd.outer_momentum": 0.9, "local_sgd.inner_steps": 2},
     "codec": {"compression.hop_two": "int8"},

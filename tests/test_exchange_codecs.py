@@ -12,6 +12,7 @@ import workload
 from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from compression.demo import by_frequency
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import by_groups, exchange
 from compression.hop_two import delayed
@@ -289,6 +290,7 @@ HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
     "one_bit_adam": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=1, b1=0.9, b2=0.95, eps=1e-8),
     "one_bit_adam, warm-up": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=9, b1=0.9, b2=0.95, eps=1e-8),
     "sparse_loco": lambda sh: by_groups(sh, sparse(sh, density=0.1, decay=0.9)),
+    "demo": lambda sh: by_groups(sh, by_frequency(sh, density=0.1, decay=0.9)),
     "delayed": lambda sh: delayed(exchange(sh, CODECS["int8"]), sh.layout.num_replicas),
 }
 

@@ -9,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 import workload
+from scipy.fft import dctn, idctn
 from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
 
+from compression.demo import by_frequency, from_blocks, to_blocks
 from compression.dgc import DGCConfig, _largest, dgc
 from compression.exchange import by_groups
 from compression.power_sgd import power_sgd
@@ -214,6 +216,37 @@ def test_sparse_loco_result_plus_residual_is_the_sum_in_every_layout(layout: str
         everything = sum(grads[name].mean(0) for grads in came)
         np.testing.assert_allclose(sum(o[name] for o in out) + residual.sum(0), everything, atol=2e-6)
         assert (np.count_nonzero(out[0][name]) < 0.6 * out[0][name].size) == is_matrix(name, out[0][name])
+
+
+def test_demo_matches_numpy() -> None:
+    """Twenty steps of four workers, with cosine transforms of scipy: the update is a sign, momenta keep what stays."""
+    plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
+    out, state = run(plan, by_groups(plan, by_frequency(plan, density=0.1, decay=0.9)), 20)
+    kept: dict[str, np.ndarray] = {}
+    for step in range(20):
+        for name, g in named(gradients(plan, step)[1]).items():
+            total = g.mean(0)
+            if is_matrix(name, g[0]):
+                waiting = 0.9 * kept.get(name, 0 * g) + g / 4
+                found = dctn(waiting, axes=(-2, -1), norm="ortho")  # all dims are of one block
+                sent = np.stack([two_bits(x.reshape(-1), 0.1).reshape(x.shape) for x in found])
+                sent = idctn(sent, axes=(-2, -1), norm="ortho")
+                total, kept[name] = sent.sum(0), waiting - sent
+            sure = np.abs(total) > 1e-6
+            np.testing.assert_array_equal(out[step][name][sure], np.sign(total)[sure], err_msg=f"{name} at {step}")
+            assert sure.mean() > 0.9
+    for name, residual in named(state.residual.tree).items():
+        np.testing.assert_allclose(residual, kept.get(name, 0 * residual), atol=2e-6)
+
+
+def test_demo_has_a_transform_of_each_block() -> None:
+    """Of 64 x 64 and less, one after the other; the inverse puts them back."""
+    x = np.random.default_rng(0).normal(size=(2, 128, 192)).astype(np.float32)
+    blocks = np.asarray(to_blocks(jnp.asarray(x)))
+    assert blocks.shape == (12, 64, 64)
+    np.testing.assert_allclose(blocks[7], dctn(x[1, :64, 64:128], norm="ortho"), atol=1e-4)
+    np.testing.assert_allclose(from_blocks(jnp.asarray(blocks), x.shape), x, atol=1e-5)
+    assert to_blocks(jnp.ones((130, 7))).shape == (5, 26, 7)
 
 
 @pytest.mark.parametrize("size", [5, 4096, 10_000])

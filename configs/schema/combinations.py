@@ -133,15 +133,16 @@ FEATURES: dict[str, Feature] = {
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
     "one_bit_adam": _of("compression.hop_two", "one_bit_adam", "none"),
+    "demo": _of("compression.hop_two", "demo", "none or a codec"),
     "sparse_loco": _of("compression.hop_two", "sparse_loco", "none or a codec"),
     "outer momentum": _other_than("local_sgd.outer_momentum", 0.0),
     "method": _hop_two(
-        "`power_sgd`, `dgc`, `one_bit_adam`, `sparse_loco`, or a method of your own",
+        "`power_sgd`, `dgc`, `one_bit_adam`, `sparse_loco`, `demo`, or a method of your own",
         lambda name: name in METHODS or name in OWN["hop_two"],
         "none or a codec",
     ),
     "codec": _hop_two(
-        "hop two by a codec, `dgc`, `one_bit_adam` or `sparse_loco`",
+        "hop two by a codec, `dgc`, `one_bit_adam`, `sparse_loco` or `demo`",
         lambda name: name not in ("none", "power_sgd") and name not in OWN["hop_two"],
         "none",
     ),
@@ -149,15 +150,18 @@ FEATURES: dict[str, Feature] = {
         "`power_sgd`, or a method of your own", lambda name: name == "power_sgd" or name in OWN["hop_two"], "none"
     ),
     "replacing method": _hop_two(
-        "`dgc` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
+        "`dgc`, `demo` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
     ),
     "whole method": _hop_two(
-        "`power_sgd`, `dgc` or `one_bit_adam`", lambda _, by_group: not by_group, "none or a codec", "goes_by_group"
+        "`power_sgd`, `dgc`, `demo` or `one_bit_adam`",
+        lambda _, by_group: not by_group,
+        "none or a codec",
+        "goes_by_group",
     ),
     "other optimizer": Feature(
         keys=("optimizer.name", "takes_over"),
         has=lambda name, replaced: replaced not in (None, name),
-        shown="another optimizer than `sgd` for `dgc`, `adamw` for `one_bit_adam`",
+        shown="another optimizer than `sgd` for `dgc` and `demo`, `adamw` for `one_bit_adam`",
         instead="set optimizer.name={takes_over}",
     ),
     "one replica": Feature(
@@ -282,6 +286,7 @@ RULES: tuple[Rule, ...] = (
     Rule("one_bit_adam", "no warm-up", "it needs its variances from a warm-up"),
     Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
     Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
+    Rule("demo", "wider optimizer", "it needs them in the same scope"),
     Rule("linear method", "one replica", EMPTY),
     Rule("codec", "replicas in a node", EMPTY),
     Rule("delayed", "one replica", "there is nothing to delay"),
