@@ -11,7 +11,7 @@ import pytest
 import workload
 from jax.sharding import NamedSharding, PartitionSpec
 
-from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from compression.codecs import BFloat16, Blockwise, OneBit, Statistical, TwoBit
 from compression.demo import by_frequency
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import by_groups, exchange
@@ -33,6 +33,7 @@ CODECS: dict[str, Codec] = {
     "int4 stochastic": Blockwise(bits=4, block=32, stochastic=True),
     "two_bit": TwoBit(threshold=0.01),
     "one_bit": OneBit(block=32),
+    "statistical": Statistical(block=32),
 }
 # strategies whose hop two crosses nodes, by what it does there: all-reduces, with replicas inside nodes too, scatters
 LAYOUTS = {
