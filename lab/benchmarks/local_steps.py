@@ -30,22 +30,23 @@ from input_pipeline.batches import batch_at
 from lab.benchmarks.accuracy import RUNS, TASKS
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.records import MEASURED
-from optimizers import make_optimizer
+from optimizers import is_matrix, make_optimizer
+from sharding.spec import is_spec
 
 RESULTS = MEASURED / "local_steps.jsonl"
 SETTINGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["settings"]
 REPLICAS, SEEDS = 4, (0, 1, 2)
 DENSE = {"inner_steps": 1, "momentum": 0.0, "rate": 1.0, "codec": "none"}  # with the gradients' mean
-Compress = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # shares [R, N], kept [R, N] -> sum, kept
+# (is it a matrix, a tensor's shares [R, ...], what is kept of them [R, ...]) -> what arrives [...], what is kept
+Compress = Callable[[bool, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the settings that are missing; returns 1 if one failed."""
     options = options_of(__doc__, argv, most=(1000, "number of settings, from the first"))
-    return run_missing(
-        RESULTS, [{"dense": False, **DENSE, **setting} for setting in SETTINGS][: options.most], measured
-    )
+    keys = [{"dense": False, **DENSE, **setting} for setting in SETTINGS]
+    return run_missing(RESULTS, keys[: options.most], measured)
 
 
 @cache
@@ -53,7 +54,8 @@ def experiment() -> tuple[Config, models.Model, Any, Any, Any]:
     """Returns config, model, first parameters, and the batches of training and validation, all of each seed."""
     config = base.get_config()
     config.update_from_flattened_dict(RUNS["replicas"] | TASKS["text"]["keys"])
-    typed, rows = base.typed(config), range(config.batch.global_size)
+    typed = base.typed(config)
+    rows = range(typed.batch.global_size)
     model = models.build(typed.model)
 
     def batches(split: str, count: int) -> Any:
@@ -62,7 +64,7 @@ def experiment() -> tuple[Config, models.Model, Any, Any, Any]:
         return jax.tree.map(lambda *xs: np.stack(xs), *(jax.tree.map(lambda *xs: np.stack(xs), *of) for of in found))
 
     params = jax.vmap(lambda seed: model.init(jax.random.key(seed)))(jnp.asarray(SEEDS))
-    return typed, model, params, batches("train", config.num_steps), batches("validation", config.eval.num_batches)
+    return typed, model, params, batches("train", typed.num_steps), batches("validation", typed.eval.num_batches)
 
 
 def measured(key: Key) -> dict[str, Any]:
@@ -70,7 +72,9 @@ def measured(key: Key) -> dict[str, Any]:
     config, model, params, train, validation = experiment()
     values = config.to_dict()
     values["optimizer"] |= {"name": key["optimizer"], "learning_rate": key["learning_rate"]}
-    tx = make_optimizer(base.typed(base.ConfigDict(values)).optimizer, config.num_steps, model.param_specs())
+    specs = model.param_specs()
+    tx = make_optimizer(base.typed(base.ConfigDict(values)).optimizer, config.num_steps, specs)
+    matrices = jax.tree.map(is_matrix, specs, is_leaf=is_spec)
     steps, outer = key["inner_steps"], optax.sgd(key["rate"], key["momentum"] or None, nesterov=True)
     compress, sent = compressed(key, config)
 
@@ -90,7 +94,7 @@ def measured(key: Key) -> dict[str, Any]:
         params, states_R, velocity, kept_R = carry
         (params_R, states_R), _ = jax.lax.scan(step, (copies(params), states_R), batches)
         shares_R = jax.tree.map(lambda p, p_R: (p - p_R) / REPLICAS, params, params_R)
-        found = jax.tree.map(compress, shares_R, kept_R)
+        found = jax.tree.map(compress, matrices, shares_R, kept_R)
         total, kept_R = (jax.tree.map(lambda _, pair, i=i: pair[i], params, found) for i in (0, 1))
         moves, velocity = outer.update(total, velocity, params)
         return (optax.apply_updates(params, moves), states_R, velocity, kept_R), None
@@ -111,17 +115,19 @@ def measured(key: Key) -> dict[str, Any]:
     f32 = sum(4 * x.size for x in jax.tree.leaves(one_seed)) * 2 * (REPLICAS - 1) / REPLICAS
     return {
         "validation_losses": [float(x) for x in losses],
-        "times_smaller": (1 if key["dense"] else steps) * f32 / sum(map(sent, jax.tree.leaves(one_seed))),
+        "times_smaller": (1 if key["dense"] else steps)
+        * f32
+        / sum(jax.tree.leaves(jax.tree.map(sent, matrices, one_seed))),
     }
 
 
-def compressed(key: Key, config: Config) -> tuple[Compress, Callable[[jax.Array], float]]:
-    """Returns the exchange of a tensor's shares, and the bytes that a node sends of a tensor; vectors go as they are."""
+def compressed(key: Key, config: Config) -> tuple[Compress, Callable[[bool, jax.Array], float]]:
+    """Returns the exchange of a tensor's shares, and the bytes that a node sends of a tensor; vectors go as they are.
+
+    Both are told first whether the tensor is a matrix.
+    """
     chosen = key["codec"]
     codec = None if chosen in ("none", "sparse_loco") else make_codec(chosen, config.compression)
-
-    def is_vector(x: jax.Array) -> bool:
-        return x.size <= 2 * config.model.hidden
 
     def there_and_back(x: jax.Array) -> jax.Array:
         assert codec
@@ -130,8 +136,8 @@ def compressed(key: Key, config: Config) -> tuple[Compress, Callable[[jax.Array]
         coded = codec.encode(padded, jax.random.key(0), jnp.broadcast_to(real, padded.shape))
         return codec.decode(coded)[..., : x.shape[-1]]
 
-    def exchange(shares_R: jax.Array, kept_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if chosen == "none" or is_vector(shares_R[0]):
+    def exchange(matrix: bool, shares_R: jax.Array, kept_R: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if chosen == "none" or not matrix:
             return shares_R.sum(0), kept_R
         flat = (shares_R + key.get("decay", 1.0) * kept_R).reshape(REPLICAS, -1)
         if codec is None:
@@ -145,11 +151,11 @@ def compressed(key: Key, config: Config) -> tuple[Compress, Callable[[jax.Array]
             kept = flat - sent + jnp.where(owners, sent.sum(0) - total, 0)
         return total.reshape(shares_R.shape[1:]), kept.reshape(shares_R.shape)
 
-    def sent_bytes(x: jax.Array) -> float:
-        if chosen == "sparse_loco" and not is_vector(x):
+    def sent_bytes(matrix: bool, x: jax.Array) -> float:
+        if chosen == "sparse_loco" and matrix:
             return (REPLICAS - 1) * Chunks(size=x.size, density=key["density"]).payload_bytes
         whole = 4 * x.size
-        if codec and not is_vector(x):
+        if codec and matrix:
             padded = jax.ShapeDtypeStruct((x.size + -x.size % codec.multiple,), jnp.float32)
             whole = jax.eval_shape(codec.encode, padded, jax.random.key(0)).size
         return whole * 2 * (REPLICAS - 1) / REPLICAS
