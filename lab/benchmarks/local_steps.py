@@ -27,6 +27,7 @@ from configs import base
 from configs.schema import Config
 from input_pipeline import load
 from input_pipeline.batches import batch_at
+from input_pipeline.dataset import Split
 from lab.benchmarks.accuracy import RUNS, TASKS
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.records import MEASURED
@@ -58,7 +59,7 @@ def experiment() -> tuple[Config, models.Model, Any, Any, Any]:
     rows = range(typed.batch.global_size)
     model = models.build(typed.model)
 
-    def batches(split: str, count: int) -> Any:
+    def batches(split: Split, count: int) -> Any:
         each = [load(typed.data, split, seed) for seed in SEEDS]
         found = [[batch_at(data, i, global_size=len(rows), rows=rows) for i in range(count)] for data in each]
         return jax.tree.map(lambda *xs: np.stack(xs), *(jax.tree.map(lambda *xs: np.stack(xs), *of) for of in found))
@@ -113,12 +114,8 @@ def measured(key: Key) -> dict[str, Any]:
     losses = run(params, train, validation)
     one_seed = jax.tree.map(lambda x: x[0], params)
     f32 = sum(4 * x.size for x in jax.tree.leaves(one_seed)) * 2 * (REPLICAS - 1) / REPLICAS
-    return {
-        "validation_losses": [float(x) for x in losses],
-        "times_smaller": (1 if key["dense"] else steps)
-        * f32
-        / sum(jax.tree.leaves(jax.tree.map(sent, matrices, one_seed))),
-    }
+    meeting = sum(jax.tree.leaves(jax.tree.map(sent, matrices, one_seed)))
+    return {"validation_losses": [float(x) for x in losses], "times_smaller": steps * f32 / meeting}
 
 
 def compressed(key: Key, config: Config) -> tuple[Compress, Callable[[bool, jax.Array], float]]:
