@@ -6,7 +6,6 @@ Trains the runs of lab/benchmarks/accuracy.toml that are not recorded yet (each 
 one line per run to results/measured/accuracy.jsonl.
 """
 
-import itertools
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -64,20 +63,6 @@ def methods(task: str) -> dict[str, Method]:
     return rows
 
 
-@cache
-def grids() -> dict[str, Method]:
-    """Returns the runs that tune rows of the text, by their keys and optimizer."""
-    steps, found = TASKS["text"]["keys"]["num_steps"], {}
-    for grid in RUNS["grids"]:
-        for values in itertools.product(*grid["keys"].values()):
-            chosen = dict(zip(grid["keys"], values, strict=True))
-            name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in chosen.items())
-            found[f"{name}, {grid['optimizer']}"] = Method(
-                overrides=RUNS["optimizers"][grid["optimizer"]] | chosen, against="dense, AdamW", steps=steps
-            )
-    return found
-
-
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains the missing runs; returns 1 if one failed."""
@@ -90,14 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = words(options.tasks, "tasks", TASKS)
     seeds = range(options.seeds)
     keys = [{"task": task, "method": name, "seed": seed} for seed in seeds for task in tasks for name in methods(task)]
-    keys += [{"task": "text", "method": name, "seed": 0} for name in grids() if "text" in tasks]
     return run_missing(RESULTS, keys, measured)
 
 
 def measured(key: Key) -> dict[str, Any]:
     """Trains a run to its end; returns the last validation and hop two's metrics."""
-    task, known = TASKS[key["task"]], methods(key["task"]) | grids()
-    overrides = known[key["method"]].overrides
+    task, overrides = TASKS[key["task"]], methods(key["task"])[key["method"]].overrides
     run = train("accuracy", task["config"], RUNS["replicas"] | task["keys"] | {"seed": key["seed"]} | overrides)
     last = run.files.rows[-1]
     return {**{name: last[name] for name in last if name in KEPT}, "overrides": overrides}

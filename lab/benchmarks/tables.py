@@ -153,15 +153,13 @@ def codec_steps(steps: Sequence[Line]) -> str:
     return markdown([*heads, "none / this", "loss of the first and the last step"], rows)
 
 
-def codec_accuracy(task: str, methods: Mapping[str, accuracy.Method], lines: Sequence[Line]) -> str:
-    """Returns a row per method on a task, with differences from the dense runs of the same seed."""
+def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
+    """Returns a row per method of a task, with differences from the dense runs of the same seed."""
     classifies, rows = task == "digits", []
-    runs: dict[str, list[Line]] = {}
-    for line in lines:
-        if line["task"] == task:
-            runs.setdefault(line["method"], []).append(line)
+    methods = accuracy.methods(task)
+    runs = {name: [line for line in lines if (line["task"], line["method"]) == (task, name)] for name in methods}
     for name, method in methods.items():
-        if name not in runs or method.against not in runs:
+        if not runs[name] or not runs[method.against]:
             continue
         smaller = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
         cells = [name, f"{smaller:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
@@ -371,11 +369,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
             f"steps with codecs at {rate}": lambda rate=rate: codec_steps([x for x in steps if x["rate"] == rate])
             for rate in rates_of(steps)
         },
-        **{
-            f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracy.methods(task), accuracies)
-            for task in accuracy.TASKS
-        },
-        "what tunes rows on text": lambda: codec_accuracy("text", accuracy.grids(), accuracies),
+        **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
         "local SGD, tuned": lambda: local_steps(records.lines("local_steps")),
         "kill matrix": lambda: kill_matrix(events),
         "compiled ahead": lambda: compiled_ahead(events),
