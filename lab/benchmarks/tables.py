@@ -170,6 +170,22 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
     return markdown(heads, rows)
 
 
+def local_steps(lines: Sequence[Line]) -> str:
+    """Returns a row per setting of local SGD, each beside the dense AdamW runs of lowest loss, seed by seed."""
+    dense = [line["validation_losses"] for line in lines if line["dense"] and line["optimizer"] == "adamw"]
+    best, rows = min(dense, key=sum, default=[]), []
+    for line in sorted(lines, key=lambda line: (line["optimizer"], not line["dense"], line["inner_steps"])):
+        losses = line["validation_losses"]
+        pairs = [(loss - other) / other for loss, other in zip(losses, best, strict=True)]
+        settings = ["dense", "", "", ""]
+        if not line["dense"]:
+            settings = [*(f"{line[name]:g}" for name in ("inner_steps", "momentum", "rate")), line["codec"]]
+        cells = [line["optimizer"], f"{line['learning_rate']:g}", *settings, f"{line['times_smaller']:.0f}"]
+        rows.append([*cells, spread(losses, ".3f"), spread(pairs, "+z.1%")])
+    heads = ["optimizer", "rate", "steps", "outer momentum", "outer rate", "codec", "times smaller", "validation loss"]
+    return markdown([*heads, "minus dense AdamW, by seed"], rows)
+
+
 # --------------------------------------------------------------------------------------------------- elasticity
 
 
@@ -354,6 +370,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
             for rate in rates_of(steps)
         },
         **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
+        "local SGD, tuned": lambda: local_steps(records.lines("local_steps")),
         "kill matrix": lambda: kill_matrix(events),
         "compiled ahead": lambda: compiled_ahead(events),
         "runs of chaos": lambda: chaos_runs(chaos),
