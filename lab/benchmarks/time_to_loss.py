@@ -171,7 +171,7 @@ def losses_of(key: Key, *, python: str) -> dict[str, Any]:
         rows = rows_written(folder)
     validated = [row for row in rows if "validation_loss" in row]
     return {
-        "steps": [row["step"] for row in validated],
+        "at": [row["step"] for row in validated],
         "validation_losses": [row["validation_loss"] for row in validated],
         **load,
         "command": shown(command),
@@ -208,10 +208,11 @@ def last_words(folder: Path) -> str:
 
 def peer_words(method: Method, folder: Path, keys: Overrides, *, validate_every: int, steps: int = 0) -> list[str]:
     """Returns the words of PyTorch's program, behind python; writes the file that it trains on."""
-    config = config_of(TASK | keys | ({"num_steps": steps} if steps else {}))
+    config = config_of(TASK | dict(keys) | ({"num_steps": steps} if steps else {}))
     assert isinstance(config.model, DecoderConfig)
     data = folder / "data.npz"
-    np.savez(data, **everything(config, folder))
+    arrays: dict[str, Any] = everything(config, folder)
+    np.savez(data, **arrays)
     sizes = {"layers": config.model.num_layers, "hidden": config.model.hidden, "heads": config.model.num_heads}
     sizes |= {"vocab": config.model.padded_vocab, "seq_len": config.data.seq_len}
     options = {"data": str(data), "out": str(folder), "sizes": sizes, "validate_every": validate_every}
