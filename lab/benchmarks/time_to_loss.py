@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import jax
 import numpy as np
 
 from configs import base
@@ -220,10 +221,10 @@ def peer_words(method: Method, folder: Path, keys: Overrides, *, validate_every:
 
 
 def config_of(keys: Overrides) -> Config:
-    """Returns the typed config of the keys, for the one device of this process."""
+    """Returns the typed config of the keys, for the devices of this process."""
     config = base.get_config()
     here = {key: value for key, value in keys.items() if not key.startswith("mesh.")}
-    config.update_from_flattened_dict(here | {"batch.micro_size": keys["batch.global_size"]})
+    config.update_from_flattened_dict(here | {"batch.micro_size": keys["batch.global_size"] // jax.device_count()})
     return base.typed(config)
 
 

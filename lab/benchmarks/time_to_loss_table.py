@@ -88,7 +88,7 @@ def spent(steps: float, method: Method, *, dense: float, own: float) -> float:
 
 
 def reached(found: Mapping[str, Joined], name: str) -> list[float] | None:
-    """Returns the steps of each seed that the dense run has too; None if one never reaches its target, or without any."""
+    """Returns the steps of each seed of the dense run, too; None if one never reaches its target, or without any."""
     dense, curves = found[DENSE].curves, found[name].curves
     steps = [steps_to(WITHIN * dense[seed][1][-1], *curves[seed]) for seed in curves if seed in dense]
     known = [step for step in steps if step is not None]
