@@ -94,6 +94,8 @@ class RunLog:
         if not self._enabled:
             return
         self.flush()
+        if step == self._start_step + 1:
+            self._writer.open_events()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
         if wire := self._wire.delta() if self._wire else None:
             self._crossed.append(wire)
