@@ -100,7 +100,8 @@ class RunLog:
         if wire := self._wire.delta() if self._wire else None:
             self._crossed.append(wire)
         if self._crossed:
-            row |= {f"wire_{key}": mean(getattr(one, key) for one in self._crossed) for key in ("tx_bytes", "rx_bytes")}
+            row["wire_tx_bytes"] = mean(one.tx_bytes for one in self._crossed)
+            row["wire_rx_bytes"] = mean(one.rx_bytes for one in self._crossed)
         row |= self._constants
         self._row = step, row
         if step == self._start_step + 1:

@@ -40,6 +40,8 @@ def test_all_methods_are_run_before_any_is_run_again_and_only_losses_of_their_ow
     assert {key["method"] for key in losses} == METHODS.keys() - {"pytorch hsdp"}  # whose losses are those of ddp
     each = [(key["seed"], key["learning_rate"]) for key in losses]
     assert list(dict.fromkeys(each)) == [(0, 1e-3), (0, 2e-3), (1, 1e-3), (1, 2e-3)] and sorted(each) == each
+    steps = planned(monkeypatch, "--part=times", "--pytorch=python", "--repetitions=1")
+    assert {key["method"] for key in steps} == METHODS.keys() - {"averages, 10 steps, int4, twice as long"}
     ours = planned(monkeypatch, "--part=times", "--rates=1gbit,10mbit", "--repetitions=2", "--only=int4;dense")
     assert [(key["repetition"], key["method"]) for key in ours] == [(i, n) for i in (0, 1) for n in ("int4", "dense")]
     assert all(key["rates"] == ["10mbit", "1gbit"] for key in ours)  # slowest first
@@ -107,11 +109,11 @@ def test_only_steps_that_ran_wholly_at_a_rate_are_timed_at_it(
 # ----------------------------------------------------------------------------------------------------- the joining
 
 BY_HAND = {
-    "dense": Method(keys={}, steps=40, losses="dense"),
-    "coded": Method(keys={}, steps=40, dense_steps=15, losses="coded"),
-    "local": Method(keys={}, steps=80, inner_steps=10, losses="local"),
-    "pytorch ddp": Method(keys={}, steps=40, peer={"mode": "ddp"}, losses="dense"),
-    "lost": Method(keys={}, steps=40, losses="lost"),
+    "dense": Method(keys={}, steps=40, losses="dense", times="dense"),
+    "coded": Method(keys={}, steps=40, dense_steps=15, losses="coded", times="coded"),
+    "local": Method(keys={}, steps=80, inner_steps=10, losses="local", times="local"),
+    "pytorch ddp": Method(keys={}, steps=40, peer={"mode": "ddp"}, losses="dense", times="pytorch ddp"),
+    "lost": Method(keys={}, steps=40, losses="lost", times="lost"),
 }
 LOSSES = {"dense": [4.0, 3.0, 2.5, 2.0], "coded": [4.0, 3.0, 2.42, 1.98], "lost": [4.0, 3.0, 2.6, 2.2]}
 LOSSES |= {"local": [4.0, 3.5, 3.0, 2.5, 2.3, 2.1, 2.01, 1.9]}

@@ -80,6 +80,7 @@ class Method:
     dense_steps: int = 0  # at first, that send f32 gradients
     peer: dict[str, Any] | None = None  # PyTorch's options
     losses: str  # the method whose losses these are
+    times: str  # the method whose steps these are: one that differs in the length of its run only
 
     @property
     def timed(self) -> int:
@@ -89,7 +90,7 @@ class Method:
 
 def methods() -> dict[str, Method]:
     """Returns the methods by name: the dense one first, then ours, then PyTorch's."""
-    found = {}
+    found: dict[str, Method] = {}
     for name, own in RUNS["ours"].items():
         keys = own or accuracy.RUNS["ways"][name]
         steps, dense_steps = keys.get("num_steps", TASK["num_steps"]), 0
@@ -97,7 +98,11 @@ def methods() -> dict[str, Method]:
             dense_steps = round(keys[accuracy.WARM_UP] * steps)
             keys = keys | {accuracy.WARM_UP: dense_steps}
         inner = keys.get("local_sgd.inner_steps", 1)
-        found[name] = Method(keys=keys, steps=steps, inner_steps=inner, dense_steps=dense_steps, losses=name)
+        step = {key: value for key, value in keys.items() if key != "num_steps"}
+        same = next((other for other, method in found.items() if method.keys == step), name)
+        found[name] = Method(
+            keys=keys, steps=steps, inner_steps=inner, dense_steps=dense_steps, losses=name, times=same
+        )
     for name, own in RUNS["pytorch"].items():
         peer = {"mode": "ddp", "hook": "", "rank": 0, "inner_steps": 0, "dense_steps": 0} | own
         steps = TASK["num_steps"]
@@ -109,6 +114,7 @@ def methods() -> dict[str, Method]:
             dense_steps=peer["dense_steps"],
             peer=peer,
             losses=f"{PEER} {peer.pop('losses', name)}",
+            times=f"{PEER} {name}",
         )
     return found
 
@@ -150,7 +156,8 @@ def planned(options: Namespace) -> list[Key]:
             for name in own
         ]
     rates = sorted(checked_rates(options.rates), key=bytes_per_s)
-    return alternating(options.repetitions, part=["times"], rates=[rates], method=chosen)
+    own = [name for name in chosen if METHODS[name].times == name]
+    return alternating(options.repetitions, part=["times"], rates=[rates], method=own)
 
 
 # ------------------------------------------------------------------------------------------------------- losses

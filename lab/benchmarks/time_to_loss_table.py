@@ -37,7 +37,7 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
     for name, method in methods.items():
         losses = [x for x in lines if (x["part"], x["method"]) == ("losses", method.losses)]
         losses = [x for x in losses if x["steps"] == method.steps]
-        links = [x["links"] for x in lines if (x["part"], x["method"]) == ("times", name)]
+        links = [x["links"] for x in lines if (x["part"], x["method"]) == ("times", method.times)]
         rates = sorted({rate for link in links for rate in link}, key=bytes_per_s)
         step_s = {}
         for rate in rates:
