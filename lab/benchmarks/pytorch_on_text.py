@@ -49,7 +49,9 @@ def main(options: dict[str, Any]) -> None:
     model.load_state_dict({name: torch.from_numpy(value) for name, value in data.items()})
     mode, inner = options["mode"], options["inner_steps"]
     if mode != "local_sgd":
-        model = shard(model, mode, device, kept=False, is_low=False)
+        # of several buckets, power_sgd's callbacks start collectives in different orders, which gloo mistakes
+        bucket_mb = 1000 if options["hook"] == "power_sgd" else None
+        model = shard(model, mode, device, kept=False, is_low=False, bucket_mb=bucket_mb)
         add_hook(model, options["hook"], rank=options["rank"], start=max(2, options["dense_steps"]))
     optimizer = torch.optim.AdamW(groups_of(model), betas=(0.9, 0.95), eps=1e-8)
 

@@ -91,10 +91,15 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool) -> nn.Module:
-    """Returns the model under DDP or FSDP2; `kept` layers stay gathered for the backward pass."""
+def shard(
+    model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool, bucket_mb: int | None = None
+) -> nn.Module:
+    """Returns the model under DDP, whose buckets are of so many MB, or FSDP2.
+
+    `kept` layers stay gathered for the backward pass.
+    """
     if mode == "ddp":
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if mode == "hsdp":
         mesh = init_device_mesh(device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))

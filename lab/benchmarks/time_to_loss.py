@@ -105,16 +105,18 @@ def methods() -> dict[str, Method]:
         )
     for name, own in RUNS["pytorch"].items():
         peer = {"mode": "ddp", "hook": "", "rank": 0, "inner_steps": 0, "dense_steps": 0} | own
-        steps = TASK["num_steps"]
+        steps = peer.pop("num_steps", TASK["num_steps"])
         peer["dense_steps"] = round(peer["dense_steps"] * steps)
+        losses = peer.pop("losses", name)
+        same = next((other for other, method in found.items() if method.peer == peer), f"{PEER} {name}")
         found[f"{PEER} {name}"] = Method(
-            keys={},
+            keys={"num_steps": steps},
             steps=steps,
             inner_steps=peer["inner_steps"] or 1,
             dense_steps=peer["dense_steps"],
             peer=peer,
-            losses=f"{PEER} {peer.pop('losses', name)}",
-            times=f"{PEER} {name}",
+            losses=f"{PEER} {losses}",
+            times=same,
         )
     return found
 
