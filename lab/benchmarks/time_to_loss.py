@@ -282,7 +282,7 @@ def times_of(key: Key, *, python: str) -> dict[str, Any]:
     """Runs a method at each rate in turn; returns the steps' times and bytes. FailedRunError if the run failed."""
     method, folder, rates = METHODS[key["method"]], folder_of(key), key["rates"]
     load = {"load": os.getloadavg()[0]}
-    steps = (CONNECTING + method.timed) + len(rates) * (3 * CHANGING + method.timed) + 100  # more than are needed
+    steps = method.inner_steps * (100 + len(rates) * (CHANGING + method.timed))  # more than are needed: it is killed
     if method.peer:
         timed = replace(method, peer=method.peer | {"dense_steps": 0})
         command = [python, *peer_words(timed, folder, {}, validate_every=0, steps=steps)]
