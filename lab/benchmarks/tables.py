@@ -17,6 +17,7 @@ from lab.benchmarks import (
     replica_events,
     replica_links,
     replicas,
+    time_to_loss_table,
 )
 from lab.benchmarks.scores import (
     DENSE,
@@ -326,6 +327,7 @@ CHARTS: Mapping[str, Callable[[Records], Figure]] = {
     "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
     "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
     "replica_events": lambda x: replica_events.picture(x.lines("replica_events")),
+    "time_to_loss": lambda x: time_to_loss_table.picture(x.lines("time_to_loss")),
     "planner_curves": lambda _: planner_records.curves(),
 }
 
@@ -380,6 +382,9 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
         "checkpoints": lambda: checkpoints(records.lines("checkpoints")),
         "replicas": lambda: replicas.table(records.lines("replicas")),
+        "time to loss": lambda: time_to_loss_table.table(records.lines("time_to_loss")),
+        "steps on the wire": lambda: time_to_loss_table.step_times(records.lines("time_to_loss")),
+        "what to choose": lambda: time_to_loss_table.choice(records.lines("time_to_loss")),
         "events of replicas": lambda: replica_events.table(records.lines("replica_events")),
         "links of replicas": lambda: replica_links.table(records.lines("replica_links")),
         "goodput of replicas": lambda: replica_events.goodput_table(records.lines("replica_events")),
