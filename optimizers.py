@@ -27,7 +27,8 @@ Transform = optax.GradientTransformation
 Stacks = list[jax.Array]
 Kind = tuple[int, int]  # of a layer's tensor: leading dims of a batch of matrices (experts), and the dim of the outputs
 OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *shape]` of tensors of that kind
-OnWhole = Callable[[OfStack, Sequence[ParamSpec], Sequence[Kind], Stacks], Stacks]  # function, specs, kinds, stacks
+# (function, specs, kinds, stacks `[n, ...]`, each=False): with `each` they are `[R, n, ...]`, of each replica its own
+OnWhole = Callable[..., Stacks]
 AVERAGE_RATE = 0.1  # of what a running average becomes, the share of the step's value (torch's `momentum`)
 
 
@@ -66,10 +67,13 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, after], [config.warmup_steps]) if config.warmup_steps else after
 
 
-def on_one_device(function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[Kind], stacks: Stacks) -> Stacks:
+def on_one_device(
+    function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[Kind], stacks: Stacks, *, each: bool = False
+) -> Stacks:
     """Returns the function of each stack, where tensors are not cut."""
     del specs
-    return [function(kind, x) for kind, x in zip(kinds, stacks, strict=True)]
+    of = [partial(function, kind) for kind in kinds]
+    return [(jax.vmap(run) if each else run)(x) for run, x in zip(of, stacks, strict=True)]
 
 
 def make_optimizer(
@@ -165,10 +169,22 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
     matrices = [spec for spec in jax.tree.leaves(specs, is_leaf=is_spec) if is_hidden_matrix(spec)]
     kinds = [_kind(spec) for spec in matrices]
 
-    @_in_stacks
+    function = partial(on_whole, partial(newton_schulz, eps=config.eps), matrices, kinds)
+
+    @jax.custom_batching.custom_vmap
     @jax.named_scope("orthogonalise")
-    def orthogonalise(stacks: Stacks) -> Stacks:
-        return on_whole(partial(newton_schulz, eps=config.eps), matrices, kinds, stacks) if stacks else []
+    def of_stacks(stacks: Stacks) -> Stacks:
+        return function(stacks) if stacks else []
+
+    @of_stacks.def_vmap
+    @jax.named_scope("orthogonalise")
+    def of_replicas(size: int, is_cut: list[Any], stacks_R: Stacks) -> tuple[Stacks, list[bool]]:
+        del size
+        assert all(is_cut[0])
+        return function(stacks_R, each=True), is_cut[0]
+
+    # the vmap nearest to it is over layers where there are any, one outside of that over the replicas of local SGD
+    orthogonalise = (_in_stacks if any("layers" in spec.dims for spec in matrices) else _alone)(of_stacks)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, contrib.MuonState]:
         del params
@@ -200,12 +216,14 @@ def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
     return (math.sqrt(max(1.0, fan_out / fan_in)) * orthogonal).reshape(stack.shape)
 
 
+def _alone(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stacks]:
+    """Returns a function of stacks `[n, ...]` as one of single tensors."""
+    return lambda tensors: [x[0] for x in function([x[None] for x in tensors])]
+
+
 def _in_stacks(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stacks]:
     """Returns a function of stacks `[n, ...]` as one of single tensors, which vmap calls with the stacks, once."""
-
-    @jax.custom_batching.custom_vmap
-    def of_tensors(tensors: Stacks) -> Stacks:
-        return [x[0] for x in function([x[None] for x in tensors])]
+    of_tensors = jax.custom_batching.custom_vmap(_alone(function))
 
     @of_tensors.def_vmap
     def of_stacks(size: int, is_stack: list[Any], stacks: Stacks) -> tuple[Stacks, list[bool]]:

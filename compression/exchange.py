@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from compression.primitives import encoded, summed
 from compression.statistics import Sent, State, added, nothing_sent, zeros_R
 from sharding.coded import Codec
-from sharding.hop_two import Counts, Exchanged
+from sharding.hop_two import Counts, Exchange, Exchanged
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import pspecs
 from sharding.trees import Grads, GradsR, Params, Shards
@@ -38,18 +38,28 @@ def exchange(
     `unless_not_finite` restores the state. The residuals of an exchange in the micro-steps have taken in the skipped
     gradients by then, and become zero.
     """
-    layout = plan.layout
     primitive = encoded(plan, codec, error_feedback=error_feedback) if codec else summed(plan)
+    return by_groups(plan, primitive, encodes=codec is not None, error_feedback=error_feedback)
+
+
+def by_groups(
+    plan: ShardingPlan, primitive: Exchange, *, encodes: bool = True, error_feedback: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the transform that calls a primitive, with all shards at once or after the micro-steps have called it.
+
+    `encodes`: it takes f32 and counts what it sends; then it may keep a residual of each shard.
+    """
+    layout = plan.layout
 
     def init(params: Params) -> State:
-        if codec is None:
+        if not encodes:
             return State()
         residual = zeros_R(layout.num_replicas, params, "sum") if error_feedback else ()
         return State(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
 
     def on_shards(shared: State, grads: Shards, kept: dict[str, Shards]) -> tuple[Any, ...]:
-        key = jax.random.fold_in(jax.random.key(0), shared.step) if codec else jax.random.key(0)
-        shares = [(x.astype(jnp.float32) if codec else x) / layout.num_replicas for x in grads]  # codecs take f32
+        key = jax.random.fold_in(jax.random.key(0), shared.step) if encodes else jax.random.key(0)
+        shares = [(x.astype(jnp.float32) if encodes else x) / layout.num_replicas for x in grads]
         placements = plan.group(plan.placements, ()).placements
         totals, residual, counts = primitive(placements, shares, kept.get("residual"), key)
         return totals, (), dict.fromkeys(kept, residual), counts
@@ -63,7 +73,7 @@ def exchange(
             out = own_copies(plan, exchanged.mean_R)
             finite = jnp.isfinite(optax.tree.norm(out))
             kept_R = {"residual": jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)}
-            return out, _after(state, (), kept_R, Sent(*exchanged.counts)) if codec else state
+            return out, _after(state, (), kept_R, Sent(*exchanged.counts)) if encodes else state
         if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
             return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
         return _run(plan, on_shards, updates, state)

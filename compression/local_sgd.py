@@ -74,8 +74,9 @@ def local_sgd(
     """Returns the transform of gradients `[R, ...]` that moves the shared parameters every `inner_steps` steps.
 
     The gradients are each replica's own, at `params + drift`. The transforms of `inner` are mapped over the replicas,
-    so that a guard among them skips the step of one replica without affecting the others. If it is streaming, the
-    micro-steps have exchanged a part of the drifts. The state is a pair: hop two's, and a LocalState.
+    so that a guard among them skips the step of one replica without affecting the others, and Muon orthogonalises a
+    replica's matrices on its own devices (MuLoCo, arXiv 2505.23725). If it is streaming, the micro-steps have exchanged
+    a part of the drifts. The state is a pair: hop two's, and a LocalState.
     """
     outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
     hop_two = optax.with_extra_args_support(exchange)

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from compression.codecs import make_codec
+from compression.demo import DEMO
 from compression.dgc import DGC
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.power_sgd import POWER_SGD
 from compression.primitives import encoded, summed
+from compression.sparse_loco import SPARSE_LOCO
 from configs.schema.own import OWN
 
 
@@ -31,8 +33,8 @@ NONE = HopTwo(
     build=lambda setup: exchange(setup.plan),
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
-CODECS = map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit"))
-METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD)
+CODECS = map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit", "statistical"))
+METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD, SPARSE_LOCO, DEMO)
 
 
 def method_named(name: str) -> HopTwo:

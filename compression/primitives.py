@@ -66,7 +66,7 @@ def encoded(plan: ShardingPlan, codec: Codec, *, error_feedback: bool = True) ->
         totals = sums(plan, [placements[i] for i in vectors], [xs[i] for i in vectors])
         found: Results = {i: (total, jnp.zeros_like(xs[i])) for i, total in zip(vectors, totals, strict=True)}
         counts = [Sent(4 * xs[i].size, xs[i].size, xs[i].size) for i in vectors]
-        for members, cut_by in _kinds(placements, plan.layout.gradients):
+        for members, cut_by in kinds(placements, plan.layout.gradients):
             counts += _exchange_encoded(plan, codec, placements, members, cut_by, xs, key, found)
         out = [found[i] for i in range(len(xs))]
         return [total for total, _ in out], [kept for _, kept in out] if error_feedback else None, counts
@@ -109,14 +109,14 @@ def _exchange_encoded(
     return counts
 
 
-def _kinds(placements: Sequence[Placement], scope: Axes) -> list[tuple[list[int], Axes]]:
+def kinds(placements: Sequence[Placement], scope: Axes) -> list[tuple[list[int], Axes]]:
     """Groups the tensors to encode by the axes that shard them; those of a group can share collectives."""
-    kinds: dict[tuple[bool, Axes], list[int]] = {}
+    found: dict[tuple[bool, Axes], list[int]] = {}
     for i, p in enumerate(placements):
         if not p.is_vector:
             axes = p.cut_by(scope) + ("tensor",) * (p.tensor_dim is not None) + (STAGE,) * p.staged
-            kinds.setdefault((p.dim is not None, axes), []).append(i)
-    return [(members, axes) for (_, axes), members in kinds.items()]
+            found.setdefault((p.dim is not None, axes), []).append(i)
+    return [(members, axes) for (_, axes), members in found.items()]
 
 
 def not_finite(xs: Sequence[jax.Array], axes: Axes) -> jax.Array:

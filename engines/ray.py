@@ -1,5 +1,7 @@
 """Runs train.py on all available nodes of a Ray cluster, and continues when nodes join or leave.
 
+With `sharding.replicas=independent` each node has a group of its own, which starts and ends by itself.
+
     python -m engines.ray --min_nodes=1 --max_nodes=4 [--nodes_per_group=1] -- python train.py --workdir=... ...
 
 Exit codes: 0 finished; 75 stopped but resumable (SIGTERM, Ctrl-C); 2 a mistake; 1 or the program's own: an error.
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs import command_line
 from engines.ray_plan import Limits
 from runtime.command_line import OneLineParser, complain, prepare_output, split
 from runtime.events import EventLog
@@ -66,18 +69,25 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
     workdir = workdir_of(command)
     if not workdir:
         raise ValueError("the program has no --workdir=DIR; give one, for its metrics there tell what it has finished")
+    words = command_line.words_of_config(command[1:])
+    options.independent = words and command_line.parse([command[1], *words]).sharding.replicas == "independent"
+    if options.independent and options.compile_ahead:
+        raise ValueError("--compile_ahead is for runs of one world, which restart: leave it out")
     return options, command, workdir
 
 
 def run(options: argparse.Namespace, limits: Limits, command: Sequence[str], workdir: Path) -> int:
     """Runs the program until it finishes or is asked to stop, and returns the exit code."""
     from engines.ray_members import Members  # it needs Ray
+    from engines.ray_replicas import Replicas
     from engines.ray_train import Engine
 
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
-    ours = {"max_failures": options.max_failures, "compile_ahead": options.compile_ahead, "notice_s": options.notice_s}
     with Members(options.address, limits.max_nodes, command, devices, EventLog(workdir, "engine")) as members:
-        return Engine(members, limits, workdir, **ours).run()
+        if options.independent:
+            return Replicas(members, limits, workdir, max_failures=options.max_failures).run()
+        ahead = {"compile_ahead": options.compile_ahead, "notice_s": options.notice_s}
+        return Engine(members, limits, workdir, max_failures=options.max_failures, **ahead).run()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -104,12 +104,15 @@ class Members:
         say(f"{host} {why}")
         self._events.write(Event.NODE_LOST, host=host, why=why)
 
-    def give_back(self) -> None:
-        """Ends the agents of leaving nodes for good."""
-        for member in list(self.by_node.values()):
-            if self.is_going(member):
-                self._unusable.add(member.node)
-                say(f"{self._end(member.node).host} is given back")
+    def give_back(self, nodes: Iterable[str]) -> None:
+        """Ends the agents of nodes for good."""
+        for node in nodes:
+            self._unusable.add(node)
+            say(f"{self._end(node).host} is given back")
+
+    def going(self) -> list[str]:
+        """Returns the nodes that are to go."""
+        return [member.node for member in self.by_node.values() if self.is_going(member)]
 
     def is_going(self, member: Member) -> bool:
         """Whether Ray drains the node, or somebody asked its agent to end."""

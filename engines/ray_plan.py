@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.exit_codes import ExitCode, signal_name
-from runtime.progress import Progress
+from runtime.progress import Progress, read_progress
 
 if TYPE_CHECKING:  # it needs Ray
     from engines.ray_members import Member
@@ -68,7 +69,8 @@ class Attempt:
 
     number: int
     world: World
-    coordinator: str  # HOST:PORT of process 0; unique to the attempt
+    group: int | None = None  # the number of an independent replica
+    coordinator: str = ""  # HOST:PORT of process 0; unique to the attempt
     since_s: float  # when the event happened that led to this attempt
     why: str = ""  # that event, if it was started early
     codes: dict[str, int | None] = field(default_factory=dict)
@@ -86,6 +88,11 @@ class Attempt:
     ready_by_s: float = float("inf")  # after which the current attempt stops anyway, if this one was started early
 
     @property
+    def title(self) -> str:
+        """Returns its name in messages."""
+        return f"attempt {self.number}" if self.group is None else f"replica {self.group}"
+
+    @property
     def running(self) -> list[str]:
         """Returns the nodes whose processes have not ended, as far as the engine knows."""
         return [node for node in self.world.nodes if node not in self.codes]
@@ -94,6 +101,25 @@ class Attempt:
         """Returns the exit code of its process on a node; None if it still runs, or there is none."""
         is_its = member.node in self.running
         return member.news.codes.get(self.number) if member.news and is_its else None
+
+
+class Failures:
+    """How often in a row a program has failed without a new step in the metrics of its directory."""
+
+    def __init__(self, workdir: Path) -> None:
+        """Steps that are there already, of an earlier engine, are not new."""
+        self.count, self._workdir = 0, workdir
+        self._farthest_step = self.step()
+
+    def step(self) -> int:
+        """Returns the newest step."""
+        return read_progress(self._workdir).step
+
+    def another(self, step: int) -> int:
+        """Notes a failure after a step, and returns how many there are now."""
+        self.count = 0 if step > self._farthest_step else self.count + 1
+        self._farthest_step = max(step, self._farthest_step)
+        return self.count
 
 
 def judge(codes: Mapping[str, int | None]) -> tuple[int, str]:

@@ -3,28 +3,25 @@
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engines.ray_agent import STARTING_S
-from engines.ray_plan import Attempt, Limits, World, choose, how, judge, say
-from runtime.events import Event, EventLog, EventReader
+from engines.ray_attempts import Attempts
+from engines.ray_plan import Attempt, Limits, World, choose, how, say
+from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode
 from runtime.progress import read_progress
 
 if TYPE_CHECKING:  # it needs Ray
-    from engines.ray_members import Member, Members
+    from engines.ray_members import Members
 
-STOP_S = 60.0  # for the program to save and exit after it was asked to stop
-LAST_S = 15.0  # for the other processes, after the first one has stopped on request
-FAILED_S = 4.0  # for the other processes to report and exit, after one failed or a node was lost
-KILL_S = 3.0  # for an agent to confirm SIGKILL
 SETTLED_S = 300.0  # after which an attempt counts as settled, even without a step in its metrics
 JOINING_S = 300.0  # for an attempt on more nodes to compile; and for any attempt once it is current
 NOTICE_S = 1.0  # to look at Ray's nodes again: an idle node may replace a leaving one
 STANDBY = "--standby"  # makes the program compile, and wait for SIGUSR1
 
 
-class Engine:
+class Engine(Attempts):
     """Runs the program on the largest possible world, and restarts it when that changes, until it is finished."""
 
     def __init__(
@@ -42,60 +39,25 @@ class Engine:
         With `compile_ahead`, a planned change starts the next attempt before it stops the current one; `notice_s` is
         how long a leaving node stays up: the next attempt gets half of it to compile.
         """
-        self._members, self._limits, self._workdir, self._max_failures = members, limits, workdir, max_failures
-        self._failures, self._farthest_step = 0, read_progress(workdir).step  # of an earlier engine
-        self._compile_ahead, self._leaving_s = compile_ahead, notice_s / 2
-        self._events, self._news = EventLog(workdir, "engine"), EventReader(workdir)
+        super().__init__(members, workdir, max_failures)
+        self._limits, self._compile_ahead, self._leaving_s = limits, compile_ahead, notice_s / 2
+        self._news = EventReader(workdir)
         self._news.new()  # events of an earlier engine
-        self._number = 0  # of the current attempt
         self._coming: Attempt | None = None  # it was started while the current one trains, and waits to replace it
         self._previous: tuple[str, ...] = ()
-        self._hosts: dict[str, str] = {}  # by node, lost nodes included
-        self._signals = 0
-        self._event_s = time.monotonic()
-        self._last_words: dict[str, str] = {}  # last line of output, by node
 
     def run(self) -> int:
-        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error.
-
-        From now on the first SIGTERM or SIGINT stops the program, and the second one kills it.
-        """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note_signal)
+        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of the program's error."""
+        self._catch_signals()
         try:
             while attempt := self._take_turn() or self._begin():
                 self._train(attempt)
-                if (code := self._judge(attempt)) != ExitCode.RESUMABLE:
+                if (code := self._judge(attempt)[0]) != ExitCode.RESUMABLE:
                     return code
         finally:
             self._give_up("it is not needed")
         say("stopped; the same command goes on")
         return ExitCode.RESUMABLE
-
-    def _note_signal(self, *_: object) -> None:
-        self._signals += 1
-
-    def _judge(self, attempt: Attempt) -> int:
-        """Reports the end of an attempt, and returns the exit code; 75 if there shall be another one."""
-        code, node = judge(attempt.codes)
-        step = read_progress(self._workdir).step
-        ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
-        self._write(Event.ATTEMPT_ENDED, attempt, step=step, ends=ends)
-        if code != ExitCode.RESUMABLE:
-            where = f" on {self._hosts[node]}" if node else ""
-            said = f": {self._last_words.get(node, '')}" if code else ""
-            say(f"attempt {attempt.number} ended{where} with exit code {code}{said}")
-            return code
-        say(f"attempt {attempt.number} stopped at step {step}: {', '.join(map(' '.join, ends.items()))}")
-        if attempt.why_stopped:
-            return code
-        self._failures = 0 if step > self._farthest_step else self._failures + 1
-        self._farthest_step = max(step, self._farthest_step)
-        if self._failures > self._max_failures:
-            said = next((self._last_words[n] for n in attempt.codes if n in self._last_words), "nothing")
-            say(f"error: {self._failures} failures in a row without a new step; it said: {said}")
-            return ExitCode.FAILED
-        return code
 
     # -------------------------------------------------------------------------------------------- between attempts
 
@@ -104,7 +66,7 @@ class Engine:
         said, until_s = "", time.monotonic() + STARTING_S
         while not self._signals:
             self._turn()
-            self._members.give_back()
+            self._members.give_back(self._members.going())
             world = self._choose()
             starting = [m.host for m in self._members.by_node.values() if not m.answers]
             if world.nodes and (not starting or time.monotonic() > until_s):
@@ -116,27 +78,8 @@ class Engine:
                     say(said := waits)
         return None
 
-    def _start(self, world: World, since_s: float, *options: str) -> Attempt:
-        """Starts the program on every node of a world."""
-        self._number += 1
-        members = [self._members.by_node[node] for node in world.nodes]
-        assert members[0].news
-        coordinator = f"{members[0].address}:{members[0].news.free_port}"
-        for index, member in enumerate(members):
-            ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
-            member.start(self._number, [*ranks, *options])
-        return Attempt(
-            number=self._number,
-            world=world,
-            coordinator=coordinator,
-            since_s=since_s,
-            stands_by=STANDBY in options,
-        )
-
     def _choose(self) -> World:
-        there = [m for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
-        there.sort(key=lambda member: member.address)
-        return choose([member.node for member in there], self._previous, self._limits)
+        return choose(self._there(), self._previous, self._limits)
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
@@ -151,23 +94,15 @@ class Engine:
         self._previous = nodes
         while attempt.running:
             self._turn(attempt)
-            for node in attempt.running:
-                if node not in self._members.by_node:
-                    self._note_end(attempt, node, None)
+            self._note_ready(attempt)
             self._let_begin(attempt)
             self._note_first_step(attempt)
             self._check_coming()
             self._stop_if_needed(attempt)
             self._kill_if_late(attempt)
 
-    def _turn(self, attempt: Attempt | None = None) -> None:
-        """Takes the news of the agents: output and exit codes."""
-        for member in self._members.turn():
-            self._hosts[member.node] = member.host
-            self._print(member, attempt)
-            code = attempt.code_on(member) if attempt else None
-            if attempt and code is not None:
-                self._note_end(attempt, member.node, code)
+    def _note_ready(self, attempt: Attempt) -> None:
+        """Notes which attempts that were started early have compiled."""
         waiting = [one for one in (attempt, self._coming) if one and one.stands_by]
         if waiting:  # otherwise the shared file system, which may hang, is not read here
             ready = {event.get("coordinator") for event in self._news.new() if event["event"] == Event.READY}
@@ -186,31 +121,15 @@ class Engine:
             say(f"attempt {attempt.number} is not ready after {JOINING_S:g} s")
             attempt.kill_at_s = 0.0
 
-    def _note_end(self, attempt: Attempt, node: str, code: int | None) -> None:
-        is_first, has_failed = not attempt.codes, code and not attempt.why_stopped
-        attempt.codes[node] = code
-        if not is_first:
-            return
-        if not attempt.why_stopped:
-            self._event_s = time.monotonic()
-        patience_s = LAST_S if code == 0 or (attempt.why_stopped and code == ExitCode.RESUMABLE) else FAILED_S
-        attempt.kill_at_s = min(attempt.kill_at_s, time.monotonic() + patience_s)
-        if has_failed:
-            host = self._name(node)
-            say(f"{host}: the program ended {how(code)}")
-            self._write(Event.ATTEMPT_FAILED, attempt, host=host, how=how(code))
-
     def _stop_if_needed(self, attempt: Attempt) -> None:
         """Stops the attempt if the world is to change; with `compile_ahead`, first waits for the next attempt."""
-        if self._signals > 1:
-            attempt.kill_at_s = 0.0
         if attempt.why_stopped or attempt.codes:
             return
         if self._coming:
             if self._coming.is_ready or time.monotonic() > self._coming.ready_by_s:
                 self._stop(attempt, self._coming.why)
             return
-        why, patience_s = self._why_stop(attempt)
+        why, patience_s = self._why_change(attempt)
         if not why:
             attempt.change_s, attempt.may_prepare = 0.0, True
             return
@@ -220,23 +139,10 @@ class Engine:
         elif time.monotonic() > attempt.change_s + NOTICE_S and not self._starting():
             self._prepare(attempt, why, attempt.change_s + patience_s)
 
-    def _stop(self, attempt: Attempt, why: str) -> None:
-        """Asks one process of the program to stop; it tells the others."""
-        self._event_s = time.monotonic()
-        attempt.why_stopped = why
-        attempt.kill_at_s = time.monotonic() + STOP_S
-        say(f"{why}: the program is asked to stop")
-        self._members.by_node[attempt.running[0]].send(attempt.number, signal.SIGTERM)
-        self._write(Event.ATTEMPT_STOPPING, attempt, why=why)
-
-    def _why_stop(self, attempt: Attempt) -> tuple[str, float]:
+    def _why_change(self, attempt: Attempt) -> tuple[str, float]:
         """Returns why the world is to change, and for how long that can wait; "" if it is not."""
-        if self._signals:
-            return "a signal", 0.0
-        for node in attempt.running:
-            member = self._members.by_node[node]
-            if self._members.is_going(member):
-                return f"{member.host} is to go", self._leaving_s
+        if why := self._why_stop(attempt):
+            return why, 0.0 if self._signals else self._leaving_s
         if not self._starting() and attempt.is_settled:  # not during a start, which would be wasted
             better = self._choose()
             new = [node for node in better.nodes if node not in attempt.world.nodes]
@@ -258,7 +164,7 @@ class Engine:
         if not world.nodes:
             self._stop(attempt, why)
             return
-        self._coming = self._start(world, time.monotonic(), STANDBY)
+        self._coming = self._start(world, time.monotonic(), STANDBY, stands_by=True)
         self._coming.why, self._coming.ready_by_s = why, until_s
         say(f"{why}: attempt {self._number} starts ahead: {len(world.nodes)} nodes: {self._names(world.nodes)}")
         self._write(Event.ATTEMPT_AHEAD, self._coming, hosts=[*map(self._name, world.nodes)], why=why)
@@ -300,23 +206,10 @@ class Engine:
 
     def _take_turn(self) -> Attempt | None:
         """Returns the attempt that was started early, if it can train now."""
-        self._members.give_back()
+        self._members.give_back(self._members.going())
         self._check_coming(is_its_turn=True)
         coming, self._coming = self._coming, None
         return coming
-
-    # -------------------------------------------------------------------------------------------------------- its end
-
-    def _kill_if_late(self, attempt: Attempt) -> None:
-        now_s = time.monotonic()
-        if now_s > attempt.kill_at_s and attempt.killed_s == float("inf"):
-            attempt.killed_s = now_s
-            for node in attempt.running:
-                self._members.by_node[node].send(attempt.number, signal.SIGKILL)
-        if now_s > attempt.killed_s + KILL_S:
-            for node in attempt.running:
-                self._members.drop(node, "does not answer")
-                attempt.codes[node] = None
 
     def _note_first_step(self, attempt: Attempt) -> None:
         """Reports the first finished step. Then the nodes have time to start the processes of the next attempt."""
@@ -334,22 +227,3 @@ class Engine:
             attempt.is_settled = True
             for member in self._members.by_node.values():
                 member.warm_up()
-
-    # ------------------------------------------------------------------------------------------------------- messages
-
-    def _print(self, member: "Member", attempt: Attempt | None) -> None:
-        assert member.news
-        first = attempt and (attempt.number, attempt.world.nodes[0])
-        for number, line in member.news.lines:
-            if not (self._coming and number == self._coming.number):
-                self._last_words[member.node] = line
-            print(line if (number, member.node) == first else f"[{member.host}] {line}", flush=True)
-
-    def _write(self, event: Event, attempt: Attempt, **fields: Any) -> None:
-        self._events.write(event, attempt=attempt.number, attempt_id=attempt.coordinator, **fields)
-
-    def _name(self, node: str) -> str:
-        return self._hosts.get(node, node)
-
-    def _names(self, nodes: tuple[str, ...] | list[str]) -> str:
-        return ", ".join(map(self._name, nodes))

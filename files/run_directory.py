@@ -8,6 +8,7 @@ TENSORBOARD = "tensorboard"  # the same, for TensorBoard
 CHECKPOINTS = "checkpoints"
 EVENTS = "events.jsonl"  # of all attempts, and of the engine that starts them
 ATTEMPTS = "attempts.json"
+REPLICAS = "replicas"  # for each independent replica a directory with its own files, but the checkpoints
 # at the end
 SUMMARY = "summary.json"
 SAMPLE = "sample.txt"

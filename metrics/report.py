@@ -7,16 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from files import atomic, run_directory
 from metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes_chart, span_s
 from metrics.charts import Chart, Curve, curve_chart
 from metrics.page import render
-from metrics.run_files import RunFiles, headline, number, read_run, series
+from metrics.run_files import RunFiles, headline, mean_over_steps, number, read_run, series
 from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 from runtime.command_line import OneLineParser, complain, prepare_output
 
@@ -195,11 +193,11 @@ def collectives_note(run: RunFiles) -> str:
         return f"collectives.json {run.problems.get('collectives.json', why)}."
     said = "From the compiled program. Bytes are per device and step."
     wire = ("wire_tx_bytes", "wire_rx_bytes")
-    counts = [[value for _, value in series(run.rows, key) if isfinite(value)] for key in wire]
-    if not all(counts):
+    sent, received = (mean_over_steps(run.rows, key) for key in wire)
+    if sent is None or received is None:
         return said
-    sent, received = (format_bytes(median(values)) for values in counts)
-    return f"{said} Counted by this node's network interfaces, median per step: {sent} sent, {received} received."
+    counted = f"{format_bytes(sent)} sent, {format_bytes(received)} received"
+    return f"{said} Counted by this node's network interfaces, average per step: {counted}."
 
 
 def _text(value: Any) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, harmonic_mean, median
 from typing import Any, NamedTuple
 
 from files import json_lines, run_directory
@@ -58,6 +58,13 @@ class Headline(NamedTuple):
         """Whether it is the median over the logged steps, and not the last value."""
         return "median" in self.detail
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is the mean over all steps that the rows speak of."""
+        return "average" in self.detail
+
+
+SPEEDS = ("tokens_per_s", "examples_per_s", "mfu")
 
 # By the name that a sweep's METRIC and results.csv give them, the important ones first
 HEADLINES = {
@@ -67,11 +74,11 @@ HEADLINES = {
     "validation_accuracy": Headline("accuracy", format_percent, "validation", ("validation_accuracy",)),
     "steps": Headline("steps", format_count, "", ("steps", "step")),
     "skipped_steps": Headline("skipped steps", format_count, "gradients were not finite", ("skipped_steps",)),
-    "tokens_per_s": Headline("tokens/s", format_count, "median", ("tokens_per_s",)),
-    "examples_per_s": Headline("examples/s", format_count, "median", ("examples_per_s",)),
-    "step_time_s": Headline("step time", format_seconds, "median", ("step_time_s",)),
+    "tokens_per_s": Headline("tokens/s", format_count, "average", ("tokens_per_s",)),
+    "examples_per_s": Headline("examples/s", format_count, "average", ("examples_per_s",)),
+    "step_time_s": Headline("step time", format_seconds, "average", ("step_time_s",)),
     "data_wait_s": Headline("data wait", format_seconds, "median per step", ("data_wait_s",)),
-    "mfu": Headline("MFU", format_percent, "model FLOP/s utilisation, median", ("mfu",)),
+    "mfu": Headline("MFU", format_percent, "model FLOP/s utilisation, average", ("mfu",)),
     "intra_bytes": Headline(
         "inside nodes", format_bytes, "per device and step", ("intra_bytes", "collective_intra_bytes")
     ),
@@ -112,6 +119,8 @@ def results_of(run: RunFiles) -> dict[str, float | None]:
     def one(shown: Headline) -> float | None:
         found = [value for key in shown.keys if (value := number(known.get(key))) is not None]
         rows = next((points for key in shown.keys if (points := series(run.rows, key))), [])
+        if shown.is_mean:
+            return next((mean for key in shown.keys if (mean := mean_over_steps(run.rows, key)) is not None), None)
         if shown.is_median and (values := [value for _, value in rows if math.isfinite(value)]):
             return median(values)
         return found[0] if found else rows[-1][1] if rows and not shown.is_median else None
@@ -142,6 +151,23 @@ def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     """Returns the (step, value) pairs of the rows that contain `key`."""
     pairs = ((number(row.get("step")), number(row.get(key))) for row in rows if key in row)
     return [(step, value) for step, value in pairs if step is not None and math.isfinite(step) and value is not None]
+
+
+def mean_over_steps(rows: Sequence[Row], key: str) -> float | None:
+    """Returns the mean over all steps of a value that a row has of the steps since the row before; None without any.
+
+    A speed's mean is what all these steps did over the time that they took.
+    """
+    values, weights, before = list[float](), list[float](), 0.0
+    known = dict(series(rows, key))
+    for step, _ in series(rows, "step"):
+        value = known.get(step, math.nan)
+        if step > before and 0 <= value < math.inf:
+            values.append(value)
+            weights.append(step - before)
+        before = step
+    mean = harmonic_mean if key in SPEEDS else fmean
+    return mean(values, weights) if values else None
 
 
 def _read_bytes(path: Path, problems: dict[str, str]) -> bytes | None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from typing import Any, Self
 
 from files import atomic, run_directory
@@ -12,7 +13,7 @@ from metrics.progress import Progress, print_summary
 from metrics.report import write_report
 from metrics.run_files import read_run
 from metrics.throughput import StepTimer
-from metrics.wire import WireCounter
+from metrics.wire import WireBytes, WireCounter
 from metrics.writer import MetricsWriter
 
 
@@ -47,6 +48,7 @@ class RunLog:
         self._timer, self._constants = timer, dict(constants)
         self._row: tuple[int, dict[str, float]] | None = None  # of the latest step, not written yet
         self._spent: dict[str, float] = {}  # seconds by key, outside of steps, for the next row
+        self._crossed: list[WireBytes] = []  # of the steps since the last row
         if not enabled:
             return
         for name, content in files.items():
@@ -92,9 +94,14 @@ class RunLog:
         if not self._enabled:
             return
         self.flush()
+        if step == self._start_step + 1:
+            self._writer.open_events()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
         if wire := self._wire.delta() if self._wire else None:
-            row |= {"wire_tx_bytes": wire.tx_bytes, "wire_rx_bytes": wire.rx_bytes}
+            self._crossed.append(wire)
+        if self._crossed:
+            row["wire_tx_bytes"] = mean(one.tx_bytes for one in self._crossed)
+            row["wire_rx_bytes"] = mean(one.rx_bytes for one in self._crossed)
         row |= self._constants
         self._row = step, row
         if step == self._start_step + 1:
@@ -149,6 +156,8 @@ class RunLog:
         assert self._row is not None
         (step, row), self._row = self._row, None
         spent, self._spent = self._spent, {}
+        self._crossed.clear()
+        self._timer.row_written()
         try:
             self._writer.write(step, row | spent)
         except OSError as error:

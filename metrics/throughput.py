@@ -41,10 +41,12 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class StepTimer:
-    """Computes the speed of steps from the times at which they ended; the first time only starts the clock.
+    """Computes the mean speed of steps from the times at which they ended; the first time only starts the clock.
 
-    A step is of `per_step` tokens or examples (`unit`). `flops_per_step` counts the model's FLOPs for the global batch
-    without recomputation; `peak_flops_per_s` is the sum over all devices. None: unknown.
+    The mean is over the steps since the last row of the metrics: steps that differ, as those of local SGD with and
+    without an exchange, count as often as they occur. A step is of `per_step` tokens or examples (`unit`).
+    `flops_per_step` counts the model's FLOPs for the global batch without recomputation; `peak_flops_per_s` is the sum
+    over all devices. None: unknown.
     """
 
     def __init__(
@@ -52,20 +54,26 @@ class StepTimer:
     ) -> None:
         self._per_step, self._unit = per_step, unit
         self._mfu_s = flops_per_step / peak_flops_per_s if flops_per_step and peak_flops_per_s else None
-        self._last: tuple[int, float] | None = None
+        self._of_row: tuple[int, float] | None = None  # step, and the time at which it ended, without pauses
+        self._latest: tuple[int, float] | None = None
         self._paused_s = 0.0
 
     def pause(self, seconds: float) -> None:
         """Excludes time spent outside of training (validating, saving a checkpoint) from the next measurement."""
         self._paused_s += seconds
 
+    def row_written(self) -> None:
+        """Begins the next mean with the step after the latest one."""
+        self._of_row = self._latest
+
     def done(self, step: int, time_s: float) -> dict[str, float]:
-        """Returns the speed of the steps since the last call, as keys of `metrics.jsonl`; `step` ended at `time_s`."""
-        last, self._last = self._last, (step, time_s)
-        paused_s, self._paused_s = self._paused_s, 0.0
-        if last is None or step <= last[0]:
+        """Returns the speed of the steps since the last row, as keys of `metrics.jsonl`; `step` ended at `time_s`."""
+        self._latest = step, time_s - self._paused_s
+        if self._of_row is None or step <= self._of_row[0]:
+            self._of_row = self._of_row or self._latest
             return {}
-        step_time_s = (time_s - last[1] - paused_s) / (step - last[0])
+        (first, since_s), (_, until_s) = self._of_row, self._latest
+        step_time_s = (until_s - since_s) / (step - first)
         if not step_time_s > 0:
             raise ValueError(f"step_time_s is {step_time_s}; it must be positive")
         speed = {"step_time_s": step_time_s, f"{self._unit}_per_s": self._per_step / step_time_s}

@@ -52,6 +52,11 @@ class MetricsWriter:
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         self._write_event(int(step), values)
 
+    def open_events(self) -> None:
+        """Opens TensorBoard's file, which imports for a moment: in a step that is not timed, or else at a write."""
+        if self._events is None:
+            self._events = self._opened_events()
+
     def close(self) -> None:
         """Flushes and closes both files; a second call does nothing."""
         self._lines.close()
@@ -63,8 +68,8 @@ class MetricsWriter:
         """Writes one event with all values, in this thread so that a full disk raises here instead of hanging."""
         from tensorboardX.proto import event_pb2, summary_pb2  # imported late: it delays startup
 
-        if self._events is None:
-            self._events = self._open_events()
+        self.open_events()
+        assert self._events is not None
         summary = summary_pb2.Summary(
             value=[summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
         )
@@ -74,8 +79,8 @@ class MetricsWriter:
             self._events.flush()
             self._flushed_s = now
 
-    def _open_events(self) -> "EventsWriter":
-        """Opens a new event file; its first event hides the earlier values of the steps that this run repeats."""
+    def _opened_events(self) -> "EventsWriter":
+        """Returns a new event file; its first event hides the earlier values of the steps that this run repeats."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2
 

@@ -17,7 +17,15 @@ from training.memory import state_bytes
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # of a value, at least; blocks have scales besides, and of a registered codec nothing is known
-CODEC_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "two_bit": 0.25, "one_bit": 0.125}
+CODEC_BYTES = {
+    "none": 4.0,
+    "bf16": 2.0,
+    "int8": 1.0,
+    "int4": 0.5,
+    "two_bit": 0.25,
+    "statistical": 0.25,
+    "one_bit": 0.125,
+}
 SLACK = 1.2  # the least time leaves details out (embeddings are gathered once): nothing is discarded that is so near
 
 

@@ -30,28 +30,40 @@ OfStacks = Callable[[Kind, jax.Array], jax.Array]  # of a stack `[n, *shape]` of
 
 
 def on_whole_tensors(
-    plan: ShardingPlan, function: OfStacks, specs: Sequence[ParamSpec], kinds: Sequence[Kind], stacks: Stacks
+    plan: ShardingPlan,
+    function: OfStacks,
+    specs: Sequence[ParamSpec],
+    kinds: Sequence[Kind],
+    stacks: Stacks,
+    *,
+    each: bool = False,
 ) -> Stacks:
     """Returns `function(kind, stack)` of each stack `[n, *shape]`; it keeps their shapes.
 
     The stacks lie like the parameters of `specs` under the optimizer's scope, and so do the results. Those of equal
     shape, placement and kind are put into one. The devices that share the work get equally many of each: zeros fill up,
-    of which the function makes anything but an error.
+    of which the function makes anything but an error. With `each` the stacks are `[R, n, *shape]`, each replica's own.
     """
     layout = plan.layout
     places = [place("a whole tensor", spec, layout) for spec in specs]
     # of a single tensor too, where vmap asks for the shape of a result
-    stages = [STAGE if p.staged and len(x) > 1 else None for p, x in zip(places, stacks, strict=True)]
+    stages = [STAGE if p.staged and x.shape[each] > 1 else None for p, x in zip(places, stacks, strict=True)]
     places = [p.without_layers() if p.stacked else p for p in places]
-    stack_specs = [PartitionSpec(stage, *p.pspec(layout.optimizer)) for stage, p in zip(stages, places, strict=True)]
+    own = (layout.replica_axes,) if each else ()
+    stack_specs = [
+        PartitionSpec(*own, stage, *p.pspec(layout.optimizer)) for stage, p in zip(stages, places, strict=True)
+    ]
 
     def run(shards: Stacks) -> Stacks:
+        if each:
+            shards = [x[0] for x in shards]
         alike: dict[tuple[Hashable, ...], list[int]] = {}
         for i, x in enumerate(shards):
             alike.setdefault((places[i], x.shape[1:], x.dtype, kinds[i]), []).append(i)
         together: dict[tuple[Sharing, Any], list[list[int]]] = {}
         for members in alike.values():
-            together.setdefault((_sharing(plan, places[members[0]]), shards[members[0]].dtype), []).append(members)
+            sharing = _sharing(plan, places[members[0]], each=each)
+            together.setdefault((sharing, shards[members[0]].dtype), []).append(members)
         out = list(shards)
         for (sharing, _), classes in together.items():
             nbytes = [sum(shards[i].nbytes for i in members) for members in classes]
@@ -65,7 +77,7 @@ def on_whole_tensors(
                 for members, x in zip(parts, done, strict=True):
                     ends = [*accumulate(len(shards[i]) for i in members)]
                     for i, stack in zip(members, jnp.split(x, ends[:-1]), strict=True):
-                        out[i] = stack
+                        out[i] = stack[None] if each else stack
         return out
 
     return jax.shard_map(run, mesh=plan.mesh, in_specs=(stack_specs,), out_specs=stack_specs)(stacks)
@@ -132,10 +144,14 @@ class Sharing:
         return x
 
 
-def _sharing(plan: ShardingPlan, p: Placement) -> Sharing:
-    """Returns how the devices share the work on tensors of a placement; each works on the experts that it holds."""
+def _sharing(plan: ShardingPlan, p: Placement, *, each: bool) -> Sharing:
+    """Returns how the devices share the work on tensors of a placement; each works on the experts that it holds.
+
+    With `each`, replicas have no copies of each other's.
+    """
     layout = plan.layout
     tensor = ("tensor",) if p.tensor_dim is not None else ()
     cut = tensor + (p.not_held(layout.optimizer) if p.dim is not None else ())
-    copies = tuple(axis for axis in layout.shape.used(intra_part(AXES)) if axis not in cut + p.held)
+    others = cut + p.held + (layout.replica_axes if each else ())
+    copies = tuple(axis for axis in layout.shape.used(intra_part(AXES)) if axis not in others)
     return Sharing(cut=cut, copies=copies, hierarchical=layout.hierarchical)

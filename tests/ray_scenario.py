@@ -2,16 +2,17 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines import ray_train
+from engines import ray_attempts, ray_train
 from engines.ray_agent import News
 from engines.ray_plan import Limits
+from engines.ray_replicas import Replicas
 from engines.ray_train import Engine
 from runtime.events import Event, EventLog
 
@@ -84,10 +85,33 @@ class Member:
         self.cluster.warmed += 1
 
 
+class Replica(Member):
+    """A node whose program has nothing to do with those of other nodes."""
+
+    @property
+    def code(self) -> int | None:
+        return self.codes[max(self.codes)] if self.codes else 0
+
+    @code.setter
+    def code(self, code: int) -> None:
+        self.codes[max(self.codes)] = code
+
+    @property
+    def group(self) -> str:
+        """The number of its group, and that of its process in it; empty if it does not run."""
+        _, _, process, group = self.arguments[max(self.codes)] if self.code is None else [""] * 4
+        return group.removeprefix("--group=") + process.replace("--process_id=", ".")
+
+    def send(self, attempt: int, number: int) -> None:
+        self.cluster.sent.append((self.host, number))
+        if not self.ignores and self.codes[attempt] is None:
+            self.codes[attempt] = 75 if number == signal.SIGTERM else -number
+
+
 class Members:
     """Stands for `ray_members.Members`; the scenario goes on by one `yield` a turn. After it, all programs end."""
 
-    def __init__(self, hosts: str, scenario: Scenario, workdir: Path) -> None:
+    def __init__(self, hosts: str, scenario: Scenario, workdir: Path, kind: type[Member] = Member) -> None:
         self.by_node: dict[str, Member] = {}
         self.idle_hosts: list[str] = []
         self.draining: set[str] = set()
@@ -96,13 +120,13 @@ class Members:
         self.warmed = self.training = 0  # the attempt that was told to train
         self.metrics = workdir / "metrics.jsonl"
         self._events = EventLog(workdir, "process 0")
-        self._told = set[int]()  # the attempts that have said that they are ready
+        self._kind, self._told = kind, set[int]()  # the attempts that have said that they are ready
         for host in hosts:
             self.join(host)
         self._scenario, self._story_s = scenario(self), time.monotonic()  # when it last told something
 
     def join(self, host: str) -> None:
-        self.by_node[host] = Member(host, self)
+        self.by_node[host] = self._kind(host, self)
 
     def end_all(self, code: int) -> None:
         for member in self.by_node.values():
@@ -130,9 +154,12 @@ class Members:
     def is_going(self, member: Member) -> bool:
         return member.node in self.draining or member.is_leaving
 
-    def give_back(self) -> None:
-        for member in [m for m in self.by_node.values() if self.is_going(m)]:
-            self.drop(member.node, "")
+    def going(self) -> list[str]:
+        return [member.node for member in self.by_node.values() if self.is_going(member)]
+
+    def give_back(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            self.drop(node, "")
 
     def drop(self, node: str, why: str) -> None:
         self.dropped.append(node)
@@ -145,6 +172,10 @@ class Members:
         if any(m.arguments[self.training][1] != count for m in there):
             return "some have ended"
         return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[self.training][2]))
+
+    def groups(self) -> str:
+        """Returns each replica's host with the group and process that it runs."""
+        return " ".join(m.host + m.group for m in self.by_node.values() if isinstance(m, Replica))
 
     def trains_on(self, hosts: str) -> Iterator[None]:
         """Lets turns pass until the program runs on these hosts, in the order of its processes."""
@@ -171,17 +202,19 @@ def run_scenario(
     group: int = 1,
     max_failures: int = 5,
     ahead: bool = False,
+    independent: bool = False,
     **times_s: float,
 ) -> tuple[int, Members]:
     """Runs an engine through a scenario, with short times but for those that are given; returns its exit code."""
-    members = Members(hosts, scenario, workdir)
+    members = Members(hosts, scenario, workdir, Replica if independent else Member)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
-    options = {"max_failures": max_failures, "compile_ahead": ahead, "notice_s": 0.1}
-    engine = Engine(members, limits, workdir, **options)  # pyright: ignore[reportArgumentType]
+    ahead_options = {} if independent else {"compile_ahead": ahead, "notice_s": 0.1}
+    kind: Any = Replicas if independent else Engine
+    engine = kind(members, limits, workdir, max_failures=max_failures, **ahead_options)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:
         for name, time_s in (dict.fromkeys(SHORT, 0.05) | {"STOP_S": 0.5} | times_s).items():
-            patch.setattr(ray_train, name, time_s)
+            patch.setattr(ray_train if hasattr(ray_train, name) else ray_attempts, name, time_s)
         try:
             return engine.run(), members
         finally:

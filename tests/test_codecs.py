@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import workload
 
-from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit, make_codec
+from compression.codecs import BFloat16, Blockwise, OneBit, Statistical, TwoBit, make_codec
 from configs import base
 from configs.schema import CompressionConfig
 from sharding.coded import Codec
@@ -18,6 +18,7 @@ CODECS = {
     "int4": Blockwise(bits=4, block=BLOCK),
     "two_bit": TwoBit(threshold=0.5),
     "one_bit": OneBit(block=BLOCK),
+    "statistical": Statistical(block=BLOCK),
 }
 KEY = jax.random.key(0)
 
@@ -68,18 +69,29 @@ def one_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sent, np.where(x >= 0, 1, -1) * np.repeat(scales, BLOCK, axis=1)
 
 
+def statistical(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two means for the magnitudes of a block, which meet at 1.23 times that of all."""
+    sizes = np.abs(x).reshape(len(x), -1, BLOCK)
+    large = sizes > np.float32(1.23) * sizes.mean(-1, keepdims=True)
+    means = np.stack([np.ma.array(sizes, mask=mask).mean(-1).filled(0) for mask in (large, ~large)], axis=-1)
+    bits = [np.packbits(b.reshape(x.shape), axis=1) for b in (x >= 0, large)]
+    values = np.where(large, means[..., 1:], means[..., :1]).reshape(x.shape) * np.where(x >= 0, 1, -1)
+    return np.concatenate([*bits, means.astype(np.float32).reshape(len(x), -1).view(np.uint8)], axis=1), values
+
+
 ORACLES = {
     "bf16": bf16,
     "int8": lambda x: blockwise(x, 8),
     "int4": lambda x: blockwise(x, 4),
     "two_bit": two_bit,
     "one_bit": one_bit,
+    "statistical": statistical,
 }
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_codecs_match_numpy(name: str) -> None:
-    """Bit for bit what is sent; to a rounding what arrives (the mean of one_bit may be summed in another order)."""
+    """Bit for bit what is sent; to a rounding what arrives (a mean may be summed in another order)."""
     codec, x = CODECS[name], rows()
     sent = np.asarray(jax.jit(codec.encode)(x, KEY))
     wanted_sent, wanted = ORACLES[name](x)
@@ -87,8 +99,8 @@ def test_codecs_match_numpy(name: str) -> None:
     more_dims = x.reshape(3, 2, -1)[:, None]  # of shorter rows, too
     each = np.concatenate([codec.encode(row[None], KEY) for row in x.reshape(6, -1)])
     np.testing.assert_array_equal(np.asarray(codec.encode(more_dims, KEY)).reshape(each.shape), each)
-    if name == "one_bit":
-        signs = x.shape[1] // 8
+    if name in ("one_bit", "statistical"):
+        signs = x.shape[1] // (8 if name == "one_bit" else 4)
         np.testing.assert_array_equal(sent[:, :signs], wanted_sent[:, :signs])
     else:
         np.testing.assert_array_equal(sent, wanted_sent)
@@ -110,7 +122,8 @@ def test_finite_values_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("two_bit", 15.5), ("one_bit", 30)]
+    ("name", "least"),
+    [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("two_bit", 15.5), ("statistical", 15.5), ("one_bit", 30)],
 )
 def test_default_compression_ratios(name: str, least: float) -> None:
     codec = make_codec(name, CompressionConfig(**base.get_config().compression))

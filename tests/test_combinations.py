@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
 }
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
+SPARSE_LOCO = {"compression.hop_two": "sparse_loco", "local_sgd.inner_steps": 2, "local_sgd.outer_momentum": 0.0}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -67,11 +68,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "no local SGD": {"local_sgd.inner_steps": 0},
     "streaming": {"local_sgd.streaming": True, "local_sgd.inner_steps": 2},
     "utilisation": {"local_sgd.target_utilisation": 0.9, "local_sgd.inner_steps": 2},
-    "muon": {"optimizer.name": "muon"},
     "clipping": {"optimizer.clip_norm": 1.0},
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": {"compression.hop_two": "one_bit_adam"},
     "method": {"compression.hop_two": "power_sgd"},
+    "demo": {"compression.hop_two": "demo", "optimizer.name": "sgd"},
+    "sparse_loco": SPARSE_LOCO,
+    "outer momentum": {"local_sgd.outer_momentum": 0.9, "local_sgd.inner_steps": 2},
     "codec": {"compression.hop_two": "int8"},
     "linear method": {"compression.hop_two": "power_sgd"},
     "replacing method": DGC,
@@ -222,9 +225,9 @@ def test_a_layout_tells_what_has_nothing_to_send(changes: dict[str, Any], words:
 
 
 def test_one_line_names_what_would_do() -> None:
-    assert error_of({"optimizer.name": "muon", "local_sgd.inner_steps": 2}) == (
-        "local_sgd.inner_steps=2 does not go with optimizer.name=muon: each replica has an optimizer of its own; set "
-        "local_sgd.inner_steps=0, or set optimizer.name=adamw"
+    assert error_of({"compression.delayed": True, "local_sgd.inner_steps": 2}) == (
+        "local_sgd.inner_steps=2 does not go with compression.delayed=True: each replica has an optimizer of its own; "
+        "set local_sgd.inner_steps=0, or set compression.delayed=False"
     )
     assert error_of({"compression.hop_two": "dgc"}) == (
         "compression.hop_two=dgc does not go with optimizer.name=adamw: the method takes the place of one optimizer; "

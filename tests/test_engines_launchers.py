@@ -1,4 +1,4 @@
-"""The launchers of real clusters, tried as far as that goes without one: the sbatch script, the keys of the JobSet."""
+"""The launchers of real clusters, tried as far as that goes without one: the sbatch script, the keys of the JobSets."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from running import ROOT
 from slurm_cluster import SBATCH, edited
 
 JOBSET = ROOT / "engines" / "kubernetes" / "jobset.yaml"
+REPLICAS = JOBSET.with_name("replicas.yaml")
 
 # What SLURM's commands do here: `srun` starts two tasks with their variables and returns the highest of their codes.
 SRUN = """#!/bin/bash
@@ -86,9 +87,9 @@ def test_sbatch_directives_come_first() -> None:
     assert options["signal"] == "TERM@180" and options["requeue"] == ""
 
 
-@pytest.fixture
-def jobset() -> dict[str, Any]:
-    return yaml.safe_load(JOBSET.read_text())
+@pytest.fixture(params=[JOBSET, REPLICAS], ids=lambda file: file.stem)
+def jobset(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return yaml.safe_load(request.param.read_text().replace("GROUP", "3"))  # as its first lines have it
 
 
 def test_jobset_has_known_fields_only(jobset: dict[str, Any]) -> None:
@@ -129,3 +130,13 @@ def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
     assert (resumable["containerName"], resumable["values"], rules[0]["action"]) == (container["name"], [75], "FailJob")
     assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_each_replica_has_a_number_and_a_jobset() -> None:
+    """What `sed` makes of the manifest for two groups differs in the JobSet's name and in `--group`, and no more."""
+    (loop,) = re.findall(r"sed \"s/(\w+)/\$group/\" engines/kubernetes/replicas.yaml", REPLICAS.read_text())
+    made = [re.sub(loop, group, yaml.safe_dump(yaml.safe_load(REPLICAS.read_text()))).splitlines() for group in "03"]
+    differ = [(one.strip(" -"), two.strip(" -")) for one, two in zip(*made, strict=True) if one != two]
+    assert sorted(differ) == [("group=0", "group=3"), ("name: mics-0", "name: mics-3")]
+    flags = [line.strip(" -") for line in made[0]]
+    assert "config.sharding.replicas=independent" in flags and "workdir=/runs/mics" in flags

@@ -11,12 +11,14 @@ import pytest
 import workload
 from jax.sharding import NamedSharding, PartitionSpec
 
-from compression.codecs import BFloat16, Blockwise, OneBit, TwoBit
+from compression.codecs import BFloat16, Blockwise, OneBit, Statistical, TwoBit
+from compression.demo import by_frequency
 from compression.dgc import DGCConfig, dgc
-from compression.exchange import exchange
+from compression.exchange import by_groups, exchange
 from compression.hop_two import delayed
 from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
+from compression.sparse_loco import sparse
 from compression.statistics import State, statistics
 from sharding import hlo
 from sharding.coded import Codec
@@ -31,6 +33,7 @@ CODECS: dict[str, Codec] = {
     "int4 stochastic": Blockwise(bits=4, block=32, stochastic=True),
     "two_bit": TwoBit(threshold=0.01),
     "one_bit": OneBit(block=32),
+    "statistical": Statistical(block=32),
 }
 # strategies whose hop two crosses nodes, by what it does there: all-reduces, with replicas inside nodes too, scatters
 LAYOUTS = {
@@ -287,6 +290,8 @@ HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
     "power_sgd": lambda sh: power_sgd(sh, SPECS, 2),
     "one_bit_adam": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=1, b1=0.9, b2=0.95, eps=1e-8),
     "one_bit_adam, warm-up": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=9, b1=0.9, b2=0.95, eps=1e-8),
+    "sparse_loco": lambda sh: by_groups(sh, sparse(sh, density=0.1, decay=0.9)),
+    "demo": lambda sh: by_groups(sh, by_frequency(sh, density=0.1, decay=0.9)),
     "delayed": lambda sh: delayed(exchange(sh, CODECS["int8"]), sh.layout.num_replicas),
 }
 

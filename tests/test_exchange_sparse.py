@@ -9,10 +9,14 @@ import numpy as np
 import optax
 import pytest
 import workload
+from scipy.fft import dctn, idctn
 from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
 
+from compression.demo import by_frequency, from_blocks, to_blocks
 from compression.dgc import DGCConfig, _largest, dgc
+from compression.exchange import by_groups
 from compression.power_sgd import power_sgd
+from compression.sparse_loco import Chunks, sparse
 from compression.statistics import statistics
 from sharding import hlo
 from sharding.mesh import INTER_AXES
@@ -163,6 +167,99 @@ def test_sampled_selection_is_uniform_over_positions() -> None:
     assert np.asarray(found).all()
     turns = np.bincount(np.asarray(chosen)[:, 0], minlength=64)
     assert turns.min() > 10 and turns.max() < 60  # 31 of 2000, give or take 6
+
+
+def sparse_loco(plan: ShardingPlan, density: float = 0.1, decay: float = 0.9) -> Any:
+    return by_groups(plan, sparse(plan, density=density, decay=decay))
+
+
+def two_bits(x: np.ndarray, density: float) -> np.ndarray:
+    """The largest of a chunk `[N]`, in two magnitudes; zeros for the others."""
+    count = max(8, 8 * round(density * len(x) / 8))
+    order, sent = np.argsort(-np.abs(x), kind="stable")[:count], np.zeros_like(x)
+    for here in (order[: count // 4], order[count // 4 :]):
+        sent[here] = np.sign(x[here]) * np.abs(x[here]).mean()
+    return sent
+
+
+def test_sparse_loco_matches_numpy() -> None:
+    """Twenty exchanges of four workers: each keeps what it did not send, which fades; bytes are those of the claim."""
+    plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
+    tx = sparse_loco(plan)
+    out, state = run(plan, tx, 20)
+    kept: dict[str, np.ndarray] = {}
+    for step in range(20):
+        for name, g in named(gradients(plan, step)[1]).items():
+            wanted = g.mean(0)
+            if is_matrix(name, g[0]):
+                waiting = 0.9 * kept.get(name, 0 * g) + g / 4
+                sent = np.stack([two_bits(x.reshape(-1), 0.1).reshape(x.shape) for x in waiting])
+                wanted, kept[name] = sent.sum(0), waiting - sent
+            np.testing.assert_allclose(out[step][name], wanted, atol=2e-6, err_msg=f"{name} at step {step}")
+    sizes = [g[0].size for name, g in named(gradients(plan, 0)[1]).items() if is_matrix(name, g[0])]
+    assert max(sizes) < 4096
+    claimed = sum(8 * round(size / 80) * 13 // 8 + 8 for size in sizes)
+    text = jax.jit(tx.update).lower(gradients(plan, 0)[0], state).compile().as_text()
+    found = [c for c in hlo.read_collectives(text or "", plan.layout.shape) if c.dtype == "u8"]
+    assert [(c.kind, c.inter_bytes) for c in found] == [("all-gather", 3 * claimed)]
+    vectors = 4 * (sum(p.size for p in jax.tree.leaves(workload.params("tensors"))) - sum(sizes))
+    assert statistics(state)["hop_two_payload_bytes"] == claimed + vectors
+
+
+@pytest.mark.parametrize("layout", LAYOUT_PARAMS[:3])
+def test_sparse_loco_result_plus_residual_is_the_sum_in_every_layout(layout: str) -> None:
+    """Without decay; also where replicas inside a node share the work."""
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    out, state = run(plan, sparse_loco(plan, decay=1.0), 4)
+    came = [named(gradients(plan, step)[1]) for step in range(4)]
+    for name, residual in named(state.residual.tree).items():
+        everything = sum(grads[name].mean(0) for grads in came)
+        np.testing.assert_allclose(sum(o[name] for o in out) + residual.sum(0), everything, atol=2e-6)
+        assert (np.count_nonzero(out[0][name]) < 0.6 * out[0][name].size) == is_matrix(name, out[0][name])
+
+
+def test_demo_matches_numpy() -> None:
+    """Twenty steps of four workers, with cosine transforms of scipy: the update is a sign, momenta keep what stays."""
+    plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
+    out, state = run(plan, by_groups(plan, by_frequency(plan, density=0.1, decay=0.9)), 20)
+    kept: dict[str, np.ndarray] = {}
+    for step in range(20):
+        for name, g in named(gradients(plan, step)[1]).items():
+            total = g.mean(0)
+            if is_matrix(name, g[0]):
+                waiting = 0.9 * kept.get(name, 0 * g) + g / 4
+                found = dctn(waiting, axes=(-2, -1), norm="ortho")  # all dims are of one block
+                sent = np.stack([two_bits(x.reshape(-1), 0.1).reshape(x.shape) for x in found])
+                sent = idctn(sent, axes=(-2, -1), norm="ortho")
+                total, kept[name] = sent.sum(0), waiting - sent
+            sure = np.abs(total) > 1e-6
+            np.testing.assert_array_equal(out[step][name][sure], np.sign(total)[sure], err_msg=f"{name} at {step}")
+            assert sure.mean() > 0.9
+    for name, residual in named(state.residual.tree).items():
+        np.testing.assert_allclose(residual, kept.get(name, 0 * residual), atol=2e-6)
+
+
+def test_demo_has_a_transform_of_each_block() -> None:
+    """Of 64 x 64 and less, one after the other; the inverse puts them back."""
+    x = np.random.default_rng(0).normal(size=(2, 128, 192)).astype(np.float32)
+    blocks = np.asarray(to_blocks(jnp.asarray(x)))
+    assert blocks.shape == (12, 64, 64)
+    np.testing.assert_allclose(blocks[7], dctn(x[1, :64, 64:128], norm="ortho"), atol=1e-4)
+    np.testing.assert_allclose(from_blocks(jnp.asarray(blocks), x.shape), x, atol=1e-5)
+    assert to_blocks(jnp.ones((130, 7))).shape == (5, 26, 7)
+
+
+@pytest.mark.parametrize("size", [5, 4096, 10_000])
+def test_sparse_loco_indices_are_those_of_the_largest(size: int) -> None:
+    """In each of the equal chunks, of 12 bits each."""
+    chunks, x = Chunks(size=size, density=1 / 64), np.random.default_rng(size).normal(size=size).astype(np.float32)
+    payload = jax.jit(chunks.encode)(jnp.asarray(x))
+    assert payload.dtype == jnp.uint8 and payload.shape == (chunks.payload_bytes,)
+    got = np.asarray(jax.jit(chunks.decode)(payload))
+    rows = np.pad(x, (0, chunks.number * chunks.length - size)).reshape(chunks.number, chunks.length)
+    wanted = np.concatenate([two_bits(row, 1 / 64) for row in rows])[:size]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    assert size != 4096 or payload.size == 112  # 146 times fewer
 
 
 def orthonormal(p: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "lab.emulate": "files runtime",
     "lab.probe": "files runtime sharding metrics models",
     "lab.chaos": "lab.emulate metrics runtime state files",
-    "engines": "runtime",
+    "engines": "configs files runtime",
     "sweeps": "configs metrics runtime files",
     "lab.records": "files metrics",
     "lab.plots": "files lab.records",

@@ -5,7 +5,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
 from suite import sampled
 
+from replicas.group import BehindError
 from training.independent import Independent
 
 pytestmark = pytest.mark.jax
@@ -99,6 +100,19 @@ def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() ->
     one: Any = SimpleNamespace(_asked=False, _announced=False, replicas=SimpleNamespace(members=members))
     stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == [False, False, True] and told == [3]
+
+
+def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
+    """Delayed, it is then that it may notice it."""
+
+    def behind(state: object) -> None:
+        raise BehindError
+
+    one: Any = SimpleNamespace(
+        _whole=behind, replicas=SimpleNamespace(members=SimpleNamespace(leave=lambda step: None))
+    )
+    assert Independent.to_save(one, cast(Any, None)) is None
+    Independent.end(one, 3, cast(Any, None))
 
 
 @pytest.mark.slow

@@ -17,11 +17,18 @@ from workload import LORA
 from compression.exchange import exchange
 from compression.hop_two import delayed
 from compression.local_sgd import drift, local_sgd
-from configs.schema import LocalSGDConfig
-from optimizers import guarded
+from configs import base
+from configs.schema import LocalSGDConfig, OptimizerConfig, ShardingConfig
+from optimizers import guarded, make_optimizer
 from sharding import hlo
-from sharding.plan import ShardingPlan
+from sharding.mesh import find_nodes, make_mesh
+from sharding.plan import ShardingPlan, gradient_specs
+from sharding.redistribute import on_whole_tensors
+from sharding.scopes import make_layout
+from sharding.spec import ParamSpec, is_spec, place_all
+from sharding.state import state_shardings
 from sharding.step import Chain
+from sharding.step import first_state as begin
 from training.optimizer_chain import watch
 
 LAYOUTS = {"mics(2)": dict(strategy="mics", partition_size=2), "ddp": dict(nodes=2, strategy="ddp")}
@@ -143,6 +150,57 @@ def test_factored_moments_are_per_replica() -> None:
     found = hlo.read_collectives(step.lower(placed, states, params).compile().as_text(), plan.layout.shape)
     crossing = [c for c in found if c.inter_bytes and c.label != "hop_two"]
     assert all(c.num_elements <= 8 for c in crossing), crossing
+
+
+def orthogonal(x: np.ndarray) -> np.ndarray:
+    """Five steps of Newton-Schulz on `[..., inputs, outputs]`, as Muon's authors take them, scaled by the shape."""
+    x = x / (np.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
+    for _ in range(5):
+        square = x @ x.swapaxes(-2, -1)
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return np.sqrt(max(1.0, x.shape[-1] / x.shape[-2])) * x
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_muon_inside_is_its_rule_written_out_and_stays_in_the_replicas(how: str) -> None:
+    """MuLoCo (arXiv 2505.23725), twenty steps of hidden matrices, stacked and not; a replica's lie on its devices."""
+    specs = workload.TENSORS | {"kernel": ParamSpec(shape=(16, 32), dims=("embed", "mlp"))}
+    chosen = {name: value for name, value in LAYOUTS[how].items() if name != "nodes"}
+    layout = make_layout(ShardingConfig(**chosen), num_nodes=4 if how == "mics(2)" else 2, devices_per_node=2)
+    mesh = make_mesh(layout.shape, find_nodes(jax.devices()[: layout.shape.num_devices], 2))
+    plan = ShardingPlan(mesh=mesh, layout=layout, placements=place_all(specs, layout))
+    values = base.get_config().optimizer.to_dict() | {"name": "muon", "weight_decay": 0.0, "schedule": "constant"}
+    muon = OptimizerConfig(**values | {"warmup_steps": 0, "clip_norm": 0.0, "learning_rate": 0.1})
+    settings = config(3, "diloco")
+    inner = make_optimizer(muon, 20, specs, partial(on_whole_tensors, plan))
+    tx = local_sgd(exchange(plan), inner, settings, 4)
+    params: Any = jax.tree.map(lambda s: jnp.ones(s.shape), specs, is_leaf=is_spec)
+    places = state_shardings(plan, jax.eval_shape(partial(begin, Chain(tx)), params)).chain
+    states, params = jax.device_put(tx.init(params), places), jax.device_put(params, plan.shardings(layout.optimizer))
+    where = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), gradient_specs(plan))
+    update = jax.jit(tx.update, out_shardings=(plan.shardings(layout.optimizer), places))
+    matrices = lambda tree: {"up": np.asarray(tree["layers"]["up"]), "kernel": np.asarray(tree["kernel"])}
+    shared, rng = matrices(params), np.random.default_rng(0)
+    momenta, drifts, velocity = (dict.fromkeys(shared, 0.0) for _ in range(3))
+    for step in range(1, 21):
+        grads_R = jax.tree.map(lambda p: rng.normal(size=(4, *p.shape)).astype(np.float32), params)
+        moves, states = update(jax.device_put(grads_R, where), states, params)
+        params = optax.apply_updates(params, moves)
+        for name, g in matrices(grads_R).items():
+            momenta[name] = m = 0.9 * momenta[name] + 0.1 * g
+            ahead = 0.9 * m / (1 - 0.9 ** (step + 1)) + 0.1 * g / (1 - 0.9**step)
+            drifts[name] = drifts[name] - 0.1 * orthogonal(ahead)
+            if step % 3 == 0:
+                outer = -drifts[name].mean(0)
+                velocity[name] = 0.9 * velocity[name] + outer
+                shared[name] = shared[name] - 0.7 * (outer + 0.9 * velocity[name])
+                drifts[name] = 0.0
+            np.testing.assert_allclose(matrices(params)[name], shared[name], atol=2e-4)
+    for x in jax.tree.leaves((states[1].inner, states[1].drift)):
+        assert (x.shape[0], x.addressable_shards[0].data.shape[0]) == (4, 1)
+    text = update.lower(jax.device_put(grads_R, where), states, params).compile().as_text()
+    found = hlo.read_collectives(text or "", layout.shape)
+    assert all(c.num_elements <= 8 for c in found if c.inter_bytes and c.label != "hop_two"), found
 
 
 def test_guard_skips_steps_of_single_replicas() -> None:

@@ -21,10 +21,15 @@ def test_step_timer_against_numpy() -> None:
     steps = np.cumsum(rng.integers(1, 4, size=50))
     times = np.cumsum(rng.uniform(0.05, 0.2, size=50))
     timer = StepTimer(8192, "tokens", flops_per_step=3e12, peak_flops_per_s=8 * 989.5e12)
-    got = [timer.done(int(step), float(time)) for step, time in zip(steps, times, strict=True)]
-    assert got[0] == {}
-    measured = got[1:]
-    step_times = np.diff(times) / np.diff(steps)
+    assert timer.done(int(steps[0]), float(times[0])) == {}
+    rows, measured = [0], []
+    for i in range(1, 50):
+        measured.append(timer.done(int(steps[i]), float(times[i])))
+        is_row = rng.random() < 0.5
+        rows.append(i if is_row else rows[-1])
+        if is_row:
+            timer.row_written()
+    step_times = np.array([(times[i] - times[rows[i - 1]]) / (steps[i] - steps[rows[i - 1]]) for i in range(1, 50)])
     np.testing.assert_allclose([one["step_time_s"] for one in measured], step_times, rtol=1e-12)
     np.testing.assert_allclose([one["tokens_per_s"] for one in measured], 8192 / step_times, rtol=1e-12)
     np.testing.assert_allclose([one["mfu"] for one in measured], 3e12 / (step_times * 8 * 989.5e12), rtol=1e-12)
@@ -37,8 +42,10 @@ def test_step_timer_leaves_pauses_out_once() -> None:
     timer.done(1, 100.0)
     timer.pause(2.0)
     timer.pause(1.0)
-    times = [timer.done(step, time) for step, time in ((2, 104.0), (3, 105.0))]
-    assert times == [{"step_time_s": 1.0, "examples_per_s": 10.0}] * 2
+    second = timer.done(2, 104.0)
+    timer.pause(3.0)
+    timer.row_written()  # of step 2, although the pause after it is over
+    assert [second, timer.done(3, 108.0)] == [{"step_time_s": 1.0, "examples_per_s": 10.0}] * 2
 
 
 def test_a_step_that_took_no_time_is_an_error() -> None:

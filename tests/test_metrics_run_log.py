@@ -11,15 +11,16 @@ from metrics.run_files import read_run, results_of
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
+from metrics.writer import MetricsWriter
 
 
-def make_log(folder: Path, *, enabled: bool, sink: str = "none") -> RunLog:
+def make_log(folder: Path, *, enabled: bool, sink: str = "none", num_steps: int = 3, log_every: int = 1) -> RunLog:
     return RunLog(
         folder,
         enabled=enabled,
         start_step=0,
-        num_steps=3,
-        log_every=1,
+        num_steps=num_steps,
+        log_every=log_every,
         timer=StepTimer(10, "tokens"),
         files={},
         constants={},
@@ -54,6 +55,44 @@ def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.Monk
     log.close("finished")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["wire_tx_bytes"] for row in rows] == [100, 200, 300]
+
+
+@pytest.mark.parametrize("log_every", [1, 4, 5, 7])
+def test_a_run_says_what_a_step_costs_on_average(
+    log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 21 steps, every fifth meets, which takes 9 s more and sends; whichever of them are logged, all count."""
+    statistics = tmp_path / "net" / "eth0" / "statistics"
+    statistics.mkdir(parents=True)
+    clock, sent = 100.0, 0
+
+    def spend(seconds: float, size_bytes: int) -> None:
+        nonlocal clock, sent
+        clock, sent = clock + seconds, sent + size_bytes
+        for name in ("tx_bytes", "rx_bytes"):
+            (statistics / name).write_text(f"{sent}\n")
+
+    spend(0, 0)
+    monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock)
+    opened = MetricsWriter._opened_events  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(MetricsWriter, "_opened_events", lambda writer: (spend(7, 0), opened(writer))[1])  # imports
+    log = make_log(tmp_path, enabled=True, num_steps=21, log_every=log_every)
+    for step in range(1, 22):
+        spend(10.0 if step % 5 == 0 else 1.0, 800 if step % 5 == 0 else 0)
+        log.step(step, {"loss": 1.0})
+    log.close("finished")
+    files = read_run(tmp_path)
+    timed = (16 + 4 * 10) / 20  # all but the first step
+    apart = 0.1 if log_every > 1 else 1e-9  # the first row speaks of the first step too, which has no time
+    assert results_of(files)["step_time_s"] == pytest.approx(timed, abs=apart)
+    assert results_of(files)["tokens_per_s"] == pytest.approx(10 / timed, rel=apart)
+    before, seconds, sizes = 0, 0.0, 0.0
+    for row in files.rows:
+        count = row["step"] - before
+        seconds += row.get("step_time_s", 0.0) * (count - (before == 0))
+        sizes, before = sizes + row["wire_tx_bytes"] * count, row["step"]
+    assert (seconds, sizes) == (pytest.approx(20 * timed), pytest.approx(3200))
 
 
 def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parent.parent
 TWO = "--max_nodes=2 --min_nodes=1"
+CONFIG = "-- python3 train.py --workdir=x --config=configs/quickstart.py"
 PROGRAM = ["--", "python3", "train.py", "--workdir=runs/x"]
 
 
@@ -64,6 +65,11 @@ def test_a_world_that_is_too_small_waits() -> None:
         (f"{TWO} -- python3 -m train", "no program"),
         (f"{TWO} -- python3 none.py", "there is no none.py"),
         (f"{TWO} -- none train.py", "there is no none"),
+        (f"{TWO} {CONFIG} --config.sharding.replica=x", "sharding.replica is not a key"),
+        (
+            f"{TWO} --compile_ahead {CONFIG} --config.sharding.replicas=independent",
+            "--compile_ahead is for runs of one",
+        ),
         (f"{TWO} -- python3 train.py", "the program has no --workdir=DIR"),  # to tell its progress from its failures
     ],
 )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from configs.schema import Config
+from files.run_directory import REPLICAS as FOLDER
 from input_pipeline import Dataset
 from input_pipeline.batches import Batch, batch_at
 from replicas.group import BehindError, Replicas
@@ -31,7 +32,6 @@ from sharding.step import TrainState
 from sharding.trees import GradsR, Means, Params, PyTree
 from training.experiment import Experiment
 
-FOLDER = "replicas"
 PIECES = 64  # at least, if they are not too small; fixed sizes: bits must not depend on the number of replicas
 LEAST, MOST = 1 << 14, 1 << 20  # values of a piece
 SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
@@ -219,8 +219,9 @@ class Independent:
         state, metrics = self._ex.block(self.update(state, grads_R, means))
         self._tell_rate()
         unknown = {name for name, x in means.items() if x is UNKNOWN}
-        known = {name: x for name, x in metrics.items() if name not in unknown}
-        return state, {**known, "replicas": self.replicas.count}, step + 1
+        if unknown:
+            return state, {name: x for name, x in metrics.items() if name not in unknown}, step + 1
+        return state, {**metrics, "replicas": self.replicas.count}, step + 1
 
     def _gradients(self, state: TrainState, step: int) -> tuple[TrainState, GradsR, dict[str, np.float32]]:
         """Returns the state that the update of a step takes, and the gradients with their means."""
@@ -274,12 +275,16 @@ class Independent:
         return self._asked
 
     def end(self, step: int, state: TrainState) -> None:
-        self._whole(state)
+        with suppress(BehindError):  # then nobody needs anything of this one
+            self._whole(state)
         self.replicas.members.leave(step)
 
     def to_save(self, state: TrainState) -> TrainState | None:
-        """The one with the lowest number saves it: the others would save the same."""
-        state = self._whole(state)
+        """The one with the lowest number saves it, and none that is behind: the others would save the same."""
+        try:
+            state = self._whole(state)
+        except BehindError:  # as the next step will say again
+            return None
         return state.to_keep if self.replicas.is_first else None
 
     @property

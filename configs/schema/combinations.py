@@ -130,17 +130,19 @@ FEATURES: dict[str, Feature] = {
     "no local SGD": _of("local_sgd.inner_steps", 0, "a number above 0"),
     "streaming": _of("local_sgd.streaming", True, False),
     "utilisation": _other_than("local_sgd.target_utilisation", 0, "`local_sgd.target_utilisation` above 0"),
-    "muon": _of("optimizer.name", "muon", "adamw"),
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
     "one_bit_adam": _of("compression.hop_two", "one_bit_adam", "none"),
+    "demo": _of("compression.hop_two", "demo", "none or a codec"),
+    "sparse_loco": _of("compression.hop_two", "sparse_loco", "none or a codec"),
+    "outer momentum": _other_than("local_sgd.outer_momentum", 0.0),
     "method": _hop_two(
-        "`power_sgd`, `dgc`, `one_bit_adam`, or a method of your own",
+        "`power_sgd`, `dgc`, `one_bit_adam`, `sparse_loco`, `demo`, or a method of your own",
         lambda name: name in METHODS or name in OWN["hop_two"],
         "none or a codec",
     ),
     "codec": _hop_two(
-        "hop two by a codec, `dgc` or `one_bit_adam`",
+        "hop two by a codec, `dgc`, `one_bit_adam`, `sparse_loco` or `demo`",
         lambda name: name not in ("none", "power_sgd") and name not in OWN["hop_two"],
         "none",
     ),
@@ -148,15 +150,18 @@ FEATURES: dict[str, Feature] = {
         "`power_sgd`, or a method of your own", lambda name: name == "power_sgd" or name in OWN["hop_two"], "none"
     ),
     "replacing method": _hop_two(
-        "`dgc` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
+        "`dgc`, `demo` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
     ),
     "whole method": _hop_two(
-        "`power_sgd`, `dgc` or `one_bit_adam`", lambda _, by_group: not by_group, "none or a codec", "goes_by_group"
+        "`power_sgd`, `dgc`, `demo` or `one_bit_adam`",
+        lambda _, by_group: not by_group,
+        "none or a codec",
+        "goes_by_group",
     ),
     "other optimizer": Feature(
         keys=("optimizer.name", "takes_over"),
         has=lambda name, replaced: replaced not in (None, name),
-        shown="another optimizer than `sgd` for `dgc`, `adamw` for `one_bit_adam`",
+        shown="another optimizer than `sgd` for `dgc` and `demo`, `adamw` for `one_bit_adam`",
         instead="set optimizer.name={takes_over}",
     ),
     "one replica": Feature(
@@ -267,7 +272,6 @@ RULES: tuple[Rule, ...] = (
     Rule("tensor", "undivided model", "there is nothing to split"),
     Rule("experts", "no experts", "there is nothing to divide"),
     Rule("local SGD", "delayed", "each replica has an optimizer of its own"),
-    Rule("local SGD", "muon", "each replica has an optimizer of its own"),
     Rule("local SGD", "replacing method", "each replica has an optimizer of its own"),
     Rule("local SGD", "one replica", "it needs several replicas"),
     Rule("local SGD", "several scopes", "it needs a whole optimizer in each replica"),
@@ -277,9 +281,12 @@ RULES: tuple[Rule, ...] = (
     Rule("streaming", "tensor", "it cuts tensors into parts, and they are cut already"),
     Rule("streaming", "whole method", "it exchanges parts of tensors, and this method needs them whole"),
     Rule("replacing method", "other optimizer", "the method takes the place of one optimizer"),
+    Rule("sparse_loco", "no local SGD", "it is a method for the outer gradients of many steps"),
+    Rule("sparse_loco", "outer momentum", "what it has still to send takes the place of a momentum"),
     Rule("one_bit_adam", "no warm-up", "it needs its variances from a warm-up"),
     Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
     Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
+    Rule("demo", "wider optimizer", "it needs them in the same scope"),
     Rule("linear method", "one replica", EMPTY),
     Rule("codec", "replicas in a node", EMPTY),
     Rule("delayed", "one replica", "there is nothing to delay"),

@@ -42,7 +42,8 @@ class Method:
             case "one_bit_adam":  # the warm-up sends f32
                 warm_up = self.overrides[WARM_UP] / self.steps
                 smaller = 1 / (warm_up + (1 - warm_up) / ratio)
-            case "dgc":  # each replica receives the payloads of all others; an all-reduce sends every value twice
+            # each replica receives the payloads of all others; an all-reduce sends every value twice
+            case "dgc" | "sparse_loco" | "demo":
                 smaller = ratio * 2 / REPLICAS
             case _:
                 smaller = ratio

@@ -63,19 +63,24 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The decoder; returns the mean loss. In f32 its head is not tied and every layer is checkpointed."""
+    """The decoder; returns the mean loss. In f32 its head is not tied and every layer is checkpointed.
 
-    def __init__(self, sizes: dict[str, Any], *, dots: bool) -> None:
+    With `stored` none is; norms have biases, if not told otherwise, where those of ours have: not in low precision.
+    """
+
+    def __init__(self, sizes: dict[str, Any], *, dots: bool, stored: bool = False, bias: bool | None = None) -> None:
         super().__init__()
         hidden, vocab, is_low = sizes["hidden"], sizes["vocab"], sizes["low_precision"]
+        bias = not is_low if bias is None else bias
         self.token, self.position = nn.Embedding(vocab, hidden), nn.Embedding(sizes["seq_len"], hidden)
-        self.blocks = nn.ModuleList(Block(hidden, sizes["heads"], bias=not is_low) for _ in range(sizes["layers"]))
-        self.norm, self.head = nn.LayerNorm(hidden, bias=not is_low), nn.Linear(hidden, vocab, bias=False)
+        self.blocks = nn.ModuleList(Block(hidden, sizes["heads"], bias=bias) for _ in range(sizes["layers"]))
+        self.norm, self.head = nn.LayerNorm(hidden, bias=bias), nn.Linear(hidden, vocab, bias=False)
         selective = {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if dots else {}
         self.run = partial(checkpoint, use_reentrant=False, **selective)
+        if is_low or stored:
+            self.run = lambda block, x: block(x)
         if is_low:
             self.head.weight = self.token.weight
-            self.run = lambda block, x: block(x)
             for embedding in (self.token, self.position):
                 nn.init.normal_(embedding.weight, std=0.02)
 
@@ -86,10 +91,15 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool) -> nn.Module:
-    """Returns the model under DDP or FSDP2; `kept` layers stay gathered for the backward pass."""
+def shard(
+    model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool, bucket_mb: int | None = None
+) -> nn.Module:
+    """Returns the model under DDP, whose buckets are of so many MB, or FSDP2.
+
+    `kept` layers stay gathered for the backward pass.
+    """
     if mode == "ddp":
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if mode == "hsdp":
         mesh = init_device_mesh(device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))
@@ -102,12 +112,12 @@ def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_l
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def add_hook(model: Any, name: str) -> None:
-    """Makes DDP's gradients travel as the hook `name` sends them; "" for none."""
+def add_hook(model: Any, name: str, *, rank: int = 4, start: int = 2) -> None:
+    """Makes DDP's gradients travel as the hook `name` sends them, power_sgd from step `start` on; "" for none."""
     if name == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "power_sgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 

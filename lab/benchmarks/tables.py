@@ -17,6 +17,7 @@ from lab.benchmarks import (
     replica_events,
     replica_links,
     replicas,
+    time_to_loss_table,
 )
 from lab.benchmarks.scores import (
     DENSE,
@@ -170,6 +171,22 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
     return markdown(heads, rows)
 
 
+def local_steps(lines: Sequence[Line]) -> str:
+    """Returns a row per setting of local SGD, each beside the dense AdamW runs of lowest loss, seed by seed."""
+    dense = [line["validation_losses"] for line in lines if line["dense"] and line["optimizer"] == "adamw"]
+    best, rows = min(dense, key=sum, default=[]), []
+    for line in sorted(lines, key=lambda line: (line["optimizer"], not line["dense"], line["inner_steps"])):
+        losses = line["validation_losses"]
+        pairs = [(loss - other) / other for loss, other in zip(losses, best, strict=True)]
+        settings = ["dense", "", "", ""]
+        if not line["dense"]:
+            settings = [*(f"{line[name]:g}" for name in ("inner_steps", "momentum", "rate")), line["codec"]]
+        cells = [line["optimizer"], f"{line['learning_rate']:g}", *settings, f"{line['times_smaller']:.0f}"]
+        rows.append([*cells, spread(losses, ".3f"), spread(pairs, "+z.1%")])
+    heads = ["optimizer", "rate", "steps", "outer momentum", "outer rate", "codec", "times smaller", "validation loss"]
+    return markdown([*heads, "minus dense AdamW, by seed"], rows)
+
+
 # --------------------------------------------------------------------------------------------------- elasticity
 
 
@@ -310,6 +327,7 @@ CHARTS: Mapping[str, Callable[[Records], Figure]] = {
     "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
     "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
     "replica_events": lambda x: replica_events.picture(x.lines("replica_events")),
+    "time_to_loss": lambda x: time_to_loss_table.picture(x.lines("time_to_loss")),
     "planner_curves": lambda _: planner_records.curves(),
 }
 
@@ -354,6 +372,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
             for rate in rates_of(steps)
         },
         **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
+        "local SGD, tuned": lambda: local_steps(records.lines("local_steps")),
         "kill matrix": lambda: kill_matrix(events),
         "compiled ahead": lambda: compiled_ahead(events),
         "runs of chaos": lambda: chaos_runs(chaos),
@@ -363,6 +382,9 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
         "checkpoints": lambda: checkpoints(records.lines("checkpoints")),
         "replicas": lambda: replicas.table(records.lines("replicas")),
+        "time to loss": lambda: time_to_loss_table.table(records.lines("time_to_loss")),
+        "steps on the wire": lambda: time_to_loss_table.step_times(records.lines("time_to_loss")),
+        "what to choose": lambda: time_to_loss_table.choice(records.lines("time_to_loss")),
         "events of replicas": lambda: replica_events.table(records.lines("replica_events")),
         "links of replicas": lambda: replica_links.table(records.lines("replica_links")),
         "goodput of replicas": lambda: replica_events.goodput_table(records.lines("replica_events")),

@@ -47,8 +47,9 @@ class ElasticRun:
         devices_per_node: int,
         rate: str,
         options: Sequence[str] = (),
+        program: str = "train.py",
     ) -> None:
-        """`arguments` are train.py's, except `--workdir`, which is `folder/run`; `options` are engines.ray's."""
+        """`arguments` are the program's, except `--workdir`, which is `folder/run`; `options` are engines.ray's."""
         self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
         self.events: list[dict[str, Any]] = []  # with `at_s`, by this process' monotonic clock
         self.attempt, self.is_settled, self.settled_s = 0, False, 0.0  # settled: the attempt has finished a step
@@ -66,7 +67,7 @@ class ElasticRun:
         cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
         engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
         engine += ["--max_failures=20", *options]
-        train = [sys.executable, "train.py", f"--workdir={self.workdir}", *arguments]
+        train = [sys.executable, program, f"--workdir={self.workdir}", *arguments]
         self._command = [sys.executable, "-m", "lab.emulate", *cluster, "--", *JOIN]
         self._command += [sys.executable, "-m", "engines.ray", *engine, "--", *train]
 

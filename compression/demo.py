@@ -1,0 +1,88 @@
+"""DeMo, decoupled momentum (Peng et al. 2024, arXiv 2411.19870): hop two sends the largest frequencies of momenta.
+
+    m <- decay m + g / R       each replica's own momentum
+    send the largest coefficients of m's cosine transform, in blocks of up to 64 x 64; m <- m - what was sent
+    the update is the sign of the sum of all sent
+
+What changes slowly in a momentum is in few coefficients, and is sent at once; the rest stays where it arose. The values
+are sent as SparseLoCo's (compression/sparse_loco.py): in two bits, where the paper sends f32. The paper adds `lr g` to
+a momentum; without the schedule in it, a warm-up's gradients count as much as others. Of parameters with one dim per
+layer all is sent, which leaves no momentum.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.scipy import fft
+
+from compression.exchange import by_groups
+from compression.hop_two import HopTwo, Setup
+from compression.sparse_loco import sparse
+from sharding.hop_two import Counts, Exchange
+from sharding.plan import ShardingPlan
+from sharding.spec import Placement
+from sharding.trees import Shards
+
+BLOCK = 64
+
+
+def by_frequency(plan: ShardingPlan, *, density: float, decay: float) -> Exchange:
+    """Returns the exchange of shards that sends a share of their coefficients; the result is the sum's sign."""
+    exchange = sparse(plan, density=density, decay=decay)
+
+    def exchange_group(
+        placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
+    ) -> tuple[Shards, Shards, Sequence[Counts]]:
+        def of_matrices(function: Callable[[jax.Array], jax.Array], xs: Shards) -> Shards:
+            return [x if p.is_vector else function(x) for p, x in zip(placements, xs, strict=True)]
+
+        def back(found: Shards | None) -> Shards:
+            assert found is not None
+            return [
+                y if p.is_vector else from_blocks(y, x.shape) for p, y, x in zip(placements, found, xs, strict=True)
+            ]
+
+        assert kept is not None
+        totals, left, counts = exchange(placements, of_matrices(to_blocks, xs), of_matrices(to_blocks, kept), key)
+        totals, left = back(totals), back(left)
+        signs = [jnp.where(jnp.isfinite(x), jnp.sign(x), jnp.nan) for x in totals]  # for the guard downstream
+        return signs, left, counts
+
+    return exchange_group
+
+
+def to_blocks(x: jax.Array) -> jax.Array:
+    """Returns the coefficients `[blocks, ...]` of `[..., rows, columns]`, of each block one after the other."""
+    rows, columns = x.shape[-2:]
+    a, b = _side(rows), _side(columns)
+    blocks = x.reshape(-1, rows // a, a, columns // b, b).transpose(0, 1, 3, 2, 4)
+    return fft.dctn(blocks, axes=(3, 4), norm="ortho").reshape(-1, a, b)
+
+
+def from_blocks(coefficients: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `[..., rows, columns]` from the coefficients `[blocks, ...]`: undoes `to_blocks`."""
+    rows, columns = shape[-2:]
+    _, a, b = coefficients.shape
+    blocks = coefficients.reshape(-1, rows // a, columns // b, a, b)
+    return fft.idctn(blocks, axes=(3, 4), norm="ortho").transpose(0, 1, 3, 2, 4).reshape(shape)
+
+
+def _side(size: int) -> int:
+    """Returns the largest divisor of a dim that a block may have."""
+    return next(side for side in range(min(BLOCK, size), 0, -1) if size % side == 0)
+
+
+def _build(setup: Setup) -> optax.GradientTransformation:
+    plan, compression = setup.plan, setup.compression
+    return by_groups(plan, by_frequency(plan, density=1 - compression.sparsity, decay=compression.feedback_decay))
+
+
+DEMO = HopTwo(
+    name="demo",
+    build=_build,
+    takes_over="sgd",
+    downstream=lambda optimizer: replace(optimizer, momentum=0.0, clip_norm=0.0),
+)

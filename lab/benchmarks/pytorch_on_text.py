@@ -1,0 +1,89 @@
+"""PyTorch's peer of time_to_loss.py: trains our decoder on the batches and from the parameters of a file.
+
+    torchrun --nproc_per_node=4 lab/benchmarks/pytorch_on_text.py '{"data": "data.npz", "out": "FOLDER", ...}'
+
+One process per device, configured by torchrun's variables, on gloo. `mode`: ddp, with its `hook` if one is named; hsdp
+(FSDP2, sharded inside a node); local_sgd, which averages the parameters after every `inner_steps` steps. AdamW with our
+defaults, without clipping. The file has `tokens` [steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates`
+[steps] and the parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# PyTorch is the peer, no dependency: it is in an environment of its own.
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pytorch_peer import Decoder, add_hook, own_device, sent_bytes, shard  # in this folder
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+DECAY = 0.1  # of matrices: no norms, no positions
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Returns the parameters in two groups: those that decay, and the others."""
+    decays = {name: p.ndim > 1 and "position" not in name for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    return [
+        {"params": [named[name] for name in named if decays[name] == is_decayed], "weight_decay": DECAY * is_decayed}
+        for is_decayed in (True, False)
+    ]
+
+
+def main(options: dict[str, Any]) -> None:
+    """Trains all steps of the file."""
+    dist.init_process_group("gloo")
+    rank, world, device = dist.get_rank(), dist.get_world_size(), own_device()
+    with np.load(options["data"]) as file:
+        data = dict(file)
+    tokens, validation, rates = (torch.from_numpy(data.pop(name)) for name in ("tokens", "validation", "rates"))
+    rows = tokens.shape[1] // world  # each device's are neighbours, as in ours
+    model: Any = Decoder(options["sizes"] | {"low_precision": False}, dots=False, stored=True, bias=False).to(device)
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in data.items()})
+    mode, inner = options["mode"], options["inner_steps"]
+    if mode != "local_sgd":
+        # of several buckets, power_sgd's callbacks start collectives in different orders, which gloo mistakes
+        bucket_mb = 1000 if options["hook"] == "power_sgd" else None
+        model = shard(model, mode, device, kept=False, is_low=False, bucket_mb=bucket_mb)
+        add_hook(model, options["hook"], rank=options["rank"], start=max(2, options["dense_steps"]))
+    optimizer = torch.optim.AdamW(groups_of(model), betas=(0.9, 0.95), eps=1e-8)
+
+    def loss_of(rows: torch.Tensor) -> torch.Tensor:
+        return model(rows[:, :-1].long(), rows[:, 1:].long())
+
+    out = Path(options["out"]) / "metrics.jsonl"
+    last_s, sent = time.perf_counter(), sent_bytes()
+    for step in range(1, len(tokens) + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = float(rates[step - 1])
+        loss = loss_of(tokens[step - 1, rank * rows : (rank + 1) * rows])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if inner and step % inner == 0:
+            average_parameters(model.parameters(), dist.group.WORLD)
+        row = {"step": step, "loss": loss.item(), "step_time_s": time.perf_counter() - last_s}
+        row |= {"wire_tx_bytes": sent_bytes() - sent}
+        if options["validate_every"] and step % options["validate_every"] == 0:
+            with torch.no_grad():
+                mine = validation[rank::world]
+                total = torch.stack([loss_of(part) * len(part) for part in mine.split(rows)]).sum()
+            dist.all_reduce(total)
+            row["validation_loss"] = total.item() / len(validation)
+        if rank == 0:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        last_s, sent = time.perf_counter(), sent_bytes()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

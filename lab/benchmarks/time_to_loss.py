@@ -1,0 +1,351 @@
+"""Measures how long methods take to a loss on slow links: losses by step, and steps on the wire, which a table joins.
+
+    python -m lab.benchmarks.time_to_loss --part=losses [--seeds=3] [--learning_rates=2e-3,4e-3] [--pytorch=PYTHON]
+    python -m lab.benchmarks.time_to_loss --part=times [--rates=10mbit,50mbit,200mbit,1gbit] [--repetitions=3] \
+        [--only="dense;pytorch ddp"] [--pytorch=PYTHON]
+
+Trains the decoder of lab/benchmarks/time_to_loss.toml with its methods, 4 nodes of a device and one micro-step, and the
+same decoder in PyTorch (pytorch_on_text.py, with a Python that has torch): same parameters, batches, learning rates.
+`losses`: to the end, without emulated nodes. `times`: on emulated nodes, at least 5 steps at each rate, of local SGD
+whole intervals; a run goes through the rates, slowest first. Only what is missing is run; adds lines to
+results/measured/time_to_loss.jsonl. `times` need root (docs/emulation.md).
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs import base
+from configs.overrides import Overrides
+from configs.schema import Config, DecoderConfig
+from files import json_lines
+from input_pipeline import Batches
+from lab.benchmarks import accuracy
+from lab.benchmarks.replicas import shown
+from lab.benchmarks.runner import (
+    WORKDIR,
+    FailedRunError,
+    Key,
+    alternating,
+    checked_rates,
+    options_of,
+    program,
+    run_missing,
+    started,
+    train,
+    words,
+)
+from lab.benchmarks.scores import PEER, bytes_per_s
+from lab.emulate.control import ask
+from lab.records import MEASURED
+from training.datasets import load_datasets
+from training.experiment import make_experiment
+
+RESULTS = MEASURED / "time_to_loss.jsonl"
+RUNS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+CONFIG = "configs/base.py"
+NODES = accuracy.REPLICAS
+TASK: dict[str, Any] = accuracy.RUNS["replicas"] | {"optimizer.name": "adamw", "elastic.snapshot_every": 0}
+TASK |= RUNS["task"]
+RATE = "optimizer.learning_rate"
+DENSE = "dense"
+TIMED = 5  # steps at a rate, at least
+CONNECTING, CHANGING = 3, 4  # steps that do not count: the first, and those while the links get another rate
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method, ours or PyTorch's."""
+
+    keys: dict[str, Any]  # of the config
+    steps: int
+    inner_steps: int = 1  # from one exchange to the next
+    dense_steps: int = 0  # at first, that send f32 gradients
+    peer: dict[str, Any] | None = None  # PyTorch's options
+    losses: str  # the method whose losses these are
+    times: str  # the method whose steps these are: one that differs in the length of its run only
+
+    @property
+    def timed(self) -> int:
+        """Returns how many steps are timed at a rate: whole intervals."""
+        return self.inner_steps * math.ceil(TIMED / self.inner_steps)
+
+
+def methods() -> dict[str, Method]:
+    """Returns the methods by name: the dense one first, then ours, then PyTorch's."""
+    found: dict[str, Method] = {}
+    for name, own in RUNS["ours"].items():
+        keys = own or accuracy.RUNS["ways"][name]
+        steps, dense_steps = keys.get("num_steps", TASK["num_steps"]), 0
+        if accuracy.WARM_UP in keys:
+            dense_steps = round(keys[accuracy.WARM_UP] * steps)
+            keys = keys | {accuracy.WARM_UP: dense_steps}
+        inner = keys.get("local_sgd.inner_steps", 1)
+        step = {key: value for key, value in keys.items() if key != "num_steps"}
+        same = next((other for other, method in found.items() if method.keys == step), name)
+        found[name] = Method(
+            keys=keys, steps=steps, inner_steps=inner, dense_steps=dense_steps, losses=name, times=same
+        )
+    for name, own in RUNS["pytorch"].items():
+        peer = {"mode": "ddp", "hook": "", "rank": 0, "inner_steps": 0, "dense_steps": 0} | own
+        steps = peer.pop("num_steps", TASK["num_steps"])
+        peer["dense_steps"] = round(peer["dense_steps"] * steps)
+        losses = peer.pop("losses", name)
+        same = next((other for other, method in found.items() if method.peer == peer), f"{PEER} {name}")
+        found[f"{PEER} {name}"] = Method(
+            keys={"num_steps": steps},
+            steps=steps,
+            inner_steps=peer["inner_steps"] or 1,
+            dense_steps=peer["dense_steps"],
+            peer=peer,
+            losses=f"{PEER} {losses}",
+            times=same,
+        )
+    return found
+
+
+METHODS = methods()
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does and records the missing runs of a part; returns 1 if a run failed, 2 for a bad option."""
+    options = options_of(
+        __doc__,
+        argv,
+        part=("losses", "losses or times"),
+        rates=("10mbit,50mbit,200mbit,1gbit", "of the links, as for tc"),
+        repetitions=(3, "of each method's times, in turn"),
+        seeds=(1, "number of runs of each method for its losses, with seeds from 0"),
+        learning_rates=(str(TASK[RATE]), "of the runs for losses; tables take a method's best"),
+        only=("", "names of methods, with semicolons"),
+        pytorch=("", "a Python that has torch, to compare with"),
+    )
+    measure = losses_of if words(options.part, "part", ("losses", "times")) == ["losses"] else times_of
+    return run_missing(RESULTS, planned(options), partial(measure, python=options.pytorch))
+
+
+def planned(options: Namespace) -> list[Key]:
+    """Returns the key of each run, in order. ValueError for a bad option."""
+    known = [name for name, method in METHODS.items() if options.pytorch or not method.peer]
+    chosen = [name for name in options.only.split(";") if name] or known
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"--only={unknown[0]} is not one of {'; '.join(known)}")
+    if options.part == "losses":
+        rates = [float(rate) for rate in options.learning_rates.split(",")]
+        own = [name for name in chosen if METHODS[name].losses == name]
+        return [
+            {"part": "losses", "method": name, "steps": METHODS[name].steps, "learning_rate": rate, "seed": seed}
+            for seed in range(options.seeds)
+            for rate in rates
+            for name in own
+        ]
+    rates = sorted(checked_rates(options.rates), key=bytes_per_s)
+    own = [name for name in chosen if METHODS[name].times == name]
+    return alternating(options.repetitions, part=["times"], rates=[rates], method=own)
+
+
+# ------------------------------------------------------------------------------------------------------- losses
+
+
+def losses_of(key: Key, *, python: str) -> dict[str, Any]:
+    """Trains a method to its end; returns the validation losses by step. FailedRunError if it failed."""
+    method = METHODS[key["method"]]
+    keys = {"seed": key["seed"], RATE: key["learning_rate"]} | method.keys
+    load = {"load": os.getloadavg()[0]}
+    if not method.peer:
+        run = train("time_to_loss", CONFIG, TASK | keys)
+        rows, command = run.files.rows, run.run.command
+    else:
+        folder = folder_of(key)
+        here = ["-m", "torch.distributed.run", f"--nproc_per_node={NODES}"]
+        command = [python, *here, *peer_words(method, folder, keys, validate_every=TASK["eval.every"])]
+        started(command)
+        rows = rows_written(folder)
+    validated = [row for row in rows if "validation_loss" in row]
+    return {
+        "at": [row["step"] for row in validated],
+        "validation_losses": [row["validation_loss"] for row in validated],
+        **load,
+        "command": shown(command),
+    }
+
+
+def folder_of(key: Key) -> Path:
+    """Returns an empty folder for a run."""
+    folder = WORKDIR / "time_to_loss" / key["part"] / key["method"].replace(" ", "_").replace(",", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def emulator(folder: Path, rate: str) -> list[str]:
+    """Returns the beginning of the command of a program on emulated nodes, which the folder's path names."""
+    options = [f"--nodes={NODES}", "--devices_per_node=1", f"--rate={rate}", f"--workdir={folder / 'emulate'}"]
+    return [sys.executable, "-m", "lab.emulate", f"--name={name_of(folder)}", *options, "--"]
+
+
+def name_of(folder: Path) -> str:
+    """Returns the name of the emulated cluster of a run in a folder."""
+    return f"time-to-loss-{os.getpid()}-{folder.name}"[:40]
+
+
+def last_words(folder: Path) -> str:
+    """Returns the last line that a program said."""
+    lines = (folder / "said.log").read_text().strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+# ------------------------------------------------------------------------------------------------------- PyTorch
+
+
+def peer_words(method: Method, folder: Path, keys: Overrides, *, validate_every: int, steps: int = 0) -> list[str]:
+    """Returns the words of PyTorch's program, behind python; writes the file that it trains on."""
+    config = config_of(TASK | dict(keys) | ({"num_steps": steps} if steps else {}))
+    assert isinstance(config.model, DecoderConfig)
+    data = folder / "data.npz"
+    arrays: dict[str, Any] = everything(config, folder)
+    np.savez(data, **arrays)
+    sizes = {"layers": config.model.num_layers, "hidden": config.model.hidden, "heads": config.model.num_heads}
+    sizes |= {"vocab": config.model.padded_vocab, "seq_len": config.data.seq_len}
+    options = {"data": str(data), "out": str(folder), "sizes": sizes, "validate_every": validate_every}
+    return ["lab/benchmarks/pytorch_on_text.py", json.dumps({**options, **(method.peer or {})})]
+
+
+def config_of(keys: Overrides) -> Config:
+    """Returns the typed config of the keys, for the devices of this process."""
+    config = base.get_config()
+    here = {key: value for key, value in keys.items() if not key.startswith("mesh.")}
+    config.update_from_flattened_dict(here | {"batch.micro_size": keys["batch.global_size"] // jax.device_count()})
+    return base.typed(config)
+
+
+def everything(config: Config, workdir: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of pytorch_on_text.py: what train.py trains and validates on, and begins with."""
+    ex = make_experiment(config)
+    with contextlib.ExitStack() as held:
+        data = load_datasets(ex, workdir, held.enter_context)
+        train_rows = rows_of(ex.batches.read(data.train, 0, prefetch=1), config.num_steps)
+        validation = rows_of(ex.batches.read(data.validation, 0, prefetch=1), config.eval.num_batches)
+    rates = ex.learning_rates()
+    assert rates is not None
+    arrays = {"tokens": train_rows, "validation": np.concatenate(validation), "rates": rates}
+    return arrays | in_pytorch(ex.init_state().params)
+
+
+def rows_of(batches: Batches, count: int) -> np.ndarray:
+    """Returns the rows of the first batches, with the target of the last token: `[count, rows, T + 1]` uint8."""
+    with batches:
+        found = [next(batches) for _ in range(count)]
+    return np.stack([np.concatenate([x["tokens"], x["targets"][:, -1:]], axis=1) for x in found]).astype(np.uint8)
+
+
+def in_pytorch(params: Any) -> dict[str, np.ndarray]:
+    """Returns our decoder's parameters by the names of pytorch_peer.Decoder, whose weights are `[out, in]`."""
+    embed, layers, head = ({k: _whole(v) for k, v in params[group].items()} for group in ("embed", "layers", "head"))
+    found = {"token.weight": embed["token"], "position.weight": embed["position"]}
+    found |= {"norm.weight": head["norm"]["scale"], "head.weight": head["weight"].T}
+    for i in range(len(layers["up"]["weight"])):
+        weights = {name: value["weight"][i].T for name, value in layers.items() if "weight" in value}
+        weights["qkv"] = np.concatenate([weights.pop(name) for name in ("query", "key", "value")])
+        weights |= {name: value["scale"][i] for name, value in layers.items() if "scale" in value}
+        found |= {f"blocks.{i}.{name}.weight": value for name, value in weights.items()}
+    return {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in found.items()}
+
+
+def _whole(values: Any) -> Any:
+    """Returns a tree of arrays in this process's memory."""
+    return {k: _whole(v) for k, v in values.items()} if isinstance(values, dict) else np.asarray(values)
+
+
+# ------------------------------------------------------------------------------------------------------- times
+
+
+def times_of(key: Key, *, python: str) -> dict[str, Any]:
+    """Runs a method at each rate in turn; returns the steps' times and bytes. FailedRunError if the run failed."""
+    method, folder, rates = METHODS[key["method"]], folder_of(key), key["rates"]
+    load = {"load": os.getloadavg()[0]}
+    steps = method.inner_steps * (100 + len(rates) * (CHANGING + method.timed))  # more than are needed: it is killed
+    if method.peer:
+        timed = replace(method, peer=method.peer | {"dense_steps": 0})
+        command = [python, *peer_words(timed, folder, {}, validate_every=0, steps=steps)]
+    else:
+        keys = TASK | method.keys | {"num_steps": steps, "eval.every": 0}
+        keys |= {accuracy.WARM_UP: 1} if accuracy.WARM_UP in keys else {}
+        flags = [f"--config.{name}={value}" for name, value in keys.items()]
+        command = [sys.executable, "train.py", f"--config={CONFIG}", f"--workdir={folder}", *flags]
+    whole = emulator(folder, rates[0]) + command
+    with (folder / "said.log").open("w") as said:
+        process = subprocess.Popen(whole, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        windows = in_turn(rates, method.timed, partial(written, process, folder), partial(change, folder))
+    finally:
+        process.kill()  # with it end its nodes and all that runs there
+        process.wait()
+    rows = rows_written(folder)
+    links = {}
+    for rate, (first, last) in windows.items():
+        these = rows[first:last]
+        sent = fmean(row["wire_tx_bytes"] for row in these)
+        links[rate] = {"step_times_s": [row["step_time_s"] for row in these], "sent_bytes": sent}
+    return {"links": links, **load, "command": shown(whole)}
+
+
+def in_turn(
+    rates: Sequence[str], count: int, written: Callable[[], int], change: Callable[[str], None]
+) -> dict[str, tuple[int, int]]:
+    """Changes the links to each rate but the first, which they have; returns from and to which row a rate is timed.
+
+    Row i (from 0) is that of step i + 1, and `written()` the number of rows so far. A row is written when the next step
+    is done; so of the steps without a row, at most CHANGING began before the change.
+    """
+    found = {}
+    for rate in rates:
+        first = CONNECTING
+        if found:
+            change(rate)
+            first = written() + CHANGING
+        while written() < first + count:
+            time.sleep(POLL_S)
+        found[rate] = first, first + count
+    return found
+
+
+def rows_written(folder: Path) -> list[dict[str, Any]]:
+    """Returns the rows of the metrics so far."""
+    file = folder / "metrics.jsonl"
+    return json_lines.read_tail(file, file.stat().st_size) if file.exists() else []
+
+
+def written(process: subprocess.Popen[bytes], folder: Path) -> int:
+    """Returns the number of rows so far. FailedRunError if the run has ended, or takes too long."""
+    if process.poll() is not None:
+        raise FailedRunError(last_words(folder))
+    return len(rows_written(folder))
+
+
+def change(folder: Path, rate: str) -> None:
+    """Gives all links of a run another rate."""
+    for node in range(NODES):
+        ask(name_of(folder), {"verb": "slow", "node": node, "rate": rate})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Joins the parts of time_to_loss.jsonl: how long a method takes to the dense run's loss on each link, and its bytes.
+
+A run's time at step t is `t` times the mean step on the wire; where a method begins with `dense_steps` in f32, those
+take the dense method's time, and bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from matplotlib.figure import Figure
+
+from files.pages import markdown
+from files.palette import GRID, INK, SERIES
+from lab.benchmarks.scores import PEER, bytes_per_s, ratio
+from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
+from lab.plots import OUTSIDE, rate_in_words
+from lab.records import Line, Range, spread
+
+WITHIN = 1.005  # of the dense run's final loss
+NONE = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What is known of a method; runs are in the order of their seeds."""
+
+    method: Method
+    curves: Mapping[int, tuple[Sequence[int], Sequence[float]]]  # steps and losses, by seed
+    step_s: Mapping[str, Range]  # the mean step, by rate: median and range of the repetitions
+    step_bytes: float | None  # that a node sends
+
+
+def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> dict[str, Joined]:
+    """Returns what the lines say of each method; losses are those at its best learning rate."""
+    found = {}
+    for name, method in methods.items():
+        losses = [x for x in lines if (x["part"], x["method"]) == ("losses", method.losses)]
+        losses = [x for x in losses if x["steps"] == method.steps]
+        links = [x["links"] for x in lines if (x["part"], x["method"]) == ("times", method.times)]
+        rates = sorted({rate for link in links for rate in link}, key=bytes_per_s)
+        step_s = {}
+        for rate in rates:
+            means = [fmean(link[rate]["step_times_s"]) for link in links if rate in link]
+            step_s[rate] = Range(value=median(means), low=min(means), high=max(means))
+        sent = [of_rate["sent_bytes"] for link in links for of_rate in link.values()]
+        found[name] = Joined(
+            method=method,
+            curves={x["seed"]: (x["at"], x["validation_losses"]) for x in best(losses)},
+            step_s=step_s,
+            step_bytes=fmean(sent) if sent else None,
+        )
+    return found
+
+
+def best(losses: Sequence[Line]) -> list[Line]:
+    """Returns the lines of the learning rate whose runs end lowest on average, by seed."""
+    by_rate: dict[float, list[Line]] = {}
+    for line in losses:
+        by_rate.setdefault(line["learning_rate"], []).append(line)
+    chosen = min(by_rate.values(), key=lambda of: fmean(x["validation_losses"][-1] for x in of), default=[])
+    return sorted(chosen, key=lambda line: line["seed"])
+
+
+# ---------------------------------------------------------------------------------------------------- the joining
+
+
+def steps_to(target: float, at: Sequence[int], losses: Sequence[float]) -> float | None:
+    """Returns the step at which the losses reach a target, on the line between two validations; None if they never do.
+
+    That is the first validation at or below the target, and not the last time that they cross it.
+    """
+    before: tuple[float, float] | None = None
+    for step, loss in zip(at, losses, strict=True):
+        if loss <= target:
+            if before is None:
+                return step
+            since, above = before
+            return since + (step - since) * (above - target) / (above - loss)
+        before = step, loss
+    return None
+
+
+def spent(steps: float, method: Method, *, dense: float, own: float) -> float:
+    """Returns what so many steps cost, in seconds or bytes, from the costs of a dense step and of one of its own."""
+    first = min(steps, method.dense_steps)
+    return first * dense + (steps - first) * own
+
+
+def reached(found: Mapping[str, Joined], name: str) -> list[float] | None:
+    """Returns the steps of each seed of the dense run, too; None if one never reaches its target, or without any."""
+    dense, curves = found[DENSE].curves, found[name].curves
+    steps = [steps_to(WITHIN * dense[seed][1][-1], *curves[seed]) for seed in curves if seed in dense]
+    known = [step for step in steps if step is not None]
+    return known if known and len(known) == len(steps) else None
+
+
+def time_to_loss(found: Mapping[str, Joined], name: str, rate: str) -> Range | None:
+    """Returns the seconds to the target at a rate; None if it is not reached, or was not timed."""
+    one, dense, steps = found[name], found[DENSE].step_s.get(rate), reached(found, name)
+    own = one.step_s.get(rate)
+    if steps is None or own is None or dense is None:
+        return None
+    cost = lambda count, dense_s, own_s: spent(count, one.method, dense=dense_s, own=own_s)
+    return Range(
+        value=cost(fmean(steps), dense.value, own.value),
+        low=cost(min(steps), dense.low, own.low),
+        high=cost(max(steps), dense.high, own.high),
+    )
+
+
+def bytes_to_loss(found: Mapping[str, Joined], name: str) -> float | None:
+    """Returns the bytes that a node sends until the target; None as for the time."""
+    one, dense, steps = found[name], found[DENSE].step_bytes, reached(found, name)
+    if steps is None or one.step_bytes is None or dense is None:
+        return None
+    return spent(fmean(steps), one.method, dense=dense, own=one.step_bytes)
+
+
+# ------------------------------------------------------------------------------------------------------- the tables
+
+
+def rates_of(found: Mapping[str, Joined]) -> list[str]:
+    """Returns the rates at which the dense method was timed, slowest first."""
+    return sorted(found[DENSE].step_s, key=bytes_per_s)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Returns a row per method whose losses are known: its last loss, and steps, bytes and time to the dense run's."""
+    found, rows = joined(lines), []
+    rates = rates_of(found)
+    for name, one in found.items():
+        if not one.curves:
+            continue
+        dense, steps, sent = found[DENSE].curves, reached(found, name), bytes_to_loss(found, name)
+        apart = [one.curves[seed][1][-1] / dense[seed][1][-1] - 1 for seed in one.curves if seed in dense]
+        cells = [f"`{name}`", str(len(one.curves)), spread(apart, "+.2%") if apart and name != DENSE else ""]
+        cells += [spread(steps, ".0f") if steps else "not reached", f"{sent / 1e6:.1f}" if sent else NONE]
+        times = [time_to_loss(found, name, rate) for rate in rates]
+        rows.append([*cells, *(time.text(0) if time else NONE for time in times)])
+    heads = ["method", "seeds", "last loss, over dense's", "steps to the loss", "MB that a node sends"]
+    return markdown([*heads, *(f"s at {rate_in_words(rate)}" for rate in rates)], rows)
+
+
+def step_times(lines: Sequence[Line]) -> str:
+    """Returns the mean step of each method at each rate, and what a node sends in it."""
+    found, rows = joined(lines), []
+    rates = rates_of(found)
+    for name, one in found.items():
+        if one.step_bytes is not None:
+            times = [one.step_s.get(rate) for rate in rates]
+            cells = [time.text(2) if time else NONE for time in times]
+            rows.append([f"`{name}`", f"{one.step_bytes / 1e6:.3f}", *cells])
+    heads = [f"s a step at {rate_in_words(rate)}" for rate in rates]
+    return markdown(["method", "MB that a node sends in a step", *heads], rows)
+
+
+def choice(lines: Sequence[Line]) -> str:
+    """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, those whose ranges meet as equals.
+
+    Of equals, the one that sends least is first. `f32 / rest` is the time that f32 gradients take on the link, over
+    that of the rest of a step, which is what carries over to another model.
+    """
+    found, rows = joined(lines), []
+    dense = found[DENSE]
+    rates = rates_of(found)
+    for rate in rates:
+        sides = [fastest(found, rate, is_peer=is_peer) for is_peer in (False, True)]
+        cells = [rate_in_words(rate), f"{share_of_link(dense, rate, rates[-1]):.2g}"]
+        for side in sides:
+            names = ", ".join(f"`{name}`" for name in side)
+            cells += [names, _best(found, side, rate).text(0)] if side else ["none", NONE]
+        faster = ratio(*(_best(found, side, rate) for side in reversed(sides))) if all(sides) else None
+        rows.append([*cells, faster.text(1) if faster else NONE])
+    heads = ["link", "f32 / rest", "choose", "seconds to the loss", "PyTorch's fastest", "seconds", "times as long"]
+    return markdown(heads, rows)
+
+
+def fastest(found: Mapping[str, Joined], rate: str, *, is_peer: bool) -> list[str]:
+    """Returns the names of one side's methods that no other of it is faster than; those that send least first."""
+    times = {name: time_to_loss(found, name, rate) for name, one in found.items() if bool(one.method.peer) == is_peer}
+    known = {name: time for name, time in times.items() if time is not None}
+    if not known:
+        return []
+    first = min(known.values(), key=lambda time: time.value)
+    equal = [name for name, time in known.items() if time.low <= first.high]
+    return sorted(equal, key=lambda name: bytes_to_loss(found, name) or 0.0)
+
+
+def _best(found: Mapping[str, Joined], names: Sequence[str], rate: str) -> Range:
+    """Returns the lowest time of some methods that reach the loss."""
+    times = [time for name in names if (time := time_to_loss(found, name, rate))]
+    return min(times, key=lambda time: time.value)
+
+
+def share_of_link(dense: Joined, rate: str, fast: str) -> float:
+    """Returns the link's time of a dense step at a rate, over the rest of a step, as it is at a fast rate."""
+    assert dense.step_bytes is not None
+    rest_s = dense.step_s[fast].value - dense.step_bytes / bytes_per_s(fast)
+    return dense.step_bytes / bytes_per_s(rate) / rest_s
+
+
+# ------------------------------------------------------------------------------------------------------ the picture
+
+
+def picture(lines: Sequence[Line]) -> Figure:
+    """Draws the validation loss of seed 0 against the time on each link; PyTorch's dashed, the target dotted."""
+    found = joined(lines)
+    rates = rates_of(found) or ["1gbit"]
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    all_axes = figure.subplots(2, (len(rates) + 1) // 2, sharey=True, squeeze=False).flat
+    for axes, rate in zip(all_axes, rates, strict=False):
+        for name, colour in zip(RUNS["drawn"], SERIES, strict=False):
+            one, dense = found[name], found[DENSE].step_s.get(rate)
+            if not one.curves or rate not in one.step_s or dense is None:
+                continue
+            at, losses = one.curves[min(one.curves)]
+            own = one.step_s[rate].value
+            times = [spent(step, one.method, dense=dense.value, own=own) for step in at]
+            style = "--" if name.startswith(PEER) else "-"
+            axes.plot(times, losses, style, color=colour, linewidth=1.6, label=name)
+        if found[DENSE].curves:
+            seed = min(found[DENSE].curves)
+            axes.axhline(WITHIN * found[DENSE].curves[seed][1][-1], color=INK, linewidth=0.8, linestyle=":")
+        axes.set_xscale("log")
+        axes.set_title(rate_in_words(rate), fontsize=10, color=INK)
+        axes.set_xlabel("seconds of training")
+        axes.set_ylabel("validation loss")
+        axes.grid(color=GRID, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc=OUTSIDE, ncols=3, frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,215 @@
+"""time_to_loss: what is run, which steps are timed at which rate, and the joining of losses and steps by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ports import free_port
+from running import IGNORED
+
+import train
+from files import json_lines
+from lab.benchmarks import time_to_loss as bench
+from lab.benchmarks import time_to_loss_table as joining
+from lab.benchmarks.runner import ROOT
+from lab.benchmarks.time_to_loss import CHANGING, METHODS, TASK, Method
+
+# ------------------------------------------------------------------------------------------------------- the plan
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[Any]:
+    """Returns the keys that the program would measure."""
+    found: list[Any] = []
+    monkeypatch.setattr(bench, "run_missing", lambda file, keys, measure: found.extend(keys) or 0)
+    assert bench.main(argv) == 0
+    return found
+
+
+def test_all_methods_are_run_before_any_is_run_again_and_only_losses_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses = planned(monkeypatch, "--part=losses", "--seeds=2", "--learning_rates=1e-3,2e-3", "--pytorch=python")
+    assert {key["method"] for key in losses} == METHODS.keys() - {"pytorch hsdp"}  # whose losses are those of ddp
+    each = [(key["seed"], key["learning_rate"]) for key in losses]
+    assert list(dict.fromkeys(each)) == [(0, 1e-3), (0, 2e-3), (1, 1e-3), (1, 2e-3)] and sorted(each) == each
+    steps = planned(monkeypatch, "--part=times", "--pytorch=python", "--repetitions=1")
+    assert {key["method"] for key in steps} == {name for name in METHODS if "long" not in name}
+    ours = planned(monkeypatch, "--part=times", "--rates=1gbit,10mbit", "--repetitions=2", "--only=int4;dense")
+    assert [(key["repetition"], key["method"]) for key in ours] == [(i, n) for i in (0, 1) for n in ("int4", "dense")]
+    assert all(key["rates"] == ["10mbit", "1gbit"] for key in ours)  # slowest first
+    assert bench.main(["--only=pytorch ddp"]) == 2  # without its Python
+
+
+def test_a_method_is_timed_over_whole_intervals_and_knows_its_dense_steps() -> None:
+    assert next(iter(METHODS)) == "dense" and METHODS["dense"].timed == bench.TIMED
+    assert all(method.timed % method.inner_steps == 0 and method.timed >= bench.TIMED for method in METHODS.values())
+    assert METHODS["one_bit_adam"].dense_steps == METHODS["one_bit_adam"].keys["compression.warmup_steps"] == 80
+    assert METHODS["pytorch ddp, power_sgd"].dense_steps == 40
+    long = METHODS["averages, 10 steps, int4, twice as long"]
+    assert (long.steps, long.inner_steps, long.timed) == (2 * TASK["num_steps"], 10, 10)
+    assert TASK["eval.every"] % long.inner_steps == 0  # there all replicas have the same parameters
+
+
+# ------------------------------------------------------------------------------------------- rates during one run
+
+
+class Cluster:
+    """A run on links whose rate changes: step i ends at `ends[i]`, and its row is there when the next one ends."""
+
+    STEP_S = {"10mbit": 1.0, "1gbit": 0.1}
+    CHANGE_S = 0.25  # that changing all links takes
+
+    def __init__(self, rate: str) -> None:
+        self.now = 0.0
+        self.rates = [(0.0, rate)]  # since when
+        self.ends: list[tuple[float, float]] = [(0.0, 0.0)]  # begin and end of each step
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        while (begin := self.ends[-1][1]) <= self.now:
+            rate = [rate for since, rate in self.rates if since <= begin][-1]
+            self.ends.append((begin, begin + self.STEP_S[rate]))
+
+    def written(self) -> int:
+        return max(0, sum(end <= self.now for _, end in self.ends[1:]) - 1)
+
+    def change(self, rate: str) -> None:
+        self.pass_time(self.CHANGE_S)
+        self.rates.append((self.now, rate))
+
+    def rates_of(self, row: int) -> set[str]:
+        """Returns the rates that the links had while a row's step ran."""
+        begin, end = self.ends[row + 1]
+        before = [rate for since, rate in self.rates if since <= begin][-1]
+        return {before} | {rate for since, rate in self.rates if begin < since < end}
+
+
+@pytest.mark.parametrize("rates", [["10mbit", "1gbit"], ["1gbit", "10mbit"]])
+def test_only_steps_that_ran_wholly_at_a_rate_are_timed_at_it(
+    rates: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(rates[0])
+    monkeypatch.setattr(bench.time, "sleep", lambda _: cluster.pass_time(0.07))
+    found = bench.in_turn(rates, 6, cluster.written, cluster.change)
+    assert list(found) == rates
+    for rate, (first, last) in found.items():
+        assert last - first == 6 and first >= bench.CONNECTING
+        assert all(cluster.rates_of(row) == {rate} for row in range(first, last))
+    assert CHANGING < 6  # a step in flight when the links changed, and the ones that its row was late by
+
+
+# ----------------------------------------------------------------------------------------------------- the joining
+
+BY_HAND = {
+    "dense": Method(keys={}, steps=40, losses="dense", times="dense"),
+    "coded": Method(keys={}, steps=40, dense_steps=15, losses="coded", times="coded"),
+    "local": Method(keys={}, steps=80, inner_steps=10, losses="local", times="local"),
+    "pytorch ddp": Method(keys={}, steps=40, peer={"mode": "ddp"}, losses="dense", times="pytorch ddp"),
+    "lost": Method(keys={}, steps=40, losses="lost", times="lost"),
+}
+LOSSES = {"dense": [4.0, 3.0, 2.5, 2.0], "coded": [4.0, 3.0, 2.42, 1.98], "lost": [4.0, 3.0, 2.6, 2.2]}
+LOSSES |= {"local": [4.0, 3.5, 3.0, 2.5, 2.3, 2.1, 2.01, 1.9]}
+# seconds of a step at each link, MB sent in it
+STEPS = {"dense": (8.0, 2.0, 6.0), "coded": (2.0, 1.0, 1.0), "local": (1.5, 1.0, 0.5), "pytorch ddp": (7.0, 1.5, 6.0)}
+STEPS |= {"lost": (0.1, 0.1, 0.0)}
+
+
+def by_hand() -> Iterator[dict[str, Any]]:
+    """Yields the lines of runs whose numbers are above: every run with two seeds, the second 10 % higher, and a worse
+    learning rate; every method with three repetitions, the second of them 10 % faster and the third 10 % slower."""
+    for name, losses in LOSSES.items():
+        at = [10 * (i + 1) for i in range(len(losses))]
+        about = {"part": "losses", "method": name, "steps": at[-1], "at": at}
+        for seed, rate, factor in ((0, 2e-3, 1.0), (1, 2e-3, 1.1), (0, 1e-3, 1.5), (1, 1e-3, 1.5)):
+            yield {**about, "seed": seed, "learning_rate": rate, "validation_losses": [factor * x for x in losses]}
+    for name, (slow, fast, sent) in STEPS.items():
+        for factor in (1.0, 0.9, 1.1):  # a meeting: the mean counts, not the median
+            links = {"10mbit": slow, "1gbit": fast}
+            times = {rate: [0.5 * factor * x] * 4 + [3.0 * factor * x] for rate, x in links.items()}
+            found = {rate: {"step_times_s": of, "sent_bytes": 1e6 * sent} for rate, of in times.items()}
+            yield {"part": "times", "method": name, "rates": list(links), "links": found}
+
+
+def test_time_and_bytes_to_the_loss_are_those_by_hand() -> None:
+    found = joining.joined(list(by_hand()), BY_HAND)
+    # target 2.01: of the way from 2.5 to 2.0 between steps 30 and 40, and the same with all losses 10 % higher
+    dense, coded = 30 + 10 * (2.5 - 2.01) / 0.5, 30 + 10 * (2.42 - 2.01) / (2.42 - 1.98)
+    assert joining.reached(found, "dense") == pytest.approx([dense] * 2)
+    assert joining.reached(found, "coded") == pytest.approx([coded] * 2)
+    assert joining.reached(found, "local") == pytest.approx([70.0] * 2)
+    assert joining.reached(found, "lost") is None and joining.time_to_loss(found, "lost", "10mbit") is None
+    for rate, place in (("10mbit", 0), ("1gbit", 1)):
+        of_dense, of_coded, of_local = (STEPS[name][place] for name in ("dense", "coded", "local"))
+        expected = {"dense": dense * of_dense, "coded": 15 * of_dense + (coded - 15) * of_coded, "local": 70 * of_local}
+        for name, seconds in expected.items():
+            time = joining.time_to_loss(found, name, rate)
+            assert time and (time.value, time.low, time.high) == pytest.approx((seconds, 0.9 * seconds, 1.1 * seconds))
+    assert joining.bytes_to_loss(found, "coded") == pytest.approx((15 * 6 + (coded - 15) * 1) * 1e6)
+    assert joining.bytes_to_loss(found, "local") == pytest.approx(35e6)
+
+
+def test_a_seed_that_does_not_get_there_makes_the_method_one_that_does_not() -> None:
+    lines = list(by_hand())
+    late = next(x for x in lines if (x["part"], x["method"], x["seed"]) == ("losses", "coded", 1))
+    late["validation_losses"][-1] = 2.3
+    assert joining.reached(joining.joined(lines, BY_HAND), "coded") is None
+
+
+def test_what_was_not_timed_or_not_reached_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list(by_hand())
+    monkeypatch.setattr(joining, "joined", partial(joining.joined, methods=BY_HAND))
+    assert "| `lost` | 2 | +10.00% (+10.00% to +10.00%) | not reached | - | - | - |" in joining.table(lines)
+    only = [line for line in lines if line["part"] == "losses"]
+    assert "| `dense` | 2 |  | 40 (40 to 40) | - |" in joining.table(only)
+    assert len(joining.choice(only).splitlines()) == 2  # no rate, no row
+
+
+def test_the_choice_is_the_fastest_and_what_its_range_meets_the_fewest_bytes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "joined", partial(joining.joined, methods=BY_HAND))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in joining.choice(list(by_hand())).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["10 Mbit/s", "1 Gbit/s"]
+    # local 70 * 1.5 = 105 s; coded 169 s; PyTorch's 7 * 39.8 = 279 s
+    assert rows[0][2:] == ["`local`", "105 (94 to 116)", "`pytorch ddp`", "279 (251 to 306)", "2.7 (2.2 to 3.2)"]
+    # coded 54.3 (48.9 to 59.8) s, local 70 (63 to 77) s, dense 79.6 s; PyTorch's 1.5 * 39.8 = 59.7 s
+    assert rows[1][2:4] == ["`coded`", "54 (49 to 60)"]
+    # of a dense step at 10 Mbit/s the link takes 6e6 * 8 / 1e7 = 4.8 s; at 1 Gbit/s the rest takes 2 - 0.048 s
+    assert rows[0][1] == f"{4.8 / (2 - 0.048):.2g}"
+
+
+# ---------------------------------------------------------------------------------------------------- PyTorch's peer
+
+
+@IGNORED
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+def test_pytorchs_run_is_ours_up_to_rounding(tmp_path: Path) -> None:
+    """Same parameters, batches, learning rates and AdamW: the losses of 6 steps, and of the validation."""
+    small = {"num_steps": 6, "model.num_layers": 2, "model.hidden": 32, "model.intermediate": 128, "data.seq_len": 32}
+    small |= {"model.num_heads": 2, "model.num_kv_heads": 2, "model.max_len": 32, "optimizer.warmup_steps": 2}
+    keys = TASK | small | {"data.source": "synthetic", "eval.every": 3, "eval.num_batches": 2}
+    flags = [f"--config.{key}={value}" for key, value in keys.items()]
+    assert train.main(["train.py", f"--config={ROOT}/configs/base.py", f"--workdir={tmp_path / 'ours'}", *flags]) == 0
+    (tmp_path / "peer").mkdir()
+    (script, options) = bench.peer_words(METHODS["pytorch ddp"], tmp_path / "peer", keys, validate_every=3)
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, script, options], cwd=ROOT, env=os.environ | world, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    ours, theirs = (json_lines.read(tmp_path / name / "metrics.jsonl") for name in ("ours", "peer"))
+    for key in ("loss", "validation_loss"):
+        values = [np.array([row[key] for row in rows if key in row]) for rows in (ours, theirs)]
+        assert len(values[0]) == (6 if key == "loss" else 2)
+        np.testing.assert_allclose(*values, rtol=2e-5)
+    assert json.loads(options)["mode"] == "ddp"
