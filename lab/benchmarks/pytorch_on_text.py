@@ -5,7 +5,7 @@
 One process per device, configured by torchrun's variables, on gloo. `mode`: ddp, with its `hook` if one is named; hsdp
 (FSDP2, sharded inside a node); local_sgd, which averages the parameters after every `inner_steps` steps. AdamW with our
 defaults, without clipping; with `muon` PyTorch's Muon for the blocks' matrices. The file has `tokens`
-[steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates` [steps], which are multiplied by `times_rate`, and
+[steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates` [steps], times `times_rate`, and
 the parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
 """
 
