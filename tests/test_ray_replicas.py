@@ -137,6 +137,7 @@ if __name__ == "__main__":
 
 @EMULATED
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed")
 def test_replicas_come_and_go_on_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node dies, another one joins, and a program is told to stop: every replica learns what one alone does."""

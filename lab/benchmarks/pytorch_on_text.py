@@ -4,8 +4,9 @@
 
 One process per device, configured by torchrun's variables, on gloo. `mode`: ddp, with its `hook` if one is named; hsdp
 (FSDP2, sharded inside a node); local_sgd, which averages the parameters after every `inner_steps` steps. AdamW with our
-defaults, without clipping. The file has `tokens` [steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates`
-[steps] and the parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
+defaults, without clipping; with `muon` PyTorch's Muon for the blocks' matrices. The file has `tokens`
+[steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates` [steps], times `times_rate`, and
+the parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -27,14 +28,18 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 DECAY = 0.1  # of matrices: no norms, no positions
 
 
-def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Returns the parameters in two groups: those that decay, and the others."""
-    decays = {name: p.ndim > 1 and "position" not in name for name, p in model.named_parameters()}
-    named = dict(model.named_parameters())
-    return [
-        {"params": [named[name] for name in named if decays[name] == is_decayed], "weight_decay": DECAY * is_decayed}
+def optimizers_of(model: torch.nn.Module, *, muon: bool) -> list[torch.optim.Optimizer]:
+    """Returns AdamW, for all parameters or beside Muon for the blocks' matrices; norms and positions do not decay."""
+    left, found = dict(model.named_parameters()), []
+    if muon:
+        matrices = [left.pop(name) for name in [*left] if "blocks." in name and left[name].ndim == 2]
+        found = [torch.optim.Muon(matrices, weight_decay=DECAY)]
+    decays = {name: p.ndim > 1 and "position" not in name for name, p in left.items()}
+    groups = [
+        {"params": [left[name] for name in left if decays[name] == is_decayed], "weight_decay": DECAY * is_decayed}
         for is_decayed in (True, False)
     ]
+    return [*found, torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)]
 
 
 def main(options: dict[str, Any]) -> None:
@@ -53,7 +58,7 @@ def main(options: dict[str, Any]) -> None:
         bucket_mb = 1000 if options["hook"] == "power_sgd" else None
         model = shard(model, mode, device, kept=False, is_low=False, bucket_mb=bucket_mb)
         add_hook(model, options["hook"], rank=options["rank"], start=max(2, options["dense_steps"]))
-    optimizer = torch.optim.AdamW(groups_of(model), betas=(0.9, 0.95), eps=1e-8)
+    optimizers = optimizers_of(model, muon=options["muon"])
 
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
         return model(rows[:, :-1].long(), rows[:, 1:].long())
@@ -61,12 +66,13 @@ def main(options: dict[str, Any]) -> None:
     out = Path(options["out"]) / "metrics.jsonl"
     last_s, sent = time.perf_counter(), sent_bytes()
     for step in range(1, len(tokens) + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = float(rates[step - 1])
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = options["times_rate"] * float(rates[step - 1])
         loss = loss_of(tokens[step - 1, rank * rows : (rank + 1) * rows])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if inner and step % inner == 0:
             average_parameters(model.parameters(), dist.group.WORLD)
         row = {"step": step, "loss": loss.item(), "step_time_s": time.perf_counter() - last_s}
