@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from ports import free_port
-from running import IGNORED
+from running import IGNORED, finish, start
 
-import train
 from files import json_lines
 from lab.benchmarks import time_to_loss as bench
 from lab.benchmarks import time_to_loss_table as joining
@@ -198,7 +197,8 @@ def test_pytorchs_run_is_ours_up_to_rounding(tmp_path: Path) -> None:
     small |= {"model.num_heads": 2, "model.num_kv_heads": 2, "model.max_len": 32, "optimizer.warmup_steps": 2}
     keys = TASK | small | {"data.source": "synthetic", "eval.every": 3, "eval.num_batches": 2}
     flags = [f"--config.{key}={value}" for key, value in keys.items()]
-    assert train.main(["train.py", f"--config={ROOT}/configs/base.py", f"--workdir={tmp_path / 'ours'}", *flags]) == 0
+    ran = finish(start([f"--config={ROOT}/configs/base.py", f"--workdir={tmp_path / 'ours'}", *flags]))
+    assert [code for code, _, _ in ran] == [0], ran
     (tmp_path / "peer").mkdir()
     (script, options) = bench.peer_words(METHODS["pytorch ddp"], tmp_path / "peer", keys, validate_every=3)
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
