@@ -5,7 +5,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -29,8 +28,9 @@ from runtime.phases import Phase
 from sharding.gradients import accumulated
 from sharding.shares import FlatGradients, HandOut, build_share, build_update, gradient_shapes
 from sharding.step import TrainState
-from sharding.trees import GradsR, Means, Params, PyTree
+from sharding.trees import GradsR, Params
 from training.experiment import Experiment
+from training.replica_state import by_waiting, digest_of, own_shards, waiting_in, with_shards, with_waiting
 
 PIECES = 64  # at least, if they are not too small; fixed sizes: bits must not depend on the number of replicas
 LEAST, MOST = 1 << 14, 1 << 20  # values of a piece
@@ -363,29 +363,6 @@ class Independent:
             self.replicas.members.tell(rate=rate)
 
 
-def waiting_in(state: TrainState) -> PyTree:
-    """Returns what a state has in the place of the gradients that `compression.delayed` lets wait, `[1, ...]`."""
-    return state.hop_two.waiting.tree
-
-
-def with_waiting(state: TrainState, tree: PyTree) -> TrainState:
-    """Returns the state with `tree` in the place of those gradients."""
-    hop_two = state.hop_two
-    return replace(state, hop_two=hop_two._replace(waiting=replace(hop_two.waiting, tree=tree)))
-
-
-def by_waiting(update: Callable[..., tuple[TrainState, Means]]) -> Callable[..., tuple[TrainState, Means]]:
-    """Returns an update by the gradients given; in the place of those that wait it leaves the parameters given."""
-
-    def changed(state: TrainState, grads_R: GradsR, means: Means) -> tuple[TrainState, Means]:
-        before = jax.tree.map(lambda p: p[None], state.params)
-        none_yet = jax.tree.map(jnp.zeros_like, grads_R)
-        state, metrics = update(with_waiting(state, grads_R), none_yet, means)
-        return with_waiting(state, before), metrics
-
-    return changed
-
-
 def agreed(value: int) -> list[int]:
     """Returns the values of all processes of this replica, below 2**31. Every process must call it."""
     if jax.process_count() == 1:
@@ -398,35 +375,3 @@ def fingerprint(config: Config) -> str:
     values = config.to_dict()
     parts = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def own_shards(tree: PyTree) -> list[Any]:
-    """Returns the shards of a tree on this process' devices, one of each that are equal."""
-    return [shard for leaf in jax.tree.leaves(tree) for shard in _unique(leaf)]
-
-
-def _unique(leaf: jax.Array) -> list[Any]:
-    return [*{str(shard.index): shard for shard in leaf.addressable_shards}.values()]
-
-
-def digest_of(state: TrainState) -> str:
-    """Returns a hash of the trained parameters on this process' devices."""
-    found = hashlib.sha256()
-    for shard in own_shards(state.params):
-        found.update(np.asarray(shard.data).tobytes())
-    return found.hexdigest()
-
-
-def with_shards(state: TrainState, contents: Sequence[bytes | memoryview]) -> TrainState:
-    """Returns the state whose shards, in the order of `own_shards`, have these bytes. ValueError for another number."""
-    remaining = iter(contents)
-
-    def filled(leaf: jax.Array) -> jax.Array:
-        found = {
-            str(shard.index): np.frombuffer(next(remaining), leaf.dtype).reshape(shard.data.shape)
-            for shard in _unique(leaf)
-        }
-        parts = [jax.device_put(found[str(shard.index)], shard.device) for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-
-    return replace(jax.tree.map(filled, state.to_keep), frozen=state.frozen)

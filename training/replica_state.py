@@ -1,0 +1,68 @@
+"""The state of an independent replica: its shards as bytes, and the place where delayed gradients wait."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sharding.step import TrainState
+from sharding.trees import GradsR, Means, PyTree
+
+
+def waiting_in(state: TrainState) -> PyTree:
+    """Returns what a state has in the place of the gradients that `compression.delayed` lets wait, `[1, ...]`."""
+    return state.hop_two.waiting.tree
+
+
+def with_waiting(state: TrainState, tree: PyTree) -> TrainState:
+    """Returns the state with `tree` in the place of those gradients."""
+    hop_two = state.hop_two
+    return replace(state, hop_two=hop_two._replace(waiting=replace(hop_two.waiting, tree=tree)))
+
+
+def by_waiting(update: Callable[..., tuple[TrainState, Means]]) -> Callable[..., tuple[TrainState, Means]]:
+    """Returns an update by the gradients given; in the place of those that wait it leaves the parameters given."""
+
+    def changed(state: TrainState, grads_R: GradsR, means: Means) -> tuple[TrainState, Means]:
+        before = jax.tree.map(lambda p: p[None], state.params)
+        none_yet = jax.tree.map(jnp.zeros_like, grads_R)
+        state, metrics = update(with_waiting(state, grads_R), none_yet, means)
+        return with_waiting(state, before), metrics
+
+    return changed
+
+
+def own_shards(tree: PyTree) -> list[Any]:
+    """Returns the shards of a tree on this process' devices, one of each that are equal."""
+    return [shard for leaf in jax.tree.leaves(tree) for shard in _unique(leaf)]
+
+
+def _unique(leaf: jax.Array) -> list[Any]:
+    return [*{str(shard.index): shard for shard in leaf.addressable_shards}.values()]
+
+
+def digest_of(state: TrainState) -> str:
+    """Returns a hash of the trained parameters on this process' devices."""
+    found = hashlib.sha256()
+    for shard in own_shards(state.params):
+        found.update(np.asarray(shard.data).tobytes())
+    return found.hexdigest()
+
+
+def with_shards(state: TrainState, contents: Sequence[bytes | memoryview]) -> TrainState:
+    """Returns the state whose shards, in the order of `own_shards`, have these bytes. ValueError for another number."""
+    remaining = iter(contents)
+
+    def filled(leaf: jax.Array) -> jax.Array:
+        found = {
+            str(shard.index): np.frombuffer(next(remaining), leaf.dtype).reshape(shard.data.shape)
+            for shard in _unique(leaf)
+        }
+        parts = [jax.device_put(found[str(shard.index)], shard.device) for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+
+    return replace(jax.tree.map(filled, state.to_keep), frozen=state.frozen)
