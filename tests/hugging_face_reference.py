@@ -1,6 +1,6 @@
 """Small checkpoints as transformers writes them, with what transformers computes from them, for the tests.
 
-    python tests/hugging_face_reference.py
+    python tests/hugging_face_reference.py [NAME ...]
 
 writes tests/data/hugging_face again, with requirements/hugging-face.txt. The quick tests read the files;
 tests/test_hugging_face_library.py compares them with the installed transformers.
@@ -90,7 +90,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, **changes: Any) -> Any:
-    """Returns a model of transformers with random values, of which none is zero or one, for inference."""
+    """Returns a model of transformers with random values around what a norm's scales begin at, for inference.
+
+    Gemma's begin at zero. Around one they double what goes through a norm: float32's own error is then 1e-5.
+    """
     import torch
     import transformers
 
@@ -100,7 +103,7 @@ def make(name: str, **changes: Any) -> Any:
     model = kind(config)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            is_scale = parameter.ndim == 1 and path.endswith("weight")
+            is_scale = parameter.ndim == 1 and path.endswith("weight") and "gemma" not in name
             parameter.copy_(torch.randn(parameter.shape) * 0.2 + is_scale)
     return model.eval()
 
@@ -141,6 +144,12 @@ def loss_of(model: Any, name: str, step: int) -> Any:
     return model(tokens, labels=torch.from_numpy(labels), **shifted).loss
 
 
+def reference(name: str) -> dict[str, np.ndarray]:
+    """Returns what transformers computed: `tokens` and `logits` of an example, `batch_loss` of the first batch."""
+    with np.load(FOLDER / name / "reference.npz") as file:
+        return dict(file)
+
+
 def example(name: str) -> np.ndarray:
     """Returns tokens `[2, 12]`; RoBERTa's position ids would skip the padding id, 1."""
     del name
@@ -148,8 +157,8 @@ def example(name: str) -> np.ndarray:
 
 
 def main() -> None:
-    """Writes the files."""
-    for name in MODELS:
+    """Writes the files of the named models, or of all."""
+    for name in sys.argv[1:] or MODELS:
         model, folder = make(name), FOLDER / name
         model.save_pretrained(folder, max_shard_size="20KB" if name == "gpt2" else "5GB")
         tokens = example(name)

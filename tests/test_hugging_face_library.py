@@ -14,7 +14,7 @@ import chat_cases
 import hugging_face_reference
 import numpy as np
 import pytest
-from hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make
+from hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make, reference
 from running import ROOT, losses, run_here
 from suite import sampled
 from test_hugging_face_files import tensors_of
@@ -57,11 +57,9 @@ def test_our_logits_equal_those_of_transformers(name: str, changes: dict[str, An
 
 @pytest.mark.parametrize("name", sampled([*MODELS], "llama3", "gemma2"))
 def test_the_files_of_the_quick_tests_are_what_transformers_computes(name: str) -> None:
-    model, reference = make(name), np.load(FOLDER / name / "reference.npz")
-    np.testing.assert_allclose(
-        hugging_face_reference.logits(model, reference["tokens"]), reference["logits"], atol=1e-5
-    )
-    np.testing.assert_allclose(batch_loss(model, name), reference["batch_loss"], rtol=1e-5)
+    model, stored = make(name), reference(name)
+    np.testing.assert_allclose(hugging_face_reference.logits(model, stored["tokens"]), stored["logits"], atol=1e-5)
+    np.testing.assert_allclose(batch_loss(model, name), stored["batch_loss"], rtol=1e-5)
     saved = {key: x.numpy() for key, x in model.state_dict().items()}
     for key, x in tensors_of(FOLDER / name).items():
         np.testing.assert_array_equal(saved[key], x)
@@ -82,7 +80,7 @@ def test_an_exported_run_loads_in_transformers_and_computes_our_logits(name: str
     tokens = example(name)
     theirs = hugging_face_reference.logits(model.eval(), tokens)
     np.testing.assert_allclose(our_logits(out, tokens), theirs, atol=1e-5)
-    assert np.abs(theirs - np.load(FOLDER / name / "reference.npz")["logits"]).max() > 1e-2  # it was trained
+    assert np.abs(theirs - reference(name)["logits"]).max() > 1e-2  # it was trained
 
 
 def test_an_exported_run_brings_its_tokenizer(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB
+from hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, reference
 from running import ROOT
 from safetensors.numpy import load_file, save_file
 
@@ -62,9 +62,9 @@ def changed(folder: Path, target: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name: str) -> None:
-    reference = np.load(FOLDER / name / "reference.npz")
-    assert np.abs(reference["logits"]).max() > 1
-    np.testing.assert_allclose(our_logits(FOLDER / name, reference["tokens"]), reference["logits"], atol=1e-5)
+    theirs = reference(name)
+    assert np.abs(theirs["logits"]).max() > 1
+    np.testing.assert_allclose(our_logits(FOLDER / name, theirs["tokens"]), theirs["logits"], atol=1e-5)
 
 
 def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
@@ -110,8 +110,8 @@ def test_weights_of_older_names_and_other_heads_are_read(tmp_path: Path) -> None
     copy = {"cls.predictions.decoder.bias": old["cls.predictions.bias"].copy()}
     old |= {"cls.seq_relationship.bias": np.zeros(2, np.float32), **copy}
     save_file(old, path)
-    reference = np.load(FOLDER / "bert" / "reference.npz")
-    np.testing.assert_allclose(our_logits(folder, reference["tokens"]), reference["logits"], atol=1e-5)
+    theirs = reference("bert")
+    np.testing.assert_allclose(our_logits(folder, theirs["tokens"]), theirs["logits"], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hugging_face_reference import FOLDER
+from hugging_face_reference import FOLDER, reference
 from running import ROOT, SMALL, arrays, losses, run_here
 from test_hugging_face_files import tensors_of
 from test_hugging_face_models import changed, section
@@ -47,7 +47,7 @@ def model_section(name: str) -> dict[str, Any]:
 
 def batch_loss(name: str) -> float:
     """The loss of the first batch, as transformers computed it."""
-    return float(np.load(FOLDER / name / "reference.npz")["batch_loss"])
+    return float(reference(name)["batch_loss"])
 
 
 PAIRS = [("llama", "tensor"), ("roberta", "mics"), ("gpt2", "zero3"), ("bert", "ddp"), ("llama", "auto")]
