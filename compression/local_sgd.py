@@ -17,7 +17,7 @@ With a target utilisation the state says at which step the replicas meet, and tr
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -65,85 +65,107 @@ def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> Callable[[
     return early
 
 
-def local_sgd(
-    exchange: optax.GradientTransformation,
-    inner: optax.GradientTransformation,
-    config: LocalSGDConfig,
-    replicas: int,
-) -> optax.GradientTransformationExtraArgs:
-    """Returns the transform of gradients `[R, ...]` that moves the shared parameters every `inner_steps` steps.
+@dataclass(frozen=True)
+class LocalSGD:
+    """The parts of an optax transform of gradients `[R, ...]`, each replica's own, at `params + drift`.
 
-    The gradients are each replica's own, at `params + drift`. The transforms of `inner` are mapped over the replicas,
-    so that a guard among them skips the step of one replica without affecting the others, and Muon orthogonalises a
-    replica's matrices on its own devices (MuLoCo, arXiv 2505.23725). If it is streaming, the micro-steps have exchanged
-    a part of the drifts. The state is a pair: hop two's, and a LocalState.
+    The transforms of `inner` are mapped over the replicas, so that a guard among them skips the step of one replica
+    without affecting the others, and Muon orthogonalises a replica's matrices on its own devices (MuLoCo, arXiv
+    2505.23725). The states are a pair: hop two's, and a LocalState.
     """
-    outer = optax.sgd(config.outer_learning_rate, config.outer_momentum or None, nesterov=True)
-    hop_two = optax.with_extra_args_support(exchange)
 
-    def spread(tree: PyTree) -> PerReplica:
-        tree_R = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x))), tree)
-        return PerReplica(tree_R, combine="mean", label="local")
+    exchange: optax.GradientTransformation  # hop two
+    inner: optax.GradientTransformation
+    config: LocalSGDConfig
+    replicas: int
 
-    def init(params: Params) -> Any:
-        return hop_two.init(params), LocalState(
+    @property
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        """The transform that moves the shared parameters every `inner_steps` steps."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    @property
+    def transform_alone(self) -> optax.GradientTransformationExtraArgs:
+        """The same without meetings: it moves the drifts only."""
+
+        def update(updates: GradsR, state: Any, params: Params | None = None, **_: Any) -> tuple[Grads, Any]:
+            assert params is not None
+            before, old = state
+            return jax.tree.map(jnp.zeros_like, params), (before, self.step(updates, old, params)[1])
+
+        return optax.GradientTransformationExtraArgs(self.init, update)
+
+    @property
+    def outer(self) -> optax.GradientTransformation:
+        """Nesterov's SGD on the shared parameters."""
+        return optax.sgd(self.config.outer_learning_rate, self.config.outer_momentum or None, nesterov=True)
+
+    def init(self, params: Params) -> Any:
+        """Returns the states before the first step, of parameters `[...]`."""
+
+        def spread(tree: PyTree) -> PerReplica:
+            tree_R = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *jnp.shape(x))), tree)
+            return PerReplica(tree_R, combine="mean", label="local")
+
+        return self.exchange.init(params), LocalState(
             step=jnp.zeros((), jnp.int32),
-            inner=spread(inner.init(params)),
+            inner=spread(self.inner.init(params)),
             drift=spread(jax.tree.map(jnp.zeros_like, params)),
-            outer=outer.init(part_averages(params)[0]),
-            meets_at=jnp.asarray(LEAST_INTERVAL, jnp.int32) if config.target_utilisation else (),
+            outer=self.outer.init(part_averages(params)[0]),
+            meets_at=jnp.asarray(LEAST_INTERVAL, jnp.int32) if self.config.target_utilisation else (),
         )
+
+    def step(self, updates: GradsR, local: LocalState, params: Params) -> tuple[GradsR, LocalState]:
+        """Returns how far each replica moves, `[R, ...]`, by its own gradients `[R, ...]`, and the state after it."""
+        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, local.drift.tree)
+        moves_R, inner = jax.vmap(self.inner.update)(updates, local.inner.tree, own_R)
+        drift_R = jax.tree.map(jnp.add, local.drift.tree, moves_R)
+        changed = {"inner": replace(local.inner, tree=inner), "drift": replace(local.drift, tree=drift_R)}
+        return moves_R, local._replace(step=local.step + 1, **changed)
+
+    def meet(self, states: States, params: Params) -> tuple[Grads, States]:
+        """Returns how far the shared parameters `[...]` move by the mean of the drifts, and the states after it."""
+        before, local = states
+        hop_two = optax.with_extra_args_support(self.exchange)
+        mean, after = hop_two.update(jax.tree.map(jnp.negative, local.drift.tree), before, params)
+        moves, outer = self._outer_step(mean, local)
+        none = replace(local.drift, tree=jax.tree.map(jnp.zeros_like, local.drift.tree))
+        return moves, (after, local._replace(drift=none, outer=outer))
 
     def update(
-        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
+        self, updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
     ) -> tuple[Grads, Any]:
-        assert params is not None and bool(exchanged) == config.streaming
-        before, local = state
-        own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, local.drift.tree)
-        moves_R, inner_state = jax.vmap(inner.update)(updates, local.inner.tree, own_R)
-        drift_R = jax.tree.map(jnp.add, local.drift.tree, moves_R)
-        step = local.step + 1
+        """Returns how far the shared parameters `[...]` move in a step, by gradients `[R, ...]`, and the states after.
 
-        def outer_step(mean: PyTree) -> tuple[Any, Any]:
-            mean, averages = part_averages(mean)
-            moves: Any
-            moves, outer_state = outer.update(mean, local.outer)
-            return {**moves, **jax.tree.map(jnp.negative, averages)} if averages else moves, outer_state
-
-        def take_part(exchanged: Exchanged) -> tuple[PyTree, ...]:
-            mean, after = hop_two.update((), before, params, exchanged=exchanged)
-            moves, outer_state = outer_step(mean)
-            part = exchanged.part
-            moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), part, moves)
-            left_R = jax.tree.map(lambda here, m_R, d_R: jnp.where(here[None], m_R, d_R), part, moves_R, drift_R)
-            if (velocity := optax.tree.get(outer_state, "trace")) is not None:  # the other parts keep theirs
-                trained, _ = part_averages(part)
-                kept = jax.tree.map(jnp.where, trained, velocity, optax.tree.get(local.outer, "trace"))
-                outer_state = optax.tree.set(outer_state, trace=kept)
-            return moves, left_R, outer_state, after
-
-        def synchronise() -> tuple[PyTree, ...]:
-            mean, after = hop_two.update(jax.tree.map(jnp.negative, drift_R), before, params)
-            moves, outer_state = outer_step(mean)
-            return moves, jax.tree.map(jnp.zeros_like, drift_R), outer_state, after
-
-        def continue_locally() -> tuple[PyTree, ...]:
-            return jax.tree.map(jnp.zeros_like, params), drift_R, local.outer, with_zero_counts(before)
-
+        If it is streaming, the micro-steps have exchanged a part of the drifts.
+        """
+        assert params is not None and bool(exchanged) == self.config.streaming
+        before, old = state
+        moves_R, local = self.step(updates, old, params)
         if exchanged:
-            moves, drift_R, outer_state, after = take_part(exchanged)
-        else:
-            meets = step >= local.meets_at if config.target_utilisation else step % config.inner_steps == 0
-            moves, drift_R, outer_state, after = lax.cond(meets, synchronise, continue_locally)
-        return moves, (
-            after,
-            LocalState(
-                step=step,
-                inner=replace(local.inner, tree=inner_state),
-                drift=replace(local.drift, tree=drift_R),
-                outer=outer_state,
-                meets_at=local.meets_at,
-            ),
-        )
+            return self._take_part(exchanged, moves_R, (before, local), params)
+        at = local.meets_at
+        meets = local.step >= at if self.config.target_utilisation else local.step % self.config.inner_steps == 0
+        stay = lambda: (jax.tree.map(jnp.zeros_like, params), (with_zero_counts(before), local))
+        return lax.cond(meets, lambda: self.meet((before, local), params), stay)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _outer_step(self, mean: Grads, local: LocalState) -> tuple[Grads, Any]:
+        mean, averages = part_averages(mean)
+        moves: Any
+        moves, outer = self.outer.update(mean, local.outer)
+        return {**moves, **jax.tree.map(jnp.negative, averages)} if averages else moves, outer
+
+    def _take_part(self, exchanged: Exchanged, moves_R: GradsR, states: States, params: Params) -> tuple[Grads, States]:
+        """Returns what `meet` does, for the part of each tensor whose drift before this step was exchanged."""
+        before, local = states
+        hop_two = optax.with_extra_args_support(self.exchange)
+        mean, after = hop_two.update((), before, params, exchanged=exchanged)
+        moves, outer = self._outer_step(mean, local)
+        part = exchanged.part
+        moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), part, moves)
+        left_R = jax.tree.map(lambda here, m_R, d_R: jnp.where(here[None], m_R, d_R), part, moves_R, local.drift.tree)
+        if (velocity := optax.tree.get(outer, "trace")) is not None:  # the other parts keep theirs
+            trained, _ = part_averages(part)
+            kept = jax.tree.map(jnp.where, trained, velocity, optax.tree.get(local.outer, "trace"))
+            outer = optax.tree.set(outer, trace=kept)
+        return moves, (after, local._replace(drift=replace(local.drift, tree=left_R), outer=outer))

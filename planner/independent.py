@@ -1,16 +1,15 @@
 """What a step takes as independent replicas (`sharding.replicas`), from the program of one world.
 
 A replica's programs are those of one world without hop two. Its gradients are copied to the host, travel while the last
-backward pass goes on, and their totals are copied back before the update (training/independent.py). The program with
-its callbacks compiles only where its devices are, so this is not a replay of it.
+backward pass goes on, and their totals are copied back before the update (training/share_gradients.py). The program
+with its callbacks compiles only where its devices are, so this is not a replay of it.
 """
 
 from dataclasses import dataclass
 
 from metrics.units import format_bytes, format_seconds
 from planner.predict import Step
-from replicas.payloads import PAYLOADS, make_payload
-from training.independent import PIECES
+from replicas.payloads import PAYLOADS, PIECES, make_payload
 
 PAGE = "docs/replicas.md"
 

@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 
 SCALE_BYTES = 4
+PIECES = 64  # at least, if they are not too small; fixed sizes: bits must not depend on the number of replicas
+LEAST, MOST = 1 << 14, 1 << 20  # values of a piece
 _FINITE, _INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)  # bits of a bf16 but its sign; those of infinity
 
 
@@ -105,3 +107,10 @@ PAYLOADS: Mapping[str, Callable[[int], Payload]] = {
 def make_payload(name: str, block: int) -> Payload:
     """Returns the payload called `name`, one of `PAYLOADS`."""
     return PAYLOADS[name](block)
+
+
+def pieces(size: int, block: int) -> list[tuple[int, int]]:
+    """Returns where the pieces of a vector of `size` values begin and end: multiples of a codec's block."""
+    each = min(max(-(-size // PIECES), LEAST), MOST)
+    each = -(-each // block) * block
+    return [(start, min(start + each, size)) for start in range(0, size, each)]

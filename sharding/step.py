@@ -15,7 +15,7 @@ from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
 from sharding.gradients import MicroSteps, batch_gradients
 from sharding.hop_two import Early, Exchanged
 from sharding.plan import ShardingPlan, run_manual
-from sharding.trees import Batch, GradsR, Means, Params
+from sharding.trees import Batch, Grads, GradsR, Means, Params
 
 # (plan, a device's shards, its rows, gather) -> weighted sums over the rows, by name
 Measures = Callable[[ShardingPlan, Params, Batch, Gather], Means]
@@ -34,6 +34,8 @@ class Chain:
     drift: Callable[[States], GradsR] | None = None  # each replica's parameters minus the shared ones, `[R, ...]`
     watch: Callable[[States], Means] = lambda states: {}  # scalars to report
     scale: Callable[[States], jax.Array] | None = None  # what the loss is multiplied by, f32 [], for float16
+    # of local SGD whose replicas meet outside the step: how far the parameters move by the drifts' mean, and the states
+    meet: Callable[[States, Params], tuple[Grads, States]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +118,14 @@ def updated(
     """Returns the state after the chain's update by gradients `[R, ...]`, and the means with what the chain watches."""
     params = plan.constrain(state.params, plan.layout.optimizer)
     updates, (hop_two, opt_state) = chain.tx.update(grads_R, state.chain, params, exchanged=exchanged)
-    changed = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
     metrics = means | chain.watch((hop_two, opt_state))
-    params = to_parameter_scope(plan, changed)
-    return replace(state, step=state.step + 1, params=params, hop_two=hop_two, opt_state=opt_state), metrics
+    moved = replace(state, step=state.step + 1, hop_two=hop_two, opt_state=opt_state)
+    return replace(moved, params=to_parameter_scope(plan, applied(params, updates))), metrics
+
+
+def applied(params: Params, updates: Grads) -> Params:
+    """Returns the parameters, moved."""
+    return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
 
 
 def in_turn(measures: Callable[[Params, Batch, Gather], Means]) -> Measures:

@@ -16,7 +16,7 @@ from test_exchange_codecs import gradients
 from compression.codecs import OneBit
 from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
-from compression.local_sgd import local_sgd
+from compression.local_sgd import LocalSGD
 from compression.methods import method_named
 from configs.schema import LocalSGDConfig
 from optimizers import guarded
@@ -87,7 +87,7 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
 
     def with_local_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
         each = guarded(optax.adamw(lambda step: 0.1))
-        return local_sgd(exchange(plan), each, settings, plan.layout.num_replicas)
+        return LocalSGD(exchange(plan), each, settings, plan.layout.num_replicas).transform
 
     state = filled(first_state(4, with_local_sgd))
     inner = state.opt_state.inner

@@ -15,6 +15,7 @@ from suite import sampled
 
 from replicas.group import BehindError
 from training.independent import Independent
+from training.share_gradients import Gradients
 
 pytestmark = pytest.mark.jax
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
@@ -97,7 +98,9 @@ def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() ->
     """With several processes jax says at one step alone that all are to stop."""
     told: list[int] = []
     members = SimpleNamespace(others=[1], tell=lambda last: told.append(last))
-    one: Any = SimpleNamespace(_asked=False, _announced=False, replicas=SimpleNamespace(members=members))
+    one: Any = SimpleNamespace(
+        _asked=False, _announced=False, replicas=SimpleNamespace(members=members), _work=SimpleNamespace(steps=1)
+    )
     stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == [False, False, True] and told == [3]
 
@@ -109,7 +112,9 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
         raise BehindError
 
     one: Any = SimpleNamespace(
-        _whole=behind, replicas=SimpleNamespace(members=SimpleNamespace(leave=lambda step: None))
+        _whole=behind,
+        _work=SimpleNamespace(steps=1),
+        replicas=SimpleNamespace(members=SimpleNamespace(leave=lambda step: None)),
     )
     assert Independent.to_save(one, cast(Any, None)) is None
     Independent.end(one, 3, cast(Any, None))
@@ -118,19 +123,19 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
 @pytest.mark.slow
 def test_a_share_ends_when_all_devices_have_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its means may be here while a callback of another device still waits: what comes late is of this share."""
-    hand, compute, left = Independent._hand, Independent._compute, []
+    hand, compute, left = Gradients._hand, Gradients.compute, []
 
-    def late(self: Independent, name: str, device: Any, *rest: Any) -> None:
+    def late(self: Gradients, name: str, device: Any, *rest: Any) -> None:
         handed = threading.Event()
         handed.wait(0.3)
         hand(self, name, device, *rest)
 
-    def computed(self: Independent, *args: Any) -> None:
+    def computed(self: Gradients, *args: Any) -> None:
         compute(self, *args)
-        left.append(self._current.left if self._current else None)
+        left.append(self.current.left if self.current else None)
 
-    monkeypatch.setattr(Independent, "_hand", late)
-    monkeypatch.setattr(Independent, "_compute", computed)
+    monkeypatch.setattr(Gradients, "_hand", late)
+    monkeypatch.setattr(Gradients, "compute", computed)
     assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2, batch__global_size=32), "--group=0") == 0
     assert len(left) >= 4 and not any(left)
 

@@ -16,7 +16,7 @@ from workload import LORA
 
 from compression.exchange import exchange
 from compression.hop_two import delayed
-from compression.local_sgd import drift, local_sgd
+from compression.local_sgd import LocalSGD, drift
 from configs import base
 from configs.schema import LocalSGDConfig, OptimizerConfig, ShardingConfig
 from optimizers import guarded, make_optimizer
@@ -50,7 +50,7 @@ def config(inner_steps: int, outer: str) -> LocalSGDConfig:
 
 def chain(plan: ShardingPlan, settings: LocalSGDConfig) -> optax.GradientTransformation:
     each = guarded(inner())
-    return local_sgd(exchange(plan), each, settings, plan.layout.num_replicas)
+    return LocalSGD(exchange(plan), each, settings, plan.layout.num_replicas).transform
 
 
 @cache
@@ -140,7 +140,7 @@ def test_factored_moments_are_per_replica() -> None:
     """Those of Adafactor have no parameter's shape; between meetings only numbers cross nodes, as with Adam."""
     plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
     factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    tx = local_sgd(exchange(plan), guarded(factored), config(3, "diloco"), 4)
+    tx = LocalSGD(exchange(plan), guarded(factored), config(3, "diloco"), 4).transform
     states = workload.first_state("tensors", plan, tx).chain
     state = states[1]
     for x in jax.tree.leaves((state.inner, state.drift)):
@@ -173,7 +173,7 @@ def test_muon_inside_is_its_rule_written_out_and_stays_in_the_replicas(how: str)
     muon = OptimizerConfig(**values | {"warmup_steps": 0, "clip_norm": 0.0, "learning_rate": 0.1})
     settings = config(3, "diloco")
     inner = make_optimizer(muon, 20, specs, partial(on_whole_tensors, plan))
-    tx = local_sgd(exchange(plan), inner, settings, 4)
+    tx = LocalSGD(exchange(plan), inner, settings, 4).transform
     params: Any = jax.tree.map(lambda s: jnp.ones(s.shape), specs, is_leaf=is_spec)
     places = state_shardings(plan, jax.eval_shape(partial(begin, Chain(tx)), params)).chain
     states, params = jax.device_put(tx.init(params), places), jax.device_put(params, plan.shardings(layout.optimizer))
@@ -207,7 +207,7 @@ def test_guard_skips_steps_of_single_replicas() -> None:
     """Its gradient is not finite; the others move, and all meet at the mean."""
     plan, settings = workload.plan("tensors", **LAYOUTS["mics(2)"]), config(1, "mean")
     params = workload.params("tensors")
-    tx = local_sgd(exchange(plan), guarded(optax.sgd(1.0)), settings, 4)
+    tx = LocalSGD(exchange(plan), guarded(optax.sgd(1.0)), settings, 4).transform
     good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
     bad = jax.tree.map(lambda g: g.at[2].set(jnp.nan), good)
     moves, states = jax.jit(tx.update)(bad, tx.init(params), params)
@@ -218,7 +218,7 @@ def test_guard_skips_steps_of_single_replicas() -> None:
 
 def test_bytes_are_counted_in_the_steps_that_send_them() -> None:
     plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
-    tx = local_sgd(exchange(plan, CODECS["int8"]), guarded(optax.sgd(1.0)), config(2, "mean"), 4)
+    tx = LocalSGD(exchange(plan, CODECS["int8"]), guarded(optax.sgd(1.0)), config(2, "mean"), 4).transform
     states, update, sent = tx.init(params), jax.jit(tx.update), []
     for step in range(4):
         _, states = update(gradients(plan, step)[0], states, params)

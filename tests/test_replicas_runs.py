@@ -104,12 +104,19 @@ def disturb(run: Run, kind: str, victim: int, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "delayed"),
-    [("none", False), ("none", True), *(pytest.param(x, False, marks=pytest.mark.slow) for x in ("bf16", "int8"))],
+    ("codec", "how"),
+    [
+        ("none", {}),
+        ("none", {"compression__delayed": True}),
+        ("bf16", {"local_sgd__inner_steps": 2, "checkpoint__every": 16}),
+        *(pytest.param(x, {}, marks=pytest.mark.slow) for x in ("bf16", "int8")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x) or "each step",
 )
-def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: str, delayed: bool) -> None:
+def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: str, how: dict[str, Any]) -> None:
     chance = random.Random(f"events of {codec}")
-    how = {"compression__hop_two": codec, "compression__delayed": delayed}
+    how = {"compression__hop_two": codec, **how}
+    delayed = "compression__delayed" in how
     alone, run = (Run(tmp_path / name, **how) for name in ("alone", "run"))
     alone.start(0)
     assert finish(alone.processes[0])[0][0] == 0

@@ -13,7 +13,7 @@ from test_local_sgd import LAYOUTS, inner, replicas_written_out, rows_of_replica
 from test_overlapped_step import crossing
 from workload import LORA
 
-from compression.local_sgd import drift, local_sgd, streamed
+from compression.local_sgd import LocalSGD, drift, streamed
 from compression.methods import method_named
 from configs.schema import LocalSGDConfig
 from optimizers import guarded
@@ -38,7 +38,7 @@ def compiled(
 ) -> tuple[Any, Any, Any]:
     """Returns the compiled step, its first state and its batch."""
     setup = workload.setup(plan, method, kind=kind, **codec)
-    local = local_sgd(method_named(method).build(setup), guarded(tx), settings, plan.layout.num_replicas)
+    local = LocalSGD(method_named(method).build(setup), guarded(tx), settings, plan.layout.num_replicas).transform
     chain = Chain(local, early=streamed(method_named(method), setup, settings), drift=drift, watch=watch)
     return workload.compiled_step(kind, plan, chain=chain)
 

@@ -10,7 +10,7 @@ import optax
 
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup, unless_not_finite
-from compression.local_sgd import drift, local_sgd, streamed
+from compression.local_sgd import LocalSGD, drift, streamed
 from compression.methods import method_named
 from compression.statistics import State, statistics
 from configs.schema import Config
@@ -40,9 +40,11 @@ def _make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     if not local.inner_steps:
         early = method.early(setup)
         return Chain(optax.chain(hop_two, inner), early=early and (lambda states: early(states[0])), watch=watching)
-    tx = local_sgd(hop_two, inner, local, plan.layout.num_replicas)
+    parts = LocalSGD(hop_two, inner, local, plan.layout.num_replicas)
+    if config.sharding.replicas == "independent":  # they meet outside the step (training/share_rounds.py)
+        return Chain(parts.transform_alone, drift=drift, watch=watching, meet=parts.meet)
     early = streamed(method, setup, local) if local.streaming else None
-    return Chain(tx, early=early, drift=drift, watch=watching)
+    return Chain(parts.transform, early=early, drift=drift, watch=watching)
 
 
 def cut_of(name: str) -> Cut:

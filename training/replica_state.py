@@ -45,6 +45,12 @@ def _unique(leaf: jax.Array) -> list[Any]:
     return [*{str(shard.index): shard for shard in leaf.addressable_shards}.values()]
 
 
+def own_size(leaf: Any) -> int:
+    """Returns the values of an array's shards on this process' devices, one of each that are equal, by its shape."""
+    places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    return len({str(index) for index in places.values()}) * int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
+
+
 def digest_of(state: TrainState) -> str:
     """Returns a hash of the trained parameters on this process' devices."""
     found = hashlib.sha256()
@@ -57,12 +63,14 @@ def with_shards(state: TrainState, contents: Sequence[bytes | memoryview]) -> Tr
     """Returns the state whose shards, in the order of `own_shards`, have these bytes. ValueError for another number."""
     remaining = iter(contents)
 
-    def filled(leaf: jax.Array) -> jax.Array:
-        found = {
-            str(shard.index): np.frombuffer(next(remaining), leaf.dtype).reshape(shard.data.shape)
-            for shard in _unique(leaf)
-        }
-        parts = [jax.device_put(found[str(shard.index)], shard.device) for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+    def content(shard: Any) -> np.ndarray:
+        return np.frombuffer(next(remaining), shard.data.dtype).reshape(shard.data.shape)
 
-    return replace(jax.tree.map(filled, state.to_keep), frozen=state.frozen)
+    return replace(jax.tree.map(lambda leaf: filled(leaf, content), state.to_keep), frozen=state.frozen)
+
+
+def filled(leaf: jax.Array, values: Callable[[Any], np.ndarray]) -> jax.Array:
+    """Returns an array like `leaf` of `values(shard)`, called for this process' shards, one of each that are equal."""
+    found = {str(shard.index): values(shard) for shard in _unique(leaf)}
+    parts = [jax.device_put(found[str(shard.index)], shard.device) for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)

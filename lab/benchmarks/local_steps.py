@@ -94,6 +94,8 @@ def measured(key: Key) -> dict[str, Any]:
     def meet(carry: Any, batches: Any) -> tuple[Any, None]:
         params, states_R, velocity, kept_R = carry
         (params_R, states_R), _ = jax.lax.scan(step, (copies(params), states_R), batches)
+        if key.get("state") == "mean":  # as with independent replicas
+            states_R = jax.tree.map(lambda x_R: copies(x_R.mean(0).astype(x_R.dtype)), states_R)
         shares_R = jax.tree.map(lambda p, p_R: (p - p_R) / REPLICAS, params, params_R)
         found = jax.tree.map(compress, matrices, shares_R, kept_R)
         total, kept_R = (jax.tree.map(lambda _, pair, i=i: pair[i], params, found) for i in (0, 1))

@@ -39,8 +39,7 @@ from lab.emulate.links import Links
 from lab.records import MEASURED, Line, middle
 from replicas.group import Replicas
 from replicas.members import read_addresses
-from replicas.payloads import Float32
-from training.independent import PIECES
+from replicas.payloads import PIECES, Float32
 
 RESULTS = MEASURED / "replica_links.jsonl"
 SIZES = ("16", "100")

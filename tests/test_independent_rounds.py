@@ -1,0 +1,132 @@
+"""Local SGD with independent replicas: against one world, and a plain loop over the workers."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from running import SMALL, arguments, arrays, rows, run_here, stop_after
+
+from configs import quickstart
+from configs.base import typed
+from input_pipeline import load
+from input_pipeline.batches import batch_at
+from optimizers import make_optimizer
+from training.experiment import make_experiment
+from training.share_rounds import Rounds
+
+pytestmark = pytest.mark.jax
+STEPS = 3  # from one meeting to the next
+SGD = {"optimizer__name": "sgd", "optimizer__momentum": 0.0}
+LOCAL = {"local_sgd__inner_steps": STEPS, "local_sgd__outer_momentum": 0.5, "local_sgd__outer_learning_rate": 0.8}
+ROUNDS = LOCAL | {"num_steps": 4 * STEPS, "checkpoint__every": 0}
+WORLD = {"sharding__strategy": "mics", "sharding__partition_size": 4, "batch__micro_size": 2}  # two groups
+REPLICA = {
+    "sharding__strategy": "zero3",
+    "sharding__partition_size": 0,
+    "sharding__replicas": "independent",
+    "sharding__shares": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run sets for its own process does not stay in this one, whose jax has its threads."""
+    monkeypatch.setenv("NPROC", "8")
+
+
+@pytest.mark.slow
+def test_workers_learn_what_groups_in_one_world_do(tmp_path: Path) -> None:
+    """With an optimizer that keeps nothing; and a run goes on in the other way after a meeting."""
+    one = arguments(tmp_path / "one", **WORLD, **SGD, **ROUNDS)
+    both = arguments(tmp_path / "both", **REPLICA, **SGD, **ROUNDS)
+    assert run_here(*one) == 0
+    assert run_here(*both, "--group=0", hooks=[stop_after(2 * STEPS)]) == 75
+    found = rows(tmp_path / "both" / "replicas" / "0")
+    assert run_here(*arguments(tmp_path / "both", **WORLD, **SGD, **ROUNDS)) == 0
+    expected = [row["loss"] for row in rows(tmp_path / "one")]
+    assert [row["step"] for row in found] == [STEPS, 2 * STEPS]
+    np.testing.assert_allclose([r["loss"] for r in found], np.mean(np.reshape(expected, (-1, STEPS)), 1)[:2], rtol=1e-5)
+    np.testing.assert_allclose([r["loss"] for r in rows(tmp_path / "both")], expected[2 * STEPS :], rtol=1e-5)
+    wanted, ours = (arrays(tmp_path / name, 4 * STEPS) for name in ("one", "both"))
+    assert wanted.keys() == ours.keys()
+    for key in wanted:
+        np.testing.assert_allclose(ours[key], wanted[key], rtol=2e-3, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str) -> None:
+    """Each worker begins with the mean parameters and the mean state of AdamW; two rounds of three workers."""
+    workers = 3
+    changes = REPLICA | LOCAL | {"sharding__shares": workers, "batch__global_size": 24, "num_steps": 2 * STEPS}
+    changes |= {"compression__hop_two": codec, "compression__error_feedback": False, "checkpoint__every": 0}
+    config = quickstart.get_config()
+    config.update_from_flattened_dict(SMALL | {key.replace("__", "."): value for key, value in changes.items()})
+    ex = make_experiment(typed(config))
+    rounds, data = Rounds(ex), load(ex.config.data, "train", 0)
+    layout, state = ex.batches, ex.init_state()
+
+    def rows_of(step: int, worker: int) -> Any:
+        return batch_at(data, step * workers + worker, global_size=layout.global_size, rows=layout.local_rows)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return ex.model.loss(params, batch, lambda _, tree: tree) / batch["weights"].sum()
+
+    params = jax.tree.map(np.asarray, state.params)
+    tx = make_optimizer(ex.config.optimizer, ex.config.num_steps, ex.model.param_specs())
+    outer = optax.sgd(0.8, 0.5, nesterov=True)
+    kept, velocity = tx.init(params), outer.init(params)
+
+    @jax.jit
+    def plain(params: Any, kept: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        moves, kept = tx.update(grads, kept, params)
+        return optax.apply_updates(params, moves), kept, value
+
+    for number in range(2):
+        ends, losses, sums = [], [], [np.zeros(size, np.float32) for size, _ in rounds.forms]
+        for worker in range(workers):
+            own = params, kept
+            for step in range(number * STEPS, (number + 1) * STEPS):
+                *own, value = plain(*own, rows_of(step, worker))
+                losses.append(value)
+            ends.append(own)
+
+            def read(inner: int, first: int = number * STEPS, worker: int = worker) -> Any:
+                return layout.to_devices(rows_of(first + inner, worker))
+
+            def put(piece: int, values: np.ndarray, sums: list[np.ndarray] = sums) -> None:
+                payload = rounds.forms[piece][1]
+                sums[piece] = sums[piece] + payload.decode(payload.encode(values))
+
+            rounds.compute(state, read, put)
+        mean = lambda *xs: sum(np.asarray(x, np.float32) for x in xs) / workers
+        end, kept = jax.tree.map(mean, *ends)
+        moves, velocity = outer.update(jax.tree.map(np.subtract, params, end), velocity)
+        params = jax.tree.map(np.asarray, optax.apply_updates(params, moves))
+        kept = jax.tree.map(lambda x, like: np.asarray(x, like.dtype), kept, tx.init(params))
+        state, metrics = rounds.update(state, sums)
+        close = {"rtol": 2e-3, "atol": 2e-5} if codec == "none" else {"rtol": 0.02, "atol": 2e-4}
+        np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-5 if codec == "none" else 1e-3)
+        inner = jax.tree.map(lambda x: np.asarray(x)[0], state.opt_state.inner.tree)
+        for found, wanted in zip(jax.tree.leaves((state.params, inner)), jax.tree.leaves((params, kept)), strict=True):
+            np.testing.assert_allclose(np.asarray(found), wanted, **close)
+    assert int(state.step) == int(state.opt_state.step) == 2 * STEPS
+
+
+@pytest.mark.parametrize("key", ["eval__every", "checkpoint__every"])
+def test_what_needs_common_parameters_is_at_meetings(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(*arguments(tmp_path, **REPLICA, **ROUNDS | {key: 4}), "--group=0") == 2
+    assert f"{key.replace('__', '.')}=4 must be a multiple of local_sgd.inner_steps={STEPS}" in capsys.readouterr().err
+
+
+def test_a_state_between_two_meetings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(*arguments(tmp_path, **WORLD, **SGD, **ROUNDS), hooks=[stop_after(STEPS + 1)]) == 75
+    assert run_here(*arguments(tmp_path, **REPLICA, **SGD, **ROUNDS), "--group=0") == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"the state after step {STEPS + 1} lies between two meetings" in said and f"to step {2 * STEPS}" in said

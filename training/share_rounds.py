@@ -1,0 +1,195 @@
+"""A share of local SGD with independent replicas: the inner steps of a worker from one meeting to the next.
+
+    worker   from the shared parameters and the shared state of the optimizer: `inner_steps` steps on rows of its own
+    meeting  the mean of all workers' drifts is the outer gradient, and the mean of their optimizers' states is what
+             all of them go on with; of counters the mean is rounded up
+
+So what a worker does is a function of the shared state and of its rows: there are as many workers as shares, on any
+number of replicas, and what one that was lost owed is computed again, to the same bits. In one world each replica keeps
+the state of its optimizer (Douillard et al. 2023, arXiv 2311.08105): here that would be lost with the replica. The
+state travels as the drift does, but in bf16 where that has a codec.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from compression.local_sgd import LocalState
+from replicas.payloads import Float32, Payload, make_payload, pieces
+from sharding.gathers import to_parameter_scope
+from sharding.gradients import accumulated
+from sharding.step import TrainState, applied, build_train_step
+from sharding.trees import Batch, Means, Params, PyTree
+from training.experiment import Experiment
+from training.replica_state import filled, own_shards, own_size
+from training.share_gradients import Put
+
+
+class Rounds:
+    """The compiled programs of a worker's step and of a meeting."""
+
+    def __init__(self, ex: Experiment) -> None:
+        """Nothing is compiled yet. ValueError for what is to happen between two meetings."""
+        self._ex, self.steps = ex, ex.config.local_sgd.inner_steps
+        for name, every in (("eval", ex.config.eval.every), ("checkpoint", ex.config.checkpoint.every)):
+            if every % self.steps:
+                raise ValueError(
+                    f"{name}.every={every} must be a multiple of local_sgd.inner_steps={self.steps}: independent "
+                    "replicas have no common parameters between two meetings"
+                )
+
+    def compile(self) -> jax.stages.Compiled:
+        """Returns the compiled step of a worker; compiles the rest too, so that nobody waits for that later."""
+        _ = self.first, self.meeting
+        return self.step
+
+    def _step(self, worker: TrainState, params: Params, frozen: Params, batch: Batch) -> tuple[TrainState, Means]:
+        ex = self._ex
+        one = build_train_step(accumulated(ex.model.objective), ex.plan, replace(ex.chain, watch=lambda states: {}))
+        state, means = one(replace(worker, params=params, frozen=frozen), batch)
+        return worker_of(state), means
+
+    @cached_property
+    def _shapes(self) -> tuple[Any, ...]:
+        """Of what a worker's step takes."""
+        shapes = self._ex.state_shapes
+        return worker_of(shapes), shapes.params, shapes.frozen, self._ex.batches.shapes
+
+    @cached_property
+    def step(self) -> jax.stages.Compiled:
+        """The compiled `step(worker, params, frozen, batch) -> (worker, means)`, which donates the worker."""
+        out = _shardings(self._shapes[0]), self._ex.replicated
+        return jax.jit(self._step, donate_argnums=0, out_shardings=out).lower(*self._shapes).compile()
+
+    @cached_property
+    def first(self) -> jax.stages.Compiled:
+        """The compiled copy of a worker, as it is after a meeting."""
+        worker, *_ = self._shapes
+        jitted = jax.jit(lambda worker: jax.tree.map(jnp.copy, worker), out_shardings=_shardings(worker))
+        return jitted.lower(worker).compile()
+
+    @cached_property
+    def meeting(self) -> jax.stages.Compiled:
+        """The compiled `meet(state, inner_R, drift_R) -> (state, watched)` of the workers' means; donates all."""
+        plan, chain, shapes = self._ex.plan, self._ex.chain, self._ex.state_shapes
+        assert chain.meet
+        meet = chain.meet
+
+        def met(state: TrainState, inner_R: PyTree, drift_R: PyTree) -> tuple[TrainState, Means]:
+            local = state.opt_state
+            met = {"inner": replace(local.inner, tree=inner_R), "drift": replace(local.drift, tree=drift_R)}
+            local = local._replace(step=local.step + self.steps, **met)
+            params = plan.constrain(state.params, plan.layout.optimizer)
+            moves, states = meet((state.hop_two, local), params)
+            moved = replace(state, step=state.step + self.steps, hop_two=states[0], opt_state=states[1])
+            moved = replace(moved, params=to_parameter_scope(plan, applied(params, moves)))
+            return moved, chain.watch(states)
+
+        jitted = jax.jit(met, donate_argnums=(0, 1, 2), out_shardings=(_shardings(shapes), self._ex.replicated))
+        return jitted.lower(shapes, shapes.opt_state.inner.tree, shapes.opt_state.drift.tree).compile()
+
+    @cached_property
+    def means(self) -> list[str]:
+        """The names of the means over all steps of all workers, in the order in the last piece."""
+        return sorted(jax.eval_shape(self._step, *self._shapes)[1])
+
+    @cached_property
+    def _pieces(self) -> tuple[list[tuple[int, int]], ...]:
+        """Where the pieces of the drift begin and end, those of the optimizer's state, and the last one."""
+        block = self._ex.config.compression.block
+        drift, kept, counters = (sum(map(own_size, part)) for part in _parts(self._ex.state_shapes.opt_state))
+        return pieces(drift, block), pieces(kept, block), [(0, counters + len(self.means))]
+
+    @property
+    def forms(self) -> list[tuple[int, Payload]]:
+        """Of each piece its values, and how they travel."""
+        compression = self._ex.config.compression
+        payload = make_payload(compression.hop_two, compression.block)
+        kept = make_payload("none" if compression.hop_two == "none" else "bf16", compression.block)
+        each = zip(self._pieces, (payload, kept, Float32()), strict=True)
+        return [(stop - start, form) for bounds, form in each for start, stop in bounds]
+
+    def begin(self, fail: Callable[[], object]) -> None:
+        """Nothing happens in other threads."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def compute(self, state: TrainState, read: Callable[[int], Batch], put: Put) -> None:
+        """Computes a worker's steps, and puts its pieces; `read(i)` returns its rows of step i, on the devices."""
+        worker, found = self.first(worker_of(state)), []
+        for number in range(self.steps):
+            batch = read(number)
+            worker, means = self._ex.block(self.step(worker, state.params, state.frozen, batch))
+            found.append(means)
+        means = jax.device_get(found)
+        vectors = [_vector(part) for part in _parts(worker.opt_state)]
+        vectors[-1] = np.append(vectors[-1], [np.mean([one[name] for one in means]) for name in self.means])
+        all_pieces = [
+            vector[start:stop] for vector, bounds in zip(vectors, self._pieces, strict=True) for start, stop in bounds
+        ]
+        for number, values in enumerate(all_pieces):
+            put(number, np.asarray(values, np.float32))
+
+    def update(self, state: TrainState, totals: Sequence[np.ndarray]) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after a meeting, and the metrics, from the sums of the pieces over all workers."""
+        workers, local, num_drift = np.float32(self._ex.num_shares), state.opt_state, len(self._pieces[0])
+        last = totals[-1] / workers
+        count = last.size - len(self.means)
+        drift = _Values([*totals[:num_drift]], workers)
+        kept = _Values([*totals[num_drift:-1]], workers)
+        counters = _Values([last[:count]], np.float32(1))
+        inner_R = jax.tree.map(lambda x: filled(x, counters if _is_counter(x) else kept), local.inner.tree)
+        drift_R = jax.tree.map(lambda x: filled(x, drift), local.drift.tree)
+        state, watched = self.meeting(state, inner_R, drift_R)
+        return state, {**dict(zip(self.means, last[count:], strict=True)), **watched}
+
+
+class _Values:
+    """Gives the values of one shard after the other, from the sums of the pieces over so many workers."""
+
+    def __init__(self, sums: Sequence[np.ndarray], workers: np.float32) -> None:
+        self._mean = np.concatenate([*sums, np.zeros(0, np.float32)]) / workers
+        self._at = 0
+
+    def __call__(self, shard: Any) -> np.ndarray:
+        """Returns the values of a shard; of a counter they are rounded up."""
+        data, start = shard.data, self._at
+        self._at += data.size
+        values = self._mean[start : self._at].reshape(data.shape)
+        return (np.ceil(values) if jnp.issubdtype(data.dtype, jnp.integer) else values).astype(data.dtype)
+
+
+def worker_of(state: TrainState) -> TrainState:
+    """Returns what a worker changes of a state."""
+    return replace(state, params={}, frozen={}, opt_state=state.opt_state._replace(outer=()))
+
+
+def _parts(local: LocalState) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns the arrays of the drift, those of the inner optimizer's state, and its counters."""
+    inner = jax.tree.leaves(local.inner.tree)
+    return (
+        jax.tree.leaves(local.drift.tree),
+        [x for x in inner if not _is_counter(x)],
+        [x for x in inner if _is_counter(x)],
+    )
+
+
+def _is_counter(x: Any) -> bool:
+    """Whether an array `[1, ...]` of a state is to travel without loss: a scalar, or integers."""
+    return x.ndim == 1 or not jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _vector(arrays: Sequence[jax.Array]) -> np.ndarray:
+    """Returns the values of this process' shards, f32 [N]."""
+    values = [np.asarray(shard.data).reshape(-1).astype(np.float32) for shard in own_shards(list(arrays))]
+    return np.concatenate([*values, np.zeros(0, np.float32)])
+
+
+def _shardings(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.sharding, tree)
