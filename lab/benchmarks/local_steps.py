@@ -117,6 +117,9 @@ def measured(key: Key) -> dict[str, Any]:
     one_seed = jax.tree.map(lambda x: x[0], params)
     f32 = sum(4 * x.size for x in jax.tree.leaves(one_seed)) * 2 * (REPLICAS - 1) / REPLICAS
     meeting = sum(jax.tree.leaves(jax.tree.map(sent, matrices, one_seed)))
+    if key.get("state") == "mean":
+        kept = jax.tree.leaves(jax.eval_shape(tx.init, one_seed))
+        meeting += sum(4 * x.size for x in kept if x.ndim) * 2 * (REPLICAS - 1) / REPLICAS
     return {"validation_losses": [float(x) for x in losses], "times_smaller": steps * f32 / meeting}
 
 

@@ -181,7 +181,8 @@ def local_steps(lines: Sequence[Line]) -> str:
         settings = ["dense", "", "", ""]
         if not line["dense"]:
             settings = [*(f"{line[name]:g}" for name in ("inner_steps", "momentum", "rate")), line["codec"]]
-        cells = [line["optimizer"], f"{line['learning_rate']:g}", *settings, f"{line['times_smaller']:.0f}"]
+        kept = ", mean state" if line.get("state") == "mean" else ""
+        cells = [line["optimizer"] + kept, f"{line['learning_rate']:g}", *settings, f"{line['times_smaller']:.0f}"]
         rows.append([*cells, spread(losses, ".3f"), spread(pairs, "+z.1%")])
     heads = ["optimizer", "rate", "steps", "outer momentum", "outer rate", "codec", "times smaller", "validation loss"]
     return markdown([*heads, "minus dense AdamW, by seed"], rows)
