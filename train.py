@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from configs import command_line
+from configs import command_line, losses
 from configs.schema import Config
 from files import run_directory
 from runtime import launch
@@ -176,7 +176,8 @@ def run(
     log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # drops the rows of steps done again
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
-        for line in (*taken, start.described(config.num_steps, workdir), *sampler.warnings, *data.described(examples)):
+        at_start = (*taken, *losses.described(config.to_dict()), start.described(config.num_steps, workdir))
+        for line in (*at_start, *sampler.warnings, *data.described(examples)):
             log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics
         snapshots.begin(start.step)

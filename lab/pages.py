@@ -1,11 +1,11 @@
-"""Fills the tables of the docs and draws their charts, from the records in lab/benchmarks/results; nothing is trained.
+"""Fills the tables of the docs, draws their charts and writes configs/losses.csv, from the records; nothing is trained.
 
     python -m lab.pages
     python -m lab.pages --check      # writes nothing
 
-A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; lab/benchmarks/tables.py and lab/paper/tables.py
-have the names. Exit codes: 0 done; 1 --check found a page whose tables are not those of the records; 2 a record or a
-table is missing.
+The records are in lab/benchmarks/results. A page has a table between `<!-- table: NAME -->` and `<!-- end -->`;
+lab/benchmarks/tables.py and lab/paper/tables.py have the names. Exit codes: 0 done; 1 --check found a page whose tables
+are not those of the records; 2 a record or a table is missing.
 """
 
 import sys
@@ -14,7 +14,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from configs.losses import FILE
 from files.pages import filled, update
+from lab.benchmarks import losses
 from lab.benchmarks import tables as measured
 from lab.paper import tables as papers
 from lab.plots import png
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None, docs: Path = DOCS) -> int:
         records = read_records()
         found = tables(records)
         texts = {page: filled(page.read_text(), found) for page in sorted(docs.rglob("*.md"))}
+        texts |= {FILE: losses.text(records)} if docs == DOCS else {}
         charts = {} if check else {name: png(draw(records)) for name, draw in CHARTS.items()}
     except ValueError as error:
         return complain(error)

@@ -1,22 +1,28 @@
 """`Candidate`: one way to train a config on a cluster, and all of those that a search looks at."""
 
 import re
+from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from configs.losses import CODED as NOT_HOP_TWO
+from configs.losses import OUTER_STEP, settings_to_loss
 from configs.schema import Config, MeshConfig
 from planner.replay import NAMES
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
 SCOPES = ("parameters", "gradients", "optimizer")
 WIDTHS = {"none": "no devices", "node": "a node", "all": "all devices"}
-# keys that an extra changes, by their last word; without one, codecs are none, and of these three the config's holds
+# keys that an extra changes, by their last word; without one, codecs are none, and of these the config's holds
 KEPT = {"delayed": "compression.delayed", "inner_steps": "local_sgd.inner_steps", "remat": "model.remat"}
-CODED = ("hop_two", "hop_one_inter", "hop_one_intra", "gather_inter", "gather_intra", "experts_inter", "experts_intra")
-VALUES = {"True": True, "False": False}
+KEPT |= {key.partition(".")[2]: key for key in OUTER_STEP} | {"optimizer.name": "optimizer.name"}
+CODED = ("hop_two", *NOT_HOP_TWO)
+# the outer step of local SGD, unless an extra is another one: DiLoCo's costs more loss
+AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
 OTHER_REMAT = {"full": "dots", "dots": "full"}
-# from what changes the result least to what changes it most; recorded_costs.csv has what some of them cost
+# from what changes the result least to what changes it most; configs/losses.csv has what some of them cost
 CODECS = ("none", "bf16", "int8", "int4")
 TIMINGS: tuple[dict[str, str], ...] = ({}, {"inner_steps": "10"}, {"delayed": "True"}, {"inner_steps": "50"})
 # what a codec is of: hop two, what zero3 or a group of several nodes sends, or both
@@ -45,9 +51,11 @@ class Candidate:
         return _pairs(self.extras)
 
     @property
-    def change(self) -> str:
-        """What of the extras changes the result of a step: codecs, and what is later."""
-        return _joined({key: value for key, value in self.pairs.items() if key not in (*SCOPES, "remat")})
+    def change(self) -> dict[str, str]:
+        """The config's keys that change the result of a step: codecs, what is later, another optimizer."""
+        extras = {extra: value for extra, value in self.pairs.items() if extra not in (*SCOPES, "remat")}
+        extras = (AVERAGES if "inner_steps" in extras else {}) | extras
+        return {_key(extra): value for extra, value in extras.items()}
 
     @property
     def is_mics(self) -> bool:
@@ -76,12 +84,8 @@ class Candidate:
             extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
         elif self.strategy != "custom":  # the scopes that it does not name are the config's
             keys |= {f"sharding.{name}": "" for name in SCOPES}
-        for key, value in extras.items():
-            name = KEPT.get(key, f"{'sharding' if key in SCOPES else 'compression'}.{key}")
-            keys[name] = int(value) if value.isdecimal() else VALUES.get(value, value)
-        if "inner_steps" in extras:  # plain averages: DiLoCo's outer step costs more loss
-            keys |= {"local_sgd.outer_learning_rate": 1.0, "local_sgd.outer_momentum": 0.0}
-        return keys
+        texts = {_key(extra): value for extra, value in extras.items()} | self.change
+        return keys | {key: _value(text) for key, text in texts.items()}
 
     def applied(self, config: Config) -> Config:
         """Returns the config with the candidate in it. ValueError if the two do not go together."""
@@ -90,6 +94,18 @@ class Candidate:
             section, _, name = key.partition(".")
             changes.setdefault(section, {})[name] = value
         return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in changes.items()})
+
+
+def _key(extra: str) -> str:
+    """Returns the key of the config that an extra is."""
+    return KEPT.get(extra, f"{'sharding' if extra in SCOPES else 'compression'}.{extra}")
+
+
+def _value(text: str) -> Any:
+    """Returns the value of a key of the config that an extra has as text."""
+    with suppress(SyntaxError, ValueError):
+        return literal_eval(text)
+    return text
 
 
 def _pairs(extras: str) -> dict[str, str]:
@@ -101,7 +117,8 @@ def _in_words(key: str, value: str) -> str:
     if key in SCOPES:
         return f"{key} over {WIDTHS.get(value, f'{value} devices')}"
     if key in KEPT:
-        return {"delayed": "hop two delayed", "inner_steps": f"averaged every {value} steps"}.get(key, f"remat {value}")
+        words = {"delayed": "hop two delayed", "inner_steps": f"averaged every {value} steps"}
+        return words.get(key, f"{key.rpartition('.')[0] or key.replace('_', ' ')} {value}")
     where = {"_inter": " between nodes", "_intra": " inside nodes"}.get(key[-6:], "")
     return f"{NAMES[key.removesuffix(key[-6:]) if where else key]}{where} in {value}"
 
@@ -187,10 +204,14 @@ def exact_variants(candidate: Candidate, config: Config, *, fits: bool) -> Itera
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What makes the traffic between nodes less or later and changes the result: places in CODECS and TIMINGS."""
+    """What makes the traffic between nodes less or later and changes the result: places in CODECS and TIMINGS.
+
+    Or a recorded setting that reaches the loss of the dense run and is neither, by its name.
+    """
 
     codec: int = 0
     timing: int = 0
+    recorded: str = ""
 
     @property
     def is_pure(self) -> bool:
@@ -199,7 +220,8 @@ class Change:
 
     def is_milder(self, other: "Change") -> bool:
         """Whether another one changes more, and this one nothing that the other does not."""
-        return self != other and self.codec <= other.codec and self.timing <= other.timing
+        is_comparable = self != other and not self.recorded and not other.recorded
+        return is_comparable and self.codec <= other.codec and self.timing <= other.timing
 
 
 NO_CHANGE = Change()
@@ -209,12 +231,19 @@ def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Cand
     """Yields what changes the result of a candidate; not all of it is legal. What a config has of its own stays."""
     is_coded = bool({*CODED} & {*candidate.pairs})
     is_timed = config.compression.delayed or config.local_sgd.inner_steps > 0
+    seen = [candidate.change]
     for codec, name in [*enumerate(CODECS)][: 1 if is_coded else None]:
         for timing, later in [*enumerate(TIMINGS)][: 1 if is_timed else None]:
             for keys in BETWEEN_NODES if codec else ((),):
                 if codec or timing:
-                    extras = dict.fromkeys(keys, name) | later
-                    yield Change(codec=codec, timing=timing), candidate.with_extras(extras)
+                    changed = candidate.with_extras(dict.fromkeys(keys, name) | later)
+                    seen.append(changed.change)
+                    yield Change(codec=codec, timing=timing), changed
+    for setting in [] if is_coded or is_timed else settings_to_loss(config.optimizer.name):
+        extras = {extra: setting[_key(extra)] for extra in (*CODED, *KEPT) if _key(extra) in setting}
+        changed = candidate.with_extras({k: value for k, value in extras.items() if AVERAGES.get(k) != value})
+        if changed.change == setting and setting not in seen:  # else it has keys that no extra is
+            yield Change(recorded=_joined(extras)), changed
 
 
 def _strategies(nodes: int, devices_per_node: int, mesh: MeshConfig) -> Iterator[tuple[str, int]]:

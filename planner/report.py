@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from configs.losses import rows_of, steps_to_loss
 from files.pages import columns
 from metrics.page import render
 from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
-from planner import costs
 from planner.day import Loss, day_rows
-from planner.predict import Prediction, Traffic
+from planner.predict import TOKENS, Prediction, Traffic
 from planner.replay import NAMES
 from planner.search import Counts
 
@@ -20,6 +20,14 @@ LEVELS = {"inter": "between nodes", "intra": "inside a node"}
 TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
 TRAFFIC |= {"orthogonalise": 6, "experts": 7, "context": 7}  # a model with experts shares no rows
 CHANGED = "with another result than the config's:"
+ABOUT_LOSS = (
+    "loss: how much higher the validation loss was in a small model's recorded runs, with the range of the seeds"
+)
+TO_LOSS = "the cheapest way to the config's loss (that of its own result at the end, and 0.5 % above):"
+ABOUT_STEPS = (
+    "steps: the config's, times what recorded runs of small models needed of a dense run's, where all records of a "
+    "setting get there; the one that needs most is named. That another model needs as many is an assumption"
+)
 DAY = "what a day loses besides:"
 SHOWN = 1e-3  # of a step: what takes less is in the page's table, not in its bar
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
@@ -56,6 +64,8 @@ class Plan:
     notes: tuple[str, ...]
     changed: tuple[Prediction, ...] = ()  # of a search: those whose result is another one
     day: tuple[Loss, ...] = ()  # what a day of the first loses
+    steps: int = 0  # of the config's run
+    optimizer: str = ""  # of that run, if it is dense: of hop two without a codec, in every step
 
     @property
     def best(self) -> Prediction:
@@ -92,7 +102,8 @@ def plan_text(plan: Plan) -> str:
     blocks = [
         _wrapped(plan.title),
         "\n".join(_folded(candidate_rows(plan))),
-        "\n".join([CHANGED, *_folded(changed_rows(plan)), _wrapped(costs.ABOUT)]) if plan.changed else "",
+        "\n".join([CHANGED, *_folded(changed_rows(plan)), _wrapped(ABOUT_LOSS)]) if plan.changed else "",
+        "\n".join([TO_LOSS, *_folded(rows), _wrapped(ABOUT_STEPS)]) if (rows := to_loss_rows(plan)) else "",
         _wrapped(plan.error_bar),
         f"{about}\n  {format_bytes(best.memory.total)} of {format_bytes(best.memory.capacity)}: {memory}",
         "\n".join(f"  {line}" for line in (*columns(time_rows(best), left=2), sent_text(best))),
@@ -122,8 +133,31 @@ def changed_rows(plan: Plan) -> list[Sequence[str]]:
     for number, p in enumerate(plan.changed, 1):
         step = format_seconds(p.step_s), format_percent(1 - p.step_s / plan.best.step_s)
         cells = [COLUMNS[name](p) for name in ("strategy", "micro", "gather", "memory")]
-        rows.append((str(number), *cells, *step, COLUMNS["exposed"](p), costs.cost_of(p.candidate.change)))
+        recorded = map(str, rows_of(p.candidate.change, plan.optimizer)[:1] or ["not recorded"])
+        rows.append((str(number), *cells, *step, COLUMNS["exposed"](p), *recorded))
     return rows
+
+
+def to_loss_rows(plan: Plan) -> list[Sequence[str]]:
+    """Returns a row for the best step with the config's result, and each whose recorded runs reach its loss.
+
+    The cheapest is first: with the fewest steps times seconds of a step. Below the names of the columns; no row if the
+    config's is the only one.
+    """
+    found = [(plan.steps * plan.best.step_s, plan.best, plan.steps, "")]
+    for p in plan.changed:
+        records = rows_of(p.candidate.change, plan.optimizer)
+        if steps := steps_to_loss(records):
+            most = max(records, key=lambda row: row.steps or 0)
+            found.append((plan.steps * steps * p.step_s, p, round(plan.steps * steps), most.where))
+    rows: list[Sequence[str]] = [("", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on")]
+    for number, (seconds, p, steps, where) in enumerate(sorted(found, key=lambda row: row[0]), 1):
+        usd = UNKNOWN
+        if p.usd_on_demand is not None and p.tokens_per_s is not None:
+            usd = f"{p.usd_on_demand * p.tokens_per_s * seconds / TOKENS:,.0f} $"
+        cells = (p.candidate.name, str(p.candidate.micro_size), format_seconds(p.step_s), f"{steps:,}")
+        rows.append((str(number), *cells, format_seconds(seconds), usd, where))
+    return rows if len(found) > 1 else []
 
 
 def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:
@@ -236,7 +270,9 @@ def plan_page(
         scaling=scaling_rows(plans, nodes) if len(plans) > 1 else None,
         candidates=candidate_rows(plan),
         changed=changed_rows(plan) if plan.changed else None,
-        costs=costs.ABOUT,
+        about_loss=ABOUT_LOSS,
+        to_loss=to_loss_rows(plan),
+        about_steps=ABOUT_STEPS,
         memory=_memory(best),
         times=_times(best),
         pictures=pictures,

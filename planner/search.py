@@ -6,6 +6,8 @@ learned from programs that did not fit), and what the bound on its time says is 
 compiled in the order of an estimate of its time, what is estimated to fit before what is not; one program of a strategy
 at a time, because what it needs corrects the estimates of the others.
 What changes the result of a step is a list of its own: each change where it is fastest, if a milder one does not do.
+Of two changes, the faster is the one that by the estimate is sooner at the loss of the config's own run, where records
+say in how many steps (configs/losses.py).
 """
 
 from collections import deque
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from configs.losses import rows_of, steps_to_loss
 from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
 from planner.bounds import SLACK, Bounds, bounds
@@ -28,7 +31,6 @@ from planner.candidates import (
     legal_groups,
     of_config,
 )
-from planner.costs import is_recorded
 from planner.predict import Machine, Prediction, Step, compiled_step
 from planner.table import table_rows
 from training.batches import accumulation
@@ -72,6 +74,8 @@ class _Option:
     experiment: Experiment
     bounds: Bounds
     change: Change
+    is_recorded: bool = True  # whether a record says what the change costs in loss
+    steps: float | None = 1.0  # to the loss of the config's run, over the steps of that; None: not known, or never
 
 
 def search(
@@ -232,7 +236,8 @@ class _Search:
             fits, first = self._should_fit(option), option in favoured
             if _is_exact(option):
                 return (3 if enough else 1, not fits, not first, *_speed(option))
-            return (2, not fits, not is_recorded(option.candidate.change), not option.change.is_pure, *_speed(option))
+            unsure = not option.steps, not option.is_recorded, not option.change.is_pure
+            return (2, not fits, *unsure, *_speed(option))
 
         return key
 
@@ -243,13 +248,13 @@ class _Search:
         """Returns the options with a change that is not worth it: it is faster elsewhere, or something milder does."""
         fit = [option for option in self._waiting if self._should_fit(option)]
         exact_s = min((option.bounds.estimate_s for option in fit if _is_exact(option)), default=inf)
-        gains = [option for option in fit if _is_exact(option) or option.bounds.estimate_s < GAIN * exact_s]
+        gains = [option for option in fit if _is_exact(option) or _speed(option)[0] < GAIN * exact_s]
         best: dict[Change, _Option] = {}
-        for option in sorted(gains, key=lambda option: (not is_recorded(option.candidate.change), _speed(option))):
+        for option in sorted(gains, key=lambda option: (not option.is_recorded, _speed(option))):
             best.setdefault(option.change, option)
         kept: dict[Change, float] = {}
         for change in sorted(best, key=lambda change: (change.codec + change.timing, change.codec)):
-            seconds = best[change].bounds.estimate_s
+            seconds = _speed(best[change])[0]
             if all(seconds < GAIN * other for milder, other in kept.items() if milder.is_milder(change)):
                 kept[change] = seconds
         return [o for o in self._waiting if not _is_exact(o) and (o.change not in kept or best[o.change] is not o)]
@@ -271,7 +276,7 @@ def _is_exact(option: _Option) -> bool:
 
 
 def _speed(option: _Option) -> tuple[float, int, float]:
-    return option.bounds.estimate_s, len(option.candidate.pairs), option.bounds.least_bytes
+    return option.bounds.estimate_s * (option.steps or 1.0), len(option.candidate.pairs), option.bounds.least_bytes
 
 
 class _Options:
@@ -296,7 +301,11 @@ class _Options:
             except ValueError as error:
                 self.refused.append(f"{candidate.name}: {error}")
                 continue
-            options.append(_Option(candidate=candidate, experiment=experiment, bounds=found, change=change))
+            option = _Option(candidate=candidate, experiment=experiment, bounds=found, change=change)
+            if change != NO_CHANGE:
+                recorded = rows_of(candidate.change, self._config.optimizer.name)
+                option = replace(option, is_recorded=bool(recorded), steps=steps_to_loss(recorded))
+            options.append(option)
         return options
 
     def of_search(self, own: Sequence[_Option]) -> list[_Option]:

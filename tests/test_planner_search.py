@@ -11,13 +11,11 @@ from typing import Any
 
 import jax
 import pytest
-from planning import a_step, machine, own_cache, small  # noqa: F401 (fixtures)
-from running import IGNORED, ROOT
+from planning import a_step, machine, one_row, own_cache, small  # noqa: F401 (fixtures)
+from running import IGNORED
 
-from lab.benchmarks import accuracy
-from lab.benchmarks.scores import paired
-from lab.records import recorded
-from planner import clusters, costs
+from configs import losses
+from planner import clusters
 from planner import compile as compiling
 from planner.bounds import Bounds, bounds
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
@@ -305,20 +303,31 @@ def test_a_quick_program_that_does_not_fit_is_compiled_again(
     assert asked == flags and found.memory().fits
 
 
-def test_recorded_costs_are_those_of_the_record() -> None:
-    runs = [line for line in recorded(accuracy.RESULTS) if line["task"] == "text"]
-    dense = [line for line in runs if line["method"] == "dense, AdamW"]
-    for row in costs.rows():
-        (candidate,) = of_strategies([f"hsdp+{row.change}"], small())
-        alike = [line for line in runs if line["method"] == row.method]
-        assert set(candidate.overrides().items()) >= {
-            (key, value) for key, value in alike[0]["overrides"].items() if not key.startswith("optimizer.")
-        }
-        found = paired(alike, dense)
-        expected = (sum(found) / len(found), min(found), max(found), len(found))
-        assert (row.mean, row.least, row.most, row.seeds) == pytest.approx(expected, abs=6e-5)
-        assert {*row.commits.split()} == {line["commit"][:7] for line in alike}
-        assert (ROOT / row.record) == accuracy.RESULTS
+def test_a_search_looks_at_recorded_settings_by_their_time_to_the_loss(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of four programs are changes: those with the least estimated time to the loss, of those that reach it."""
+    muon = {"compression.hop_two": "int4", "optimizer.name": "muon"}
+    averages = {
+        "local_sgd.inner_steps": "10",
+        "local_sgd.outer_learning_rate": "1.0",
+        "local_sgd.outer_momentum": "0.0",
+    }
+    ways = [(muon, 0.5), (averages, 1.2), ({"compression.hop_two": "int8"}, None), ({"compression.rank": "3"}, 0.1)]
+    rows = [one_row(setting=setting, steps=steps) for setting, steps in ways]
+    monkeypatch.setattr(losses, "rows", lambda: rows)
+    made: list[Candidate] = []
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate)
+        return Made(candidate, 1.0, 1e12, 1e9, step)  # nothing is slower
+
+    here = machine(clusters.with_rate(clusters.EMULATED, 1e5))  # all is traffic, of which int4 leaves an eighth
+    search(small(), here, jax.devices(), most=4, compile_one=compile_one)
+    assert [candidate.change for candidate in made if changed(candidate)] == [muon, averages]
+    made.clear()
+    search(small(optimizer__name="lamb"), here, jax.devices(), most=4, compile_one=compile_one)
+    assert muon not in [candidate.change for candidate in made]  # the record is beside dense runs of AdamW
 
 
 # ------------------------------------------------------------------------------------------------ compiled programs

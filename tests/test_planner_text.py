@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from planning import small
+from planning import one_row, small
 from running import IGNORED
 
+from configs import losses
 from lab.benchmarks.planner_records import RECORDS
-from planner import clusters, costs
+from planner import clusters
 from planner.candidates import of_strategies
 from planner.predict import Prediction
 from planner.rates import rows
-from planner.report import Plan, from_json, plan_text, scaling_text
+from planner.report import Plan, from_json, plan_text, scaling_text, to_loss_rows
 
 pytestmark = IGNORED
 
@@ -44,16 +45,45 @@ def test_tables_fit_120_columns() -> None:
     assert max(map(len, several)) <= 120 and several[1].endswith("a + b do not fit") and LONG in several[3]
 
 
-def test_changes_are_printed_with_what_they_cost() -> None:
-    recorded = next(row for row in costs.rows() if "inner_steps" in row.change)
-    words = ["hsdp+hop_two=int8", f"hsdp+{recorded.change}", "hsdp+hop_two=int8+inner_steps=50"]
+AVERAGES = {"local_sgd.inner_steps": "10", "local_sgd.outer_learning_rate": "1.0", "local_sgd.outer_momentum": "0.0"}
+
+
+def test_changes_are_printed_with_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    int8 = one_row(setting={"compression.hop_two": "int8"}, mean=0.001, least=-0.002, most=0.005)
+    monkeypatch.setattr(losses, "rows", lambda: [int8, one_row(setting=AVERAGES)])
+    words = ["hsdp+hop_two=int8", "hsdp+inner_steps=10", "hsdp+inner_steps=10+outer_momentum=0.6"]
     plan = replace(example(), predictions=named(["hsdp"], [10.0]), changed=named(words, [8.0, 5.0, 4.0]))
-    _, _, table = plan_text(plan).partition("with another result than the config's:\n")
+    _, _, table = plan_text(replace(plan, optimizer="adamw")).partition("with another result than the config's:\n")
     head, *lines = table.partition("loss:")[0].splitlines()
     assert head.split() == ["strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss"]
     found = [line for line in lines if line[:1].isdigit()]
     assert [row.split(" s  ")[1].split()[0] for row in found] == ["20.0", "50.0", "60.0"]  # per cent shorter
-    assert costs.cost_of("hop_two=int8") in found[0] and str(recorded) in found[1] and found[2].endswith("not recorded")
+    costs = ["+0.001 (-0.002 to +0.005)", "+0.200 (+0.200 to +0.200)", "not recorded"]
+    assert all(line.endswith(cost) for line, cost in zip(found, costs, strict=True))
+    assert "cheapest way" not in table  # none of them reaches the loss
+
+
+def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    int8, delayed = {"compression.hop_two": "int8"}, {"compression.delayed": "True"}
+    rows = [one_row(setting=int8, steps=1.0), one_row(setting=int8, steps=1.5, seeds=1, parameters=300_000)]
+    rows += [one_row(setting=AVERAGES, steps=1.4), one_row(setting=delayed, steps=0.1), one_row(setting=delayed)]
+    monkeypatch.setattr(losses, "rows", lambda: rows)
+    plan = replace(example(), predictions=named(["hsdp"], [10.0]), steps=100, optimizer="adamw")
+    words = ["hsdp+hop_two=int8", "hsdp+inner_steps=10", "hsdp+delayed=True", "hsdp+hop_two=bf16"]
+    plan = replace(plan, changed=named(words, [8.0, 5.0, 1.0, 1.0]))
+    head, *found = to_loss_rows(plan)
+    assert head == ("", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on")
+    usd_per_s = clusters.CLUSTERS["p4d.24xlarge"].on_demand * 16 / 3600
+    # averages: 140 steps of 5 s; dense: 100 of 10; int8: by the record that needs most, 150 of 8
+    expected = [
+        ("hsdp+inner_steps=10", "140", "11m 40s", 700, "text, 2 M parameters, 3 seeds"),
+        ("hsdp", "100", "16m 40s", 1000, ""),
+        ("hsdp+hop_two=int8", "150", "20m 00s", 1200, "text, 0.3 M parameters, 1 seed"),
+    ]
+    assert [(row[1], *row[4:6], row[7]) for row in found] == [(*row[:3], row[4]) for row in expected]
+    assert [row[6] for row in found] == [f"{usd_per_s * row[3]:,.0f} $" for row in expected]
+    assert max(map(len, plan_text(plan).splitlines())) <= 120
+    assert to_loss_rows(replace(plan, optimizer="sgd")) == [] == to_loss_rows(replace(plan, changed=()))
 
 
 def test_a_cluster_without_a_figure_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """The sections of a config, but for `model` and `data`: how it is trained, kept and measured."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from configs.losses import DELAYED, INNER_STEPS, which_are_free
 from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
@@ -105,21 +107,30 @@ class ShardingConfig(Section, name="sharding", resumable=True):
                 )
 
 
-def _codec(of: str) -> str:
-    return key("none", f"codec of {of}", choices=CODECS, topics=("codec",))
+def _free(name: str, choices: Sequence[str]) -> str:
+    return which_are_free(*(f"compression.{name}={choice}" for choice in choices if choice != "none"))
+
+
+def _codec(name: str, of: str) -> str:
+    return key("none", f"codec of {of}{_free(name, CODECS)}", choices=CODECS, topics=("codec",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Section, name="compression"):
     """The method of hop two, and the codecs of the gathers and of hop one."""
 
-    hop_two: str = key("none", "method for gradients between replicas", choices=HOP_TWO, topics=("hop_two", "codec"))
-    gather_inter: str = _codec("parameters gathered between nodes")
-    gather_intra: str = _codec("parameters gathered inside a node")
-    hop_one_inter: str = _codec("gradients reduce-scattered between nodes")
-    hop_one_intra: str = _codec("gradients reduce-scattered inside a node")
-    experts_inter: str = _codec("tokens sent to experts between nodes, and of their gradients")
-    experts_intra: str = _codec("tokens sent to experts inside a node")
+    hop_two: str = key(
+        "none",
+        f"method for gradients between replicas{_free('hop_two', HOP_TWO)}",
+        choices=HOP_TWO,
+        topics=("hop_two", "codec"),
+    )
+    gather_inter: str = _codec("gather_inter", "parameters gathered between nodes")
+    gather_intra: str = _codec("gather_intra", "parameters gathered inside a node")
+    hop_one_inter: str = _codec("hop_one_inter", "gradients reduce-scattered between nodes")
+    hop_one_intra: str = _codec("hop_one_intra", "gradients reduce-scattered inside a node")
+    experts_inter: str = _codec("experts_inter", "tokens sent to experts between nodes, and of their gradients")
+    experts_intra: str = _codec("experts_intra", "tokens sent to experts inside a node")
     block: int = key(1024, "int8, int4, one_bit, statistical: values per scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
     threshold: float = key(0.5, "two_bit: magnitude sent for values at least as large", above=0, below=math.inf)
@@ -134,7 +145,9 @@ class CompressionConfig(Section, name="compression"):
         unit="steps",
     )
     rank: int = key(2, "power_sgd: rank of the factors", least=1)
-    delayed: bool = key(False, "hop two exchanges the previous step's gradients during the compute")
+    delayed: bool = key(
+        False, f"hop two exchanges the previous step's gradients during the compute{which_are_free(DELAYED)}"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +162,12 @@ LEAST_INTERVAL = 2  # steps between meetings, where it is chosen: one without a 
 class LocalSGDConfig(Section, name="local_sgd"):
     """The steps between exchanges, and the outer optimizer (on the replicas' mean movement)."""
 
-    inner_steps: int = key(0, "local steps of each replica between exchanges; 0: no local SGD", least=0, unit="steps")
+    inner_steps: int = key(
+        0,
+        f"local steps of each replica between exchanges; 0: no local SGD{which_are_free(INNER_STEPS)}",
+        least=0,
+        unit="steps",
+    )
     outer_learning_rate: float = key(
         0.7, "learning rate of the outer Nesterov SGD (DiLoCo); 1 for plain averaging", above=0
     )

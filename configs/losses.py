@@ -1,0 +1,132 @@
+"""What sending less costs in loss, as far as it was measured: losses.csv, which `python -m lab.pages` writes.
+
+A row is a setting of one record in lab/benchmarks/results (lab/benchmarks/losses.py says how it is computed): how much
+higher the last validation loss was than that of a dense run with the same seed, and after how many times as many steps
+it was as low. A method is free if, on text and on digits, its differences from the dense runs reach down to zero.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("losses.csv")
+PAGE = "docs/compression_accuracy.md"
+TASKS, SEEDS = ("text", "digits"), 3  # a free method has so many seeds on each
+WITHIN = 1.005  # of the dense run's last loss: as low as that
+# keys with a codec, besides hop two's
+CODED = tuple(f"{hop}_{level}" for hop in ("gather", "hop_one", "experts") for level in ("inter", "intra"))
+DELAYED, INNER_STEPS, OPTIMIZER = "compression.delayed=True", "local_sgd.inner_steps", "optimizer.name"
+OUTER_STEP = ("local_sgd.outer_learning_rate", "local_sgd.outer_momentum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A row."""
+
+    setting: Mapping[str, str]  # keys of the config; `optimizer.name` if it is another one than the dense run's
+    optimizer: str  # of the dense run
+    task: str
+    parameters: int
+    seeds: int
+    mean: float  # nats above the dense runs, seed by seed
+    least: float
+    most: float
+    steps: float | None  # to the dense run's last loss (WITHIN), over those of the dense run; None: not reached
+    record: str  # the file of its lines
+
+    def __str__(self) -> str:
+        return f"{self.mean:+z.3f} ({self.least:+z.3f} to {self.most:+z.3f})"
+
+    @property
+    def where(self) -> str:
+        """Where it was measured."""
+        size = f"{self.parameters / 1e6:.2g} M parameters"
+        return f"{self.task}, {size}, {self.seeds} seed{'s' if self.seeds > 1 else ''}"
+
+    @property
+    def method(self) -> str:
+        """What costs the loss: local SGD with any interval and codec, or the first key with its value."""
+        return INNER_STEPS if INNER_STEPS in self.setting else "=".join(next(iter(self.setting.items())))
+
+
+@lru_cache
+def rows() -> tuple[Loss, ...]:
+    """Returns the rows of losses.csv."""
+    with FILE.open(newline="") as lines:
+        return tuple(map(_row, csv.DictReader(lines)))
+
+
+def _row(cells: Mapping[str, str]) -> Loss:
+    values: dict[str, Any] = {"setting": dict(word.split("=") for word in cells["setting"].split())}
+    values |= {name: int(cells[name]) for name in ("parameters", "seeds")}
+    values |= {name: float(cells[name]) for name in ("mean", "least", "most")}
+    return Loss(**{**cells, **values, "steps": float(cells["steps"]) if cells["steps"] else None})
+
+
+# ------------------------------------------------------------------------------------------- of settings, for a search
+
+
+def rows_of(setting: Mapping[str, str], optimizer: str) -> list[Loss]:
+    """Returns the rows of a setting beside dense runs with an optimizer; none for a setting that changes nothing."""
+    return [row for row in rows() if setting and (row.setting, row.optimizer) == (setting, optimizer)]
+
+
+def steps_to_loss(found: Sequence[Loss]) -> float | None:
+    """Returns the most steps of a setting's rows, over the dense run's; None without rows, or if one has none."""
+    steps = [row.steps for row in found]
+    return max(filter(None, steps), default=None) if all(steps) else None
+
+
+def settings_to_loss(optimizer: str) -> list[Mapping[str, str]]:
+    """Returns the settings that reach the loss of dense runs with an optimizer in all records of them."""
+    found = [row.setting for row in rows() if steps_to_loss(rows_of(row.setting, optimizer))]
+    return [setting for i, setting in enumerate(found) if setting not in found[:i]]
+
+
+# ------------------------------------------------------------------------------------------ of methods, for who uses it
+
+
+def rows_of_method(method: str) -> list[Loss]:
+    """Returns the rows that compare a method with dense runs of the same optimizer."""
+    return [row for row in rows() if row.method == method and OPTIMIZER not in row.setting]
+
+
+def is_free(method: str) -> bool:
+    """Whether its losses are, on both tasks, those of the dense runs within the spread of the seeds."""
+    found = [row for row in rows_of_method(method) if row.seeds >= SEEDS]
+    return {row.task for row in found} >= {*TASKS} and all(row.least <= 0 for row in found)
+
+
+def which_are_free(*methods: str) -> str:
+    """Returns the end of a key's meaning, of methods that are its values: "" if all are free."""
+    free = [method.partition("=")[2] for method in methods if is_free(method)]
+    if len(free) == len(methods):
+        return ""
+    return f"; free of loss: {', '.join(free)}; others may cost some" if free else "; may cost loss"
+
+
+def methods_of(config: Mapping[str, Any]) -> list[str]:
+    """Returns the methods that a config (nested dicts) uses; a codec behind local SGD is a part of it."""
+    compression = config["compression"]
+    is_local = bool(config["local_sgd"]["inner_steps"])
+    coded = {name: compression[name] for name in (*([] if is_local else ["hop_two"]), *CODED)}
+    methods = [f"compression.{name}={value}" for name, value in coded.items() if value != "none"]
+    return [*methods, *[DELAYED] * compression["delayed"], *[INNER_STEPS] * is_local]
+
+
+def described(config: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each method of a config that is not free: what its recorded runs cost."""
+    return [f"{method} is not free: {_cost(method)}; {PAGE}" for method in methods_of(config) if not is_free(method)]
+
+
+def _cost(method: str) -> str:
+    """Returns the lowest and highest cost of a method's settings in their recorded runs, by task."""
+    parts = []
+    for task in TASKS:
+        means = sorted(row.mean for row in rows_of_method(method) if row.task == task)
+        ends = [f"{mean:+z.3f}" for mean in means[:: max(1, len(means) - 1)]]
+        parts.append(f"{' to '.join(ends)} on {task}" if ends else f"not recorded on {task}")
+    return f"its loss, over the dense run's in recorded runs of small models: {', '.join(parts)}"

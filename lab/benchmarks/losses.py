@@ -1,0 +1,143 @@
+"""The rows of configs/losses.csv from the records of accuracy.py, local_steps.py and time_to_loss.py.
+
+A setting's steps to the loss are those of the run that needs fewest, where it was run with several lengths. Where no
+loss was recorded on the way, a run that ends as low as the dense one of its seed counts as one that takes as long.
+"""
+
+import csv
+import importlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import models
+from configs.base import typed
+from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, WITHIN
+from configs.schema import LocalSGDConfig
+from lab.benchmarks import accuracy, local_steps, time_to_loss
+from lab.benchmarks.runner import ROOT
+from lab.benchmarks.time_to_loss import DENSE
+from lab.benchmarks.time_to_loss_table import joined, steps_to
+from lab.records import Records
+
+HEAD: tuple[str, ...] = (
+    "setting",
+    "optimizer",
+    "task",
+    "parameters",
+    "seeds",
+    "mean",
+    "least",
+    "most",
+    "steps",
+    "record",
+)
+LOCAL = LocalSGDConfig()
+Pairs = Sequence[tuple[float, float]]  # last losses: of a run, and of the dense one with its seed
+Row = dict[str, Any]
+
+
+def text(records: Records) -> str:
+    """Returns the file."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, HEAD, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([*of_accuracy(records), *of_local_steps(records), *of_time_to_loss(records)])
+    return out.getvalue()
+
+
+def row(overrides: Mapping[str, Any], pairs: Pairs, **about: Any) -> Row:
+    """Returns the row of a setting from its config's overrides; `about` it are the other columns."""
+    setting = {key: value for key, value in overrides.items() if key.startswith(("compression.", "local_sgd."))}
+    if INNER_STEPS in setting:
+        setting |= {key: getattr(LOCAL, key.partition(".")[2]) for key in OUTER_STEP if key not in setting}
+    if (name := overrides.get(OPTIMIZER, about["optimizer"])) != about["optimizer"]:
+        setting[OPTIMIZER] = name
+    apart = [loss - dense for loss, dense in pairs]
+    as_low = all(loss <= WITHIN * dense for loss, dense in pairs)
+    found = {"seeds": len(pairs), "steps": 1 if as_low else "", **about}
+    found |= {name: f"{of(apart):.4f}" for name, of in (("mean", fmean), ("least", min), ("most", max))}
+    return {"setting": " ".join(f"{key}={value}" for key, value in setting.items()), **found}
+
+
+def of_accuracy(records: Records) -> Iterator[Row]:
+    """Yields the rows of accuracy.jsonl."""
+    for task, about in accuracy.TASKS.items():
+        size = parameters(about["config"], about["keys"])
+        lines = records.lines("accuracy", task=task)
+        losses = {(line["method"], line["seed"]): line["validation_loss"] for line in lines}
+        for name, method in accuracy.methods(task).items():
+            of_seed = {seed: loss for (other, seed), loss in losses.items() if other == name}
+            pairs = [
+                (x, losses[method.against, seed]) for seed, x in of_seed.items() if (method.against, seed) in losses
+            ]
+            if pairs and name != method.against:
+                optimizer = method.overrides[OPTIMIZER]
+                record = accuracy.RESULTS.relative_to(ROOT)
+                yield row(method.overrides, pairs, optimizer=optimizer, task=task, parameters=size, record=record)
+
+
+def of_local_steps(records: Records) -> Iterator[Row]:
+    """Yields the rows of local_steps.jsonl, beside the dense AdamW runs that end lowest."""
+    lines = records.lines("local_steps")
+    dense = [line["validation_losses"] for line in lines if line["dense"] and line["optimizer"] == "adamw"]
+    best = min(dense, key=sum, default=[])
+    about = accuracy.TASKS["text"]
+    size = parameters(about["config"], about["keys"])
+    for line in lines:
+        if line["dense"]:
+            continue
+        codec = {"compression.hop_two": line["codec"]} if line["codec"] != "none" else {}
+        codec |= {"compression.sparsity": 1 - line["density"]} if "density" in line else {}
+        local = {INNER_STEPS: line["inner_steps"]}
+        local |= dict(zip(OUTER_STEP, (line["rate"], line["momentum"]), strict=True))
+        pairs = list(zip(line["validation_losses"], best, strict=True))
+        record = local_steps.RESULTS.relative_to(ROOT)
+        overrides = codec | local | {OPTIMIZER: line["optimizer"]}
+        yield row(overrides, pairs, optimizer="adamw", task="text", parameters=size, record=record)
+
+
+def of_time_to_loss(records: Records) -> Iterator[Row]:
+    """Yields the rows of time_to_loss.jsonl: of each setting of ours that has a run as long as the dense one."""
+    found = joined(records.lines("time_to_loss"))
+    dense = found[DENSE]
+    targets = {seed: (WITHIN * losses[-1], at, losses) for seed, (at, losses) in dense.curves.items()}
+    optimizer = time_to_loss.TASK[OPTIMIZER]
+    size = parameters(time_to_loss.CONFIG, time_to_loss.TASK)
+    for name, one in found.items():
+        is_whole = not one.method.peer and one.method.steps == dense.method.steps and name != DENSE
+        pairs = [(one.curves[seed][1][-1], dense.curves[seed][1][-1]) for seed in one.curves if seed in targets]
+        if not is_whole or not pairs:
+            continue
+        alike = [x for x in found.values() if x.method.times == name and x.method.steps >= one.method.steps]
+        ways = [way for x in alike if x.curves and (way := steps_over_dense(x.curves, targets))]
+        about = {
+            "optimizer": optimizer,
+            "task": "text",
+            "parameters": size,
+            "steps": f"{min(ways):.3f}" if ways else "",
+        }
+        yield row(one.method.keys, pairs, **about, record=time_to_loss.RESULTS.relative_to(ROOT))
+
+
+def steps_over_dense(curves: Mapping[int, Any], targets: Mapping[int, Any]) -> float | None:
+    """Returns the steps to the targets over those of the dense runs, the seeds' mean; None if one never gets there.
+
+    `curves` are steps and losses by seed, `targets` a loss with the dense run's.
+    """
+    ways = []
+    for seed in curves.keys() & targets.keys():
+        target, at, losses = targets[seed]
+        own, dense = steps_to(target, *curves[seed]), steps_to(target, at, losses)
+        if own is None or dense is None:
+            return None
+        ways.append(own / dense)
+    return fmean(ways) if ways else None
+
+
+def parameters(file: str, keys: Mapping[str, Any]) -> int:
+    """Returns the number of a model's parameters, from a config file and overrides."""
+    config = importlib.import_module(file.removesuffix(".py").replace("/", ".")).get_config()
+    config.update_from_flattened_dict(accuracy.RUNS["replicas"] | dict(keys))
+    return models.build(typed(config).model).num_params
