@@ -55,8 +55,12 @@ class Loss:
 @lru_cache
 def rows() -> tuple[Loss, ...]:
     """Returns the rows of losses.csv."""
-    with FILE.open(newline="") as lines:
-        return tuple(map(_row, csv.DictReader(lines)))
+    return read(FILE.read_text())
+
+
+def read(text: str) -> tuple[Loss, ...]:
+    """Returns the rows of such a file."""
+    return tuple(map(_row, csv.DictReader(text.splitlines())))
 
 
 def _row(cells: Mapping[str, str]) -> Loss:
@@ -89,20 +93,31 @@ def settings_to_loss(optimizer: str) -> list[Mapping[str, str]]:
 # ------------------------------------------------------------------------------------------ of methods, for who uses it
 
 
-def rows_of_method(method: str) -> list[Loss]:
-    """Returns the rows that compare a method with dense runs of the same optimizer."""
-    return [row for row in rows() if row.method == method and OPTIMIZER not in row.setting]
+def by_method(found: Sequence[Loss]) -> Mapping[str, list[Loss]]:
+    """Returns the rows that compare a method with dense runs of the same optimizer, by method."""
+    methods: dict[str, list[Loss]] = {}
+    for row in found:
+        if OPTIMIZER not in row.setting:
+            methods.setdefault(row.method, []).append(row)
+    return methods
 
 
-def is_free(method: str) -> bool:
-    """Whether its losses are, on both tasks, those of the dense runs within the spread of the seeds."""
-    found = [row for row in rows_of_method(method) if row.seeds >= SEEDS]
-    return {row.task for row in found} >= {*TASKS} and all(row.least <= 0 for row in found)
+def is_free(found: Sequence[Loss]) -> bool:
+    """Whether a method's rows have, on both tasks, the dense runs' losses within the spread of the seeds."""
+    known = [row for row in found if row.seeds >= SEEDS]
+    return {row.task for row in known} >= {*TASKS} and all(row.least <= 0 for row in known)
+
+
+def cost_on(task: str, found: Sequence[Loss]) -> str:
+    """Returns the lowest and highest mean of a method's rows on a task; "" without any."""
+    means = sorted(row.mean for row in found if row.task == task)
+    return " to ".join(f"{mean:+z.3f}" for mean in means[:: max(1, len(means) - 1)])
 
 
 def which_are_free(*methods: str) -> str:
     """Returns the end of a key's meaning, of methods that are its values: "" if all are free."""
-    free = [method.partition("=")[2] for method in methods if is_free(method)]
+    known = by_method(rows())
+    free = [method.partition("=")[2] for method in methods if is_free(known.get(method, []))]
     if len(free) == len(methods):
         return ""
     return f"; free of loss: {', '.join(free)}; others may cost some" if free else "; may cost loss"
@@ -118,15 +133,12 @@ def methods_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def described(config: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each method of a config that is not free: what its recorded runs cost."""
-    return [f"{method} is not free: {_cost(method)}; {PAGE}" for method in methods_of(config) if not is_free(method)]
-
-
-def _cost(method: str) -> str:
-    """Returns the lowest and highest cost of a method's settings in their recorded runs, by task."""
-    parts = []
-    for task in TASKS:
-        means = sorted(row.mean for row in rows_of_method(method) if row.task == task)
-        ends = [f"{mean:+z.3f}" for mean in means[:: max(1, len(means) - 1)]]
-        parts.append(f"{' to '.join(ends)} on {task}" if ends else f"not recorded on {task}")
-    return f"its loss, over the dense run's in recorded runs of small models: {', '.join(parts)}"
+    """Returns a line for each method of a config that is not free: the lowest and highest cost that is recorded."""
+    known, lines = by_method(rows()), []
+    for method in methods_of(config):
+        found = known.get(method, [])
+        costs = [f"{cost_on(task, found) or 'not recorded'} on {task}" for task in TASKS]
+        if not is_free(found):
+            about = "its loss, over the dense run's in recorded runs of small models"
+            lines.append(f"{method} is not free: {about}: {', '.join(costs)}; {PAGE}")
+    return lines

@@ -1,4 +1,4 @@
-"""The rows of configs/losses.csv from the records of accuracy.py, local_steps.py and time_to_loss.py.
+"""The rows of configs/losses.csv from the records of accuracy.py, local_steps.py and time_to_loss.py, and two tables.
 
 A setting's steps to the loss are those of the run that needs fewest, where it was run with several lengths. Where no
 loss was recorded on the way, a run that ends as low as the dense one of its seed counts as one that takes as long.
@@ -8,18 +8,20 @@ import csv
 import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import models
 from configs.base import typed
-from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, WITHIN
+from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, TASKS, WITHIN, by_method, cost_on, is_free, read
 from configs.schema import LocalSGDConfig
+from files.pages import markdown
 from lab.benchmarks import accuracy, local_steps, time_to_loss
 from lab.benchmarks.runner import ROOT
 from lab.benchmarks.time_to_loss import DENSE
 from lab.benchmarks.time_to_loss_table import joined, steps_to
-from lab.records import Records
+from lab.records import Records, spread
 
 HEAD: tuple[str, ...] = (
     "setting",
@@ -134,6 +136,69 @@ def steps_over_dense(curves: Mapping[int, Any], targets: Mapping[int, Any]) -> f
             return None
         ways.append(own / dense)
     return fmean(ways) if ways else None
+
+
+# ------------------------------------------------------------------------------------------------------- the tables
+
+
+def free(records: Records) -> str:
+    """Returns a row per method: the lowest and highest mean over the dense runs, by task, and whether it is free."""
+    found = by_method(read(text(records)))
+    cells = [
+        [f"`{method}`", *(cost_on(task, rows) or "-" for task in TASKS), "yes" if is_free(rows) else "no"]
+        for method, rows in found.items()
+    ]
+    return markdown(["method", *(f"on {task}" for task in TASKS), "free"], cells)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A setting on a task: how many times fewer bytes than dense f32 it sends, and its last losses by seed."""
+
+    name: str
+    times_smaller: float
+    losses: Mapping[int, float]
+
+    def dominates(self, other: "Point") -> bool:
+        """Whether it sends no more than another one, and ends lower with every seed that both have."""
+        seeds = self.losses.keys() & other.losses.keys()
+        is_lower = bool(seeds) and all(self.losses[seed] < other.losses[seed] for seed in seeds)
+        return self.times_smaller >= other.times_smaller and is_lower
+
+    def cells(self) -> list[str]:
+        """Returns the cells of a row."""
+        return [self.name, f"{self.times_smaller:.3g}", spread([*self.losses.values()], ".3f")]
+
+
+def points(records: Records, task: str) -> list[Point]:
+    """Returns the settings of accuracy.jsonl on a task; on text, those of local_steps.jsonl, too."""
+    found = []
+    for name, method in accuracy.methods(task).items():
+        if lines := records.lines("accuracy", task=task, method=name):
+            smaller = method.times_smaller(lines[-1].get("hop_two_ratio", 1.0))
+            last = {line["seed"]: line["validation_loss"] for line in lines}
+            found.append(Point(name=name, times_smaller=smaller, losses=last))
+    for line in records.lines("local_steps", dense=False) if task == "text" else []:
+        outer = f"momentum {line['momentum']:g}, rate {line['rate']:g}, codec {line['codec']}"
+        name = f"{line['inner_steps']} steps, {outer}, {line['optimizer']}"
+        last = dict(enumerate(line["validation_losses"]))
+        found.append(Point(name=name, times_smaller=line["times_smaller"], losses=last))
+    return found
+
+
+def dominated(records: Records) -> str:
+    """Returns a row per setting above dense of which another one sends no more and ends lower; beside it the lowest such."""
+    rows = []
+    for task in TASKS:
+        every = points(records, task)
+        for one in every:
+            better = [other for other in every if other.dominates(one)]
+            is_above = all(loss > every[0].losses[seed] for seed, loss in one.losses.items())
+            # nor is it said of what hides its exchange, or encodes other traffic, or sends all
+            if better and is_above and not one.name.startswith(("dense", "delayed", "int4 gathers")):
+                rows.append([task, *one.cells(), *min(better, key=lambda other: fmean(other.losses.values())).cells()])
+    head = ["task", "dominated", "times smaller", "last loss", "by", "times smaller", "last loss"]
+    return markdown(head, rows)
 
 
 def parameters(file: str, keys: Mapping[str, Any]) -> int:

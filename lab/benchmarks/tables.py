@@ -10,6 +10,7 @@ from files.pages import markdown
 from lab.benchmarks import (
     accuracy,
     elastic,
+    losses,
     overlap_table,
     planner_records,
     planner_validation,
@@ -374,6 +375,8 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         },
         **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
         "local SGD, tuned": lambda: local_steps(records.lines("local_steps")),
+        "what is free": lambda: losses.free(records),
+        "what is dominated": lambda: losses.dominated(records),
         "kill matrix": lambda: kill_matrix(events),
         "compiled ahead": lambda: compiled_ahead(events),
         "runs of chaos": lambda: chaos_runs(chaos),
