@@ -103,7 +103,7 @@ def plan_text(plan: Plan) -> str:
         _wrapped(plan.title),
         "\n".join(_folded(candidate_rows(plan))),
         "\n".join([CHANGED, *_folded(changed_rows(plan)), _wrapped(ABOUT_LOSS)]) if plan.changed else "",
-        "\n".join([TO_LOSS, *_folded(rows), _wrapped(ABOUT_STEPS)]) if (rows := to_loss_rows(plan)) else "",
+        to_loss_text(plan),
         _wrapped(plan.error_bar),
         f"{about}\n  {format_bytes(best.memory.total)} of {format_bytes(best.memory.capacity)}: {memory}",
         "\n".join(f"  {line}" for line in (*columns(time_rows(best), left=2), sent_text(best))),
@@ -138,7 +138,7 @@ def changed_rows(plan: Plan) -> list[Sequence[str]]:
     return rows
 
 
-def to_loss_rows(plan: Plan) -> list[Sequence[str]]:
+def to_loss_rows(plan: Plan) -> list[list[str]]:
     """Returns a row for the best step with the config's result, and each whose recorded runs reach its loss.
 
     The cheapest is first: with the fewest steps times seconds of a step. Below the names of the columns; no row if the
@@ -150,14 +150,26 @@ def to_loss_rows(plan: Plan) -> list[Sequence[str]]:
         if steps := steps_to_loss(records):
             most = max(records, key=lambda row: row.steps or 0)
             found.append((plan.steps * steps * p.step_s, p, round(plan.steps * steps), most.where))
-    rows: list[Sequence[str]] = [("", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on")]
+    rows: list[list[str]] = [["", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on"]]
     for number, (seconds, p, steps, where) in enumerate(sorted(found, key=lambda row: row[0]), 1):
-        usd = UNKNOWN
-        if p.usd_on_demand is not None and p.tokens_per_s is not None:
-            usd = f"{p.usd_on_demand * p.tokens_per_s * seconds / TOKENS:,.0f} $"
-        cells = (p.candidate.name, str(p.candidate.micro_size), format_seconds(p.step_s), f"{steps:,}")
-        rows.append((str(number), *cells, format_seconds(seconds), usd, where))
+        cells = [p.candidate.name, str(p.candidate.micro_size), format_seconds(p.step_s), f"{steps:,}"]
+        rows.append([str(number), *cells, format_seconds(seconds), _price(p, seconds), where])
+    if not rows[1][6]:  # without a price
+        rows = [[*row[:6], row[7]] for row in rows]
     return rows if len(found) > 1 else []
+
+
+def _price(p: Prediction, seconds: float) -> str:
+    """Returns what so long a run of a prediction's nodes costs on demand; "" without a price."""
+    if p.usd_on_demand is None or p.tokens_per_s is None:
+        return ""
+    return f"{p.usd_on_demand * p.tokens_per_s * seconds / TOKENS:,.0f} $"
+
+
+def to_loss_text(plan: Plan) -> str:
+    """Returns the table of ways to the config's loss, with what it means; "" without one."""
+    rows = to_loss_rows(plan)
+    return "\n".join([TO_LOSS, *_folded(rows), _wrapped(ABOUT_STEPS)]) if rows else ""
 
 
 def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:

@@ -167,7 +167,8 @@ class Point:
 
     def cells(self) -> list[str]:
         """Returns the cells of a row."""
-        return [self.name, f"{self.times_smaller:.3g}", spread([*self.losses.values()], ".3f")]
+        smaller = f"{self.times_smaller:.3g}" if self.times_smaller < 100 else f"{self.times_smaller:,.0f}"
+        return [self.name, smaller, spread([*self.losses.values()], ".3f")]
 
 
 def points(records: Records, task: str) -> list[Point]:
@@ -187,7 +188,7 @@ def points(records: Records, task: str) -> list[Point]:
 
 
 def dominated(records: Records) -> str:
-    """Returns a row per setting above dense of which another one sends no more and ends lower; beside it the lowest such."""
+    """Returns a row per setting above dense of which another sends no more and ends lower; beside it the lowest."""
     rows = []
     for task in TASKS:
         every = points(records, task)

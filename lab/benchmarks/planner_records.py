@@ -2,7 +2,8 @@
 
     python -m lab.benchmarks.planner_records [--only=curves]
 
-`example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes. `curves`: a model of about 10 B
+`example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes. `loss`: a search for the cheapest way
+to a loss, 1.3 B parameters on four nodes with 1 Gbit/s. `curves`: a model of about 10 B
 parameters on 8 to 4096 A100s with several strategies. `adapters`, `adapters_nf4`, `adapters_fsdp`: LoRA of 70 B beside
 a base in bfloat16, in 4 bits, and with FSDP's habits. They are in results/derived/planner_*.json. XLA for GPUs is
 needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example says
@@ -23,7 +24,7 @@ from lab.records import DERIVED
 from metrics.units import format_bytes, format_count, format_percent, format_seconds
 from planner.clusters import CLUSTERS
 from planner.pictures import draw_curves
-from planner.report import Plan, from_json, plan_text
+from planner.report import Plan, from_json, plan_text, to_loss_text
 from planner.spot import World, read_trace, replay_spot, run_of, spot_text
 
 CLUSTER, TRACE = "p4d.24xlarge", "planner/spot_us_east_2b.csv"
@@ -41,6 +42,10 @@ STRATEGIES = "hsdp,zero3,mics(64),custom+parameters=node+gradients=node+optimize
 WORDS = {
     "example": [PAPER, "--nodes=16", "--search"],
     "spot": [PAPER, "--nodes=8,16"],
+    "loss": [
+        *("--config=configs/gpu_decoder.py:1.3b", "--config.num_steps=10000", "--config.batch.global_size=256"),
+        *("--cluster=h100-1gbit", "--nodes=4", "--search", "--compile=8"),
+    ],
     "curves": [
         PAPER,
         *(f"--config.{key}={value}" for key, value in MODEL.items()),
@@ -58,7 +63,7 @@ RECORDS = {name: DERIVED / f"planner_{name}.json" for name in WORDS}
 def main(argv: Sequence[str] | None = None) -> int:
     """Records what was asked for; returns the exit code."""
     for name in words(options_of(__doc__, argv, only=(",".join(RECORDS), "what is recorded")).only, "only", RECORDS):
-        command = [sys.executable, "-m", "planner", *WORDS[name], f"--cluster={CLUSTER}", "--json"]
+        command = [sys.executable, "-m", "planner", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
         RECORDS[name].write_text(started(command))
     return 0
 
@@ -72,6 +77,12 @@ def example() -> str:
     """Returns the plan of the search, without its notes, as a page shows it."""
     (plan,) = plans_of("example")
     return indented(plan_text(replace(plan, notes=())))
+
+
+def to_loss() -> str:
+    """Returns the title and the ways to the loss of that search."""
+    (plan,) = plans_of("loss")
+    return indented(f"{plan.title}\n\n{to_loss_text(plan)}")
 
 
 def spot() -> str:

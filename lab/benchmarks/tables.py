@@ -394,6 +394,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "goodput of replicas": lambda: replica_events.goodput_table(records.lines("replica_events")),
         "random events of replicas": lambda: replica_events.random_table(records.lines("replica_events")),
         "a search": planner_records.example,
+        "ways to a loss": planner_records.to_loss,
         "a run on spot nodes": planner_records.spot,
         "adapters of 70 B": planner_records.adapters,
         "errors on published steps": lambda: published_steps.summary(records.lines("published_steps")),
