@@ -72,7 +72,7 @@ def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeyp
     words = ["hsdp+hop_two=int8", "hsdp+inner_steps=10", "hsdp+delayed=True", "hsdp+hop_two=bf16"]
     plan = replace(plan, changed=named(words, [8.0, 5.0, 1.0, 1.0]))
     head, *found = to_loss_rows(plan)
-    assert head == ("", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on")
+    assert head == ["", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on"]
     usd_per_s = clusters.CLUSTERS["p4d.24xlarge"].on_demand * 16 / 3600
     # averages: 140 steps of 5 s; dense: 100 of 10; int8: by the record that needs most, 150 of 8
     expected = [
