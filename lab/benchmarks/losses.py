@@ -88,7 +88,7 @@ def of_local_steps(records: Records) -> Iterator[Row]:
     about = accuracy.TASKS["text"]
     size = parameters(about["config"], about["keys"])
     for line in lines:
-        if line["dense"]:
+        if line["dense"] or "state" in line:  # of independent replicas
             continue
         codec = {"compression.hop_two": line["codec"]} if line["codec"] != "none" else {}
         codec |= {"compression.sparsity": 1 - line["density"]} if "density" in line else {}
@@ -181,7 +181,8 @@ def points(records: Records, task: str) -> list[Point]:
             found.append(Point(name=name, times_smaller=smaller, losses=last))
     for line in records.lines("local_steps", dense=False) if task == "text" else []:
         outer = f"momentum {line['momentum']:g}, rate {line['rate']:g}, codec {line['codec']}"
-        name = f"{line['inner_steps']} steps, {outer}, {line['optimizer']}"
+        kept = ", mean state" if "state" in line else ""
+        name = f"{line['inner_steps']} steps, {outer}, {line['optimizer']}{kept}"
         last = dict(enumerate(line["validation_losses"]))
         found.append(Point(name=name, times_smaller=line["times_smaller"], losses=last))
     return found
