@@ -17,7 +17,7 @@ PAGE = "docs/compression_accuracy.md"
 TASKS, SEEDS = ("text", "digits"), 3  # a free method has so many seeds on each
 WITHIN = 1.005  # of the dense run's last loss: as low as that
 # keys with a codec, besides hop two's
-CODED = tuple(f"{hop}_{level}" for hop in ("gather", "hop_one", "experts") for level in ("inter", "intra"))
+CODED = tuple(f"{hop}_{level}" for hop in ("hop_one", "gather", "experts") for level in ("inter", "intra"))
 DELAYED, INNER_STEPS, OPTIMIZER = "compression.delayed=True", "local_sgd.inner_steps", "optimizer.name"
 OUTER_STEP = ("local_sgd.outer_learning_rate", "local_sgd.outer_momentum")
 
