@@ -14,7 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from configs.losses import FILE
+from configs.losses import FILE, rows
 from files.pages import filled, update
 from lab.benchmarks import losses
 from lab.benchmarks import tables as measured
@@ -23,6 +23,7 @@ from lab.plots import png
 from lab.records import Records, read_records
 from runtime.command_line import OneLineParser, complain
 
+COMMAND = "python -m lab.pages"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CHARTS: dict[str, Callable[[Records], Figure]] = {**measured.CHARTS, **papers.CHARTS}
 
@@ -39,15 +40,16 @@ def main(argv: Sequence[str] | None = None, docs: Path = DOCS) -> int:
     try:
         check = parser.parse_args(argv).check
         records = read_records()
+        stale = update({FILE: losses.text(records)}, FILE.parents[1], COMMAND, check=check)
+        rows.cache_clear()  # the planner's tables read the file
         found = tables(records)
         texts = {page: filled(page.read_text(), found) for page in sorted(docs.rglob("*.md"))}
-        texts |= {FILE: losses.text(records)} if docs == DOCS else {}
         charts = {} if check else {name: png(draw(records)) for name, draw in CHARTS.items()}
     except ValueError as error:
         return complain(error)
     for name, content in charts.items():
         (docs / "images" / f"{name}.png").write_bytes(content)
-    return update(texts, docs.parent, "python -m lab.pages", check=check)
+    return max(stale, update(texts, docs.parent, COMMAND, check=check))
 
 
 if __name__ == "__main__":
