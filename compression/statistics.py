@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
@@ -92,5 +91,8 @@ def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
         "hop_two_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
         "hop_two_fraction_sent": num_sent / jnp.maximum(num_values, 1),
     }
-    residuals = state.residual, state.unsent
-    return found | ({"residual_norm": optax.tree.norm(residuals)} if jax.tree.leaves(residuals) else {})
+    if leaves := jax.tree.leaves((state.residual, state.unsent)):
+        # first of each replica: XLA would sum tensor by tensor over the replicas, and gloo one scalar after the other
+        of_replicas = sum(jnp.sum(x * x, axis=range(1, x.ndim)) for x in leaves)
+        found["residual_norm"] = jnp.sqrt(jnp.sum(of_replicas))
+    return found

@@ -9,33 +9,42 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from running import arguments, run_here
 
+from optimizers import guarded
 from planner.compile import WHEELS, compile_step
 from training.experiment import make_experiment
 from training.overlap import (
     ESTIMATE,
+    ON_CPUS,
     OVERLAP,
     PIPELINING,
     add_estimate,
     flag_names,
     is_known,
-    overlap_options,
     users_xla_flags,
+    xla_options,
 )
 
 ALL = (*OVERLAP, *PIPELINING)
 SCHEDULER, *OTHERS = (next(iter(names)) for names in ALL)
 NEW, OLD = PIPELINING[0]  # names of one option
-on_gpus = partial(overlap_options, "gpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True)
+on_gpus = partial(xla_options, "gpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True)
 
 
-def test_all_of_them_on_gpus_none_elsewhere() -> None:
+def test_all_of_them_on_gpus_and_only_copies_on_cpus() -> None:
     assert list(on_gpus().items()) == [next(iter(names.items())) for names in ALL]
     assert list(on_gpus(pipelined=True).items()) == [next(iter(names.items())) for names in OVERLAP]
     assert on_gpus(wanted=False) == {}
-    assert overlap_options("cpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True) == {}
+    for wanted in (True, False):
+        assert (
+            xla_options("cpu", wanted=wanted, pipelined=False, xla_flags="") == ON_CPUS[0]
+        )  # the installed XLA knows it
+    assert xla_options("tpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True) == {}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +103,24 @@ def test_the_installed_xla_knows_the_estimate() -> None:
     subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=variables, check=True, timeout=120)
 
 
+def test_on_cpus_moments_are_updated_in_place_with_the_same_bits() -> None:
+    tx = guarded(optax.adamw(0.1))
+
+    def step(x: jax.Array, state: Any, g: jax.Array) -> tuple[jax.Array, Any]:
+        update, state = tx.update(g, state, x)
+        return x + update, state
+
+    def run(**options: Any) -> tuple[Any, int]:
+        x, g = jax.random.normal(jax.random.key(0), (2, 64, 128))
+        state = jax.tree.map(jnp.copy, tx.init(x))  # two counters of it are one array
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(x, state, g).compile(compiler_options=options)
+        return compiled(x, state, g), (compiled.as_text() or "").count("= f32[64,128]{1,0} copy(")
+
+    (copying, copies), (in_place, none) = run(), run(**ON_CPUS[0])
+    jax.tree.map(np.testing.assert_array_equal, copying, in_place)
+    assert (copies, none) == (2, 0)
+
+
 def test_what_xla_says_of_an_option() -> None:
     assert is_known(SCHEDULER, True)
     assert not is_known("xla_gpu_of_another_version", True)
@@ -106,8 +133,8 @@ def test_they_reach_the_compilation_and_the_record(
     overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA for CPUs takes them too, and does nothing with them: a run that is told `gpu` shows the way that they go."""
-    told = lambda _, **more: overlap_options("gpu", **more)
-    monkeypatch.setattr("training.experiment.overlap_options", told)
+    told = lambda _, **more: xla_options("gpu", **more)
+    monkeypatch.setattr("training.experiment.xla_options", told)
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_collective_timeout_seconds=120 --{SCHEDULER}=false")
     asked: list[dict[str, Any] | None] = []
     compile_lowered = jax.stages.Lowered.compile

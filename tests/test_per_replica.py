@@ -1,5 +1,6 @@
 """What each replica keeps by itself is told by its type, not by a name: a model may call its modules as it likes."""
 
+import re
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import workload
 
 from compression.codecs import OneBit
 from compression.exchange import exchange
-from compression.statistics import statistics
+from compression.statistics import State, nothing_sent, statistics
 from sharding.plan import ShardingPlan
+from sharding.replicas import PerReplica
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
@@ -53,3 +55,19 @@ def test_residual_norm_ignores_module_names(module: str) -> None:
     state = jax.tree.map(lambda x: jnp.full_like(x, 2), tx.init(params))
     sizes = 4 * (16 * 32 + 32)  # of four replicas
     np.testing.assert_allclose(statistics(state)["residual_norm"], 2 * sizes**0.5, rtol=1e-6)
+
+
+def test_the_residual_norm_is_one_sum_over_the_replicas_of_all_tensors_together() -> None:
+    """Gloo sums one scalar after the other: one for each tensor would be as many round trips a step."""
+    mesh = jax.make_mesh((8,), ("replica",))
+    by_replica = jax.NamedSharding(mesh, jax.P("replica"))
+    values = [
+        np.random.default_rng(i).normal(size=(8, *shape)).astype("f") for i, shape in enumerate([(), (3,), (4, 5)])
+    ]
+    residual = PerReplica([jax.device_put(x, by_replica) for x in values], combine="sum", label="")
+    norm = jax.jit(lambda residual: statistics(State(residual=residual, sent=nothing_sent()))["residual_norm"])
+    compiled = norm.lower(residual).compile()
+    sums = re.findall(r"= (\S+|\(.*?\)) all-reduce\(", compiled.as_text() or "")
+    assert [x.partition("{")[0] for x in sums] == ["f32[]"]
+    whole = np.concatenate([x.ravel() for x in values]).astype(np.float64)
+    np.testing.assert_allclose(compiled(residual), np.linalg.norm(whole), rtol=1e-6)

@@ -38,7 +38,7 @@ from sharding.step import Chain, TrainState, build_eval_step, build_train_step, 
 from sharding.trees import Params
 from training.batches import BatchLayout, accumulation, shares_of
 from training.optimizer_chain import cut_of, make_chain
-from training.overlap import Value, overlap_options, users_xla_flags
+from training.overlap import Value, users_xla_flags, xla_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +133,11 @@ class Experiment:
         return jitted.lower(self.state_shapes, self.batches.shapes)
 
     def compiler_options(self, *, pipelined: bool) -> dict[str, Value]:
-        """The options that XLA gets besides the user's XLA_FLAGS, so that collectives overlap with compute.
+        """The options that XLA gets besides the user's XLA_FLAGS.
 
         `pipelined`: the program's loops over layers are pipelined as they are written.
         """
-        return overlap_options(
+        return xla_options(
             self.plan.mesh.devices.flat[0].platform,
             wanted=self.config.sharding.overlap != "off",
             pipelined=pipelined,

@@ -1,4 +1,4 @@
-"""The compiler options by which XLA runs collectives beside compute on GPUs.
+"""The compiler options by which XLA runs collectives beside compute on GPUs, and updates arrays in place on CPUs.
 
 They are given to the compilation and not put into XLA_FLAGS: there a flag that the installed XLA does not know aborts
 the process, and it would have to be there before anybody knows on what the run runs. One cannot be given so, because
@@ -38,6 +38,9 @@ PIPELINING: tuple[dict[str, Value], ...] = (
     # a layer's gather moves into the iteration of the layer before it; holds one more layer's parameters
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON", "xla_gpu_enable_pipelined_all_gather": True},
 )
+# XLA for CPUs copies what it updates in place and reads elsewhere too, such as moments, unless it looks at the order of
+# reads and writes, as for GPUs it always does.
+ON_CPUS: tuple[dict[str, Value], ...] = ({"xla_cpu_copy_insertion_use_region_analysis": True},)
 
 
 def is_known(name: str, value: Value) -> bool:
@@ -52,18 +55,17 @@ def is_known(name: str, value: Value) -> bool:
     return True
 
 
-def overlap_options(
+def xla_options(
     platform: str, *, wanted: bool, pipelined: bool, xla_flags: str, known: Callable[[str, Value], bool] = is_known
 ) -> dict[str, Value]:
     """Returns the options for a program on `platform`, but those that the user's `xla_flags` set.
 
-    `pipelined`: the program's loops over layers are pipelined as they are written.
+    `wanted`: collectives are to overlap; `pipelined`: loops over layers are pipelined as the program is written.
     """
-    if not wanted or platform != "gpu":
-        return {}
+    overlap = {"gpu": OVERLAP if pipelined else OVERLAP + PIPELINING} if wanted else {}
     users = flag_names(xla_flags)
     options: dict[str, Value] = {}
-    for names in OVERLAP if pipelined else OVERLAP + PIPELINING:
+    for names in (overlap | {"cpu": ON_CPUS}).get(platform, ()):
         if not users & names.keys():
             options |= next(({name: value} for name, value in names.items() if known(name, value)), {})
     return options
