@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from metrics.units import format_bytes, format_seconds
 from planner.predict import Step
 from replicas.payloads import PAYLOADS, PIECES, make_payload
+from training.share_rounds import of_workers, state_payload
 
 PAGE = "docs/replicas.md"
 
@@ -25,29 +26,37 @@ class Independent:
 
 
 def independent(step: Step) -> Independent | None:
-    """Returns the step of a program's replicas as worlds of their own; None where they cannot be."""
+    """Returns the step of a program's replicas as worlds of their own; None where they cannot be.
+
+    With local SGD it is the mean of the steps from one meeting to the next.
+    """
     config, layout = step.experiment.config, step.experiment.plan.layout
     per_node, group = layout.shape.devices_per_node, layout.shape.size(layout.parameters)
     shared = config.mesh.tensor * config.mesh.stages * config.mesh.context
-    is_later = config.compression.delayed or config.local_sgd.inner_steps
-    if layout.num_replicas == 1 or group % per_node or shared > 1 or is_later:
+    if layout.num_replicas == 1 or group % per_node or shared > 1 or config.local_sgd.streaming:
         return None
     if config.compression.hop_two not in PAYLOADS or layout.is_automatic:
         return None
-    timeline, network = step.timeline(), step.machine.cluster.network()
-    values = step.experiment.model.num_trained * per_node / group  # of a node
+    timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
+    values = step.experiment.model.num_trained
     payload = make_payload(config.compression.hop_two, config.compression.block)
-    sent_bytes = 2 * (1 - 1 / layout.num_replicas) * values * payload.bytes_per_value
+    encoded = values * payload.bytes_per_value
+    if local:  # the mean of the optimizers' states travels too
+        kept, form = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas, state_payload(config)
+        encoded, values = encoded + kept * form.bytes_per_value, values + kept
+    sent_bytes = 2 * (1 - 1 / layout.num_replicas) * encoded * per_node / group  # by a node
     sending_s = sent_bytes / network.node_bandwidth
-    backward = 3 / 4 if config.model.remat == "full" else 2 / 3
-    window_s = backward * timeline.compute_s / step.experiment.batches.accumulation
-    exposed_s = max(sending_s - window_s, sending_s / PIECES)  # the last piece comes when the backward pass is over
-    copies_s = 2 * 4 * values / per_node / step.machine.cluster.device.copy_bandwidth
+    compute_s = timeline.compute_s / step.experiment.batches.accumulation
+    # beside the backward pass of the last micro-step, after which the last piece comes; delayed, all of the next step
+    hides_s = min((3 / 4 if config.model.remat == "full" else 2 / 3) * compute_s, sending_s * (1 - 1 / PIECES))
+    hidden_s = min(timeline.compute_s, sending_s) if config.compression.delayed else 0.0 if local else hides_s
+    copies_s = 2 * 4 * values / group / step.machine.cluster.device.copy_bandwidth
+    alone_s = timeline.step_s - timeline.use("hop_two").exposed_s
     return Independent(
-        step_s=timeline.step_s - timeline.use("hop_two").exposed_s + exposed_s + copies_s,
+        step_s=alone_s + (sending_s - hidden_s + copies_s) / max(local, 1),
         sent_bytes=sent_bytes,
         sending_s=sending_s,
-        hidden_s=sending_s - exposed_s,
+        hidden_s=hidden_s,
     )
 
 
@@ -56,8 +65,11 @@ def independent_text(step: Step, step_s: float) -> list[str]:
     if (found := independent(step)) is None:
         return []
     than = "less" if found.step_s < step_s else "more"
+    config = step.experiment.config
+    meets = f" every {config.local_sgd.inner_steps} steps" if config.local_sgd.inner_steps else ""
+    beside = "the next step" if config.compression.delayed else "the last backward pass"
+    hidden = "" if meets else f", {format_seconds(found.hidden_s)} of it beside {beside}"
     return [
         f"as independent replicas ({PAGE}) a step takes {format_seconds(found.step_s)}, {than} than in one world: each "
-        f"node sends {format_bytes(found.sent_bytes)} in {format_seconds(found.sending_s)}, "
-        f"{format_seconds(found.hidden_s)} of it beside the last backward pass"
+        f"node sends {format_bytes(found.sent_bytes)} in {format_seconds(found.sending_s)}{meets}{hidden}"
     ]

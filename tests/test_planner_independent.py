@@ -10,6 +10,7 @@ from planner import clusters
 from planner.candidates import of_strategies
 from planner.independent import independent, independent_text
 from planner.predict import Step
+from training.experiment import make_experiment
 
 pytestmark = IGNORED
 
@@ -37,7 +38,25 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     assert "more than in one world" in text
 
 
-@pytest.mark.parametrize("changes", [{"compression.hop_two": "int4"}, {"compression.delayed": True}])
+def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(step: Step) -> None:
+    """At a meeting a node sends the drift, and AdamW's two moments."""
+    values = step.experiment.model.num_trained
+    delayed = small(compression__delayed=True)
+    slow = replace(on(step, 1e5), experiment=replace(step.experiment, config=delayed))
+    found = independent(slow)
+    assert found and found.hidden_s == pytest.approx(min(slow.timeline().compute_s, found.sending_s))
+    assert "beside the next step" in independent_text(slow, 1.0)[0]
+    local = make_experiment(step.candidate.applied(small(local_sgd__inner_steps=5)))
+    met = replace(on(step, 1e5), experiment=local)
+    found = independent(met)
+    assert found and found.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * 3 * values) and not found.hidden_s
+    copies_s = 8 * 3 * values / 2 / clusters.EMULATED.device.copy_bandwidth
+    alone_s = met.timeline().step_s - met.timeline().use("hop_two").exposed_s
+    assert found.step_s == pytest.approx(alone_s + (found.sending_s + copies_s) / 5)
+    assert "every 5 steps" in independent_text(met, 1.0)[0]
+
+
+@pytest.mark.parametrize("changes", [{"compression.hop_two": "int4"}])
 def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, changes: dict[str, object]) -> None:
     config = small(**{key.replace(".", "__"): value for key, value in changes.items()})
     assert independent_text(replace(step, experiment=replace(step.experiment, config=config)), 1.0) == []

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from compression.local_sgd import LocalState
+from configs.schema import Config
 from replicas.payloads import Float32, Payload, make_payload, pieces
 from sharding.gathers import to_parameter_scope
 from sharding.gradients import accumulated
@@ -110,8 +111,7 @@ class Rounds:
         """Of each piece its values, and how they travel."""
         compression = self._ex.config.compression
         payload = make_payload(compression.hop_two, compression.block)
-        kept = make_payload("none" if compression.hop_two == "none" else "bf16", compression.block)
-        each = zip(self._pieces, (payload, kept, Float32()), strict=True)
+        each = zip(self._pieces, (payload, state_payload(self._ex.config), Float32()), strict=True)
         return [(stop - start, form) for bounds, form in each for start, stop in bounds]
 
     def begin(self, fail: Callable[[], object]) -> None:
@@ -163,6 +163,16 @@ class _Values:
         self._at += data.size
         values = self._mean[start : self._at].reshape(data.shape)
         return (np.ceil(values) if jnp.issubdtype(data.dtype, jnp.integer) else values).astype(data.dtype)
+
+
+def state_payload(config: Config) -> Payload:
+    """Returns how the state of the inner optimizers travels."""
+    return make_payload("none" if config.compression.hop_two == "none" else "bf16", config.compression.block)
+
+
+def of_workers(local: Any) -> int:
+    """Returns how many values of the inner optimizers' states travel, of all replicas of a state."""
+    return sum(x.size for x in _parts(local)[1])
 
 
 def worker_of(state: TrainState) -> TrainState:
