@@ -126,6 +126,12 @@ class Membership:
         """Returns the newest step that another member has begun, as far as is known; NOBODY: there is none."""
         return max(self._agree(max((m.step + self._late for m in self.others if m.begun), default=NOBODY)))
 
+    def is_alone(self) -> bool:
+        """Whether nobody else has begun; asks again those who had not when they were heard of."""
+        if self.newest_step() == NOBODY:
+            self.tell()
+        return self.newest_step() == NOBODY
+
     def tell(self, **changes: Any) -> None:
         """Tells the others what has changed about this member, and learns of them."""
         if changes:

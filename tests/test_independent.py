@@ -15,6 +15,7 @@ from suite import sampled
 
 from replicas.group import BehindError
 from training.independent import Independent
+from training.resume import Start
 from training.share_gradients import Gradients
 
 pytestmark = pytest.mark.jax
@@ -92,6 +93,21 @@ def test_a_run_goes_from_one_world_to_replicas_and_back(delayed: bool, tmp_path:
         if "loss" in row:
             of = row["step"] - 1 - (delayed and row in late)
             np.testing.assert_allclose(row["loss"], expected[of]["loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the others had saved it after this one restored: it does no step, and the next start goes on from it."""
+    replica = [*arguments(tmp_path, **INDEPENDENT, num_steps=4), "--group=0"]
+    assert run_here(*replica, hooks=[stop_after(2)]) == 75
+    with monkeypatch.context() as patch:
+        patch.setattr("train.resume.restore", lambda *_: Start(restored=None, logged=2))
+        assert run_here(*replica) == 75
+    assert "the newest checkpoint is newer than the state here" in capsys.readouterr().err.splitlines()[-1]
+    assert run_here(*replica) == 0
+    assert [row["step"] for row in rows(tmp_path / "replicas" / "0")] == [3, 4]
 
 
 def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() -> None:
