@@ -155,7 +155,7 @@ class Replicas:
                 return None
             step = newest + AHEAD * tries
             self.members.tell(step=step)  # from which on they keep the totals
-            begun = [member for member in self.members.others if member.begun]
+            begun = [member for member in self.members.others if member.trains]
             found, why = {}, "none has it"
             try:
                 found = self._fetch_state(begun, step, sizes) if begun else {}
