@@ -232,12 +232,11 @@ class Replicas:
             return self._steps[step]
         if self.members.me.first == NEVER:
             self.members.choose_entry(step)
-        if not self.members.me.begun and self.members.is_alone():
-            if max(self._agree(self._saved())) > step:
-                raise ResumableError(
-                    "nobody else trains any more, and the newest checkpoint is newer than the state here: run the same "
-                    "command again, which goes on from it"
-                )
+        if not self.members.me.begun and self.members.is_alone() and max(self._agree(self._saved())) > step:
+            raise ResumableError(
+                "nobody else trains any more, and the newest checkpoint is newer than the state here: run the same "
+                "command again, which goes on from it"
+            )
         with self._changed:
             me = self.members.me
             self.members.step, self.members.me = step - self._late, me.changed(begun=me.takes_part(step))
