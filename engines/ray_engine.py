@@ -119,6 +119,7 @@ class Engine(ABC):
             progress=self._failures[group].progress(),
         )
         self._attempts.append(attempt)
+        self._said = ""
         say(f"{attempt.title} starts on {self._names(nodes)}; idle: {', '.join(idle) or 'none'}")
         self._write(Event.ATTEMPT_STARTED, attempt, hosts=[*map(self._name, nodes)], idle=idle)
 
