@@ -55,6 +55,17 @@ def test_a_silent_node_is_left_out_until_it_answers(cluster: Members) -> Iterato
     yield from cluster.trains_on("acb")
 
 
+@story("a", STARTING_S=60.0)
+def test_a_node_that_has_just_joined_is_waited_for(cluster: Members) -> Iterator[object]:
+    cluster.join("b")
+    b = cluster.by_node["b"]
+    b.has_begun = b.answers = False
+    yield from turns()
+    assert cluster.world() == ""
+    b.has_begun = b.answers = True
+    yield from cluster.trains_on("ab")
+
+
 @story("a")
 def test_a_run_grows_beside_a_node_that_never_begins(cluster: Members) -> Iterator[object]:
     """Another job holds its CPUs: its agent waits for them."""

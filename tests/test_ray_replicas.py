@@ -99,14 +99,15 @@ def test_a_replica_that_gets_nowhere_is_given_up(cluster: Members) -> Iterator[o
         cluster.by_node["a"].code = -9
 
 
-@alone("ab")
+@alone("abc")
 def test_a_run_that_has_finished_is_not_started_again(cluster: Members) -> Iterator[object]:
-    yield from runs(cluster, "a0.0 b1.0")
+    """However its other groups end."""
+    yield from runs(cluster, "a0.0 b1.0 c2.0")
     cluster.by_node["a"].code = 0
-    cluster.join("c")
+    cluster.join("d")
     yield from turns()
-    assert cluster.groups() == "a b1.0 c"
-    cluster.by_node["b"].code = -9
+    assert cluster.groups() == "a b1.0 c2.0 d"
+    cluster.by_node["b"].code, cluster.by_node["c"].code = -9, 2
 
 
 @alone("ab", code=75)

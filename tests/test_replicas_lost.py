@@ -116,10 +116,13 @@ def test_one_that_catches_up_and_is_left_alone_looks_for_a_newer_checkpoint(
 
 def test_one_that_is_about_to_begin_counts_as_there(make: Callable[..., Replicas]) -> None:
     """Else one with other parameters than most in front of the first step would go on with its own."""
-    make(0)
-    late = make(1)
+    other, late = make(0), make(1)
     assert not any(member.begun for member in late.members.others)
     assert late.members.newest_step() == 0 and not late.members.is_alone()
+    other.members.tell(first=NEVER)
+    assert late.members.is_alone()
+    other.members.me = other.members.me.changed(begun=True)  # it does not tell of each step
+    assert not late.members.is_alone()
 
 
 @pytest.mark.parametrize(("step", "entered"), [(125, [140]), (110, []), (129, [140])])
