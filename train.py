@@ -73,7 +73,6 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
     flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
     flags.DEFINE_integer("group", None, "number of this replica (sharding.replicas=independent)", flag_values=values)
-    flags.DEFINE_boolean("standby", False, "compile, then wait for SIGUSR1 to process 0 (engines)", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
     if command_line.asks_for_help(argv):
         print(command_line.help_text(__doc__ or "", argv, values))
@@ -84,8 +83,6 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
         raise ValueError("--workdir= names no folder; give one, or leave --workdir out")
     workdir = Path(values.workdir or Path("runs") / command_line.config_name(values))
     check_path(workdir)
-    if values.standby:
-        supervisor.stand_by()
     address = launch.Address(
         coordinator=values.coordinator, num_processes=values.num_processes, process_id=values.process_id
     )
@@ -122,7 +119,7 @@ def run(
         return True
 
     # --------------------------------------------------- build: mesh, model, optimizer and data, checked but not made
-    ex = build(config, workdir, make, words if not supervisor.stands_by else None)
+    ex = build(config, workdir, make, words)
     data = load_datasets(ex, workdir, supervisor.hold)
     validator = Validator(ex, data.validation, config.eval.num_batches * ex.num_shares, supervisor.enter)
     sampler = Sampler(ex, data.tokenizer, config.sample)
@@ -136,15 +133,9 @@ def run(
     if group is not None:
         steps = Independent(ex, supervisor.enter, number=group, workdir=whole)
 
-    # --------------------------------------------------------- standby: compiled while the attempt before still trains
-    if supervisor.stands_by:
-        if not supervisor.await_turn(steps.compile):
-            return False
-        started_s = time.perf_counter()
+    # ----------------------------------------------------------------------------------------------------------- resume
     supervisor.enter(Phase.RESTORING)
     supervisor.hold(workdir_lock(workdir))
-
-    # ----------------------------------------------------------------------------------------------------------- resume
     if group is None and resume.is_finished(config, workdir):  # by the attempt before
         return True
     resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)
@@ -234,14 +225,11 @@ def run(
     return finished
 
 
-def build(
-    config: Config, workdir: Path, make: Callable[[Config], Experiment], words: Sequence[str] | None
-) -> Experiment:
-    """Returns the parts of the run; with `words`, those of the config, checks that its state fits the devices."""
+def build(config: Config, workdir: Path, make: Callable[[Config], Experiment], words: Sequence[str]) -> Experiment:
+    """Returns the parts of the run, after a check that its state fits the devices; `words` are those of the config."""
     with resume.goes_on_with_more_nodes(workdir):
         ex = make(config)
-        if words is not None:
-            check_fits(ex, words)
+        check_fits(ex, words)
     return ex
 
 

@@ -5,6 +5,7 @@ conversion across a collective, but it leaves bytes as they are. The bytes sent 
 can be read in the compiled program. Storing the encoding error is up to the caller (compression/exchange.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -143,16 +144,13 @@ class OneBit:
         else:
             there = _blocks(real, self.block)
             shares = there / jnp.maximum(jnp.sum(there, axis=-1, keepdims=True), 1)
-        scales = jnp.sum(sizes * shares, axis=-1)  # the mean; dividing before the sum avoids overflow
-        return jnp.concatenate([jnp.packbits(x >= 0, axis=-1), _to_bytes(scales)], axis=-1)
+        scales = jnp.sum(sizes * shares, axis=-1, keepdims=True)  # the mean; dividing before the sum avoids overflow
+        return _packed([x >= 0], scales)
 
     def decode(self, payload: jax.Array) -> jax.Array:
         """Returns the values `f32 [..., N]` of a payload."""
-        blocks = payload.shape[-1] // (self.block // 8 + SCALE_BYTES)
-        signs, scales = jnp.split(payload, [blocks * self.block // 8], axis=-1)
-        positive = jnp.unpackbits(signs, axis=-1).reshape(*payload.shape[:-1], blocks, self.block)
-        scales = _from_bytes(scales, jnp.float32)[..., None]
-        return jnp.where(positive == 1, scales, -scales).reshape(*payload.shape[:-1], blocks * self.block)
+        (positive,), scales = _unpacked(payload, self.block, 1)
+        return _signed(positive, scales)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,19 +182,13 @@ class Statistical:
             return jnp.sum(sizes * shares, axis=-1, keepdims=True)  # dividing before the sum avoids overflow
 
         large = sizes > self.SPLIT * mean(there)
-        means = jnp.concatenate([mean(there * ~large), mean(there * large)], axis=-1).reshape(*x.shape[:-1], -1)
-        bits = (x >= 0, large.reshape(x.shape))
-        return jnp.concatenate([*(jnp.packbits(b, axis=-1) for b in bits), _to_bytes(means)], axis=-1)
+        means = jnp.concatenate([mean(there * ~large), mean(there * large)], axis=-1)
+        return _packed([x >= 0, large.reshape(x.shape)], means)
 
     def decode(self, payload: jax.Array) -> jax.Array:
         """Returns the values `f32 [..., N]` of a payload."""
-        blocks = payload.shape[-1] // (self.block // 4 + 2 * SCALE_BYTES)
-        bits, means = jnp.split(payload, [blocks * self.block // 4], axis=-1)
-        positive, large = jnp.split(jnp.unpackbits(bits, axis=-1), 2, axis=-1)
-        shape = (*payload.shape[:-1], blocks, self.block)
-        means = _from_bytes(means, jnp.float32).reshape(*payload.shape[:-1], blocks, 2)
-        sizes = jnp.where(large.reshape(shape) == 1, means[..., 1:], means[..., :1])
-        return jnp.where(positive.reshape(shape) == 1, sizes, -sizes).reshape(*payload.shape[:-1], -1)
+        (positive, large), means = _unpacked(payload, self.block, 2)
+        return _signed(positive, jnp.where(large, means[..., 1:], means[..., :1]))
 
 
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
@@ -233,6 +225,27 @@ def _blocks(x: jax.Array, size: int) -> jax.Array:
     the scales four times slower.
     """
     return lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, size))
+
+
+def _packed(bits: Sequence[jax.Array], sizes: jax.Array) -> jax.Array:
+    """Returns bits `[..., N]`, the first of each highest, then sizes `f32 [..., blocks, n]`, as bytes."""
+    of_blocks = _to_bytes(sizes.reshape(*sizes.shape[:-2], -1))
+    return jnp.concatenate([*(jnp.packbits(b, axis=-1) for b in bits), of_blocks], axis=-1)
+
+
+def _unpacked(payload: jax.Array, block: int, count: int) -> tuple[list[jax.Array], jax.Array]:
+    """Undoes `_packed` of `count` bits a value and sizes a block: `bool [..., blocks, block]` each, and the sizes."""
+    blocks = payload.shape[-1] // (count * (block // 8 + SCALE_BYTES))
+    bits, sizes = jnp.split(payload, [count * blocks * block // 8], axis=-1)
+    shape = (*payload.shape[:-1], blocks)
+    found = [b.reshape(*shape, block) == 1 for b in jnp.split(jnp.unpackbits(bits, axis=-1), count, axis=-1)]
+    return found, _from_bytes(sizes, jnp.float32).reshape(*shape, count)
+
+
+def _signed(positive: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Returns values `f32 [..., N]` of these sizes, of which those are positive."""
+    values = jnp.where(positive, sizes, -sizes)  # [..., blocks, block]
+    return values.reshape(*values.shape[:-2], -1)
 
 
 def _to_bytes(x: jax.Array) -> jax.Array:

@@ -47,11 +47,11 @@ class HopTwo:
     primitive: Callable[[Setup], Exchange] | None = None
 
     def transform(self, setup: Setup) -> optax.GradientTransformationExtraArgs:
-        """Returns the hop-two transform of a run."""
+        """Returns the hop-two transform of a run, whose state takes nothing of a step that is skipped."""
         hop_two = self.build(setup)
         if setup.compression.delayed:
-            hop_two = delayed(hop_two, setup.plan.layout.num_replicas)
-        return optax.with_extra_args_support(hop_two)
+            return delayed(hop_two, setup.plan.layout.num_replicas)
+        return unless_not_finite(hop_two)
 
     def early(self, setup: Setup) -> Callable[[Any], Early] | None:
         """Returns what the micro-steps need to do hop two, of the transform's state.
@@ -87,12 +87,15 @@ def unless_not_finite(hop_two: optax.GradientTransformation) -> optax.GradientTr
 
     def update(updates: GradsR, state: Any, params: Params | None = None, **extra: Any) -> tuple[Grads, Any]:
         out, after = inner.update(updates, state, params, **extra)
-        if extra.get("exchanged") is not None:
-            return out, after
-        finite = jnp.isfinite(optax.tree.norm(out))
-        return out, jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+        return out, after if extra.get("exchanged") is not None else _if_finite(out, after, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _if_finite(values: PyTree, new: PyTree, old: PyTree) -> PyTree:
+    """Returns `new` where all values are finite, else `old`."""
+    finite = jnp.isfinite(optax.tree.norm(values))
+    return jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
 
 
 class DelayedState(NamedTuple):
@@ -109,7 +112,8 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
     Non-finite gradients never enter the state: they make the result non-finite too, so that the step is skipped and the
     state stays, including the waiting gradients. Where the micro-steps have exchanged those, the state is the new one.
     On a skipped step `waiting` is then the exchanged mean on every replica, and the residuals hold what the codec left
-    out: together they are what waited before.
+    out: together they are what waited before. What waits in the checkpoint of an independent replica may not be finite:
+    it costs one step, after which the new gradients wait.
     """
     inner = optax.with_extra_args_support(exchange)
 
@@ -122,10 +126,10 @@ def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.Grad
         updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
     ) -> tuple[Grads, Any]:
         mean, after = inner.update(state.waiting.tree, state.exchange, params, exchanged=exchanged)
-        finite = jnp.isfinite(optax.tree.norm(updates))
-        mean = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), mean)
-        if exchanged:
-            updates = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updates, exchanged.mean_R)
-        return mean, DelayedState(waiting=replace(state.waiting, tree=updates), exchange=after)
+        mean = _if_finite(updates, mean, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), mean))
+        waiting = _if_finite(updates, updates, exchanged.mean_R if exchanged else state.waiting.tree)
+        if exchanged is None:
+            after = _if_finite(mean, after, state.exchange)
+        return mean, DelayedState(waiting=replace(state.waiting, tree=waiting), exchange=after)
 
     return optax.GradientTransformationExtraArgs(init, update)

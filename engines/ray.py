@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs import command_line
+from engines.ray_engine import OneWorld, Replicas
 from engines.ray_plan import Limits
 from runtime.command_line import OneLineParser, complain, prepare_output, split
 from runtime.events import EventLog
@@ -48,14 +49,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
     parser.add_argument("--nodes_per_group", type=int, default=1, help="that a partition group spans")
     parser.add_argument("--devices_per_node", type=int, default=0, help="JAX's virtual CPU devices (0: as configured)")
     parser.add_argument("--max_failures", type=int, default=5, help="in a row without a new step")
-    parser.add_argument(
-        "--compile_ahead",
-        action="store_true",
-        help="on a planned change the next attempt compiles while the current one trains",
-    )
-    parser.add_argument(
-        "--notice_s", type=float, default=30.0, help="how long a leaving node stays up; half of it is for compiling"
-    )
     options = parser.parse_args(ours)
     if len(command) < 2 or not command[1].endswith(".py"):
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")
@@ -64,30 +57,22 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
             raise ValueError(f"there is no {path}; give the path of a Python and of its program")
     if options.devices_per_node < 0 or options.max_failures < 0:
         raise ValueError("--devices_per_node and --max_failures must be 0 or more")
-    if not 0 < options.notice_s < float("inf"):
-        raise ValueError(f"--notice_s={options.notice_s:g} must be more than 0")
     workdir = workdir_of(command)
     if not workdir:
         raise ValueError("the program has no --workdir=DIR; give one, for its metrics there tell what it has finished")
     words = command_line.words_of_config(command[1:])
     options.independent = words and command_line.parse([command[1], *words]).sharding.replicas == "independent"
-    if options.independent and options.compile_ahead:
-        raise ValueError("--compile_ahead is for runs of one world, which restart: leave it out")
     return options, command, workdir
 
 
 def run(options: argparse.Namespace, limits: Limits, command: Sequence[str], workdir: Path) -> int:
     """Runs the program until it finishes or is asked to stop, and returns the exit code."""
     from engines.ray_members import Members  # it needs Ray
-    from engines.ray_replicas import Replicas
-    from engines.ray_train import Engine
 
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
     with Members(options.address, limits.max_nodes, command, devices, EventLog(workdir, "engine")) as members:
-        if options.independent:
-            return Replicas(members, limits, workdir, max_failures=options.max_failures).run()
-        ahead = {"compile_ahead": options.compile_ahead, "notice_s": options.notice_s}
-        return Engine(members, limits, workdir, max_failures=options.max_failures, **ahead).run()
+        engine = Replicas if options.independent else OneWorld
+        return engine(members, limits, workdir, max_failures=options.max_failures).run()
 
 
 if __name__ == "__main__":

@@ -30,24 +30,25 @@ PORTS = range(20000, 32000)  # above Ray's ports, below Linux' ephemeral ports
 class News:
     """The changes on a node since the last answer, and its current state."""
 
-    codes: dict[int, int | None]  # by attempt: exit code (negative: a signal), None while it runs
-    lines: list[tuple[int, str]]  # of output, with the attempt (0: the agent itself)
+    attempt: int  # the newest, 0 for none
+    code: int | None  # its exit code (negative: a signal), None while it runs
+    lines: list[str]  # of output
     is_leaving: bool  # the agent got SIGTERM: the node is leaving
     free_port: int
 
 
 class Agent:
-    """Runs the program of one node: a process for each attempt, in a process group of its own."""
+    """Runs the program of one node: a process for each attempt, one after the other, in a process group of its own."""
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
         """`command` is a Python, the program, and the arguments that all nodes have in common."""
         self._command, self._folder = command, folder
         self._environment = {k: v for k, v in os.environ.items() if k not in OTHERS_WORDS} | dict(environment)
         self._changed = threading.Condition()
-        self._lines: deque[tuple[int, str]] = deque(maxlen=KEPT_LINES)
-        self._codes: dict[int, int | None] = {}
-        self._told: dict[int, int | None] = {}  # those that the engine has been told
-        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._newest: tuple[int, int | None] = (0, None)  # attempt, and exit code
+        self._told = self._newest  # what the engine has been told
+        self._running: subprocess.Popen[str] | None = None
         self._warm: subprocess.Popen[str] | None = None
         self._is_leaving = False
         if threading.current_thread() is threading.main_thread():
@@ -57,9 +58,9 @@ class Agent:
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
         """Starts the program for an attempt, with these arguments after the common ones."""
         with self._changed:
-            if attempt in self._codes:  # it was killed before it started
+            if attempt == self._newest[0]:  # it was killed before it started
                 return
-            self._codes[attempt] = None
+            self._newest = attempt, None
             if self._warm and self._warm.poll() is not None:  # it was killed while it waited
                 self._warm.communicate()
                 self._warm = None
@@ -68,7 +69,7 @@ class Agent:
             if process is None:
                 self._end(attempt, ExitCode.BAD_INPUT)
                 return
-            self._running[attempt] = process
+            self._running = process
         threading.Thread(target=self._watch, args=(process, attempt), daemon=True).start()
         with contextlib.suppress(OSError):  # if it has ended, `_watch` reports that
             print(json.dumps([*self._command[2:], *arguments]), file=process.stdin, flush=True)
@@ -91,14 +92,14 @@ class Agent:
                     start_new_session=True,
                 )
             except OSError as error:
-                where = f"{self._command[0]} in {self._folder}"
-                self._say(0, f"error: {where}: {error.strerror}; every node needs the same files")
+                where = f"{socket.gethostname()}: {self._command[0]} in {self._folder}"
+                self._say(f"error: {where}: {error.strerror}; every node needs the same files")
 
     def send(self, attempt: int, number: int) -> None:
         """Sends a signal to the program of an attempt, if it runs; SIGKILL goes to its whole process group."""
-        with self._changed:  # Ray may reorder calls
-            process = self._running.get(attempt)
-            if number == signal.SIGKILL and attempt not in self._codes:
+        with self._changed:
+            process = self._running if attempt == self._newest[0] else None
+            if number == signal.SIGKILL and attempt > self._newest[0]:  # Ray may reorder calls
                 self._end(attempt, -number)
         if process and process.poll() is None:
             if number == signal.SIGKILL:
@@ -109,19 +110,14 @@ class Agent:
     def news(self, wait_s: float) -> News:
         """Returns the news as soon as there is any, or after `wait_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._told != self._codes, wait_s)
-            self._told = dict(self._codes)
+            self._changed.wait_for(lambda: self._lines or self._told != self._newest, wait_s)
+            self._told = attempt, code = self._newest
             lines = [self._lines.popleft() for _ in range(len(self._lines))]
-            return News(
-                codes=dict(self._codes),
-                lines=lines,
-                is_leaving=self._is_leaving,
-                free_port=_free_port(),
-            )
+            return News(attempt=attempt, code=code, lines=lines, is_leaving=self._is_leaving, free_port=_free_port())
 
     def _watch(self, process: subprocess.Popen[str], attempt: int) -> None:
         """Collects the output until the process has ended; its children may keep the pipe open for longer."""
-        reading = threading.Thread(target=self._read, args=(process, attempt), daemon=True)
+        reading = threading.Thread(target=self._read, args=(process,), daemon=True)
         reading.start()
         code = process.wait()
         reading.join(1.0)
@@ -130,21 +126,20 @@ class Agent:
             process.stdin.close()
         self._end(attempt, code)
 
-    def _read(self, process: subprocess.Popen[str], attempt: int) -> None:
+    def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout
         with process.stdout:
             for line in process.stdout:
-                self._say(attempt, line.rstrip("\n"))
+                self._say(line.rstrip("\n"))
 
-    def _say(self, attempt: int, line: str) -> None:
+    def _say(self, line: str) -> None:
         with self._changed:
-            self._lines.append((attempt, line))
+            self._lines.append(line)
             self._changed.notify_all()
 
     def _end(self, attempt: int, code: int) -> None:
         with self._changed:
-            self._codes[attempt] = code
-            self._running.pop(attempt, None)
+            self._newest, self._running = (attempt, code), None
             self._changed.notify_all()
 
     def _on_sigterm(self, *_: object) -> None:

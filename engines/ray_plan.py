@@ -36,17 +36,8 @@ class Limits:
             raise ValueError(f"--min_nodes={self.min_nodes} is more than --max_nodes={self.max_nodes}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """The nodes of an attempt, in the order of their processes; those of a partition group are adjacent."""
-
-    nodes: tuple[str, ...]  # empty if there are too few
-    idle: tuple[str, ...]
-    missing: int  # how many more are needed to train
-
-
-def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> World:
-    """Returns the largest world of complete partition groups that the available nodes can form.
+def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    """Returns the nodes of the largest world of complete partition groups, in the order of their processes.
 
     Complete groups of the previous world come first, in their order, because their nodes hold their state. Then come
     the nodes of broken groups, followed by new nodes, which complete those groups.
@@ -56,11 +47,7 @@ def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> Wor
     alive = [[node for node in group if node in there] for group in groups]
     old = [node for group in sorted(alive, key=len, reverse=True) for node in group]  # sorted() is stable
     ordered = [*old, *(node for node in there if node not in old)]
-    count = min(len(ordered), limits.max_nodes) // size * size
-    missing = max(0, limits.min_nodes - len(ordered))
-    if missing:
-        count = 0
-    return World(nodes=tuple(ordered[:count]), idle=tuple(ordered[count:]), missing=missing)
+    return tuple(ordered[: min(len(ordered), limits.max_nodes) // size * size])
 
 
 @dataclass(kw_only=True)
@@ -68,24 +55,18 @@ class Attempt:
     """One attempt: its nodes, the exit codes of its processes, and the deadline after which they are killed."""
 
     number: int
-    world: World
-    group: int | None = None  # the number of an independent replica
-    coordinator: str = ""  # HOST:PORT of process 0; unique to the attempt
-    since_s: float  # when the event happened that led to this attempt
-    why: str = ""  # that event, if it was started early
+    nodes: tuple[str, ...]  # in the order of their processes; those of a partition group are adjacent
+    group: int | None  # the number of an independent replica
+    coordinator: str  # HOST:PORT of process 0; unique to the attempt
+    event_s: float  # when the event happened that led to this attempt
+    progress: Progress  # of the metrics before its first step
     codes: dict[str, int | None] = field(default_factory=dict)
     why_stopped: str = ""  # why it was asked to stop; empty if it was not
-    change_s: float = 0.0  # when the engine first wanted another set of nodes; 0 if it does not
-    may_prepare: bool = True  # start the next attempt while this one trains
     kill_at_s: float = float("inf")
     killed_s: float = float("inf")
-    progress: Progress = field(default_factory=Progress)
     started_s: float = field(default_factory=time.monotonic)
     has_stepped: bool = False  # the metrics have a step of it
     is_settled: bool = False  # it has stepped, or has run so long that a new node need not wait for a step
-    stands_by: bool = False  # it was started while another attempt trained, and waits for SIGUSR1
-    is_ready: bool = False  # it has compiled, and can take SIGUSR1
-    ready_by_s: float = float("inf")  # after which the current attempt stops anyway, if this one was started early
 
     @property
     def title(self) -> str:
@@ -95,12 +76,12 @@ class Attempt:
     @property
     def running(self) -> list[str]:
         """Returns the nodes whose processes have not ended, as far as the engine knows."""
-        return [node for node in self.world.nodes if node not in self.codes]
+        return [node for node in self.nodes if node not in self.codes]
 
     def code_on(self, member: "Member") -> int | None:
         """Returns the exit code of its process on a node; None if it still runs, or there is none."""
         is_its = member.node in self.running
-        return member.news.codes.get(self.number) if member.news and is_its else None
+        return member.news.code if member.news and is_its and member.news.attempt == self.number else None
 
 
 class Failures:
@@ -109,11 +90,11 @@ class Failures:
     def __init__(self, workdir: Path) -> None:
         """Steps that are there already, of an earlier engine, are not new."""
         self.count, self._workdir = 0, workdir
-        self._farthest_step = self.step()
+        self._farthest_step = self.progress().step
 
-    def step(self) -> int:
-        """Returns the newest step."""
-        return read_progress(self._workdir).step
+    def progress(self) -> Progress:
+        """Returns how far the metrics are."""
+        return read_progress(self._workdir)
 
     def another(self, step: int) -> int:
         """Notes a failure after a step, and returns how many there are now."""

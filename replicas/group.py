@@ -55,6 +55,7 @@ class Replicas:
         run: str = "",
         process: int = 0,
         agree: Callable[[int], Sequence[int]] = lambda value: [value],
+        saved: Callable[[], int] = lambda: 0,
         say: Callable[[str], object] = print,
     ) -> None:
         """`sizes` are the values of each piece; `folder` has one folder for each member, and `run` is equal in all.
@@ -63,11 +64,13 @@ class Replicas:
 
         Of a member of several processes each has its own part of the gradients, and others that it asks: those with
         its number. `agree` returns the values of all of them, by number; they call all methods together.
+
+        `saved` returns the steps done in the newest checkpoint.
         """
         self._num_shares, self._payloads, self._sizes = num_shares, payloads, sizes
         zeros = (np.zeros(size, np.float32) for size in sizes)
         self._encoded_sizes = [len(payload.encode(x)) for payload, x in zip(payloads, zeros, strict=True)]
-        self._agree, self._say, self._has_others = agree, say, len(agree(0)) > 1
+        self._agree, self._saved, self._say, self._has_others = agree, saved, say, len(agree(0)) > 1
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._late = late
@@ -152,7 +155,7 @@ class Replicas:
                 return None
             step = newest + AHEAD * tries
             self.members.tell(step=step)  # from which on they keep the totals
-            begun = [member for member in self.members.others if member.begun]
+            begun = [member for member in self.members.others if member.trains]
             found, why = {}, "none has it"
             try:
                 found = self._fetch_state(begun, step, sizes) if begun else {}
@@ -221,11 +224,19 @@ class Replicas:
         self._add_up(step, sums, piece)
 
     def _begin(self, step: int) -> StepSums:
-        """Divides a step among those that are there, unless it is under way; returns its sums."""
+        """Divides a step among those that are there, unless it is under way; returns its sums.
+
+        ResumableError if this member was behind, and nobody else is there any more, where a newer state is saved.
+        """
         if step in self._plans:
             return self._steps[step]
         if self.members.me.first == NEVER:
             self.members.choose_entry(step)
+        if not self.members.me.begun and self.members.is_alone() and max(self._agree(self._saved())) > step:
+            raise ResumableError(
+                "nobody else trains any more, and the newest checkpoint is newer than the state here: run the same "
+                "command again, which goes on from it"
+            )
         with self._changed:
             me = self.members.me
             self.members.step, self.members.me = step - self._late, me.changed(begun=me.takes_part(step))

@@ -38,6 +38,11 @@ class Member:
         """Whether it computes shares of a step."""
         return self.first <= step <= self.last
 
+    @property
+    def trains(self) -> bool:
+        """Whether it does the steps, or is about to do its first one."""
+        return self.begun or self.takes_part(self.step)
+
     def changed(self, **changes: Any) -> Self:
         """Returns it with some fields changed, as its next version."""
         return replace(self, **changes, version=self.version + 1)

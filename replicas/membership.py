@@ -123,8 +123,14 @@ class Membership:
             self.enter(max(self._agree(max(ahead, step) + max(AHEAD, ceil(ENTRY_S / others_s)))))
 
     def newest_step(self) -> int:
-        """Returns the newest step that another member has begun, as far as is known; NOBODY: there is none."""
-        return max(self._agree(max((m.step + self._late for m in self.others if m.begun), default=NOBODY)))
+        """Returns the newest step that another member is at, as far as is known; NOBODY: there is none."""
+        return max(self._agree(max((m.step + self._late for m in self.others if m.trains), default=NOBODY)))
+
+    def is_alone(self) -> bool:
+        """Whether nobody else trains; asks again those who did not when they were heard of."""
+        if self.newest_step() == NOBODY:
+            self.tell()
+        return self.newest_step() == NOBODY
 
     def tell(self, **changes: Any) -> None:
         """Tells the others what has changed about this member, and learns of them."""

@@ -23,7 +23,6 @@ _LOCK_S = 1.0  # a process that is stopped while it holds the lock must not bloc
 class Event(StrEnum):
     """The kinds of events, each with its fields."""
 
-    READY = "ready"  # coordinator: an attempt that was started early has compiled, and waits for SIGUSR1
     STARTED = "started"  # coordinator, nodes (of the mesh), processes, devices
     # step, source (nothing, memory or checkpoint), steps_again (steps that are repeated); with memory also
     # source_nodes (nodes whose memory held a part of the state) and nodes (of the attempt)
@@ -36,7 +35,6 @@ class Event(StrEnum):
     EXITED = "exited"  # code, why
     # of an engine
     ATTEMPT_STARTED = "attempt_started"  # attempt (its number), hosts, idle (hosts that it does not use)
-    ATTEMPT_AHEAD = "attempt_ahead"  # attempt, hosts, why; it compiles while the current attempt trains
     ATTEMPT_STOPPING = "attempt_stopping"  # attempt, why; the program is asked to stop
     ATTEMPT_FAILED = "attempt_failed"  # attempt, host and how of the first process that ended without being asked to
     ATTEMPT_STEPPED = "attempt_stepped"  # attempt, step, after_s (since the event that caused the attempt)

@@ -1,4 +1,4 @@
-"""`Supervisor`: what every run needs around training: signals, the other processes, standby, errors, exit codes.
+"""`Supervisor`: what every run needs around training: signals, the other processes, errors, exit codes.
 
     code = supervise(run)      # run(supervisor) is the program; it returns whether it is finished
 
@@ -7,11 +7,9 @@ user's mistake or of an expected type. A process that fails tells the others, so
 """
 
 import os
-import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -31,7 +29,6 @@ from runtime.phases import Phase
 from runtime.preemption import PreemptionHandler
 from runtime.rendezvous import rendezvous
 
-LOOK_S, ANSWER_S = 0.05, 0.5  # of process 0, for the signal that ends standby
 NOTE_S = 1.0  # for the exit code to be written to events.jsonl
 
 
@@ -41,23 +38,13 @@ class Supervisor:
     def __init__(self, preemption: PreemptionHandler) -> None:
         self.phase = Phase.CHECKING
         self.shows_tracebacks = False
-        self.stands_by = False  # this attempt was started while the previous one may still train
         self.events = EventLog(None)
         self._preemption, self._heartbeat = preemption, Heartbeat(self._note_verdict)
-        self._has_turn = False
         self._workdir = Path()
         self._coordinator = self._attempt_id = ""
         self._has_started = False
         self._exit_noted = threading.Lock()  # acquired once, by the first thread that records the exit
         self.held = ExitStack()
-
-    def stand_by(self) -> None:
-        """Makes `await_turn` wait for SIGUSR1 to process 0. From now on that signal ends no process."""
-        self.stands_by = True
-        signal.signal(signal.SIGUSR1, self._give_turn)
-
-    def _give_turn(self, *_: object) -> None:
-        self._has_turn = True
 
     def join(self, address: launch.Address, *, workdir: Path, silence_s: float, stall_s: float) -> None:
         """Joins the other processes, if any, and starts the heartbeats. ValueError says which flags are needed."""
@@ -80,23 +67,6 @@ class Supervisor:
         """Records the phase of the main thread."""
         self.phase = phase
         self._heartbeat.enter(phase)
-
-    def await_turn(self, compile_ahead: Callable[[], object]) -> bool:
-        """Compiles, reports that, and waits for SIGUSR1; False if asked to stop first. Every process must call it."""
-        self.enter(Phase.COMPILING)
-        compile_ahead()
-        if jax.process_index() == 0:
-            self._own_events().write(Event.READY, coordinator=self._coordinator)
-        while not self._preemption.requested():
-            if broadcast(new_key("turn"), self._await_signal):
-                return True
-        return False
-
-    def _await_signal(self) -> bool:
-        until_s = time.monotonic() + ANSWER_S
-        while not self._has_turn and time.monotonic() < until_s:
-            time.sleep(LOOK_S)
-        return self._has_turn
 
     def started(self, *, nodes: int) -> None:
         """Records the start of the run on `nodes` nodes; from now on this process writes events to its directory."""

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from engines import ray_attempts, ray_train
+from engines import ray_engine
 from engines.ray_agent import News
+from engines.ray_engine import OneWorld, Replicas
 from engines.ray_plan import Limits
-from engines.ray_replicas import Replicas
-from engines.ray_train import Engine
-from runtime.events import Event, EventLog
 
-SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S", "NOTICE_S")
+SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S")
 Scenario = Callable[["Members"], Iterator[object]]
 
 
@@ -31,10 +29,10 @@ class Member:
     added_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
     ignores: bool = False  # signals
-    codes: dict[int, int | None] = field(default_factory=dict)  # of the attempts
-    arguments: dict[int, Sequence[str]] = field(default_factory=dict)
+    attempt: int = 0  # the newest, and how it ended; None if it runs
+    code: int | None = 0
+    arguments: dict[int, Sequence[str]] = field(default_factory=dict)  # of the attempts
     lines: list[str] = field(default_factory=list)  # that it says at each turn
-    ready: set[int] = field(default_factory=set)  # the attempts that have compiled
 
     @property
     def node(self) -> str:
@@ -49,37 +47,28 @@ class Member:
         if not self.has_begun:
             return None
         return News(
-            codes=dict(self.codes),
-            lines=[(self.cluster.training, line) for line in self.lines],
+            attempt=self.attempt,
+            code=self.code,
+            lines=self.lines,
             is_leaving=self.is_leaving,
             free_port=4000,
         )
 
-    @property
-    def code(self) -> int | None:
-        """How the program ended that was the last to be told to train; None if it runs."""
-        return self.codes.get(self.cluster.training, 0)
-
-    @code.setter
-    def code(self, code: int) -> None:
-        self.codes[self.cluster.training] = code
-
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
-        self.codes[attempt], self.arguments[attempt] = None, arguments
-        if "--standby" not in arguments:
-            self.cluster.training = attempt
+        assert self.code is not None, "one after the other"
+        self.attempt, self.code, self.arguments[attempt] = attempt, None, arguments
 
     def send(self, attempt: int, number: int) -> None:
         self.cluster.sent.append((self.host, number))
         if self.ignores:
             return
-        if number == signal.SIGTERM:  # all agree on a step
-            self.cluster.end_all(75)
-        elif number == signal.SIGUSR1:
-            assert attempt in self.ready, "it would be killed"
-            self.cluster.training = attempt
-        elif self.codes[attempt] is None:
-            self.codes[attempt] = -number
+        if number == signal.SIGTERM:
+            self.stop()
+        elif self.attempt == attempt and self.code is None:
+            self.code = -number
+
+    def stop(self) -> None:
+        self.cluster.end_all(75)  # all agree on a step
 
     def warm_up(self) -> None:
         self.cluster.warmed += 1
@@ -89,23 +78,14 @@ class Replica(Member):
     """A node whose program has nothing to do with those of other nodes."""
 
     @property
-    def code(self) -> int | None:
-        return self.codes[max(self.codes)] if self.codes else 0
-
-    @code.setter
-    def code(self, code: int) -> None:
-        self.codes[max(self.codes)] = code
-
-    @property
     def group(self) -> str:
         """The number of its group, and that of its process in it; empty if it does not run."""
-        _, _, process, group = self.arguments[max(self.codes)] if self.code is None else [""] * 4
+        _, _, process, group = self.arguments[self.attempt] if self.code is None else [""] * 4
         return group.removeprefix("--group=") + process.replace("--process_id=", ".")
 
-    def send(self, attempt: int, number: int) -> None:
-        self.cluster.sent.append((self.host, number))
-        if not self.ignores and self.codes[attempt] is None:
-            self.codes[attempt] = 75 if number == signal.SIGTERM else -number
+    def stop(self) -> None:
+        if self.code is None:
+            self.code = 75
 
 
 class Members:
@@ -117,10 +97,9 @@ class Members:
         self.draining: set[str] = set()
         self.sent: list[tuple[str, int]] = []
         self.dropped: list[str] = []
-        self.warmed = self.training = 0  # the attempt that was told to train
+        self.warmed = 0
         self.metrics = workdir / "metrics.jsonl"
-        self._events = EventLog(workdir, "process 0")
-        self._kind, self._told = kind, set[int]()  # the attempts that have said that they are ready
+        self._kind = kind
         for host in hosts:
             self.join(host)
         self._scenario, self._story_s = scenario(self), time.monotonic()  # when it last told something
@@ -144,11 +123,6 @@ class Members:
             time.sleep(0.005)
         else:
             self._story_s = time.monotonic()
-        for member in self.by_node.values():
-            for attempt in member.ready - self._told:
-                self._told.add(attempt)
-                coordinator = member.arguments[attempt][0].removeprefix("--coordinator=")
-                self._events.write(Event.READY, coordinator=coordinator)
         return [member for member in self.by_node.values() if member.has_begun]
 
     def is_going(self, member: Member) -> bool:
@@ -169,9 +143,9 @@ class Members:
         """Returns the hosts whose program runs, in the order of their processes, if those are all."""
         there = [m for m in self.by_node.values() if m.code is None]
         count = f"--num_processes={len(there)}"
-        if any(m.arguments[self.training][1] != count for m in there):
+        if any(m.arguments[m.attempt][1] != count for m in there):
             return "some have ended"
-        return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[self.training][2]))
+        return "".join(m.host for m in sorted(there, key=lambda m: m.arguments[m.attempt][2]))
 
     def groups(self) -> str:
         """Returns each replica's host with the group and process that it runs."""
@@ -180,16 +154,6 @@ class Members:
     def trains_on(self, hosts: str) -> Iterator[None]:
         """Lets turns pass until the program runs on these hosts, in the order of its processes."""
         return until(lambda: self.world() == hosts)
-
-    def stands_by_on(self, hosts: str, attempt: int) -> Iterator[None]:
-        """Lets turns pass until an attempt waits on these hosts for its turn."""
-
-        def waiting() -> str:
-            there = [m for m in self.by_node.values() if m.codes.get(attempt, 0) is None]
-            assert all("--standby" in m.arguments[attempt] for m in there)
-            return "".join(m.host for m in there)
-
-        return until(lambda: waiting() == hosts)
 
 
 def run_scenario(
@@ -201,20 +165,18 @@ def run_scenario(
     most: int = 4,
     group: int = 1,
     max_failures: int = 5,
-    ahead: bool = False,
     independent: bool = False,
     **times_s: float,
 ) -> tuple[int, Members]:
     """Runs an engine through a scenario, with short times but for those that are given; returns its exit code."""
     members = Members(hosts, scenario, workdir, Replica if independent else Member)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
-    ahead_options = {} if independent else {"compile_ahead": ahead, "notice_s": 0.1}
-    kind: Any = Replicas if independent else Engine
-    engine = kind(members, limits, workdir, max_failures=max_failures, **ahead_options)
+    kind: Any = Replicas if independent else OneWorld
+    engine = kind(members, limits, workdir, max_failures=max_failures)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:
         for name, time_s in (dict.fromkeys(SHORT, 0.05) | {"STOP_S": 0.5} | times_s).items():
-            patch.setattr(ray_train if hasattr(ray_train, name) else ray_attempts, name, time_s)
+            patch.setattr(ray_engine, name, time_s)
         try:
             return engine.run(), members
         finally:

@@ -15,7 +15,7 @@ WAITING = frozenset(
     f"test_{name}.py"
     for name in (
         *("chaos", "emulate", "emulate_nodes", "handshake", "heartbeat", "joining", "probe"),
-        *("ray_engine", "ray_members", "ray_agent", "standby", "wire_bytes"),
+        *("ray_engine", "ray_members", "ray_agent", "wire_bytes"),
     )
 )
 # `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py

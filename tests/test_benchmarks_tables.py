@@ -112,20 +112,12 @@ def test_how_many_times_fewer_bytes_a_run_sends() -> None:
 # ---------------------------------------------------------------------------------------------------- elasticity
 
 
-def test_events_are_told_by_title_and_by_whether_the_next_attempt_was_compiled_ahead() -> None:
+def test_events_are_told_by_title_and_old_ones_without_a_pause() -> None:
     phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
     killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)"}
-    text = tables.kill_matrix([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0}])
-    assert "| 1, 30 s | 2 | 1 | 20.5 (20.0 to 21.0) | 1.0 (1.0 to 1.0) | - | 2.0 (2.0 to 2.0) |" in text
-    assert "| a node joins | 0, 20 s | 0 | not measured |  |  |  |  |  |  |" in text
-    phases = {**phases, "stopped": 9.0}
-    joined = {**killed, "title": "a node joins", "phases": phases, "next_step_s": 30.0, "pause_s": 20.0}
-    lines = [{**joined, "compile_ahead": False}]
-    lines += [{**joined, "next_step_s": 40.0, "pause_s": 5.0, "compile_ahead": True}]
-    assert "| a node joins | 0, 20 s | 1 | 1 | 30.0 | 1.0 |" in tables.kill_matrix(lines)
-    row = "| a node joins | 20 s | {} | 1 | {} | 9.0 | {} | 1 |"
-    wanted = [row.format("no", 20.0, 30.0), row.format("yes", 5.0, 40.0)]
-    assert tables.compiled_ahead(lines).splitlines()[2:] == wanted
+    text = tables.kill_matrix([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0, "pause_s": 20.0}])
+    assert "| 1, 30 s | 2 | 1 | 20.5 (20.0 to 21.0) | 20.0 | 1.0 (1.0 to 1.0) | - | 2.0 (2.0 to 2.0) |" in text
+    assert "| a node joins | 0, 20 s | 0 | not measured |  |  |  |  |  |  |  |" in text
 
 
 def test_every_run_of_chaos_is_shown() -> None:
@@ -134,12 +126,12 @@ def test_every_run_of_chaos_is_shown() -> None:
 
     about = {"title": "chaos", "steps": 50, "parameter_difference": 5e-7, "commit": "abcdef0123"}
     lines = [{**about, "loss_difference": 2.3e-7, "events": [event(9.0, 2), event(10.0, 0)]}]
-    lines += [{**about, "loss_difference": 1e-9, "events": [event(3.0, 2)], "compile_ahead": True, "seed": 7}]
+    lines += [{**about, "loss_difference": 1e-9, "events": [event(3.0, 2)], "seed": 7}]
     assert tables.chaos_runs(lines).splitlines()[2:] == [
         "| `--events=2 --seed=0` | 50 | 2e-07 | 5e-07 | 9 to 10 | abcdef0 |",
-        "| `--compile_ahead --events=1 --seed=7` | 50 | 1e-09 | 5e-07 | 3 to 3 | abcdef0 |",
+        "| `--events=1 --seed=7` | 50 | 1e-09 | 5e-07 | 3 to 3 | abcdef0 |",
     ]
-    assert tables.chaos_events(lines).endswith("| `cut` | 2 | 9.5 (9.0 to 10.0) | 2, 0 | 1 | 3.0 | 2 |")
+    assert tables.chaos_events(lines).endswith("| `cut` | 3 | 9.0 (3.0 to 10.0) | 2, 0, 2 |")
 
 
 def test_losses_are_the_same_until_a_step() -> None:

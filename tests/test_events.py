@@ -73,10 +73,10 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
     """A machine died in the middle of a line, or the disk was full."""
     log, reader = EventLog(tmp_path), EventReader(tmp_path)
     (tmp_path / run_directory.EVENTS).write_text('{"time": "2026-01-01T00:00:00+00:00", "event": "read')
-    log.write(Event.READY, coordinator="a:1")
-    assert [event["event"] for event in reader.new()] == ["ready"]
+    log.write(Event.STARTED, coordinator="a:1")
+    assert [event["event"] for event in reader.new()] == ["started"]
     (tmp_path / run_directory.EVENTS).unlink()  # and begins anew
-    log.write(Event.READY, coordinator="b:1")
+    log.write(Event.STARTED, coordinator="b:1")
     (event,) = reader.new()
     assert event["coordinator"] == "b:1"
 

@@ -137,7 +137,7 @@ def test_packages_form_no_cycle_and_every_permission_is_used() -> None:
 
 
 def test_programs_that_start_others_load_nothing_slow() -> None:
-    programs = "lab.emulate, lab.chaos.__main__, engines.ray, engines.ray_train, sweep, metrics.report, metrics.run_log"
+    programs = "lab.emulate, lab.chaos.__main__, engines.ray, sweep, metrics.report, metrics.run_log"
     code = (
         f"import sys, {programs}; print({{*sys.modules}} & {{'jax', 'tensorboardX', 'google.protobuf', 'matplotlib'}})"
     )

@@ -1,5 +1,6 @@
 """Independent replicas as train.py runs them: the same losses as one world, whatever the model is."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,9 +14,10 @@ import pytest
 from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
 from suite import sampled
 
-from replicas.group import BehindError
+from replicas.group import BehindError, Replicas
 from sharding.step import TrainState
 from training.independent import Independent
+from training.resume import Start
 from training.share_gradients import Gradients
 
 pytestmark = pytest.mark.jax
@@ -93,6 +95,54 @@ def test_a_run_goes_from_one_world_to_replicas_and_back(delayed: bool, tmp_path:
         if "loss" in row:
             of = row["step"] - 1 - (delayed and row in late)
             np.testing.assert_allclose(row["loss"], expected[of]["loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the others had saved it after this one restored: it does no step, and the next start goes on from it."""
+    replica = [*arguments(tmp_path, **INDEPENDENT, num_steps=4), "--group=0"]
+    assert run_here(*replica, hooks=[stop_after(2)]) == 75
+    with monkeypatch.context() as patch:
+        patch.setattr("train.resume.restore", lambda *_: Start(restored=None, logged=2))
+        assert run_here(*replica) == 75
+    assert "the newest checkpoint is newer than the state here" in capsys.readouterr().err.splitlines()[-1]
+    assert run_here(*replica) == 0
+    assert [row["step"] for row in rows(tmp_path / "replicas" / "0")] == [3, 4]
+
+
+@pytest.mark.slow
+def test_delayed_gradients_that_are_not_finite_are_skipped_whoever_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the third step, which wait in the checkpoint after it, whether a replica or one world restores it."""
+    put = Replicas.put
+
+    def spoiled(self: Replicas, step: int, share: int, piece: int, values: np.ndarray) -> None:
+        put(self, step, share, piece, np.full_like(values, np.nan) if (step, piece) == (2, 0) else values)
+
+    monkeypatch.setattr(Replicas, "put", spoiled)
+    changes = {"num_steps": 6, "compression__delayed": True}
+
+    def replica(name: str, **parts: Any) -> int:
+        return run_here(*arguments(tmp_path / name, **INDEPENDENT, **changes), "--group=0", **parts)
+
+    assert replica("whole") == 0
+    assert replica("part", hooks=[stop_after(3)]) == 75
+    shutil.copytree(tmp_path / "part", tmp_path / "world")
+    assert replica("part") == 0
+    assert run_here(*arguments(tmp_path / "world", **TWO, **changes, sharding__overlap="off")) == 0
+    of = {name: rows(tmp_path / name / "replicas" / "0") for name in ("whole", "part")} | {
+        "world": rows(tmp_path / "world")
+    }
+    assert {name: [row["skipped_steps"] for row in found][-3:] for name, found in of.items()} == dict.fromkeys(
+        of, [1] * 3
+    )
+    whole, part, world = (arrays(tmp_path / name, 6) for name in ("whole", "part", "world"))
+    assert [name for name in whole if part[name].tobytes() != whole[name].tobytes()] == []
+    for name in (name for name in whole if name.startswith("params")):
+        np.testing.assert_allclose(world[name], whole[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
 def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() -> None:

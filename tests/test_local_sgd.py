@@ -1,6 +1,7 @@
 """Replicas that meet every few steps, against replicas written out on one device; and hop two one boundary late."""
 
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from workload import LORA
 from compression.exchange import exchange
 from compression.hop_two import delayed
 from compression.local_sgd import LocalSGD, drift
+from compression.methods import method_named
 from configs import base
 from configs.schema import LocalSGDConfig, OptimizerConfig, ShardingConfig
 from optimizers import guarded, make_optimizer
@@ -237,6 +239,21 @@ def test_delayed_updates_use_the_previous_gradients() -> None:
         out, state = update(placed, state)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), out, before)
         before = jax.tree.map(lambda g: g.mean(0), grads)
+
+
+def test_waiting_gradients_that_are_not_finite_cost_one_step() -> None:
+    """A checkpoint of an independent replica may have some: it learns of them a step later."""
+    plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
+    params = workload.params("tensors")
+    method = method_named("none").transform(workload.setup(plan, "none", delayed=True))
+    tx = optax.chain(method, guarded(optax.sgd(1.0)))
+    good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
+    state = tx.init(params)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state[0].waiting.tree)
+    state = (state[0]._replace(waiting=replace(state[0].waiting, tree=bad)), state[1])
+    for moved in (0, -1):
+        moves, state = tx.update(good, state, params)
+        assert all((np.asarray(x) == moved).all() for x in jax.tree.leaves(moves)) and int(state[1].skipped) == 1
 
 
 def test_waiting_gradients_survive_a_non_finite_step() -> None:

@@ -48,7 +48,7 @@ def program(tmp_path: Path) -> Path:
 def agent(program: Path) -> Iterator[Agent]:
     agent = Agent([sys.executable, str(program), "3"], str(program.parent), {})
     yield agent
-    for process in (*agent._running.values(), agent._warm):
+    for process in (agent._running, agent._warm):
         if process and process.poll() is None:
             process.kill()
             process.communicate()
@@ -60,8 +60,8 @@ def collect(agent: Agent, text: str = "", *, ended: bool = False) -> tuple[News,
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
         news = agent.news(0.2)
-        lines += [line for _, line in news.lines]
-        if (None not in news.codes.values()) if ended else any(text in line for line in lines):
+        lines += news.lines
+        if (news.code is not None) if ended else any(text in line for line in lines):
             return news, lines
     raise AssertionError(f"no {text or 'end'} in {lines}")
 
@@ -71,35 +71,32 @@ def test_a_program_is_imported_before_it_is_started(agent: Agent) -> None:
     agent.start(1, ["--process_id=0"])
     news, lines = collect(agent, ended=True)
     assert lines == ["imported as standby", "imported as __main__", "started with 3 --process_id=0"]
-    assert news.codes == {1: 3}
+    assert (news.attempt, news.code) == (1, 3)
     assert 20000 <= news.free_port < 32000  # outside of what Linux gives to connections
 
 
-def test_two_attempts_at_a_time(agent: Agent) -> None:
+def test_an_attempt_is_stopped_and_the_next_one_starts(agent: Agent) -> None:
+    """Signals for an attempt that has ended change nothing."""
     agent.start(1, ["--wait"])
     collect(agent, "started")
+    agent.send(1, signal.SIGTERM)
+    news, _ = collect(agent, ended=True)
+    assert (news.attempt, news.code) == (1, 75)
     agent.start(2, ["--wait"])
     collect(agent, "started")
-    agent.send(1, signal.SIGTERM)
-    deadline_s = time.monotonic() + WAIT_S
-    while (news := agent.news(0.2)).codes[1] is None:
-        assert time.monotonic() < deadline_s
-    assert news.codes == {1: 75, 2: None}
-    agent.send(1, signal.SIGKILL)  # it has ended: nothing happens
+    agent.send(1, signal.SIGKILL)
     agent.send(2, signal.SIGTERM)
-    assert collect(agent, ended=True)[0].codes == {1: 75, 2: 75}
+    news, _ = collect(agent, ended=True)
+    assert (news.attempt, news.code) == (2, 75)
 
 
-def test_lines_and_an_early_kill_know_their_attempt(agent: Agent) -> None:
-    agent.send(1, signal.SIGKILL)  # overtook the start
+def test_a_kill_that_overtakes_its_start_holds(agent: Agent) -> None:
+    agent.send(1, signal.SIGKILL)
     agent.start(1, [])
+    assert agent.news(0.0).code == -signal.SIGKILL
     agent.start(2, [])
-    lines, deadline_s = list[tuple[int, str]](), time.monotonic() + WAIT_S
-    while (2, "started with 3") not in lines:
-        lines += agent.news(0.2).lines
-        assert time.monotonic() < deadline_s
-    assert {attempt for attempt, _ in lines} == {2}
-    assert collect(agent, ended=True)[0].codes == {1: -signal.SIGKILL, 2: 3}
+    news, lines = collect(agent, ended=True)
+    assert (news.attempt, news.code) == (2, 3) and lines[-1] == "started with 3"
 
 
 def test_a_killed_warm_process_is_replaced(agent: Agent) -> None:
@@ -108,7 +105,7 @@ def test_a_killed_warm_process_is_replaced(agent: Agent) -> None:
     agent._warm.wait(WAIT_S)
     agent._warm.communicate()
     agent.start(1, [])
-    assert collect(agent, ended=True)[0].codes == {1: 3}
+    assert collect(agent, ended=True)[0].code == 3
 
 
 def test_sigterm_says_that_the_node_goes(agent: Agent) -> None:
@@ -132,7 +129,7 @@ def test_a_missing_python_is_a_mistake(tmp_path: Path) -> None:
     agent = Agent([str(tmp_path / "python"), "train.py"], str(tmp_path), {})
     agent.start(1, [])
     news, lines = collect(agent, ended=True)
-    assert news.codes == {1: 2} and "No such file" in lines[0]
+    assert news.code == 2 and "No such file" in lines[0]
 
 
 def standby(program: Path) -> subprocess.Popen[str]:

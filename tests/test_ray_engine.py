@@ -1,4 +1,4 @@
-"""The engine's attempts, one after the other or compiled ahead, in scenarios (ray_scenario.py)."""
+"""The engine's attempts, one after the other, in scenarios (ray_scenario.py)."""
 
 import signal
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from ray_scenario import Members, run_scenario, story, turns, until
 
-TERM, KILL, USR1 = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
-@story("ab", says="attempt 2: 3 nodes: a, b, c; idle: none|c joined|attempt 1: step 1 is done")
+@story("ab", says="attempt 2 starts on a, b, c; idle: none|c joined|attempt 1: step 1 is done")
 def test_a_node_joins_and_another_goes(cluster: Members) -> Iterator[object]:
     yield from cluster.trains_on("ab")
     assert cluster.by_node["b"].arguments[1][0] == "--coordinator=ip-a:4000"
@@ -19,7 +19,7 @@ def test_a_node_joins_and_another_goes(cluster: Members) -> Iterator[object]:
     assert not cluster.sent  # a start is not stopped
     cluster.step(1)
     yield from cluster.trains_on("abc")
-    assert cluster.sent == [("a", TERM)] and cluster.warmed == 3
+    assert cluster.sent == [("a", TERM)] and cluster.warmed == 2
     cluster.draining.add("b")
     yield from cluster.trains_on("ac")
     assert cluster.dropped == ["b"]
@@ -53,6 +53,17 @@ def test_a_silent_node_is_left_out_until_it_answers(cluster: Members) -> Iterato
     cluster.step(1)
     cluster.join("b")
     yield from cluster.trains_on("acb")
+
+
+@story("a", STARTING_S=60.0)
+def test_a_node_that_has_just_joined_is_waited_for(cluster: Members) -> Iterator[object]:
+    cluster.join("b")
+    b = cluster.by_node["b"]
+    b.has_begun = b.answers = False
+    yield from turns()
+    assert cluster.world() == ""
+    b.has_begun = b.answers = True
+    yield from cluster.trains_on("ab")
 
 
 @story("a")
@@ -138,139 +149,3 @@ def test_sigterm_stops_it_in_good_order(hangs: bool, tmp_path: Path) -> None:
 
     code, cluster = run_scenario("ab", scenario, tmp_path)
     assert code == 75 and cluster.sent[0] == ("a", TERM) and (("b", KILL) in cluster.sent) == hangs
-
-
-# ------------------------------------------------------------------------------ the next attempt is compiled ahead
-
-
-def compiles_ahead(cluster: Members, hosts: str, new: str) -> Iterator[object]:
-    """The program trains on `hosts`, others join, and the next attempt starts on all of them."""
-    yield from cluster.trains_on(hosts)
-    cluster.step(1)
-    for host in new:
-        cluster.join(host)
-    yield from cluster.stands_by_on(hosts + new, 2)
-
-
-@story("ab", ahead=True, says="c joined: attempt 2 starts ahead: 3 nodes: a, b, c|attempt 2: step 3 is done")
-def test_the_next_attempt_compiles_while_the_last_one_trains(cluster: Members) -> Iterator[object]:
-    yield from compiles_ahead(cluster, "ab", "c")
-    yield from turns()
-    assert cluster.world() == "ab"
-    cluster.step(2)
-    assert not cluster.sent
-    cluster.by_node["a"].ready.add(2)
-    yield from cluster.trains_on("abc")
-    assert cluster.sent == [("a", TERM), ("a", USR1)]
-    cluster.step(3)
-    cluster.by_node["a"].is_leaving = True
-    yield from until(lambda: cluster.dropped == ["a"])  # it is not waited for long
-    yield from cluster.stands_by_on("bc", 3)
-    assert cluster.sent[2:] == [("a", TERM)]
-    cluster.by_node["b"].ready.add(3)
-    yield from cluster.trains_on("bc")
-
-
-@pytest.mark.parametrize("what", ["lost", "failed", "going"])
-def test_an_attempt_that_cannot_take_its_turn_is_given_up(what: str, tmp_path: Path) -> None:
-    """The change is made all the same: the next one starts when the last one has ended."""
-
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from compiles_ahead(cluster, "ab", "cd")
-        if what == "lost":
-            cluster.drop("c", "")
-        elif what == "failed":
-            cluster.by_node["c"].codes[2] = 2
-        else:
-            cluster.by_node["c"].is_leaving = True
-        yield from cluster.trains_on("abcd" if what == "failed" else "abd")
-        sent = [sent for sent in cluster.sent if sent[0] != "c"]
-        assert sent == [("a", KILL), ("b", KILL), ("d", KILL), ("a", TERM)]
-        assert "--standby" not in cluster.by_node["a"].arguments[3]
-
-    assert run_scenario("ab", scenario, tmp_path, ahead=True)[0] == 0
-
-
-@story("a", ahead=True)
-def test_another_node_joins_after_one_was_lost(cluster: Members) -> Iterator[object]:
-    """What was given up was for a change that is no more: the next change is prepared again."""
-    yield from compiles_ahead(cluster, "a", "b")
-    cluster.drop("b", "")
-    yield from until(lambda: ("a", KILL) in cluster.sent)
-    yield from turns()
-    assert cluster.world() == "a"
-    cluster.join("c")
-    yield from cluster.stands_by_on("ac", 3)
-    cluster.by_node["a"].ready.add(3)
-    yield from cluster.trains_on("ac")
-
-
-@story("a", ahead=True, JOINING_S=0.05)
-def test_an_attempt_that_never_gets_ready_is_ended(cluster: Members) -> Iterator[object]:
-    """The one before has been stopped for it."""
-    yield from cluster.trains_on("a")
-    cluster.step(1)
-    cluster.join("b")
-    yield from until(lambda: cluster.training == 3)
-    assert cluster.world() == "ab" and cluster.sent.count(("a", KILL)) == 1
-
-
-@story("ab", ahead=True)
-def test_a_failure_while_the_next_attempt_compiles(cluster: Members) -> Iterator[object]:
-    yield from cluster.trains_on("ab")
-    cluster.step(1)
-    cluster.by_node["b"].is_leaving = True
-    yield from cluster.stands_by_on("a", 2)
-    cluster.drop("b", "")
-    cluster.by_node["a"].code = 75
-    yield from turns(5)
-    assert not cluster.sent
-    cluster.by_node["a"].ready.add(2)
-    yield from cluster.trains_on("a")
-    assert cluster.sent == [("a", USR1)]
-
-
-@story("ab", least=2, most=2, ahead=True, STARTING_S=60.0, NOTICE_S=0.5)
-def test_an_idle_node_takes_the_place_of_a_node_that_goes(cluster: Members) -> Iterator[object]:
-    """Its agent is only just starting: the next attempt is not prepared without it."""
-    yield from cluster.trains_on("ab")
-    cluster.step(1)
-    cluster.by_node["b"].is_leaving = True
-    yield from turns(3)  # Ray's nodes are not looked at in every turn
-    cluster.join("c")
-    c = cluster.by_node["c"]
-    c.has_begun = c.answers = False
-    yield from turns()
-    assert cluster.world() == "ab" and not cluster.sent
-    c.has_begun = c.answers = True
-    yield from cluster.stands_by_on("ac", 2)
-    cluster.by_node["a"].ready.add(2)
-    yield from cluster.trains_on("ac")
-
-
-@story("a", ahead=True)
-def test_an_agent_is_silent_when_it_is_the_next_turn(cluster: Members) -> Iterator[object]:
-    """It was silent while it compiled too, which does not matter."""
-    yield from compiles_ahead(cluster, "a", "b")
-    cluster.by_node["b"].answers = False
-    yield from turns()
-    assert cluster.world() == "a"
-    cluster.by_node["a"].ready.add(2)
-    yield from until(lambda: cluster.training == 3)
-    assert cluster.world() == "a" and ("b", KILL) in cluster.sent
-
-
-@pytest.mark.parametrize("code", [0, 75])
-def test_the_end_while_the_next_attempt_compiles(code: int, tmp_path: Path) -> None:
-    """The run is finished, or this program is asked to stop."""
-
-    def scenario(cluster: Members) -> Iterator[object]:
-        yield from compiles_ahead(cluster, "a", "b")
-        if code:
-            signal.raise_signal(TERM)
-        else:
-            cluster.by_node["a"].code = 0
-        yield from until(lambda: not code or ("a", TERM) in cluster.sent)
-
-    ended, cluster = run_scenario("a", scenario, tmp_path, ahead=True)
-    assert ended == code and set(cluster.sent) == {("a", KILL), ("b", KILL), *([("a", TERM)] if code else [])}

@@ -39,7 +39,7 @@ def test_no_more_than_wanted(members: Any) -> None:
 def test_a_agent_that_never_begins_keeps_no_node_out(members: Any) -> None:
     members._look()
     members.by_node["a"].added_s -= STARTING_S + 1
-    members.by_node["b"].news = News(codes={}, lines=[], is_leaving=False, free_port=1)
+    members.by_node["b"].news = News(attempt=0, code=None, lines=[], is_leaving=False, free_port=1)
     members.by_node["b"].added_s -= STARTING_S + 1
     members._look()
     assert list(members.by_node) == ["a", "b", "c"]

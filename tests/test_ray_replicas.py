@@ -35,7 +35,7 @@ def test_each_node_has_a_replica_that_starts_again_by_itself(cluster: Members) -
         "--group=1",
     ]
     cluster.by_node["b"].code = -9
-    yield from until(lambda: max(cluster.by_node["b"].codes) == 4)
+    yield from until(lambda: cluster.by_node["b"].attempt == 4)
     cluster.join("d")
     yield from runs(cluster, "a0.0 b1.0 c2.0 d3.0")
     d = cluster.by_node["d"]
@@ -46,7 +46,7 @@ def test_each_node_has_a_replica_that_starts_again_by_itself(cluster: Members) -
     d.code = 75
     yield from until(lambda: cluster.dropped == ["d"])
     assert cluster.sent == [("d", TERM)]
-    assert len(cluster.by_node["a"].codes) == len(cluster.by_node["c"].codes) == 1
+    assert (cluster.by_node["a"].attempt, cluster.by_node["c"].attempt) == (1, 3)
 
 
 @alone("abc")
@@ -79,7 +79,7 @@ def test_a_lost_node_ends_its_group_alone(cluster: Members) -> Iterator[object]:
 def test_a_mistake_on_a_node_leaves_the_others_alone(cluster: Members) -> Iterator[object]:
     yield from runs(cluster, "a0.0 b1.0")
     a = cluster.by_node["a"]
-    a.lines, cluster.training = ["error: it lacks a disk"], 1
+    a.lines = ["error: it lacks a disk"]
     yield
     a.code = 2
     yield from until(lambda: cluster.dropped == ["a"])
@@ -94,19 +94,29 @@ def test_a_replica_that_gets_nowhere_is_given_up(cluster: Members) -> Iterator[o
     folder = cluster.metrics.parent / "replicas" / "0"
     folder.mkdir(parents=True)
     for attempt, step in enumerate((1, 2, 2, 2), 1):
-        yield from until(lambda attempt=attempt: attempt in cluster.by_node["a"].codes)
+        yield from until(lambda attempt=attempt: cluster.by_node["a"].attempt == attempt)
         (folder / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
         cluster.by_node["a"].code = -9
 
 
-@alone("ab")
+@alone("abc")
 def test_a_run_that_has_finished_is_not_started_again(cluster: Members) -> Iterator[object]:
-    yield from runs(cluster, "a0.0 b1.0")
+    """However its other groups end."""
+    yield from runs(cluster, "a0.0 b1.0 c2.0")
     cluster.by_node["a"].code = 0
-    cluster.join("c")
+    cluster.join("d")
     yield from turns()
-    assert cluster.groups() == "a b1.0 c"
-    cluster.by_node["b"].code = -9
+    assert cluster.groups() == "a b1.0 c2.0 d"
+    cluster.by_node["b"].code, cluster.by_node["c"].code = -9, 2
+
+
+@alone("ab", code=75)
+def test_a_run_that_is_stopped_goes_on_later_without_the_node_of_a_mistake(cluster: Members) -> Iterator[object]:
+    yield from runs(cluster, "a0.0 b1.0")
+    cluster.by_node["a"].code = 2
+    yield from until(lambda: cluster.dropped == ["a"])
+    signal.raise_signal(TERM)
+    yield from until(lambda: cluster.sent)
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -15,18 +15,19 @@ from replicas.group import BehindError, Replicas
 from replicas.members import NEVER
 from replicas.membership import Membership
 from replicas.payloads import Float32
+from runtime.exit_codes import ResumableError
 
 SHARES, SIZES = 4, [3, 5]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Replicas]]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replicas]]:
     monkeypatch.setattr(membership, "SEEK_S", 0.05)
     made: list[Replicas] = []
 
-    def member(number: int) -> Replicas:
+    def member(number: int, saved: int = 0) -> Replicas:
         about = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0}
-        made.append(Replicas(number=number, folder=tmp_path, token="0" * 64, **about))
+        made.append(Replicas(number=number, folder=tmp_path, token="0" * 64, saved=lambda: saved, **about))
         made[-1].members.meet(0)
         made[-1].members.enter(0)
         return made[-1]
@@ -76,8 +77,10 @@ def test_what_a_member_owes_is_divided_when_it_says_that_it_does_not_take_part(
     check(totals[0], 0)
 
 
-def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(make: Callable[[int], Replicas]) -> None:
-    ahead, behind = make(0), make(1)
+@pytest.mark.parametrize("saved", [0, 7])
+def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(saved: int, make: Callable[..., Replicas]) -> None:
+    """Not if a checkpoint is newer: then it ends, to start again from that."""
+    ahead, behind = make(0), make(1, saved)
     ahead.members.lose(behind.members.me, "a cut link"), behind.members.lose(ahead.members.me, "a cut link")
     for number in range(9):
         step(ahead, number)
@@ -87,8 +90,39 @@ def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(make: Callable[[
     ahead.close()
     assert behind.fetch_state([8]) is None
     behind.members.enter(0)
-    for number in range(3):
+    if saved:
+        with pytest.raises(ResumableError, match="the newest checkpoint is newer"):
+            step(behind, 0)
+    for number in () if saved else range(3):
         check(step(behind, number), number)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_one_that_catches_up_and_is_left_alone_looks_for_a_newer_checkpoint(
+    chosen: bool, make: Callable[..., Replicas]
+) -> None:
+    """Whether or not it has said from which step on it takes part."""
+    ahead, joins = make(0), make(1, 7)
+    joins.members.tell(first=4 if chosen else NEVER)
+    thread = threading.Thread(target=lambda: [step(ahead, number) for number in range(2)])
+    thread.start()
+    thread.join(60)
+    check(step(joins, 0), 0)
+    ahead.close()
+    with pytest.raises(ResumableError, match="the newest checkpoint is newer"):
+        for number in range(1, 4):  # of one of them it learns that the other one is gone
+            step(joins, number)
+
+
+def test_one_that_is_about_to_begin_counts_as_there(make: Callable[..., Replicas]) -> None:
+    """Else one with other parameters than most in front of the first step would go on with its own."""
+    other, late = make(0), make(1)
+    assert not any(member.begun for member in late.members.others)
+    assert late.members.newest_step() == 0 and not late.members.is_alone()
+    other.members.tell(first=NEVER)
+    assert late.members.is_alone()
+    other.members.me = other.members.me.changed(begun=True)  # it does not tell of each step
+    assert not late.members.is_alone()
 
 
 @pytest.mark.parametrize(("step", "entered"), [(125, [140]), (110, []), (129, [140])])

@@ -9,9 +9,7 @@ import pytest
 from running import ROOT, SMALL, arguments, run_here
 
 from input_pipeline.tokenizers import Bytes
-from runtime import workdir_lock
 from runtime.heartbeat import Heartbeat
-from runtime.supervisor import Supervisor
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -207,19 +205,6 @@ def test_help_works_with_an_invalid_config(capsys: pytest.CaptureFixture[str]) -
     config = f"--config={ROOT}/configs/quickstart.py"
     assert run_here(config, "--config.sharding.strategy=zero3", "--help") == 0  # and a partition size of 2
     assert "\n  --config.sharding.strategy=zero3\n" in capsys.readouterr().out
-
-
-def test_standby_beside_another_program_is_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its turn has come, and the work directory is not free: exit code 2 in one line, as without standby."""
-    monkeypatch.setattr(Supervisor, "await_turn", lambda *_: True)
-    monkeypatch.setattr(workdir_lock, "_WAIT_S", 0.3)
-    tmp_path.joinpath("run").mkdir()
-    with workdir_lock.workdir_lock(tmp_path / "run"):
-        assert run_here(*arguments(tmp_path / "run"), "--standby") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: another train.py on this host is in {tmp_path / 'run'}")
 
 
 def test_long_error_is_shortened_in_the_middle(

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from configs.schema import Config
+from files.run_directory import CHECKPOINTS
 from files.run_directory import REPLICAS as FOLDER
 from input_pipeline import Dataset
 from input_pipeline.batches import Batch as HostBatch
@@ -26,6 +27,7 @@ from runtime.handshake import shared_token
 from runtime.phases import Phase
 from sharding.step import TrainState
 from sharding.trees import Batch, GradsR
+from state.manifest import step_numbers
 from training.experiment import Experiment
 from training.replica_state import digest_of, own_shards, waiting_in, with_shards, with_waiting
 from training.share_gradients import Gradients, Put
@@ -144,6 +146,7 @@ class Independent:
             run=fingerprint(self._ex.config),
             process=jax.process_index(),
             agree=agreed,
+            saved=lambda: max(step_numbers(self._workdir / CHECKPOINTS), default=0) // self._work.steps,
             say=say,
         )
         self._work.begin(self._replicas.close)

@@ -72,7 +72,7 @@ def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
     """
     placements, averages = part_averages(setup.plan.placements)
     if not (averages and method.takes_over):
-        return unless_not_finite(method.transform(setup))
+        return method.transform(setup)
     specs, _ = part_averages(setup.specs)
     hop_two = method.transform(replace(setup, plan=replace(setup.plan, placements=placements), specs=specs))
     plain = exchange(replace(setup.plan, placements=averages))

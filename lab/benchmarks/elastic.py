@@ -25,12 +25,10 @@ from lab.chaos.run import ElasticRun, RunError
 from lab.chaos.same import compare_losses, compare_parameters
 from lab.records import MEASURED, add, machine
 from metrics.run_files import read_run
-from runtime.events import Event, EventReader
 
 RESULTS = MEASURED / "elastic.jsonl"
 CONFIG = "configs/elastic.py"
 NODES, DEVICES_PER_NODE, RATE = 4, 2, "1gbit"
-PLANNED = ("preempt", "join")
 CHAOS = "chaos"  # the title of its lines
 CALM_STEPS = 3  # between the recovery from an event and the next one
 
@@ -80,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         repetitions=(1, "of the run"),
         only=("", "kinds of events, with commas; a node that goes needs a `join`"),
-        compile_ahead=(False, "as the option of engines.ray"),
         workdir=(Path("runs/benchmarks/elastic"), "of the runs"),
         chaos=("", "the --workdir of a finished run of lab.chaos, to be recorded"),
         reference=("", "... and what it was compared with; by default `reference` in its --workdir"),
@@ -92,24 +89,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         add(RESULTS, chaos(folder, Path(options.reference or folder / "reference")) | machine())
         return 0
     for repetition in range(options.repetitions):
-        measure(options.workdir / str(repetition), cases, compile_ahead=options.compile_ahead)
+        measure(options.workdir / str(repetition), cases)
     return 0
 
 
-def measure(folder: Path, cases: Sequence[Case], *, compile_ahead: bool) -> None:
+def measure(folder: Path, cases: Sequence[Case]) -> None:
     """Runs the cases in one run and records each, but for a join where no node is missing."""
     shutil.rmtree(folder, ignore_errors=True)
     command = shlex.join(["python", "-m", "lab.benchmarks.elastic", *sys.argv[1:]])
-    ahead = ["--compile_ahead"] * compile_ahead
     sizes: dict[str, Any] = {"nodes": NODES, "devices_per_node": DEVICES_PER_NODE, "rate": RATE}
-    with ElasticRun(folder, [f"--config={CONFIG}"], **sizes, options=ahead) as run:
+    with ElasticRun(folder, [f"--config={CONFIG}"], **sizes) as run:
         for case in cases:
             run.wait(lambda: run.is_settled and len(run.world) == len(run.alive), "training on all nodes", RECOVERY_S)
             if case.kind == "join" and len(run.alive) == NODES:
                 continue
             load = os.getloadavg()[0]
             outcome = inject(run, Fault(kind=case.kind, process=case.process, pause_steps=CALM_STEPS))
-            line = {"title": case.title, "compile_ahead": compile_ahead, **asdict(outcome)}
+            line = {"title": case.title, **asdict(outcome)}
             add(RESULTS, line | {"load": load, "after": os.getloadavg()[0], "command": command} | machine())
             times = f"{outcome.next_step_s:.1f} s, without a step for {outcome.pause_s:.1f} s"
             print(f"{case.title}: {times}, {outcome.lost_steps} steps lost", flush=True)
@@ -118,11 +114,9 @@ def measure(folder: Path, cases: Sequence[Case], *, compile_ahead: bool) -> None
 
 
 def chaos(folder: Path, reference: Path) -> dict[str, Any]:
-    """Returns what the line of a run of lab.chaos says; its events tell whether it compiled ahead."""
+    """Returns what the line of a run of lab.chaos says."""
     events = json_lines.read(folder / "outcomes.jsonl")
     run = read_run(folder / "run")
-    compile_ahead = any(event["event"] == Event.ATTEMPT_AHEAD for event in EventReader(folder / "run").new())
-    ahead = ["--compile_ahead"] * compile_ahead
     drawn = [f"--events={len(events)}", f"--seed={events[0]['seed']}"]
     kept = ("kind", "process", "next_step_s", "lost_steps", "load")
     return {
@@ -132,8 +126,7 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
         "loss_difference": compare_losses(run.run_dir, reference).difference,
         "parameter_difference": compare_parameters(run.run_dir, reference).difference,
         "events": [{key: event[key] for key in kept} for event in events],
-        "compile_ahead": compile_ahead,
-        "command": shlex.join(["python", "-m", "lab.chaos", *ahead, *drawn, f"--workdir={folder}"]),
+        "command": shlex.join(["python", "-m", "lab.chaos", *drawn, f"--workdir={folder}"]),
     }
 
 

@@ -54,9 +54,7 @@ def main(options: dict[str, Any]) -> None:
     model.load_state_dict({name: torch.from_numpy(value) for name, value in data.items()})
     mode, inner = options["mode"], options["inner_steps"]
     if mode != "local_sgd":
-        # of several buckets, power_sgd's callbacks start collectives in different orders, which gloo mistakes
-        bucket_mb = 1000 if options["hook"] == "power_sgd" else None
-        model = shard(model, mode, device, kept=False, is_low=False, bucket_mb=bucket_mb)
+        model = shard(model, mode, device, kept=False, is_low=False, hook=options["hook"])
         add_hook(model, options["hook"], rank=options["rank"], start=max(2, options["dense_steps"]))
     optimizers = optimizers_of(model, muon=options["muon"])
 

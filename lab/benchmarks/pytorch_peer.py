@@ -91,14 +91,14 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def shard(
-    model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool, bucket_mb: int | None = None
-) -> nn.Module:
-    """Returns the model under DDP, whose buckets are of so many MB, or FSDP2.
+def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool, hook: str = "") -> nn.Module:
+    """Returns the model under DDP, with buckets for a hook that `add_hook` adds later, or FSDP2.
 
     `kept` layers stay gathered for the backward pass.
     """
     if mode == "ddp":
+        # of several buckets, power_sgd's callbacks start collectives in different orders, which gloo mistakes
+        bucket_mb = 1000 if hook == "power_sgd" else None
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if mode == "hsdp":
@@ -134,7 +134,7 @@ class Trainer:
         model: Any = Decoder(sizes, dots=dots).to(self.device)
         self.model_bytes = 4 * sum(p.numel() for p in model.parameters())
         if dist.is_initialized():
-            model = shard(model, mode, self.device, kept=kept, is_low=self.is_low)
+            model = shard(model, mode, self.device, kept=kept, is_low=self.is_low, hook=hook)
             add_hook(model, hook)
         options = (
             {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": self.device.type == "cuda"} if self.is_low else {}

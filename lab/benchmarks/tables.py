@@ -193,36 +193,22 @@ def local_steps(lines: Sequence[Line]) -> str:
 
 
 def kill_matrix(lines: Sequence[Line]) -> str:
-    """Returns what each event of the matrix cost, without `--compile_ahead`."""
-    usual, rows = [line for line in lines if not line.get("compile_ahead")], []
+    """Returns what each event of the matrix cost; older lines do not have the pause."""
+    rows = []
     for case in dict.fromkeys(elastic.MATRIX):
-        of = [line for line in usual if line["title"] == case.title]
+        of = [line for line in lines if line["title"] == case.title]
         if not of:
-            rows.append([case.title, case.aim, "0", "not measured", *[""] * 6])
+            rows.append([case.title, case.aim, "0", "not measured", *[""] * 7])
             continue
         lost = ", ".join(map(str, sorted({line["lost_steps"] for line in of})))
         phases = [[line["phases"][name] for line in of] for name in ("noticed", "stopped", "started", "restored")]
         # old lines have a sentence as their source: "memory (3 of 3 nodes had it)", "its checkpoint"
         sources = sorted({line["source"].partition(" (")[0].removeprefix("its ") for line in of})
-        times = map(middle, [[line["next_step_s"] for line in of], *phases])
+        pauses = [line.get("pause_s") for line in of]
+        times = map(middle, [[line["next_step_s"] for line in of], pauses, *phases])
         rows.append([case.title, case.aim, str(len(of)), lost, *times, ", ".join(sources)])
-    heads = ["event", "aim: lost, seconds", "events", "lost", "seconds", "noticed", "ended", "started", "restored"]
-    return markdown([*heads, "state from"], rows)
-
-
-def compiled_ahead(lines: Sequence[Line]) -> str:
-    """Returns planned changes with and without `--compile_ahead`."""
-    timed, rows = [line for line in lines if "pause_s" in line], []
-    for case in dict.fromkeys(case for case in elastic.MATRIX if case.kind in elastic.PLANNED):
-        for is_ahead in (False, True):
-            these = [line for line in timed if (line["title"], line["compile_ahead"]) == (case.title, is_ahead)]
-            if not these:
-                continue
-            times = ([line["pause_s"] for line in these], [line["phases"]["stopped"] for line in these])
-            cells = [case.title, f"{case.seconds:g} s", "yes" if is_ahead else "no", str(len(these))]
-            cells += map(middle, (*times, [line["next_step_s"] for line in these]))
-            rows.append([*cells, ", ".join(map(str, sorted({line["lost_steps"] for line in these})))])
-    return markdown(["event", "aim", "ahead", "events", "pause", "ended", "next attempt", "steps lost"], rows)
+    heads = ["event", "aim: lost, seconds", "events", "lost", "seconds", "pause", "noticed", "ended", "started"]
+    return markdown([*heads, "restored", "state from"], rows)
 
 
 def chaos_runs(lines: Sequence[Line]) -> str:
@@ -230,29 +216,22 @@ def chaos_runs(lines: Sequence[Line]) -> str:
     rows = []
     for line in lines:
         loads = [event["load"] for event in line["events"]]
-        ahead = "--compile_ahead " * bool(line.get("compile_ahead"))
-        cells = [f"`{ahead}--events={len(line['events'])} --seed={line.get('seed', 0)}`", str(line["steps"])]
+        cells = [f"`--events={len(line['events'])} --seed={line.get('seed', 0)}`", str(line["steps"])]
         cells += [f"{line['loss_difference']:.1g}", f"{line['parameter_difference']:.1g}"]
         rows.append([*cells, f"{min(loads):.0f} to {max(loads):.0f}", line["commit"][:7] + line.get("patch", "")])
     return markdown(["options", "steps", "loss", "parameter", "load average", "commit"], rows)
 
 
 def chaos_events(lines: Sequence[Line]) -> str:
-    """Returns the events of all runs of lab.chaos by kind, with and without `--compile_ahead`."""
-    found = defaultdict[tuple[str, bool], list[Line]](list)
+    """Returns the events of all runs of lab.chaos by kind."""
+    found, rows = defaultdict[str, list[Line]](list), []
     for line in lines:
         for event in line["events"]:
-            found[event["kind"], bool(line.get("compile_ahead"))].append(event)
-    rows = []
-    for kind in sorted({kind for kind, _ in found}):
-        sides = [found[kind, is_ahead] for is_ahead in (False, True)]
-        cells = [f"`{kind}`"]
-        for of in sides:
-            cells += [str(len(of)), middle([event["next_step_s"] for event in of])]
-            cells.append(", ".join(str(event["lost_steps"]) for event in of))
-        rows.append(cells)
-    heads = ["events", "seconds", "steps lost"]
-    return markdown(["kind", *heads, *(f"{name}, ahead" for name in heads)], rows)
+            found[event["kind"]].append(event)
+    for kind, of in sorted(found.items()):
+        lost = ", ".join(str(event["lost_steps"]) for event in of)
+        rows.append([f"`{kind}`", str(len(of)), middle([event["next_step_s"] for event in of]), lost])
+    return markdown(["kind", "events", "seconds", "steps lost"], rows)
 
 
 # --------------------------------------------------------------------------------------------- Dynamic Training
@@ -378,7 +357,6 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "what is free": lambda: losses.free(records),
         "what is dominated": lambda: losses.dominated(records),
         "kill matrix": lambda: kill_matrix(events),
-        "compiled ahead": lambda: compiled_ahead(events),
         "runs of chaos": lambda: chaos_runs(chaos),
         "events of chaos": lambda: chaos_events(chaos),
         "changing nodes": lambda: changing_nodes(records.lines("dynamic_training")),

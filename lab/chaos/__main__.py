@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = [f"--config={options.config}", *changes]
         reference = options.reference or train_undisturbed(options, arguments)
         sizes = {key: getattr(options, key) for key in ("nodes", "devices_per_node", "rate")}
-        run = ElasticRun(options.workdir, arguments, **sizes, options=["--compile_ahead"] * options.compile_ahead)
+        run = ElasticRun(options.workdir, arguments, **sizes)
         is_clean = disturb(run, options)  # compare the runs in any case
         is_good = is_same(run.workdir, reference) and is_clean
         print("the same as the undisturbed run, and nothing is left" if is_good else "NOT as it must be", flush=True)
@@ -62,7 +62,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, default=4, help="that train, at most (default: %(default)s)")
     parser.add_argument("--devices_per_node", type=int, default=2, help="virtual devices (default: %(default)s)")
     parser.add_argument("--rate", default="1gbit", help="of the links (default: %(default)s)")
-    parser.add_argument("--compile_ahead", action="store_true", help="as the option of engines.ray")
     workdir = {"type": named_path, "default": Path("runs/chaos")}
     parser.add_argument("--workdir", **workdir, help="logs and both runs (default: %(default)s)")
     parser.add_argument("--reference", type=named_path, help="of an undisturbed run (default: it is run first)")

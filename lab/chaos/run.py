@@ -23,7 +23,7 @@ NOTHING_LEFT_S = 10.0  # for the kernel to end the nodes
 JOIN = [sys.executable, "-m", "lab.emulate.ray_nodes"]
 FIRST_STEP = {Event.FIRST_STEP, Event.ATTEMPT_STEPPED}  # train.py's; the engine's
 # the first report of a failure, or of a change of the world
-NOTICED = {Event.LOST_PEER, Event.NODE_LOST, Event.ATTEMPT_FAILED, Event.ATTEMPT_STOPPING, Event.ATTEMPT_AHEAD}
+NOTICED = {Event.LOST_PEER, Event.NODE_LOST, Event.ATTEMPT_FAILED, Event.ATTEMPT_STOPPING}
 LAST_LINES = 15  # of the log, shown in a message
 
 
@@ -46,10 +46,9 @@ class ElasticRun:
         nodes: int,
         devices_per_node: int,
         rate: str,
-        options: Sequence[str] = (),
         program: str = "train.py",
     ) -> None:
-        """`arguments` are the program's, except `--workdir`, which is `folder/run`; `options` are engines.ray's."""
+        """`arguments` are the program's, except `--workdir`, which is `folder/run`."""
         self.folder, self.workdir, self.max_nodes = folder, folder / "run", nodes
         self.events: list[dict[str, Any]] = []  # with `at_s`, by this process' monotonic clock
         self.attempt, self.is_settled, self.settled_s = 0, False, 0.0  # settled: the attempt has finished a step
@@ -66,7 +65,7 @@ class ElasticRun:
         cluster = [f"--name={self._name}", f"--nodes={nodes + 1}", f"--devices_per_node={devices_per_node}"]
         cluster += [f"--rate={rate}", f"--workdir={folder / 'nodes'}"]
         engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
-        engine += ["--max_failures=20", *options]
+        engine += ["--max_failures=20"]
         train = [sys.executable, program, f"--workdir={self.workdir}", *arguments]
         self._command = [sys.executable, "-m", "lab.emulate", *cluster, "--", *JOIN]
         self._command += [sys.executable, "-m", "engines.ray", *engine, "--", *train]

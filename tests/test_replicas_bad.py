@@ -1,0 +1,167 @@
+"""Peers that send garbage, too much, too little or nothing: they are lost, or refused, and change no step."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replica_loop import NUM_SHARES, PATIENCE_S, SIZES, TOKEN, Loop, started, trained
+from xxhash import xxh3_64_intdigest
+
+from replicas import group
+from replicas.members import NEVER, Member, write_address
+from runtime.addresses import listen
+from runtime.blobs import Connection, PeerError
+from runtime.handshake import Acceptor
+
+
+def says(**answer: object) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
+
+
+HOSTILE = {
+    "nothing": None,
+    "closes": b"",
+    "garbage": b"\xff\x00garbage\n",
+    "no_size": says(),
+    "a_list": b"[]\n",
+    "text_for_size": says(size="160", xxh3=0),
+    "too_little": says(size=1, xxh3=xxh3_64_intdigest(b"a")) + b"a",
+    "too_much": says(size=1 << 40, xxh3=0) + b"a" * 10000,
+    "huge_number": b'{"size": ' + b"9" * 5000 + b"}\n",
+    "wrong_hash": says(size=160, xxh3=1) + bytes(160),
+    "half": says(size=160, xxh3=1) + bytes(16),
+    "refuses": says(error="no"),
+    "unknown_refusal": says(error=["the step"]),
+}
+
+
+class Hostile:
+    """A member that says who it is, as it should, and answers all else with the same bytes; None: not at all."""
+
+    def __init__(self, answer: bytes | None, claims: dict[str, Any]) -> None:
+        listener = listen("127.0.0.1", 8)
+        self.answer = answer
+        self.member = Member(number=1, host="127.0.0.1", port=listener.getsockname()[1], first=0, version=1)
+        self.record = self.member.as_dict() | claims
+        self._acceptor = Acceptor(listener, TOKEN, f"{group.PURPOSE} 0", 8, self._serve)
+
+    def _serve(self, connection: socket.socket, process: int, host: str) -> None:
+        with contextlib.suppress(OSError), connection, connection.makefile("rwb") as stream:
+            while line := stream.readline():
+                content = self.answer
+                if json.loads(line)["op"] == "member":
+                    said = json.dumps({"member": self.record, "others": []}).encode()
+                    content = says(size=len(said), xxh3=xxh3_64_intdigest(said)) + said
+                if content is None:
+                    continue
+                stream.write(content)
+                stream.flush()
+                if content in (b"", HOSTILE["half"]):
+                    return
+
+    def close(self) -> None:
+        self._acceptor.close()
+
+
+@pytest.fixture
+def hostile() -> Iterator[Callable[..., Hostile]]:
+    made: list[Hostile] = []
+    yield lambda *args: made.append(Hostile(*args)) or made[-1]
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_bad_answers_lose_the_member_that_gives_them(
+    kind: str, hostile: Callable[..., Hostile], tmp_path: Path
+) -> None:
+    bad = hostile(HOSTILE[kind], {})
+    write_address(tmp_path, bad.member, 0)
+    loop = Loop(tmp_path, 0, steps=2, silence_s=2.0 if kind == "nothing" else 30.0).start()
+    assert [member.number for member in loop.replicas.members.others] == [1]
+    trained([loop])
+    assert any("replica 1 is lost" in text for text in loop.said)
+    assert loop.computed[0] == loop.computed[1] == [*range(NUM_SHARES)]
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"number": 0},
+        {"number": 2},
+        {"number": -1},
+        {"port": 1 << 40},
+        {"port": -1},
+        {"rate": 0},
+        {"rate": 10**400},
+        {"rate": "1"},
+        {"step": -1},
+        {"first": "0"},
+        {"more": 1},
+    ],
+    ids=lambda claims: f"{next(iter(claims))} {str(*claims.values())[:5]}",
+)
+def test_a_record_that_is_none_is_not_believed(
+    claims: dict[str, Any], hostile: Callable[..., Hostile], tmp_path: Path
+) -> None:
+    bad = hostile(None, claims)
+    write_address(tmp_path, bad.member, 0)
+    loop = Loop(tmp_path, 0, steps=1).start()
+    assert loop.replicas.members.others == []
+    record = loop.replicas.members.me.as_dict() | {"number": 1, "first": NEVER} | claims
+    connection = Connection(loop.replicas.members.me.address, TOKEN, f"{group.PURPOSE} 0", 1, silence_s=20)
+    with connection, pytest.raises(PeerError, match="closed the connection"):
+        connection.ask({"op": "member", "member": record}, 1 << 20)
+    assert loop.replicas.members.others == []
+    trained([loop])
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"op": "other", "step": 0, "piece": 0},
+    {"op": []},
+    {"op": "member", "member": None},
+    {"op": "total", "step": 0},
+    {"op": "total", "step": 0, "piece": len(SIZES)},
+    {"op": "total", "step": 0, "piece": -1},
+    {"op": "total", "step": 0, "piece": True},
+    {"op": "total", "step": "0", "piece": 0},
+    {"op": "total", "step": -(10**30), "piece": 0},
+    {"op": "sum", "step": 0, "piece": 0, "lo": 0, "hi": 10**30},
+    {"op": "sum", "step": 0, "piece": 0, "lo": 1, "hi": 3},
+    {"op": "sum", "step": 0, "piece": 0, "lo": 0, "hi": 0},
+    {"op": "sum", "step": 0, "piece": 0, "lo": None, "hi": []},
+    {"op": "copy", "step": 0, "arrays": [0]},
+    {"op": "copy", "step": 99, "arrays": 3},
+    {"op": "copy", "step": None, "arrays": [0]},
+    {"op": "state", "step": 0, "array": 0},
+]
+
+
+def test_bad_requests_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    loops = started(tmp_path, 2)
+    waiting, asked = threading.Event(), threading.Event()
+    loops[0].before_share = lambda step, share: (waiting.set(), asked.wait(PATIENCE_S)) if step == 1 else None
+    for loop in loops:
+        loop.go()
+    assert waiting.wait(PATIENCE_S)
+    address = loops[0].replicas.members.me.address
+    for request in REQUESTS:
+        connection = Connection(address, TOKEN, f"{group.PURPOSE} 0", 7, silence_s=20)
+        with connection, pytest.raises(PeerError):
+            connection.ask(request, 0)
+    far = Connection(address, TOKEN, f"{group.PURPOSE} 0", 7, silence_s=20)  # waits for a step that never comes
+    with pytest.raises(PeerError, match="has not answered in time"):
+        next(far.get({"op": "total", "step": 1 << 60, "piece": 0}, 1, wait_s=0))
+    far.close()
+    for token, purpose in (("b" * 64, f"{group.PURPOSE} 0"), (TOKEN, "replicas 1")):
+        with pytest.raises(PeerError, match="closed the connection"):
+            Connection(address, token, purpose, 1, silence_s=20)
+    asked.set()
+    for loop in loops:
+        loop.end()
