@@ -44,6 +44,7 @@ STANDARD = "one micro-step"  # mode
 NODES = 4
 OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in ("one_world", "independent"))
 OURS += ("independent none dots", "independent bf16 dots")  # products with weights are kept, as PyTorch's `dots` does
+OURS += ("independent bf16 dots delayed",)
 PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
 STEPS, SKIPPED = 7, 2  # the first steps connect
 JOINING = 4  # more steps of replicas, which come one after the other
@@ -92,6 +93,7 @@ def steps_of(key: Key) -> dict[str, Any]:
     overrides |= {
         "model.remat": remat_of(key["run"]),
         "compression.error_feedback": False,
+        "compression.delayed": "delayed" in key["run"],
         "sharding.replicas": kind,
         "elastic.snapshot_every": 0,
     }
