@@ -131,7 +131,8 @@ def run(
 
     steps: Steps = OneWorld(ex, supervisor.enter)
     if group is not None:
-        steps = Independent(ex, supervisor.enter, number=group, workdir=whole)
+        asked = supervisor.stop_requested
+        steps = Independent(ex, supervisor.enter, number=group, workdir=whole, stop_requested=asked)
 
     # ----------------------------------------------------------------------------------------------------------- resume
     supervisor.enter(Phase.RESTORING)
@@ -198,7 +199,9 @@ def run(
         ]
         steps.begin(step, log.say)
         while step < last and not steps.may_stop(step, asked=supervisor.stop_requested()):
-            state, metrics, step = steps(state, step)
+            if (done := steps(state, step)) is None:
+                continue
+            state, metrics, step = done
             supervisor.enter(Phase.RECORDING)
             for hook in loop:
                 hook(step, state, metrics, is_last=step == last)

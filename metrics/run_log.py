@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
 from typing import Any, Self
 
 from files import atomic, run_directory
@@ -44,11 +43,13 @@ class RunLog:
         `sink`: where the rows go too, `wandb` or `none`.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
-        self._start_step, self._num_steps, self._started_s = start_step, num_steps, started_s
+        self._last_step, self._num_steps, self._started_s = start_step, num_steps, started_s
+        self._is_first = True  # the next step, of those of this attempt
         self._timer, self._constants = timer, dict(constants)
         self._row: tuple[int, dict[str, float]] | None = None  # of the latest step, not written yet
         self._spent: dict[str, float] = {}  # seconds by key, outside of steps, for the next row
-        self._crossed: list[WireBytes] = []  # of the steps since the last row
+        self._crossed: list[WireBytes] = []  # since the last row
+        self._crossing = 0  # steps in which they crossed
         if not enabled:
             return
         for name, content in files.items():
@@ -94,19 +95,21 @@ class RunLog:
         if not self._enabled:
             return
         self.flush()
-        if step == self._start_step + 1:
+        if self._is_first:
             self._writer.open_events()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
         if wire := self._wire.delta() if self._wire else None:
             self._crossed.append(wire)
+            self._crossing += step - self._last_step
         if self._crossed:
-            row["wire_tx_bytes"] = mean(one.tx_bytes for one in self._crossed)
-            row["wire_rx_bytes"] = mean(one.rx_bytes for one in self._crossed)
+            row["wire_tx_bytes"] = sum(one.tx_bytes for one in self._crossed) / self._crossing
+            row["wire_rx_bytes"] = sum(one.rx_bytes for one in self._crossed) / self._crossing
         row |= self._constants
         self._row = step, row
-        if step == self._start_step + 1:
+        if self._is_first:
             self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
         self._progress.update(step, row)
+        self._last_step, self._is_first = step, False
 
     def validation(self, step: int, scalars: Mapping[str, float], text: str) -> None:
         """Takes the results of a validation after `step`, which must be the last logged step, and prints `text`."""
@@ -157,6 +160,7 @@ class RunLog:
         (step, row), self._row = self._row, None
         spent, self._spent = self._spent, {}
         self._crossed.clear()
+        self._crossing = 0
         self._timer.row_written()
         try:
             self._writer.write(step, row | spent)

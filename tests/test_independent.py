@@ -164,6 +164,7 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
 
     one: Any = SimpleNamespace(
         _whole=behind,
+        _enter=lambda phase: None,
         _work=SimpleNamespace(steps=1),
         replicas=SimpleNamespace(members=SimpleNamespace(leave=lambda step: None)),
     )

@@ -1,5 +1,7 @@
 """Local SGD with independent replicas: against one world, and a plain loop over the workers."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from input_pipeline import load
 from input_pipeline.batches import batch_at
 from optimizers import make_optimizer
 from training.experiment import make_experiment
+from training.independent import Independent
 from training.share_rounds import Rounds
 
 pytestmark = pytest.mark.jax
@@ -38,12 +41,20 @@ def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_workers_learn_what_groups_in_one_world_do(tmp_path: Path) -> None:
-    """With an optimizer that keeps nothing; and a run goes on in the other way after a meeting."""
+def test_workers_learn_what_groups_in_one_world_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an optimizer that keeps nothing; and a run that is stopped in a round goes on in the other way before it."""
+    read = Independent._read
+
+    def stopped(self: Independent, step: int, number: int) -> Any:
+        if step == 2 * STEPS + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(self, step, number)
+
+    monkeypatch.setattr(Independent, "_read", stopped)
     one = arguments(tmp_path / "one", **WORLD, **SGD, **ROUNDS)
     both = arguments(tmp_path / "both", **REPLICA, **SGD, **ROUNDS)
     assert run_here(*one) == 0
-    assert run_here(*both, "--group=0", hooks=[stop_after(2 * STEPS)]) == 75
+    assert run_here(*both, "--group=0") == 75
     found = rows(tmp_path / "both" / "replicas" / "0")
     assert run_here(*arguments(tmp_path / "both", **WORLD, **SGD, **ROUNDS)) == 0
     expected = [row["loss"] for row in rows(tmp_path / "one")]

@@ -15,6 +15,7 @@ from running import arguments, changed, compiled_once, finish, run_here, start_t
 
 from configs import command_line
 from configs.schema import Config
+from metrics.units import format_bytes
 from planner import table
 from state.snapshots import Needs
 from training import devices, memory
@@ -204,6 +205,17 @@ def test_a_restored_state_is_in_the_memory_that_is_taken_already(monkeypatch: py
     assert memory.check_step_fits(ex, step, None, restored=True)
     with pytest.raises(ValueError, match=r"^the run takes .* of the memory of "):
         memory.check_step_fits(ex, step, None, restored=False)
+
+
+def test_a_share_of_replicas_takes_its_state_besides_its_arguments() -> None:
+    """The optimizer's is not among them, and with local SGD a worker has a copy of what it changes."""
+    world = {"sharding__strategy": "zero3", "sharding__partition_size": 0, "sharding__replicas": "independent"}
+    ex = experiment_of(arguments("x", **world))
+    parameters, _, optimizer = memory.state_bytes(ex)
+    sizes = SimpleNamespace(argument_size_in_bytes=parameters + 100, temp_size_in_bytes=10**9)
+    step: Any = SimpleNamespace(memory_analysis=lambda: sizes)
+    (line,) = memory.check_step_fits(ex, step, None, restored=False)
+    assert f"optimizer {format_bytes(optimizer)} " in line and line.endswith("+ batch 100 B")
 
 
 def test_snapshots_may_page_lock_half_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

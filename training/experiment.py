@@ -123,8 +123,11 @@ class Experiment:
 
     @cached_property
     def _compiled_train_step(self) -> jax.stages.Compiled:
-        options = self.compiler_options(pipelined=self.plan.overlap)
-        return self.lower_train_step().compile(compiler_options={**options})
+        return self.compiled(self.lower_train_step())
+
+    def compiled(self, program: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles a program of training steps."""
+        return program.compile(compiler_options={**self.compiler_options(pipelined=self.plan.overlap)})
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Returns `step(state, batch) -> (state, metrics)` as XLA gets it."""

@@ -32,10 +32,15 @@ from training.experiment import Experiment
 from training.replica_state import digest_of, own_shards, waiting_in, with_shards, with_waiting
 from training.share_gradients import Gradients, Put
 from training.share_rounds import Rounds
+from training.steps import Done
 
 SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
 COMPARED_EVERY = 100  # steps: replicas compare their parameters
 RATE_STEP, RATE_MEMORY = 1.3, 0.8
+
+
+class StoppedError(Exception):
+    """The run is to stop, within a round."""
 
 
 @dataclass
@@ -91,9 +96,18 @@ class Independent:
     With `local_sgd.inner_steps` a step of the replicas is a round: as many steps of training.
     """
 
-    def __init__(self, ex: Experiment, enter: Callable[[Phase], object], *, number: int, workdir: Path) -> None:
+    def __init__(
+        self,
+        ex: Experiment,
+        enter: Callable[[Phase], object],
+        *,
+        number: int,
+        workdir: Path,
+        stop_requested: Callable[[], bool],
+    ) -> None:
         """`number` is this replica's among those of the run in `workdir`. Nothing is compiled, and nobody met."""
         self._ex, self._enter, self._number, self._workdir = ex, enter, number, workdir
+        self._stop_requested = stop_requested
         self._dataset: Dataset | None = None
         self._gradients = Gradients(ex)
         self._work: Work = Rounds(ex) if ex.config.local_sgd.inner_steps else self._gradients
@@ -145,7 +159,7 @@ class Independent:
             late=int(self._delays),
             run=fingerprint(self._ex.config),
             process=jax.process_index(),
-            agree=agreed,
+            agree=self._agreed,
             saved=lambda: max(step_numbers(self._workdir / CHECKPOINTS), default=0) // self._work.steps,
             say=say,
         )
@@ -155,8 +169,8 @@ class Independent:
         else:
             self.replicas.members.enter(at)
 
-    def __call__(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array | float], int]:
-        """Returns the state after a step, the metrics, and the steps done.
+    def __call__(self, state: TrainState, step: int) -> Done | None:
+        """Returns the state after a step, the metrics, and the steps done; None if it is to stop within a round.
 
         A replica that joins, or was away for too long, takes the others' state first.
         """
@@ -174,10 +188,13 @@ class Independent:
                 break
             except BehindError:
                 at, state = self._fetched(at, state)
+            except StoppedError:
+                return None
             except ConnectionError as error:  # closed where taking what a share has handed out failed
                 raise self._gradients.error or error from error
         state, metrics = self._ex.block((state, metrics))
         self._tell_rate()
+        self.wait_s /= self._work.steps
         if "loss" in metrics:
             metrics = {**metrics, "replicas": self.replicas.count}
         return state, metrics, (at + 1) * self._work.steps
@@ -226,10 +243,14 @@ class Independent:
         return found[0], state
 
     def may_stop(self, step: int, *, asked: bool) -> bool:
-        """One step after it has told the others: they need not do again what this replica has begun."""
+        """One step after it has told the others: they need not do again what this replica has begun.
+
+        At once where a step is a round, which may take longer than whoever asks is willing to wait.
+        """
         self._asked |= asked  # jax says so of one step alone
-        if self._asked and not self._announced and any(agreed(len(self.replicas.members.others))):
-            self.replicas.members.tell(last=step // self._work.steps)
+        is_short = self._work.steps == 1
+        if self._asked and is_short and not self._announced and any(agreed(len(self.replicas.members.others))):
+            self.replicas.members.tell(last=step)
             self._announced = True
             return False
         return self._asked
@@ -237,6 +258,7 @@ class Independent:
     def end(self, step: int, state: TrainState) -> None:
         with suppress(BehindError):  # then nobody needs anything of this one
             self._whole(state)
+        self._enter(Phase.CLOSING)
         self.replicas.members.leave(step // self._work.steps)
 
     def to_save(self, state: TrainState) -> TrainState | None:
@@ -259,6 +281,11 @@ class Independent:
 
         def read(inner: int) -> Batch:
             started_s = time.perf_counter()
+            if self._work.steps > 1:
+                self._enter(Phase.STEPPING)  # it is no hang
+                self._asked |= self._stop_requested()
+                if self._asked:
+                    raise StoppedError
             batch = self._ex.batches.to_devices(self._read(at * self._work.steps + inner, number))
             self.wait_s += time.perf_counter() - started_s
             return batch
@@ -272,7 +299,7 @@ class Independent:
         """Returns the rows of a share of a step of training, and begins to read those that are likely to be next."""
         index = step * self._ex.num_shares + number
         found = self._reading(index)
-        for ahead in (index + 1, index + self._ex.num_shares):
+        for ahead in (index + self._ex.num_shares, *([index + 1] if self._work.steps == 1 else [])):
             self._reading(ahead)
         for old in [old for old in self._rows if old < index - self._ex.num_shares]:
             del self._rows[old]
@@ -286,6 +313,11 @@ class Independent:
                 batch_at, self._dataset, index, global_size=layout.global_size, rows=layout.local_rows
             )
         return self._rows[index]
+
+    def _agreed(self, value: int) -> list[int]:
+        """Returns what `agreed` does; whoever waits for other replicas does so, and its processes are no hang."""
+        self._enter(Phase.STEPPING)
+        return agreed(value)
 
     def _tell_rate(self) -> None:
         """Tells the others how fast this replica is, if that has changed much."""

@@ -146,7 +146,10 @@ def check_step_fits(
         return []
     on_cpus = _on_cpus(experiment)
     capacity = inf if on_cpus else memory_per_device() or inf
-    held = memory_of(experiment, analysis.argument_size_in_bytes, analysis.temp_size_in_bytes, capacity)
+    arguments = analysis.argument_size_in_bytes
+    if experiment.config.sharding.replicas == "independent":  # the program of a share does not get the state's chain
+        arguments += state_bytes(experiment)[2]
+    held = memory_of(experiment, arguments, analysis.temp_size_in_bytes, capacity)
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in held.parts.items())
     if not held.fits:
         raise WorldTooSmallError(

@@ -68,7 +68,7 @@ class Gradients:
         """The compiled `share(params, batch) -> means`."""
         ex = self._ex
         program = build_share(accumulated(ex.model.objective), ex.plan, self._out)
-        return jax.jit(program).lower(ex.state_shapes.all_params, ex.batches.shapes).compile()
+        return ex.compiled(jax.jit(program).lower(ex.state_shapes.all_params, ex.batches.shapes))
 
     @cached_property
     def apply(self) -> jax.stages.Compiled:
@@ -84,7 +84,7 @@ class Gradients:
             program, donated, shapes = by_waiting(program), (0, 1), with_waiting(shapes, None)
         jitted = jax.jit(program, donate_argnums=donated, out_shardings=(shardings, ex.replicated))
         means = dict.fromkeys(self.means, jax.ShapeDtypeStruct((), np.float32, sharding=ex.replicated))
-        return jitted.lower(shapes, gradient_shapes(ex.plan, shapes.params), means).compile()
+        return ex.compiled(jitted.lower(shapes, gradient_shapes(ex.plan, shapes.params), means))
 
     @cached_property
     def first_of_each(self) -> jax.stages.Compiled:

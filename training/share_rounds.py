@@ -65,7 +65,7 @@ class Rounds:
     def step(self) -> jax.stages.Compiled:
         """The compiled `step(worker, params, frozen, batch) -> (worker, means)`, which donates the worker."""
         out = _shardings(self._shapes[0]), self._ex.replicated
-        return jax.jit(self._step, donate_argnums=0, out_shardings=out).lower(*self._shapes).compile()
+        return self._ex.compiled(jax.jit(self._step, donate_argnums=0, out_shardings=out).lower(*self._shapes))
 
     @cached_property
     def first(self) -> jax.stages.Compiled:
@@ -92,7 +92,7 @@ class Rounds:
             return moved, chain.watch(states)
 
         jitted = jax.jit(met, donate_argnums=(0, 1, 2), out_shardings=(_shardings(shapes), self._ex.replicated))
-        return jitted.lower(shapes, shapes.opt_state.inner.tree, shapes.opt_state.drift.tree).compile()
+        return self._ex.compiled(jitted.lower(shapes, shapes.opt_state.inner.tree, shapes.opt_state.drift.tree))
 
     @cached_property
     def means(self) -> list[str]:

@@ -12,6 +12,9 @@ from sharding.step import TrainState
 from training.experiment import Experiment
 from training.meetings import Meetings
 
+# the state after a step, its metrics, and the steps done
+Done = tuple[TrainState, dict[str, jax.Array | float], int]
+
 
 class Steps(Protocol):
     """How a run comes from one step to the next."""
@@ -33,8 +36,8 @@ class Steps(Protocol):
         """Compiles what a step runs; returns the program with the most of its work."""
         ...
 
-    def __call__(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array | float], int]:
-        """Returns the state after the next step, its metrics, and the steps done."""
+    def __call__(self, state: TrainState, step: int) -> Done | None:
+        """Does the next step, or some; None where the run is to stop before they are done: the state is as it was."""
         ...
 
     def begin(self, step: int, say: Callable[[str], object]) -> None:
@@ -76,7 +79,7 @@ class OneWorld:
         self._step_fn = self._ex.compile_train_step()
         return self._step_fn
 
-    def __call__(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, jax.Array | float], int]:
+    def __call__(self, state: TrainState, step: int) -> Done:
         self._enter(Phase.READING)
         batch = self._ex.batches.to_devices(next(self._batches))
         self._enter(Phase.STEPPING)
