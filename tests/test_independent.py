@@ -145,15 +145,20 @@ def test_delayed_gradients_that_are_not_finite_are_skipped_whoever_goes_on(
         np.testing.assert_allclose(world[name], whole[name], rtol=2e-3, atol=2e-5, err_msg=name)
 
 
-def test_one_that_is_asked_to_stop_does_a_step_more_though_it_is_asked_once() -> None:
-    """With several processes jax says at one step alone that all are to stop."""
+@pytest.mark.parametrize(
+    ("steps", "wanted", "announced"), [(1, [False, False, True], [3]), (5, [False, True, True], [])]
+)
+def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
+    steps: int, wanted: list[bool], announced: list[int]
+) -> None:
+    """It is asked once: with several processes jax says at one step alone that all are to stop."""
     told: list[int] = []
     members = SimpleNamespace(others=[1], tell=lambda last: told.append(last))
     one: Any = SimpleNamespace(
-        _asked=False, _announced=False, replicas=SimpleNamespace(members=members), _work=SimpleNamespace(steps=1)
+        _asked=False, _announced=False, replicas=SimpleNamespace(members=members), _work=SimpleNamespace(steps=steps)
     )
     stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
-    assert stops == [False, False, True] and told == [3]
+    assert stops == wanted and told == announced
 
 
 def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
