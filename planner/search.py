@@ -151,7 +151,7 @@ class _Search:
         """Returns the next program to compile beside those that are, if any, and discards what need not be."""
         best_s = min((prediction.step_s for option, prediction, _ in self._steps if _is_exact(option)), default=inf)
         if self._is_search:
-            slow = [option for option in self._waiting if option.bounds.least_s > SLACK * best_s]
+            slow = [o for o in self._waiting if o.bounds.least_s * (o.steps or 1.0) > SLACK * best_s]
             large = [o for o in self._waiting if _cannot_fit(o.candidate, self._failed, self._machine.capacity)]
             self._discard("too_large", large)
             self._discard("too_slow", [option for option in slow if option not in large])
@@ -245,18 +245,21 @@ class _Search:
         return option.bounds.estimate_bytes * self._more.get(option.candidate.name, 1.0) <= self._machine.capacity
 
     def _without_gain(self) -> list[_Option]:
-        """Returns the options with a change that is not worth it: it is faster elsewhere, or something milder does."""
+        """Returns the options with a change that is not worth it: it is faster elsewhere, or something milder does.
+
+        What is known to reach the loss is compared with what is milder and does, too.
+        """
         fit = [option for option in self._waiting if self._should_fit(option)]
         exact_s = min((option.bounds.estimate_s for option in fit if _is_exact(option)), default=inf)
         gains = [option for option in fit if _is_exact(option) or _speed(option)[0] < GAIN * exact_s]
         best: dict[Change, _Option] = {}
         for option in sorted(gains, key=lambda option: (not option.is_recorded, _speed(option))):
             best.setdefault(option.change, option)
-        kept: dict[Change, float] = {}
+        kept: list[Change] = []
         for change in sorted(best, key=lambda change: (change.codec + change.timing, change.codec)):
-            seconds = _speed(best[change])[0]
-            if all(seconds < GAIN * other for milder, other in kept.items() if milder.is_milder(change)):
-                kept[change] = seconds
+            one, milder = best[change], [best[other] for other in kept if other.is_milder(change)]
+            if all(_speed(one)[0] < GAIN * _speed(other)[0] for other in milder if other.steps or not one.steps):
+                kept.append(change)
         return [o for o in self._waiting if not _is_exact(o) and (o.change not in kept or best[o.change] is not o)]
 
 

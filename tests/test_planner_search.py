@@ -253,6 +253,36 @@ def test_a_change_must_save_five_per_cent(
     assert {*made} - {""} == kept
 
 
+def test_a_change_that_reaches_the_loss_is_discarded_only_for_one_that_does(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both changes take 1.398 * 1.1 = 1.54 s, more than the 1.4 of one alone, which never gets there."""
+    averages = {"local_sgd.inner_steps": "10", **dict(zip(losses.OUTER_STEP, ("1.0", "0.0"), strict=True))}
+    bf16, int4 = {"compression.hop_two": "bf16"}, {"compression.hop_two": "int4"}
+    muon = int4 | {"optimizer.name": "muon"}  # no step takes less than twice the exact one's time, and half as many do
+    ways = [(averages, None), (averages | int4, 1.398), (bf16, 1.0), (muon, 0.5)]
+    rows = [one_row(setting=setting, steps=steps) for setting, steps in ways]
+    seconds = {("none", 10): 1.4, ("int4", 10): 1.1, ("bf16", 0): 4}
+
+    def estimated(one: Experiment, *_: Any) -> Bounds:
+        estimate_s = seconds.get((one.config.compression.hop_two, one.config.local_sgd.inner_steps), 10)
+        least_s = 2.0 if one.config.optimizer.name == "muon" else 0.0
+        return Bounds(state_bytes=1, least_bytes=1, estimate_bytes=1, least_s=least_s, estimate_s=estimate_s)
+
+    def compile_one(candidate: Candidate, *_: Any) -> Any:
+        made.append(candidate.change)
+        return Made(candidate, 1.0, 1e12, 1.0, step)
+
+    made: list[dict[str, str]] = []
+    monkeypatch.setattr("planner.search.bounds", estimated)
+    monkeypatch.setattr("planner.search.all_candidates", lambda *_: [])
+    monkeypatch.setattr("planner.search.exact_variants", lambda *_, **__: [])
+    monkeypatch.setattr("planner.candidates.BETWEEN_NODES", (("hop_two",),))
+    monkeypatch.setattr(losses, "rows", lambda: rows)
+    search(small(), machine(), jax.devices(), most=9, compile_one=compile_one)
+    assert made == [{}, bf16, muon, averages | int4, averages]
+
+
 def test_what_is_too_large_is_not_compiled() -> None:
     tiny = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e5, is_shared=False)))
 
