@@ -132,6 +132,11 @@ def methods_of(config: Mapping[str, Any]) -> list[str]:
     return [*methods, *[DELAYED] * compression["delayed"], *[INNER_STEPS] * is_local]
 
 
+def dense_optimizer(config: Mapping[str, Any]) -> str:
+    """Returns the optimizer of a config's run, if it is dense: the records are beside such runs; "" if it is not."""
+    return "" if methods_of(config) else config["optimizer"]["name"]
+
+
 def described(config: Mapping[str, Any]) -> list[str]:
     """Returns a line for each method of a config that is not free: the lowest and highest cost that is recorded."""
     known, lines = by_method(rows()), []

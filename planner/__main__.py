@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from configs import command_line
-from configs.losses import methods_of
+from configs.losses import dense_optimizer
 from configs.schema import Config
 from files import atomic
 from metrics.units import format_bytes, format_count
@@ -310,7 +310,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         helps=what_helps(step),
         day=losses(step, best.step_s),
         steps=config.num_steps,
-        optimizer=config.optimizer.name if not methods_of(config.to_dict()) else "",
+        optimizer=dense_optimizer(config.to_dict()),
         counts=found.counts if question.is_search else None,
         error_bar=str(cluster.error_bar),
         notes=notes if question.is_search else (*notes, *found.refused, *found.too_large),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.losses import CODED as NOT_HOP_TWO
-from configs.losses import OUTER_STEP, settings_to_loss
+from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
 from configs.schema import Config, MeshConfig
 from planner.replay import NAMES
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
@@ -239,7 +239,7 @@ def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Cand
                     changed = candidate.with_extras(dict.fromkeys(keys, name) | later)
                     seen.append(changed.change)
                     yield Change(codec=codec, timing=timing), changed
-    for setting in [] if is_coded or is_timed else settings_to_loss(config.optimizer.name):
+    for setting in settings_to_loss(dense_optimizer(config.to_dict())):
         extras = {extra: setting[_key(extra)] for extra in (*CODED, *KEPT) if _key(extra) in setting}
         changed = candidate.with_extras({k: value for k, value in extras.items() if AVERAGES.get(k) != value})
         if changed.change == setting and setting not in seen:  # else it has keys that no extra is

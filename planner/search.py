@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from configs.losses import rows_of, steps_to_loss
+from configs.losses import dense_optimizer, rows_of, steps_to_loss
 from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
 from planner.bounds import SLACK, Bounds, bounds
@@ -288,6 +288,7 @@ class _Options:
     def __init__(self, config: Config, machine: Machine, devices: Sequence[Any]) -> None:
         self.num_candidates, self.refused = 0, list[str]()
         self._config, self._machine, self._devices = config, machine, devices
+        self._optimizer = dense_optimizer(config.to_dict())
         self._states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy, micro-batch and remat
         self._experiments: dict[tuple[str, str], Experiment] = {}  # the same but for the micro-batch
 
@@ -306,7 +307,7 @@ class _Options:
                 continue
             option = _Option(candidate=candidate, experiment=experiment, bounds=found, change=change)
             if change != NO_CHANGE:
-                recorded = rows_of(candidate.change, self._config.optimizer.name)
+                recorded = rows_of(candidate.change, self._optimizer)
                 option = replace(option, is_recorded=bool(recorded), steps=steps_to_loss(recorded))
             options.append(option)
         return options

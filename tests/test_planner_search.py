@@ -281,6 +281,11 @@ def test_a_change_that_reaches_the_loss_is_discarded_only_for_one_that_does(
     monkeypatch.setattr(losses, "rows", lambda: rows)
     search(small(), machine(), jax.devices(), most=9, compile_one=compile_one)
     assert made == [{}, bf16, muon, averages | int4, averages]
+    made.clear()
+    rows.append(one_row(setting=int4, steps=9))
+    seconds |= {("int4", 0): 1.4}
+    search(small(compression__delayed=True), machine(), jax.devices(), most=9, compile_one=compile_one)
+    assert made == [{}, int4, bf16]  # the records, beside dense runs, say nothing of what is delayed as well
 
 
 def test_what_is_too_large_is_not_compiled() -> None:
