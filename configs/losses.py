@@ -41,10 +41,14 @@ class Loss:
         return f"{self.mean:+z.3f} ({self.least:+z.3f} to {self.most:+z.3f})"
 
     @property
+    def size(self) -> str:
+        """The model's."""
+        return f"{self.parameters / 1e6:.2g} M parameters"
+
+    @property
     def where(self) -> str:
         """Where it was measured."""
-        size = f"{self.parameters / 1e6:.2g} M parameters"
-        return f"{self.task}, {size}, {self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        return f"{self.task}, {self.size}, {self.seeds} seed{'s' if self.seeds > 1 else ''}"
 
     @property
     def method(self) -> str:

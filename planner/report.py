@@ -21,7 +21,8 @@ TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope"
 TRAFFIC |= {"orthogonalise": 6, "experts": 7, "context": 7}  # a model with experts shares no rows
 CHANGED = "with another result than the config's:"
 ABOUT_LOSS = (
-    "loss: how much higher the validation loss was in a small model's recorded runs, with the range of the seeds"
+    "loss: how much higher the validation loss was in recorded runs of a small model, with the range of the seeds; of "
+    "several records the highest, and its model"
 )
 TO_LOSS = "the cheapest way to the config's loss (that of its own result at the end, and 0.5 % above):"
 ABOUT_STEPS = (
@@ -127,13 +128,16 @@ def candidate_rows(plan: Plan) -> list[Sequence[str]]:
 def changed_rows(plan: Plan) -> list[Sequence[str]]:
     """Returns a row for each prediction whose result is another one, with its recorded cost in loss, below the names.
 
-    `shorter` is by what the step is shorter than the best one with the config's result.
+    Of several records it is that with the highest mean. `shorter` is by what the step is shorter than the best
+    one with the config's result.
     """
-    rows: list[Sequence[str]] = [("", "strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss")]
+    head = ("", "strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss", "recorded on")
+    rows: list[Sequence[str]] = [head]
     for number, p in enumerate(plan.changed, 1):
         step = format_seconds(p.step_s), format_percent(1 - p.step_s / plan.best.step_s)
         cells = [COLUMNS[name](p) for name in ("strategy", "micro", "gather", "memory")]
-        recorded = map(str, rows_of(p.candidate.change, plan.optimizer)[:1] or ["not recorded"])
+        worst = max(rows_of(p.candidate.change, plan.optimizer), key=lambda row: row.mean, default=None)
+        recorded = (str(worst), worst.size) if worst else ("not recorded", "")
         rows.append((str(number), *cells, *step, COLUMNS["exposed"](p), *recorded))
     return rows
 

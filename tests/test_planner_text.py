@@ -49,16 +49,23 @@ AVERAGES = {"local_sgd.inner_steps": "10", "local_sgd.outer_learning_rate": "1.0
 
 
 def test_changes_are_printed_with_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    int8 = one_row(setting={"compression.hop_two": "int8"}, mean=0.001, least=-0.002, most=0.005)
-    monkeypatch.setattr(losses, "rows", lambda: [int8, one_row(setting=AVERAGES)])
+    """Of several records the one with the highest mean, with its model."""
+    means = [0.001, 0.039, -0.01]
+    int8 = [one_row(setting={"compression.hop_two": "int8"}, mean=mean, parameters=300_000) for mean in means]
+    monkeypatch.setattr(losses, "rows", lambda: [*int8, one_row(setting=AVERAGES)])
     words = ["hsdp+hop_two=int8", "hsdp+inner_steps=10", "hsdp+inner_steps=10+outer_momentum=0.6"]
     plan = replace(example(), predictions=named(["hsdp"], [10.0]), changed=named(words, [8.0, 5.0, 4.0]))
     _, _, table = plan_text(replace(plan, optimizer="adamw")).partition("with another result than the config's:\n")
     head, *lines = table.partition("loss:")[0].splitlines()
-    assert head.split() == ["strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss"]
+    names = ["strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss", "recorded", "on"]
+    assert head.split() == names
     found = [line for line in lines if line[:1].isdigit()]
     assert [row.split(" s  ")[1].split()[0] for row in found] == ["20.0", "50.0", "60.0"]  # per cent shorter
-    costs = ["+0.001 (-0.002 to +0.005)", "+0.200 (+0.200 to +0.200)", "not recorded"]
+    costs = [
+        "+0.039 (+0.200 to +0.200)  0.3 M parameters",
+        "+0.200 (+0.200 to +0.200)    2 M parameters",
+        "not recorded",
+    ]
     assert all(line.endswith(cost) for line, cost in zip(found, costs, strict=True))
     assert "cheapest way" not in table  # none of them reaches the loss
 
