@@ -35,7 +35,7 @@ def independent(step: Step) -> Independent | None:
     shared = config.mesh.tensor * config.mesh.stages * config.mesh.context
     if layout.num_replicas == 1 or group % per_node or shared > 1 or config.local_sgd.streaming:
         return None
-    if config.compression.hop_two not in PAYLOADS or layout.is_automatic:
+    if config.compression.hop_two not in PAYLOADS or layout.is_automatic or config.local_sgd.target_utilisation:
         return None
     timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
     values = step.experiment.model.num_trained

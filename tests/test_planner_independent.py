@@ -56,9 +56,12 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
     assert "every 5 steps" in independent_text(met, 1.0)[0]
 
 
-@pytest.mark.parametrize("changes", [{"compression.hop_two": "int4"}])
+REFUSED = [{"compression.hop_two": "int4"}, {"local_sgd.inner_steps": 10, "local_sgd.target_utilisation": 0.5}]
+
+
+@pytest.mark.parametrize("changes", REFUSED)
 def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, changes: dict[str, object]) -> None:
-    config = small(**{key.replace(".", "__"): value for key, value in changes.items()})
-    assert independent_text(replace(step, experiment=replace(step.experiment, config=config)), 1.0) == []
+    here = make_experiment(small(**{key.replace(".", "__"): value for key, value in changes.items()}))
+    assert independent_text(replace(step, experiment=here), 1.0) == []
     everything = replace(step, experiment=experiment(*of_strategies(["zero3"], small())))
     assert independent_text(everything, 1.0) == []
