@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from planning import one_row, small
+from running import ROOT
 
 from configs import losses
 from configs.losses import Loss
@@ -127,3 +128,4 @@ def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch:
 def test_the_file_can_be_read_and_its_records_are_there() -> None:
     assert {row.task for row in losses.rows()} == {*losses.TASKS} == {*accuracy.TASKS}
     assert all(row.least <= row.mean <= row.most for row in losses.rows())
+    assert [record for record in {row.record for row in losses.rows()} if not (ROOT / record).is_file()] == []
