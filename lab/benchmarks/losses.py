@@ -143,9 +143,9 @@ def steps_over_dense(curves: Mapping[int, Any], targets: Mapping[int, Any]) -> f
 
 def free(records: Records) -> str:
     """Returns a row per method: the lowest and highest mean over the dense runs, by task, and whether it is free."""
-    found = by_method(read(text(records)))
+    found, words = by_method(read(text(records))), {True: "yes", False: "no", None: "not known"}
     cells = [
-        [f"`{method}`", *(cost_on(task, rows) or "-" for task in TASKS), "yes" if is_free(rows) else "no"]
+        [f"`{method}`", *(cost_on(task, rows) or "-" for task in TASKS), words[is_free(rows)]]
         for method, rows in found.items()
     ]
     return markdown(["method", *(f"on {task}" for task in TASKS), "free"], cells)
