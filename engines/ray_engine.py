@@ -1,7 +1,7 @@
 """`Engine`: runs a program on a Ray cluster, attempt after attempt; Ray itself is in engines/ray_members.py.
 
 A run of one world (`OneWorld`) has one attempt at a time, on as many nodes as there are. Of independent replicas
-(`Replicas`, docs/replicas.md) each group is an attempt, which starts and ends without the others.
+(`ReplicaGroups`, docs/replicas.md) each group is an attempt, which starts and ends without the others.
 """
 
 import signal
@@ -268,7 +268,7 @@ class OneWorld(Engine):
         return any(m.news is None and m.added_s > since_s for m in self._members.by_node.values())
 
 
-class Replicas(Engine):
+class ReplicaGroups(Engine):
     """A group on each node, or on as many together as it spans."""
 
     def __init__(self, *parts: Any, **options: Any) -> None:

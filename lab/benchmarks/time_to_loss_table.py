@@ -156,9 +156,9 @@ def step_times(lines: Sequence[Line]) -> str:
 
 
 def choice(lines: Sequence[Line]) -> str:
-    """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, those whose ranges meet as equals.
+    """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, with those whose ranges overlap.
 
-    Of equals, the one that sends least is first. `f32 / rest` is the time that f32 gradients take on the link, over
+    Of these, the one that sends least is first. `f32 / rest` is the time that f32 gradients take on the link, over
     that of the rest of a step, which is what carries over to another model.
     """
     found, rows = joined(lines), []
