@@ -15,7 +15,6 @@ from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
 from suite import sampled
 
 from replicas.group import BehindError, Replicas
-from sharding.step import TrainState
 from training.independent import Independent
 from training.resume import Start
 from training.share_gradients import Gradients
@@ -175,18 +174,6 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
     )
     assert Independent.to_save(one, cast(Any, None)) is None
     Independent.end(one, 3, cast(Any, None))
-
-
-def test_one_that_joins_computes_a_share_before_it_enters() -> None:
-    """It takes part two steps later: its first share, which takes longer, would be waited for by all."""
-    computed: list[int] = []
-    replicas = SimpleNamespace(fetch_state=lambda sizes: (7, []))
-    one: Any = SimpleNamespace(replicas=replicas, _rate=0.0, _work=SimpleNamespace(steps=1))
-    one._compute = lambda at, state, number, put: computed.append(at)
-    state = TrainState(step=cast(Any, ()), params={}, hop_two=(), opt_state=())
-    assert Independent._fetched(one, 3, state) == (7, state) and computed == [7]
-    one._rate = 1.0  # of those that it has computed
-    assert Independent._fetched(one, 8, state) == (7, state) and computed == [7]
 
 
 @pytest.mark.slow

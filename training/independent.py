@@ -229,18 +229,13 @@ class Independent:
         return with_waiting(state, late.grads_R)
 
     def _fetched(self, step: int, state: TrainState) -> tuple[int, TrainState]:
-        """Returns a step soon to come, and the others' state after it; what is given if nobody else is there.
-
-        One that joins computes a share, for nobody: its first takes twice as long, and the others would wait for it.
-        """
+        """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
         found = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.to_keep)])
         if found is None:
             self.replicas.members.enter(step)
             return step, state
-        self._late, state = None, with_shards(state, found[1])
-        if not self._rate and self._work.steps == 1:
-            self._compute(found[0], lambda: state, 0, put=lambda piece, values: None)
-        return found[0], state
+        self._late = None
+        return found[0], with_shards(state, found[1])
 
     def may_stop(self, step: int, *, asked: bool) -> bool:
         """One step after it has told the others: they need not do again what this replica has begun.
@@ -276,7 +271,7 @@ class Independent:
         return self._replicas
 
     # --------------------------------------------------------------------------------------------------- its shares
-    def _compute(self, at: int, state: Callable[[], TrainState], number: int, put: Put | None = None) -> None:
+    def _compute(self, at: int, state: Callable[[], TrainState], number: int) -> None:
         """Computes a share of a step of the replicas; what it hands out is put into the sums meanwhile."""
 
         def read(inner: int) -> Batch:
@@ -291,7 +286,7 @@ class Independent:
             return batch
 
         started_s, waited_s = time.perf_counter(), self.wait_s
-        self._work.compute(state(), read, put or partial(self.replicas.put, at, number))
+        self._work.compute(state(), read, partial(self.replicas.put, at, number))
         rate = 1 / (time.perf_counter() - started_s - (self.wait_s - waited_s))
         self._rate = RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate if self._rate else rate
 
