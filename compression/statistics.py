@@ -15,6 +15,8 @@ from sharding.plan import ShardingPlan
 from sharding.replicas import Combine, PerReplica
 from sharding.trees import Axes, Params, PyTree
 
+RESIDUAL_NORM = "residual_norm"
+
 
 class Sent(NamedTuple):
     """Counts of one device and one exchange, f32 scalars."""
@@ -75,11 +77,12 @@ def added(counts: Sequence[Counts], axes: Axes) -> Sent:
     return Sent(*(lax.pmean(vary(x, axes), axes) if isinstance(x, jax.Array) else jnp.float32(x) for x in totals))
 
 
-def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
+def statistics(opt_state: PyTree, *, each: bool = False) -> dict[str, jax.Array]:
     """Returns hop two's metrics from an optimizer's state, wherever they are in it; {} if hop two does not compress.
 
     These are: the payload bytes per device, with scales and padding; the ratio of the values' f32 bytes, without scales
-    and padding, to the payload; the share of the values that was sent; and the norm of all residuals.
+    and padding, to the payload; the share of the values that was sent; and the norm of all residuals, or of `each`
+    replica's, `[R]`.
     """
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, State))
     state = next((x for x in states if isinstance(x, State) and x.sent), None)
@@ -94,5 +97,5 @@ def statistics(opt_state: PyTree) -> dict[str, jax.Array]:
     if leaves := jax.tree.leaves((state.residual, state.unsent)):
         # first of each replica: XLA would sum tensor by tensor over the replicas, and gloo one scalar after the other
         of_replicas = sum(jnp.sum(x * x, axis=range(1, x.ndim)) for x in leaves)
-        found["residual_norm"] = jnp.sqrt(jnp.sum(of_replicas))
+        found[RESIDUAL_NORM] = jnp.sqrt(of_replicas if each else jnp.sum(of_replicas))
     return found

@@ -111,6 +111,11 @@ class RunLog:
         self._progress.update(step, row)
         self._last_step, self._is_first = step, False
 
+    def passed(self, step: int) -> None:
+        """Takes a step that gets no row, and whose measurements nobody knows."""
+        if self._enabled:
+            self._progress.update(step, {})
+
     def validation(self, step: int, scalars: Mapping[str, float], text: str) -> None:
         """Takes the results of a validation after `step`, which must be the last logged step, and prints `text`."""
         if self._enabled:

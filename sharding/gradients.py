@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from sharding.accumulation import Accumulating, Rule, values_of
 from sharding.collectives import vary
@@ -31,6 +32,7 @@ from sharding.hop_two import (
 )
 from sharding.pieces import is_in_part
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
+from sharding.scopes import beyond
 from sharding.spec import Placement, pspecs
 from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
@@ -58,10 +60,13 @@ def batch_gradients(
 
     Hop two remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it, and the second
     result has what they exchanged: what waited, or the gradients, and then the first result is None. With `drift_R`
-    each replica is at `params + drift_R[r]`. The micro-steps differentiate `scale` times the loss, a power of two; what
-    leaves them, into hop two too, is divided by it.
+    each replica is at `params + drift_R[r]`, and its gradients and means, `[R]`, are of its own rows, by their own
+    weights: nothing travels between replicas. The micro-steps differentiate `scale` times the loss, a power of two;
+    what leaves them, into hop two too, is divided by it.
     """
-    layout, total = plan.layout, jnp.sum(batch["weights"])
+    layout, alone = plan.layout, drift_R is not None
+    total = jnp.ones(()) if alone else jnp.sum(batch["weights"])
+    inside = beyond(layout.replica_axes if alone else (), layout.varying_axes)
     if scale is not None:
         total = total / scale
         early = early and replace(early, scale=scale)
@@ -80,11 +85,14 @@ def batch_gradients(
         if early:
             own = jax.tree.map(lambda x: vary(x[0], layout.data_axes), (early.kept, early.waiting))
             early = replace(early, kept=own[0], waiting=own[1])
+        if alone:
+            total = total * lax.psum(jnp.sum(batch["weights"]), beyond(layout.replica_axes, layout.data_axes))
         sums, means = micro_steps(plan, replica_parameters(plan, params, drift_R), batch, total, early)
-        means = lax.psum(means, layout.varying_axes)
+        means = lax.psum(means, inside)
+        means = jax.tree.map(lambda x: x[None], means) if alone else means
         trees = sums.grads, sums.kept, sums.waiting
         grads, kept, waiting = (tree and plan.map(same_on_copies, tree) for tree in trees)
-        if not of_gradients:  # times R: hop two takes the mean, and divided by the `total` of all they are to add up
+        if not (alone or of_gradients):  # hop two takes the mean; divided by the `total` of all they are to add up
             grads = jax.tree.map(lambda g: g * layout.num_replicas, grads)
         grads_R, kept_R, waiting_R = jax.tree.map(lambda x: x[None], (grads, kept, waiting))
         if early is None:
@@ -108,7 +116,7 @@ def batch_gradients(
         given = replace(early, done=REPLICATED, kept=kept_specs, waiting=waiting_specs, scale=scale_spec)
         part = None if of_gradients else pspecs(plan.placements, layout.gradients, tensor=False)
         done = Exchanged(mean_R=specs_R, kept_R=kept_specs, counts=REPLICATED, part=part)
-    out_specs = (None if of_gradients else specs_R, done, REPLICATED)
+    out_specs = (None if of_gradients else specs_R, done, PartitionSpec(layout.replica_axes) if alone else REPLICATED)
     run = run_manual(plan, on_device, out_specs, (REPLICATED, drift_specs, given))
     grads_R, exchanged, means = run(params, batch, total, drift_R, early)
     return unscaled(grads_R), exchanged, unscaled(means)

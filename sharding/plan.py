@@ -108,6 +108,11 @@ class ShardingPlan:
         """Constrains arrays like the parameters to `scope`."""
         return jax.tree.map(lax.with_sharding_constraint, tree, self.shardings(scope))
 
+    def of_each_replica(self, x_R: jax.Array) -> jax.Array:
+        """Constrains values `[R]` to the devices of their replicas."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.layout.replica_axes))
+        return lax.with_sharding_constraint(x_R, sharding)
+
 
 def run_manual(
     plan: ShardingPlan, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()

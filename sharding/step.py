@@ -32,7 +32,7 @@ class Chain:
     _: KW_ONLY
     early: Callable[[States], Early] | None = None  # hop two in the micro-steps; None: after them
     drift: Callable[[States], GradsR] | None = None  # each replica's parameters minus the shared ones, `[R, ...]`
-    watch: Callable[[States], Means] = lambda states: {}  # scalars to report
+    watch: Callable[[States], Means] = lambda states: {}  # to report: scalars, or with a drift each replica's, `[R]`
     scale: Callable[[States], jax.Array] | None = None  # what the loss is multiplied by, f32 [], for float16
     # of local SGD whose replicas meet outside the step: how far the parameters move by the drifts' mean, and the states
     meet: Callable[[States, Params], tuple[Grads, States]] | None = None
@@ -93,8 +93,10 @@ def build_train_step(
 
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
     the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, the model's
-    auxiliary metrics as means, and what the chain watches. `micro_steps` are `accumulated(loss)`, or a pipeline's
-    `partial(through_stages, loss)`, where the `accum` micro-steps are micro-batches.
+    auxiliary metrics as means, and what the chain watches; where replicas drift apart they are `[R]`, each one's own
+    (`training.optimizer_chain.of_all_replicas`), so that a step sends nothing between replicas. `micro_steps` are
+    `accumulated(loss)`, or a pipeline's `partial(through_stages, loss)`, where the `accum` micro-steps are
+    micro-batches.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Means]:
@@ -102,7 +104,8 @@ def build_train_step(
         drift_R, early = chain.drift and chain.drift(states), chain.early and chain.early(states)
         scale = chain.scale and chain.scale(states)
         grads_R, exchanged, means = batch_gradients(micro_steps, plan, state.all_params, batch, drift_R, early, scale)
-        return updated(plan, chain, state, grads_R, exchanged, means)
+        state, metrics = updated(plan, chain, state, grads_R, exchanged, means)
+        return state, jax.tree.map(lambda x: plan.of_each_replica(x) if x.ndim else x, metrics)
 
     return step
 

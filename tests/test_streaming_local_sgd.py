@@ -39,7 +39,9 @@ def compiled(
     """Returns the compiled step, its first state and its batch."""
     setup = workload.setup(plan, method, kind=kind, **codec)
     local = LocalSGD(method_named(method).build(setup), guarded(tx), settings, plan.layout.num_replicas).transform
-    chain = Chain(local, early=streamed(method_named(method), setup, settings), drift=drift, watch=watch)
+    chain = Chain(
+        local, early=streamed(method_named(method), setup, settings), drift=drift, watch=partial(watch, each=True)
+    )
     return workload.compiled_step(kind, plan, chain=chain)
 
 

@@ -77,31 +77,33 @@ class Cluster:
             rate = [rate for since, rate in self.rates if since <= begin][-1]
             self.ends.append((begin, begin + self.STEP_S[rate]))
 
-    def written(self) -> int:
-        return max(0, sum(end <= self.now for _, end in self.ends[1:]) - 1)
+    def written(self, every: int = 1) -> int:
+        done = max(0, sum(end <= self.now for _, end in self.ends[1:]) - 1)
+        return done - done % every
 
     def change(self, rate: str) -> None:
         self.pass_time(self.CHANGE_S)
         self.rates.append((self.now, rate))
 
-    def rates_of(self, row: int) -> set[str]:
-        """Returns the rates that the links had while a row's step ran."""
-        begin, end = self.ends[row + 1]
+    def rates_of(self, step: int) -> set[str]:
+        """Returns the rates that the links had while a step ran."""
+        begin, end = self.ends[step]
         before = [rate for since, rate in self.rates if since <= begin][-1]
         return {before} | {rate for since, rate in self.rates if begin < since < end}
 
 
+@pytest.mark.parametrize("every", [1, 6])
 @pytest.mark.parametrize("rates", [["10mbit", "1gbit"], ["1gbit", "10mbit"]])
 def test_only_steps_that_ran_wholly_at_a_rate_are_timed_at_it(
-    rates: list[str], monkeypatch: pytest.MonkeyPatch
+    rates: list[str], every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(rates[0])
     monkeypatch.setattr(bench.time, "sleep", lambda _: cluster.pass_time(0.07))
-    found = bench.in_turn(rates, 6, cluster.written, cluster.change)
+    found = bench.in_turn(rates, 6, partial(cluster.written, every), cluster.change, every)
     assert list(found) == rates
     for rate, (first, last) in found.items():
-        assert last - first == 6 and first >= bench.CONNECTING
-        assert all(cluster.rates_of(row) == {rate} for row in range(first, last))
+        assert last - first == 6 and first >= bench.CONNECTING and first % every == 0
+        assert all(cluster.rates_of(step) == {rate} for step in range(first + 1, last + 1))
     assert CHANGING < 6  # a step in flight when the links changed, and the ones that its row was late by
 
 

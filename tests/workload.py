@@ -315,5 +315,5 @@ def run_steps(step: Any, state: Any, data: Any, count: int) -> tuple[np.ndarray,
     out, metrics = [], {}
     for _ in range(count):
         state, metrics = jax.block_until_ready(step(state, data))
-        out.append(float(metrics["loss"]))
+        out.append(float(np.mean(metrics["loss"])))  # of each replica where they drift apart
     return np.array(out), state, metrics

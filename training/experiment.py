@@ -132,7 +132,8 @@ class Experiment:
     def lower_train_step(self) -> jax.stages.Lowered:
         """Returns `step(state, batch) -> (state, metrics)` as XLA gets it."""
         shardings = jax.tree.map(lambda x: x.sharding, self.state_shapes)
-        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.replicated))
+        metrics = None if self.drifts_apart else self.replicated
+        jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, metrics))
         return jitted.lower(self.state_shapes, self.batches.shapes)
 
     def compiler_options(self, *, pipelined: bool) -> dict[str, Value]:
@@ -163,6 +164,11 @@ class Experiment:
     def _staged(self) -> StagedLoss | None:
         """The loss in pieces for the stages of a pipeline; None where there is none."""
         return self.model.staged_loss() if self.config.mesh.stages > 1 else None
+
+    @property
+    def drifts_apart(self) -> bool:
+        """Whether a step's metrics are those of each replica, `[R]`."""
+        return self.chain.drift is not None and self.chain.meet is None
 
     @property
     def dispatches_asynchronously(self) -> bool:

@@ -23,6 +23,7 @@ from state import Checkpointer
 from state.snapshots import Snapshots
 from training.datasets import Datasets
 from training.experiment import Experiment
+from training.metrics_apart import MetricsApart
 from training.steps import Steps
 from training.validation import Validator
 
@@ -76,20 +77,40 @@ def every(steps: int, hook: Hook, *, at_end: bool = False, at_stop: bool = False
 
 
 class Report:
-    """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers."""
+    """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers.
+
+    Replicas that drift apart send each other nothing between two meetings, no numbers either: their metrics are put
+    together where they meet, and where a hook needs the row of its step.
+    """
 
     def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, steps: Steps, data: Datasets) -> None:
         self._ex, self._log, self._supervisor, self._steps, self._data = ex, log, supervisor, steps, data
         self._rates = ex.learning_rates()
         self._pending: tuple[int, Metrics, Mapping[str, float]] | None = None
+        self._apart = MetricsApart(ex) if ex.drifts_apart else None
         self._warned = self._reported = 0  # steps
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Takes a step that was dispatched, and reports the one before it."""
-        self.flush()
+        """Takes a step that was dispatched, and reports the one before it, or waits for it."""
+        self._pass()
         self._pending = step, dict(metrics), {"data_wait_s": self._steps.wait_s, **self._data.counters()}
-        if not self._ex.dispatches_asynchronously:
+        if self._apart:
+            self._apart.add(step, metrics)
+        if not self._ex.dispatches_asynchronously and self._has_row(step):
             self.flush()
+
+    def _has_row(self, step: int) -> bool:
+        """Whether a step is to be reported though no hook asks for it."""
+        return not (self._apart and self._reported and step % self._ex.config.local_sgd.inner_steps)
+
+    def _pass(self) -> None:
+        """Reports the step before, or waits for it alone."""
+        if self._pending and not self._has_row(step := self._pending[0]):
+            jax.block_until_ready(self._pending[1])
+            self._pending = None
+            self._supervisor.completed(step)
+            self._log.passed(step)
+        self.flush()
 
     def flush(self) -> None:
         """Reports what was not reported yet."""
@@ -114,7 +135,8 @@ class Report:
     def _report(self, step: int, metrics: Metrics, counters: Mapping[str, float]) -> None:
         """Waits for a step and logs its numbers. NonFiniteError after too many non-finite updates in a row."""
         self._supervisor.enter(Phase.STEPPING)
-        scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        together = self._apart.together() if self._apart else metrics
+        scalars = {name: float(value) for name, value in jax.device_get(together).items()}
         self._supervisor.enter(Phase.RECORDING)
         self._supervisor.completed(step)
         in_a_row = scalars.pop("skipped_in_a_row")

@@ -1,5 +1,6 @@
 """The optax chain of a run: hop two, guard, clipping and the optimizer; or local SGD around them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup, unless_not_finite
 from compression.local_sgd import LocalSGD, drift, streamed
 from compression.methods import method_named
-from compression.statistics import State, statistics
+from compression.statistics import RESIDUAL_NORM, State, statistics
 from configs.schema import Config
 from configs.schema.own import OWN
 from optimizers import beside_averages, make_optimizer
@@ -22,6 +23,8 @@ from sharding.redistribute import on_whole_tensors
 from sharding.state import Cut
 from sharding.step import Chain, States
 from training.loss_scale import first_scale, guard_of, with_loss_scale
+
+WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)  # of each replica
 
 
 def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
@@ -36,7 +39,7 @@ def _make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     method = method_named(compression.hop_two)
     hop_two, downstream = _hop_two(method, setup), method.downstream(optimizer)
     inner = make_optimizer(downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
-    watching = partial(watch, hands_on="update" if method.takes_over else "grad")
+    watching = partial(watch, hands_on="update" if method.takes_over else "grad", each=bool(local.inner_steps))
     if not local.inner_steps:
         early = method.early(setup)
         return Chain(optax.chain(hop_two, inner), early=early and (lambda states: early(states[0])), watch=watching)
@@ -80,8 +83,8 @@ def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
     return unless_not_finite(beside_averages(hop_two, lambda updates, params: plain.update(updates, State())[0]))
 
 
-def watch(states: States, *, hands_on: str = "grad") -> dict[str, jax.Array]:
-    """Returns the logged scalars of the states of hop two and the optimizer; with local SGD the maximum over replicas.
+def watch(states: States, *, hands_on: str = "grad", each: bool = False) -> dict[str, jax.Array]:
+    """Returns the logged scalars of the states of hop two and the optimizer; `each`: those of each replica, `[R]`.
 
     `hands_on`: what hop two returns, and the guard computes the norm of: `grad` or `update`.
     """
@@ -92,4 +95,18 @@ def watch(states: States, *, hands_on: str = "grad") -> dict[str, jax.Array]:
         "skipped_in_a_row": guard.skipped_in_a_row,
         "skipped_steps": guard.skipped,
     }
-    return {name: jnp.max(x) for name, x in scalars.items()} | statistics(hop_two)
+    return scalars | statistics(hop_two, each=each)
+
+
+def of_all_replicas(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the metrics of all replicas from those of each, `[R]`; a scalar is all replicas' already.
+
+    Of what `watch` returns it is the maximum, of residuals their norm; else the mean.
+    """
+
+    def of_all(name: str, x_R: jax.Array) -> jax.Array:
+        if name == RESIDUAL_NORM:
+            return jnp.linalg.norm(x_R)
+        return jnp.max(x_R) if name in WATCHED else jnp.mean(x_R)
+
+    return {name: of_all(name, x) if x.ndim else x for name, x in metrics.items()}

@@ -27,6 +27,7 @@ from sharding.gradients import accumulated
 from sharding.step import TrainState, applied, build_train_step
 from sharding.trees import Batch, Means, Params, PyTree
 from training.experiment import Experiment
+from training.optimizer_chain import of_all_replicas
 from training.replica_state import filled, own_shards, own_size
 from training.share_gradients import Put
 
@@ -89,7 +90,7 @@ class Rounds:
             moves, states = meet((state.hop_two, local), params)
             moved = replace(state, step=state.step + self.steps, hop_two=states[0], opt_state=states[1])
             moved = replace(moved, params=to_parameter_scope(plan, applied(params, moves)))
-            return moved, chain.watch(states)
+            return moved, of_all_replicas(chain.watch(states))
 
         jitted = jax.jit(met, donate_argnums=(0, 1, 2), out_shardings=(_shardings(shapes), self._ex.replicated))
         return self._ex.compiled(jitted.lower(shapes, shapes.opt_state.inner.tree, shapes.opt_state.drift.tree))

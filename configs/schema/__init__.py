@@ -71,7 +71,13 @@ class Config(Section):
     elastic: ElasticConfig
     eval: EvalConfig
     sample: SampleConfig
-    log_every: int = key(1, "steps between lines of metrics.jsonl", least=1, unit="steps", resumable=True)
+    log_every: int = key(
+        1,
+        "steps between lines of metrics.jsonl; with local_sgd only multiples of inner_steps have one",
+        least=1,
+        unit="steps",
+        resumable=True,
+    )
     sink: str = key("none", "where metrics go as well; offline", choices=("none", "wandb"), resumable=True)
 
     def __post_init__(self) -> None:

@@ -296,33 +296,35 @@ def times_of(key: Key, *, python: str) -> dict[str, Any]:
     with (folder / "said.log").open("w") as said:
         process = subprocess.Popen(whole, stdout=said, stderr=subprocess.STDOUT)
     try:
-        windows = in_turn(rates, method.timed, partial(written, process, folder), partial(change, folder))
+        done = partial(steps_written, process, folder)
+        windows = in_turn(rates, method.timed, done, partial(change, folder), method.inner_steps)
     finally:
         process.kill()  # with it end its nodes and all that runs there
         process.wait()
     rows = rows_written(folder)
     links = {}
     for rate, (first, last) in windows.items():
-        these = rows[first:last]
+        these = [row for row in rows if first < row["step"] <= last]
         sent = fmean(row["wire_tx_bytes"] for row in these)
         links[rate] = {"step_times_s": [row["step_time_s"] for row in these], "sent_bytes": sent}
     return {"links": links, **load, "command": shown(whole)}
 
 
 def in_turn(
-    rates: Sequence[str], count: int, written: Callable[[], int], change: Callable[[str], None]
+    rates: Sequence[str], count: int, written: Callable[[], int], change: Callable[[str], None], every: int = 1
 ) -> dict[str, tuple[int, int]]:
-    """Changes the links to each rate but the first, which they have; returns from and to which row a rate is timed.
+    """Changes the links to each rate but the first, which they have; returns the steps `(first, last]` timed at a rate.
 
-    Row i (from 0) is that of step i + 1, and `written()` the number of rows so far. A row is written when the next step
-    is done; so of the steps without a row, at most CHANGING began before the change.
+    `written()` is the step of the last row, one for `every` steps at least, to which windows are aligned. A row is
+    written when the next step is done: of the steps behind it at most `every` + CHANGING began before the change.
     """
     found = {}
     for rate in rates:
         first = CONNECTING
         if found:
             change(rate)
-            first = written() + CHANGING
+            first = written() + every + CHANGING
+        first += -first % every
         while written() < first + count:
             time.sleep(POLL_S)
         found[rate] = first, first + count
@@ -335,11 +337,11 @@ def rows_written(folder: Path) -> list[dict[str, Any]]:
     return json_lines.read_tail(file, file.stat().st_size) if file.exists() else []
 
 
-def written(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Returns the number of rows so far. FailedRunError if the run has ended, or takes too long."""
+def steps_written(process: subprocess.Popen[bytes], folder: Path) -> int:
+    """Returns the step of the last row so far. FailedRunError if the run has ended, or takes too long."""
     if process.poll() is not None:
         raise FailedRunError(last_words(folder))
-    return len(rows_written(folder))
+    return max((row["step"] for row in rows_written(folder)), default=0)
 
 
 def change(folder: Path, rate: str) -> None:
