@@ -96,7 +96,7 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
     state = replace(state, opt_state=state.opt_state._replace(inner=inner))
     save(tmp_path, state, 2)
     found = restore(tmp_path, first_state(2, with_local_sgd))
-    assert [int(watch(x.chain)["skipped_steps"]) for x in (state, found)] == [1, 1]
+    assert [int(np.max(watch(x.chain)["skipped_steps"])) for x in (state, found)] == [1, 1]
 
     def check(x: jax.Array, y: jax.Array) -> None:
         assert (x.shape[0], y.shape[0]) == (4, 2)
