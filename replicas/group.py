@@ -195,8 +195,8 @@ class Replicas:
             sums.begin(share)
             compute(share)
 
-    def sum(self, step: int, compute: Callable[[int], None]) -> list[np.ndarray]:
-        """Returns the totals `f32 [N]` of all pieces of a step.
+    def sum(self, step: int, compute: Callable[[int], None]) -> np.ndarray:
+        """Returns the totals of all pieces of a step, `f32 [N]`, one after the other.
 
         `compute(share)` computes a share, and puts its pieces: those that are this member's part, what a lost member
         owed, and what another one asks for. A member that does not take part yet receives the totals. BehindError if
@@ -242,7 +242,9 @@ class Replicas:
             self.members.step, self.members.me = step - self._late, me.changed(begun=me.takes_part(step))
             rates = {m.number: m.rate for m in (me, *self.members.others) if m.takes_part(step)}
             plan = StepPlan(me=me.number, num_shares=self._num_shares, num_pieces=len(self._sizes), rates=rates)
-            sums = self._steps.get(step) or StepSums(self._num_shares, self._payloads, self._lock, self._changed)
+            sums = self._steps.get(step) or StepSums(
+                self._num_shares, self._payloads, self._sizes, self._lock, self._changed
+            )
             self._steps[step], self._plans[step] = sums, plan
             plan.follow(sums)
             self._changed.notify_all()

@@ -29,8 +29,8 @@ class Payload(Protocol):
         """Returns the bytes of `f32 [N]`."""
         ...
 
-    def decode(self, payload: memoryview) -> np.ndarray:
-        """Returns the values `f32 [N]`."""
+    def decode(self, payload: memoryview, size: int) -> np.ndarray:
+        """Returns the values `f32 [size]`."""
         ...
 
 
@@ -43,8 +43,8 @@ class Float32:
     def encode(self, values: np.ndarray) -> memoryview:
         return values.data.cast("B")
 
-    def decode(self, payload: memoryview) -> np.ndarray:
-        return np.frombuffer(payload, np.float32)
+    def decode(self, payload: memoryview, size: int) -> np.ndarray:
+        return np.frombuffer(payload, np.float32, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,47 +60,61 @@ class BFloat16:
             bits[overflown & np.isfinite(values)] -= 1  # the bits before those of infinity: the largest number
         return bits.data.cast("B")
 
-    def decode(self, payload: memoryview) -> np.ndarray:
-        return np.frombuffer(payload, ml_dtypes.bfloat16).astype(np.float32)
+    def decode(self, payload: memoryview, size: int) -> np.ndarray:
+        return np.frombuffer(payload, ml_dtypes.bfloat16, size).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8:
-    """Symmetric integers of 8 bits with one f32 scale per block (ZeRO++ section 3, arXiv 2306.10209)."""
+class Blockwise:
+    """Symmetric integers of 8 or 4 bits with one f32 scale per block (ZeRO++ section 3, arXiv 2306.10209)."""
 
+    bits: int
     block: int
 
     @property
     def bytes_per_value(self) -> float:
-        return 1 + SCALE_BYTES / self.block
+        return self.bits / 8 + SCALE_BYTES / self.block
 
     def encode(self, values: np.ndarray) -> memoryview:
-        blocks = np.zeros(-(-values.size // self.block) * self.block, np.float32)
-        blocks[: values.size] = values
-        blocks = blocks.reshape(-1, self.block)
-        scales = np.abs(blocks).max(axis=1, keepdims=True) * np.float32(1 / 127)
+        most, blocks = 2 ** (self.bits - 1) - 1, self._blocks(values)
+        scales = np.abs(blocks).max(axis=1) * np.float32(1 / most)
+        with np.errstate(invalid="ignore"):
+            scaled = blocks / np.where(scales > 0, scales, np.float32(1))[:, None]
         # what is not finite must stay so in the sum: its block's scale is not finite
-        with np.errstate(invalid="ignore"):
-            integers = np.clip(np.rint(blocks / np.where(scales > 0, scales, np.float32(1))), -127, 127)
-            packed = np.nan_to_num(integers).astype(np.int8)
-        return np.concatenate(
-            [packed.reshape(-1)[: values.size].view(np.uint8), scales.reshape(-1).view(np.uint8)]
-        ).data
+        scaled[~np.isfinite(scales)] = 0
+        np.clip(np.rint(scaled, out=scaled), -most, most, out=scaled)
+        integers = scaled.reshape(-1)[: values.size].astype(np.int8)
+        return np.concatenate([self._packed(integers), scales.view(np.uint8)]).data
 
-    def decode(self, payload: memoryview) -> np.ndarray:
-        blocks = -(-len(payload) // (self.block + SCALE_BYTES))
-        size = len(payload) - blocks * SCALE_BYTES
-        values = np.zeros(blocks * self.block, np.float32)
-        values[:size] = np.frombuffer(payload, np.int8, size)
-        scales = np.frombuffer(payload, np.float32, blocks, size)
+    def decode(self, payload: memoryview, size: int) -> np.ndarray:
+        num_blocks = -(-size // self.block)
+        packed = np.frombuffer(payload, np.uint8)[: -SCALE_BYTES * num_blocks]
+        scales = np.frombuffer(payload, np.float32, num_blocks, packed.size)
         with np.errstate(invalid="ignore"):
-            return (values.reshape(blocks, self.block) * scales[:, None]).reshape(-1)[:size]
+            return (self._blocks(self._unpacked(packed)[:size]) * scales[:, None]).reshape(-1)[:size]
+
+    def _blocks(self, values: np.ndarray) -> np.ndarray:
+        """Returns `[N]` as `[blocks, block]`, filled up with zeros."""
+        padding = -values.size % self.block
+        return (np.pad(values, (0, padding)) if padding else values).reshape(-1, self.block)
+
+    def _packed(self, integers: np.ndarray) -> np.ndarray:
+        if self.bits == 8:
+            return integers.view(np.uint8)
+        low, high = np.pad(integers, (0, integers.size % 2)).view(np.uint8).reshape(2, -1)
+        return (low & 15) | (high << 4)
+
+    def _unpacked(self, packed: np.ndarray) -> np.ndarray:
+        if self.bits == 8:
+            return packed.view(np.int8)
+        return np.concatenate([packed << 4, packed & 0xF0]).view(np.int8) >> 4  # an arithmetic shift keeps the sign
 
 
 PAYLOADS: Mapping[str, Callable[[int], Payload]] = {
     "none": lambda _: Float32(),
     "bf16": lambda _: BFloat16(),
-    "int8": lambda block: Int8(block=block),
+    "int8": lambda block: Blockwise(bits=8, block=block),
+    "int4": lambda block: Blockwise(bits=4, block=block),
 }
 
 

@@ -23,19 +23,24 @@ class StepSums:
     """The values of one step that are here. All methods may be called by several threads."""
 
     def __init__(
-        self, num_shares: int, payloads: Sequence[Payload], lock: threading.RLock, changed: threading.Condition
+        self,
+        num_shares: int,
+        payloads: Sequence[Payload],
+        sizes: Sequence[int],
+        lock: threading.RLock,
+        changed: threading.Condition,
     ) -> None:
-        """`payloads` are those of the pieces, in the order in which a backward pass completes them.
+        """`payloads` and `sizes` are those of the pieces, in the order in which a backward pass completes them.
 
         The last one is of numbers that nothing is lost of: sums of several shares travel by it too.
         `changed`, a condition of `lock`, is notified when there is a new share to compute, another member waits for a
         total, or all totals are here. Many threads wait for a value or a total: each has a condition of its piece.
         """
         self._root: Node = (0, num_shares)
-        self._payloads, self._lock, self._changed = payloads, lock, changed
+        self._payloads, self._sizes, self._lock, self._changed = payloads, sizes, lock, changed
         self._here = [threading.Condition(lock) for _ in payloads]
-        self._values: dict[tuple[Node, int], np.ndarray] = {}
-        self._encoded: dict[tuple[int, int], memoryview] = {}  # of single shares, if the payload loses something
+        # as they travel: they are decoded where they are added, and encoding what was decoded may give other bits
+        self._values: dict[tuple[Node, int], memoryview] = {}
         self._totals: dict[int, memoryview] = {}
         self._asked_for: set[int] = set()  # pieces whose totals others wait for
         self._targets: set[Node] = set()
@@ -92,24 +97,16 @@ class StepSums:
 
     def put(self, share: int, piece: int, values: np.ndarray) -> None:
         """Takes a piece `f32 [N]` of a share that was computed here; the array is this object's from now on."""
-        payload = self._payloads[piece]
-        encoded = payload.encode(values)
-        if payload.bytes_per_value < 4:
-            values = payload.decode(encoded)
+        encoded = self._payloads[piece].encode(values)
         with self._lock:
-            if payload.bytes_per_value < 4:
-                self._encoded[share, piece] = encoded
-            self._keep((share, share + 1), piece, values)
+            self._keep((share, share + 1), piece, encoded)
             self._pending[share, piece] -= 1
             self._here[piece].notify_all()
 
     def take(self, node: Node, piece: int, payload: memoryview) -> None:
-        """Takes a node's sum from another member. ValueError for another number of bytes than it has."""
-        values = self._form(node, piece).decode(payload)
+        """Takes a node's sum from another member, of as many bytes as it has."""
         with self._lock:
-            if node[1] - node[0] == 1 and self._payloads[piece].bytes_per_value < 4:
-                self._encoded[node[0], piece] = payload  # encoding what was decoded may give other bits
-            self._keep(node, piece, values, merge=False)
+            self._keep(node, piece, payload, merge=False)
             self._here[piece].notify_all()
 
     def has(self, node: Node, piece: int) -> bool:
@@ -132,13 +129,14 @@ class StepSums:
         """Returns what `wait_for` does; None if it is yet to be computed, which is noted."""
         with self._lock:
             self._targets.add(node)
+            if (node, piece) in self._values:
+                return self._values[node, piece]
             if (value := self._value(node, piece)) is None:
                 if piece in self._totals:
                     raise LookupError(TOTAL_IS_HERE)
                 self._ask_for(node, piece)
                 return None
-            encoded = self._encoded.get((node[0], piece)) if node[1] - node[0] == 1 else None
-        return encoded or self._form(node, piece).encode(value)
+        return self._form(node, piece).encode(value)
 
     def reduce(self, piece: int) -> bool:
         """Makes the total of a piece if all shares are here; returns whether it is here now."""
@@ -177,9 +175,13 @@ class StepSums:
                 self._changed.notify_all()
             return self._totals[piece] if self.reduce(piece) else None
 
-    def totals(self) -> list[np.ndarray]:
-        """Returns the totals `f32 [N]` of all pieces."""
-        return [self._payloads[piece].decode(self._totals[piece]) for piece in range(self.num_pieces)]
+    def totals(self) -> np.ndarray:
+        """Returns the totals of all pieces, `f32 [N]`, one after the other."""
+        found, start = np.empty(sum(self._sizes), np.float32), 0
+        for piece, (payload, size) in enumerate(zip(self._payloads, self._sizes, strict=True)):
+            found[start : start + size] = payload.decode(self._totals[piece], size)
+            start += size
+        return found
 
     def close(self) -> None:
         """Ends the waiting of all that wait: ConnectionError."""
@@ -192,7 +194,6 @@ class StepSums:
         """Forgets all but the totals."""
         with self._lock:
             self._values.clear()
-            self._encoded.clear()
 
     def _wait(self, piece: int) -> None:
         self._here[piece].wait()
@@ -204,7 +205,12 @@ class StepSums:
         return self._payloads[piece] if node[1] - node[0] == 1 else self._payloads[-1]
 
     def _value(self, node: Node, piece: int) -> np.ndarray | None:
-        return added(node, lambda n: self._values.get((n, piece)), np.add) if self._is_whole(node, piece) else None
+        return added(node, lambda n: self._decoded(n, piece), np.add) if self._is_whole(node, piece) else None
+
+    def _decoded(self, node: Node, piece: int) -> np.ndarray | None:
+        if (node, piece) not in self._values:
+            return None
+        return self._form(node, piece).decode(self._values[node, piece], self._sizes[piece])
 
     def _is_whole(self, node: Node, piece: int) -> bool:
         return (node, piece) in self._values or (
@@ -232,10 +238,10 @@ class StepSums:
             found = parent(self._root, found)
         return True
 
-    def _keep(self, node: Node, piece: int, values: np.ndarray, *, merge: bool = True) -> None:
+    def _keep(self, node: Node, piece: int, payload: memoryview, *, merge: bool = True) -> None:
         """Keeps a value, and adds it to its neighbour's if both are of a node that is wanted whole."""
         while True:
-            self._values[node, piece] = values
+            self._values[node, piece] = payload
             if not merge or node == self._root:
                 return
             above = parent(self._root, node)
@@ -246,7 +252,9 @@ class StepSums:
                 return
             if (above, piece) in self._values:
                 return
-            values = np.add(self._values[first, piece], self._values[second, piece])
+            value = self._value(above, piece)
+            assert value is not None
+            payload = self._form(above, piece).encode(value)
             del self._values[first, piece], self._values[second, piece]
             node = above
 

@@ -42,7 +42,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "one world": {"sharding.replicas": "one_world"},
     "float16": {"model.compute_dtype": "float16"},
     "residuals": {"compression.hop_two": "int8", "compression.error_feedback": True},
-    "other payload": {"compression.hop_two": "int4"},
+    "other payload": {"compression.hop_two": "one_bit"},
     "random": {"compression.rounding": "stochastic"},
     "several replicas": {"sharding.partition_size": 2},
     "stages": {"mesh.stages": 2},

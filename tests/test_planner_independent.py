@@ -56,7 +56,7 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
     assert "every 5 steps" in independent_text(met, 1.0)[0]
 
 
-REFUSED = [{"compression.hop_two": "int4"}, {"local_sgd.inner_steps": 10, "local_sgd.target_utilisation": 0.5}]
+REFUSED = [{"compression.hop_two": "one_bit"}, {"local_sgd.inner_steps": 10, "local_sgd.target_utilisation": 0.5}]
 
 
 @pytest.mark.parametrize("changes", REFUSED)

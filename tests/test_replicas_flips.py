@@ -48,7 +48,7 @@ def train(replicas: Replicas, steps: int, flips: dict[int, int]) -> np.ndarray:
             step, params = fetched()
         replicas.copies.at_step(step, [params])
         try:
-            (total,) = replicas.sum(step, partial(compute, step))
+            total = replicas.sum(step, partial(compute, step))
         except BehindError:
             step, params = fetched()
             continue

@@ -19,7 +19,7 @@ def late(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.mark.parametrize(
-    ("count", "codec"), [(1, "none"), (2, "none"), (3, "none"), (4, "none"), (2, "bf16"), (3, "int8"), (4, "int8")]
+    ("count", "codec"), [(1, "none"), (2, "none"), (3, "none"), (4, "none"), (2, "bf16"), (3, "int8"), (4, "int4")]
 )
 def test_any_number_of_replicas_has_the_bits_of_one(count: int, codec: str, late: int, tmp_path: Path) -> None:
     loops = started(tmp_path, count, codec, late=late)

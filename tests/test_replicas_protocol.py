@@ -34,7 +34,8 @@ class Text:
     def encode(self, values: np.ndarray) -> bytes:
         return (values[0] if self.bytes_per_value == 4 else f"q{values[0]}").encode()
 
-    def decode(self, payload: bytes | memoryview) -> np.ndarray:
+    def decode(self, payload: bytes | memoryview, size: int) -> np.ndarray:
+        assert size == 1
         return np.array([Symbol(bytes(payload).decode())], object)
 
 
@@ -103,7 +104,7 @@ def start(views: Sequence[Mapping[int, float]], num_shares: int, payloads: Seque
     for me, rates in enumerate(views):
         plan = StepPlan(me=me, num_shares=num_shares, num_pieces=len(payloads), rates=rates)
         lock = threading.RLock()
-        peer = Peer(plan, StepSums(num_shares, payloads, lock, threading.Condition(lock)))
+        peer = Peer(plan, StepSums(num_shares, payloads, [1] * len(payloads), lock, threading.Condition(lock)))
         plan.follow(peer.sums)
         peers.append(peer)
     return tuple(peers)
@@ -182,9 +183,10 @@ def explore(first: State, payloads: Sequence[Payload]) -> int:
         alive = [peer for peer in state if peer]
         assert possible or all(peer.finished for peer in alive), f"stuck: {[*path.values()]}"
         for peer in alive if not possible else []:
-            for piece, total in enumerate(peer.sums.totals()):
-                mark = "q" * (payloads[piece] == LOSSY)
-                assert total[0] == mark + expected((0, peer.plan.num_shares), piece, mark), [*path.values()]
+            for piece, payload in enumerate(payloads):
+                total, mark = peer.sums.total(piece), "q" * (payload == LOSSY)
+                text = mark + expected((0, peer.plan.num_shares), piece, mark)
+                assert total and payload.decode(total, 1) == text, [*path.values()]
         stack.append((here, iter([*possible, *losses(state)])))
 
     enter("start", first)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from replicas.payloads import BFloat16, Float32, Int8
+from replicas.payloads import BFloat16, Blockwise, Float32, Payload
 from replicas.sums import WAITING, StepSums, check_nodes
 from replicas.tree import Node, added, counts, cover, halves, nodes_of, owners, parent
 
@@ -34,9 +34,9 @@ def carried(values: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-def sums_of(num_shares: int, payloads: list[Float32 | BFloat16 | Int8]) -> StepSums:
+def sums_of(num_shares: int, payloads: list[Payload]) -> StepSums:
     lock = threading.RLock()
-    return StepSums(num_shares, payloads, lock, threading.Condition(lock))
+    return StepSums(num_shares, payloads, [SIZE] * len(payloads), lock, threading.Condition(lock))
 
 
 def never() -> None:
@@ -68,7 +68,7 @@ def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_shares: int) -> None:
                 assert sums.has(node, piece)
             assert sums.reduce(piece) and sums.is_complete == bool(piece)
         for sums in all_sums:
-            assert [t.tobytes() for t in sums.totals()] == [e.tobytes() for e in expected]
+            assert sums.totals().tobytes() == b"".join(expected)
 
 
 def test_the_order_of_the_tree_matters_to_the_bits() -> None:
@@ -160,10 +160,13 @@ def test_what_lost_members_owe_is_divided_and_nothing_else_moves(num_shares: int
         assert all(found[share] == n for n in rates for node in nodes_of(n, found) for share in range(*node))
 
 
-@pytest.mark.parametrize(("payload", "encoded"), [(Float32(), 0), (BFloat16(), 1), (Int8(block=64), 3)])
-def test_sums_travel_in_the_form_of_fewest_bytes(payload: Float32 | BFloat16 | Int8, encoded: int) -> None:
+@pytest.mark.parametrize(
+    ("payload", "encoded"),
+    [(Float32(), 0), (BFloat16(), 1), (Blockwise(bits=8, block=64), 3), (Blockwise(bits=4, block=64), 7)],
+)
+def test_sums_travel_in_the_form_of_fewest_bytes(payload: Payload, encoded: int) -> None:
     sums = sums_of(8, [payload, Float32()])
-    for size in (1, 2, 4, 8):
+    for size in (1, 2, 3, 4, 7, 8):
         sent = sums.nodes_to_send([(0, size)])
         assert len(sent) == (size if size <= encoded else 1)
         assert [share for node in sent for share in range(*node)] == [*range(size)]

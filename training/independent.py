@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -81,8 +81,8 @@ class Work(Protocol):
         """Computes a share of what follows a state, and puts its pieces; `read(i)` returns its rows of step i of it."""
         ...
 
-    def update(self, state: TrainState, totals: Sequence[np.ndarray]) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the state after a step, and its metrics, from the sums of the pieces over all shares."""
+    def update(self, state: TrainState, total: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after a step, and its metrics, from the sums of all pieces over all shares, `f32 [N]`."""
         ...
 
 
@@ -222,8 +222,7 @@ class Independent:
             return state
         if late.grads_R is None:
             before = lambda: replace(state, params=self._gradients.first_of_each(waiting_in(state)))
-            totals = self.replicas.sum(late.step, partial(self._compute, late.step, before))
-            flat, means = self._gradients.sums(totals)
+            flat, means = self._gradients.sums(self.replicas.sum(late.step, partial(self._compute, late.step, before)))
             late.means = {name: x / means["weight"] for name, x in means.items()}
             late.grads_R = self._gradients.arrays(flat / means["weight"])
         return with_waiting(state, late.grads_R)

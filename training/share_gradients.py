@@ -5,7 +5,7 @@ The gradients leave the compiled share layer by layer, while its last backward p
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -138,13 +138,14 @@ class Gradients:
         if self.error:
             raise self.error
 
-    def sums(self, totals: Sequence[np.ndarray]) -> tuple[np.ndarray, dict[str, np.float32]]:
-        """Returns the sums over all shares of the gradients, `f32 [N]`, and of the means, from those of the pieces."""
-        return np.concatenate(totals[:-1]), dict(zip(self.means, totals[-1], strict=True))
+    def sums(self, total: np.ndarray) -> tuple[np.ndarray, dict[str, np.float32]]:
+        """Returns the sums over all shares of the gradients, `f32 [N]`, and of the means, from those of all pieces."""
+        flat, means = np.split(total, [self.flat.size])
+        return flat, dict(zip(self.means, means, strict=True))
 
-    def update(self, state: TrainState, totals: Sequence[np.ndarray]) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the state after a step, and its metrics, from the sums of the pieces over all shares."""
-        flat, means = self.sums(totals)
+    def update(self, state: TrainState, total: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after a step, and its metrics, from the sums of all pieces over all shares."""
+        flat, means = self.sums(total)
         return self.apply(state, self.arrays(flat), means)
 
     def arrays(self, flat: np.ndarray) -> GradsR:

@@ -101,10 +101,14 @@ class Rounds:
         return sorted(jax.eval_shape(self._step, *self._shapes)[1])
 
     @cached_property
+    def _sizes(self) -> list[int]:
+        """Values of the drift, of the optimizer's state, and of its counters."""
+        return [sum(map(own_size, part)) for part in _parts(self._ex.state_shapes.opt_state)]
+
+    @cached_property
     def _pieces(self) -> tuple[list[tuple[int, int]], ...]:
         """Where the pieces of the drift begin and end, those of the optimizer's state, and the last one."""
-        block = self._ex.config.compression.block
-        drift, kept, counters = (sum(map(own_size, part)) for part in _parts(self._ex.state_shapes.opt_state))
+        block, (drift, kept, counters) = self._ex.config.compression.block, self._sizes
         return pieces(drift, block), pieces(kept, block), [(0, counters + len(self.means))]
 
     @property
@@ -137,26 +141,21 @@ class Rounds:
         for number, values in enumerate(all_pieces):
             put(number, np.asarray(values, np.float32))
 
-    def update(self, state: TrainState, totals: Sequence[np.ndarray]) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the state after a meeting, and the metrics, from the sums of the pieces over all workers."""
-        workers, local, num_drift = np.float32(self._ex.num_shares), state.opt_state, len(self._pieces[0])
-        last = totals[-1] / workers
-        count = last.size - len(self.means)
-        drift = _Values([*totals[:num_drift]], workers)
-        kept = _Values([*totals[num_drift:-1]], workers)
-        counters = _Values([last[:count]], np.float32(1))
+    def update(self, state: TrainState, total: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after a meeting, and the metrics, from the sums of all pieces over all workers."""
+        *parts, means = np.split(total / np.float32(self._ex.num_shares), np.cumsum(self._sizes))
+        (drift, kept, counters), local = map(_Values, parts), state.opt_state
         inner_R = jax.tree.map(lambda x: filled(x, counters if _is_counter(x) else kept), local.inner.tree)
         drift_R = jax.tree.map(lambda x: filled(x, drift), local.drift.tree)
         state, watched = self.meeting(state, inner_R, drift_R)
-        return state, {**dict(zip(self.means, last[count:], strict=True)), **watched}
+        return state, {**dict(zip(self.means, means, strict=True)), **watched}
 
 
 class _Values:
-    """Gives the values of one shard after the other, from the sums of the pieces over so many workers."""
+    """Gives the values of one shard after the other, from a vector of them."""
 
-    def __init__(self, sums: Sequence[np.ndarray], workers: np.float32) -> None:
-        self._mean = np.concatenate([*sums, np.zeros(0, np.float32)]) / workers
-        self._at = 0
+    def __init__(self, mean: np.ndarray) -> None:
+        self._mean, self._at = mean, 0
 
     def __call__(self, shard: Any) -> np.ndarray:
         """Returns the values of a shard; of a counter they are rounded up."""

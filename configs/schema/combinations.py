@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema.own import OWN
-from configs.schema.sections import METHODS
+from configs.schema.sections import CODECS, METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +89,9 @@ FEATURES: dict[str, Feature] = {
         instead="set compression.error_feedback=False",
     ),
     "other payload": _hop_two(
-        "hop two by another method than `none`, `bf16` and `int8`",
-        lambda name: name not in ("none", "bf16", "int8"),
-        "none, bf16 or int8",
+        "hop two by another method than `none`, `bf16`, `int8` and `int4`",
+        lambda name: name not in CODECS,
+        "none, bf16, int8 or int4",
     ),
     "random": _of("compression.rounding", "stochastic", "nearest"),
     "several replicas": _where(

@@ -43,7 +43,8 @@ RESULTS = MEASURED / "replicas.jsonl"
 STANDARD = "one micro-step"  # mode
 NODES = 4
 OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in ("one_world", "independent"))
-OURS += ("independent none dots", "independent bf16 dots")  # products with weights are kept, as PyTorch's `dots` does
+# products with weights are kept, as PyTorch's `dots` does
+OURS += tuple(f"independent {codec} dots" for codec in ("none", "bf16", "int8", "int4"))
 OURS += ("independent bf16 dots delayed",)
 PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
 STEPS, SKIPPED = 7, 2  # the first steps connect
