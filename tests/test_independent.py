@@ -14,7 +14,9 @@ import pytest
 from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
 from suite import sampled
 
+from configs.schema import CompressionConfig
 from replicas.group import BehindError, Replicas
+from sharding.shares import FlatGradients
 from training.independent import Independent
 from training.resume import Start
 from training.share_gradients import Gradients
@@ -176,24 +178,33 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
     Independent.end(one, 3, cast(Any, None))
 
 
-@pytest.mark.slow
-def test_a_share_ends_when_all_devices_have_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its means may be here while a callback of another device still waits: what comes late is of this share."""
-    hand, compute, left = Gradients._hand, Gradients.compute, []
+def test_a_share_ends_when_all_devices_have_handed_out() -> None:
+    """Its means may be here while a callback of another device still waits: as here, until the share is waited for."""
+    gradients = Gradients(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
 
-    def late(self: Gradients, name: str, device: Any, *rest: Any) -> None:
-        handed = threading.Event()
-        handed.wait(0.3)
-        hand(self, name, device, *rest)
+    def hand(device: int) -> None:
+        gradients._hand("group", device, 0, [np.full(3, device, np.float32)])
 
-    def computed(self: Gradients, *args: Any) -> None:
-        compute(self, *args)
-        left.append(self.current.left if self.current else None)
+    class Late(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            hand(1)
+            return super().wait(timeout)
 
-    monkeypatch.setattr(Gradients, "_hand", late)
-    monkeypatch.setattr(Gradients, "compute", computed)
-    assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2, batch__global_size=32), "--group=0") == 0
-    assert len(left) >= 4 and not any(left)
+    def program(params: None, batch: None) -> dict[str, np.float32]:
+        assert gradients.current
+        gradients.current.is_whole = Late()
+        hand(0)
+        return {"loss": np.float32(5)}
+
+    slots = {("group", 0, device): [(3 * device, 3)] for device in (0, 1)}
+    flat = FlatGradients(plan=cast(Any, None), slots=slots, size=6)
+    vars(gradients).update(share=program, flat=flat, bounds=[(0, 6)], means=["loss"])
+    gradients.begin(fail=lambda: None)
+    puts: list[tuple[int, list[float]]] = []
+    state: Any = SimpleNamespace(all_params=None)
+    gradients.compute(state, lambda _: cast(Any, None), lambda *put: puts.append((put[0], put[1].tolist())))
+    gradients.close()
+    assert puts == [(0, [0, 0, 0, 1, 1, 1]), (1, [5])]
 
 
 READS = """
