@@ -86,18 +86,11 @@ def measured(key: Key, *, python: str) -> dict[str, Any]:
 
 def steps_of(key: Key) -> dict[str, Any]:
     """Runs ours, in one world or as replicas; returns the step times and the bytes that a node sends in a step."""
-    kind, codec = key["run"].split()[:2]
+    kind = key["run"].split()[0]
     workdir = WORKDIR / "replicas" / key["run"].replace(" ", "-")
     shutil.rmtree(workdir, ignore_errors=True)
     steps = STEPS + JOINING if kind == "independent" else STEPS
-    overrides = {"num_steps": steps, "batch.global_size": 2 * NODES, "compression.hop_two": codec}
-    overrides |= {
-        "model.remat": remat_of(key["run"]),
-        "compression.error_feedback": False,
-        "compression.delayed": "delayed" in key["run"],
-        "sharding.replicas": kind,
-        "elastic.snapshot_every": 0,
-    }
+    overrides = {"num_steps": steps, "elastic.snapshot_every": 0, **keys_of(key["run"])}
     command = emulator(key["rate"], workdir / "emulate", *(["--independent"] if kind == "independent" else []))
     command += ["--", *trainer("configs/standard.py", workdir, overrides)]
     started(command)
@@ -112,6 +105,19 @@ def steps_of(key: Key) -> dict[str, Any]:
         # the first step's, of connecting and joining, is in it
         "sent_bytes": median(node["tx_bytes"] for node in traffic) / steps,
         "command": shown(command),
+    }
+
+
+def keys_of(run: str) -> dict[str, Any]:
+    """Returns the keys that the name of a run of ours means."""
+    kind, codec = run.split()[:2]
+    return {
+        "batch.global_size": 2 * NODES,
+        "compression.hop_two": codec,
+        "model.remat": remat_of(run),
+        "compression.error_feedback": False,
+        "compression.delayed": "delayed" in run,
+        "sharding.replicas": kind,
     }
 
 
