@@ -4,7 +4,7 @@ from statistics import fmean, harmonic_mean, median
 
 import pytest
 
-from lab.benchmarks import planner_validation, published_steps
+from lab.benchmarks import planner_replicas, planner_validation, published_steps
 from lab.paper.replays import PLANNER
 from lab.paper.throughput import runs
 from lab.records import Line, read_records, recorded
@@ -14,6 +14,19 @@ from planner import clusters
 def test_every_timed_step_was_predicted() -> None:
     timed = list(planner_validation.timed_steps())
     assert [{key: line[key] for key in timed[0]} for line in recorded(planner_validation.RESULTS)] == timed
+
+
+def test_every_timed_run_of_replicas_was_predicted() -> None:
+    timed = list(planner_replicas.timed_runs())
+    assert [{key: line[key] for key in timed[0]} for line in recorded(planner_replicas.RESULTS)] == timed
+
+
+def test_what_of_the_sending_is_exposed_is_what_a_step_takes_beyond_the_planned_compute() -> None:
+    """8 s of a step of 10 are compute that hides 3 of 5 s of sending; it took 1 s longer."""
+    line = {"rate": "1gbit", "run": "independent none", "runs": 1, "measured_bytes": 1e6, "predicted_bytes": 2e6}
+    line |= {"measured_s": 11.0, "predicted_s": 10.0, "sending_s": 5.0, "exposed_s": 2.0}
+    row = planner_replicas.table([line]).splitlines()[-1]
+    assert row == "| 1gbit | `independent none` | 1 | 2 | 1 | 10.0 | 11.0 | -9% | 40% | 60% |"
 
 
 def test_the_figures_of_the_cpu_are_those_that_were_measured() -> None:

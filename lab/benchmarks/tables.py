@@ -13,6 +13,7 @@ from lab.benchmarks import (
     losses,
     overlap_table,
     planner_records,
+    planner_replicas,
     planner_validation,
     published_steps,
     replica_events,
@@ -377,5 +378,6 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "adapters of 70 B": planner_records.adapters,
         "errors on published steps": lambda: published_steps.summary(records.lines("published_steps")),
         "errors of the planner": lambda: planner_validation.summary(sessions),
+        "replicas by the planner": lambda: planner_replicas.table(records.lines("planner_replicas")),
         "fastest by the planner": lambda: planner_validation.bests(sessions),
     }
