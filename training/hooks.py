@@ -106,8 +106,10 @@ class Report:
     def _pass(self) -> None:
         """Reports the step before, or waits for it alone."""
         if self._pending and not self._has_row(step := self._pending[0]):
+            self._supervisor.enter(Phase.STEPPING)
             jax.block_until_ready(self._pending[1])
             self._pending = None
+            self._supervisor.enter(Phase.RECORDING)
             self._supervisor.completed(step)
             self._log.passed(step)
         self.flush()
