@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from compression.primitives import encoded, summed
-from compression.statistics import Sent, State, added, nothing_sent, zeros_R
+from compression.statistics import Sent, State, added, dense_sent, nothing_sent, zeros_R
 from sharding.coded import Codec
 from sharding.hop_two import Counts, Exchange, Exchanged
 from sharding.plan import ShardingPlan, gradient_specs
@@ -79,6 +80,31 @@ def by_groups(
         return _run(plan, on_shards, updates, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def dense_at_first(
+    plan: ShardingPlan, steps: int, method: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Returns the transform of a method that keeps a State, with exact means in its first `steps` exchanges.
+
+    They leave all that the method keeps as it was, but for the counts.
+    """
+    if not steps:
+        return method
+    dense = exchange(plan)
+
+    def init(params: Params) -> State:
+        state: Any = method.init(params)
+        return state._replace(step=jnp.zeros((), jnp.int32))
+
+    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+        def exactly() -> tuple[Grads, Any]:
+            mean, _ = dense.update(updates, State(), params)
+            return mean, state._replace(step=state.step + 1, sent=dense_sent(plan, mean))
+
+        return lax.cond(state.step < steps, exactly, lambda: method.update(updates, state, params))
+
+    return optax.GradientTransformation(init, update)
 
 
 def of_all_shards(plan: ShardingPlan, init: Callable[..., Any], on_shards: OnShards) -> optax.GradientTransformation:

@@ -3,6 +3,9 @@
 Each training step is one power iteration, warm-started by the previous Q: `P = M Q`, orthogonalise P, `Q = M^T P`; the
 result is `P Q^T`. P and Q are linear in M, so that ordinary all-reduces sum them over the replicas. The approximation
 error goes into a residual, without which the method does not converge.
+
+As in PyTorch's hook, the first steps may be exchanged without compression (`start_powerSGD_iter`), and only matrices
+are compressed of which that sends half at most (`min_compression_rate`): of small ones the rank is lower.
 """
 
 from collections.abc import Sequence
@@ -15,12 +18,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.exchange import of_all_shards, to_optimizer_scope
+from compression.exchange import dense_at_first, of_all_shards, to_optimizer_scope
 from compression.hop_two import HopTwo
 from compression.statistics import Sent, State, nothing_sent, zeros_R
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, is_placement, is_spec
 from sharding.trees import Axes, Params, PyTree, Shards
+
+LEAST_RATIO = 2  # of a matrix's values to its factors': PyTorch's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,7 @@ class Matrix:
     """
 
     shape: tuple[int, ...]  # the first dim is that of the layers, 1 if they are not stacked
+    rank: int
     cuts: dict[int, Axes]  # dim of `shape` to the mesh axes that shard it
     replicas: Axes
 
@@ -90,11 +96,12 @@ def orthogonalised(p: jax.Array) -> jax.Array:
     return jnp.stack(columns, axis=-1)
 
 
-def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTransformation:
+def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int, *, warmup_steps: int = 0) -> optax.GradientTransformation:
     """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean.
 
-    The mean is in the optimizer's scope. Parameters with one dim per layer, and matrices not larger than their factors,
-    are averaged without compression.
+    The mean is in the optimizer's scope; that of the first `warmup_steps` exchanges is exact. Parameters with one dim
+    per layer are averaged without compression; a matrix has the rank with which its factors are half as large as it, if
+    that is lower, and is averaged without compression if no rank is low enough.
     """
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
     all_specs = jax.tree.leaves(specs, is_leaf=is_spec)
@@ -102,7 +109,7 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
 
     def init(params: Params) -> State:
         factors = [
-            jax.random.normal(jax.random.key(i), (matrix.shape[0], *matrix.shape[2:], rank)) if matrix else ()
+            jax.random.normal(jax.random.key(i), (matrix.shape[0], *matrix.shape[2:], matrix.rank)) if matrix else ()
             for i, matrix in enumerate(matrices)
         ]
         return State(
@@ -111,19 +118,20 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int) -> optax.GradientTra
             sent=nothing_sent(),
         )
 
-    return of_all_shards(plan, init, partial(_exchange_shards, plan, matrices, rank))
+    return dense_at_first(plan, warmup_steps, of_all_shards(plan, init, partial(_exchange_shards, plan, matrices)))
 
 
 POWER_SGD = HopTwo(
     name="power_sgd",
-    build=lambda setup: power_sgd(setup.plan, setup.specs, setup.compression.rank),
+    build=lambda setup: power_sgd(
+        setup.plan, setup.specs, setup.compression.rank, warmup_steps=setup.compression.warmup_steps
+    ),
 )
 
 
 def _exchange_shards(
     plan: ShardingPlan,
     matrices: Sequence[Matrix | None],
-    rank: int,
     shared: State,
     grads: Shards,
     kept: dict[str, Shards],
@@ -146,16 +154,17 @@ def _exchange_shards(
         residuals.append(x - out[-1] / layout.num_replicas)
         new_factors.append(new_q)
         layers, rows, *columns = matrix.shape
-        counts.append(Sent(4 * layers * rank * (rows + prod(columns)), x.size, x.size))
+        counts.append(Sent(4 * layers * matrix.rank * (rows + prod(columns)), x.size, x.size))
     return to_optimizer_scope(plan, out), tree.unflatten(new_factors), {"residual": residuals}, counts
 
 
 def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int) -> Matrix | None:
-    """Returns a parameter as a stack of matrices; None for vectors, and if the factors would not be smaller."""
+    """Returns a parameter as a stack of matrices; None if no factors would be half as large, as of vectors."""
     stacked = int(spec.stacked)
     shape = spec.shape if stacked else (1, *spec.shape)
     rows, columns = shape[1], prod(shape[2:])
-    if len(shape) < 3 or rank * (rows + columns) >= rows * columns:
+    rank = min(rank, rows * columns // (LEAST_RATIO * (rows + columns)))
+    if not rank:
         return None
     gradients = plan.layout.gradients
     cuts = {
@@ -165,6 +174,7 @@ def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int
     }
     return Matrix(
         shape=shape,
+        rank=rank,
         cuts={dim + 1 - stacked: axes for dim, axes in cuts.items() if dim is not None and axes},
         replicas=plan.layout.replica_axes,
     )

@@ -118,7 +118,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "one_bit": {},
     "one_bit_adam": dict(warmup_steps=2),
     "dgc": dict(sparsity=0.9, warmup_steps=3),
-    "power_sgd": {},
+    "power_sgd": dict(warmup_steps=3),
 }
 QUICK = ("int8", "one_bit_adam", "dgc", "power_sgd")  # the others keep what int8 keeps
 CHANGES = {  # the layouts before and after; the number of replicas

@@ -272,36 +272,42 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
 def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
-    """The factors are those of whole matrices, however they are cut; two steps with warm start and feedback."""
-    rank, steps = 2, 2
+    """The factors are those of whole matrices, however they are cut: two exact steps, then warm start and feedback."""
+    most, exact, steps = 5, 2, 4
     plan = workload.plan("tensors", **LAYOUTS[layout])
-    out, state = run(plan, power_sgd(plan, SPECS, rank), steps)
+    tx = power_sgd(plan, SPECS, most, warmup_steps=exact)
+    state, update, out, sent = tx.init(workload.params("tensors")), jax.jit(tx.update), [], []
+    for step in range(steps):
+        handed_on, state = update(gradients(plan, step)[0], state)
+        out.append(named(handed_on))
+        sent.append(float(statistics(state)["hop_two_payload_bytes"]))
     replicas = plan.layout.num_replicas
     grads = [named(gradients(plan, step)[1]) for step in range(steps)]
-    compressed = 0
+    ranks, of_factors = [], 0
+    held = [x.addressable_shards[0].data.size for x in jax.tree.leaves(gradients(plan, 0)[0])]
     for i, (name, first) in enumerate(grads[0].items()):
         layers = first.shape[1] if name.startswith("layers") else 1
         shape = (replicas, layers, *(first.shape[2:] if name.startswith("layers") else first.shape[1:]))
-        rows, columns = (shape[2], int(np.prod(shape[3:]))) if len(shape) > 3 else (0, 0)
-        if rank * (rows + columns) >= rows * columns:
-            for step in range(steps):
-                np.testing.assert_allclose(out[step][name], grads[step][name].mean(0), atol=1e-6)
-            continue
-        compressed += 1
-        q = np.array(jax.random.normal(jax.random.key(i), (layers, *shape[3:], rank))).reshape(layers, columns, rank)
+        rows, columns = shape[2], int(np.prod(shape[3:]))
+        ranks.append(max(r for r in range(most + 1) if 2 * r * (rows + columns) <= rows * columns))
+        q = np.array(jax.random.normal(jax.random.key(i), (layers, *shape[3:], ranks[-1])))
+        q = q.reshape(layers, columns, ranks[-1])
         kept = np.zeros((replicas, layers, rows, columns), np.float32)
+        of_factors += 4 * layers * ranks[-1] * (rows + columns) or 4 * held[i]
         for step in range(steps):
             x = grads[step][name].reshape(kept.shape) / replicas + kept
-            handed = np.zeros(kept.shape[1:], np.float32)
-            for layer in range(layers):
-                m = x[:, layer].sum(0)
-                p = orthonormal(m @ q[layer])
-                q[layer] = m.T @ p
-                handed[layer] = p @ q[layer].T
-            kept = x - handed / replicas
+            handed = x.sum(0)
+            if step >= exact and ranks[-1]:
+                for layer in range(layers):
+                    m = x[:, layer].sum(0)
+                    p = orthonormal(m @ q[layer])
+                    q[layer] = m.T @ p
+                    handed[layer] = p @ q[layer].T
+                kept = x - handed / replicas
             np.testing.assert_allclose(out[step][name].reshape(handed.shape), handed, atol=1e-5)
         np.testing.assert_allclose(named(state.residual.tree)[name].reshape(kept.shape), kept, atol=1e-5)
-    assert compressed == 3
+    assert ranks == [4, 0, 5, 5, 0]  # a lower one for the smallest matrix
+    np.testing.assert_allclose(sent, [4 * sum(held)] * exact + [of_factors] * (steps - exact))
 
 
 def test_power_sgd_is_exact_for_matrices_of_its_rank() -> None:

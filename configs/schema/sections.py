@@ -8,7 +8,7 @@ from configs.losses import DELAYED, INNER_STEPS, which_are_free
 from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
-WITH_WARMUP = ("one_bit_adam", "dgc")  # the values of hop_two that use warmup_steps
+WITH_WARMUP = ("one_bit_adam", "dgc", "power_sgd")  # the values of hop_two that use warmup_steps
 METHODS = ("one_bit_adam", "dgc", "power_sgd", "sparse_loco", "demo")  # values of hop_two that are no codecs
 HOP_TWO = (*CODECS, "two_bit", "one_bit", "statistical", *METHODS)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
@@ -140,11 +140,12 @@ class CompressionConfig(Section, name="compression"):
     sampled: float = key(1.0, "dgc: share of values sampled to find the largest; 1: exact", above=0, most=1)
     warmup_steps: int = key(
         0,
-        "dgc: steps from a sparsity of 0.75 to the final one; one_bit_adam: steps of plain Adam",
+        "dgc: steps from a sparsity of 0.75 to the final one; one_bit_adam: steps of plain Adam; power_sgd: exchanges "
+        "without compression",
         least=0,
         unit="steps",
     )
-    rank: int = key(2, "power_sgd: rank of the factors", least=1)
+    rank: int = key(2, "power_sgd: rank of the factors; of small matrices less, so that they send half", least=1)
     delayed: bool = key(
         False, f"hop two exchanges the previous step's gradients during the compute{which_are_free(DELAYED)}"
     )

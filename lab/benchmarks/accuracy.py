@@ -39,8 +39,8 @@ class Method:
         if "compression.gather_inter" in self.overrides:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
         match self.overrides.get("compression.hop_two", "none"):
-            case "one_bit_adam":  # the warm-up sends f32
-                warm_up = self.overrides[WARM_UP] / self.steps
+            case "one_bit_adam" | "power_sgd":  # the warm-up sends f32
+                warm_up = self.overrides.get(WARM_UP, 0) / self.steps
                 smaller = 1 / (warm_up + (1 - warm_up) / ratio)
             # each replica receives the payloads of all others; an all-reduce sends every value twice
             case "dgc" | "sparse_loco" | "demo":
