@@ -43,12 +43,15 @@ class Link:
 def test_the_interval_follows_the_link() -> None:
     """By hand: 19 / 20 of the time in steps of 0.25 s takes 76 steps for a meeting of 1 s, 2 for one of 0.01 s."""
     link = Link(0.95, most=200, num_steps=2000)
-    link.run(0, 2, 1.0)
-    assert link.met == [2]
-    assert link.run(2, 2 + 76 * 5, 1.0) == pytest.approx(0.95)
-    assert link.met[1:] == [2 + 76 * n for n in range(1, 6)]
-    assert link.run(382, 382 + 76, 0.01) > 0.95  # a fast link is noticed when they meet
-    link.run(458, 1000, 0.01)
+    link.run(0, 2, 9.0)  # which connects
+    link.run(2, 4, 1.0)
+    assert link.met == [2, 4]
+    assert link.run(4, 4 + 76 * 3, 1.0) == pytest.approx(0.95)
+    link.now_s += 60  # a checkpoint
+    link.run(232, 384, 1.0)
+    assert link.met[2:] == [4 + 76 * n for n in range(1, 6)]
+    assert link.run(384, 384 + 76, 0.01) > 0.95  # a fast link is noticed when they meet
+    link.run(460, 1000, 0.01)
     assert link.met[-2:] == [998, 1000] and link.run(1000, 1002, 0.01) > 0.95
     link.run(1002, 1004, 20.0)
     assert "meet every 200 steps" in link.said[-1] and link.met[-1] == 1004
@@ -56,10 +59,17 @@ def test_the_interval_follows_the_link() -> None:
     assert link.met[-5:] == [1204, 1404, 1604, 1804, 2000]  # never later than inner_steps, and at the end of the run
 
 
+def test_who_comes_last_says_what_a_meeting_takes() -> None:
+    """The others wait for it there: their meetings are long, and their steps are not what a step takes."""
+    meetings = Meetings(LocalSGDConfig(inner_steps=500, target_utilisation=0.95), 1000, print)
+    meetings._interval = 2
+    assert meetings._chosen(4, [(6.25, 0.2), (1.25, 0.25)]) == 76
+
+
 @pytest.mark.slow
 def test_replicas_meet_when_it_was_chosen_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 2 steps, then every 3 as chosen here; a run that stops between two meetings goes on as if it had not."""
-    monkeypatch.setattr(Meetings, "_chosen", lambda self, met_s: 3)
+    monkeypatch.setattr(Meetings, "_chosen", lambda self, *of_all: 3)
     local = {"local_sgd__inner_steps": 4, "local_sgd__target_utilisation": 0.5, "sharding__partition_size": 2}
     settings = local | {"num_steps": 7, "checkpoint__every": 1, "checkpoint__keep_last": 7}
     assert run_here(*arguments(tmp_path / "whole", **settings)) == 0

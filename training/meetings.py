@@ -1,12 +1,14 @@
 """When the replicas of local SGD meet, chosen from what meetings and steps take (`local_sgd.target_utilisation`).
 
-With a step of c seconds and a meeting of m more, an interval of H steps puts H c / (H c + m) of the time into steps. So
-H is the least with which that is the target, from 2 to `local_sgd.inner_steps`: on a fast link the replicas meet often,
-which costs the least loss; on a slow one they never meet more rarely than the user found good.
+With a step of c seconds and a meeting of m more, H steps and a meeting put H c / (H c + m) of the time into steps. So
+after a meeting H is the least with which that is the target, from 2 to `local_sgd.inner_steps`: on a fast link the
+replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good. The steps
+behind a meeting pay for it, so where `inner_steps` are enough the target holds whatever the link does from one meeting
+to the next.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 from statistics import median
 from typing import Any
@@ -16,10 +18,10 @@ import numpy as np
 import optax
 
 from configs.schema import LEAST_INTERVAL, LocalSGDConfig
-from runtime.consensus import broadcast, new_key
+from runtime.consensus import all_gather, new_key
 from sharding.step import TrainState
 
-STEPS = 100  # whose median a step's time is
+INTERVALS = 9  # whose median a step's time is: one in which a checkpoint was saved says little
 
 
 class Meetings:
@@ -33,45 +35,50 @@ class Meetings:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config, self._num_steps, self._say, self._clock = config, num_steps, say, clock
-        self._at = self._interval = 0  # 0: not read yet
-        self._begun_s: float | None = None  # the last step, if it was no meeting
-        self._steps_s: list[float] = []
+        self._at = self._interval = 0  # 0: not read yet, and not chosen
+        self._since = 0, 0.0  # the step and the time of the last meeting
+        self._steps_s: list[float] = []  # the mean step between two meetings
 
     def __call__(self, step_fn: Callable[..., Any], state: TrainState, batch: Any, step: int) -> tuple[TrainState, Any]:
         """Returns what `step_fn(state, batch)` does, of the step after `step` steps."""
         if not self._at:
             self._at = int(optax.tree.get(state.opt_state, "meets_at"))
-        meets = step + 1 >= self._at
-        if meets:
-            jax.block_until_ready(state)
-        started_s = self._clock()
-        if self._begun_s is not None:
-            self._steps_s = [*self._steps_s, started_s - self._begun_s][-STEPS:]
-        self._begun_s = started_s
-        state, metrics = step_fn(state, batch)
-        if meets:
-            jax.block_until_ready(metrics)
-            state = self._meet_again(state, step + 1, self._clock() - started_s)
-            self._begun_s = None
-        return state, metrics
+            self._since = step, self._clock()
+        if step + 1 < self._at:
+            return step_fn(state, batch)
+        jax.block_until_ready(state)  # after the steps before, which wait for nobody
+        begun_s, (first, since_s) = self._clock(), self._since
+        state, metrics = jax.block_until_ready(step_fn(state, batch))
+        measured = self._clock() - begun_s, (begun_s - since_s) / (step - first) if step > first else 0.0
+        self._interval = self._chosen(step + 1, all_gather(new_key("meetings"), measured))
+        self._at = min(step + 1 + self._interval, self._num_steps)
+        self._since = step + 1, self._clock()
+        return _meeting_at(state, self._at), metrics
 
-    def _meet_again(self, state: TrainState, step: int, met_s: float) -> TrainState:
-        """Returns the state with the step of the next meeting, after one that took `met_s` with its step."""
-        before, self._interval = self._interval, broadcast(new_key("meetings"), lambda: self._chosen(met_s))
-        self._at = min(step + self._interval, self._num_steps)
-        if self._interval != before and self._steps_s:
+    def _chosen(self, step: int, of_all: Sequence[tuple[float, float]]) -> int:
+        """Returns the interval after the meeting that is `step`; `of_all` processes say what they have measured.
+
+        That is the time of the meeting with its step, and the mean step before it, 0 if there was none.
+        """
+        # who comes last to a meeting waits for nobody, and is the one whose steps take longest
+        met_s, step_s = min(met_s for met_s, _ in of_all), max(step_s for _, step_s in of_all)
+        if not self._interval or not step_s:  # up to the first meeting since a start, connections are made
+            return self._interval or LEAST_INTERVAL
+        self._steps_s = [*self._steps_s, step_s][-INTERVALS:]
+        step_s, target = median(self._steps_s), self._config.target_utilisation
+        more_s = max(met_s - step_s, 0)
+        wanted = ceil(target / (1 - target) * more_s / step_s)
+        interval = min(max(wanted, LEAST_INTERVAL), self._config.inner_steps)
+        if interval != self._interval:
             self._say(
-                f"step {step}: a meeting took {met_s:.3g} s, a step {median(self._steps_s):.3g} s; replicas meet every "
-                f"{self._interval} steps"
+                f"step {step}: a meeting took {more_s:.3g} s more than a step of {step_s:.3g} s; replicas meet "
+                f"every {interval} steps"
             )
-        old = optax.tree.get(state.opt_state, "meets_at")
-        new = jax.make_array_from_callback((), old.sharding, lambda _: np.asarray(self._at, np.int32))
-        return jax.tree.map(lambda x: new if x is old else x, state)
+        return interval
 
-    def _chosen(self, met_s: float) -> int:
-        most, target = self._config.inner_steps, self._config.target_utilisation
-        if not self._steps_s:  # the first step after a start
-            return self._interval or most
-        step_s = median(self._steps_s)
-        wanted = ceil(target / (1 - target) * max(met_s - step_s, 0) / step_s)
-        return min(max(wanted, LEAST_INTERVAL), most)
+
+def _meeting_at(state: TrainState, step: int) -> TrainState:
+    """Returns the state with the step of the next meeting."""
+    old = optax.tree.get(state.opt_state, "meets_at")
+    new = jax.make_array_from_callback((), old.sharding, lambda _: np.asarray(step, np.int32))
+    return jax.tree.map(lambda x: new if x is old else x, state)
