@@ -7,7 +7,7 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from lab.benchmarks import accuracy, overlap_table, planner_validation, scores, tables
+from lab.benchmarks import accuracy, overlap_table, planner_validation, scores, tables, utilisation
 from lab.benchmarks.runner import ROOT
 from lab.records import MEASURED, Range, recorded, same_until
 
@@ -68,6 +68,18 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
 
 
 # -------------------------------------------------------------------------------------------------------- codecs
+
+
+def test_a_chosen_interval_is_beside_fixed_ones_with_the_same_steps_and_meetings() -> None:
+    """By hand: 4 steps of 1 s, and a meeting of 2 s in every second one, or in every tenth."""
+    about = {"seed": 0, "target": 0.0}
+    third = {"rate": "200mbit", "first": 3, "step_times_s": [1.0, 3.0, 1.0, 3.0], "meetings": [4, 6]}
+    lines = [{**about, "inner_steps": n, "validation_loss": loss} for n, loss in ((10, 2.2), (100, 2.0))]
+    assert "| 10 | 2.200 (2.200 to 2.200) |  |" in utilisation.table(lines)
+    lines.append({**about, "inner_steps": 100, "target": 0.95, "validation_loss": 2.0, "thirds": [third]})
+    table = utilisation.table(lines)
+    assert "| chosen, 100 at most | 50.0%, every 2 (2 to 2) steps | 8 | 2.000 (2.000 to 2.000) |  |" in table
+    assert "| 10 | 83.3% | 5 | 2.200 (2.200 to 2.200) | +10.0% (+10.0% to +10.0%) |" in table
 
 
 def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimizer() -> None:

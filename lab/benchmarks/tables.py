@@ -20,6 +20,7 @@ from lab.benchmarks import (
     replica_links,
     replicas,
     time_to_loss_table,
+    utilisation,
 )
 from lab.benchmarks.scores import (
     DENSE,
@@ -355,6 +356,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         },
         **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
         "local SGD, tuned": lambda: local_steps(records.lines("local_steps")),
+        "a target utilisation": lambda: utilisation.table(records.lines("utilisation")),
         "what is free": lambda: losses.free(records),
         "what is dominated": lambda: losses.dominated(records),
         "kill matrix": lambda: kill_matrix(events),
