@@ -78,8 +78,8 @@ def test_a_chosen_interval_is_beside_fixed_ones_with_the_same_steps_and_meetings
     assert "| 10 | 2.200 (2.200 to 2.200) |  |" in utilisation.table(lines)
     lines.append({**about, "inner_steps": 100, "target": 0.95, "validation_loss": 2.0, "thirds": [third]})
     table = utilisation.table(lines)
-    assert "| chosen, 100 at most | 50.0%, every 2 (2 to 2) steps | 8 | 2.000 (2.000 to 2.000) |  |" in table
-    assert "| 10 | 83.3% | 5 | 2.200 (2.200 to 2.200) | +10.0% (+10.0% to +10.0%) |" in table
+    assert "| chosen, 100 at most | 50.0%, every 2 (2 to 2) steps | 50.0% | 8 | 2.000 (2.000 to 2.000) |  |" in table
+    assert "| 10 | 83.3% | 83.3% | 5 | 2.200 (2.200 to 2.200) | +10.0% (+10.0% to +10.0%) |" in table
 
 
 def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimizer() -> None:

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "dgc": {"compression.hop_two": "dgc", "optimizer.name": "sgd"},
     "power_sgd": {"compression.hop_two": "power_sgd"},
+    "power_sgd with a warm-up": {"compression.hop_two": "power_sgd", "compression.warmup_steps": 10},
     "delayed": {"compression.delayed": True},
     "local SGD": {"local_sgd.inner_steps": 4},
 }

@@ -124,6 +124,7 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
             "^compression.warmup_steps=100 must be less than num_steps=100: .* compression.hop_two=one_bit_adam .*end$",
         ),
         ({"compression.hop_two": "dgc", "compression.warmup_steps": 101}, "must be less than num_steps=100"),
+        ({"compression.hop_two": "power_sgd", "compression.warmup_steps": 100}, "must be less than num_steps=100"),
         ({"optimizer.b1": "0.9"}, "optimizer.b1='0.9' must be a number, like 0.9"),
         ({"num_steps": True}, "num_steps=True must be a whole number, like 100"),
         ({"checkpoint.keep_best": 1, "eval.every": 30}, "keep_best=1 needs a validation at every checkpoint"),

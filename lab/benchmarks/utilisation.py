@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from files.pages import markdown
 from lab.benchmarks.replicas import shown
@@ -102,10 +104,10 @@ def took(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def costs(third: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns what a step of a third takes without a meeting, and a meeting besides it, in seconds: median and mean."""
+    """Returns what a step of a third takes without a meeting, and a meeting besides it, in seconds: the means."""
     meetings = set(third["meetings"])
     times = [(time_s, step in meetings) for step, time_s in enumerate(third["step_times_s"], third["first"])]
-    step_s = median(time_s for time_s, meets in times if not meets)
+    step_s = fmean(time_s for time_s, meets in times if not meets)
     return step_s, fmean(time_s for time_s, meets in times if meets) - step_s
 
 
@@ -121,20 +123,25 @@ def table(lines: Sequence[Line]) -> str:
     rows = []
     for fixed in (*FIXED, 0):
         runs = [line for line in lines if line["inner_steps"] == fixed and not line["target"]] if fixed else chosen
-        cells, seconds = [str(fixed) if fixed else f"chosen, {MOST} at most"], 0.0
+        cells, whole = [str(fixed) if fixed else f"chosen, {MOST} at most"], np.zeros(2)
         for third in thirds:
             (step_s, meeting_s), steps = costs(third), len(third["step_times_s"])
-            in_meetings_s = meeting_s * (steps / fixed if fixed else len(third["meetings"]))
+            spent = np.array([steps * step_s, meeting_s * (steps / fixed if fixed else len(third["meetings"]))])
             between = [gaps[step] for step in third["meetings"] if step in gaps]
-            seconds += steps * step_s + in_meetings_s
-            share = f"{steps * step_s / (steps * step_s + in_meetings_s):.1%}"
-            cells.append(share if fixed else f"{share}, every {spread(between, '.0f')} steps")
+            cells.append(in_steps(spent) if fixed else f"{in_steps(spent)}, every {spread(between, '.0f')} steps")
+            whole += spent
+        cells += [in_steps(whole), f"{whole.sum():.0f}"] if thirds else []
         over = [line["validation_loss"] / of_chosen[line["seed"]] - 1 for line in runs if line["seed"] in of_chosen]
-        cells += [f"{seconds:.0f}"] if thirds else []
         cells += [spread([line["validation_loss"] for line in runs], ".3f") if runs else "-"]
         rows.append([*cells, spread(over, "+z.1%") if fixed and over else ""])
     heads = ["steps between meetings", *(f"in steps at {rate_in_words(third['rate'])}" for third in thirds)]
-    return markdown([*heads, *(["seconds"] if thirds else []), "validation loss", "over the chosen's"], rows)
+    heads += ["in the whole run", "seconds"] if thirds else []
+    return markdown([*heads, "validation loss", "over the chosen's"], rows)
+
+
+def in_steps(spent_s: np.ndarray) -> str:
+    """Returns the share of the first of two times, of steps and of meetings."""
+    return f"{spent_s[0] / spent_s.sum():.1%}"
 
 
 if __name__ == "__main__":
