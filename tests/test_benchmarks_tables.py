@@ -73,13 +73,23 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
 def test_a_chosen_interval_is_beside_fixed_ones_with_the_same_steps_and_meetings() -> None:
     """By hand: 4 steps of 1 s, and a meeting of 2 s in every second one, or in every tenth."""
     about = {"seed": 0, "target": 0.0}
-    third = {"rate": "200mbit", "first": 3, "step_times_s": [1.0, 3.0, 1.0, 3.0], "meetings": [4, 6]}
     lines = [{**about, "inner_steps": n, "validation_loss": loss} for n, loss in ((10, 2.2), (100, 2.0))]
     assert "| 10 | 2.200 (2.200 to 2.200) |  |" in utilisation.table(lines)
-    lines.append({**about, "inner_steps": 100, "target": 0.95, "validation_loss": 2.0, "thirds": [third]})
+    lines.append(
+        {**about, "inner_steps": 100, "target": 0.95, "validation_loss": 2.0, "meetings": [[2, 2.0], [4, 2.0]]}
+    )
+    lines[-1]["parts"] = [{"rate": "200mbit", "steps": 4, "seconds": 8.0}]
     table = utilisation.table(lines)
-    assert "| chosen, 100 at most | 50.0%, every 2 (2 to 2) steps | 50.0% | 8 | 2.000 (2.000 to 2.000) |  |" in table
+    assert "| chosen, 100 at most | 50.0%, every 2 (2 to 2) | 50.0% | 8 | 2.000 (2.000 to 2.000) |  |" in table
     assert "| 10 | 83.3% | 83.3% | 5 | 2.200 (2.200 to 2.200) | +10.0% (+10.0% to +10.0%) |" in table
+
+
+def test_meetings_are_those_that_the_run_said() -> None:
+    """The first at step 2; after one at which the interval stays the run says nothing."""
+    line = "step {}: a meeting took {} s more than a step of 0.2 s; replicas meet every {} steps\n"
+    said = "step 1/400  loss\n" + line.format(4, 0.5, 50) + line.format(154, 1.5, 100)
+    wanted = [(2, 0.5), (4, 0.5), (54, 0.5), (104, 0.5), (154, 1.5), (254, 1.5), (354, 1.5), (400, 1.5)]
+    assert utilisation.meetings(said) == wanted
 
 
 def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimizer() -> None:

@@ -3,29 +3,29 @@
     python -m lab.benchmarks.utilisation [--seeds=1]
 
 Trains the decoder of lab/benchmarks/time_to_loss.toml with MuLoCo and two bits a value: with fixed intervals, whose
-losses need no links; and with a target of 95 % on 4 emulated nodes, whose links change from 200 Mbit/s to 10 at a third
-of the steps and back at two thirds. Only what is missing is run; adds lines to results/measured/utilisation.jsonl. The
-run on the links needs root (docs/emulation.md).
+losses need no links; and with a target of 95 % on 4 emulated nodes, whose links change from 200 Mbit/s to 10 and back.
+Only what is missing is run; adds lines to results/measured/utilisation.jsonl. Links need root (docs/emulation.md).
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from configs.schema import LEAST_INTERVAL
 from files.pages import markdown
 from lab.benchmarks.replicas import shown
 from lab.benchmarks.runner import WORKDIR, FailedRunError, Key, options_of, program, run_missing, train
 from lab.benchmarks.time_to_loss import (
     CONFIG,
-    CONNECTING,
     METHODS,
     POLL_S,
     TASK,
@@ -33,16 +33,17 @@ from lab.benchmarks.time_to_loss import (
     emulator,
     last_words,
     rows_written,
-    written,
+    steps_written,
 )
 from lab.plots import rate_in_words
 from lab.records import MEASURED, Line, spread
 
 RESULTS = MEASURED / "utilisation.jsonl"
 TARGET, MOST = 0.95, 100
+CHOICE = re.compile(r"step (\d+): a meeting took (\S+) s more than a step of \S+ s; replicas meet every (\d+) steps")
 FIXED = (2, 10, 20, 50)
-RATES = ("200mbit", "10mbit", "200mbit")  # of the thirds
-STEPS = 400
+PARTS = (("200mbit", 100), ("10mbit", 200), ("200mbit", 100))  # steps: of the metrics every MOST-th has a row
+STEPS = sum(steps for _, steps in PARTS)
 KEYS = TASK | METHODS["Muon, DiLoCo, 10 steps, momentum 0.6, int4"].keys
 KEYS |= {"compression.hop_two": "statistical", "num_steps": STEPS, "eval.every": 0}
 
@@ -67,75 +68,81 @@ def measured(key: Key) -> dict[str, Any]:
 
 
 def on_links(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains on links that change; returns the last validation loss, and what each third's steps and meetings took."""
+    """Trains on links that change; returns the last validation loss, the meetings, and what each part took."""
     folder, load = WORKDIR / "utilisation" / "links", os.getloadavg()[0]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    flags = [f"--config.{name}={value}" for name, value in keys.items()]
-    train_py = [sys.executable, "train.py", f"--config={CONFIG}", f"--workdir={folder}", *flags]
-    command, begins = emulator(folder, RATES[0]) + train_py, [CONNECTING]
+    command = [*emulator(folder, PARTS[0][0]), sys.executable, "train.py", f"--config={CONFIG}", f"--workdir={folder}"]
+    command += [f"--config.{name}={value}" for name, value in keys.items()]
+    ends = [*accumulate(steps for _, steps in PARTS)]
     with (folder / "said.log").open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
     try:
-        for third in (1, 2):
-            while written(process, folder) < third * STEPS // 3:
+        for end, (rate, _) in zip(ends, PARTS[1:], strict=False):
+            while steps_written(process, folder) < end:
                 time.sleep(POLL_S)
-            change(folder, RATES[third])
-            begins.append(len(rows_written(folder)))
+            change(folder, rate)
         if process.wait():
             raise FailedRunError(last_words(folder))
     finally:
         process.kill()  # with it end its nodes and all that runs there
         process.wait()
-    rows = rows_written(folder)
-    parts = [rows[first:last] for first, last in zip(begins, [*begins[1:], STEPS], strict=True)]
-    thirds = [{"rate": rate, **took(part)} for rate, part in zip(RATES, parts, strict=True)]
-    loss = rows[-1]["validation_loss"]
-    return {"validation_loss": loss, "thirds": thirds, "load": load, "command": shown(command)}
+    rows, parts = rows_written(folder), []
+    for end, (rate, steps) in zip(ends, PARTS, strict=True):
+        times = [row["step_time_s"] for row in rows if end - steps < row["step"] <= end and "step_time_s" in row]
+        parts.append({"rate": rate, "steps": steps, "seconds": steps * fmean(times)})
+    found = {"parts": parts, "meetings": meetings((folder / "said.log").read_text())}
+    return {"validation_loss": rows[-1]["validation_loss"], **found, "load": load, "command": shown(command)}
 
 
-def took(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the steps' times, in seconds, and which of the steps were meetings."""
-    meetings = [row["step"] for row in rows if row["hop_two_payload_bytes"]]
-    return {"first": rows[0]["step"], "step_times_s": [row["step_time_s"] for row in rows], "meetings": meetings}
+def meetings(said: str) -> list[tuple[int, float]]:
+    """Returns the steps that were meetings, and the seconds of each beyond its step, from what a run said.
+
+    It says when the interval changes; a meeting after which it does not took about as long as the one before.
+    """
+    choices = {int(step): (float(more_s), int(interval)) for step, more_s, interval in CHOICE.findall(said)}
+    found, step, (more_s, interval) = [], 0, (next(iter(choices.values()))[0], LEAST_INTERVAL)
+    while step < STEPS:
+        step = min(step + interval, STEPS)
+        more_s, interval = choices.get(step, (more_s, interval))
+        found.append((step, more_s))
+    assert choices.keys() <= dict(found).keys()
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------- the table
 
 
-def costs(third: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns what a step of a third takes without a meeting, and a meeting besides it, in seconds: the means."""
-    meetings = set(third["meetings"])
-    times = [(time_s, step in meetings) for step, time_s in enumerate(third["step_times_s"], third["first"])]
-    step_s = fmean(time_s for time_s, meets in times if not meets)
-    return step_s, fmean(time_s for time_s, meets in times if meets) - step_s
-
-
 def table(lines: Sequence[Line]) -> str:
-    """Returns a row per setting: the share of the time in steps by third, seconds, and losses, also over the chosen's.
+    """Returns a row per setting: the share of the time in steps by part, seconds, and losses, also over the chosen's.
 
-    Seconds are those of steps and meetings, as they were in the first run on the links, also for fixed intervals.
+    For fixed intervals, steps and meetings are what they were in the first run on the links, in the same part.
     """
     chosen = [line for line in lines if line["target"]]
-    thirds = chosen[0]["thirds"] if chosen else []
+    parts = chosen[0]["parts"] if chosen else []
+    ends = [0, *accumulate(part["steps"] for part in parts)]
+    met = dict(chosen[0]["meetings"]) if chosen else {}
+    gaps = dict(zip(met, (b - a for a, b in pairwise([0, *met])), strict=True))
     of_chosen = {line["seed"]: line["validation_loss"] for line in chosen}
-    gaps = {meets: meets - before for before, meets in pairwise(step for third in thirds for step in third["meetings"])}
     rows = []
     for fixed in (*FIXED, 0):
         runs = [line for line in lines if line["inner_steps"] == fixed and not line["target"]] if fixed else chosen
         cells, whole = [str(fixed) if fixed else f"chosen, {MOST} at most"], np.zeros(2)
-        for third in thirds:
-            (step_s, meeting_s), steps = costs(third), len(third["step_times_s"])
-            spent = np.array([steps * step_s, meeting_s * (steps / fixed if fixed else len(third["meetings"]))])
-            between = [gaps[step] for step in third["meetings"] if step in gaps]
-            cells.append(in_steps(spent) if fixed else f"{in_steps(spent)}, every {spread(between, '.0f')} steps")
+        for part, (first, last) in zip(parts, pairwise(ends), strict=True):
+            here = [step for step in met if first < step <= last]
+            in_meetings_s = sum(met[step] for step in here)
+            spent = np.array([part["seconds"] - in_meetings_s, in_meetings_s])
+            spent[1] *= part["steps"] / fixed / len(here) if fixed else 1
+            cells.append(
+                in_steps(spent) if fixed else f"{in_steps(spent)}, every {spread([gaps[x] for x in here], '.0f')}"
+            )
             whole += spent
-        cells += [in_steps(whole), f"{whole.sum():.0f}"] if thirds else []
+        cells += [in_steps(whole), f"{whole.sum():.0f}"] if parts else []
         over = [line["validation_loss"] / of_chosen[line["seed"]] - 1 for line in runs if line["seed"] in of_chosen]
         cells += [spread([line["validation_loss"] for line in runs], ".3f") if runs else "-"]
         rows.append([*cells, spread(over, "+z.1%") if fixed and over else ""])
-    heads = ["steps between meetings", *(f"in steps at {rate_in_words(third['rate'])}" for third in thirds)]
-    heads += ["in the whole run", "seconds"] if thirds else []
+    heads = ["steps between meetings", *(f"in steps at {rate_in_words(part['rate'])}" for part in parts)]
+    heads += ["in the whole run", "seconds"] if parts else []
     return markdown([*heads, "validation loss", "over the chosen's"], rows)
 
 
