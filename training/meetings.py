@@ -37,7 +37,7 @@ class Meetings:
         self._config, self._num_steps, self._say, self._clock = config, num_steps, say, clock
         self._at = self._interval = 0  # 0: not read yet, and not chosen
         self._since = 0, 0.0  # the step and the time of the last meeting
-        self._steps_s: list[float] = []  # the mean step between two meetings
+        self._steps_s: list[list[float]] = []  # of an interval: the mean step of each process, without the meeting
 
     def __call__(self, step_fn: Callable[..., Any], state: TrainState, batch: Any, step: int) -> tuple[TrainState, Any]:
         """Returns what `step_fn(state, batch)` does, of the step after `step` steps."""
@@ -60,13 +60,13 @@ class Meetings:
 
         That is the time of the meeting with its step, and the mean step before it, 0 if there was none.
         """
-        # who comes last to a meeting waits for nobody, and is the one whose steps take longest
-        met_s, step_s = min(met_s for met_s, _ in of_all), max(step_s for _, step_s in of_all)
-        if not self._interval or not step_s:  # up to the first meeting since a start, connections are made
+        if not self._interval or not min(step_s for _, step_s in of_all):  # until they have met, connections are made
             return self._interval or LEAST_INTERVAL
-        self._steps_s = [*self._steps_s, step_s][-INTERVALS:]
-        step_s, target = median(self._steps_s), self._config.target_utilisation
-        more_s = max(met_s - step_s, 0)
+        self._steps_s = [*self._steps_s, [step_s for _, step_s in of_all]][-INTERVALS:]
+        usual_s = [median(steps_s) for steps_s in zip(*self._steps_s, strict=True)]
+        # for the process whose steps take longest all others wait, however rarely they meet: its meeting counts
+        step_s, met_s = max(zip(usual_s, (met_s for met_s, _ in of_all), strict=True))
+        more_s, target = max(met_s - step_s, 0), self._config.target_utilisation
         wanted = ceil(target / (1 - target) * more_s / step_s)
         interval = min(max(wanted, LEAST_INTERVAL), self._config.inner_steps)
         if interval != self._interval:
