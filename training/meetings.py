@@ -63,9 +63,9 @@ class Meetings:
         if not self._interval or not min(step_s for _, step_s in of_all):  # until they have met, connections are made
             return self._interval or LEAST_INTERVAL
         self._steps_s = [*self._steps_s, [step_s for _, step_s in of_all]][-INTERVALS:]
-        usual_s = [median(steps_s) for steps_s in zip(*self._steps_s, strict=True)]
-        # for the process whose steps take longest all others wait, however rarely they meet: its meeting counts
-        step_s, met_s = max(zip(usual_s, (met_s for met_s, _ in of_all), strict=True))
+        # the process whose steps took longest comes last and waits for nobody, however long the interval was
+        last = max(range(len(of_all)), key=lambda process: of_all[process][1])
+        met_s, step_s = of_all[last][0], median(steps_s[last] for steps_s in self._steps_s)
         more_s, target = max(met_s - step_s, 0), self._config.target_utilisation
         wanted = ceil(target / (1 - target) * more_s / step_s)
         interval = min(max(wanted, LEAST_INTERVAL), self._config.inner_steps)
