@@ -81,8 +81,8 @@ def statistics(opt_state: PyTree, *, each: bool = False) -> dict[str, jax.Array]
     """Returns hop two's metrics from an optimizer's state, wherever they are in it; {} if hop two does not compress.
 
     These are: the payload bytes per device, with scales and padding; the ratio of the values' f32 bytes, without scales
-    and padding, to the payload; the share of the values that was sent; and the norm of all residuals, or of `each`
-    replica's, `[R]`.
+    and padding, to the payload; the share of the values that was sent; and the norm of all residuals; with
+    `each`, one norm per replica, `[R]`.
     """
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, State))
     state = next((x for x in states if isinstance(x, State) and x.sent), None)

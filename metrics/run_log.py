@@ -112,7 +112,7 @@ class RunLog:
         self._last_step, self._is_first = step, False
 
     def passed(self, step: int) -> None:
-        """Takes a step that gets no row, and whose measurements nobody knows."""
+        """Takes a step that gets no row: its measurements are not gathered."""
         if self._enabled:
             self._progress.update(step, {})
 

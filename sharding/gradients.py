@@ -60,9 +60,9 @@ def batch_gradients(
 
     Hop two remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it, and the second
     result has what they exchanged: what waited, or the gradients, and then the first result is None. With `drift_R`
-    each replica is at `params + drift_R[r]`, and its gradients and means, `[R]`, are of its own rows, by their own
-    weights: nothing travels between replicas. The micro-steps differentiate `scale` times the loss, a power of two;
-    what leaves them, into hop two too, is divided by it.
+    each replica is at `params + drift_R[r]`, and its gradients are the mean over its own rows: nothing travels between
+    replicas, and in the place of the means there are weighted sums `[R]`, and `weight`. The micro-steps differentiate
+    `scale` times the loss, a power of two; what leaves them, into hop two too, is divided by it.
     """
     layout, alone = plan.layout, drift_R is not None
     total = jnp.ones(()) if alone else jnp.sum(batch["weights"])
@@ -85,11 +85,13 @@ def batch_gradients(
         if early:
             own = jax.tree.map(lambda x: vary(x[0], layout.data_axes), (early.kept, early.waiting))
             early = replace(early, kept=own[0], waiting=own[1])
+        weight = lax.psum(jnp.sum(batch["weights"]), beyond(layout.replica_axes, layout.data_axes)) if alone else total
         if alone:
-            total = total * lax.psum(jnp.sum(batch["weights"]), beyond(layout.replica_axes, layout.data_axes))
+            total = total * jnp.where(weight > 0, weight, 1)  # a replica may have no rows but what fills them up
         sums, means = micro_steps(plan, replica_parameters(plan, params, drift_R), batch, total, early)
         means = lax.psum(means, inside)
-        means = jax.tree.map(lambda x: x[None], means) if alone else means
+        if alone:
+            means = {name: (x * weight)[None] for name, x in means.items()} | {"weight": weight[None]}
         trees = sums.grads, sums.kept, sums.waiting
         grads, kept, waiting = (tree and plan.map(same_on_copies, tree) for tree in trees)
         if not (alone or of_gradients):  # hop two takes the mean; divided by the `total` of all they are to add up
@@ -119,7 +121,8 @@ def batch_gradients(
     out_specs = (None if of_gradients else specs_R, done, PartitionSpec(layout.replica_axes) if alone else REPLICATED)
     run = run_manual(plan, on_device, out_specs, (REPLICATED, drift_specs, given))
     grads_R, exchanged, means = run(params, batch, total, drift_R, early)
-    return unscaled(grads_R), exchanged, unscaled(means)
+    weights = {"weight": means.pop("weight")} if alone else {}
+    return unscaled(grads_R), exchanged, unscaled(means) | weights
 
 
 def replica_parameters(plan: ShardingPlan, params: Params, drift_R: GradsR | None) -> Params:

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from running import arguments, arrays, losses, run_here, stop_after
+from running import arguments, arrays, rows, run_here, stop_after
 
 from configs.schema import LocalSGDConfig
 from sharding.step import TrainState
@@ -77,7 +78,11 @@ def test_replicas_meet_when_it_was_chosen_and_at_the_end(tmp_path: Path, monkeyp
     assert run_here(*arguments(tmp_path / "whole", **settings)) == 0
     assert run_here(*arguments(tmp_path / "parts", **settings), hooks=[stop_after(4)]) == 75
     assert run_here(*arguments(tmp_path / "parts", **settings)) == 0
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    whole, parts = ({row["step"]: row["loss"] for row in rows(tmp_path / name)} for name in ("whole", "parts"))
+    assert [*whole] == [1, 2, 5, 7] and [*parts] == [1, 2, 5, 7]  # the first step of each start, and meetings
+    assert (parts[1], parts[2], parts[7]) == (whole[1], whole[2], whole[7])  # at 5, of the steps since the start
+    ends = [arrays(tmp_path / name, 7) for name in ("whole", "parts")]
+    assert all(np.array_equal(ends[1][name], x) for name, x in ends[0].items())
     for run in ("whole", "parts"):
         drifts = {
             step: [x for name, x in arrays(tmp_path / run, step).items() if "drift" in name] for step in range(1, 8)

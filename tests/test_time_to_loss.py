@@ -79,7 +79,7 @@ class Cluster:
 
     def written(self, every: int = 1) -> int:
         done = max(0, sum(end <= self.now for _, end in self.ends[1:]) - 1)
-        return done - done % every
+        return max(0, done - done % every - (every if every > 1 else 0))  # a row is written when the next one is taken
 
     def change(self, rate: str) -> None:
         self.pass_time(self.CHANGE_S)

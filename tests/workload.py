@@ -28,7 +28,7 @@ from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, build_train_step
 from sharding.step import first_state as begin
-from training.optimizer_chain import watch
+from training.optimizer_chain import of_all_replicas, watch
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 PACKED = " packed"  # of a kind of model: its rows are several documents
@@ -315,5 +315,5 @@ def run_steps(step: Any, state: Any, data: Any, count: int) -> tuple[np.ndarray,
     out, metrics = [], {}
     for _ in range(count):
         state, metrics = jax.block_until_ready(step(state, data))
-        out.append(float(np.mean(metrics["loss"])))  # of each replica where they drift apart
+        out.append(float(of_all_replicas(metrics)["loss"]))  # of replicas that drift apart each has its own
     return np.array(out), state, metrics

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -76,54 +76,74 @@ def every(steps: int, hook: Hook, *, at_end: bool = False, at_stop: bool = False
     return Periodic(hook, due, at_end, at_stop, done)
 
 
-class Report:
-    """Logs every step, one step late where steps are dispatched asynchronously: nothing waits for numbers.
+class Pending(NamedTuple):
+    """A step that was dispatched, and is not reported."""
 
-    Replicas that drift apart send each other nothing between two meetings, no numbers either: their metrics are put
-    together where they meet, and where a hook needs the row of its step.
+    step: int
+    metrics: Mapping[str, Any]  # of all replicas; where it has no row, of each
+    has_row: bool
+    counters: Mapping[str, float]
+
+
+class Report:
+    """Logs the steps, one step late where they are dispatched asynchronously: nothing waits for numbers.
+
+    Replicas that drift apart send each other nothing between two meetings, metrics included: these are put together
+    where the replicas meet, and where a hook needs the row of its step.
     """
 
     def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, steps: Steps, data: Datasets) -> None:
         self._ex, self._log, self._supervisor, self._steps, self._data = ex, log, supervisor, steps, data
         self._rates = ex.learning_rates()
-        self._pending: tuple[int, Metrics, Mapping[str, float]] | None = None
+        self._pending: Pending | None = None
         self._apart = MetricsApart(ex) if ex.drifts_apart else None
         self._warned = self._reported = 0  # steps
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Takes a step that was dispatched, and reports the one before it, or waits for it."""
-        self._pass()
-        self._pending = step, dict(metrics), {"data_wait_s": self._steps.wait_s, **self._data.counters()}
+        """Takes a step that was dispatched, and reports the one before it."""
+        self.pass_by()
+        has_row, found = True, {**metrics}
         if self._apart:
-            self._apart.add(step, metrics)
-        if not self._ex.dispatches_asynchronously and self._has_row(step):
+            self._apart.add(metrics)
+            ends = self._steps.ends_interval and step % self._ex.config.log_every == 0
+            has_row = ends or not self._reported
+            if has_row:  # dispatched before the next step
+                found = {**self._apart.together()}
+            if ends:
+                self._apart.begin()
+        self._pending = Pending(step, found, has_row, {"data_wait_s": self._steps.wait_s, **self._data.counters()})
+        if not self._ex.dispatches_asynchronously and has_row:
             self.flush()
 
-    def _has_row(self, step: int) -> bool:
-        """Whether a step is to be reported though no hook asks for it."""
-        return not (self._apart and self._reported and step % self._ex.config.local_sgd.inner_steps)
-
-    def _pass(self) -> None:
-        """Reports the step before, or waits for it alone."""
-        if self._pending and not self._has_row(step := self._pending[0]):
-            self._supervisor.enter(Phase.STEPPING)
-            jax.block_until_ready(self._pending[1])
-            self._pending = None
-            self._supervisor.enter(Phase.RECORDING)
-            self._supervisor.completed(step)
-            self._log.passed(step)
-        self.flush()
+    def pass_by(self) -> None:
+        """Reports the pending step if it has a row; else waits for it, and no hook can ask for its row any more."""
+        pending = self._pending
+        if pending is None or pending.has_row:
+            self.flush()
+            return
+        self._pending = None
+        self._supervisor.enter(Phase.STEPPING)
+        jax.block_until_ready(pending.metrics)
+        self._supervisor.enter(Phase.RECORDING)
+        self._supervisor.completed(pending.step)
+        self._log.passed(pending.step)
 
     def flush(self) -> None:
-        """Reports what was not reported yet."""
+        """Reports the pending step."""
         pending, self._pending = self._pending, None
-        if pending:
-            self._report(*pending)
+        if pending is None:
+            return
+        if self._apart and not pending.has_row:
+            pending = pending._replace(metrics=self._apart.together())
+        self._report(pending)
 
     @contextmanager
-    def apart(self, key: str) -> Iterator[None]:
-        """For what needs the row of its own step: logs the seconds of its body apart from those of training."""
-        self.flush()
+    def apart(self, key: str, *, needs_row: bool = False) -> Iterator[None]:
+        """Logs the seconds of its body apart from those of training, after the pending step."""
+        if needs_row:
+            self.flush()
+        else:
+            self.pass_by()
         before = time.perf_counter()
         yield
         self._log.spent(key, time.perf_counter() - before)
@@ -134,18 +154,18 @@ class Report:
         if self._warned > 1:
             self._log.say(f"the warning above applied to {self._warned} of {self._reported} steps")
 
-    def _report(self, step: int, metrics: Metrics, counters: Mapping[str, float]) -> None:
+    def _report(self, pending: Pending) -> None:
         """Waits for a step and logs its numbers. NonFiniteError after too many non-finite updates in a row."""
+        step = pending.step
         self._supervisor.enter(Phase.STEPPING)
-        together = self._apart.together() if self._apart else metrics
-        scalars = {name: float(value) for name, value in jax.device_get(together).items()}
+        scalars = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
         self._supervisor.enter(Phase.RECORDING)
         self._supervisor.completed(step)
         in_a_row = scalars.pop("skipped_in_a_row")
         updates = step - int(scalars["skipped_steps"])  # a skipped step does not move the schedule
         if self._rates is not None:
             scalars["learning_rate"] = float(self._rates[max(updates, 1) - 1])
-        self._log.step(step, {**scalars, **counters})
+        self._log.step(step, {**scalars, **pending.counters})
         self._reported += 1
         if warning := self._ex.model.warning(scalars):
             self._warned += 1
@@ -170,7 +190,7 @@ class Validate:
     supervisor: Supervisor
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        with self.report.apart("validation_s"):
+        with self.report.apart("validation_s", needs_row=True):
             validation = self.validator(state.all_params, self.log.say)
             self.supervisor.enter(Phase.RECORDING)
             self.log.validation(step, validation.scalars(), validation.message)

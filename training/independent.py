@@ -119,6 +119,7 @@ class Independent:
         self._delays = ex.config.compression.delayed
         self._late: Late | None = None
         self._replicas: Replicas | None = None
+        self.ends_interval = True
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the update too, so that nobody waits for that once this replica has entered."""

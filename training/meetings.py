@@ -39,6 +39,11 @@ class Meetings:
         self._since = 0, 0.0  # the step and the time of the last meeting
         self._steps_s: list[list[float]] = []  # of an interval: the mean step of each process, without the meeting
 
+    @property
+    def last(self) -> int:
+        """The step that was the last meeting; before there was one, the first since a start."""
+        return self._since[0]
+
     def __call__(self, step_fn: Callable[..., Any], state: TrainState, batch: Any, step: int) -> tuple[TrainState, Any]:
         """Returns what `step_fn(state, batch)` does, of the step after `step` steps."""
         if not self._at:

@@ -24,7 +24,8 @@ from sharding.state import Cut
 from sharding.step import Chain, States
 from training.loss_scale import first_scale, guard_of, with_loss_scale
 
-WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)  # of each replica
+# of replicas that drift apart: the largest of them is reported (of residuals the norm of all), after the last step
+WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)
 
 
 def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
@@ -101,12 +102,13 @@ def watch(states: States, *, hands_on: str = "grad", each: bool = False) -> dict
 def of_all_replicas(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the metrics of all replicas from those of each, `[R]`; a scalar is all replicas' already.
 
-    Of what `watch` returns it is the maximum, of residuals their norm; else the mean.
+    Of what `watch` returns it is the maximum, of residuals their norm; of the model's sums the mean by `weight`.
     """
+    weight = jnp.sum(metrics["weight"]) if "weight" in metrics else 1.0
 
     def of_all(name: str, x_R: jax.Array) -> jax.Array:
         if name == RESIDUAL_NORM:
             return jnp.linalg.norm(x_R)
-        return jnp.max(x_R) if name in WATCHED else jnp.mean(x_R)
+        return jnp.max(x_R) if name in WATCHED else jnp.sum(x_R) / jnp.where(weight > 0, weight, 1)
 
-    return {name: of_all(name, x) if x.ndim else x for name, x in metrics.items()}
+    return {name: of_all(name, x) if x.ndim else x for name, x in metrics.items() if name != "weight"}

@@ -54,7 +54,7 @@ class Rounds:
         ex = self._ex
         one = build_train_step(accumulated(ex.model.objective), ex.plan, replace(ex.chain, watch=lambda states: {}))
         state, means = one(replace(worker, params=params, frozen=frozen), batch)
-        return worker_of(state), means
+        return worker_of(state), of_all_replicas(means)
 
     @cached_property
     def _shapes(self) -> tuple[Any, ...]:

@@ -24,6 +24,11 @@ class Steps(Protocol):
         """Seconds that the last step has waited for rows."""
         ...
 
+    @property
+    def ends_interval(self) -> bool:
+        """Whether the replicas have met in the last step: always, but with local SGD."""
+        ...
+
     def read(self, dataset: Dataset, step: int) -> AbstractContextManager[object]:
         """Begins to read rows of the steps from `step` on; returns what ends that."""
         ...
@@ -63,6 +68,7 @@ class OneWorld:
     def __init__(self, ex: Experiment, enter: Callable[[Phase], object]) -> None:
         self._ex, self._enter = ex, enter
         self._meetings: Meetings | None = None
+        self.ends_interval = True
 
     def read(self, dataset: Dataset, step: int) -> AbstractContextManager[object]:
         self._batches = self._ex.batches.read(dataset, step, prefetch=self._ex.config.data.prefetch)
@@ -84,6 +90,8 @@ class OneWorld:
         batch = self._ex.batches.to_devices(next(self._batches))
         self._enter(Phase.STEPPING)
         done = self._meetings(self._step_fn, state, batch, step) if self._meetings else self._step_fn(state, batch)
+        every = self._ex.config.local_sgd.inner_steps or 1
+        self.ends_interval = self._meetings.last == step + 1 if self._meetings else (step + 1) % every == 0
         return *self._ex.block(done), step + 1
 
     def begin(self, step: int, say: Callable[[str], object]) -> None:

@@ -316,14 +316,14 @@ def in_turn(
     """Changes the links to each rate but the first, which they have; returns the steps `(first, last]` timed at a rate.
 
     `written()` is the step of the last row, one for `every` steps at least, to which windows are aligned. A row is
-    written when the next step is done: of the steps behind it at most `every` + CHANGING began before the change.
+    written when the next one is taken: of the steps behind it no more than these began before the change.
     """
     found = {}
     for rate in rates:
         first = CONNECTING
         if found:
             change(rate)
-            first = written() + every + CHANGING
+            first = written() + max(2 * every, CHANGING)
         first += -first % every
         while written() < first + count:
             time.sleep(POLL_S)
