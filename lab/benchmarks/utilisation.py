@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ RESULTS = MEASURED / "utilisation.jsonl"
 TARGET, MOST = 0.95, 100
 CHOICE = re.compile(r"step (\d+): a meeting took (\S+) s more than a step of \S+ s; replicas meet every (\d+) steps")
 FIXED = (2, 10, 20, 50)
-PARTS = (("200mbit", 100), ("10mbit", 200), ("200mbit", 100))  # steps: of the metrics every MOST-th has a row
+PARTS = (("200mbit", 100), ("10mbit", 200), ("200mbit", 100))  # steps
 STEPS = sum(steps for _, steps in PARTS)
 KEYS = TASK | METHODS["Muon, DiLoCo, 10 steps, momentum 0.6, int4"].keys
 KEYS |= {"compression.hop_two": "statistical", "num_steps": STEPS, "eval.every": 0}
@@ -89,8 +88,10 @@ def on_links(keys: Mapping[str, Any]) -> dict[str, Any]:
         process.wait()
     rows, parts = rows_written(folder), []
     for end, (rate, steps) in zip(ends, PARTS, strict=True):
-        times = [row["step_time_s"] for row in rows if end - steps < row["step"] <= end and "step_time_s" in row]
-        parts.append({"rate": rate, "steps": steps, "seconds": steps * fmean(times)})
+        here = [(a, b) for a, b in pairwise(rows) if end - steps < b["step"] <= end]  # a row is of the steps since `a`
+        timed_s = sum((row["step"] - before["step"]) * row["step_time_s"] for before, row in here)
+        mean_s = timed_s / (here[-1][1]["step"] - here[0][0]["step"])
+        parts.append({"rate": rate, "steps": steps, "seconds": steps * mean_s})
     found = {"parts": parts, "meetings": meetings((folder / "said.log").read_text())}
     return {"validation_loss": rows[-1]["validation_loss"], **found, "load": load, "command": shown(command)}
 
