@@ -32,9 +32,9 @@ def recorded(file: Path, *, superseded: bool = False) -> list[Line]:
 
 
 def is_recorded(file: Path, key: Mapping[str, Any]) -> bool:
-    """Whether a record has a line with these values."""
+    """Whether a record has a line with these values; None: or without that value."""
     written = json.loads(json.dumps(key))  # as it was written: tuples are lists
-    return any(written.items() <= line.items() for line in recorded(file))
+    return any(all(line.get(name) == value for name, value in written.items()) for line in recorded(file))
 
 
 def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Tunes local SGD: the validation loss by interval, outer step, inner optimizer and codec, three seeds at once.
+"""Tunes local SGD: the validation loss by interval, outer step, inner optimizer and codec, all seeds at once.
 
     python -m lab.benchmarks.local_steps [--most=100]
 
@@ -38,6 +38,8 @@ RESULTS = MEASURED / "local_steps.jsonl"
 SETTINGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["settings"]
 REPLICAS, SEEDS = 4, (0, 1, 2)
 DENSE = {"inner_steps": 1, "momentum": 0.0, "rate": 1.0, "codec": "none"}  # with the gradients' mean
+# without them a setting is of the task's length, with those seeds, and keeps its states; a record may lack them
+NONE = {"num_steps": None, "seeds": None, "state": None}
 # (is it a matrix, a tensor's shares [R, ...], what is kept of them [R, ...]) -> what arrives [...], what is kept
 Compress = Callable[[bool, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -46,81 +48,95 @@ Compress = Callable[[bool, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the settings that are missing; returns 1 if one failed."""
     options = options_of(__doc__, argv, most=(1000, "number of settings, from the first"))
-    keys = [{"dense": False, **DENSE, **setting} for setting in SETTINGS]
+    keys = [{"dense": False, **DENSE, **NONE, **setting} for setting in SETTINGS]
     return run_missing(RESULTS, keys[: options.most], measured)
 
 
+def is_of_task(line: Key) -> bool:
+    """Whether a record's run has the length and the seeds of the task, like those of accuracy.jsonl."""
+    return not line.get("num_steps") and not line.get("seeds")
+
+
 @cache
-def experiment() -> tuple[Config, models.Model, Any, Any, Any]:
+def experiment(num_steps: int | None, seeds: Sequence[int]) -> tuple[Config, models.Model, Any, Any, Any]:
     """Returns config, model, first parameters, and the batches of training and validation, all of each seed."""
     config = base.get_config()
     config.update_from_flattened_dict(RUNS["replicas"] | TASKS["text"]["keys"])
+    config.num_steps = num_steps or config.num_steps
     typed = base.typed(config)
     rows = range(typed.batch.global_size)
     model = models.build(typed.model)
 
     def batches(split: Split, count: int) -> Any:
-        each = [load(typed.data, split, seed) for seed in SEEDS]
+        each = [load(typed.data, split, seed) for seed in seeds]
         found = [[batch_at(data, i, global_size=len(rows), rows=rows) for i in range(count)] for data in each]
         return jax.tree.map(lambda *xs: np.stack(xs), *(jax.tree.map(lambda *xs: np.stack(xs), *of) for of in found))
 
-    params = jax.vmap(lambda seed: model.init(jax.random.key(seed)))(jnp.asarray(SEEDS))
+    params = jax.vmap(lambda seed: model.init(jax.random.key(seed)))(jnp.asarray(seeds))
     return typed, model, params, batches("train", typed.num_steps), batches("validation", typed.eval.num_batches)
 
 
 def measured(key: Key) -> dict[str, Any]:
     """Returns the validation losses, by seed, and how many times fewer bytes a node sends than with f32 every step."""
-    config, model, params, train, validation = experiment()
+    config, model, params, train, validation = experiment(key["num_steps"], tuple(key["seeds"] or SEEDS))
     values = config.to_dict()
     values["optimizer"] |= {"name": key["optimizer"], "learning_rate": key["learning_rate"]}
     specs = model.param_specs()
     tx = make_optimizer(base.typed(base.ConfigDict(values)).optimizer, config.num_steps, specs)
     matrices = jax.tree.map(is_matrix, specs, is_leaf=is_spec)
-    steps, outer = key["inner_steps"], optax.sgd(key["rate"], key["momentum"] or None, nesterov=True)
+    outer = optax.sgd(key["rate"], key["momentum"] or None, nesterov=True)
     compress, sent = compressed(key, config)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return model.loss(params, batch, lambda _, tree: tree) / batch["weights"].sum()
 
-    def step(carry: Any, batch: Any) -> tuple[Any, None]:
-        params_R, states_R = carry
+    @jax.jit
+    @jax.vmap
+    def step(params_R: Any, states_R: Any, batch: Any) -> tuple[Any, Any]:
         shared = {name: x.reshape(REPLICAS, -1, *x.shape[1:]) for name, x in batch.items()}
         grads_R = jax.vmap(jax.grad(loss))(params_R, shared)
         if key["dense"]:
             grads_R = jax.tree.map(lambda g: jnp.broadcast_to(g.mean(0), g.shape), grads_R)
         moves_R, states_R = jax.vmap(tx.update)(grads_R, states_R, params_R)
-        return (jax.tree.map(jnp.add, params_R, moves_R), states_R), None
+        return jax.tree.map(jnp.add, params_R, moves_R), states_R
 
-    def meet(carry: Any, batches: Any) -> tuple[Any, None]:
-        params, states_R, velocity, kept_R = carry
-        (params_R, states_R), _ = jax.lax.scan(step, (copies(params), states_R), batches)
-        if key.get("state") == "mean":  # as with independent replicas
+    @jax.jit
+    @jax.vmap
+    def meet(params_R: Any, states_R: Any, params: Any, velocity: Any, kept_R: Any) -> tuple[Any, ...]:
+        if key["state"] == "mean":  # as with independent replicas
             states_R = jax.tree.map(lambda x_R: copies(x_R.mean(0).astype(x_R.dtype)), states_R)
         shares_R = jax.tree.map(lambda p, p_R: (p - p_R) / REPLICAS, params, params_R)
         found = jax.tree.map(compress, matrices, shares_R, kept_R)
         total, kept_R = (jax.tree.map(lambda _, pair, i=i: pair[i], params, found) for i in (0, 1))
         moves, velocity = outer.update(total, velocity, params)
-        return (optax.apply_updates(params, moves), states_R, velocity, kept_R), None
+        params = optax.apply_updates(params, moves)
+        return copies(params), states_R, params, velocity, kept_R
+
+    @jax.jit
+    @jax.vmap
+    def start(params: Any) -> tuple[Any, ...]:
+        kept_R = copies(jax.tree.map(jnp.zeros_like, params))
+        return copies(params), copies(tx.init(params)), params, outer.init(params), kept_R
 
     def copies(tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *jnp.shape(x))), tree)
 
-    @jax.jit
-    @jax.vmap
-    def run(params: Any, train: Any, validation: Any) -> jax.Array:
-        rounds = jax.tree.map(lambda x: x.reshape(-1, steps, *x.shape[1:]), train)
-        first = (params, copies(tx.init(params)), outer.init(params), copies(jax.tree.map(jnp.zeros_like, params)))
-        params = jax.lax.scan(meet, first, rounds)[0][0]
-        return jnp.mean(jax.lax.map(partial(loss, params), validation))
-
-    losses = run(params, train, validation)
+    params_R, states_R, *shared = start(params)
+    meetings = sorted({*range(key["inner_steps"], config.num_steps, key["inner_steps"]), config.num_steps})
+    for i in range(config.num_steps):
+        params_R, states_R = step(params_R, states_R, jax.tree.map(lambda x, i=i: x[:, i], train))
+        if i + 1 in meetings and not key["dense"]:
+            params_R, states_R, *shared = meet(params_R, states_R, *shared)
+    last = jax.tree.map(lambda x: x[:, 0], params_R)
+    losses = jax.jit(jax.vmap(lambda *of: jnp.mean(jax.lax.map(partial(loss, of[0]), of[1]))))(last, validation)
     one_seed = jax.tree.map(lambda x: x[0], params)
     f32 = sum(4 * x.size for x in jax.tree.leaves(one_seed)) * 2 * (REPLICAS - 1) / REPLICAS
     meeting = sum(jax.tree.leaves(jax.tree.map(sent, matrices, one_seed)))
-    if key.get("state") == "mean":
+    if key["state"] == "mean":
         kept = jax.tree.leaves(jax.eval_shape(tx.init, one_seed))
         meeting += sum(4 * x.size for x in kept if x.ndim) * 2 * (REPLICAS - 1) / REPLICAS
-    return {"validation_losses": [float(x) for x in losses], "times_smaller": steps * f32 / meeting}
+    smaller = config.num_steps * f32 / (len(meetings) * meeting)
+    return {"validation_losses": [float(x) for x in losses], "times_smaller": smaller}
 
 
 def compressed(key: Key, config: Config) -> tuple[Compress, Callable[[bool, jax.Array], float]]:
