@@ -122,6 +122,22 @@ def test_differences_of_losses_are_those_of_the_same_seed() -> None:
     assert tables.codec_accuracy("text", alone).endswith("| -0.100 (-0.100 to -0.100) |")
 
 
+def test_local_sgd_is_beside_the_lowest_dense_runs_of_its_length_and_seeds() -> None:
+    local = {"optimizer": "muon", "learning_rate": 0.02, "dense": False, "inner_steps": 50, "momentum": 0.6}
+    local |= {"rate": 0.7, "codec": "int4", "times_smaller": 384.4}
+    dense = local | {"optimizer": "adamw", "dense": True, "times_smaller": 1.0}
+    of_task = [dense | {"validation_losses": [2.0, 2.0, x]} for x in (8.0, 2.0)]
+    longer = {"num_steps": 2400, "seeds": [3], "state": None}
+    lines = [dense | longer | {"validation_losses": [1.0]}, local | longer | {"validation_losses": [1.1]}, *of_task]
+    rows = tables.local_steps([*lines, local | {"validation_losses": [2.0, 2.2, 2.1], "state": "mean"}]).splitlines()
+    assert rows[4:] == [
+        "| 1000 | 0, 1, 2 | muon, mean state | 0.02 | 50 | 0.6 | 0.7 | int4 | 384 | 2.100 (2.000 to 2.200) "
+        "| +5.0% (+0.0% to +10.0%) |",
+        "| 2400 | 3 | adamw | 0.02 | dense |  |  |  | 1 | 1.000 (1.000 to 1.000) | +0.0% (+0.0% to +0.0%) |",
+        "| 2400 | 3 | muon | 0.02 | 50 | 0.6 | 0.7 | int4 | 384 | 1.100 (1.100 to 1.100) | +10.0% (+10.0% to +10.0%) |",
+    ]
+
+
 def test_how_many_times_fewer_bytes_a_run_sends() -> None:
     """Of 4 replicas, by hand: a fifth of 1-bit Adam's steps is dense; DGC's payload is gathered, not reduced."""
     claimed = {name: method.times_smaller(30.0) for name, method in accuracy.methods("text").items()}

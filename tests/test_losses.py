@@ -26,7 +26,8 @@ def test_rows_are_those_by_hand() -> None:
     local = {"inner_steps": 50, "momentum": 0.6, "rate": 0.7, "optimizer": "muon", "codec": "int4", "dense": False}
     dense = local | {"dense": True, "optimizer": "adamw", "validation_losses": [2.0, 2.2]}
     worse = dense | {"validation_losses": [2.1, 2.3]}
-    steps = [worse, dense, local | {"validation_losses": [2.0, 2.4]}, local | {"state": "mean"}]
+    longer = [line | {"num_steps": 2400, "validation_losses": [1.0, 1.0]} for line in (dense, local)]
+    steps = [worse, dense, local | {"validation_losses": [2.0, 2.4]}, local | {"state": "mean"}, *longer]
     found = csv.DictReader(
         io.StringIO(written.text(Records({"accuracy": lines, "local_steps": steps, "time_to_loss": []})))
     )

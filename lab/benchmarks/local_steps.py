@@ -36,7 +36,8 @@ from sharding.spec import is_spec
 
 RESULTS = MEASURED / "local_steps.jsonl"
 SETTINGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["settings"]
-REPLICAS, SEEDS = 4, (0, 1, 2)
+NUM_STEPS, REPLICAS, SEEDS = TASKS["text"]["keys"]["num_steps"], 4, (0, 1, 2)
+OF_TASK = (NUM_STEPS, SEEDS)  # the run of accuracy.jsonl
 DENSE = {"inner_steps": 1, "momentum": 0.0, "rate": 1.0, "codec": "none"}  # with the gradients' mean
 # without them a setting is of the task's length, with those seeds, and keeps its states; a record may lack them
 NONE = {"num_steps": None, "seeds": None, "state": None}
@@ -52,17 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_missing(RESULTS, keys[: options.most], measured)
 
 
-def is_of_task(line: Key) -> bool:
-    """Whether a record's run has the length and the seeds of the task, like those of accuracy.jsonl."""
-    return not line.get("num_steps") and not line.get("seeds")
+def run_of(line: Key) -> tuple[int, tuple[int, ...]]:
+    """Returns the length of a setting's runs, in steps, and their seeds."""
+    return line.get("num_steps") or NUM_STEPS, tuple(line.get("seeds") or SEEDS)
 
 
 @cache
-def experiment(num_steps: int | None, seeds: Sequence[int]) -> tuple[Config, models.Model, Any, Any, Any]:
+def experiment(num_steps: int, seeds: Sequence[int]) -> tuple[Config, models.Model, Any, Any, Any]:
     """Returns config, model, first parameters, and the batches of training and validation, all of each seed."""
     config = base.get_config()
     config.update_from_flattened_dict(RUNS["replicas"] | TASKS["text"]["keys"])
-    config.num_steps = num_steps or config.num_steps
+    config.num_steps = num_steps
     typed = base.typed(config)
     rows = range(typed.batch.global_size)
     model = models.build(typed.model)
@@ -78,7 +79,7 @@ def experiment(num_steps: int | None, seeds: Sequence[int]) -> tuple[Config, mod
 
 def measured(key: Key) -> dict[str, Any]:
     """Returns the validation losses, by seed, and how many times fewer bytes a node sends than with f32 every step."""
-    config, model, params, train, validation = experiment(key["num_steps"], tuple(key["seeds"] or SEEDS))
+    config, model, params, train, validation = experiment(*run_of(key))
     values = config.to_dict()
     values["optimizer"] |= {"name": key["optimizer"], "learning_rate": key["learning_rate"]}
     specs = model.param_specs()

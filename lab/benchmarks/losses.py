@@ -21,7 +21,7 @@ from lab.benchmarks import accuracy, local_steps, time_to_loss
 from lab.benchmarks.runner import ROOT
 from lab.benchmarks.time_to_loss import DENSE
 from lab.benchmarks.time_to_loss_table import joined, steps_to
-from lab.records import Records, spread
+from lab.records import Line, Records, spread
 
 HEAD: tuple[str, ...] = (
     "setting",
@@ -81,14 +81,14 @@ def of_accuracy(records: Records) -> Iterator[Row]:
 
 
 def of_local_steps(records: Records) -> Iterator[Row]:
-    """Yields the rows of local_steps.jsonl, beside the dense AdamW runs that end lowest."""
-    lines = records.lines("local_steps")
+    """Yields the rows of local_steps.jsonl, beside the dense AdamW runs that end lowest; none of longer runs."""
+    lines = _of_task(records)
     dense = [line["validation_losses"] for line in lines if line["dense"] and line["optimizer"] == "adamw"]
     best = min(dense, key=sum, default=[])
     about = accuracy.TASKS["text"]
     size = parameters(about["config"], about["keys"])
     for line in lines:
-        if line["dense"] or "state" in line:  # of independent replicas
+        if line["dense"] or line.get("state"):  # of independent replicas
             continue
         codec = {"compression.hop_two": line["codec"]} if line["codec"] != "none" else {}
         codec |= {"compression.sparsity": 1 - line["density"]} if "density" in line else {}
@@ -98,6 +98,11 @@ def of_local_steps(records: Records) -> Iterator[Row]:
         record = local_steps.RESULTS.relative_to(ROOT)
         overrides = codec | local | {OPTIMIZER: line["optimizer"]}
         yield row(overrides, pairs, optimizer="adamw", task="text", parameters=size, record=record)
+
+
+def _of_task(records: Records, **key: Any) -> list[Line]:
+    """Returns the lines of local_steps.jsonl whose runs have the length and the seeds of accuracy.jsonl."""
+    return [line for line in records.lines("local_steps", **key) if local_steps.run_of(line) == local_steps.OF_TASK]
 
 
 def of_time_to_loss(records: Records) -> Iterator[Row]:
@@ -179,9 +184,9 @@ def points(records: Records, task: str) -> list[Point]:
             smaller = method.times_smaller(lines[-1].get("hop_two_ratio", 1.0))
             last = {line["seed"]: line["validation_loss"] for line in lines}
             found.append(Point(name=name, times_smaller=smaller, losses=last))
-    for line in records.lines("local_steps", dense=False) if task == "text" else []:
+    for line in _of_task(records, dense=False) if task == "text" else []:
         outer = f"momentum {line['momentum']:g}, rate {line['rate']:g}, codec {line['codec']}"
-        kept = ", mean state" if "state" in line else ""
+        kept = ", mean state" if line.get("state") else ""
         name = f"{line['inner_steps']} steps, {outer}, {line['optimizer']}{kept}"
         last = dict(enumerate(line["validation_losses"]))
         found.append(Point(name=name, times_smaller=line["times_smaller"], losses=last))

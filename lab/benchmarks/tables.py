@@ -22,6 +22,7 @@ from lab.benchmarks import (
     time_to_loss_table,
     utilisation,
 )
+from lab.benchmarks.local_steps import run_of
 from lab.benchmarks.scores import (
     DENSE,
     PEER,
@@ -175,20 +176,24 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
 
 
 def local_steps(lines: Sequence[Line]) -> str:
-    """Returns a row per setting of local SGD, each beside the dense AdamW runs of lowest loss, seed by seed."""
-    dense = [line["validation_losses"] for line in lines if line["dense"] and line["optimizer"] == "adamw"]
-    best, rows = min(dense, key=sum, default=[]), []
-    for line in sorted(lines, key=lambda line: (line["optimizer"], not line["dense"], line["inner_steps"])):
-        losses = line["validation_losses"]
-        pairs = [(loss - other) / other for loss, other in zip(losses, best, strict=True)]
-        settings = ["dense", "", "", ""]
-        if not line["dense"]:
-            settings = [*(f"{line[name]:g}" for name in ("inner_steps", "momentum", "rate")), line["codec"]]
-        kept = ", mean state" if line.get("state") == "mean" else ""
-        cells = [line["optimizer"] + kept, f"{line['learning_rate']:g}", *settings, f"{line['times_smaller']:.0f}"]
-        rows.append([*cells, spread(losses, ".3f"), spread(pairs, "+z.1%")])
-    heads = ["optimizer", "rate", "steps", "outer momentum", "outer rate", "codec", "times smaller", "validation loss"]
-    return markdown([*heads, "minus dense AdamW, by seed"], rows)
+    """Returns a row per setting of local SGD, beside the dense AdamW runs of lowest loss with its length and seeds."""
+    rows = []
+    for run in sorted(set(map(run_of, lines))):
+        alike = [line for line in lines if run_of(line) == run]
+        dense = [line["validation_losses"] for line in alike if line["dense"] and line["optimizer"] == "adamw"]
+        best = min(dense, key=sum, default=[])
+        for line in sorted(alike, key=lambda line: (line["optimizer"], not line["dense"], line["inner_steps"])):
+            losses = line["validation_losses"]
+            pairs = [(loss - other) / other for loss, other in zip(losses, best, strict=True)]
+            settings = ["dense", "", "", ""]
+            if not line["dense"]:
+                settings = [*(f"{line[name]:g}" for name in ("inner_steps", "momentum", "rate")), line["codec"]]
+            kept = ", mean state" if line.get("state") == "mean" else ""
+            cells = [str(run[0]), ", ".join(map(str, run[1])), line["optimizer"] + kept, f"{line['learning_rate']:g}"]
+            cells += [*settings, f"{line['times_smaller']:.0f}", spread(losses, ".3f"), spread(pairs, "+z.1%")]
+            rows.append(cells)
+    heads = ["steps", "seeds", "optimizer", "rate", "interval", "outer momentum", "outer rate", "codec"]
+    return markdown([*heads, "times smaller", "validation loss", "minus dense AdamW, by seed"], rows)
 
 
 # --------------------------------------------------------------------------------------------------- elasticity
