@@ -39,8 +39,8 @@ SETTINGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml
 NUM_STEPS, REPLICAS, SEEDS = TASKS["text"]["keys"]["num_steps"], 4, (0, 1, 2)
 OF_TASK = (NUM_STEPS, SEEDS)  # the run of accuracy.jsonl
 DENSE = {"inner_steps": 1, "momentum": 0.0, "rate": 1.0, "codec": "none"}  # with the gradients' mean
-# without them a setting is of the task's length, with those seeds, and keeps its states; a record may lack them
-NONE = {"num_steps": None, "seeds": None, "state": None}
+# without them a setting has the task's length, those seeds, Muon's usual momentum and its own states
+NONE = {"num_steps": None, "seeds": None, "inner_momentum": None, "state": None}
 # (is it a matrix, a tensor's shares [R, ...], what is kept of them [R, ...]) -> what arrives [...], what is kept
 Compress = Callable[[bool, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -82,6 +82,7 @@ def measured(key: Key) -> dict[str, Any]:
     config, model, params, train, validation = experiment(*run_of(key))
     values = config.to_dict()
     values["optimizer"] |= {"name": key["optimizer"], "learning_rate": key["learning_rate"]}
+    values["optimizer"]["momentum"] = key["inner_momentum"] or config.optimizer.momentum
     specs = model.param_specs()
     tx = make_optimizer(base.typed(base.ConfigDict(values)).optimizer, config.num_steps, specs)
     matrices = jax.tree.map(is_matrix, specs, is_leaf=is_spec)
