@@ -31,7 +31,7 @@ from input_pipeline.dataset import Split
 from lab.benchmarks.accuracy import RUNS, TASKS
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.records import MEASURED
-from optimizers import is_matrix, make_optimizer
+from optimizers import is_matrix, make_optimizer, make_schedule
 from sharding.spec import is_spec
 
 RESULTS = MEASURED / "local_steps.jsonl"
@@ -39,8 +39,8 @@ SETTINGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml
 NUM_STEPS, REPLICAS, SEEDS = TASKS["text"]["keys"]["num_steps"], 4, (0, 1, 2)
 OF_TASK = (NUM_STEPS, SEEDS)  # the run of accuracy.jsonl
 DENSE = {"inner_steps": 1, "momentum": 0.0, "rate": 1.0, "codec": "none"}  # with the gradients' mean
-# without them a setting has the task's length, those seeds, Muon's usual momentum and its own states
-NONE = {"num_steps": None, "seeds": None, "inner_momentum": None, "state": None}
+# without them a setting has the task's length, those seeds, Muon's usual momentum, equal intervals and its own states
+NONE = dict.fromkeys(("num_steps", "seeds", "inner_momentum", "follows_rate", "state"))
 # (is it a matrix, a tensor's shares [R, ...], what is kept of them [R, ...]) -> what arrives [...], what is kept
 Compress = Callable[[bool, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -84,7 +84,8 @@ def measured(key: Key) -> dict[str, Any]:
     values["optimizer"] |= {"name": key["optimizer"], "learning_rate": key["learning_rate"]}
     values["optimizer"]["momentum"] = key["inner_momentum"] or config.optimizer.momentum
     specs = model.param_specs()
-    tx = make_optimizer(base.typed(base.ConfigDict(values)).optimizer, config.num_steps, specs)
+    optimizer = base.typed(base.ConfigDict(values)).optimizer
+    tx = make_optimizer(optimizer, config.num_steps, specs)
     matrices = jax.tree.map(is_matrix, specs, is_leaf=is_spec)
     outer = optax.sgd(key["rate"], key["momentum"] or None, nesterov=True)
     compress, sent = compressed(key, config)
@@ -124,7 +125,10 @@ def measured(key: Key) -> dict[str, Any]:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *jnp.shape(x))), tree)
 
     params_R, states_R, *shared = start(params)
-    meetings = sorted({*range(key["inner_steps"], config.num_steps, key["inner_steps"]), config.num_steps})
+    meetings = {*range(key["inner_steps"], config.num_steps, key["inner_steps"]), config.num_steps}
+    if key["follows_rate"]:  # as many, at equal sums of the learning rate (after arXiv 2310.14423)
+        rates = np.cumsum(jax.vmap(make_schedule(optimizer, config.num_steps))(jnp.arange(config.num_steps)))
+        meetings = {1 + int(i) for i in np.searchsorted(rates, np.linspace(0, rates[-1], len(meetings) + 1)[1:])}
     for i in range(config.num_steps):
         params_R, states_R = step(params_R, states_R, jax.tree.map(lambda x, i=i: x[:, i], train))
         if i + 1 in meetings and not key["dense"]:
