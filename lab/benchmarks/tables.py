@@ -188,7 +188,9 @@ def local_steps(lines: Sequence[Line]) -> str:
             settings = ["dense", "", "", ""]
             if not line["dense"]:
                 settings = [*(f"{line[name]:g}" for name in ("inner_steps", "momentum", "rate")), line["codec"]]
+                settings[0] += ", by rate" if line.get("follows_rate") else ""
             kept = ", mean state" if line.get("state") == "mean" else ""
+            kept += f", momentum {line['inner_momentum']:g}" if line.get("inner_momentum") else ""
             cells = [str(run[0]), ", ".join(map(str, run[1])), line["optimizer"] + kept, f"{line['learning_rate']:g}"]
             cells += [*settings, f"{line['times_smaller']:.0f}", spread(losses, ".3f"), spread(pairs, "+z.1%")]
             rows.append(cells)
