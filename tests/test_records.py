@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lab.records import DERIVED, MEASURED, Records, put, recorded
+from lab.records import DERIVED, MEASURED, Records, is_recorded, put, recorded
 
 pytestmark = pytest.mark.document
 
@@ -192,3 +192,11 @@ def test_a_derived_line_takes_the_place_of_the_one_before(tmp_path: Path) -> Non
     for one in (line("a", {"k": (1,)}, 1), line("b", {}, 2), line("a", {"k": (1,)}, 3), line("a", {}, 4)):
         put(file, one, ("name", "keys"))
     assert recorded(file) == [line("b", {}, 2), line("a", {"k": [1]}, 3), line("a", {}, 4)]
+
+
+def test_a_line_without_a_value_is_none_with_another_one(tmp_path: Path) -> None:
+    """A key of None asks for a line that lacks it, or has None."""
+    file = tmp_path / "losses.jsonl"
+    file.write_text('{"steps": 5, "seeds": [3]}\n')
+    assert is_recorded(file, {"steps": 5, "seeds": (3,), "state": None})
+    assert not is_recorded(file, {"steps": 5, "seeds": None})
