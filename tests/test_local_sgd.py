@@ -139,20 +139,14 @@ def test_nothing_crosses_nodes_between_meetings() -> None:
     assert all(x.addressable_shards[0].data.shape[0] == 1 for x in kept)  # a replica's own
 
 
-def test_a_run_sends_nothing_between_meetings_but_with_a_residual_and_muon() -> None:
+def test_a_run_with_a_residual_and_muon_sends_nothing_between_meetings() -> None:
     """Clipping, the guard, their counters and the residual's norm stay with the replica too."""
-    config = base.get_config()
-    config.model.update(num_layers=2, hidden=32, intermediate=64, vocab_multiple=64, max_len=16)
-    config.data.seq_len = 16
-    config.batch.update(global_size=8, micro_size=1)
-    config.mesh.devices_per_node = 2
-    config.sharding.update(LAYOUTS["mics(2)"])
+    config = workload.run_config(**LAYOUTS["mics(2)"])
     config.optimizer.name, config.compression.hop_two, config.local_sgd.inner_steps = "muon", "int8", 2
     ex = make_experiment(base.typed(config))
     step = ex.compile_train_step()
-    assert {c.label for c in hlo.read_collectives(step.as_text() or "", ex.plan.layout.shape) if c.inter_bytes} == {
-        "hop_two"
-    }
+    found = hlo.read_collectives(step.as_text() or "", ex.plan.layout.shape)
+    assert {c.label for c in found if c.inter_bytes} == {"hop_two"}
     _, metrics = step(ex.init_state(), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), ex.batches.shapes))
     for name in ("loss", "weight", "grad_norm", "residual_norm"):
         assert {x.data.shape for x in metrics[name].addressable_shards} == {(1,)}, name

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import workload
 from jax.sharding import NamedSharding
 from test_optimizers import GRADS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run
 
@@ -106,12 +107,7 @@ def check_places(plan: ShardingPlan, shapes: TrainState, opt_state: Any) -> None
 
 def test_the_step_of_a_run_sends_nothing_but_hop_two_between_nodes() -> None:
     """Whole matrices of Muon are put together inside a node: the scope of mics(2)."""
-    config = base.get_config()
-    config.model.update(num_layers=2, hidden=32, intermediate=64, vocab_multiple=64, max_len=16)
-    config.data.seq_len = 16
-    config.batch.update(global_size=8, micro_size=1)
-    config.mesh.devices_per_node = 2
-    config.sharding.update(LAYOUTS["mics2"])
+    config = workload.run_config(**LAYOUTS["mics2"])
     config.optimizer.name = "muon"
     experiment = make_experiment(base.typed(config))
     layout, text = experiment.plan.layout, experiment.compile_train_step().as_text()

@@ -183,6 +183,17 @@ def single_device(kind: str, rows: int = ROWS, num_layers: int = 2) -> tuple[np.
     return np.array(losses), p
 
 
+def run_config(**sharding: Any) -> Any:
+    """The config of a run of a small decoder on nodes of 2 devices, one row a device in a step of 8."""
+    config = base.get_config()
+    config.model.update(num_layers=2, hidden=32, intermediate=64, vocab_multiple=64, max_len=16)
+    config.data.seq_len = 16
+    config.batch.update(global_size=8, micro_size=1)
+    config.mesh.devices_per_node = 2
+    config.sharding.update(sharding)
+    return config
+
+
 def sharding_config(**changes: Any) -> ShardingConfig:
     return ShardingConfig(**({"strategy": "custom"} if "parameters" in changes else {}) | changes)
 
