@@ -226,17 +226,22 @@ class Replicas:
     def _begin(self, step: int) -> StepSums:
         """Divides a step among those that are there, unless it is under way; returns its sums.
 
+        BehindError for a step that those who are there did not do: they entered later, or have their state from others.
         ResumableError if this member was behind, and nobody else is there any more, where a newer state is saved.
         """
         if step in self._plans:
             return self._steps[step]
         if self.members.me.first == NEVER:
             self.members.choose_entry(step)
-        if not self.members.me.begun and self.members.is_alone() and max(self._agree(self._saved())) > step:
-            raise ResumableError(
-                "nobody else trains any more, and the newest checkpoint is newer than the state here: run the same "
-                "command again, which goes on from it"
-            )
+        if not self.members.me.begun:
+            if not self.members.is_alone():
+                if not any(self._agree(int(any(m.takes_part(step) for m in (self.members.me, *self.members.others))))):
+                    raise BehindError(f"the other replicas were not there in step {step}")
+            elif max(self._agree(self._saved())) > step:
+                raise ResumableError(
+                    "nobody else trains any more, and the newest checkpoint is newer than the state here: run the same "
+                    "command again, which goes on from it"
+                )
         with self._changed:
             me = self.members.me
             self.members.step, self.members.me = step - self._late, me.changed(begun=me.takes_part(step))

@@ -1,4 +1,4 @@
-"""Every test sees 8 virtual CPU devices; warnings and silent rank promotion are errors."""
+"""Every test sees 8 virtual CPU devices, or `make test-gpu`'s GPUs; warnings and silent rank promotion are errors."""
 
 import gc
 import os
@@ -8,11 +8,12 @@ import fast_compile
 import pytest
 import suite
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast_compile.FLAGS}"
+if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast_compile.FLAGS}"
 
 import jax
 
-jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects that stay; looking through them was a tenth of the time

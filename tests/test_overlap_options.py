@@ -20,6 +20,7 @@ from planner.compile import WHEELS, compile_step
 from training.experiment import make_experiment
 from training.overlap import (
     ESTIMATE,
+    EXACT,
     ON_CPUS,
     OVERLAP,
     PIPELINING,
@@ -33,18 +34,18 @@ from training.overlap import (
 ALL = (*OVERLAP, *PIPELINING)
 SCHEDULER, *OTHERS = (next(iter(names)) for names in ALL)
 NEW, OLD = PIPELINING[0]  # names of one option
-on_gpus = partial(xla_options, "gpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True)
+PLAIN: dict[str, Any] = {"wanted": True, "pipelined": False, "exact": False, "xla_flags": ""}
+on_gpus = partial(xla_options, "gpu", **PLAIN, known=lambda name, value: True)
 
 
 def test_all_of_them_on_gpus_and_only_copies_on_cpus() -> None:
     assert list(on_gpus().items()) == [next(iter(names.items())) for names in ALL]
     assert list(on_gpus(pipelined=True).items()) == [next(iter(names.items())) for names in OVERLAP]
     assert on_gpus(wanted=False) == {}
-    for wanted in (True, False):
-        assert (
-            xla_options("cpu", wanted=wanted, pipelined=False, xla_flags="") == ON_CPUS[0]
-        )  # the installed XLA knows it
-    assert xla_options("tpu", wanted=True, pipelined=False, xla_flags="", known=lambda name, value: True) == {}
+    assert on_gpus(wanted=False, exact=True) == EXACT[0]
+    for flag in (True, False):  # the installed XLA knows it
+        assert xla_options("cpu", **PLAIN | {"wanted": flag, "exact": flag}) == ON_CPUS[0]
+    assert xla_options("tpu", **PLAIN | {"exact": True}, known=lambda name, value: True) == {}
 
 
 @pytest.mark.parametrize(

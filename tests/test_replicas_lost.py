@@ -77,6 +77,16 @@ def test_what_a_member_owes_is_divided_when_it_says_that_it_does_not_take_part(
     check(totals[0], 0)
 
 
+def test_one_whose_state_is_older_than_all_others_takes_theirs(make: Callable[..., Replicas]) -> None:
+    """Nobody who is there took part in its next step: by itself it would do all steps until the first one did."""
+    other, joins = make(0), make(1)
+    joins.members.tell(first=NEVER)
+    other.members.enter(5)
+    check(step(other, 5), 5)
+    with pytest.raises(BehindError):
+        step(joins, 0)
+
+
 @pytest.mark.parametrize("saved", [0, 7])
 def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(saved: int, make: Callable[..., Replicas]) -> None:
     """Not if a checkpoint is newer: then it ends, to start again from that."""

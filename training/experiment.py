@@ -145,6 +145,7 @@ class Experiment:
             self.plan.mesh.devices.flat[0].platform,
             wanted=self.config.sharding.overlap != "off",
             pipelined=pipelined,
+            exact=self.config.sharding.replicas == "independent",
             xla_flags=users_xla_flags(),
         )
 

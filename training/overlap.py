@@ -38,6 +38,9 @@ PIPELINING: tuple[dict[str, Value], ...] = (
     # a layer's gather moves into the iteration of the layer before it; holds one more layer's parameters
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON", "xla_gpu_enable_pipelined_all_gather": True},
 )
+# Independent replicas compute what a lost one owed: two may have the same share, and must have the same bits of it. By
+# default XLA for GPUs adds in any order in places, and takes the kernels that were fastest when it compiled.
+EXACT: tuple[dict[str, Value], ...] = ({"xla_gpu_deterministic_ops": True},)
 # XLA for CPUs copies what it updates in place and reads elsewhere too, such as moments, unless it looks at the order of
 # reads and writes, as for GPUs it always does.
 ON_CPUS: tuple[dict[str, Value], ...] = ({"xla_cpu_copy_insertion_use_region_analysis": True},)
@@ -56,16 +59,24 @@ def is_known(name: str, value: Value) -> bool:
 
 
 def xla_options(
-    platform: str, *, wanted: bool, pipelined: bool, xla_flags: str, known: Callable[[str, Value], bool] = is_known
+    platform: str,
+    *,
+    wanted: bool,
+    pipelined: bool,
+    exact: bool,
+    xla_flags: str,
+    known: Callable[[str, Value], bool] = is_known,
 ) -> dict[str, Value]:
     """Returns the options for a program on `platform`, but those that the user's `xla_flags` set.
 
-    `wanted`: collectives are to overlap; `pipelined`: loops over layers are pipelined as the program is written.
+    `wanted`: collectives are to overlap; `pipelined`: loops over layers are pipelined as the program is written;
+    `exact`: the program gives the same bits in every process that compiles it.
     """
     overlap = {"gpu": OVERLAP if pipelined else OVERLAP + PIPELINING} if wanted else {}
     users = flag_names(xla_flags)
     options: dict[str, Value] = {}
-    for names in (overlap | {"cpu": ON_CPUS}).get(platform, ()):
+    same = EXACT if exact and platform == "gpu" else ()
+    for names in (*same, *(overlap | {"cpu": ON_CPUS}).get(platform, ())):
         if not users & names.keys():
             options |= next(({name: value} for name, value in names.items() if known(name, value)), {})
     return options
