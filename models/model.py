@@ -200,11 +200,15 @@ class Classifier(Model):
         }
 
 
+CUDNN = "dot_product_attention_fwd"  # the primitive of jax.nn.dot_product_attention(implementation="cudnn")
+
+
 def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
     """Returns a layer whose backward pass recomputes what `policy` selects; `in_scan`: the layer is a scan's body.
 
-    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights and what is
-    exchanged between experts; `none` nothing, so that the gathered parameters stay in memory.
+    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights, attention
+    where a kernel computes it, and what is exchanged between experts; `none` nothing, so that the gathered parameters
+    stay in memory.
     """
     prevent_cse = not in_scan  # in a scan, XLA cannot merge the two computations anyway
     match policy:
@@ -214,16 +218,16 @@ def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = Fals
             return jax.checkpoint(body, prevent_cse=prevent_cse)
         case "dots":
             kept = jax.checkpoint_policies.save_only_these_names(KEPT)
-            policy_of_dots = jax.checkpoint_policies.save_from_both_policies(_is_product_with_weights, kept)
+            policy_of_dots = jax.checkpoint_policies.save_from_both_policies(_is_product, kept)
             return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy_of_dots)
         case _:
             raise ValueError(f"model.remat = {policy!r}: choose one of full, dots, none")
 
 
-def _is_product_with_weights(primitive: Any, *args: Any, **how: Any) -> bool:
-    """Whether it is one; an expert's, one of a batch of products, is marked by the experts."""
+def _is_product(primitive: Any, *args: Any, **how: Any) -> bool:
+    """Whether it is a product with weights, or cuDNN's attention; an expert's, one of a batch, is marked by it."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **how)
-    return primitive is jax.lax.conv_general_dilated_p or dots
+    return primitive is jax.lax.conv_general_dilated_p or dots or primitive.name.startswith(CUDNN)
 
 
 def mask_padding(logits: Array, num_ids: int) -> Array:

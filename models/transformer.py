@@ -112,7 +112,8 @@ class Stack(Model):
             params["layers"],
             *args,
             gather=partial(gather, "layers"),
-            rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=True),
+            rematerialise=partial(rematerialise, policy=self.config.remat, in_scan=not self.config.unroll),
+            unroll=self.config.unroll,
         )
 
     def run_layer(self, values: Params, x: Any, *args: Array | None, **how: Any) -> Any:

@@ -99,12 +99,14 @@ def scan_layers(
     *args: PyTree,
     gather: Callable[[PyTree], PyTree],
     rematerialise: Callable[[Body], Body],
+    unroll: bool = False,
 ) -> PyTree:
     """Returns `x` after `body(x, gather(layer), *args)` for each layer of a stack `[L, ...]`.
 
     The stack is an Accumulating or plain arrays; `args` hold floats. `rematerialise` wraps the gather and the body of
     one layer, and says what the backward pass computes again; with `overlap` that is always everything but the layer's
-    `x`. ValueError if an Accumulating was used before.
+    `x`. `unroll`, without `overlap`: the program has the layers one after the other, not a loop, which copies what it
+    keeps for the backward pass into stacks and out of them. ValueError if an Accumulating was used before.
     """
     if isinstance(stack, Accumulating):
         stack.rule.use()
@@ -112,11 +114,11 @@ def scan_layers(
         return _scan_pipelined(body, x, stack, args, gather)
     run = rematerialise(lambda x, layer: body(x, gather(layer), *args))
     if isinstance(stack, Accumulating):
-        return _scan_adding(run, x, stack)
-    return lax.scan(lambda x, layer: (run(x, layer), None), x, stack)[0]
+        return _scan_adding(run, x, stack, unroll)
+    return lax.scan(lambda x, layer: (run(x, layer), None), x, stack, unroll=unroll)[0]
 
 
-def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
+def _scan_adding(run: Body, x: PyTree, stack: Accumulating, unroll: bool) -> PyTree:
     """Runs the layers of a stack `[L, ...]`; backwards, each adds its gradients to the sums `[L, ...]`."""
 
     def finish(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
@@ -128,7 +130,8 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating) -> PyTree:
         values, sums = _tap(finish, i, values, sums)
         return (run(x, values), sums), None
 
-    (x, sums), _ = lax.scan(layer, (x, stack.sums), (jnp.arange(length(stack.values)), stack.values))
+    items = jnp.arange(length(stack.values)), stack.values
+    (x, sums), _ = lax.scan(layer, (x, stack.sums), items, unroll=unroll)
     return _tap(lambda first, g, _: (g, first), stack.sums, x, sums)[0]  # backwards, it starts with the sums so far
 
 

@@ -39,7 +39,15 @@ RECORD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" /
 # keys, or what they begin with, of which nothing that is learned depends
 MAY_CHANGE = (
     *("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "log_every", "sink", "batch.micro_size"),
-    *("model.remat", "model.attention", "model.max_dropped", "data.prefetch", "data.path", "data.tokenizer_path"),
+    *(
+        "model.remat",
+        "model.unroll",
+        "model.attention",
+        "model.max_dropped",
+        "data.prefetch",
+        "data.path",
+        "data.tokenizer_path",
+    ),
     *("data.pattern", "data.text_field", "data.cache_gb"),
 )
 

@@ -13,6 +13,7 @@ KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
 GATED = ("swiglu", "geglu")  # activations of one product that multiply another
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 ACTIVATION = "activation; gelu, and that in geglu, is the tanh approximation"
+UNROLL = "the layers stand in the program one after the other, not in a loop: faster on GPUs, slow to compile"
 INFINITY = float("inf")
 
 
@@ -56,6 +57,7 @@ class TransformerConfig(ModelConfig):
         choices=("auto", "xla", "cudnn", "pallas"),
         resumable=True,
     )
+    unroll: bool = key(False, UNROLL, resumable=True)
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
     weights: str = key("", "folder of a Hugging Face checkpoint from which a new run starts")
     lora_rank: int = key(0, "rank of LoRA's adapters, beside frozen parameters; 0: all are trained", least=0)
@@ -70,6 +72,7 @@ class TransformerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_kept(self.remat, unroll=self.unroll)
         self._check_lora()
         if self.head_size * self.num_heads != self.hidden and not getattr(self, "head_dim", 0):
             require_heads(self.hidden, self.num_heads)
@@ -307,10 +310,12 @@ class ViTConfig(ImageConfig):
     intermediate: int = key(256, "MLP width", least=1)
     num_heads: int = key(4, "attention heads per layer", least=1)
     activation: str = key("gelu", ACTIVATION, choices=("gelu", "gelu_exact"))
+    unroll: bool = key(False, UNROLL, resumable=True)
     norm_eps: float = key(1e-6, "added to the variance in norms", above=0, below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_kept(self.remat, unroll=self.unroll)
         require_heads(self.hidden, self.num_heads)
         fix = f"patches must divide model.image_size = {self.image_size}"
         require(self.image_size % self.patch_size == 0, "patch_size", self.patch_size, fix)
@@ -347,3 +352,9 @@ def require_heads(hidden: int, num_heads: int) -> None:
     nearest = min(divisors, key=lambda n: abs(n - num_heads))
     fix = f"heads must divide model.hidden = {hidden}; the nearest divisor is {nearest}"
     require(hidden % num_heads == 0, "num_heads", num_heads, fix)
+
+
+def require_kept(remat: str, *, unroll: bool) -> None:
+    """Raises a one-line ValueError for layers that are written out though the backward pass keeps nothing of them."""
+    fix = "with model.remat = 'full' no loop keeps more than layers' inputs; use remat = 'dots' or 'none'"
+    require(remat != "full" or not unroll, "unroll", unroll, fix)
