@@ -14,15 +14,19 @@ OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
 
 
 @pytest.mark.release
-def test_a_tiny_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_model_on_the_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MICS_JAX_CACHE", "")
     record = tmp_path / "gpu.jsonl"
     peer = [f"--pytorch={sys.executable}"] if find_spec("torch") else []
     assert gpu.main([*OF_BOTH, *peer, f"--results={record}"]) == 0
     lines = json_lines.read(record)
     assert [line["repetition"] for line in lines if line["side"] == gpu.OURS] == [0, 1]
-    assert [len(line["losses"]) for line in lines if line["side"] == gpu.OFF] == [4]
+    assert [len(line["losses"]) for line in lines if line["side"] == gpu.LOOP] == [4]
     assert all(line["tokens_per_s"] > 0 and line["mfu"] is None for line in lines)
     assert capsys.readouterr().out.splitlines()[-1].startswith("| tiny | ")
+    assert next((gpu.CACHE / "compiled").iterdir())
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,13 +63,16 @@ def test_the_sizes_are_what_they_are_called() -> None:
 
 def test_the_table() -> None:
     line = {"size": "124m", "mfu": 0.5}
-    ours = [line | {"side": gpu.OURS, "tokens_per_s": speed, "losses": [4, 2]} for speed in (1000, 1200, 1100)]
-    off = line | {"side": gpu.OFF, "tokens_per_s": 900, "losses": [4, 2.002], "mfu": 0.4}
+    ours = [
+        line | {"side": gpu.OURS, "tokens_per_s": speed, "losses": [4, 2], "start_s": start}
+        for speed, start in ((1000, 60), (1200, 20), (1100, 20))
+    ]
+    loop = line | {"side": gpu.LOOP, "tokens_per_s": 900, "losses": [4, 2.002], "mfu": 0.4, "start_s": 12}
     theirs = [line | {"side": gpu.PEER, "tokens_per_s": 1000, "mfu": None} for _ in range(3)]
-    row = table([off, *ours, *theirs]).splitlines()[-1]
-    assert row == (
-        "| 124m | 1,100 (1,000 to 1,200) | 50.0% | 1,000 (1,000 to 1,000) | - | 1.10 ± 0.25 | 900 (900 to 900) | 40.0% "
-        "| 1e-03 |"
-    )
-    assert table(ours).splitlines()[-1].endswith("| - | - | - | - | - | 0e+00 |")
+    assert table([loop, *ours, *theirs]).splitlines()[2:] == [
+        "| 124m | in a loop | 900 (900 to 900) | 40.0% | 0.90 | 12 s | 1e-03 |",
+        "| 124m | mics-jax | 1,100 (1,000 to 1,200) | 50.0% | 1.10 ± 0.25 | 60 s | 0e+00 |",
+        "| 124m | pytorch | 1,000 (1,000 to 1,000) | - | - | - | - |",
+    ]
+    assert table(ours).splitlines()[-1].endswith("| - | 60 s | 0e+00 |")
     assert interval([1.5]) == "1.50" and interval([]) == "-"

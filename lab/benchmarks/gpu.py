@@ -6,19 +6,23 @@
 First `lab.probe`, whose probe.json (in runs/benchmarks/probe) `python -m planner --probe` takes. Then decoders of
 configs/gpu_decoder.py in bfloat16, by train.py and by lab/benchmarks/pytorch_peer.py (torch.compile,
 scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: once each size of
-ours with `sharding.overlap=off`; then for each repetition and size first ours, then PyTorch's. Each run is a process of
-its own. With several GPUs both cut the state over all of them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2).
-Adds a line a run to results/measured/gpu.jsonl, unless recorded, and prints a table of these runs: mean (lowest to
-highest). MFU: by the FLOPs of models/transformer.py, for all. Exit codes: 0 done; 1 a run failed; 2 bad options, or no
+ours with its layers in a loop, and with several GPUs with `sharding.overlap=off`; then for each repetition and size
+first ours, whose layers are written out, then PyTorch's. Each run is a process of its own; those after the first find
+its programs in the cache of train.py, as PyTorch's do in its own. With several GPUs both cut the state over all of
+them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to results/measured/gpu.jsonl, unless
+recorded. MFU: by the FLOPs of models/transformer.py, for all. Exit codes: 0 done; 1 a run failed; 2 bad options, or no
 GPU.
 """
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,7 +33,7 @@ from scipy.stats import sem, t
 import models
 from configs import base, gpu_decoder
 from configs.schema import TransformerConfig
-from files import json_lines
+from files import cache, json_lines
 from files.pages import markdown
 from lab.benchmarks.runner import (
     ROOT,
@@ -49,7 +53,14 @@ from metrics.throughput import peak_flops
 RESULTS = MEASURED / "gpu.jsonl"
 ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
 PROBE = WORKDIR / "probe"
-OURS, OFF, PEER, CPU = "mics-jax", "overlap off", "pytorch", "cpu"
+CACHE = ROOT / WORKDIR / "gpu_cache"
+OURS, LOOP, OFF, PEER, CPU = "mics-jax", "in a loop", "overlap off", "pytorch", "cpu"
+WRITTEN_OUT = {"model.remat": "none", "model.unroll": True}
+PROGRAMS: dict[str, dict[str, Any]] = {  # of ours
+    OURS: WRITTEN_OUT,
+    LOOP: {"model.remat": "dots"},
+    OFF: WRITTEN_OUT | {"sharding.overlap": "off"},
+}
 SKIPPED = 10  # steps at the start, in which kernels are tried and caches fill
 
 
@@ -83,14 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("this needs a GPU and jax with CUDA (make gpu); --cpu tries the program without")
     jax.config.update("jax_platforms", "cpu")  # the GPUs' memory belongs to the runs
     about = {"steps": options.steps, "devices": device.count, "device": device.kind}
+    once = (LOOP, OFF) if device.count > 1 else (LOOP,)
     sides = (OURS, PEER) if options.pytorch else (OURS,)
-    each = [*alternating(1, size=sizes, side=[OFF]), *alternating(options.repetitions, size=sizes, side=sides)]
+    each = [*alternating(1, size=sizes, side=once), *alternating(options.repetitions, size=sizes, side=sides)]
     keys = [{**key, **about} for key in each]
 
     def measured(key: Key) -> dict[str, Any]:
         found = run_pytorch(key, device, options.pytorch) if key["side"] == PEER else run_ours(key, device)
         return found | {"mfu": mfu(key["size"], found["tokens_per_s"], device)}
 
+    shutil.rmtree(CACHE, ignore_errors=True)
+    os.environ[cache.ENVIRONMENT_KEY] = str(CACHE)
     if not options.cpu:  # a minute or two, and other programs have the GPUs' memory afterwards
         print(started([sys.executable, "-m", "lab.probe", f"--out={PROBE}"]))
     failed = run_missing(options.results, keys, measured)
@@ -109,18 +123,25 @@ def find_gpus() -> Device | None:
 
 
 def run_ours(key: Key, device: Device) -> dict[str, Any]:
-    """Trains with train.py; returns the median tokens per second, and all losses. FailedRunError if it failed."""
+    """Trains with train.py; returns the median tokens per second, all losses, and the seconds to the first step's end.
+
+    FailedRunError if it failed.
+    """
     size, steps = key["size"], key["steps"]
-    keys = {"num_steps": steps, "model.remat": "none", "batch.global_size": device.count * rows_of(size)}
+    keys = {"num_steps": steps, "batch.global_size": device.count * rows_of(size)} | PROGRAMS[key["side"]]
     keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
     keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
-    keys |= {"sharding.overlap": "off"} if key["side"] == OFF else {}
     with tempfile.TemporaryDirectory() as workdir:
         flags = [f"--config={ROOT}/configs/gpu_decoder.py:{size}", f"--workdir={workdir}"]
         started([sys.executable, "train.py", *flags, *(f"--config.{key}={value}" for key, value in keys.items())])
-        rows = json_lines.read(Path(workdir) / "metrics.jsonl")
+        rows, events = (json_lines.read(Path(workdir) / f"{name}.jsonl") for name in ("metrics", "events"))
+    began, first = (
+        datetime.fromisoformat(next(event["time"] for event in events if event["event"] == name))
+        for name in ("started", "first_step")
+    )
     speeds = [row["tokens_per_s"] for row in rows if row["step"] > skipped(steps) and "tokens_per_s" in row]
-    return {"tokens_per_s": median(speeds), "losses": [row["loss"] for row in rows if "loss" in row]}
+    found = {"tokens_per_s": median(speeds), "losses": [row["loss"] for row in rows if "loss" in row]}
+    return found | {"start_s": (first - began).total_seconds()}
 
 
 def run_pytorch(key: Key, device: Device, python: str) -> dict[str, Any]:
@@ -156,23 +177,29 @@ def mfu(size: str, tokens_per_s: float, device: Device) -> float | None:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns a row a size: speed and MFU of each side, ours over PyTorch's in the same repetition, and losses."""
+    """Returns a row a size and side: speed and MFU, over PyTorch's in the same repetition, and how far losses are."""
     rows = []
-    for size in dict.fromkeys(line["size"] for line in lines):
-        cells, speeds = [size], []
-        for side in (OURS, PEER, OFF):
-            of_side = [line for line in lines if (line["side"], line["size"]) == (side, size)]
-            shares = [line["mfu"] for line in of_side if line["mfu"] is not None]
-            speeds.append([line["tokens_per_s"] for line in of_side])
-            cells += [spread(speeds[-1], ",.0f") if of_side else "-", f"{mean(shares):.1%}" if shares else "-"]
-        cells.insert(5, interval([ours / theirs for ours, theirs in zip(*speeds[:2], strict=False)]))
-        losses = [
-            line["losses"] for side in (OFF, OURS) for line in lines if (line["side"], line["size"]) == (side, size)
-        ]
-        rows.append([*cells, f"{apart(losses):.0e}" if losses else "-"])
-    heads = ["parameters", "mics-jax tokens/s", "MFU", "PyTorch tokens/s", "MFU", "ratio, 95 % interval"]
-    heads += ["overlap off, tokens/s", "MFU", "losses differ by at most"]
-    return markdown(heads, rows)
+    for size, side in dict.fromkeys((line["size"], line["side"]) for line in lines):
+        of_size = [line for line in lines if line["size"] == size]
+        speeds, theirs = ([line["tokens_per_s"] for line in of_size if line["side"] == one] for one in (side, PEER))
+        here = [line for line in of_size if line["side"] == side]
+        shares = [line["mfu"] for line in here if line["mfu"] is not None]
+        ratios = [ours / other for ours, other in zip(speeds, theirs, strict=False)] if side != PEER else []
+        losses = [line["losses"] for line in (*of_size, *here) if line["side"] in (OURS, side) and "losses" in line]
+        starts = [line["start_s"] for line in here if "start_s" in line]
+        rows.append(
+            [
+                size,
+                side,
+                spread(speeds, ",.0f"),
+                f"{mean(shares):.1%}" if shares else "-",
+                interval(ratios),
+                f"{max(starts):.0f} s" if starts else "-",
+                f"{apart(losses):.0e}" if side != PEER else "-",
+            ]
+        )
+    heads = ["parameters", "program", "tokens/s", "MFU", "over PyTorch's, 95 % interval", "first step, cold"]
+    return markdown([*heads, "losses differ by at most"], rows)
 
 
 def apart(runs: Sequence[Sequence[float]]) -> float:
