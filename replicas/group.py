@@ -31,6 +31,7 @@ FETCHES = 5  # of the state
 CONNECTIONS = 2  # to each of the others, for sums; as many for totals
 LOOK_S = 0.02  # between two looks of a member of several processes for what one of them may want
 _GONE = "the step is gone"
+_SKIPPED = "the step was not done here"
 _BEHIND = -3  # among what is agreed on
 
 
@@ -77,6 +78,7 @@ class Replicas:
         self._steps: dict[int, StepSums] = {}
         self._plans: dict[int, StepPlan] = {}  # of the steps that are begun, and not summed
         self._under_way: set[tuple[int, int, int, Node | None]] = set()  # member, step, piece, node that were asked for
+        self._skipped = range(0)  # steps that this member did not end: it has the others' state after them
         self._behind: int | None = None  # the step of which the others no longer have the totals
         self._digests: dict[int, str] = {}  # of the last step that was compared
         self.copies = StateCopies(self._changed)
@@ -109,7 +111,7 @@ class Replicas:
             self.members.closed = True
             self.copies.close()
             for sums in self._steps.values():
-                sums.close()
+                sums.end(ConnectionError(LEAVES))
             self._changed.notify_all()
         self._service.close()
 
@@ -162,9 +164,23 @@ class Replicas:
             except PeerError as error:  # lost meanwhile, or further than it was thought
                 why = str(error)
             if all(self._agree(int(len(found) == len(sizes)))):
+                self._skip(step)
                 return step, [found[number] for number in range(len(sizes))]
             self._say(f"the others' state did not come ({why}): try {tries} of {FETCHES}")
         raise ResumableError("the other replicas do not send the state that this one needs")
+
+    def _skip(self, step: int) -> None:
+        """Goes on from the others' state after `step` steps: it will have no totals of those that it did not end.
+
+        Who had asked for them would wait for ever, and could ask this member for nothing else.
+        """
+        with self._changed:
+            undone = [old for old, sums in self._steps.items() if old < step and not sums.is_complete]
+            self._skipped = range(min([*undone, self.members.step + 1]), step)
+            for old in undone:
+                self._plans.pop(old, None)
+                self._steps.pop(old).end(LookupError(_SKIPPED))
+            self._changed.notify_all()
 
     def _fetch_state(self, begun: Sequence[Member], step: int, sizes: Sequence[int]) -> dict[int, memoryview]:
         parts: list[list[int]] = [[] for _ in begun]
@@ -342,9 +358,10 @@ class Replicas:
         except RefusedError as error:
             if node and TOTAL_IS_HERE in str(error):
                 self._fetch(connection, step, sums, piece, None)
-            elif _GONE in str(error):
+            elif _GONE in str(error) or _SKIPPED in str(error):
                 with self._changed:
-                    self._behind = step
+                    if _GONE in str(error):
+                        self._behind = step
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self.members.step != step or self.members.closed)
             else:
@@ -387,11 +404,15 @@ class Replicas:
         raise ValueError(f"{op} is no request")
 
     def _await(self, step: int) -> StepSums:
-        """Returns a step's sums, once it is begun here. LookupError if they are gone."""
+        """Returns a step's sums, once it is begun here. LookupError if they are gone, or it never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self.members.closed or step in self._steps or self.members.step >= step)
+            self._changed.wait_for(
+                lambda: self.members.closed or step in self._skipped or step in self._steps or self.members.step >= step
+            )
             if self.members.closed:
                 raise ConnectionError(LEAVES)
+            if step in self._skipped:
+                raise LookupError(_SKIPPED)
             if step not in self._steps:
                 raise LookupError(_GONE)
             return self._steps[step]

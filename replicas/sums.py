@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from replicas.payloads import Payload
-from replicas.state_copies import LEAVES
 from replicas.tree import Node, added, cover, halves, parent
 
 WAITING, COMPLETE = -1, -2  # in the place of a share to compute
@@ -46,7 +45,7 @@ class StepSums:
         self._targets: set[Node] = set()
         self._to_compute: list[int] = []
         self._pending: Counter[tuple[int, int]] = Counter()  # (share, piece) that is still to come
-        self._closed = False
+        self._end: Exception | None = None  # of all waiting
 
     @property
     def num_pieces(self) -> int:
@@ -183,10 +182,10 @@ class StepSums:
             start += size
         return found
 
-    def close(self) -> None:
-        """Ends the waiting of all that wait: ConnectionError."""
+    def end(self, error: Exception) -> None:
+        """Ends the waiting of all that wait: they raise the error."""
         with self._lock:
-            self._closed = True
+            self._end = error
             for here in self._here:
                 here.notify_all()
 
@@ -197,8 +196,8 @@ class StepSums:
 
     def _wait(self, piece: int) -> None:
         self._here[piece].wait()
-        if self._closed:
-            raise ConnectionError(LEAVES)
+        if self._end:
+            raise self._end
 
     def _form(self, node: Node, piece: int) -> Payload:
         """A single share travels encoded, a sum of several as it is."""

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from emulating import until
 
-from replicas import membership
+from replicas import group, membership
 from replicas.group import BehindError, Replicas
 from replicas.members import NEVER
 from replicas.membership import Membership
 from replicas.payloads import Float32
+from replicas.sums import StepSums
 from runtime.exit_codes import ResumableError
 
 SHARES, SIZES = 4, [3, 5]
@@ -85,6 +86,39 @@ def test_one_whose_state_is_older_than_all_others_takes_theirs(make: Callable[..
     check(step(other, 5), 5)
     with pytest.raises(BehindError):
         step(joins, 0)
+
+
+def test_nobody_waits_for_a_step_that_another_one_skips(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what asks it for totals would hang on that step, and ask for none of those in which it takes part again."""
+    monkeypatch.setattr(group, "CONNECTIONS", 1)
+    stays, skips = make(0), make(1)
+    found: dict[int, list[np.ndarray]] = {0: [], 1: []}
+
+    def train(member: Replicas, *numbers: int) -> threading.Thread:
+        totals = found[member.members.me.number]
+        thread = threading.Thread(target=lambda: totals.extend(step(member, number) for number in numbers), daemon=True)
+        thread.start()
+        return thread
+
+    begun = StepSums(SHARES, [Float32()] * len(SIZES), SIZES, skips._lock, skips._changed)
+    skips._steps[0] = begun  # and it will not end it
+    thread = train(stays, 0)
+    until(lambda: begun.is_asked_for(1))
+    skips.members.tell(first=NEVER, begun=False)
+    thread.join(60)
+    assert len(found[0]) == 1
+    monkeypatch.setattr(skips, "_fetch_state", lambda begun, step, sizes: {0: memoryview(b"")})
+    fetched = skips.fetch_state([0])
+    assert fetched
+    (at, _) = fetched
+    skips.members.enter(at)
+    for thread in (train(stays, *range(1, at + 1)), train(skips, at)):
+        thread.join(30)
+    check(found[1][0], at)
+    for number in range(at + 1):
+        check(found[0][number], number)
 
 
 @pytest.mark.parametrize("saved", [0, 7])
