@@ -10,7 +10,7 @@ EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(
 # Two workers compute, and one has all tests that wait; the tests of a file share a worker (tests/suite.py).
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
 
-.PHONY: train gpu test test-jax test-all test-release slurm coverage lint format constraints clean
+.PHONY: train gpu test test-gpu test-jax test-all test-release slurm coverage lint format constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -20,11 +20,15 @@ gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (doc
 test: $(VENV)/installed $(VENV)/moto/installed
 	$(PYTEST)
 
+test-gpu: $(VENV)/gpu-installed  ## on a machine with an NVIDIA GPU: what it computes, beside a CPU (docs/gpu.md)
+	JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
+		$(BIN)/python -m pytest -n 4 -m gpu tests/test_on_gpu.py
+
 test-jax: $(VENV)/installed  ## with another jax: make test-jax PYTHON=python3.12 VENV=.venv-py312
-	$(PYTEST) -m "jax and not slow and not release"
+	$(PYTEST) -m "jax and not slow and not release and not gpu"
 
 test-all: $(EVERYTHING) $(VENV)/gpu-checked
-	$(PYTEST) -m "not release and not slurm"
+	$(PYTEST) -m "not release and not slurm and not gpu"
 
 test-release: $(EVERYTHING)  ## pages, records, and the combinations beyond those of test-all
 	$(PYTEST) -m release
@@ -36,7 +40,7 @@ slurm: $(VENV)/installed  ## with a real SLURM on emulated nodes: needs root, an
 
 coverage: $(EVERYTHING)  ## fails if a test does, or if less than 90 % of the lines are run
 	$(BIN)/coverage erase
-	status=0; $(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "not slurm" || status=$$?; \
+	status=0; $(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "not slurm and not gpu" || status=$$?; \
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
 
 lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too

@@ -10,6 +10,7 @@ from files import json_lines
 from lab.benchmarks import gpu
 from lab.benchmarks.gpu import Device, interval, mfu, table
 
+KERNELS = ("cudnn", "pallas", "xla")
 OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
 
 
@@ -76,3 +77,11 @@ def test_the_table() -> None:
     ]
     assert table(ours).splitlines()[-1].endswith("| - | 60 s | 0e+00 |")
     assert interval([1.5]) == "1.50" and interval([]) == "-"
+
+
+def test_the_rates_stand_beside_the_planners() -> None:
+    ways = {"forward": 4e14, "backward": 3e14}
+    line = {"device": "a GPU", "products_flops_per_s": 7e14, "attention_flops_per_s": dict.fromkeys(KERNELS, ways)}
+    line |= {"memory_bandwidth": 3e12, "launch_s": 7e-7, "copies_to_host_bytes_per_s": 2e9}
+    heads, _, products, *_ = gpu.rates([line]).splitlines()
+    assert heads == "| figure | a GPU | the planner's, of an H100 |" and products == "| products, TFLOP/s | 700 | 590 |"

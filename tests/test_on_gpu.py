@@ -17,7 +17,8 @@ __all__ = [  # of other files, and run here on a GPU
     "test_stochastic_rounding_is_unbiased",
     "test_values_and_gradients_are_those_of_xla",
 ]
-pytestmark = pytest.mark.gpu
+TRITON = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"  # by jax 0.11.2
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(TRITON)]
 
 HERE: dict[str, Any] = {  # one device, in a process of its own
     "mesh__num_cpu_devices": 0,

@@ -4,7 +4,7 @@ from statistics import fmean, harmonic_mean, median
 
 import pytest
 
-from lab.benchmarks import planner_replicas, planner_validation, published_steps
+from lab.benchmarks import planner_gpu, planner_replicas, planner_validation, published_steps
 from lab.paper.replays import PLANNER
 from lab.paper.throughput import runs
 from lab.records import Line, read_records, recorded
@@ -19,6 +19,20 @@ def test_every_timed_step_was_predicted() -> None:
 def test_every_timed_run_of_replicas_was_predicted() -> None:
     timed = list(planner_replicas.timed_runs())
     assert [{key: line[key] for key in timed[0]} for line in recorded(planner_replicas.RESULTS)] == timed
+
+
+def test_every_timed_program_on_a_gpu_was_predicted() -> None:
+    timed = list(planner_gpu.timed_runs())
+    assert [{key: line[key] for key in timed[0]} for line in recorded(planner_gpu.RESULTS)] == timed
+    line = {
+        "size": "124m",
+        "side": "mics-jax",
+        "runs": 3,
+        "measured_s": 0.04,
+        "predicted_s": 0.038,
+        "memory_bytes": 9e9,
+    }
+    assert planner_gpu.table([line]).splitlines()[-1] == "| 124m | mics-jax | 3 | 38.0 | 40.0 | -5.0% | 9.0 |"
 
 
 def test_what_of_the_sending_is_exposed_is_what_a_step_takes_beyond_the_planned_compute() -> None:

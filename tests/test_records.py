@@ -25,6 +25,7 @@ DERIVED_KEYS = {  # what tells a line from others
     "planner_configs": ["config"],
     "planner": ["name", "rate", "beside_the_rates"],
     "planner_replicas": ["rate", "run"],
+    "planner_gpu": ["size", "side"],
 }
 
 

@@ -3,7 +3,8 @@
     python -m lab.benchmarks.gpu [--pytorch=PYTHON] [--sizes=124m,350m,1.3b] [--repetitions=3]
     python -m lab.benchmarks.gpu --cpu --sizes=tiny --repetitions=1   # tries the program without a GPU
 
-First `lab.probe`, whose probe.json (in runs/benchmarks/probe) `python -m planner --probe` takes. Then decoders of
+First `lab.probe`, whose probe.json (in runs/benchmarks/probe) `python -m planner --probe` takes, and whose figures
+results/measured/gpu_rates.jsonl gets. Then decoders of
 configs/gpu_decoder.py in bfloat16, by train.py and by lab/benchmarks/pytorch_peer.py (torch.compile,
 scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: once each size of
 ours with its layers in a loop, and with several GPUs with `sharding.overlap=off`; then for each repetition and size
@@ -20,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -47,10 +48,11 @@ from lab.benchmarks.runner import (
     started,
     words,
 )
-from lab.records import MEASURED, Line, recorded, spread
+from lab.records import MEASURED, Line, add, machine, recorded, spread
 from metrics.throughput import peak_flops
+from planner.clusters import CLUSTERS
 
-RESULTS = MEASURED / "gpu.jsonl"
+RESULTS, RATES = MEASURED / "gpu.jsonl", MEASURED / "gpu_rates.jsonl"
 ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
 PROBE = WORKDIR / "probe"
 CACHE = ROOT / WORKDIR / "gpu_cache"
@@ -107,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ[cache.ENVIRONMENT_KEY] = str(CACHE)
     if not options.cpu:  # a minute or two, and other programs have the GPUs' memory afterwards
         print(started([sys.executable, "-m", "lab.probe", f"--out={PROBE}"]))
+        found = json.loads((ROOT / PROBE / "probe.json").read_text())["device"]
+        add(RATES, {"device": device.kind, **found, **machine()})
     failed = run_missing(options.results, keys, measured)
     if not failed:
         print(table([line for line in recorded(options.results) if any(key.items() <= line.items() for key in keys)]))
@@ -128,9 +132,8 @@ def run_ours(key: Key, device: Device) -> dict[str, Any]:
     FailedRunError if it failed.
     """
     size, steps = key["size"], key["steps"]
-    keys = {"num_steps": steps, "batch.global_size": device.count * rows_of(size)} | PROGRAMS[key["side"]]
+    keys = {"num_steps": steps, **keys_of(size, key["side"], device.count)}
     keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
-    keys |= {"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if device.count > 1 else {}
     with tempfile.TemporaryDirectory() as workdir:
         flags = [f"--config={ROOT}/configs/gpu_decoder.py:{size}", f"--workdir={workdir}"]
         started([sys.executable, "train.py", *flags, *(f"--config.{key}={value}" for key, value in keys.items())])
@@ -155,6 +158,17 @@ def run_pytorch(key: Key, device: Device, python: str) -> dict[str, Any]:
     peer = ["lab/benchmarks/pytorch_peer.py", "zero3", "kept", json.dumps(sizes | {"low_precision": True})]
     step_time_s = result_of([python, *launcher, *peer])["step_time_s"]
     return {"tokens_per_s": device.count * rows_of(size) * model.max_len / step_time_s}
+
+
+def keys_of(size: str, side: str, devices: int) -> dict[str, Any]:
+    """Returns the changes of configs/gpu_decoder.py that a program of ours is."""
+    keys = {"batch.global_size": devices * rows_of(size)} | PROGRAMS[side]
+    return keys | ({"sharding.strategy": "zero3", "sharding.gather": "micro_step"} if devices > 1 else {})
+
+
+def tokens_of(size: str) -> int:
+    """Returns the tokens of a step on one device."""
+    return rows_of(size) * base.typed(gpu_decoder.get_config(size)).data.seq_len
 
 
 def rows_of(size: str) -> int:
@@ -200,6 +214,33 @@ def table(lines: Sequence[Line]) -> str:
         )
     heads = ["parameters", "program", "tokens/s", "MFU", "over PyTorch's, 95 % interval", "first step, cold"]
     return markdown([*heads, "losses differ by at most"], rows)
+
+
+def rates(lines: Sequence[Line]) -> str:
+    """Returns a row a figure of the GPUs that were measured, and the planner's of an H100."""
+    device = CLUSTERS["p5.48xlarge"].device
+    peak = device.peak_flops["bf16"]
+    figures: dict[str, tuple[Callable[[Line], float], float | None, float, str]] = {
+        "products, TFLOP/s": (lambda x: x["products_flops_per_s"], device.matmul_fraction * peak, 1e12, ".0f"),
+        **{
+            f"attention, {kernel}, {way}, TFLOP/s": (
+                lambda x, kernel=kernel, way=way: x["attention_flops_per_s"][kernel][way],
+                device.attention[way] * peak if kernel == "cudnn" else None,
+                1e12,
+                ".0f",
+            )
+            for kernel in ("cudnn", "pallas", "xla")
+            for way in ("forward", "backward")
+        },
+        "memory, TB/s": (lambda x: x["memory_bandwidth"], device.memory_bandwidth, 1e12, ".2f"),
+        "a launch, us": (lambda x: x["launch_s"], device.launch_s, 1e-6, ".2f"),
+        "copies to the host, GB/s": (lambda x: x["copies_to_host_bytes_per_s"], None, 1e9, ".1f"),
+    }
+    rows = [
+        [name, *(f"{of(line) / unit:{form}}" for line in lines), "-" if planned is None else f"{planned / unit:{form}}"]
+        for name, (of, planned, unit, form) in figures.items()
+    ]
+    return markdown(["figure", *(line["device"] for line in lines), "the planner's, of an H100"], rows)
 
 
 def apart(runs: Sequence[Sequence[float]]) -> float:

@@ -10,8 +10,10 @@ from files.pages import markdown
 from lab.benchmarks import (
     accuracy,
     elastic,
+    gpu,
     losses,
     overlap_table,
+    planner_gpu,
     planner_records,
     planner_replicas,
     planner_validation,
@@ -387,6 +389,9 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "adapters of 70 B": planner_records.adapters,
         "errors on published steps": lambda: published_steps.summary(records.lines("published_steps")),
         "errors of the planner": lambda: planner_validation.summary(sessions),
+        "a GPU by the planner": lambda: planner_gpu.table(records.lines("planner_gpu")),
+        "a GPU beside PyTorch": lambda: gpu.table(records.lines("gpu")),
+        "rates of a GPU": lambda: gpu.rates(records.lines("gpu_rates")),
         "replicas by the planner": lambda: planner_replicas.table(records.lines("planner_replicas")),
         "fastest by the planner": lambda: planner_validation.bests(sessions),
     }
