@@ -206,8 +206,8 @@ CUDNN = "dot_product_attention_fwd"  # the primitive of jax.nn.dot_product_atten
 def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
     """Returns a layer whose backward pass recomputes what `policy` selects; `in_scan`: the layer is a scan's body.
 
-    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights, attention
-    where a kernel computes it, and what is exchanged between experts; `none` nothing, so that the gathered parameters
+    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights, cuDNN's
+    attention, and what is exchanged between experts; `none` nothing, so that the gathered parameters
     stay in memory.
     """
     prevent_cse = not in_scan  # in a scan, XLA cannot merge the two computations anyway
@@ -218,14 +218,14 @@ def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = Fals
             return jax.checkpoint(body, prevent_cse=prevent_cse)
         case "dots":
             kept = jax.checkpoint_policies.save_only_these_names(KEPT)
-            policy_of_dots = jax.checkpoint_policies.save_from_both_policies(_is_product, kept)
+            policy_of_dots = jax.checkpoint_policies.save_from_both_policies(_is_kept, kept)
             return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy_of_dots)
         case _:
             raise ValueError(f"model.remat = {policy!r}: choose one of full, dots, none")
 
 
-def _is_product(primitive: Any, *args: Any, **how: Any) -> bool:
-    """Whether it is a product with weights, or cuDNN's attention; an expert's, one of a batch, is marked by it."""
+def _is_kept(primitive: Any, *args: Any, **how: Any) -> bool:
+    """Whether it is a product with weights, or cuDNN's attention; experts mark theirs, which are of a batch."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **how)
     return primitive is jax.lax.conv_general_dilated_p or dots or primitive.name.startswith(CUDNN)
 

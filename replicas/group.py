@@ -307,11 +307,17 @@ class Replicas:
 
     def _do_without(self, number: int) -> None:
         """Divides among the others what a member was to do of steps in which it does not take part any more."""
-        for step, plan in self._plans.items():
-            if number in plan.left and number != plan.me and not self.members.takes_part(number, step):
-                self._plans[step] = plan.without([number])
-                self._plans[step].follow(self._steps[step])
-                self._changed.notify_all()
+        for step in self._plans:
+            if not self.members.takes_part(number, step):
+                self._leave_out(number, step)
+
+    def _leave_out(self, number: int, step: int) -> None:
+        """Divides among the others what another member was to do of a step."""
+        plan = self._plans.get(step)
+        if plan and number in plan.left and number != plan.me:
+            self._plans[step] = plan.without([number])
+            self._plans[step].follow(self._steps[step])
+            self._changed.notify_all()
 
     def _add_up(self, step: int, sums: StepSums, piece: int) -> None:
         if plan := self._plans.get(step):
@@ -324,7 +330,7 @@ class Replicas:
                 while (wanted := self._next(member, kind)) is not None:
                     step, sums, piece, node = wanted
                     try:
-                        self._fetch(connection, step, sums, piece, node)
+                        self._fetch(connection, member.number, step, sums, piece, node)
                     finally:
                         with self._lock:
                             self._under_way.discard((member.number, step, piece, node))
@@ -347,7 +353,9 @@ class Replicas:
                 self._changed.wait()
         return None
 
-    def _fetch(self, connection: Connection, step: int, sums: StepSums, piece: int, node: Node | None) -> None:
+    def _fetch(
+        self, connection: Connection, number: int, step: int, sums: StepSums, piece: int, node: Node | None
+    ) -> None:
         """Gets a sum, or with `node` None the total. PeerError if the member does not give it."""
         request = {"op": "total", "step": step, "piece": piece}
         if node:
@@ -357,11 +365,13 @@ class Replicas:
             content = connection.get_whole(request, self._bytes_of(piece, is_sum=is_sum))
         except RefusedError as error:
             if node and TOTAL_IS_HERE in str(error):
-                self._fetch(connection, step, sums, piece, None)
+                self._fetch(connection, number, step, sums, piece, None)
             elif _GONE in str(error) or _SKIPPED in str(error):
                 with self._changed:
                     if _GONE in str(error):
                         self._behind = step
+                    else:
+                        self._leave_out(number, step)
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self.members.step != step or self.members.closed)
             else:

@@ -195,9 +195,10 @@ class StepSums:
             self._values.clear()
 
     def _wait(self, piece: int) -> None:
-        self._here[piece].wait()
+        if not self._end:
+            self._here[piece].wait()
         if self._end:
-            raise self._end
+            raise type(self._end)(*self._end.args)  # each thread one of its own
 
     def _form(self, node: Node, piece: int) -> Payload:
         """A single share travels encoded, a sum of several as it is."""

@@ -63,19 +63,21 @@ def test_the_sizes_are_what_they_are_called() -> None:
 
 
 def test_the_table() -> None:
-    line = {"size": "124m", "mfu": 0.5}
+    line = {"size": "124m", "mfu": 0.5, "device": "H100", "devices": 1, "repetition": 0}
     ours = [
-        line | {"side": gpu.OURS, "tokens_per_s": speed, "losses": [4, 2], "start_s": start}
-        for speed, start in ((1000, 60), (1200, 20), (1100, 20))
+        line | {"side": gpu.OURS, "tokens_per_s": speed, "losses": [4, 2], "start_s": start, "repetition": number}
+        for number, (speed, start) in enumerate(((1000, 60), (1200, 20), (1100, 20)))
     ]
     loop = line | {"side": gpu.LOOP, "tokens_per_s": 900, "losses": [4, 2.002], "mfu": 0.4, "start_s": 12}
-    theirs = [line | {"side": gpu.PEER, "tokens_per_s": 1000, "mfu": None} for _ in range(3)]
+    theirs = [line | {"side": gpu.PEER, "tokens_per_s": 1000, "mfu": None, "repetition": number} for number in range(3)]
     assert table([loop, *ours, *theirs]).splitlines()[2:] == [
-        "| 124m | in a loop | 900 (900 to 900) | 40.0% | 0.90 | 12 s | 1e-03 |",
-        "| 124m | mics-jax | 1,100 (1,000 to 1,200) | 50.0% | 1.10 ± 0.25 | 60 s | 0e+00 |",
-        "| 124m | pytorch | 1,000 (1,000 to 1,000) | - | - | - | - |",
+        "| 124m | 1 x H100 | in a loop | 900 (900 to 900) | 40.0% | 0.90 | 12 s | 1e-03 |",
+        "| 124m | 1 x H100 | mics-jax | 1,100 (1,000 to 1,200) | 50.0% | 1.10 ± 0.25 | 60 s | 0e+00 |",
+        "| 124m | 1 x H100 | pytorch | 1,000 (1,000 to 1,000) | - | - | - | - |",
     ]
-    assert table(ours).splitlines()[-1].endswith("| - | 60 s | 0e+00 |")
+    assert "| 1.20 |" in table([ours[1], *theirs]).splitlines()[2]  # of the same repetition
+    other = [each | {"devices": 8} for each in theirs]
+    assert table([*ours, *other]).splitlines()[2].endswith("| - | 60 s | 0e+00 |")
     assert interval([1.5]) == "1.50" and interval([]) == "-"
 
 
@@ -84,4 +86,6 @@ def test_the_rates_stand_beside_the_planners() -> None:
     line = {"device": "a GPU", "products_flops_per_s": 7e14, "attention_flops_per_s": dict.fromkeys(KERNELS, ways)}
     line |= {"memory_bandwidth": 3e12, "launch_s": 7e-7, "copies_to_host_bytes_per_s": 2e9}
     heads, _, products, *_ = gpu.rates([line]).splitlines()
+    line["attention_flops_per_s"] = {}  # of no kernel
+    assert "| attention, cudnn, forward, TFLOP/s | - | 518 |" in gpu.rates([line])
     assert heads == "| figure | a GPU | the planner's, of an H100 |" and products == "| products, TFLOP/s | 700 | 590 |"

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from three_steps import OTHERS, SMALL, STEPS, assert_equal_steps, three_steps
 from workload import FLAGS
 
 from configs import base, quickstart
 from models.flash import flash_attention
+from models.model import CUDNN, rematerialise
 from training.experiment import make_experiment
 
 ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
@@ -71,6 +73,25 @@ def test_steps_have_the_losses_and_gradients_of_xla(strategy: str, flags: dict[s
     changes = (STEPS | OTHERS)[strategy] | flags
     wanted, found = (three_steps(changes | {"model.attention": name}) for name in ("xla", "pallas"))
     assert_equal_steps(found, wanted, 1e-5)
+
+
+def test_attention_of_cudnn_is_computed_again_with_full_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none of it here, but jax traces it once it no longer asks for its version."""
+    for name in ("check_cudnn_version", "check_compute_capability"):
+        monkeypatch.setattr(fused_attention_stablehlo, name, lambda *args, **how: 91000, raising=False)
+
+    def layer(x: Any) -> Any:
+        q = x.reshape(2, 64, 2, 32)
+        return jax.nn.dot_product_attention(q, q, q, implementation="cudnn", is_causal=True).reshape(x.shape)
+
+    counts = {}
+    for remat in ("full", "dots", "none"):
+        run = rematerialise(layer, remat)
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x, run=run: run(x).astype(float).sum()))(
+            jnp.ones((2, 64, 64), "bfloat16")
+        )
+        counts[remat] = str(jaxpr).count(f"{CUDNN}_wrapper[")
+    assert counts == {"full": 2, "dots": 1, "none": 1}
 
 
 PACKED = {"data.packing": "documents", "data.source": "stdlib_text"}

@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import running
 from running import arguments, arrays, finish, losses, start
@@ -44,6 +45,8 @@ REPLICAS, NUM_STEPS = 3, 60
 @pytest.fixture(autouse=True)
 def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several processes have memory of it, and products of float32 are not rounded to TensorFloat-32."""
+    assert jax.default_backend() == "gpu", "run make test-gpu, where there is one"
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     monkeypatch.setattr(running, "XLA_FLAGS", "")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")

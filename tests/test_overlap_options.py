@@ -43,6 +43,8 @@ def test_all_of_them_on_gpus_and_only_copies_on_cpus() -> None:
     assert list(on_gpus(pipelined=True).items()) == [next(iter(names.items())) for names in OVERLAP]
     assert on_gpus(wanted=False) == {}
     assert on_gpus(wanted=False, exact=True) == EXACT[0]
+    with pytest.raises(ValueError, match="need an XLA that knows xla_gpu_deterministic_ops"):
+        on_gpus(exact=True, known=lambda name, value: False)
     for flag in (True, False):  # the installed XLA knows it
         assert xla_options("cpu", **PLAIN | {"wanted": flag, "exact": flag}) == ON_CPUS[0]
     assert xla_options("tpu", **PLAIN | {"exact": True}, known=lambda name, value: True) == {}

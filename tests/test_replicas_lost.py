@@ -121,6 +121,16 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
         check(found[0][number], number)
 
 
+def test_nobody_begins_to_wait_for_a_step_that_was_skipped() -> None:
+    """Its sums were found before they ended: nobody would wake who waits for them then."""
+    lock = threading.RLock()
+    sums = StepSums(SHARES, [Float32()] * len(SIZES), SIZES, lock, threading.Condition(lock))
+    sums.end(LookupError("skipped"))
+    for wait in (lambda: sums.wait_for_total(0), lambda: sums.wait_for((0, 1), 0)):
+        with pytest.raises(LookupError, match="skipped"):
+            wait()
+
+
 @pytest.mark.parametrize("saved", [0, 7])
 def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(saved: int, make: Callable[..., Replicas]) -> None:
     """Not if a checkpoint is newer: then it ends, to start again from that."""

@@ -78,7 +78,10 @@ def xla_options(
     same = EXACT if exact and platform == "gpu" else ()
     for names in (*same, *(overlap | {"cpu": ON_CPUS}).get(platform, ())):
         if not users & names.keys():
-            options |= next(({name: value} for name, value in names.items() if known(name, value)), {})
+            found = next(({name: value} for name, value in names.items() if known(name, value)), {})
+            if names in same and not found:
+                raise ValueError(f"independent replicas on GPUs need an XLA that knows {' or '.join(names)}")
+            options |= found
     return options
 
 

@@ -48,7 +48,7 @@ from lab.benchmarks.runner import (
     started,
     words,
 )
-from lab.records import MEASURED, Line, add, machine, recorded, spread
+from lab.records import MEASURED, Line, add, is_recorded, machine, recorded, spread
 from metrics.throughput import peak_flops
 from planner.clusters import CLUSTERS
 
@@ -107,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     shutil.rmtree(CACHE, ignore_errors=True)
     os.environ[cache.ENVIRONMENT_KEY] = str(CACHE)
-    if not options.cpu:  # a minute or two, and other programs have the GPUs' memory afterwards
+    if not options.cpu and any(
+        not is_recorded(options.results, key) for key in keys
+    ):  # a minute or two, and other programs have the GPUs' memory afterwards
         print(started([sys.executable, "-m", "lab.probe", f"--out={PROBE}"]))
         found = json.loads((ROOT / PROBE / "probe.json").read_text())["device"]
         add(RATES, {"device": device.kind, **found, **machine()})
@@ -191,19 +193,25 @@ def mfu(size: str, tokens_per_s: float, device: Device) -> float | None:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns a row a size and side: speed and MFU, over PyTorch's in the same repetition, and how far losses are."""
+    """Returns a row a size and side: speed and MFU, over PyTorch's in the same repetition, and how far losses are.
+
+    Of several kinds of devices, or numbers of them, each has rows of its own.
+    """
     rows = []
-    for size, side in dict.fromkeys((line["size"], line["side"]) for line in lines):
-        of_size = [line for line in lines if line["size"] == size]
-        speeds, theirs = ([line["tokens_per_s"] for line in of_size if line["side"] == one] for one in (side, PEER))
+    for kind in dict.fromkeys((line["size"], line["device"], line["devices"], line["side"]) for line in lines):
+        *where, side = kind
+        of_size = [line for line in lines if [line["size"], line["device"], line["devices"]] == where]
         here = [line for line in of_size if line["side"] == side]
+        theirs = {line["repetition"]: line["tokens_per_s"] for line in of_size if line["side"] == PEER != side}
+        speeds = [line["tokens_per_s"] for line in here]
         shares = [line["mfu"] for line in here if line["mfu"] is not None]
-        ratios = [ours / other for ours, other in zip(speeds, theirs, strict=False)] if side != PEER else []
-        losses = [line["losses"] for line in (*of_size, *here) if line["side"] in (OURS, side) and "losses" in line]
+        ratios = [x["tokens_per_s"] / theirs[x["repetition"]] for x in here if x["repetition"] in theirs]
+        losses = [line["losses"] for line in of_size if line["side"] in (OURS, side) and "losses" in line]
         starts = [line["start_s"] for line in here if "start_s" in line]
         rows.append(
             [
-                size,
+                where[0],
+                f"{where[2]} x {where[1]}",
                 side,
                 spread(speeds, ",.0f"),
                 f"{mean(shares):.1%}" if shares else "-",
@@ -212,7 +220,7 @@ def table(lines: Sequence[Line]) -> str:
                 f"{apart(losses):.0e}" if side != PEER else "-",
             ]
         )
-    heads = ["parameters", "program", "tokens/s", "MFU", "over PyTorch's, 95 % interval", "first step, cold"]
+    heads = ["parameters", "devices", "program", "tokens/s", "MFU", "over PyTorch's, 95 % interval", "first step, cold"]
     return markdown([*heads, "losses differ by at most"], rows)
 
 
@@ -220,11 +228,11 @@ def rates(lines: Sequence[Line]) -> str:
     """Returns a row a figure of the GPUs that were measured, and the planner's of an H100."""
     device = CLUSTERS["p5.48xlarge"].device
     peak = device.peak_flops["bf16"]
-    figures: dict[str, tuple[Callable[[Line], float], float | None, float, str]] = {
+    figures: dict[str, tuple[Callable[[Line], float | None], float | None, float, str]] = {
         "products, TFLOP/s": (lambda x: x["products_flops_per_s"], device.matmul_fraction * peak, 1e12, ".0f"),
         **{
             f"attention, {kernel}, {way}, TFLOP/s": (
-                lambda x, kernel=kernel, way=way: x["attention_flops_per_s"][kernel][way],
+                lambda x, kernel=kernel, way=way: x["attention_flops_per_s"].get(kernel, {}).get(way),
                 device.attention[way] * peak if kernel == "cudnn" else None,
                 1e12,
                 ".0f",
@@ -236,10 +244,10 @@ def rates(lines: Sequence[Line]) -> str:
         "a launch, us": (lambda x: x["launch_s"], device.launch_s, 1e-6, ".2f"),
         "copies to the host, GB/s": (lambda x: x["copies_to_host_bytes_per_s"], None, 1e9, ".1f"),
     }
-    rows = [
-        [name, *(f"{of(line) / unit:{form}}" for line in lines), "-" if planned is None else f"{planned / unit:{form}}"]
-        for name, (of, planned, unit, form) in figures.items()
-    ]
+    rows = []
+    for name, (of, planned, unit, form) in figures.items():
+        found = [*map(of, lines), planned]
+        rows.append([name, *("-" if value is None else f"{value / unit:{form}}" for value in found)])
     return markdown(["figure", *(line["device"] for line in lines), "the planner's, of an H100"], rows)
 
 

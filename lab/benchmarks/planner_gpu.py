@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def timed_runs() -> Iterator[Line]:
     """Yields each program of ours that was timed, with the median of its repetitions."""
-    lines = [line for line in recorded(gpu.RESULTS) if line["side"] != gpu.PEER and line["device"] == DEVICE]
+    of_one = [line for line in recorded(gpu.RESULTS) if (line["devices"], line["device"]) == (1, DEVICE)]
+    lines = [line for line in of_one if line["side"] != gpu.PEER]
     for size, side in dict.fromkeys((line["size"], line["side"]) for line in lines):
         of = [line for line in lines if (line["size"], line["side"]) == (size, side)]
         step_s = gpu.tokens_of(size) / median(line["tokens_per_s"] for line in of)
