@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 from three_steps import OTHERS, SMALL, STEPS, assert_equal_steps, three_steps
 from workload import FLAGS
 
@@ -78,7 +77,8 @@ def test_steps_have_the_losses_and_gradients_of_xla(strategy: str, flags: dict[s
 def test_attention_of_cudnn_is_computed_again_with_full_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none of it here, but jax traces it once it no longer asks for its version."""
     for name in ("check_cudnn_version", "check_compute_capability"):
-        monkeypatch.setattr(fused_attention_stablehlo, name, lambda *args, **how: 91000, raising=False)
+        where = f"jax._src.cudnn.fused_attention_stablehlo.{name}"
+        monkeypatch.setattr(where, lambda *args, **how: 91000, raising=False)
 
     def layer(x: Any) -> Any:
         q = x.reshape(2, 64, 2, 32)
