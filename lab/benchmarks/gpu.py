@@ -107,9 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     shutil.rmtree(CACHE, ignore_errors=True)
     os.environ[cache.ENVIRONMENT_KEY] = str(CACHE)
-    if not options.cpu and any(
-        not is_recorded(options.results, key) for key in keys
-    ):  # a minute or two, and other programs have the GPUs' memory afterwards
+    missing = any(not is_recorded(options.results, key) for key in keys)
+    if missing and not options.cpu:  # a minute or two, and other programs have the GPUs' memory afterwards
         print(started([sys.executable, "-m", "lab.probe", f"--out={PROBE}"]))
         found = json.loads((ROOT / PROBE / "probe.json").read_text())["device"]
         add(RATES, {"device": device.kind, **found, **machine()})
