@@ -29,6 +29,8 @@ Kind = tuple[int, int]  # of a layer's tensor: leading dims of a batch of matric
 OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *shape]` of tensors of that kind
 # (function, specs, kinds, stacks `[n, ...]`, each=False): with `each` they are `[R, n, ...]`, of each replica its own
 OnWhole = Callable[..., Stacks]
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Muon's x, x^3, x^5
+PRODUCTS = jnp.bfloat16  # operands of Muon's products; in float32 they take twice as long on CPUs
 AVERAGE_RATE = 0.1  # of what a running average becomes, the share of the step's value (torch's `momentum`)
 
 
@@ -199,21 +201,34 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
 
 
 def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
-    """Orthogonalises each tensor of `[n, *shape]` as a matrix, as optax's Muon does, and scales it by its shape.
+    """Orthogonalises each tensor of `[n, *shape]` as a matrix and scales it by `sqrt(max(1, outputs / inputs))`.
 
-    The dim of the outputs is one side of the matrix, all others but those of a batch are the other. The scale is
-    `sqrt(max(1, outputs / inputs))`.
+    The dim of the outputs is one side of the matrix, all others but those of a batch are the other. The five steps of
+    Muon's authors (kellerjordan.github.io/posts/muon), whose result is near the nearest orthogonal matrix; their
+    products take bfloat16 and, unlike theirs, add up in float32.
     """
     batch_dims, output_dim = kind
-    batch = stack.reshape(-1, *stack.shape[1 + batch_dims :])
     outputs = 1 + output_dim - batch_dims
-    inputs = tuple(i for i in range(1, batch.ndim) if i != outputs)
-    dims = contrib.MuonDimensionNumbers(inputs, outputs)  # the first is a batch
-    alone = contrib.scale_by_muon(beta=0.0, eps=eps, nesterov=False, weight_dimension_numbers=dims)
-    orthogonal: Any = alone.update(batch, alone.init(batch))[0]
-    fan_out = batch.shape[outputs]
-    fan_in = math.prod(batch.shape[1:]) // fan_out
-    return (math.sqrt(max(1.0, fan_out / fan_in)) * orthogonal).reshape(stack.shape)
+    batch = jnp.moveaxis(stack.reshape(-1, *stack.shape[1 + batch_dims :]), outputs, -1)
+    fan_in, fan_out = math.prod(batch.shape[1:-1]), batch.shape[-1]
+    matrices = batch.reshape(-1, fan_in, fan_out)
+    wide = matrices.mT if fan_in > fan_out else matrices  # squared on its shorter side
+    wide = wide / (jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) + eps)
+    linear, cubic, quintic = COEFFICIENTS
+
+    def iterate(_: int, x: jax.Array) -> jax.Array:
+        square = _product("nik,njk->nij", x, x)
+        quartic = _product("nij,njk->nik", square, square)
+        return linear * x + _product("nij,njk->nik", cubic * square + quintic * quartic, x)
+
+    wide = jax.lax.fori_loop(0, 5, iterate, wide)  # written out it takes half as long again on CPUs
+    orthogonal = (wide.mT if fan_in > fan_out else wide).reshape(batch.shape)
+    return math.sqrt(max(1.0, fan_out / fan_in)) * jnp.moveaxis(orthogonal, -1, outputs).reshape(stack.shape)
+
+
+def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the products of two stacks of matrices, in float32."""
+    return jnp.einsum(dims, a.astype(PRODUCTS), b.astype(PRODUCTS), preferred_element_type=jnp.float32)
 
 
 def _alone(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stacks]:

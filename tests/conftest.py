@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def muon_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon's products take float32, as those of the oracles do."""
+    monkeypatch.setattr("optimizers.PRODUCTS", jax.numpy.float32)
+
+
+@pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A folder of 60 short text files."""
     folder = tmp_path / "corpus"

@@ -34,7 +34,7 @@ from runtime.progress import Progress, read_progress
 ENVIRONMENT = """
 import json, os
 names = ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES"]
-names += ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+names += ["MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC"]
 print(json.dumps([os.environ[name] for name in names]).replace('"', ""))
 """
 RANK = "import os, signal, sys, time; rank = int(os.environ['RANK']); print('up')\n"
@@ -68,7 +68,7 @@ def test_what_the_program_finds(tmp_path: Path) -> None:
     """Process 0's output comes through; everyone's is in the log of its node."""
     code, out, err = finish(emulate(tmp_path, ENVIRONMENT, "--processes_per_node=2"))
     assert code == 0, err
-    first = "10.77.0.1:29400, 4, {0}, 1, 10.77.0.1, 29500, {0}, 4, {1}, 2"
+    first = "10.77.0.1:29400, 4, {0}, 1, 10.77.0.1, 29500, {0}, 4, {1}, 2, 1"
     assert out == f"[{first.format(0, 0)}]\n"
     for node in (0, 1):
         lines = (tmp_path / f"node{node}.log").read_text().splitlines()

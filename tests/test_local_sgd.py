@@ -199,6 +199,7 @@ def orthogonal(x: np.ndarray) -> np.ndarray:
     return np.sqrt(max(1.0, x.shape[-1] / x.shape[-2])) * x
 
 
+@pytest.mark.usefixtures("muon_in_float32")
 @pytest.mark.parametrize("how", LAYOUTS)
 def test_muon_inside_is_its_rule_written_out_and_stays_in_the_replicas(how: str) -> None:
     """MuLoCo (arXiv 2505.23725), twenty steps of hidden matrices, stacked and not; a replica's lie on its devices."""

@@ -2,10 +2,12 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,8 +15,10 @@ from optax import contrib
 
 from configs.schema import OptimizerConfig
 from configs.schema.sections import OPTIMIZERS as NAMES
-from optimizers import GuardState, make_optimizer, make_schedule
+from optimizers import GuardState, make_optimizer, make_schedule, newton_schulz
 from sharding.spec import ParamSpec
+
+pytestmark = pytest.mark.usefixtures("muon_in_float32")
 
 LAYERS, STEPS = 3, 5
 DIMS = {
@@ -145,6 +149,39 @@ def test_optimizers_equal_optax_on_unstacked_layers(name: str, mask: str) -> Non
         updates, state = update(flat(grads), state, params)
         params = optax.apply_updates(params, updates)
     close(run(config)[0], params, rtol=1e-4 if name == "muon" else 2e-5)
+
+
+def rounded_newton_schulz(x: np.ndarray) -> np.ndarray:
+    """Five steps of Newton-Schulz on `[..., inputs, outputs]`, whose products take bfloat16, scaled by the shape."""
+
+    def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.matmul(*(y.astype(jnp.bfloat16).astype(np.float64) for y in (a, b)))
+
+    is_tall = x.shape[-2] > x.shape[-1]
+    wide = x.swapaxes(-2, -1) if is_tall else x
+    wide = wide / np.linalg.norm(wide, axis=(-2, -1), keepdims=True)
+    for _ in range(5):
+        square = product(wide, wide.swapaxes(-2, -1))
+        wide = 3.4445 * wide + product(-4.7750 * square + 2.0315 * product(square, square), wide)
+    return np.sqrt(max(1.0, x.shape[-1] / x.shape[-2])) * (wide.swapaxes(-2, -1) if is_tall else wide)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8), (2, 3, 8, 16)])
+def test_products_of_muon_take_bfloat16_and_add_up_in_float32(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to the last bit: where a sum lies between two of bfloat16, another order of adding may round otherwise."""
+    stack = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    kind = (len(shape) - 3, len(shape) - 2)  # the last dims are a matrix, those before them a batch
+    in_float32 = np.asarray(jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8))(stack))
+    monkeypatch.setattr("optimizers.PRODUCTS", jnp.bfloat16)
+    lowered = jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8)).lower(stack)
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    assert all(re.search(r": \(tensor<[\dx]+bf16>, tensor<[\dx]+bf16>\) -> tensor<[\dx]+f32>", x) for x in products)
+    expected = rounded_newton_schulz(stack)
+    error = np.linalg.norm(np.asarray(lowered.compile()(stack)) - expected)
+    assert error < np.linalg.norm(in_float32 - expected) / 2 < 0.05 * np.linalg.norm(expected)
 
 
 # -------------------------------------------------------------------------------- schedules, clipping, the guard

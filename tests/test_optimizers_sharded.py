@@ -26,6 +26,8 @@ from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, first_state
 from training.experiment import make_experiment
 
+pytestmark = pytest.mark.usefixtures("muon_in_float32")
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mics2": {"strategy": "mics", "partition_size": 2},
     "zero1": {"strategy": "zero1"},

@@ -92,6 +92,7 @@ def test_encoded_hop_two_inside_the_stages() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("muon_in_float32")
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_optimizers_see_the_whole_stack(optimizer: str) -> None:
     """Norms, factored moments and orthogonalisation are of the global arrays, wherever their layers lie."""

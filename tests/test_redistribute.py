@@ -1,5 +1,6 @@
 """Muon on 8 devices: whole tensors, and bytes and products of the compiled update by their formulas."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,8 @@ from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, first_state
+
+pytestmark = pytest.mark.usefixtures("muon_in_float32")
 
 STEPS, LAYERS = 2, 3
 CONV = ("channels_out", "channels_in", "height", "width")
@@ -163,9 +166,10 @@ def newton_schulz_flops(devices: int, matrices: Sequence[tuple[int, int, int]]) 
 
 
 def product_flops(text: str) -> float:
-    """Returns the floating-point operations of a program's matrix products; it has no loops."""
+    """Returns the floating-point operations of a program's matrix products, all in loops of five steps."""
+    assert set(re.findall(r"known_trip_count.*?(\d+)", text)) == {"5"}
     program = parse_program(text)
-    return sum(
+    return 5 * sum(
         product.flops
         for computation in program.computations.values()
         for instruction in computation.instructions

@@ -25,7 +25,7 @@ def use_devices(config: Config) -> Config:
         if config.sharding.replicas == "independent":
             # what a program hands out is copied in the threads that run the devices' programs, of which tsl makes as
             # many as this says: without more than devices, gradients come when the last backward pass is over
-            os.environ.setdefault("NPROC", str(config.mesh.num_cpu_devices + SPARE_THREADS))
+            os.environ["NPROC"] = str(config.mesh.num_cpu_devices + SPARE_THREADS)
     elif config.sharding.overlap != "off":
         add_estimate(os.environ, installed_plugins())
     # of XLA's page-locked memory, which grows as needed: snapshots' copies may be more than its 64 GiB (gpu_helpers.cc)
