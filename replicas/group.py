@@ -9,7 +9,6 @@ had left to another, and the values are the same (replicas/sums.py). So a lost m
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +18,7 @@ from replicas.members import NEVER, Member
 from replicas.membership import AHEAD, MOST_BYTES, NOBODY, Membership
 from replicas.payloads import Payload
 from replicas.plan import StepPlan
-from replicas.state_copies import LEAVES, StateCopies
+from replicas.state_copies import LEAVES, StateCopies, fetch_copies
 from replicas.sums import COMPLETE, TOTAL_IS_HERE, WAITING, StepSums, check_nodes
 from replicas.tree import Node
 from runtime.blobs import BlobService, Connection, PeerError, RefusedError
@@ -157,10 +156,10 @@ class Replicas:
                 return None
             step = newest + AHEAD * tries
             self.members.tell(step=step)  # from which on they keep the totals
-            begun = [member for member in self.members.others if member.trains]
+            begun = [member.address for member in self.members.others if member.trains]
             found, why = {}, "none has it"
             try:
-                found = self._fetch_state(begun, step, sizes) if begun else {}
+                found = fetch_copies(self.members.connect, begun, step, sizes) if begun else {}
             except PeerError as error:  # lost meanwhile, or further than it was thought
                 why = str(error)
             if all(self._agree(int(len(found) == len(sizes)))):
@@ -181,27 +180,6 @@ class Replicas:
                 self._plans.pop(old, None)
                 self._steps.pop(old).end(LookupError(_SKIPPED))
             self._changed.notify_all()
-
-    def _fetch_state(self, begun: Sequence[Member], step: int, sizes: Sequence[int]) -> dict[int, memoryview]:
-        parts: list[list[int]] = [[] for _ in begun]
-        loads = [0] * len(begun)
-        for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            least = loads.index(min(loads))
-            parts[least].append(number)
-            loads[least] += sizes[number]
-        found: dict[int, memoryview] = {}
-
-        def fetch(member: Member, numbers: list[int]) -> None:
-            with self.members.connect(member.address) as connection:
-                connection.ask({"op": "copy", "step": step, "arrays": numbers}, 0)
-                for number in numbers:
-                    request = {"op": "state", "step": step, "array": number}
-                    found[number] = connection.get_whole(request, sizes[number])
-
-        with ThreadPoolExecutor(len(begun)) as pool:
-            for done in [pool.submit(fetch, *each) for each in zip(begun, parts, strict=True)]:
-                done.result()
-        return found
 
     # ------------------------------------------------------------------------------------------------------- the steps
     def compute(self, step: int, compute: Callable[[int], None]) -> None:

@@ -5,10 +5,13 @@ each copies those to its host's memory, which takes the time of the copy alone, 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+
+from runtime.blobs import Address, Connection
 
 PASSED = "that step has passed"
 LEAVES = "this replica leaves"
@@ -62,3 +65,30 @@ class StateCopies:
             if self._closed:
                 raise ConnectionError(LEAVES)
             return memoryview(self._copies[step][number].tobytes())
+
+
+def fetch_copies(
+    connect: Callable[[Address], Connection], addresses: Sequence[Address], step: int, sizes: Sequence[int]
+) -> dict[int, memoryview]:
+    """Returns the arrays of the state after `step` steps, of `sizes` bytes each, by number.
+
+    Each of the others sends a part, all at once. PeerError if one of them does not.
+    """
+    parts: list[list[int]] = [[] for _ in addresses]
+    loads = [0] * len(addresses)
+    for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        least = loads.index(min(loads))
+        parts[least].append(number)
+        loads[least] += sizes[number]
+    found: dict[int, memoryview] = {}
+
+    def fetch(address: Address, numbers: list[int]) -> None:
+        with connect(address) as connection:
+            connection.ask({"op": "copy", "step": step, "arrays": numbers}, 0)
+            for number in numbers:
+                found[number] = connection.get_whole({"op": "state", "step": step, "array": number}, sizes[number])
+
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        for done in [pool.submit(fetch, *each) for each in zip(addresses, parts, strict=True)]:
+            done.result()
+    return found

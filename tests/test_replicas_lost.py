@@ -109,7 +109,7 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
     skips.members.tell(first=NEVER, begun=False)
     thread.join(60)
     assert len(found[0]) == 1
-    monkeypatch.setattr(skips, "_fetch_state", lambda begun, step, sizes: {0: memoryview(b"")})
+    monkeypatch.setattr("replicas.group.fetch_copies", lambda connect, begun, step, sizes: {0: memoryview(b"")})
     fetched = skips.fetch_state([0])
     assert fetched
     (at, _) = fetched

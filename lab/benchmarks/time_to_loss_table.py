@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from files.pages import markdown
 from files.palette import GRID, INK, SERIES
-from lab.benchmarks.scores import PEER, bytes_per_s, ratio
+from lab.benchmarks.scores import PEER, bytes_per_s
 from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
 from lab.plots import OUTSIDE, rate_in_words
 from lab.records import Line, Range, spread
@@ -27,8 +27,13 @@ class Joined:
 
     method: Method
     curves: Mapping[int, tuple[Sequence[int], Sequence[float]]]  # steps and losses, by seed
-    step_s: Mapping[str, Range]  # the mean step, by rate: median and range of the repetitions
+    means_s: Mapping[str, Sequence[float]]  # the mean step of each repetition, by rate
     step_bytes: float | None  # that a node sends
+
+    def step_s(self, rate: str) -> Range | None:
+        """Returns median and range of the repetitions' mean step; None if it was not timed at the rate."""
+        means = self.means_s.get(rate)
+        return Range(value=median(means), low=min(means), high=max(means)) if means else None
 
 
 def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> dict[str, Joined]:
@@ -39,15 +44,12 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
         losses = [x for x in losses if x["steps"] == method.steps]
         links = [x["links"] for x in lines if (x["part"], x["method"]) == ("times", method.times)]
         rates = sorted({rate for link in links for rate in link}, key=bytes_per_s)
-        step_s = {}
-        for rate in rates:
-            means = [fmean(link[rate]["step_times_s"]) for link in links if rate in link]
-            step_s[rate] = Range(value=median(means), low=min(means), high=max(means))
+        means_s = {rate: [fmean(link[rate]["step_times_s"]) for link in links if rate in link] for rate in rates}
         sent = [of_rate["sent_bytes"] for link in links for of_rate in link.values()]
         found[name] = Joined(
             method=method,
             curves={x["seed"]: (x["at"], x["validation_losses"]) for x in best(losses)},
-            step_s=step_s,
+            means_s=means_s,
             step_bytes=fmean(sent) if sent else None,
         )
     return found
@@ -87,26 +89,40 @@ def spent(steps: float, method: Method, *, dense: float, own: float) -> float:
     return first * dense + (steps - first) * own
 
 
-def reached(found: Mapping[str, Joined], name: str) -> list[float] | None:
-    """Returns the steps of each seed of the dense run, too; None if one never reaches its target, or without any."""
+def reached(found: Mapping[str, Joined], name: str) -> dict[int, float] | None:
+    """Returns the steps by seed, of the dense run's seeds; None if one never reaches its target, or without any."""
     dense, curves = found[DENSE].curves, found[name].curves
-    steps = [steps_to(WITHIN * dense[seed][1][-1], *curves[seed]) for seed in curves if seed in dense]
-    known = [step for step in steps if step is not None]
+    steps = {seed: steps_to(WITHIN * dense[seed][1][-1], *curves[seed]) for seed in curves if seed in dense}
+    known = {seed: step for seed, step in steps.items() if step is not None}
     return known if known and len(known) == len(steps) else None
 
 
 def time_to_loss(found: Mapping[str, Joined], name: str, rate: str) -> Range | None:
     """Returns the seconds to the target at a rate; None if it is not reached, or was not timed."""
-    one, dense, steps = found[name], found[DENSE].step_s.get(rate), reached(found, name)
-    own = one.step_s.get(rate)
+    one, dense, steps = found[name], found[DENSE].step_s(rate), reached(found, name)
+    own = one.step_s(rate)
     if steps is None or own is None or dense is None:
         return None
     cost = lambda count, dense_s, own_s: spent(count, one.method, dense=dense_s, own=own_s)
     return Range(
-        value=cost(fmean(steps), dense.value, own.value),
-        low=cost(min(steps), dense.low, own.low),
-        high=cost(max(steps), dense.high, own.high),
+        value=cost(fmean(steps.values()), dense.value, own.value),
+        low=cost(min(steps.values()), dense.low, own.low),
+        high=cost(max(steps.values()), dense.high, own.high),
     )
+
+
+def times_as_long(found: Mapping[str, Joined], slower: str, faster: str, rate: str) -> Range | None:
+    """Returns the first method's time to the target over the second's: of each seed and repetition that both have."""
+    dense, pairs = found[DENSE].means_s.get(rate, ()), []
+    steps = {name: reached(found, name) or {} for name in (slower, faster)}
+    for seed in steps[slower].keys() & steps[faster].keys():
+        for means in zip(dense, *(found[name].means_s.get(rate, ()) for name in steps), strict=False):
+            first, second = (
+                spent(steps[name][seed], found[name].method, dense=means[0], own=own_s)
+                for name, own_s in zip(steps, means[1:], strict=True)
+            )
+            pairs.append(first / second)
+    return Range(value=median(pairs), low=min(pairs), high=max(pairs)) if pairs else None
 
 
 def bytes_to_loss(found: Mapping[str, Joined], name: str) -> float | None:
@@ -114,7 +130,7 @@ def bytes_to_loss(found: Mapping[str, Joined], name: str) -> float | None:
     one, dense, steps = found[name], found[DENSE].step_bytes, reached(found, name)
     if steps is None or one.step_bytes is None or dense is None:
         return None
-    return spent(fmean(steps), one.method, dense=dense, own=one.step_bytes)
+    return spent(fmean(steps.values()), one.method, dense=dense, own=one.step_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------- the tables
@@ -122,7 +138,7 @@ def bytes_to_loss(found: Mapping[str, Joined], name: str) -> float | None:
 
 def rates_of(found: Mapping[str, Joined]) -> list[str]:
     """Returns the rates at which the dense method was timed, slowest first."""
-    return sorted(found[DENSE].step_s, key=bytes_per_s)
+    return sorted(found[DENSE].means_s, key=bytes_per_s)
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -135,7 +151,7 @@ def table(lines: Sequence[Line]) -> str:
         dense, steps, sent = found[DENSE].curves, reached(found, name), bytes_to_loss(found, name)
         apart = [one.curves[seed][1][-1] / dense[seed][1][-1] - 1 for seed in one.curves if seed in dense]
         cells = [f"`{name}`", str(len(one.curves)), spread(apart, "+.2%") if apart and name != DENSE else ""]
-        cells += [spread(steps, ".0f") if steps else "not reached", f"{sent / 1e6:.1f}" if sent else NONE]
+        cells += [spread([*steps.values()], ".0f") if steps else "not reached", f"{sent / 1e6:.1f}" if sent else NONE]
         times = [time_to_loss(found, name, rate) for rate in rates]
         rows.append([*cells, *(time.text(0) if time else NONE for time in times)])
     heads = ["method", "seeds", "last loss, over dense's", "steps to the loss", "MB that a node sends"]
@@ -148,7 +164,7 @@ def step_times(lines: Sequence[Line]) -> str:
     rates = rates_of(found)
     for name, one in found.items():
         if one.step_bytes is not None:
-            times = [one.step_s.get(rate) for rate in rates]
+            times = [one.step_s(rate) for rate in rates]
             cells = [time.text(2) if time else NONE for time in times]
             rows.append([f"`{name}`", f"{one.step_bytes / 1e6:.3f}", *cells])
     heads = [f"s a step at {rate_in_words(rate)}" for rate in rates]
@@ -158,7 +174,8 @@ def step_times(lines: Sequence[Line]) -> str:
 def choice(lines: Sequence[Line]) -> str:
     """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, with those whose ranges overlap.
 
-    Of these, the one that sends least is first. `f32 / rest` is the time that f32 gradients take on the link, over
+    Of these, the one that sends least is first. `times as long` compares the two of the lowest times: the median and the
+    range of the pairs of one seed and one repetition. `f32 / rest` is the time that f32 gradients take on the link, over
     that of the rest of a step, which is what carries over to another model.
     """
     found, rows = joined(lines), []
@@ -167,11 +184,12 @@ def choice(lines: Sequence[Line]) -> str:
     for rate in rates:
         sides = [fastest(found, rate, is_peer=is_peer) for is_peer in (False, True)]
         cells = [rate_in_words(rate), f"{share_of_link(dense, rate, rates[-1]):.2g}"]
+        best = [_best(found, side, rate) for side in sides if side]
         for side in sides:
-            names = ", ".join(f"`{name}`" for name in side)
-            cells += [names, _best(found, side, rate).text(0)] if side else ["none", NONE]
-        faster = ratio(*(_best(found, side, rate) for side in reversed(sides))) if all(sides) else None
-        rows.append([*cells, faster.text(1) if faster else NONE])
+            time = time_to_loss(found, _best(found, side, rate), rate) if side else None
+            cells += [", ".join(f"`{name}`" for name in side) or "none", time.text(0) if time else NONE]
+        longer = times_as_long(found, best[1], best[0], rate) if all(sides) else None
+        rows.append([*cells, longer.text(1) if longer else NONE])
     heads = ["link", "f32 / rest", "choose", "seconds to the loss", "PyTorch's fastest", "seconds", "times as long"]
     return markdown(heads, rows)
 
@@ -187,16 +205,17 @@ def fastest(found: Mapping[str, Joined], rate: str, *, is_peer: bool) -> list[st
     return sorted(equal, key=lambda name: bytes_to_loss(found, name) or 0.0)
 
 
-def _best(found: Mapping[str, Joined], names: Sequence[str], rate: str) -> Range:
-    """Returns the lowest time of some methods that reach the loss."""
-    times = [time for name in names if (time := time_to_loss(found, name, rate))]
-    return min(times, key=lambda time: time.value)
+def _best(found: Mapping[str, Joined], names: Sequence[str], rate: str) -> str:
+    """Returns the method of the lowest time among some that reach the loss."""
+    times = {name: time for name in names if (time := time_to_loss(found, name, rate))}
+    return min(times, key=lambda name: times[name].value)
 
 
 def share_of_link(dense: Joined, rate: str, fast: str) -> float:
     """Returns the link's time of a dense step at a rate, over the rest of a step, as it is at a fast rate."""
-    assert dense.step_bytes is not None
-    rest_s = dense.step_s[fast].value - dense.step_bytes / bytes_per_s(fast)
+    step_s = dense.step_s(fast)
+    assert dense.step_bytes is not None and step_s is not None
+    rest_s = step_s.value - dense.step_bytes / bytes_per_s(fast)
     return dense.step_bytes / bytes_per_s(rate) / rest_s
 
 
@@ -211,12 +230,12 @@ def picture(lines: Sequence[Line]) -> Figure:
     all_axes = figure.subplots(2, (len(rates) + 1) // 2, sharey=True, squeeze=False).flat
     for axes, rate in zip(all_axes, rates, strict=False):
         for name, colour in zip(RUNS["drawn"], SERIES, strict=False):
-            one, dense = found[name], found[DENSE].step_s.get(rate)
-            if not one.curves or rate not in one.step_s or dense is None:
+            one, dense = found[name], found[DENSE].step_s(rate)
+            own = one.step_s(rate)
+            if not one.curves or own is None or dense is None:
                 continue
             at, losses = one.curves[min(one.curves)]
-            own = one.step_s[rate].value
-            times = [spent(step, one.method, dense=dense.value, own=own) for step in at]
+            times = [spent(step, one.method, dense=dense.value, own=own.value) for step in at]
             style = "--" if name.startswith(PEER) else "-"
             axes.plot(times, losses, style, color=colour, linewidth=1.6, label=name)
         if found[DENSE].curves:
