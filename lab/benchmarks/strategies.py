@@ -37,6 +37,7 @@ from lab.records import MEASURED
 RESULTS = MEASURED / "strategies.jsonl"
 CONFIG = "configs/standard.py"
 CLUSTER = Cluster(nodes=4, devices_per_node=2)
+STEPS = 6  # of a run; the first one is not timed
 STANDARD = (COMPUTE, "ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
 STANDARD += ("mics(2) two-hop off", "mics(2) kept", "zero3 auto", "node/node/all", "none/node/all")
 IN_SCALE_MODEL = ("mics(2)", "mics(4)", "mics(8)", "mics(4) flat", "mics(2) two-hop off", "zero3", "zero3 flat")
@@ -95,8 +96,8 @@ def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
     if name == COMPUTE:
         devices = CLUSTER.degree("all")
         alone = {"mesh.num_cpu_devices": devices, "mesh.devices_per_node": devices, "sharding.strategy": "ddp"}
-        return {**alone, "sharding.partition_size": 0, "repetition": f"{rate}-{repetition}"}
-    keys = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
+        return {**alone, "sharding.partition_size": 0, "num_steps": STEPS, "repetition": f"{rate}-{repetition}"}
+    keys = {"num_steps": STEPS} | {f"sharding.{key}": value for key, value in sharding_of(name).items()}
     keys |= {"model.remat": remat_of(name)} if remat_of(name) != "full" else {}
     return {**keys, **emulated(CLUSTER.nodes, CLUSTER.devices_per_node, rate), "repetition": repetition}
 
@@ -106,7 +107,7 @@ def pytorch(python: str, name: str, rate: str) -> dict[str, Any]:
     options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
     options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
     options += [f"--workdir={WORKDIR}/pytorch_{name.replace(' ', '_')}"]
-    peer = ["lab/benchmarks/pytorch_peer.py", *name.split()]
+    peer = ["lab/benchmarks/pytorch_peer.py", *name.split(), f"steps={STEPS}"]
     found = result_of([sys.executable, "-m", "lab.emulate", *options, "--", python, *peer])
     return vars(CLUSTER) | found | {"command": " ".join([Path(python).name, *peer])}
 

@@ -174,9 +174,9 @@ def step_times(lines: Sequence[Line]) -> str:
 def choice(lines: Sequence[Line]) -> str:
     """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, with those whose ranges overlap.
 
-    Of these, the one that sends least is first. `times as long` compares the two of the lowest times: the median and the
-    range of the pairs of one seed and one repetition. `f32 / rest` is the time that f32 gradients take on the link, over
-    that of the rest of a step, which is what carries over to another model.
+    Of these, the one that sends least is first. `times as long` compares the two of the lowest times: the median and
+    the range of the pairs of one seed and one repetition. `f32 / rest` is the time that f32 gradients take on the
+    link, over that of the rest of a step, which is what carries over to another model.
     """
     found, rows = joined(lines), []
     dense = found[DENSE]
