@@ -30,7 +30,7 @@ OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *s
 # (function, specs, kinds, stacks `[n, ...]`, each=False): with `each` they are `[R, n, ...]`, of each replica its own
 OnWhole = Callable[..., Stacks]
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Muon's x, x^3, x^5
-PRODUCTS = jnp.bfloat16  # operands of Muon's products; in float32 they take twice as long on CPUs
+PRODUCTS = jnp.bfloat16  # operands of Muon's products, which are float32
 AVERAGE_RATE = 0.1  # of what a running average becomes, the share of the step's value (torch's `momentum`)
 
 
@@ -204,8 +204,8 @@ def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
     """Orthogonalises each tensor of `[n, *shape]` as a matrix and scales it by `sqrt(max(1, outputs / inputs))`.
 
     The dim of the outputs is one side of the matrix, all others but those of a batch are the other. The five steps of
-    Muon's authors (kellerjordan.github.io/posts/muon), whose result is near the nearest orthogonal matrix; their
-    products take bfloat16 and, unlike theirs, add up in float32.
+    Muon's authors (kellerjordan.github.io/posts/muon), whose result is near the nearest orthogonal matrix. Operands of
+    a product are rounded to bfloat16; unlike in the authors' code, products and what is iterated stay in float32.
     """
     batch_dims, output_dim = kind
     outputs = 1 + output_dim - batch_dims
@@ -221,7 +221,7 @@ def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
         quartic = _product("nij,njk->nik", square, square)
         return linear * x + _product("nij,njk->nik", cubic * square + quintic * quartic, x)
 
-    wide = jax.lax.fori_loop(0, 5, iterate, wide)  # written out it takes half as long again on CPUs
+    wide = jax.lax.fori_loop(0, 5, iterate, wide)  # written out, XLA:CPU was slower
     orthogonal = (wide.mT if fan_in > fan_out else wide).reshape(batch.shape)
     return math.sqrt(max(1.0, fan_out / fan_in)) * jnp.moveaxis(orthogonal, -1, outputs).reshape(stack.shape)
 

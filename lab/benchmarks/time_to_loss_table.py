@@ -27,12 +27,12 @@ class Joined:
 
     method: Method
     curves: Mapping[int, tuple[Sequence[int], Sequence[float]]]  # steps and losses, by seed
-    means_s: Mapping[str, Sequence[float]]  # the mean step of each repetition, by rate
+    means_s: Mapping[str, Mapping[int, float]]  # the mean step by rate and repetition
     step_bytes: float | None  # that a node sends
 
     def step_s(self, rate: str) -> Range | None:
         """Returns median and range of the repetitions' mean step; None if it was not timed at the rate."""
-        means = self.means_s.get(rate)
+        means = [*self.means_s.get(rate, {}).values()]
         return Range(value=median(means), low=min(means), high=max(means)) if means else None
 
 
@@ -42,10 +42,12 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
     for name, method in methods.items():
         losses = [x for x in lines if (x["part"], x["method"]) == ("losses", method.losses)]
         losses = [x for x in losses if x["steps"] == method.steps]
-        links = [x["links"] for x in lines if (x["part"], x["method"]) == ("times", method.times)]
-        rates = sorted({rate for link in links for rate in link}, key=bytes_per_s)
-        means_s = {rate: [fmean(link[rate]["step_times_s"]) for link in links if rate in link] for rate in rates}
-        sent = [of_rate["sent_bytes"] for link in links for of_rate in link.values()]
+        timed = [x for x in lines if (x["part"], x["method"]) == ("times", method.times)]
+        means_s: dict[str, dict[int, float]] = {}
+        for line in timed:
+            for rate, link in line["links"].items():
+                means_s.setdefault(rate, {})[line["repetition"]] = fmean(link["step_times_s"])
+        sent = [link["sent_bytes"] for line in timed for link in line["links"].values()]
         found[name] = Joined(
             method=method,
             curves={x["seed"]: (x["at"], x["validation_losses"]) for x in best(losses)},
@@ -113,13 +115,14 @@ def time_to_loss(found: Mapping[str, Joined], name: str, rate: str) -> Range | N
 
 def times_as_long(found: Mapping[str, Joined], slower: str, faster: str, rate: str) -> Range | None:
     """Returns the first method's time to the target over the second's: of each seed and repetition that both have."""
-    dense, pairs = found[DENSE].means_s.get(rate, ()), []
     steps = {name: reached(found, name) or {} for name in (slower, faster)}
+    dense, *own = (found[name].means_s.get(rate, {}) for name in (DENSE, slower, faster))
+    pairs = []
     for seed in steps[slower].keys() & steps[faster].keys():
-        for means in zip(dense, *(found[name].means_s.get(rate, ()) for name in steps), strict=False):
+        for repetition in dense.keys() & own[0].keys() & own[1].keys():
             first, second = (
-                spent(steps[name][seed], found[name].method, dense=means[0], own=own_s)
-                for name, own_s in zip(steps, means[1:], strict=True)
+                spent(count[seed], found[name].method, dense=dense[repetition], own=means[repetition])
+                for (name, count), means in zip(steps.items(), own, strict=True)
             )
             pairs.append(first / second)
     return Range(value=median(pairs), low=min(pairs), high=max(pairs)) if pairs else None
@@ -184,9 +187,9 @@ def choice(lines: Sequence[Line]) -> str:
     for rate in rates:
         sides = [fastest(found, rate, is_peer=is_peer) for is_peer in (False, True)]
         cells = [rate_in_words(rate), f"{share_of_link(dense, rate, rates[-1]):.2g}"]
-        best = [_best(found, side, rate) for side in sides if side]
-        for side in sides:
-            time = time_to_loss(found, _best(found, side, rate), rate) if side else None
+        best = [_best(found, side, rate) if side else "" for side in sides]
+        for side, name in zip(sides, best, strict=True):
+            time = time_to_loss(found, name, rate) if name else None
             cells += [", ".join(f"`{name}`" for name in side) or "none", time.text(0) if time else NONE]
         longer = times_as_long(found, best[1], best[0], rate) if all(sides) else None
         rows.append([*cells, longer.text(1) if longer else NONE])

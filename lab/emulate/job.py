@@ -124,7 +124,7 @@ class Job:
             ranks = {"JAX_PROCESS_ID": rank, "RANK": rank, "LOCAL_RANK": local}
             sizes = {"JAX_NUM_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node}
             sizes |= {"JAX_NUM_CPU_DEVICES": self._devices // per_node}
-            # of XLA:CPU, which takes one for each core of the machine; torch's DDP gets one for each process, too
+            # XLA:CPU's threads, by default one for each core of the machine, which all nodes share
             threads = {"NPROC": min(self._devices // per_node, os.cpu_count() or 1)}
             number = {"SLURM_ARRAY_TASK_ID": node} if self._independent else {}
             self._start(node, command, ranks | sizes | threads | number, first=first)
