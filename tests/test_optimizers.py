@@ -15,7 +15,7 @@ from optax import contrib
 
 from configs.schema import OptimizerConfig
 from configs.schema.sections import OPTIMIZERS as NAMES
-from optimizers import GuardState, make_optimizer, make_schedule, newton_schulz
+from optimizers import PRODUCTS, GuardState, make_optimizer, make_schedule, newton_schulz
 from sharding.spec import ParamSpec
 
 pytestmark = pytest.mark.usefixtures("muon_in_float32")
@@ -174,7 +174,7 @@ def test_products_of_muon_take_bfloat16_and_add_up_in_float32(
     stack = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     kind = (len(shape) - 3, len(shape) - 2)  # the last dims are a matrix, those before them a batch
     in_float32 = np.asarray(jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8))(stack))
-    monkeypatch.setattr("optimizers.PRODUCTS", jnp.bfloat16)
+    monkeypatch.setattr("optimizers.PRODUCTS", PRODUCTS)
     lowered = jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8)).lower(stack)
     products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
     assert len(products) == 3
