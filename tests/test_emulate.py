@@ -93,7 +93,7 @@ sys.exit(4 * (number == "0"))
     for node in (0, 1):
         address = f"10.77.0.{node + 1}"
         found = (tmp_path / f"node{node}.log").read_text().splitlines()
-        assert found == [f"[{address}:29400, 1, 0, 2, {address}, 29500, 0, 1, 0, 1]", str(node)]
+        assert found == [f"[{address}:29400, 1, 0, 2, {address}, 29500, 0, 1, 0, 1, 2]", str(node)]
 
 
 @EMULATED
