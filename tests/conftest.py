@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def muon_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Muon's products take float32, as those of the oracles do."""
+    """Operands of Muon's products are float32, as those of the oracles are."""
     monkeypatch.setattr("optimizers.PRODUCTS", jax.numpy.float32)
 
 

@@ -152,7 +152,7 @@ def test_optimizers_equal_optax_on_unstacked_layers(name: str, mask: str) -> Non
 
 
 def rounded_newton_schulz(x: np.ndarray) -> np.ndarray:
-    """Five steps of Newton-Schulz on `[..., inputs, outputs]`, whose products take bfloat16, scaled by the shape."""
+    """Five steps of Newton-Schulz on `[..., inputs, outputs]` with products of bfloat16, scaled by the shape."""
 
     def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.matmul(*(y.astype(jnp.bfloat16).astype(np.float64) for y in (a, b)))
@@ -167,7 +167,7 @@ def rounded_newton_schulz(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8), (2, 3, 8, 16)])
-def test_products_of_muon_take_bfloat16_and_add_up_in_float32(
+def test_operands_of_muons_products_are_bfloat16_and_products_float32(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not to the last bit: where a sum lies between two of bfloat16, another order of adding may round otherwise."""
