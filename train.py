@@ -140,7 +140,9 @@ def run(
     if group is None and resume.is_finished(config, workdir):  # by the attempt before
         return True
     resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)
-    checkpointer = Checkpointer(whole / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run)
+    checkpointer = Checkpointer(
+        whole / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run, replica=group
+    )
     restores = partial(supervisor.enter, Phase.RESTORING)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)
     start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)

@@ -4,8 +4,12 @@ A save writes into a folder of its own in DIR/unfinished. When the data of all p
 it), each process hashes the files that it wrote, and process 0 also those that Orbax wrote for all. Process 0 writes
 the manifest, renames the step into DIR, and only then deletes older steps. A restore verifies all files of a step
 before it loads any: each process about the same number of bytes.
+
+Replicas that lost sight of each other may save the same step at once: each writes into its own part of DIR/unfinished,
+and the first rename counts.
 """
 
+import errno
 import itertools
 import json
 import operator
@@ -16,6 +20,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import isnan, nan
@@ -73,8 +78,8 @@ def print_to_stderr(line: str) -> None:
 class Checkpointer:
     """The checkpoints of one run in one directory that every process can see; a context manager.
 
-    All processes must call the same methods in the same order. Only one run at a time may save into a directory;
-    `python -m state` may read it at any time.
+    All processes must call the same methods in the same order. Only one run at a time may save into a directory, with
+    one program or with replicas that are programs of their own; `python -m state` may read it at any time.
     """
 
     def __init__(
@@ -84,14 +89,16 @@ class Checkpointer:
         *,
         report: Callable[[str], None] = print_to_stderr,
         is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
+        replica: int | None = None,
     ) -> None:
         """Opens `directory`, and creates it if necessary. ValueError for a path that Orbax cannot restore from.
 
         `report` gets a line for each damaged step. `is_same_run(saved, config)` returns whether two configs belong to
-        the same run.
+        the same run. `replica` is the number of this program among those that save the same steps.
         """
         check_path(directory)
         self.directory = Path(directory).absolute()
+        self._unfinished = self.directory / manifest.UNFINISHED / ("" if replica is None else str(replica))
         self.config = config
         self._report, self._is_same_run = report, is_same_run
         self._has_saved = False
@@ -153,7 +160,7 @@ class Checkpointer:
         if parent is None:
             return
         self._has_saved = True
-        unfinished = self.directory / manifest.UNFINISHED / parent / str(step)
+        unfinished = self._unfinished / parent / str(step)
         keys = new_key("written"), new_key("hashes"), new_key("commit")
         writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         try:
@@ -181,11 +188,12 @@ class Checkpointer:
             return None
         folder = self.directory / str(step)
         arrays = tree.load(folder / "state", wanted, manifest.read(folder).tree)
+        data, config = _data_and_config(folder)
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays),
-            data=json_objects.read(folder / manifest.DATA_FILE, lenient=True),
-            config=json_objects.read(folder / manifest.CONFIG_FILE, lenient=True),
+            data=data,
+            config=config,
         )
 
     def steps(self) -> list[int]:
@@ -213,33 +221,36 @@ class Checkpointer:
             self._remove_unfinished()
 
     def _prepare(self) -> str:
-        """Removes unfinished saves, and returns the name of a new folder in DIR/unfinished (process 0).
+        """Removes unfinished saves, and returns the name of a new folder for this one (process 0).
 
         A new one each time, because TensorStore may still be writing into that of a failed save.
         """
         self._remove_unfinished()
         name = secrets.token_hex(8)
-        (self.directory / manifest.UNFINISHED / name).mkdir(parents=True)
+        (self._unfinished / name).mkdir(parents=True)
         return name
 
     def _remove_unfinished(self) -> None:
-        """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call."""
-        shutil.rmtree(self.directory / manifest.UNFINISHED, ignore_errors=True)
+        """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call.
+
+        A replica leaves those of the others alone, which may be in progress.
+        """
+        shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _is_saved(self, step: int, damaged: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
         """Whether this run has saved `step` before; a damaged step is set aside (process 0).
 
-        ValueError if another run has saved it. An earlier attempt may save a step late: if its process 0 is stopped
-        during a commit, and continues.
+        ValueError if another run has saved it. An earlier attempt may save a step late, if its process 0 is stopped
+        during a commit, and continues; so may a replica that the others take for lost.
         """
         if damaged is not None:
             self._set_aside({step: damaged}, f"step {step} is saved again")
             return False
-        folder, files = self.directory / str(step), (manifest.DATA_FILE, manifest.CONFIG_FILE)
-        saved_data, saved_config = (json_objects.read(folder / file, lenient=True) for file in files)
+        folder = self.directory / str(step)
+        saved_data, saved_config = _data_and_config(folder)
         if saved_data != data or not self._is_same_run(saved_config, config):
             raise ValueError(f"{folder} is a checkpoint of another run; choose another directory")
-        self._report(f"{folder} was saved by an earlier attempt of this run and verifies: it stays")
+        self._report(f"{folder} is there already, saved by this run: it stays")
         return True
 
     def _finish(
@@ -268,7 +279,12 @@ class Checkpointer:
         """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0)."""
         files = [manifest.File(**file) for files in by_process for file in files]
         manifest.write(folder, manifest.build(folder, files, **described))
-        folder.rename(self.directory / folder.name)
+        try:
+            folder.rename(self.directory / folder.name)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._is_saved(described["step"], None, *_data_and_config(folder))
         atomic.sync(self.directory)
         self._remove_old()
 
@@ -277,11 +293,12 @@ class Checkpointer:
         manifests = manifest.committed(self.directory)
         for step in {found.step for found in manifests} - kept_steps(manifests, self.config):
             # renamed first, so that an interrupted deletion leaves no partial step
-            leaving = self.directory / manifest.UNFINISHED / f"{step}.deleted"
-            leaving.parent.mkdir(exist_ok=True)
+            leaving = self._unfinished / f"{step}.deleted"
+            leaving.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(leaving, ignore_errors=True)
-            (self.directory / str(step)).rename(leaving)
-            shutil.rmtree(leaving)
+            with suppress(FileNotFoundError):  # another replica was faster
+                (self.directory / str(step)).rename(leaving)
+                shutil.rmtree(leaving)
 
     def _choose(self, wanted: Mapping[str, tree.Wanted], newer_than: int) -> int | None:
         """Returns the newest step that verifies, the same in every process."""
@@ -331,6 +348,12 @@ class Checkpointer:
             f"saving step {step} to {self.directory} failed: {reason}; the checkpoints before it are unharmed"
             f" (newest: {self.latest_step()}); see that the disk has room and can be written, then run again"
         )
+
+
+def _data_and_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the position in the data, and the config, that were saved with a step."""
+    data, config = (json_objects.read(folder / x, lenient=True) for x in (manifest.DATA_FILE, manifest.CONFIG_FILE))
+    return data, config
 
 
 def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,6 +142,27 @@ def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
         assert restored is not None and restored.step == 11
     assert latest_config(tmp_path) == {"seed": 1}
     assert not (tmp_path / manifest.UNFINISHED).exists()
+
+
+def test_replicas_that_both_save_do_not_harm_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None hashes a step before both have written it; what one has renamed, or deleted, the other finds so."""
+    describe, both = manifest.describe, threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(manifest, "describe", lambda *how: both.wait() >= 0 and describe(*how))
+    said: list[str] = []
+    config = CheckpointConfig(every=1, keep_last=1)
+    with (
+        Checkpointer(tmp_path, config, replica=0, report=said.append) as one,
+        Checkpointer(tmp_path, config, replica=1, report=said.append) as two,
+    ):
+        for step in range(1, 4):
+            for checkpointer in (one, two):
+                save_small(checkpointer, step)
+            for checkpointer in (one, two):
+                checkpointer.wait()
+            assert one.steps() == [step]
+            check_restores(two, step)
+    assert said == [f"{tmp_path / str(step)} is there already, saved by this run: it stays" for step in range(1, 4)]
+    assert [*(tmp_path / manifest.UNFINISHED).iterdir()] == []
 
 
 @pytest.mark.parametrize("failing", [(manifest, "write"), (Path, "mkdir")])
