@@ -24,7 +24,7 @@ DERIVED_KEYS = {  # what tells a line from others
     "overlap": ["case", "overlap", "rate"],
     "planner_configs": ["config"],
     "planner": ["name", "rate", "beside_the_rates"],
-    "planner_replicas": ["rate", "run"],
+    "planner_replicas": ["mode", "rate", "run"],
     "planner_gpu": ["size", "side"],
 }
 

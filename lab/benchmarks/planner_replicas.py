@@ -15,7 +15,7 @@ from files.pages import markdown
 from lab.benchmarks import replicas
 from lab.benchmarks.compiled import on_cluster, start_devices
 from lab.benchmarks.planner_validation import DEVICES, error
-from lab.benchmarks.replicas import NODES
+from lab.benchmarks.replicas import MICRO_STEPS, NODES
 from lab.benchmarks.runner import options_of, program
 from lab.benchmarks.scores import PEER
 from lab.emulate.links import Links
@@ -24,6 +24,7 @@ from planner import clusters
 from planner.independent import independent
 
 RESULTS = DERIVED / "planner_replicas.jsonl"
+KEY = ("mode", "rate", "run")
 
 
 @program
@@ -38,16 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def timed_runs() -> Iterator[Line]:
     """Yields each kind of run that was timed, with the medians of its repetitions."""
     lines = [line for line in recorded(replicas.RESULTS) if not line["run"].startswith(PEER)]
-    for rate, run in dict.fromkeys((line["rate"], line["run"]) for line in lines):
-        of = [line for line in lines if (line["rate"], line["run"]) == (rate, run)]
+    for key in dict.fromkeys(tuple(line[name] for name in KEY) for line in lines):
+        of = [line for line in lines if tuple(line[name] for name in KEY) == key]
         seconds, sent = (median(line[key] for line in of) for key in ("step_time_s", "sent_bytes"))
-        yield {"rate": rate, "run": run, "runs": len(of), "measured_s": seconds, "measured_bytes": sent}
+        yield dict(zip(KEY, key, strict=True)) | {"runs": len(of), "measured_s": seconds, "measured_bytes": sent}
 
 
 def predicted(run: Line) -> dict[str, float]:
     """Returns the seconds of a step by the planner, what a node sends, how long that takes, and what is exposed."""
     cluster = clusters.with_rate(clusters.EMULATED, Links(rate=run["rate"]).rate_bits())
-    keys = replicas.keys_of(run["run"]) | {"sharding.replicas": "one_world", "mesh.devices_per_node": DEVICES}
+    keys = replicas.keys_of(run) | {"sharding.replicas": "one_world", "mesh.devices_per_node": DEVICES}
     step = on_cluster(cluster, NODES, "standard", keys)
     if found := independent(step) if "independent" in run["run"] else None:
         return {
@@ -70,11 +71,21 @@ def table(lines: Sequence[Line]) -> str:
     rows = []
     for line in lines:
         exposed = line["exposed_s"], line["exposed_s"] + line["measured_s"] - line["predicted_s"]
-        cells = [line["rate"], f"`{line['run']}`", str(line["runs"])]
+        cells = [str(MICRO_STEPS[line["mode"]]), line["rate"], f"`{line['run']}`", str(line["runs"])]
         cells += [f"{line[key] / 1e6:.0f}" for key in ("predicted_bytes", "measured_bytes")]
         cells += [f"{line['predicted_s']:.1f}", f"{line['measured_s']:.1f}", f"{error(line):+.0%}"]
         rows.append([*cells, *(f"{each / line['sending_s']:.0%}" for each in exposed)])
-    head = ["link", "run", "runs", "sent by a node, MB: planned", "measured", "step, s: planned", "measured", "error"]
+    head = [
+        "micro-steps",
+        "link",
+        "run",
+        "runs",
+        "sent by a node, MB: planned",
+        "measured",
+        "step, s: planned",
+        "measured",
+        "error",
+    ]
     return markdown([*head, "of the sending exposed: planned", "if all of the error is"], rows)
 
 

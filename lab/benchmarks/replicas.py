@@ -1,13 +1,14 @@
 """Independent replicas beside one world and PyTorch's DDP: step times on slow links.
 
-    python -m lab.benchmarks.replicas [--rates=200mbit] [--repetitions=3] [--only="one_world none,independent bf16"]
+    python -m lab.benchmarks.replicas [--rates=200mbit] [--repetitions=3] [--micro_steps=4] [--only="one_world none"]
     python -m lab.benchmarks.replicas --pytorch=PYTHON
 
-The standard workload (configs/standard.py) with one micro-step on 4 nodes of 2 devices, a node a replica. `--pytorch`
-adds DDP, plain and with its hooks (pytorch_peer.py, with a Python that has torch). Adds lines to
+The standard workload (configs/standard.py) with one or four micro-steps on 4 nodes of 2 devices, a node a replica.
+`--pytorch` adds DDP, plain and with its hooks (pytorch_peer.py, with a Python that has torch). Adds lines to
 results/measured/replicas.jsonl; needs root (docs/emulation.md).
 """
 
+import itertools
 import json
 import os
 import shlex
@@ -40,7 +41,7 @@ from lab.records import MEASURED, Line, Range, middle
 from training.independent import FOLDER
 
 RESULTS = MEASURED / "replicas.jsonl"
-STANDARD = "one micro-step"  # mode
+MICRO_STEPS = {"one micro-step": 1, "four micro-steps": 4}  # by mode
 NODES = 4
 OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in ("one_world", "independent"))
 # products with weights are kept, as PyTorch's `dots` does
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         rates=("200mbit", "of the links, as for tc"),
         repetitions=(3, "of each run, in turn"),
+        micro_steps=(1, "of a step: 1 or 4"),
         only=("", "names of runs, with commas"),
         pytorch=("", "a Python that has torch, to compare with"),
     )
@@ -69,14 +71,22 @@ def planned(options: Namespace) -> list[Key]:
     """Returns the key of each run, in order. ValueError for a bad option."""
     names = [*OURS, *(f"{PEER} {name}" for name in PYTORCH if options.pytorch)]
     chosen = words(options.only, "only", names) or names
-    return alternating(options.repetitions, mode=[STANDARD], rate=checked_rates(options.rates), run=chosen)
+    modes = [mode for mode, count in MICRO_STEPS.items() if count == options.micro_steps]
+    if not modes:
+        raise ValueError(f"--micro_steps={options.micro_steps} is not one of 1, 4")
+    return alternating(options.repetitions, mode=modes, rate=checked_rates(options.rates), run=chosen)
 
 
 def measured(key: Key, *, python: str) -> dict[str, Any]:
     """Does a run; returns what its line says. FailedRunError if it failed."""
     load = {"load": os.getloadavg()[0]}
     if key["run"].startswith(PEER):
-        peer = ["lab/benchmarks/pytorch_peer.py", *key["run"].split()[1:], "accum=1", f"steps={STEPS}"]
+        peer = [
+            "lab/benchmarks/pytorch_peer.py",
+            *key["run"].split()[1:],
+            f"accum={MICRO_STEPS[key['mode']]}",
+            f"steps={STEPS}",
+        ]
         workdir = WORKDIR / "replicas" / "pytorch"
         command = emulator(key["rate"], workdir, "--processes_per_node=2") + ["--", python, *peer]
         found = result_of(command)
@@ -90,7 +100,7 @@ def steps_of(key: Key) -> dict[str, Any]:
     workdir = WORKDIR / "replicas" / key["run"].replace(" ", "-")
     shutil.rmtree(workdir, ignore_errors=True)
     steps = STEPS + JOINING if kind == "independent" else STEPS
-    overrides = {"num_steps": steps, "elastic.snapshot_every": 0, **keys_of(key["run"])}
+    overrides = {"num_steps": steps, "elastic.snapshot_every": 0, **keys_of(key)}
     command = emulator(key["rate"], workdir / "emulate", *(["--independent"] if kind == "independent" else []))
     command += ["--", *trainer("configs/standard.py", workdir, overrides)]
     started(command)
@@ -108,11 +118,11 @@ def steps_of(key: Key) -> dict[str, Any]:
     }
 
 
-def keys_of(run: str) -> dict[str, Any]:
-    """Returns the keys that the name of a run of ours means."""
-    kind, codec = run.split()[:2]
+def keys_of(key: Key) -> dict[str, Any]:
+    """Returns the config's keys that mode and name of a run of ours mean."""
+    kind, codec = (run := key["run"]).split()[:2]
     return {
-        "batch.global_size": 2 * NODES,
+        "batch.global_size": 2 * NODES * MICRO_STEPS[key["mode"]],
         "compression.hop_two": codec,
         "model.remat": remat_of(run),
         "compression.error_feedback": False,
@@ -146,18 +156,27 @@ def losses_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns the step times of each run at each rate, and their ratios to one world without a codec."""
+    """Returns the step times of each run in each mode and at each rate, and their ratios to one world without codec."""
     rows = []
-    for rate in rates_of(lines):
-        there = [line for line in lines if line["rate"] == rate]
+    for mode, rate in itertools.product(MICRO_STEPS, rates_of(lines)):
+        there = [line for line in lines if (line["mode"], line["rate"]) == (mode, rate)]
         one_world = {line["repetition"]: line["step_time_s"] for line in there if line["run"] == OURS[0]}
         for name in dict.fromkeys(line["run"] for line in there):
             these = [line for line in there if line["run"] == name]
             ratios = [line["step_time_s"] / one_world[line["repetition"]] for line in these]
             sent = f"{median(line['sent_bytes'] for line in these) / 1e6:.0f} MB"
-            cells = [rate, f"`{name}`", str(len(these)), middle([line["step_time_s"] for line in these])]
+            cells = [
+                str(MICRO_STEPS[mode]),
+                rate,
+                f"`{name}`",
+                str(len(these)),
+                middle([line["step_time_s"] for line in these]),
+            ]
             rows.append([*cells, Range(value=median(ratios), low=min(ratios), high=max(ratios)).text(2), sent])
-    return markdown(["link", "run", "runs", "seconds a step", "of one world's without a codec", "sent by a node"], rows)
+    return markdown(
+        ["micro-steps", "link", "run", "runs", "seconds a step", "of one world's without a codec", "sent by a node"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def parsed(argv: Sequence[str] | None) -> Namespace:
         argv,
         rates=("1gbit,200mbit", "of the links, as for tc"),
         repetitions=(2, "of each run, in turn"),
-        only=("", "names of strategies, with commas"),
+        only=("", "names of strategies, with commas, PyTorch's included"),
         scale_model=(False, "the scale model of the paper's cluster, at one rate"),
         pytorch=("", "a Python that has torch, to compare with"),
     )
@@ -72,10 +72,10 @@ def planned(options: Namespace) -> list[Key]:
     """Returns the key of each run, in order. ValueError for a bad rate."""
     mode = SCALE_MODEL if options.scale_model else PEER if options.pytorch else "standard"
     default = {SCALE_MODEL: IN_SCALE_MODEL, PEER: BESIDE_PYTORCH}.get(mode, STANDARD)
-    ours = [name for name in options.only.split(",") if name] or default
     theirs = [f"{PEER} {name}" for name in PYTORCH] if options.pytorch else []
+    names = [name for name in options.only.split(",") if name] or [*default, *theirs]
     rates = [SCALE_MODEL_RATE] if options.scale_model else checked_rates(options.rates)
-    return alternating(options.repetitions, mode=[mode], rate=rates, strategy=[*ours, *theirs])
+    return alternating(options.repetitions, mode=[mode], rate=rates, strategy=names)
 
 
 def measured(key: Key, *, python: str) -> dict[str, Any]:
