@@ -141,7 +141,10 @@ def run(
         return True
     resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)
     checkpointer = Checkpointer(
-        whole / run_directory.CHECKPOINTS, config.checkpoint, is_same_run=resume.is_same_run, replica=group
+        whole / run_directory.CHECKPOINTS,
+        config.checkpoint,
+        is_same_run=resume.is_same_run,
+        is_shared=group is not None,
     )
     restores = partial(supervisor.enter, Phase.RESTORING)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)

@@ -5,11 +5,11 @@ it), each process hashes the files that it wrote, and process 0 also those that 
 the manifest, renames the step into DIR, and only then deletes older steps. A restore verifies all files of a step
 before it loads any: each process about the same number of bytes.
 
-Replicas that lost sight of each other may save the same step at once: each writes into its own part of DIR/unfinished,
-and the first rename counts.
+Replicas that are programs of their own share a directory, and one of them saves. For a moment two may do so, or one may
+read a step that another deletes: then a save that fails counts as done if this step or a newer one is there, and a
+restore is to be done again.
 """
 
-import errno
 import itertools
 import json
 import operator
@@ -20,7 +20,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import isnan, nan
@@ -33,6 +32,7 @@ import orbax.checkpoint as ocp
 from configs.schema import CheckpointConfig
 from files import atomic, json_objects
 from runtime.consensus import Key, all_gather, broadcast, gather, new_key
+from runtime.exit_codes import ResumableError
 from state import check_path, manifest, tree
 from state.quiet import quiet_orbax
 
@@ -78,8 +78,8 @@ def print_to_stderr(line: str) -> None:
 class Checkpointer:
     """The checkpoints of one run in one directory that every process can see; a context manager.
 
-    All processes must call the same methods in the same order. Only one run at a time may save into a directory, with
-    one program or with replicas that are programs of their own; `python -m state` may read it at any time.
+    All processes must call the same methods in the same order. Only one run at a time may save into a directory, from
+    one program or from replicas of their own; `python -m state` may read it at any time.
     """
 
     def __init__(
@@ -89,18 +89,17 @@ class Checkpointer:
         *,
         report: Callable[[str], None] = print_to_stderr,
         is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
-        replica: int | None = None,
+        is_shared: bool = False,
     ) -> None:
         """Opens `directory`, and creates it if necessary. ValueError for a path that Orbax cannot restore from.
 
         `report` gets a line for each damaged step. `is_same_run(saved, config)` returns whether two configs belong to
-        the same run. `replica` is the number of this program among those that save the same steps.
+        the same run. `is_shared`: other programs may save the same steps of the run meanwhile.
         """
         check_path(directory)
         self.directory = Path(directory).absolute()
-        self._unfinished = self.directory / manifest.UNFINISHED / ("" if replica is None else str(replica))
         self.config = config
-        self._report, self._is_same_run = report, is_same_run
+        self._report, self._is_same_run, self._is_shared = report, is_same_run, is_shared
         self._has_saved = False
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[None]] | None = None  # the step of the save in progress
@@ -156,18 +155,20 @@ class Checkpointer:
 
             parent = broadcast(new_key("prepare"), prepare)
         except (OSError, RuntimeError) as error:
-            raise self._failed(step, error) from error
+            self._failed(step, error)
+            return
         if parent is None:
             return
         self._has_saved = True
-        unfinished = self._unfinished / parent / str(step)
+        unfinished = self.directory / manifest.UNFINISHED / parent / str(step)
         keys = new_key("written"), new_key("hashes"), new_key("commit")
         writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         try:
             writer.save(unfinished, args=items)
         except (OSError, ValueError, RuntimeError) as error:
             writer.close()
-            raise self._failed(step, error) from error
+            self._failed(step, error)
+            return
         described = {"step": step, "tree": leaves, "metrics": metrics}
         self._saving = step, self._executor.submit(self._finish, writer, unfinished, keys, described)
 
@@ -179,21 +180,33 @@ class Checkpointer:
         `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, on any mesh: it need not be the one from
         which the state was saved. Damaged steps are reported and moved into DIR/set_aside. Raises ValueError if there
         are steps but none verifies, or if the newest that does is of another model; OSError if a process cannot read a
-        file. Then nothing is moved.
+        file. Then nothing is moved. ResumableError where another replica has moved or deleted a step meanwhile.
         """
         self.wait()
+        there = manifest.step_numbers(self.directory)
+        try:
+            return self._restore(abstract_state, newer_than)
+        except Exception as error:
+            now = manifest.step_numbers(self.directory)  # none if the file system is gone
+            if self._is_shared and now and (gone := {*there} - {*now}):
+                raise ResumableError(
+                    f"another replica moved or deleted step {max(gone)} in {self.directory} while it was read: run the "
+                    "same command again, which reads the newest one"
+                ) from error
+            raise
+
+    def _restore(self, abstract_state: Any, newer_than: int) -> Restored | None:
         wanted = tree.flatten_abstract(abstract_state)
         step = self._choose(wanted, newer_than)
         if step is None:
             return None
         folder = self.directory / str(step)
         arrays = tree.load(folder / "state", wanted, manifest.read(folder).tree)
-        data, config = _data_and_config(folder)
         return Restored(
             step=step,
             state=jax.tree.unflatten(jax.tree.structure(abstract_state), arrays),
-            data=data,
-            config=config,
+            data=json_objects.read(folder / manifest.DATA_FILE, lenient=True),
+            config=json_objects.read(folder / manifest.CONFIG_FILE, lenient=True),
         )
 
     def steps(self) -> list[int]:
@@ -212,7 +225,7 @@ class Checkpointer:
         try:
             saving.result()
         except Exception as error:
-            raise self._failed(step, error) from error
+            self._failed(step, error)
 
     def close(self) -> None:
         """Waits for the save in progress. Raises CheckpointError if it failed."""
@@ -221,36 +234,43 @@ class Checkpointer:
             self._remove_unfinished()
 
     def _prepare(self) -> str:
-        """Removes unfinished saves, and returns the name of a new folder for this one (process 0).
+        """Removes unfinished saves, and returns the name of a new folder in DIR/unfinished (process 0).
 
         A new one each time, because TensorStore may still be writing into that of a failed save.
         """
         self._remove_unfinished()
         name = secrets.token_hex(8)
-        (self._unfinished / name).mkdir(parents=True)
+        (self.directory / manifest.UNFINISHED / name).mkdir(parents=True)
         return name
 
     def _remove_unfinished(self) -> None:
         """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call.
 
-        A replica leaves those of the others alone, which may be in progress.
+        In a shared directory a save may be in progress: only those that nobody needs are deleted.
         """
-        shutil.rmtree(self._unfinished, ignore_errors=True)
+        unfinished, newest = self.directory / manifest.UNFINISHED, self.latest_step()
+        if not self._is_shared:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        elif newest is not None:
+            for save in unfinished.glob("*/*"):  # STEP, or STEP.orbax-checkpoint-tmp
+                step = save.name.partition(".")[0]
+                if step.isdecimal() and int(step) <= newest:
+                    shutil.rmtree(save, ignore_errors=True)
 
     def _is_saved(self, step: int, damaged: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
         """Whether this run has saved `step` before; a damaged step is set aside (process 0).
 
-        ValueError if another run has saved it. An earlier attempt may save a step late, if its process 0 is stopped
-        during a commit, and continues; so may a replica that the others take for lost.
+        ValueError if another run has saved it. An earlier attempt may save a step late: if its process 0 is stopped
+        during a commit, and continues.
         """
         if damaged is not None:
             self._set_aside({step: damaged}, f"step {step} is saved again")
             return False
-        folder = self.directory / str(step)
-        saved_data, saved_config = _data_and_config(folder)
+        folder, files = self.directory / str(step), (manifest.DATA_FILE, manifest.CONFIG_FILE)
+        saved_data, saved_config = (json_objects.read(folder / file, lenient=True) for file in files)
         if saved_data != data or not self._is_same_run(saved_config, config):
             raise ValueError(f"{folder} is a checkpoint of another run; choose another directory")
-        self._report(f"{folder} is there already, saved by this run: it stays")
+        self._report(f"{folder} was saved by an earlier attempt of this run and verifies: it stays")
         return True
 
     def _finish(
@@ -279,12 +299,7 @@ class Checkpointer:
         """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0)."""
         files = [manifest.File(**file) for files in by_process for file in files]
         manifest.write(folder, manifest.build(folder, files, **described))
-        try:
-            folder.rename(self.directory / folder.name)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            self._is_saved(described["step"], None, *_data_and_config(folder))
+        folder.rename(self.directory / folder.name)
         atomic.sync(self.directory)
         self._remove_old()
 
@@ -293,12 +308,11 @@ class Checkpointer:
         manifests = manifest.committed(self.directory)
         for step in {found.step for found in manifests} - kept_steps(manifests, self.config):
             # renamed first, so that an interrupted deletion leaves no partial step
-            leaving = self._unfinished / f"{step}.deleted"
+            leaving = self.directory / manifest.UNFINISHED / "deleted" / str(step)
             leaving.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(leaving, ignore_errors=True)
-            with suppress(FileNotFoundError):  # another replica was faster
-                (self.directory / str(step)).rename(leaving)
-                shutil.rmtree(leaving)
+            (self.directory / str(step)).rename(leaving)
+            shutil.rmtree(leaving)
 
     def _choose(self, wanted: Mapping[str, tree.Wanted], newer_than: int) -> int | None:
         """Returns the newest step that verifies, the same in every process."""
@@ -340,20 +354,20 @@ class Checkpointer:
             (self.directory / str(step)).rename(target)
             self._report(f"checkpoint {self.directory / str(step)} is damaged ({found}): moved to {target}; {instead}")
 
-    def _failed(self, step: int, error: Exception) -> CheckpointError:
+    def _failed(self, step: int, error: Exception) -> None:
+        """Raises CheckpointError, unless another replica has saved this step or a newer one."""
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
         if len(reason) > 300:  # TensorStore's messages begin with paths and end with the cause
             reason = f"{reason[:100]} ... {reason[-180:]}"
-        return CheckpointError(
-            f"saving step {step} to {self.directory} failed: {reason}; the checkpoints before it are unharmed"
-            f" (newest: {self.latest_step()}); see that the disk has room and can be written, then run again"
-        )
-
-
-def _data_and_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the position in the data, and the config, that were saved with a step."""
-    data, config = (json_objects.read(folder / x, lenient=True) for x in (manifest.DATA_FILE, manifest.CONFIG_FILE))
-    return data, config
+        failed, newest = f"saving step {step} to {self.directory} failed: {reason}", self.latest_step()
+        if not (self._is_shared and newest is not None and newest >= step):
+            raise CheckpointError(
+                f"{failed}; the checkpoints before it are unharmed (newest: {newest}); see that the disk has room and "
+                "can be written, then run again"
+            ) from error
+        self._report(f"{failed}; another replica has saved step {newest}")
+        if jax.process_index() == 0:
+            self._remove_unfinished()
 
 
 def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,14 @@ def test_every_timed_program_on_a_gpu_was_predicted() -> None:
 
 def test_what_of_the_sending_is_exposed_is_what_a_step_takes_beyond_the_planned_compute() -> None:
     """8 s of a step of 10 are compute that hides 3 of 5 s of sending; it took 1 s longer."""
-    line = {"mode": "four micro-steps", "rate": "1gbit", "run": "independent none", "runs": 1, "measured_bytes": 1e6, "predicted_bytes": 2e6}
+    line = {
+        "mode": "four micro-steps",
+        "rate": "1gbit",
+        "run": "independent none",
+        "runs": 1,
+        "measured_bytes": 1e6,
+        "predicted_bytes": 2e6,
+    }
     line |= {"measured_s": 11.0, "predicted_s": 10.0, "sending_s": 5.0, "exposed_s": 2.0}
     row = planner_replicas.table([line]).splitlines()[-1]
     assert row == "| 4 | 1gbit | `independent none` | 1 | 2 | 1 | 10.0 | 11.0 | -9% | 40% | 60% |"

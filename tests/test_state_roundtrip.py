@@ -19,6 +19,7 @@ from checkpointing import KEEP_ALL, abstract, check_restores, save_small, small_
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
+from runtime.exit_codes import ResumableError
 from state import Checkpointer, CheckpointError, latest_config, manifest, tree
 
 
@@ -144,25 +145,61 @@ def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
     assert not (tmp_path / manifest.UNFINISHED).exists()
 
 
-def test_replicas_that_both_save_do_not_harm_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None hashes a step before both have written it; what one has renamed, or deleted, the other finds so."""
-    describe, both = manifest.describe, threading.Barrier(2, timeout=60)
-    monkeypatch.setattr(manifest, "describe", lambda *how: both.wait() >= 0 and describe(*how))
-    said: list[str] = []
-    config = CheckpointConfig(every=1, keep_last=1)
+@pytest.mark.parametrize(
+    ("others", "there", "is_late"), [((4,), [4, 5], False), ((5,), [5], True), ((6, 7), [6, 7], True)]
+)
+def test_replicas_that_save_at_once_do_not_harm_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[int, ...], there: list[int], is_late: bool
+) -> None:
+    """While one saves step 5, another saves others."""
+    describe, arrived, may_go_on = manifest.describe, threading.Event(), threading.Event()
+
+    def describe_late(*how: Any) -> Any:
+        if not arrived.is_set():
+            arrived.set()
+            assert may_go_on.wait(60)
+        return describe(*how)
+
+    monkeypatch.setattr(manifest, "describe", describe_late)
+    lines: list[str] = []
     with (
-        Checkpointer(tmp_path, config, replica=0, report=said.append) as one,
-        Checkpointer(tmp_path, config, replica=1, report=said.append) as two,
+        Checkpointer(tmp_path, KEEP_ALL, is_shared=True, report=lines.append) as one,
+        Checkpointer(tmp_path, KEEP_ALL, is_shared=True, report=pytest.fail) as two,
     ):
-        for step in range(1, 4):
-            for checkpointer in (one, two):
-                save_small(checkpointer, step)
-            for checkpointer in (one, two):
-                checkpointer.wait()
-            assert one.steps() == [step]
-            check_restores(two, step)
-    assert said == [f"{tmp_path / str(step)} is there already, saved by this run: it stays" for step in range(1, 4)]
-    assert [*(tmp_path / manifest.UNFINISHED).iterdir()] == []
+        save_small(one, 5)
+        assert arrived.wait(60)
+        save_small(two, *others)
+        two.wait()
+        may_go_on.set()
+        one.wait()
+        assert one.steps() == there
+        check_restores(two, there[-1])
+    assert len(lines) == is_late
+    assert all("saving step 5 to" in x and x.endswith(f"another replica has saved step {there[-1]}") for x in lines)
+    assert [*(tmp_path / manifest.UNFINISHED).glob("*/*")] == []
+
+
+@pytest.mark.parametrize("reads", [(manifest, "verify"), (tree, "load")])
+def test_a_step_that_another_replica_deletes_while_it_is_read_is_to_be_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: tuple[Any, str]
+) -> None:
+    with (
+        Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), is_shared=True) as other,
+        Checkpointer(tmp_path, KEEP_ALL, is_shared=True, report=pytest.fail) as checkpointer,
+    ):
+        save_small(other, 1)
+        other.wait()
+        read = getattr(*reads)
+
+        def read_late(*how: Any, **keys: Any) -> Any:
+            save_small(other, 2)
+            other.wait()
+            return read(*how, **keys)
+
+        with monkeypatch.context() as patched, pytest.raises(ResumableError, match="another replica .* step 1 in"):
+            patched.setattr(*reads, read_late)
+            checkpointer.restore(abstract(small_state(0)))
+        check_restores(checkpointer, 2)
 
 
 @pytest.mark.parametrize("failing", [(manifest, "write"), (Path, "mkdir")])

@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def timed_runs() -> Iterator[Line]:
     """Yields each kind of run that was timed, with the medians of its repetitions."""
     lines = [line for line in recorded(replicas.RESULTS) if not line["run"].startswith(PEER)]
-    for key in dict.fromkeys(tuple(line[name] for name in KEY) for line in lines):
-        of = [line for line in lines if tuple(line[name] for name in KEY) == key]
+    for found in dict.fromkeys(tuple(line[name] for name in KEY) for line in lines):
+        of = [line for line in lines if tuple(line[name] for name in KEY) == found]
         seconds, sent = (median(line[key] for line in of) for key in ("step_time_s", "sent_bytes"))
-        yield dict(zip(KEY, key, strict=True)) | {"runs": len(of), "measured_s": seconds, "measured_bytes": sent}
+        yield dict(zip(KEY, found, strict=True)) | {"runs": len(of), "measured_s": seconds, "measured_bytes": sent}
 
 
 def predicted(run: Line) -> dict[str, float]:

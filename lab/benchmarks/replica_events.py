@@ -105,7 +105,7 @@ def measured(key: Key) -> dict[str, Any]:
             happened, found = costs(run)
         about = {"load": load, "nodes": NODES, "rate": RATE, "step_times_s": found, "happened": happened}
         return about | {"seen": run.seen, "command": shown(run.command)}
-    overrides = {"compression.hop_two": key["codec"], "elastic.silence_s": SILENCE_S}
+    overrides = {"compression.hop_two": key["codec"], "elastic.silence_s": SILENCE_S, "checkpoint.every": 20}
     run = Run(workdir / "random", "configs/elastic.py:tiny", overrides)
     chance = random.Random(f"{key['codec']} {key['repetition']}")
     with run.emulated(NODES, IDLE):

@@ -163,7 +163,8 @@ def table(lines: Sequence[Line]) -> str:
         one_world = {line["repetition"]: line["step_time_s"] for line in there if line["run"] == OURS[0]}
         for name in dict.fromkeys(line["run"] for line in there):
             these = [line for line in there if line["run"] == name]
-            ratios = [line["step_time_s"] / one_world[line["repetition"]] for line in these]
+            pairs = [(line["step_time_s"], one_world.get(line["repetition"])) for line in these]
+            ratios = [time / other for time, other in pairs if other]
             sent = f"{median(line['sent_bytes'] for line in these) / 1e6:.0f} MB"
             cells = [
                 str(MICRO_STEPS[mode]),
@@ -172,7 +173,8 @@ def table(lines: Sequence[Line]) -> str:
                 str(len(these)),
                 middle([line["step_time_s"] for line in these]),
             ]
-            rows.append([*cells, Range(value=median(ratios), low=min(ratios), high=max(ratios)).text(2), sent])
+            of_it = Range(value=median(ratios), low=min(ratios), high=max(ratios)).text(2) if ratios else "-"
+            rows.append([*cells, of_it, sent])
     return markdown(
         ["micro-steps", "link", "run", "runs", "seconds a step", "of one world's without a codec", "sent by a node"],
         rows,

@@ -74,6 +74,8 @@ def planned(options: Namespace) -> list[Key]:
     default = {SCALE_MODEL: IN_SCALE_MODEL, PEER: BESIDE_PYTORCH}.get(mode, STANDARD)
     theirs = [f"{PEER} {name}" for name in PYTORCH] if options.pytorch else []
     names = [name for name in options.only.split(",") if name] or [*default, *theirs]
+    if unknown := [name for name in names if name.startswith(PEER) and name not in theirs]:
+        raise ValueError(f"--only={unknown[0]} is not one of {', '.join(theirs) or 'ours, without --pytorch'}")
     rates = [SCALE_MODEL_RATE] if options.scale_model else checked_rates(options.rates)
     return alternating(options.repetitions, mode=[mode], rate=rates, strategy=names)
 
