@@ -10,6 +10,7 @@ from typing import TypeVar
 
 Node = tuple[int, int]  # shares lo..hi-1
 Value = TypeVar("Value")
+WORTH = 1.1  # by how much longer a step may take before members compute different numbers of shares
 
 
 def halves(node: Node) -> tuple[Node, Node]:
@@ -47,12 +48,16 @@ def added(node: Node, find: Callable[[Node], Value | None], add: Callable[[Value
 def counts(num_shares: int, rates: Sequence[float]) -> list[int]:
     """Returns how many shares each of some members computes, so that the slowest ends as early as possible.
 
-    `rates` are shares per second, in any unit.
+    As many each, if that ends less than WORTH later: most of those are whole nodes of the tree, whose sums take the
+    fewest bytes. `rates` are shares per second, in any unit.
     """
-    found = [int(i < num_shares) for i in range(len(rates))]  # one each: else nobody learns how fast a member is
+    members = range(len(rates))
+    found = [int(i < num_shares) for i in members]  # one each: else nobody learns how fast a member is
     for _ in range(num_shares - sum(found)):
-        found[min(range(len(rates)), key=lambda i: ((found[i] + 1) / rates[i], i))] += 1
-    return found
+        found[min(members, key=lambda i: ((found[i] + 1) / rates[i], i))] += 1
+    alike = [num_shares // len(rates) + (i < num_shares % len(rates)) for i in members]
+    ends = [max(each[i] / rates[i] for i in members) for each in (found, alike)]
+    return alike if ends[1] < WORTH * ends[0] else found
 
 
 def owners(num_shares: int, rates: Mapping[int, float], lost: Collection[int]) -> list[int]:
