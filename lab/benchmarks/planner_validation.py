@@ -5,7 +5,8 @@
 The steps are those of results/measured/strategies.jsonl (strategies x link rates) and compression.jsonl (codecs):
 the standard workload on 4 nodes of 2 devices. Each program is compiled and replayed with the figures of
 `planner/clusters.py`, none of which was fitted to a step. A shared machine is not always as fast: what was timed in the
-session in which those figures were measured (results/measured/cpu_rates.jsonl), at its commit, is told from the rest.
+session in which those figures were measured (results/measured/cpu_rates.jsonl), at its commit, is told from the rest,
+and counts even where it was timed again later.
 Replaces results/derived/planner.jsonl. A program takes ten seconds to compile.
 """
 
@@ -28,7 +29,8 @@ from planner.compile import compile_step
 from planner.replay import replay
 from sharding.hlo_program import parse_program
 
-OVERLAP = "off"  # what `auto` was on CPUs when the steps were timed whose names do not say it
+# of sharding.overlap, where a strategy's name does not say it: what `auto` was on CPUs when these steps were timed
+OFF, WITHOUT_OVERLAP = "off", ("da13d7f", "7a3ac87", "088d56a")
 RESULTS = DERIVED / "planner.jsonl"
 CPU_RATES = MEASURED / "cpu_rates.jsonl"
 CONFIG, NODES, DEVICES = "configs/standard.py", 4, 2
@@ -47,24 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def timed_steps() -> Iterator[Line]:
     """Yields each measured kind of step: its name, the keys that it changes, the rate, and the median of its runs.
 
-    A kind that was timed in the session of the CPU's rates and before is two.
+    A kind that was timed in the session of the CPU's rates and in others is two.
     """
     session = recorded(CPU_RATES)[-1]["commit"]
     runs: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
-    keys: dict[str, dict[str, Any]] = {}
-    lines = [line for line in ours_of(recorded(MEASURED / "strategies.jsonl")) if line["strategy"] != COMPUTE]
-    lines += [line for line in recorded(compression.RESULTS) if line["kind"] == "step"]
+    keys: dict[tuple[bool, str, str], dict[str, Any]] = {}
+    every = ours_of(recorded(MEASURED / "strategies.jsonl", superseded=True))
+    lines = [line for line in every if line["strategy"] != COMPUTE]
+    lines += [line for line in recorded(compression.RESULTS, superseded=True) if line["kind"] == "step"]
     for line in lines:
+        if "superseded" in line and line["commit"] != session:
+            continue
         if "codec" in line:
             name = f"mics(2), {line['codec']}, 1 micro-step"
-            keys[name] = {"sharding.overlap": OVERLAP, **compression.keys_of(line["codec"])}
+            own = {"sharding.overlap": OFF, **compression.keys_of(line["codec"])}
         else:
             name = line["strategy"]
-            keys[name] = {f"sharding.{key}": value for key, value in ({"overlap": OVERLAP} | sharding_of(name)).items()}
-            keys[name] |= {"model.remat": remat_of(name)}
-        runs[line["commit"] == session, name, line["rate"]].append(line["step_time_s"])
+            overlap = {"overlap": OFF} if line["commit"][:7] in WITHOUT_OVERLAP else {}
+            own = {f"sharding.{key}": value for key, value in (overlap | sharding_of(name)).items()}
+            own |= {"model.remat": remat_of(name)}
+        kind = line["commit"] == session, name, line["rate"]
+        runs[kind].append(line["step_time_s"])
+        keys[kind] = own
     for (with_rates, name, rate), seconds in runs.items():
-        found = {"name": name, "rate": rate, "keys": keys[name], "beside_the_rates": with_rates}
+        found = {"name": name, "rate": rate, "keys": keys[with_rates, name, rate], "beside_the_rates": with_rates}
         yield {**found, "runs": len(seconds), "measured_s": median(seconds)}
 
 

@@ -350,7 +350,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
     events = [line for line in records.lines("elastic") if line not in chaos]
     sessions = {
         name: records.lines("planner", beside_the_rates=beside)
-        for name, beside in (("the rates' session", True), ("before", False))
+        for name, beside in (("the rates' session", True), ("other sessions", False))
     }
     return {
         "what strategies hold": lambda: held_and_sent(records.lines("compiled", config="quickstart", accum=2)),
