@@ -144,7 +144,7 @@ def run(
         whole / run_directory.CHECKPOINTS,
         config.checkpoint,
         is_same_run=resume.is_same_run,
-        is_shared=group is not None,
+        replica=group,
     )
     restores = partial(supervisor.enter, Phase.RESTORING)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)

@@ -48,8 +48,8 @@ def added(node: Node, find: Callable[[Node], Value | None], add: Callable[[Value
 def counts(num_shares: int, rates: Sequence[float]) -> list[int]:
     """Returns how many shares each of some members computes, so that the slowest ends as early as possible.
 
-    As many each, if that ends less than WORTH later: most of those are whole nodes of the tree, whose sums take the
-    fewest bytes. `rates` are shares per second, in any unit.
+    As many each, unless the slowest would take WORTH times as long then: where all are powers of two, those are whole
+    nodes of the tree, whose sums take the fewest bytes. `rates` are shares per second, in any unit, of one or more.
     """
     members = range(len(rates))
     found = [int(i < num_shares) for i in members]  # one each: else nobody learns how fast a member is

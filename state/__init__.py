@@ -5,7 +5,7 @@ directory:
 
     DIR/100/                step 100: Orbax's files (state/, data/, config/) and manifest.json, which is written last
     DIR/unfinished/         saves in progress, and the files of killed saves (removed by the next save; of
-                            replicas of their own, by the next one that saves this step or a newer one)
+                            another replica, once this step or a newer one is saved)
     DIR/set_aside/100-1/    a damaged step: moved here, never deleted by us
 
 A step appears in DIR by one rename, after its manifest is on disk. So a killed save never leaves a partial step there.

@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import isnan, nan
@@ -89,17 +90,20 @@ class Checkpointer:
         *,
         report: Callable[[str], None] = print_to_stderr,
         is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
-        is_shared: bool = False,
+        replica: int | None = None,
     ) -> None:
         """Opens `directory`, and creates it if necessary. ValueError for a path that Orbax cannot restore from.
 
-        `report` gets a line for each damaged step. `is_same_run(saved, config)` returns whether two configs belong to
-        the same run. `is_shared`: other programs may save the same steps of the run meanwhile.
+        `report` gets a line for each damaged step, and for each save that failed without loss. `is_same_run(saved,
+        config)` returns whether two configs belong to the same run. `replica`: the number of this program among those
+        of the run that may save the same steps.
         """
         check_path(directory)
         self.directory = Path(directory).absolute()
         self.config = config
-        self._report, self._is_same_run, self._is_shared = report, is_same_run, is_shared
+        self._report, self._is_same_run, self._replica = report, is_same_run, replica
+        self._begun: set[int] = set()  # steps that the restore in progress has begun to read
+        self._own = "" if replica is None else f"{replica}-"  # how its folders' names in DIR/unfinished begin
         self._has_saved = False
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[None]] | None = None  # the step of the save in progress
@@ -116,7 +120,7 @@ class Checkpointer:
             return
         try:
             self.close()
-        except CheckpointError as failed:  # must not replace the error that stops the program
+        except (CheckpointError, ResumableError) as failed:  # must not replace the error that stops the program
             error.add_note(str(failed))
             self._report(str(failed))
 
@@ -133,8 +137,8 @@ class Checkpointer:
 
         Waits for the previous save, and returns as soon as the arrays are copied to the host: then the caller may
         donate or change them. A step that an earlier attempt of this run has saved is not saved again. Raises
-        CheckpointError if the previous save failed; ValueError if the step exists and belongs to another run, or if the
-        state cannot be saved.
+        CheckpointError if this save or the previous one failed; ValueError if the step exists and belongs to another
+        run, or if the state cannot be saved.
         """
         self.wait()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -183,15 +187,15 @@ class Checkpointer:
         file. Then nothing is moved. ResumableError where another replica has moved or deleted a step meanwhile.
         """
         self.wait()
-        there = manifest.step_numbers(self.directory)
+        self._begun.clear()
         try:
             return self._restore(abstract_state, newer_than)
         except Exception as error:
-            now = manifest.step_numbers(self.directory)  # none if the file system is gone
-            if self._is_shared and now and (gone := {*there} - {*now}):
+            there = manifest.step_numbers(self.directory)  # none if the file system is gone
+            if self._replica is not None and there and (gone := self._begun.difference(there)):
                 raise ResumableError(
                     f"another replica moved or deleted step {max(gone)} in {self.directory} while it was read: run the "
-                    "same command again, which reads the newest one"
+                    "same command again, with a larger checkpoint.every or checkpoint.keep_last if this comes again"
                 ) from error
             raise
 
@@ -218,7 +222,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Returns when the save in progress is committed. Raises CheckpointError if it failed."""
+        """Returns when the save in progress is committed. Raises CheckpointError if it failed (see `_failed`)."""
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
@@ -239,29 +243,29 @@ class Checkpointer:
         A new one each time, because TensorStore may still be writing into that of a failed save.
         """
         self._remove_unfinished()
-        name = secrets.token_hex(8)
+        name = f"{self._own}{secrets.token_hex(8)}"
         (self.directory / manifest.UNFINISHED / name).mkdir(parents=True)
         return name
 
     def _remove_unfinished(self) -> None:
         """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call.
 
-        In a shared directory a save may be in progress: only those that nobody needs are deleted.
+        A replica deletes its own, and those of the others that nobody needs: they may be in progress.
         """
         unfinished, newest = self.directory / manifest.UNFINISHED, self.latest_step()
-        if not self._is_shared:
+        if self._replica is None:
             shutil.rmtree(unfinished, ignore_errors=True)
-        elif newest is not None:
-            for save in unfinished.glob("*/*"):  # STEP, or STEP.orbax-checkpoint-tmp
-                step = save.name.partition(".")[0]
-                if step.isdecimal() and int(step) <= newest:
-                    shutil.rmtree(save, ignore_errors=True)
+        for save in unfinished.glob("*/*"):  # STEP, or STEP.orbax-checkpoint-tmp
+            step = save.name.partition(".")[0]
+            is_old = newest is not None and step.isdecimal() and int(step) <= newest
+            if is_old or save.parent.name.startswith(self._own):
+                shutil.rmtree(save.parent, ignore_errors=True)
 
     def _is_saved(self, step: int, damaged: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
         """Whether this run has saved `step` before; a damaged step is set aside (process 0).
 
         ValueError if another run has saved it. An earlier attempt may save a step late: if its process 0 is stopped
-        during a commit, and continues.
+        during a commit, and continues. Another replica may have saved it, too.
         """
         if damaged is not None:
             self._set_aside({step: damaged}, f"step {step} is saved again")
@@ -270,7 +274,7 @@ class Checkpointer:
         saved_data, saved_config = (json_objects.read(folder / file, lenient=True) for file in files)
         if saved_data != data or not self._is_same_run(saved_config, config):
             raise ValueError(f"{folder} is a checkpoint of another run; choose another directory")
-        self._report(f"{folder} was saved by an earlier attempt of this run and verifies: it stays")
+        self._report(f"{folder} was saved by an earlier attempt or another replica of this run and verifies: it stays")
         return True
 
     def _finish(
@@ -300,6 +304,8 @@ class Checkpointer:
         files = [manifest.File(**file) for files in by_process for file in files]
         manifest.write(folder, manifest.build(folder, files, **described))
         folder.rename(self.directory / folder.name)
+        with suppress(OSError):
+            folder.parent.rmdir()
         atomic.sync(self.directory)
         self._remove_old()
 
@@ -311,14 +317,16 @@ class Checkpointer:
             leaving = self.directory / manifest.UNFINISHED / "deleted" / str(step)
             leaving.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(leaving, ignore_errors=True)
-            (self.directory / str(step)).rename(leaving)
-            shutil.rmtree(leaving)
+            with suppress(FileNotFoundError):  # another replica was faster
+                (self.directory / str(step)).rename(leaving)
+                shutil.rmtree(leaving)
 
     def _choose(self, wanted: Mapping[str, tree.Wanted], newer_than: int) -> int | None:
         """Returns the newest step that verifies, the same in every process."""
         steps = broadcast(new_key("steps"), lambda: manifest.step_numbers(self.directory))
         chosen, damaged = None, {}
         for step in reversed([step for step in steps if step > newer_than]):
+            self._begun.add(step)
             found = damage(self.directory / str(step), new_key("verified"))
             if found is None:
                 chosen = step
@@ -352,22 +360,28 @@ class Checkpointer:
             aside.mkdir(exist_ok=True)
             target = next(name for i in itertools.count(1) if not (name := aside / f"{step}-{i}").exists())
             (self.directory / str(step)).rename(target)
+            self._begun.discard(step)
             self._report(f"checkpoint {self.directory / str(step)} is damaged ({found}): moved to {target}; {instead}")
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Raises CheckpointError, unless another replica has saved this step or a newer one."""
+        """Raises CheckpointError, unless another replica has saved this step or a newer one.
+
+        Then ResumableError in a group of several processes: it may be that only this one has failed.
+        """
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
         if len(reason) > 300:  # TensorStore's messages begin with paths and end with the cause
             reason = f"{reason[:100]} ... {reason[-180:]}"
         failed, newest = f"saving step {step} to {self.directory} failed: {reason}", self.latest_step()
-        if not (self._is_shared and newest is not None and newest >= step):
+        if not (self._replica is not None and newest is not None and newest >= step):
             raise CheckpointError(
                 f"{failed}; the checkpoints before it are unharmed (newest: {newest}); see that the disk has room and "
                 "can be written, then run again"
             ) from error
-        self._report(f"{failed}; another replica has saved step {newest}")
-        if jax.process_index() == 0:
-            self._remove_unfinished()
+        done = f"{failed}; another replica has saved step {newest}"
+        if jax.process_count() > 1:
+            raise ResumableError(f"{done}: run the same command again") from error
+        self._report(done)
+        self._remove_unfinished()
 
 
 def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
 from suite import sampled
 
 from configs.schema import CompressionConfig
+from files.run_directory import CHECKPOINTS
 from replicas.group import BehindError, Replicas
 from sharding.shares import FlatGradients
+from state.manifest import UNFINISHED
 from training.independent import Independent
 from training.resume import Start
 from training.share_gradients import Gradients
@@ -82,9 +84,12 @@ def test_a_run_goes_from_one_world_to_replicas_and_back(delayed: bool, tmp_path:
     world, changes = TWO if delayed else ONE, {"num_steps": 6, "compression__delayed": delayed}
     one = arguments(tmp_path / "run", **world, **changes)
     replica = arguments(tmp_path / "run", **INDEPENDENT, **changes)
+    of_another_replica = tmp_path / "run" / CHECKPOINTS / UNFINISHED / "another" / "5"  # which saves
     assert run_here(*one, hooks=[stop_after(2)]) == 75
+    of_another_replica.mkdir(parents=True)
     assert run_here(*replica, "--group=0", hooks=[stop_after(4)]) == 75
-    assert run_here(*one) == 0
+    assert of_another_replica.exists()
+    assert run_here(*one) == 0 and not of_another_replica.exists()
     assert run_here(*arguments(tmp_path / "whole", **world, **changes)) == 0
     expected, found = rows(tmp_path / "whole"), rows(tmp_path / "run")
     late = rows(tmp_path / "run" / "replicas" / "0")

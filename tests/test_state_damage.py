@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def newest_restored(directory: Path, lines: list[str]) -> int:
     """Returns the step that a restore gives, after comparing the state with what was saved as that step."""
-    with Checkpointer(directory, KEEP_ALL, report=lines.append, is_shared=True) as checkpointer:
+    with Checkpointer(directory, KEEP_ALL, report=lines.append, replica=0) as checkpointer:
         restored = checkpointer.restore(abstract(state_of(0)))
     assert restored is not None
     check_equal(restored.state, state_of(restored.step))

@@ -163,8 +163,8 @@ def test_replicas_that_save_at_once_do_not_harm_each_other(
     monkeypatch.setattr(manifest, "describe", describe_late)
     lines: list[str] = []
     with (
-        Checkpointer(tmp_path, KEEP_ALL, is_shared=True, report=lines.append) as one,
-        Checkpointer(tmp_path, KEEP_ALL, is_shared=True, report=pytest.fail) as two,
+        Checkpointer(tmp_path, KEEP_ALL, replica=1, report=lines.append) as one,
+        Checkpointer(tmp_path, KEEP_ALL, replica=12, report=pytest.fail) as two,
     ):
         save_small(one, 5)
         assert arrived.wait(60)
@@ -176,7 +176,18 @@ def test_replicas_that_save_at_once_do_not_harm_each_other(
         check_restores(two, there[-1])
     assert len(lines) == is_late
     assert all("saving step 5 to" in x and x.endswith(f"another replica has saved step {there[-1]}") for x in lines)
-    assert [*(tmp_path / manifest.UNFINISHED).glob("*/*")] == []
+    assert [*(tmp_path / manifest.UNFINISHED).iterdir()] == []
+
+
+def test_a_replica_deletes_its_own_failed_saves(tmp_path: Path) -> None:
+    """Else each try of one that is alone would take room on a full disk."""
+    own, of_others = (tmp_path / manifest.UNFINISHED / f"{number}-ab" for number in (1, 12))
+    for folder in (own, of_others):
+        (folder / "7").mkdir(parents=True)
+    with Checkpointer(tmp_path, KEEP_ALL, replica=1) as checkpointer:
+        save_small(checkpointer, 6)
+        checkpointer.wait()
+    assert not own.exists() and of_others.exists()
 
 
 @pytest.mark.parametrize("reads", [(manifest, "verify"), (tree, "load")])
@@ -184,8 +195,8 @@ def test_a_step_that_another_replica_deletes_while_it_is_read_is_to_be_read_agai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: tuple[Any, str]
 ) -> None:
     with (
-        Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), is_shared=True) as other,
-        Checkpointer(tmp_path, KEEP_ALL, is_shared=True, report=pytest.fail) as checkpointer,
+        Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), replica=0) as other,
+        Checkpointer(tmp_path, KEEP_ALL, replica=1, report=pytest.fail) as checkpointer,
     ):
         save_small(other, 1)
         other.wait()

@@ -70,7 +70,7 @@ def timed_steps() -> Iterator[Line]:
             own |= {"model.remat": remat_of(name)}
         kind = line["commit"] == session, name, line["rate"]
         runs[kind].append(line["step_time_s"])
-        keys[kind] = own
+        assert keys.setdefault(kind, own) == own
     for (with_rates, name, rate), seconds in runs.items():
         found = {"name": name, "rate": rate, "keys": keys[with_rates, name, rate], "beside_the_rates": with_rates}
         yield {**found, "runs": len(seconds), "measured_s": median(seconds)}

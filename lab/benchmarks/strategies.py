@@ -6,7 +6,7 @@
 
 The standard workload (configs/standard.py) on 4 nodes of 2 devices. `--scale_model` takes links at which, by
 calculation, gathering takes 2.85 times the forward pass under ZeRO-3, as BERT 10B's did on p3dn.24xlarge (MiCS
-section 1). `--pytorch` runs ours and then PyTorch's at each rate (pytorch_peer.py, with a Python that has torch).
+section 1). `--pytorch` adds PyTorch's (pytorch_peer.py, with a Python that has torch).
 Adds lines to results/measured/strategies.jsonl; needs root (docs/emulation.md).
 """
 
