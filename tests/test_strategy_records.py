@@ -36,8 +36,9 @@ def test_wire_and_program_carry_the_formula(line: dict[str, Any]) -> None:
 def test_the_losses_are_the_same() -> None:
     losses = [line["losses"] for line in recorded(RESULTS) if not line["strategy"].startswith("pytorch")]
     assert len(losses) > 10
+    longest = max(losses, key=len)
     for other in losses:
-        np.testing.assert_allclose(other, losses[0], rtol=1e-5)
+        np.testing.assert_allclose(other, longest[: len(other)], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
