@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +22,7 @@ from sharding.shares import FlatGradients
 from state.manifest import UNFINISHED
 from training.independent import Independent
 from training.resume import Start
-from training.share_gradients import Gradients
+from training.share_gradients import Gradients, Share
 
 pytestmark = pytest.mark.jax
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
@@ -210,6 +211,18 @@ def test_a_share_ends_when_all_devices_have_handed_out() -> None:
     gradients.compute(state, lambda _: cast(Any, None), lambda *put: puts.append((put[0], put[1].tolist())))
     gradients.close()
     assert puts == [(0, [0, 0, 0, 1, 1, 1]), (1, [5])]
+
+
+def test_closed_gradients_have_no_thread_that_drops_arrays() -> None:
+    """Python ends such a thread in the middle of jax's C++: the process of a finished run was aborted (SIGABRT)."""
+    gradients = Gradients(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
+    gradients.current = Share(lambda *put: None, size=0, pieces=0, handings=1)
+    vars(gradients).update(flat=SimpleNamespace(put=lambda *layer: (time.sleep(0.5), 0)), bounds=[])
+    gradients.begin(fail=lambda: None)
+    gradients._hand("group", 0, 0, [])
+    gradients.close()
+    assert gradients.current.is_whole.is_set()
+    assert "gradients" not in {thread.name for thread in threading.enumerate()}
 
 
 READS = """

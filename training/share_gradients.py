@@ -53,6 +53,7 @@ class Gradients:
         self._ex, self._delays = ex, ex.config.compression.delayed
         self._handed: queue.SimpleQueue[Handed | None] = queue.SimpleQueue()
         self._out = HandOut(hand=self._hand)
+        self._taking: threading.Thread | None = None
         self.current: Share | None = None
         self.error: BaseException | None = None
 
@@ -122,11 +123,14 @@ class Gradients:
 
     def begin(self, fail: Callable[[], object]) -> None:
         """Begins to take what shares hand out; `fail` is called where that fails."""
-        threading.Thread(target=self._take, args=(fail,), name="gradients", daemon=True).start()
+        self._taking = threading.Thread(target=self._take, args=(fail,), name="gradients", daemon=True)
+        self._taking.start()
 
     def close(self) -> None:
-        """Ends that."""
+        """Ends that, and waits for it: Python would end a thread that drops arrays inside C++, which aborts the process."""
         self._handed.put(None)
+        if self._taking:
+            self._taking.join()
 
     def compute(self, state: TrainState, read: Callable[[int], Batch], put: Put) -> None:
         """Computes a share, and puts its pieces; `read(0)` returns its rows on the devices."""
