@@ -127,7 +127,7 @@ class Gradients:
         self._taking.start()
 
     def close(self) -> None:
-        """Ends that, and waits for it: Python would end a thread that drops arrays inside C++, which aborts the process."""
+        """Ends that, and waits for it: Python, ending, would abort in a thread that drops arrays just then."""
         self._handed.put(None)
         if self._taking:
             self._taking.join()
