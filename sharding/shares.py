@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.accumulation import length
+from sharding.accumulation import at, length
 from sharding.gradients import MicroSteps, replica_parameters
 from sharding.hop_two import Carry, MicroStep, Sums, run_last
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
@@ -49,12 +49,22 @@ class HandOut:
 
     def _group(self, plan: ShardingPlan, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int) -> Sums:
         del placements
+        if name:
+            self._give(plan, name, layer, sums.grads)
+            return sums
+        for group, grads in sums.grads.items():  # gathered for the whole micro-step, they are summed all at once
+            if group in plan.stacks:
+                for i in range(length(grads)):
+                    self._give(plan, group, i, at(grads, i))
+            else:
+                self._give(plan, group, 0, grads)
+        return sums
+
+    def _give(self, plan: ShardingPlan, name: str, layer: jax.Array | int, grads: PyTree) -> None:
         if name not in self.order:
             self.order.append(name)
         device = lax.axis_index(plan.layout.data_axes)
-        leaves = jax.tree.leaves(sums.grads)
-        io_callback(partial(self.hand, name), None, device, jnp.asarray(layer), leaves, ordered=False)
-        return sums
+        io_callback(partial(self.hand, name), None, device, jnp.asarray(layer), jax.tree.leaves(grads), ordered=False)
 
 
 def build_share(micro_steps: MicroSteps, plan: ShardingPlan, out: HandOut) -> Callable[[Params, Batch], Means]:

@@ -31,6 +31,7 @@ INDEPENDENT = ONE | {"sharding__replicas": "independent"}
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {},
     "accumulating": {"batch__global_size": 32, "sharding__shares": 2},
+    "gathered at once": {"sharding__gather": "micro_step", "model__remat": "none", "model__unroll": True},
     "lora": {"model__lora_rank": 2, "model__hidden": 64},
 }
 
@@ -66,7 +67,7 @@ def test_nothing_is_compiled_once_a_replica_has_entered(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled([*MODELS], "accumulating"))
+@pytest.mark.parametrize("name", sampled([*MODELS], "accumulating", "gathered at once"))
 def test_a_replica_alone_trains_like_one_world(name: str, tmp_path: Path) -> None:
     changes = {"num_steps": 4, "checkpoint__every": 0} | MODELS[name]
     assert run_here(*arguments(tmp_path / "one", **ONE | {k: v for k, v in changes.items() if "shares" not in k})) == 0

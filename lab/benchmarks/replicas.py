@@ -23,7 +23,7 @@ from typing import Any
 
 from files import json_lines
 from files.pages import markdown
-from lab.benchmarks.names import remat_of, sharding_of
+from lab.benchmarks.names import remat_of
 from lab.benchmarks.runner import (
     WORKDIR,
     Key,
@@ -44,9 +44,8 @@ RESULTS = MEASURED / "replicas.jsonl"
 MICRO_STEPS = {"one micro-step": 1, "four micro-steps": 4}  # by mode
 NODES = 4
 OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in ("one_world", "independent"))
-# products with weights are stored, as PyTorch's `dots` does; `kept`: parameters are gathered once per micro-step
+# products with weights are stored, as PyTorch's `dots` does
 OURS += tuple(f"independent {codec} dots" for codec in ("none", "bf16", "int8", "int4"))
-OURS += tuple(f"independent {codec} kept dots" for codec in ("none", "bf16", "int8"))
 OURS += ("independent bf16 dots delayed",)
 PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
 STEPS, SKIPPED = 7, 2  # the first steps connect
@@ -126,7 +125,6 @@ def keys_of(key: Key) -> dict[str, Any]:
         "batch.global_size": 2 * NODES * MICRO_STEPS[key["mode"]],
         "compression.hop_two": codec,
         "model.remat": remat_of(run),
-        "sharding.gather": sharding_of(run)["gather"],
         "compression.error_feedback": False,
         "compression.delayed": "delayed" in run,
         "sharding.replicas": kind,
