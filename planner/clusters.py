@@ -320,7 +320,7 @@ def _emulated(rates: Rates) -> Cluster:
         devices_per_node=2,
         intra_bandwidth=device.link_bandwidth,
         intra_latency_s=rates("latency inside a node", "CPU"),
-        node_bandwidth=0.2 * GBIT,  # lab.emulate in the README: --rate=200mbit
+        node_bandwidth=0.2 * GBIT,  # docs/emulation.md: --rate=200mbit
         inter_latency_s=rates("latency between nodes", "CPU"),
         reached=Reached(inter=rates("node link reached", "GLOO"), all_to_all=rates("all-to-all reached", "GLOO")),
         storage_bandwidth=rates("storage", "CPU"),
