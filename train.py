@@ -164,6 +164,7 @@ def run(
     supervisor.enter(Phase.PREPARING)
     if start.restored:
         state = start.restored.state
+        start = replace(start, restored=replace(start.restored, state=None))  # a replica that joins takes another one
         if ex.plan.frozen:
             with announced("reading the frozen parameters", say):
                 state = replace(state, frozen=ex.frozen_params())

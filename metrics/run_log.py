@@ -98,6 +98,8 @@ class RunLog:
         if self._is_first:
             self._writer.open_events()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
+        if "mfu" in row:
+            row["mfu"] /= row.get("replicas", 1)  # each a world of its own, which does its part of the step
         if wire := self._wire.delta() if self._wire else None:
             self._crossed.append(wire)
             self._crossing += step - self._last_step

@@ -156,7 +156,7 @@ class Replicas:
                 return None
             step = newest + AHEAD * tries
             self.members.tell(step=step)  # from which on they keep the totals
-            begun = [member.address for member in self.members.others if member.trains]
+            begun = [member.address for member in self.members.others if member.trains and member.last >= step]
             found, why = {}, "none has it"
             try:
                 found = fetch_copies(self.members.connect, begun, step, sizes) if begun else {}
@@ -368,6 +368,8 @@ class Replicas:
     def _answer(self, request: dict[str, Any], process: int, stream: BinaryIO) -> memoryview:
         """Answers a request. LookupError if there is no such thing; ValueError closes the connection."""
         del stream
+        if self.members.closed:
+            raise ConnectionError(LEAVES)
         op = request["op"]
         if op == "member":
             return self.members.answer(request, process)

@@ -93,8 +93,8 @@ class Membership:
             self._greet(address, _CONNECT_S)
         if other := next((member for member in self.others if member.run != self.me.run), None):
             raise ValueError(
-                f"replica {other.number} at {other.host} trains by another config; give all the same, or another "
-                "--workdir"
+                f"replica {other.number} at {other.host} trains by another config, on other data or on more or fewer "
+                "devices; give all the same, or another --workdir"
             )
         return any(self._agree(int(any(member.begun for member in self.others))))
 

@@ -1,10 +1,12 @@
 """The state of a step for a member that joins: each of the others copies a part of it, and trains on.
 
 The joining member names a step soon to come, and of each of the others the arrays that it wants of it. At that step
-each copies those to its host's memory, which takes the time of the copy alone, and sends them while it trains.
+each copies those to its host's memory, which takes the time of the copy alone, and sends them while it trains. A copy
+is dropped when all that wanted it have it; that for a member that was lost, when `STEPS` newer steps were copied.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +17,7 @@ from runtime.blobs import Address, Connection
 
 PASSED = "that step has passed"
 LEAVES = "this replica leaves"
+STEPS = 4  # of which copies are kept, at most
 
 
 class StateCopies:
@@ -23,8 +26,9 @@ class StateCopies:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._step = -1  # the last step whose state could be copied
-        self._wanted: dict[int, set[int]] = {}  # step: numbers of arrays
+        self._wanted: dict[int, Counter[int]] = {}  # step: how many members want each array, by its number
         self._copies: dict[int, dict[int, np.ndarray]] = {}
+        self._owed: dict[int, Counter[int]] = {}  # as `_wanted`, of what was copied
         self._closed = False
 
     def are_wanted(self, step: int) -> bool:
@@ -37,12 +41,14 @@ class StateCopies:
         """Copies what is wanted of the state after `step` steps; `arrays` are those of this process' devices."""
         with self._changed:
             self._step = step
-            wanted = {number for number in self._wanted.pop(step, set()) if 0 <= number < len(arrays)}
-        if not wanted:
+            wanted = self._wanted.pop(step, Counter())
+        copies = {number: np.array(arrays[number]) for number in wanted if 0 <= number < len(arrays)}
+        if not copies:
             return
-        copies = {number: np.array(arrays[number]) for number in wanted}
         with self._changed:
-            self._copies = {step: copies}  # of an earlier one nobody that is still there wants more
+            self._copies[step], self._owed[step] = copies, wanted
+            for old in sorted(self._copies)[:-STEPS]:
+                del self._copies[old], self._owed[old]
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -58,13 +64,17 @@ class StateCopies:
             if request["op"] == "copy":
                 if step <= self._step:
                     raise LookupError(PASSED)
-                self._wanted.setdefault(step, set()).update(int(number) for number in request["arrays"])
+                self._wanted.setdefault(step, Counter()).update(int(number) for number in request["arrays"])
                 return memoryview(b"")
             number = request["array"]
             self._changed.wait_for(lambda: self._closed or step in self._copies or self._step > step)
             if self._closed:
                 raise ConnectionError(LEAVES)
-            return memoryview(self._copies[step][number].tobytes())
+            content = self._copies[step][number]
+            self._owed[step][number] -= 1
+            if not self._owed[step][number]:
+                del self._copies[step][number]
+            return content.reshape(-1).view(np.uint8).data
 
 
 def fetch_copies(

@@ -1,7 +1,7 @@
 """Bytes on request between the processes of a run: parts of snapshots, and token shards.
 
 A process serves each connection that `handshake.py` has authenticated in a thread of its own. A request is a line of
-JSON, and bytes may follow it. The answer is {"wait": true} for every second that it takes, then {"size": N,
+JSON, and bytes may follow it. The answer is {"wait": true} every quarter of a second, then {"size": N,
 "xxh3": H} and N bytes, or {"error": WHY}. A malformed request closes the connection.
 """
 
@@ -22,7 +22,7 @@ from files import json_objects
 from runtime.addresses import listen, own_address
 from runtime.handshake import Acceptor, connect
 
-WAIT_S = 1.0
+WAIT_S = 0.25  # less than any silence that may be allowed
 _BLOCK_BYTES = 1 << 20
 _HASHED_BYTES = 1 << 18  # at once, while they are in a cache
 
@@ -204,7 +204,7 @@ class Connection:
 
 
 class _Waiting:
-    """Says every second that an answer takes long, while one is made; a context manager, for a connection."""
+    """Says now and then that an answer takes long, while one is made; a context manager, for a connection."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -15,6 +15,8 @@ from configs.schema.combinations import FEATURES, HOPS, RULES, Rule, table
 from configs.schema.own import OWN
 from models import Decoder
 from training.experiment import make_experiment
+from training.share_gradients import Gradients
+from training.share_rounds import Rounds
 
 BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
     "model.num_layers": 2,
@@ -34,17 +36,17 @@ BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
 SPARSE_LOCO = {"compression.hop_two": "sparse_loco", "local_sgd.inner_steps": 2, "local_sgd.outer_momentum": 0.0}
-SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4}
+SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "independent": {"sharding.replicas": "independent"},
+    "independent": {"sharding.replicas": "independent"} | STRATEGY,
     "shares": {"sharding.shares": 2},
     "one world": {"sharding.replicas": "one_world"},
     "float16": {"model.compute_dtype": "float16"},
     "residuals": {"compression.hop_two": "int8", "compression.error_feedback": True},
     "other payload": {"compression.hop_two": "one_bit"},
     "random": {"compression.rounding": "stochastic"},
-    "several replicas": {"sharding.partition_size": 2},
+    "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},
     "stages": {"mesh.stages": 2},
     "context": {"mesh.context": 2},
     "tensor": SPLIT,
@@ -197,7 +199,10 @@ def test_a_pair_is_refused_by_its_own_rule_or_its_step_can_be_built(pair: tuple[
         return
     assert not own
     experiment = make_experiment(config(changes))
-    jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
+    if experiment.config.sharding.replicas == "independent":
+        assert (Rounds if experiment.config.local_sgd.inner_steps else Gradients)(experiment).forms
+    else:
+        jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
 
 
 LAYOUTS: list[tuple[dict[str, Any], str]] = [

@@ -15,12 +15,16 @@ import pytest
 from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
 from suite import sampled
 
+from configs import gpu_decoder
+from configs.base import typed
 from configs.schema import CompressionConfig
 from files.run_directory import CHECKPOINTS
 from replicas.group import BehindError, Replicas
 from sharding.shares import FlatGradients
+from sharding.step import TrainState
 from state.manifest import UNFINISHED
-from training.independent import Independent
+from training.independent import Independent, fingerprint
+from training.replica_state import own_shards, with_shards
 from training.resume import Start
 from training.share_gradients import Gradients, Share
 
@@ -167,6 +171,43 @@ def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
     )
     stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == wanted and told == announced
+
+
+def test_a_replicas_speed_is_that_of_its_slowest_share() -> None:
+    """One that is last on a machine that all share computes its last shares fast, and would get more and more."""
+    told: list[float] = []
+    members = SimpleNamespace(me=SimpleNamespace(rate=1.0), tell=lambda rate: told.append(rate))
+    one: Any = SimpleNamespace(
+        _rate=0.0,
+        _longest_s=0.0,
+        wait_s=0.0,
+        replicas=SimpleNamespace(members=members, put=lambda *put: None),
+        _work=SimpleNamespace(compute=lambda state, read, put: time.sleep(state)),
+    )
+    for share, takes_s in enumerate((0.1, 0.4, 0.01)):
+        Independent._compute(one, 0, lambda takes_s=takes_s: takes_s, share)
+    Independent._tell_rate(one)
+    assert 1 / told[0] >= 0.4 and one._longest_s == 0
+
+
+def test_replicas_of_other_data_or_on_other_devices_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums are common, so their parameters would agree: nobody would notice."""
+    ex: Any = SimpleNamespace(config=typed(gpu_decoder.get_config()))
+    data: list[Any] = [SimpleNamespace(fingerprint=name) for name in "ab"]
+    assert fingerprint(ex, data[0]) == fingerprint(ex, data[0]) != fingerprint(ex, data[1])
+    before = fingerprint(ex, data[0])
+    monkeypatch.setattr(jax, "device_count", lambda: 2 * jax.local_device_count())
+    assert fingerprint(ex, data[0]) != before
+
+
+def test_who_takes_the_others_state_does_not_hold_two() -> None:
+    params = {"w": jax.device_put(np.arange(4.0, dtype=np.float32))}
+    state = TrainState(step=jax.device_put(np.int32(3)), params=params, hop_two={}, opt_state={})
+    old = [shard.data for shard in own_shards(state.to_keep)]
+    contents = [np.asarray(x + 1).tobytes() for x in old]
+    new = with_shards(state, contents, consume=True)
+    assert np.asarray(new.params["w"]).tolist() == [1, 2, 3, 4]
+    assert state.params["w"].is_deleted()
 
 
 def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:

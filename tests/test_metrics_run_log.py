@@ -57,6 +57,17 @@ def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.Monk
     assert [row["wire_tx_bytes"] for row in rows] == [100, 200, 400 / 2]
 
 
+def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> None:
+    """The FLOPs are those of the whole step, the devices those of one of them."""
+    log = make_log(tmp_path, enabled=True)
+    log._timer = StepTimer(10, "tokens", flops_per_step=8.0, peak_flops_per_s=2.0)
+    for step in range(1, 4):
+        log.step(step, {"loss": 1.0, "replicas": 4})
+    log.close("finished")
+    *_, row = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert row["mfu"] == pytest.approx(8 / 2 / 4 / row["step_time_s"])
+
+
 @pytest.mark.parametrize("log_every", [1, 4, 5, 7])
 def test_a_run_says_what_a_step_costs_on_average(
     log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

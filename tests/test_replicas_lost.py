@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from emulating import until
 
-from replicas import group, membership
+from replicas import group, membership, state_copies
 from replicas.group import BehindError, Replicas
 from replicas.members import NEVER
 from replicas.membership import Membership
 from replicas.payloads import Float32
+from replicas.state_copies import LEAVES, StateCopies
 from replicas.sums import StepSums
+from runtime.blobs import PeerError
 from runtime.exit_codes import ResumableError
 
 SHARES, SIZES = 4, [3, 5]
@@ -198,3 +200,51 @@ def test_one_that_does_many_steps_a_second_enters_a_few_behind(
     )
     Membership.choose_entry(one, step)
     assert found == entered and one._looked == (8.0, step, 130)
+
+
+def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:
+    """The second one is there before the first has all of its own: it lost them, and both began again for ever."""
+    copies = StateCopies(threading.Condition())
+    arrays = [np.arange(3.0), np.array(7)]
+    for step in (2, 5):
+        copies.answer({"op": "copy", "step": step, "arrays": [0, 1]})
+        copies.at_step(step, [x + step for x in arrays])
+    for number, step in ((0, 2), (1, 5), (1, 2), (0, 5)):
+        sent = copies.answer({"op": "state", "step": step, "array": number})
+        np.testing.assert_array_equal(np.frombuffer(sent, arrays[number].dtype), np.ravel(arrays[number] + step))
+    assert not any(copies._copies.values())  # nobody keeps what all have
+    with pytest.raises(LookupError):
+        copies.answer({"op": "state", "step": 2, "array": 0})
+
+
+def test_copies_for_those_that_were_lost_are_dropped() -> None:
+    copies = StateCopies(threading.Condition())
+    for step in range(state_copies.STEPS + 3):
+        copies.answer({"op": "copy", "step": step, "arrays": [0]})
+        copies.at_step(step, [np.zeros(2)])
+    assert [*copies._copies] == [*range(3, state_copies.STEPS + 3)]
+
+
+def test_one_that_leaves_is_not_asked_for_the_state_after_its_last_step(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays, leaves, joins = make(0), make(1), make(2)
+    for member in (stays, leaves):
+        member.members.tell(step=9, begun=True, first=0)
+    leaves.members.tell(last=9)
+    until(lambda: all(m.begun for m in joins.members.others) and len(joins.members.others) == 2)
+    until(lambda: joins.members.others[1].last == 9)
+    asked: list[list[int]] = []
+    fetch = lambda connect, addresses, step, sizes: asked.append([a.process for a in addresses]) or {0: memoryview(b"")}
+    monkeypatch.setattr("replicas.group.fetch_copies", fetch)
+    assert joins.fetch_state([0])
+    assert asked == [[0]]
+
+
+def test_a_closed_member_answers_nobody(make: Callable[..., Replicas]) -> None:
+    """Its process may live on for a while: the others would take it for one that has come back."""
+    stays, ended = make(0), make(1)
+    with stays.members.connect(ended.members.me.address) as connection:
+        ended.close()
+        with pytest.raises(PeerError, match=LEAVES):
+            connection.ask({"op": "member", "member": stays.members.me.as_dict()}, 1000)

@@ -106,16 +106,18 @@ def disturb(run: Run, kind: str, victim: int, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "how"),
+    ("codec", "how", "kinds"),
     [
-        ("none", {}),
-        ("none", {"compression__delayed": True}),
-        ("bf16", {"local_sgd__inner_steps": 2, "checkpoint__every": 16}),
-        *(pytest.param(x, {}, marks=pytest.mark.slow) for x in ("bf16", "int8")),
+        ("none", {}, ("freeze", "kill_joining")),
+        ("none", {"compression__delayed": True}, ("kill", "leave")),
+        ("bf16", {"local_sgd__inner_steps": 2, "checkpoint__every": 16}, ("leave", "freeze")),
+        *(pytest.param(x, {}, KINDS, marks=pytest.mark.slow) for x in ("bf16", "int8")),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(x) or "each step",
 )
-def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: str, how: dict[str, Any]) -> None:
+def test_replicas_that_come_and_go_learn_what_one_does(
+    tmp_path: Path, codec: str, how: dict[str, Any], kinds: tuple[str, ...]
+) -> None:
     chance = random.Random(f"events of {codec}")
     how = {"compression__hop_two": codec, **how}
     delayed = "compression__delayed" in how
@@ -128,7 +130,7 @@ def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: st
     try:
         for group in range(REPLICAS):
             run.until(group, 2)
-        for kind in chance.sample(KINDS, len(KINDS)):
+        for kind in chance.sample(kinds, len(kinds)):
             disturb(run, kind, chance.randrange(REPLICAS), chance)
         assert max(map(run.last, range(REPLICAS))) < NUM_STEPS  # else the last events came too late
     finally:
@@ -139,7 +141,7 @@ def test_replicas_that_come_and_go_learn_what_one_does(tmp_path: Path, codec: st
     expected = alone.losses(0)
     for group in range(REPLICAS):
         found = run.losses(group)
-        assert found[NUM_STEPS] and sum(loss is None for loss, _ in found.values()) <= delayed * (1 + len(KINDS))
+        assert found[NUM_STEPS] and sum(loss is None for loss, _ in found.values()) <= delayed * (1 + len(kinds))
         assert found == {step: (loss and expected[step][0], expected[step][1]) for step, (loss, _) in found.items()}
     one, two = (arrays(each.workdir, NUM_STEPS) for each in (alone, run))
     assert one.keys() == two.keys()

@@ -103,7 +103,7 @@ def test_a_chain_of_jobs_ends_with_the_run(slurm: Slurm) -> None:
 
 
 SLOWLY = "import sys, train, running; file = sys.argv.pop(1)\n"
-SLOWLY += "sys.exit(train.main(sys.argv, hooks=[running.pause(1.0, while_there=file)]))"
+SLOWLY += "sys.exit(train.main(sys.argv, hooks=[running.pause(2.0, while_there=file)]))"
 
 
 def test_replicas_come_and_go_by_themselves(slurm: Slurm, tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_replicas_come_and_go_by_themselves(slurm: Slurm, tmp_path: Path) -> Non
 
     The last one that starts has the id of the whole array; only it is requeued.
     """
-    workdir, steps = slurm.folder / "run", 300
+    workdir, steps = slurm.folder / "run", 150
     independent = {"sharding__replicas": "independent", "sharding__strategy": "zero3", "sharding__partition_size": 0}
-    sizes = {"mesh__num_cpu_devices": 2, "mesh__devices_per_node": 2, "checkpoint__every": 100}
+    sizes = {"mesh__num_cpu_devices": 2, "mesh__devices_per_node": 2, "checkpoint__every": 50}
     changes = {**SMALL, "num_steps": steps, **independent, **sizes, "elastic__silence_s": 5}
     slowly = slurm.folder / "slowly"
     slowly.touch()  # else the others would have finished before SLURM has found the node down

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from configs.schema import Config
 from files.run_directory import CHECKPOINTS
 from files.run_directory import REPLICAS as FOLDER
 from input_pipeline import Dataset
@@ -114,7 +113,7 @@ class Independent:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="shares' rows")
         self._rows: dict[int, Future[HostBatch]] = {}
         self.wait_s = 0.0
-        self._rate = 0.0
+        self._rate, self._longest_s = 0.0, 0.0
         self._asked, self._announced = False, False
         self._delays = ex.config.compression.delayed
         self._late: Late | None = None
@@ -148,6 +147,7 @@ class Independent:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, step: int, say: Callable[[str], object]) -> None:
+        assert self._dataset is not None
         sizes, payloads = zip(*self._work.forms, strict=True)
         self._replicas = Replicas(
             number=self._number,
@@ -158,7 +158,7 @@ class Independent:
             sizes=sizes,
             silence_s=self._ex.config.elastic.silence_s,
             late=int(self._delays),
-            run=fingerprint(self._ex.config),
+            run=fingerprint(self._ex, self._dataset),
             process=jax.process_index(),
             agree=self._agreed,
             saved=lambda: max(step_numbers(self._workdir / CHECKPOINTS), default=0) // self._work.steps,
@@ -235,7 +235,8 @@ class Independent:
             self.replicas.members.enter(step)
             return step, state
         self._late = None
-        return found[0], with_shards(state, found[1])
+        # of a round that is stopped the state before it is saved
+        return found[0], with_shards(state, found[1], consume=self._work.steps == 1)
 
     def may_stop(self, step: int, *, asked: bool) -> bool:
         """One step after it has told the others: they need not do again what this replica has begun.
@@ -287,8 +288,7 @@ class Independent:
 
         started_s, waited_s = time.perf_counter(), self.wait_s
         self._work.compute(state(), read, partial(self.replicas.put, at, number))
-        rate = 1 / (time.perf_counter() - started_s - (self.wait_s - waited_s))
-        self._rate = RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate if self._rate else rate
+        self._longest_s = max(self._longest_s, time.perf_counter() - started_s - (self.wait_s - waited_s))
 
     def _read(self, step: int, number: int) -> HostBatch:
         """Returns the rows of a share of a step of training, and begins to read those that are likely to be next."""
@@ -315,7 +315,14 @@ class Independent:
         return agreed(value)
 
     def _tell_rate(self) -> None:
-        """Tells the others how fast this replica is, if that has changed much."""
+        """Tells the others how fast this replica is, by its slowest share of the step, if that has changed much.
+
+        Of replicas that share a machine the last one computes fast while the others wait: it must not get more for it.
+        """
+        if self._longest_s:
+            rate = 1 / self._longest_s
+            self._rate = RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate if self._rate else rate
+            self._longest_s = 0.0
         rate, known = agreed(round(self._rate * 1e6))[0] / 1e6, self.replicas.members.me.rate
         if rate and not 1 / RATE_STEP < rate / known < RATE_STEP:
             self.replicas.members.tell(rate=rate)
@@ -328,8 +335,9 @@ def agreed(value: int) -> list[int]:
     return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]
 
 
-def fingerprint(config: Config) -> str:
+def fingerprint(ex: Experiment, dataset: Dataset) -> str:
     """Returns a hash of what replicas must have in common for their gradients to be those of one run."""
-    values = config.to_dict()
+    values = ex.config.to_dict()
     parts = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}
+    parts |= {"data": [parts["data"], dataset.fingerprint], "devices": [jax.device_count(), jax.process_count()]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -59,14 +59,23 @@ def digest_of(state: TrainState) -> str:
     return found.hexdigest()
 
 
-def with_shards(state: TrainState, contents: Sequence[bytes | memoryview]) -> TrainState:
-    """Returns the state whose shards, in the order of `own_shards`, have these bytes. ValueError for another number."""
+def with_shards(state: TrainState, contents: Sequence[bytes | memoryview], *, consume: bool = False) -> TrainState:
+    """Returns the state whose shards, in the order of `own_shards`, have these bytes.
+
+    With `consume` the one given is deleted array by array: the devices never hold both.
+    """
     remaining = iter(contents)
 
     def content(shard: Any) -> np.ndarray:
         return np.frombuffer(next(remaining), shard.data.dtype).reshape(shard.data.shape)
 
-    return replace(jax.tree.map(lambda leaf: filled(leaf, content), state.to_keep), frozen=state.frozen)
+    def changed(leaf: jax.Array) -> jax.Array:
+        found = filled(leaf, content)
+        if consume:
+            leaf.delete()
+        return found
+
+    return replace(jax.tree.map(changed, state.to_keep), frozen=state.frozen)
 
 
 def filled(leaf: jax.Array, values: Callable[[Any], np.ndarray]) -> jax.Array:

@@ -105,8 +105,8 @@ class Gradients:
 
     @cached_property
     def flat(self) -> FlatGradients:
-        """The order of the gradients; compiles the share."""
-        _ = self.share
+        """The order of the gradients."""
+        _ = self.means  # traces the share, which notes it
         return FlatGradients.make(self._ex.plan, self._ex.state_shapes.params, self._out.order)
 
     @cached_property

@@ -13,7 +13,9 @@ KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
 GATED = ("swiglu", "geglu")  # activations of one product that multiply another
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 ACTIVATION = "activation; gelu, and that in geglu, is the tanh approximation"
-UNROLL = "the layers stand in the program one after the other: fewer copies on GPUs, slow to compile; not with `remat=full`"
+UNROLL = (
+    "the layers stand in the program one after the other: fewer copies on GPUs, slow to compile; not with full remat"
+)
 INFINITY = float("inf")
 
 
