@@ -26,7 +26,7 @@ class Member:
     first: int = NEVER  # the first step of which it computes shares
     last: int = NEVER
     run: str = ""  # what members of one run have in common
-    rate: float = 1.0  # shares per second, in any unit
+    rate: float = 0.0  # shares per second; 0: not known yet
     version: int = 0  # of what it says of itself
 
     @property
@@ -63,7 +63,7 @@ class Member:
         ):
             raise ValueError("that describes no member")
         rate = values["rate"]
-        if type(rate) not in (int, float) or not 0 < rate < sys.float_info.max or not 0 < values["port"] < 1 << 16:
+        if type(rate) not in (int, float) or not 0 <= rate < sys.float_info.max or not 0 < values["port"] < 1 << 16:
             raise ValueError("that describes no member")
         if min(values["number"], values["step"]) < 0:
             raise ValueError("that describes no member")

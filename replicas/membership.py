@@ -100,8 +100,7 @@ class Membership:
 
     def enter(self, step: int) -> None:
         """Takes part from a step on; the others learn of it before it returns."""
-        rate = max((m.rate for m in self.others if m.begun), default=self.me.rate)
-        self.tell(first=step, last=NEVER, rate=rate)
+        self.tell(first=step, last=NEVER)
 
     def choose_entry(self, step: int) -> None:
         """Says from when on this member takes part, if after `step` steps what it lacks takes it less than a moment.

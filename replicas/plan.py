@@ -17,7 +17,7 @@ class StepPlan:
     me: int
     num_shares: int
     num_pieces: int
-    rates: Mapping[int, float]  # shares per second, in any unit, of the members that began the step
+    rates: Mapping[int, float]  # shares per second of the members that began the step; 0: not known
     lost: frozenset[int] = frozenset()
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Node = tuple[int, int]  # shares lo..hi-1
 Value = TypeVar("Value")
-WORTH = 1.1  # by how much longer a step may take before members compute different numbers of shares
+WORTH = 1.2  # by how much longer a step may take before members compute different numbers of shares
 
 
 def halves(node: Node) -> tuple[Node, Node]:
@@ -49,9 +49,11 @@ def counts(num_shares: int, rates: Sequence[float]) -> list[int]:
     """Returns how many shares each of some members computes, so that the slowest ends as early as possible.
 
     As many each, unless the slowest would take WORTH times as long then: where all are powers of two, those are whole
-    nodes of the tree, whose sums take the fewest bytes. `rates` are shares per second, in any unit, of one or more.
+    nodes of the tree, whose sums take the fewest bytes. `rates` are shares per second, in any unit, of one or more; 0:
+    not known yet, taken for the mean of those that are.
     """
-    members = range(len(rates))
+    members, known = range(len(rates)), [rate for rate in rates if rate] or [1.0]
+    rates = [rate or sum(known) / len(known) for rate in rates]
     found = [int(i < num_shares) for i in members]  # one each: else nobody learns how fast a member is
     for _ in range(num_shares - sum(found)):
         found[min(members, key=lambda i: ((found[i] + 1) / rates[i], i))] += 1

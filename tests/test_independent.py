@@ -178,7 +178,7 @@ def test_a_replicas_speed_is_that_of_its_slowest_share() -> None:
     told: list[float] = []
     members = SimpleNamespace(me=SimpleNamespace(rate=1.0), tell=lambda rate: told.append(rate))
     one: Any = SimpleNamespace(
-        _rate=0.0,
+        _share_s=0.0,
         _longest_s=0.0,
         wait_s=0.0,
         replicas=SimpleNamespace(members=members, put=lambda *put: None),

@@ -97,7 +97,7 @@ def test_bad_answers_lose_the_member_that_gives_them(
         {"number": -1},
         {"port": 1 << 40},
         {"port": -1},
-        {"rate": 0},
+        {"rate": -1},
         {"rate": 10**400},
         {"rate": "1"},
         {"step": -1},

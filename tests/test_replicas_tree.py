@@ -142,6 +142,8 @@ def test_shares_are_divided_by_the_rates_so_that_the_slowest_ends_early() -> Non
     assert counts(2, [1, 1, 50]) == [1, 1, 0]
     assert counts(16, [1.25, 1.25, 1, 1]) == [4, 4, 4, 4]  # 5, 5, 3, 3 would end 4 % earlier
     assert counts(16, [1, 1, 1, 0.5]) == [5, 5, 4, 2]
+    assert counts(16, [0.2, 0, 0, 0]) == counts(16, [0] * 4) == [4, 4, 4, 4]  # not known yet
+    assert counts(6, [9, 3, 0]) == counts(6, [9, 3, 6])
 
 
 @pytest.mark.parametrize(("num_shares", "members"), [(1, 1), (2, 4), (7, 3), (8, 4), (17, 5)])

@@ -35,7 +35,7 @@ from training.steps import Done
 
 SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
 COMPARED_EVERY = 100  # steps: replicas compare their parameters
-RATE_STEP, RATE_MEMORY = 1.3, 0.8
+RATE_STEP, RATE_MEMORY = 1.1, 0.5
 
 
 class StoppedError(Exception):
@@ -113,7 +113,7 @@ class Independent:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="shares' rows")
         self._rows: dict[int, Future[HostBatch]] = {}
         self.wait_s = 0.0
-        self._rate, self._longest_s = 0.0, 0.0
+        self._share_s, self._longest_s = 0.0, 0.0  # of a share: on average; the slowest of this step
         self._asked, self._announced = False, False
         self._delays = ex.config.compression.delayed
         self._late: Late | None = None
@@ -320,12 +320,13 @@ class Independent:
         Of replicas that share a machine the last one computes fast while the others wait: it must not get more for it.
         """
         if self._longest_s:
-            rate = 1 / self._longest_s
-            self._rate = RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate if self._rate else rate
+            before_s = self._share_s or self._longest_s
+            self._share_s = RATE_MEMORY * before_s + (1 - RATE_MEMORY) * self._longest_s
             self._longest_s = 0.0
-        rate, known = agreed(round(self._rate * 1e6))[0] / 1e6, self.replicas.members.me.rate
-        if rate and not 1 / RATE_STEP < rate / known < RATE_STEP:
-            self.replicas.members.tell(rate=rate)
+        share_us = agreed(min(round(self._share_s * 1e6), 2**31 - 1))[0]
+        known = self.replicas.members.me.rate
+        if share_us and not known / RATE_STEP < 1e6 / share_us < known * RATE_STEP:
+            self.replicas.members.tell(rate=1e6 / share_us)
 
 
 def agreed(value: int) -> list[int]:
