@@ -65,6 +65,8 @@ def join(address: Address) -> None:
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process_id={process_id} must be from 0 to {num_processes - 1}")
     host_and_port(coordinator)
+    if num_processes == 1:
+        return  # joined to nobody, its CPU devices would reduce by gloo, over TCP, what they can in memory
     bind_address = _bind_address(coordinator) if process_id == 0 else None
     # else jax would still query Kubernetes, for this process' devices, and fail if it lacks the permission
     method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None

@@ -7,6 +7,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 
+import jax
 import pytest
 from jax._src import distributed
 from running import TIMEOUT_S, arguments, finish, free_port, start
@@ -14,6 +15,7 @@ from running import TIMEOUT_S, arguments, finish, free_port, start
 from runtime import launch
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
+from runtime.launch import Address
 
 LIMITS = """
 from runtime import launch
@@ -108,3 +110,11 @@ def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)[0]
     assert code == 75 and err.startswith("stopped at once; run the same command again"), err
+
+
+def test_a_world_of_one_process_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined, jax would reduce by gloo, over TCP, between the devices of one process: a fifth of a replica's step."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **keys: pytest.fail("it has joined"))
+    launch.join(Address(coordinator="127.0.0.1:29400", num_processes=1, process_id=0))
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        launch.join(Address(coordinator="127.0.0.1", num_processes=1, process_id=0))
