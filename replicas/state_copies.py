@@ -26,9 +26,8 @@ class StateCopies:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._step = -1  # the last step whose state could be copied
-        self._wanted: dict[int, Counter[int]] = {}  # step: how many members want each array, by its number
+        self._wanted: dict[int, Counter[int]] = {}  # step: how many members still want each array, by its number
         self._copies: dict[int, dict[int, np.ndarray]] = {}
-        self._owed: dict[int, Counter[int]] = {}  # as `_wanted`, of what was copied
         self._closed = False
 
     def are_wanted(self, step: int) -> bool:
@@ -41,14 +40,14 @@ class StateCopies:
         """Copies what is wanted of the state after `step` steps; `arrays` are those of this process' devices."""
         with self._changed:
             self._step = step
-            wanted = self._wanted.pop(step, Counter())
+            wanted = [*self._wanted.get(step, ())]
         copies = {number: np.array(arrays[number]) for number in wanted if 0 <= number < len(arrays)}
         if not copies:
             return
         with self._changed:
-            self._copies[step], self._owed[step] = copies, wanted
+            self._copies[step] = copies
             for old in sorted(self._copies)[:-STEPS]:
-                del self._copies[old], self._owed[old]
+                del self._copies[old], self._wanted[old]
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -71,8 +70,8 @@ class StateCopies:
             if self._closed:
                 raise ConnectionError(LEAVES)
             content = self._copies[step][number]
-            self._owed[step][number] -= 1
-            if not self._owed[step][number]:
+            self._wanted[step][number] -= 1
+            if not self._wanted[step][number]:
                 del self._copies[step][number]
             return content.reshape(-1).view(np.uint8).data
 
