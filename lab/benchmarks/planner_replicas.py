@@ -48,7 +48,8 @@ def timed_runs() -> Iterator[Line]:
 def predicted(run: Line) -> dict[str, float]:
     """Returns the seconds of a step by the planner, what a node sends, how long that takes, and what is exposed."""
     cluster = clusters.with_rate(clusters.EMULATED, Links(rate=run["rate"]).rate_bits())
-    keys = replicas.keys_of(run) | {"sharding.replicas": "one_world", "mesh.devices_per_node": DEVICES}
+    one_world = {"sharding.replicas": "one_world", "sharding.shares": 0, "mesh.devices_per_node": DEVICES}
+    keys = replicas.keys_of(run) | one_world
     step = on_cluster(cluster, NODES, "standard", keys)
     if found := independent(step) if "independent" in run["run"] else None:
         return {

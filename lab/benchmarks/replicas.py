@@ -47,6 +47,8 @@ OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in
 # products with weights are stored, as PyTorch's `dots` does
 OURS += tuple(f"independent {codec} dots" for codec in ("none", "bf16", "int8", "int4"))
 OURS += ("independent bf16 dots delayed",)
+# as many shares as replicas: with four micro-steps a codec's bytes are fewer than the sum's of four shares
+OURS += tuple(f"independent {codec} dots one_share" for codec in ("bf16", "int8"))
 PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
 STEPS, SKIPPED = 7, 2  # the first steps connect
 JOINING = 4  # more steps of replicas, which come one after the other
@@ -128,6 +130,7 @@ def keys_of(key: Key) -> dict[str, Any]:
         "compression.error_feedback": False,
         "compression.delayed": "delayed" in run,
         "sharding.replicas": kind,
+        "sharding.shares": NODES if "one_share" in run else 0,
     }
 
 
