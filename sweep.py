@@ -157,7 +157,9 @@ def show_plan(sweep: Sweep) -> int:
         print(f"these are the ends of what {options.search} runs choose from, in {sweep.workdir}")
         return 0
     print(f"{len(sweep.runs)} runs, {len(todo)} to do, in {sweep.workdir}")
-    if options.slurm is not None and todo:
+    if options.slurm is not None and (job := slurm.queued_job(sweep.workdir)):
+        print(f"job {job} runs them already")  # its tasks read their lines of runs.txt when they begin
+    elif options.slurm is not None and todo:
         print(f"wrote {slurm.write_array(todo, sweep.workdir, options=options.slurm, workers=options.workers)}")
     return 0
 

@@ -100,9 +100,7 @@ class RunLog:
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
         if "mfu" in row:
             row["mfu"] /= row.get("replicas", 1)  # each a world of its own, which does its part of the step
-        if wire := self._wire.delta() if self._wire else None:
-            self._crossed.append(wire)
-            self._crossing += step - self._last_step
+        self._crossed_until(step)
         if self._crossed:
             row["wire_tx_bytes"] = sum(one.tx_bytes for one in self._crossed) / self._crossing
             row["wire_rx_bytes"] = sum(one.rx_bytes for one in self._crossed) / self._crossing
@@ -111,12 +109,21 @@ class RunLog:
         if self._is_first:
             self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
         self._progress.update(step, row)
-        self._last_step, self._is_first = step, False
+        self._is_first = False
 
     def passed(self, step: int) -> None:
-        """Takes a step that gets no row: its measurements are not gathered."""
+        """Takes a step that gets no row, at the moment it ends: only its wire bytes are gathered."""
         if self._enabled:
+            self.flush()
+            self._crossed_until(step)
             self._progress.update(step, {})
+
+    def _crossed_until(self, step: int) -> None:
+        """Counts the wire bytes since the step before, or since what was `spent` after it."""
+        if wire := self._wire.delta() if self._wire else None:
+            self._crossed.append(wire)
+            self._crossing += step - self._last_step
+        self._last_step = step
 
     def validation(self, step: int, scalars: Mapping[str, float], text: str) -> None:
         """Takes the results of a validation after `step`, which must be the last logged step, and prints `text`."""

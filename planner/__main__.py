@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from configs import command_line
 from configs.losses import dense_optimizer
-from configs.schema import Config
+from configs.schema import Config, TransformerConfig
 from files import atomic
 from metrics.units import format_bytes, format_count
 from planner import clusters, probes
@@ -161,7 +161,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     return Question(
         name=command_line.config_name(values),
         config=config,
-        words=tuple(word for word in argv[1:] if word.startswith(("--config=", "--config."))),
+        words=tuple(command_line.words_of_config(argv)),
         cluster=cluster,
         nodes=nodes,
         strategies=tuple(re.findall(r"[^,\s]+", values.strategy or "")),
@@ -181,6 +181,8 @@ def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
     cluster, measured = clusters.with_system(clusters.find_cluster(values.cluster), str(values["as"].value)), ""
     if values.devices_per_node:
         cluster = clusters.with_devices(cluster, values.devices_per_node)
+    if values.probe:
+        cluster, measured = probes.with_probe(cluster, Path(values.probe))
     if values.rate:
         cluster = clusters.with_rate(cluster, _rate(values, "rate"))
     if values.storage:
@@ -189,8 +191,6 @@ def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
         if not isfinite(values.failures):
             raise ValueError(f"--failures={values.failures}: give the nodes that fail, of each in a day, such as 0.01")
         cluster = replace(cluster, failures=values.failures)
-    if values.probe:
-        cluster, measured = probes.with_probe(cluster, Path(values.probe))
     return cluster, measured
 
 
@@ -298,7 +298,7 @@ def _answer(question: Question, nodes: int) -> Answer:
     link = format_bytes(8 * cluster.node_bandwidth).replace("B", "bit")
     where = f"{cluster.name} ({machine.num_devices} x {cluster.device.name}, {link}/s a node)"
     padding = _padding(config, [prediction for prediction, _ in found.steps], machine.num_devices)
-    notes = (*question.notes, *independent_text(step, best.step_s), *padding)
+    notes = (*question.notes, *independent_text(step, best.step_s), *_stand_ins(step), *padding)
     plan = Plan(
         title=f"{question.name}, {size}, on {_of_nodes(nodes)} of {where}",
         cluster=cluster.name,
@@ -316,6 +316,27 @@ def _answer(question: Question, nodes: int) -> Answer:
         notes=notes if question.is_search else (*notes, *found.refused, *found.too_large),
     )
     return Answer(plan=plan, step=step)
+
+
+def _stand_ins(step: Step) -> list[str]:
+    """Returns notes of what is priced in the place of what a run has."""
+    config, machine, notes = step.experiment.config, step.machine, list[str]()
+    model, length = config.model, config.data.seq_len
+    if config.compression.hop_two == "one_bit_adam":
+        first = config.compression.warmup_steps
+        notes.append(
+            f"1-bit Adam: priced as its warm-up, {first:,} of {config.num_steps:,} steps, whose exchange is in f32; "
+            "those after it send a 32nd"
+        )
+    can_fuse = machine.target != compiling.CPU and machine.cluster.device.attention
+    if not (can_fuse and isinstance(model, TransformerConfig)):
+        return notes
+    if machine.attention(model, length) == "xla" != model.attention:
+        notes.append(
+            f"no fused attention for heads of {model.head_size} in rows of {length:,} compiles without a GPU: it is "
+            "priced as XLA's, slower, with all scores in memory"
+        )
+    return notes
 
 
 def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int) -> list[str]:

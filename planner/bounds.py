@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from configs.schema import MoeConfig, TransformerConfig
 from input_pipeline import row_arrays
+from models.transformer import Transformer
 from planner.clusters import Cluster
 from planner.memory import activation_bytes, gathered_values, temporary_bytes
 from sharding.mesh import inter_part, intra_part
@@ -61,11 +62,16 @@ def flops_per_row(experiment: Experiment) -> float:
 
 
 def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
-    model, shape = experiment.model.config, experiment.plan.layout.shape
+    """Returns the least seconds of a step's products; a kernel computes half of the pairs of a causal mask."""
+    model, shape, flops = experiment.model.config, experiment.plan.layout.shape, flops_per_row(experiment)
+    if isinstance(experiment.model, Transformer):
+        length = experiment.config.data.seq_len
+        of_products = experiment.model.flops_per_token(0) * length
+        flops = of_products + (flops - of_products) / 2
     rows = experiment.batches.accumulation * experiment.config.batch.micro_size / shape.tensor / shape.context
     recomputed = 4 / 3 if model.remat == "full" else 1
     rate = cluster.compute(shape.num_devices).matmul_rate(HLO_DTYPES[model.compute_dtype])
-    return rows * flops_per_row(experiment) * recomputed / rate
+    return rows * flops * recomputed / rate
 
 
 def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> float:

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
+import jax
+
 from input_pipeline import row_arrays
 from metrics.units import format_bytes, format_percent, format_seconds
 from planner.predict import Step
 from planner.spot import FROM_CHECKPOINT_S, LEFT_S, world_of
 from planner.table import table_rows
+from sharding.spec import nbytes
 from sharding.state import by_name
 
 DAY_S = 86_400.0
@@ -40,7 +43,7 @@ class Loss:
 class Kept:
     """The state and the rates with which it moves."""
 
-    state_bytes: float  # whole: parameters and the optimizer's state, as a checkpoint has them
+    state_bytes: float  # whole, as a checkpoint has it: also what each replica has for itself
     device_bytes: float  # what a device has of it
     storage_bandwidth: float  # bytes/s that all nodes together write, or read
     copy_bandwidth: float  # bytes/s from a device to its host
@@ -64,11 +67,12 @@ class Kept:
 
 def kept_of(step: Step) -> Kept:
     """Returns what is kept of a planned step's state; the devices of an emulated cluster share their rates."""
-    frozen, cluster = by_name(step.experiment.state_shapes.frozen), step.machine.cluster  # the frozen is not kept
+    state, cluster = step.experiment.state_shapes, step.machine.cluster
+    frozen = by_name(state.frozen)  # is not kept
     rows = [row for row in table_rows(step.experiment) if row.name not in frozen]
     together, model = step.machine.num_devices if cluster.device.is_shared else 1, step.experiment.model
     return Kept(
-        state_bytes=sum(row.whole_bytes[0] + row.whole_bytes[2] for row in rows),
+        state_bytes=sum(map(nbytes, jax.tree.leaves(state.to_keep))),
         device_bytes=sum(row.device_bytes[0] + row.device_bytes[2] for row in rows),
         storage_bandwidth=cluster.storage_bandwidth,
         copy_bandwidth=cluster.device.copy_bandwidth / together,

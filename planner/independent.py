@@ -7,12 +7,14 @@ with its callbacks compiles only where its devices are, so this is not a replay 
 
 from dataclasses import dataclass
 
+from configs.schema.combinations import complaint
 from metrics.units import format_bytes, format_seconds
 from planner.predict import Step
-from replicas.payloads import PAYLOADS, PIECES, make_payload
+from replicas.payloads import PIECES, make_payload
 from training.share_rounds import of_workers, state_payload
 
 PAGE = "docs/replicas.md"
+AS_REPLICAS = {"sharding.replicas": "independent", "compression.error_feedback": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,9 @@ def independent(step: Step) -> Independent | None:
     """
     config, layout = step.experiment.config, step.experiment.plan.layout
     per_node, group = layout.shape.devices_per_node, layout.shape.size(layout.parameters)
-    shared = config.mesh.tensor * config.mesh.stages * config.mesh.context
-    if layout.num_replicas == 1 or group % per_node or shared > 1 or config.local_sgd.streaming:
+    if layout.num_replicas == 1 or group % per_node or complaint(config.values | AS_REPLICAS):
         return None
-    if config.compression.hop_two not in PAYLOADS or layout.is_automatic or config.local_sgd.target_utilisation:
+    if not layout.parameters == layout.gradients == layout.optimizer:
         return None
     timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
     values = step.experiment.model.num_trained
@@ -50,7 +51,8 @@ def independent(step: Step) -> Independent | None:
     # beside the backward pass of the last micro-step, after which the last piece comes; delayed, all of the next step
     hides_s = min((3 / 4 if config.model.remat == "full" else 2 / 3) * compute_s, sending_s * (1 - 1 / PIECES))
     hidden_s = min(timeline.compute_s, sending_s) if config.compression.delayed else 0.0 if local else hides_s
-    copies_s = 2 * 4 * values / group / step.machine.cluster.device.copy_bandwidth
+    device, together = step.machine.cluster.device, step.machine.num_devices
+    copies_s = 2 * 4 * values / group / device.copy_bandwidth * (together if device.is_shared else 1)
     alone_s = timeline.step_s - timeline.use("hop_two").exposed_s
     return Independent(
         step_s=alone_s + (sending_s - hidden_s + copies_s) / max(local, 1),
@@ -69,7 +71,9 @@ def independent_text(step: Step, step_s: float) -> list[str]:
     meets = f" every {config.local_sgd.inner_steps} steps" if config.local_sgd.inner_steps else ""
     beside = "the next step" if config.compression.delayed else "the last backward pass"
     hidden = "" if meets else f", {format_seconds(found.hidden_s)} of it beside {beside}"
+    encodes = config.compression.hop_two != "none" and config.compression.error_feedback
+    needs = ", with compression.error_feedback=False" if encodes else ""
     return [
-        f"as independent replicas ({PAGE}) a step takes {format_seconds(found.step_s)}, {than} than in one world: each "
-        f"node sends {format_bytes(found.sent_bytes)} in {format_seconds(found.sending_s)}{meets}{hidden}"
+        f"as independent replicas ({PAGE}){needs} a step takes {format_seconds(found.step_s)}, {than} than in one "
+        f"world: each node sends {format_bytes(found.sent_bytes)} in {format_seconds(found.sending_s)}{meets}{hidden}"
     ]

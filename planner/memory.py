@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from configs.schema import TransformerConfig
+from models.chunked_loss import piece_length
 from sharding.scopes import beyond
 from sharding.spec import ParamSpec, is_placement
 from training.experiment import Experiment
@@ -18,7 +19,7 @@ def activation_bytes(experiment: Experiment) -> float:
     if not isinstance(model, TransformerConfig):
         return gathered
     tokens = config.batch.micro_size * config.data.seq_len / layout.shape.context
-    return gathered + tokens * item * (model.num_layers * model.hidden + model.padded_vocab / layout.shape.tensor)
+    return gathered + item * (tokens * model.num_layers * model.hidden + _logits(experiment))
 
 
 def temporary_bytes(experiment: Experiment, gradients: int) -> float:
@@ -40,7 +41,7 @@ def temporary_bytes(experiment: Experiment, gradients: int) -> float:
     layer = max(0.0, sum(gathered_values(experiment).values()) - embedding) / model.num_layers
     scores = tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
     inside = scores + 4 * item * tokens * (model.intermediate / tensor + model.hidden)
-    head = tokens * vocab * (4 + 2 * item)
+    head = _logits(experiment) * (4 + 2 * item)
     kept = tokens * item * model.hidden if model.remat == "full" else inside
     trained = experiment.model.num_trained / experiment.model.num_params
     held += layer * (2 * item + 4 * trained) + embedding * (item + 4 * trained)
@@ -65,6 +66,14 @@ def gathered_values(experiment: Experiment, *, only_trained: bool = False) -> di
         here *= jnp.dtype(spec.dtype).itemsize / plan.compute_dtype.itemsize if spec.frozen else 1
         found[placement.held] = found.get(placement.held, 0.0) + here
     return found
+
+
+def _logits(experiment: Experiment) -> float:
+    """Returns how many logits a device has at a time: those of a piece of the positions (models/chunked_loss.py)."""
+    config, shape = experiment.config, experiment.plan.layout.shape
+    assert isinstance(config.model, TransformerConfig)
+    micro, vocab = config.batch.micro_size, config.model.padded_vocab
+    return micro * piece_length(micro, config.data.seq_len // shape.context, vocab) * vocab / shape.tensor
 
 
 def _kept_gathered(experiment: Experiment) -> float:

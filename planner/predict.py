@@ -19,6 +19,7 @@ from planner.replay import Timeline, replay
 from sharding.hlo import read_collectives
 from sharding.hlo_program import Program, parse_program
 from training.experiment import Experiment
+from training.meetings import interval_of
 from training.memory import Memory, memory_of
 
 TOKENS = 1e9  # that a cost is given for
@@ -103,6 +104,8 @@ class Machine:
             "mesh.num_cpu_devices": 0,
             "mesh.devices_per_node": self.cluster.devices_per_node,
         }
+        if config.compression.hop_two in ("dgc", "power_sgd"):  # the steps behind the warm-up; 1-bit Adam needs one
+            keys["compression.warmup_steps"] = 0
         if isinstance(config.model, TransformerConfig):
             keys["model.attention"] = self.attention(config.model, config.data.seq_len)
         return {
@@ -167,12 +170,17 @@ class Step:
 
     def seconds(self, timeline: Timeline) -> float:
         """Returns the step of a timeline, of the mean step if replicas meet only every few steps."""
-        return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - self._share("hop_two"))
+        return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - 1 / max(1, self.interval(timeline)))
 
-    def _share(self, label: str) -> float:
-        """Returns what of the program's traffic a step has; streaming local SGD has a part of hop two in each."""
-        local = self.experiment.config.local_sgd
-        return 1 / max(1, local.inner_steps) if label == "hop_two" and not local.streaming else 1.0
+    def interval(self, timeline: Timeline) -> int:
+        """Returns every how many steps replicas meet, 0 for each: streaming local SGD sends a part in each step.
+
+        With `local_sgd.target_utilisation` as a run would choose it.
+        """
+        local, meeting_s = self.experiment.config.local_sgd, timeline.use("hop_two").exposed_s
+        if local.target_utilisation:
+            return interval_of(local, timeline.step_s - meeting_s, meeting_s)
+        return 0 if local.streaming else local.inner_steps
 
     def memory(self) -> Memory:
         """Returns what a device holds, by part."""
@@ -183,7 +191,9 @@ class Step:
         """Returns all that is said of the step."""
         config, timeline, machine = self.experiment.config, self.timeline(), self.machine
         found = read_collectives(self.compiled.text, self.compiled.shape)
-        collectives = [(c, c.times * self._share(c.label)) for c in found]
+        interval = self.interval(timeline)
+        shares = {"hop_two": 1 / max(1, interval)}  # what of the program's traffic a step has
+        collectives = [(c, c.times * shares.get(c.label, 1.0)) for c in found]
         step_s = self.seconds(timeline)
         rows_per_s = config.batch.global_size / step_s
         tokens_per_s = None if isinstance(config.model, ImageConfig) else rows_per_s * config.data.seq_len
@@ -198,7 +208,7 @@ class Step:
             candidate=self.candidate,
             nodes=machine.nodes,
             accumulation=self.experiment.batches.accumulation,
-            inner_steps=0 if config.local_sgd.streaming else config.local_sgd.inner_steps,
+            inner_steps=interval,
             memory=self.memory(),
             inter_bytes=sum(c.inter_bytes * times for c, times in collectives),
             intra_bytes=sum(c.intra_bytes * times for c, times in collectives),
@@ -207,8 +217,8 @@ class Step:
                 Traffic(
                     name=name,
                     level=level,
-                    busy_s=use.busy_s * self._share(name),
-                    exposed_s=use.exposed_s * self._share(name),
+                    busy_s=use.busy_s * shares.get(name, 1.0),
+                    exposed_s=use.exposed_s * shares.get(name, 1.0),
                 )
                 for (name, level), use in timeline.uses.items()
             ),

@@ -14,11 +14,14 @@ from itertools import count, pairwise
 from math import floor, isfinite
 from pathlib import Path
 
+import jax
+
 from configs.schema import Config, ImageConfig
 from metrics.units import format_count, format_percent, format_seconds
 from planner.clusters import Cluster
 from planner.predict import Step
 from sharding.mesh import inter_part
+from sharding.replicas import replica_key
 
 # Seconds without training after an event, from docs/elasticity_measured.md, on 4 emulated nodes with a model of 6.4 M
 # parameters. Most of them are compilation and imports; a large model's state takes longer to read.
@@ -120,10 +123,14 @@ class Run:
 
 
 def world_of(step: Step, step_s: float) -> World:
-    """Returns the world of a planned step; each copy of the state takes the nodes over which it is cut."""
-    layout = step.experiment.plan.layout
-    nodes = step.machine.nodes
-    return World(nodes=nodes, step_s=step_s, whole_copies=nodes // layout.shape.size(inter_part(layout.optimizer)))
+    """Returns the world of a planned step; each copy of the state takes the nodes over which it is cut.
+
+    What each replica has for itself (residuals, copies that drift apart) makes one copy of all.
+    """
+    layout, nodes = step.experiment.plan.layout, step.machine.nodes
+    copies = nodes // layout.shape.size(inter_part(layout.optimizer))
+    paths = (path for path, _ in jax.tree.leaves_with_path(step.experiment.state_shapes.chain))
+    return World(nodes=nodes, step_s=step_s, whole_copies=1 if any(map(replica_key, paths)) else copies)
 
 
 def run_of(config: Config) -> Run:

@@ -45,16 +45,19 @@ def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.Monk
     send(5)
     monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
     log = make_log(tmp_path, enabled=True, num_steps=4)
-    for step in (1, 2, 4):
+    for step in (1, 2, 3, 4):
         send(100 * step)
-        log.step(step, {"loss": 1.0})
+        if step == 3:
+            log.passed(step)
+        else:
+            log.step(step, {"loss": 1.0})
         send(7)
         log.spent("validation_s", 0.0)
         send(8)
         log.spent("checkpoint_s", 0.0)
     log.close("finished")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["wire_tx_bytes"] for row in rows] == [100, 200, 400 / 2]
+    assert [row["wire_tx_bytes"] for row in rows] == [100, 200, (300 + 400) / 2]
 
 
 def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> None:

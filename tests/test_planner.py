@@ -11,14 +11,14 @@ import pytest
 from planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
 from running import IGNORED
 
-from configs.schema import TransformerConfig
+from configs.schema import Config, TransformerConfig
 from planner import __main__ as program
 from planner import clusters
 from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
 from planner.pictures import COLOURS, draw, draw_curves
 from planner.predict import Machine, Step, compiled_step, what_helps
-from planner.replay import NAMES, REPEATED, Interval, Timeline
+from planner.replay import NAMES, REPEATED, Interval, Timeline, Use
 from planner.report import from_json, scaling_rows, to_json
 from planner.spot import World, world_of
 from sharding.hlo import LABELS, read_collectives
@@ -199,6 +199,62 @@ def test_a_probe_replaces_the_links(capsys: pytest.CaptureFixture[str], tmp_path
     assert slow.best.step_s > 10 * plain.best.step_s
     intra = [{part.name: part.busy_s for part in plan.best.traffic if part.level == "intra"} for plan in (slow, plain)]
     assert intra[0]["gather"] == pytest.approx(intra[1]["gather"])
+    inter["alpha_s"] = 1e-6
+    probe.write_text(json.dumps(content))
+    (given,) = from_json(run(capsys, *WORDS, *EMULATED, f"--probe={probe}", "--rate=1gbit", "--json")[1])
+    assert given.best.step_s < slow.best.step_s / 10, "--rate is of the link that was probed"
+
+
+def test_overrides_reach_the_program_however_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """As train.py takes them: one word or two, one dash or two, `no` for false."""
+    said = [
+        run(capsys, *WORDS, *EMULATED, *words, "--json")[1]
+        for words in (
+            ("--config.sharding.two_hop=False", "--config.model.num_layers=3"),
+            ("--noconfig.sharding.two_hop", "-config.model.num_layers", "3"),
+            (),
+        )
+    ]
+    assert said[0] == said[1] != said[2]
+
+
+def test_what_is_priced_in_the_place_of_something_else_is_said(step: Step) -> None:
+    """1-bit Adam's warm-up; XLA's attention where the flash kernel cannot stand in for cuDNN's."""
+    assert program._stand_ins(step) == []  # pyright: ignore[reportPrivateUsage]
+    changes = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 20, "optimizer.clip_norm": 0.0}
+    adam = small(**{key.replace(".", "__"): value for key, value in changes.items()}, num_steps=100)
+    (note,) = program._stand_ins(of_config_on(step, adam))  # pyright: ignore[reportPrivateUsage]
+    assert "20 of 100 steps" in note
+    gpu = Machine(cluster=clusters.CLUSTERS["p5.48xlarge"], nodes=1, config_words=WORDS, target="h100")
+    notes = {}
+    for length in (64, 96):
+        bfloat = small(model__compute_dtype="bfloat16", data__seq_len=length)
+        there = replace(of_config_on(step, bfloat), machine=gpu)
+        notes[length] = program._stand_ins(there)  # pyright: ignore[reportPrivateUsage]
+    assert notes[64] == [] and "rows of 96" in notes[96][0]
+
+
+def of_config_on(step: Step, config: Config) -> Step:
+    """Returns the step with another config, whose program was not compiled."""
+    return replace(step, experiment=replace(step.experiment, config=config))
+
+
+@pytest.mark.parametrize("method", ["power_sgd", "dgc"])
+def test_the_steps_behind_a_warm_up_are_priced(method: str) -> None:
+    changes = {"hop_two": method, "warmup_steps": 20} | ({"sparsity": 0.99} if method == "dgc" else {})
+    config = small(**{f"compression__{key}": value for key, value in changes.items()}, num_steps=100)
+    (word,) = (w for w in machine().request(of_config(config), config)["config"] if "compression.warmup_steps" in w)
+    assert word == "--config.compression.warmup_steps=0"
+
+
+@pytest.mark.parametrize(("target", "interval"), [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)])
+def test_the_interval_that_a_target_of_utilisation_chooses(step: Step, target: float, interval: int) -> None:
+    """A meeting takes four steps more: H steps and a meeting put H / (H + 4) of the time into steps."""
+    config = small(local_sgd__inner_steps=30, local_sgd__target_utilisation=target)
+    timeline = replace(step.timeline(), step_s=5.0, uses={("hop_two", "inter"): Use(busy_s=4.0, exposed_s=4.0)})
+    there = of_config_on(step, config)
+    assert there.interval(timeline) == interval
+    assert there.seconds(timeline) == pytest.approx(1 + 4 / interval)
 
 
 @pytest.mark.slow
@@ -278,6 +334,8 @@ def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     here = experiment(of_strategies(["zero3"], small())[0])
     assert world_of(replace(step, experiment=here), 1.0) == World(nodes=4, step_s=1.0, whole_copies=1)
     assert world_of(step, 2.0) == World(nodes=4, step_s=2.0, whole_copies=4)
+    residuals = make_experiment(small(compression__hop_two="int8"))
+    assert world_of(replace(step, experiment=residuals), 2.0) == World(nodes=4, step_s=2.0, whole_copies=1)
 
 
 BAD = {

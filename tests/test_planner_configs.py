@@ -3,15 +3,20 @@
 import ast
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running import ROOT
 
+from configs import command_line
 from lab.benchmarks import planner_configs
 from lab.benchmarks.planner_records import RECORDS, plans_of
 from lab.records import recorded
+from planner.bounds import bounds
+from planner.clusters import CLUSTERS
+from training.experiment import make_experiment
 
 FILES = sorted(file for file in (ROOT / "configs").rglob("*.py") if "\ndef get_config(" in file.read_text())
 LINE = {
@@ -42,6 +47,20 @@ def test_a_docstring_has_the_plans_of_its_file_or_what_came_of_a_run(file: Path)
     said = re.findall(r"^ +(\S+: \d+ \S+ \(\d+ GPUs\), .*)$", about, re.MULTILINE)
     assert sorted(said) == sorted(map(planner_configs.text, of))
     assert of or "Expected" in about or file.name == "base.py"
+
+
+PLANS = {line["config"]: line for line in recorded(planner_configs.RESULTS)}
+
+
+@pytest.mark.parametrize("name", ["long_context.py:8b", "gemma.py:2b", "gpu_decoder.py:124m"])
+def test_no_bound_is_above_a_recorded_plan(name: str) -> None:
+    """Of long rows, whose attention is half of the pairs; and of a large vocabulary, whose logits come in pieces."""
+    plan = PLANS[name]
+    assert plan["devices"] == 8
+    words = [word for word in shlex.split(plan["command"]) if word.startswith("--config")]
+    keys = ("--config.mesh.num_cpu_devices=0", "--config.mesh.devices_per_node=8")
+    found = bounds(make_experiment(command_line.parse(["planner", *words, *keys])), CLUSTERS[plan["cluster"]])
+    assert found.least_s <= plan["step_s"] and found.least_bytes <= plan["memory_bytes"]
 
 
 MEMORY = "(16 GPUs), 41.2 GB of 76.4 GB a GPU"

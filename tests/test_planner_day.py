@@ -81,6 +81,13 @@ def test_a_frozen_base_is_read_at_every_start_and_never_kept(step: Step) -> None
     assert found["the start"].each_s == pytest.approx(FROM_CHECKPOINT_S + base_s)
 
 
+def test_a_checkpoint_has_what_each_replica_has_for_itself(step: Step) -> None:
+    """The residuals of four replicas beside the parameters and AdamW's two moments."""
+    encoded = replace(step, experiment=make_experiment(small(compression__hop_two="int8")))
+    model = encoded.experiment.model
+    assert day.kept_of(encoded).state_bytes == pytest.approx((12 + 4 * 4) * model.num_params, rel=0.02)
+
+
 def test_automatic_snapshots_cost_at_most_their_share(step: Step) -> None:
     assert (day.AUTOMATIC, day.SHARE) == (snapshots.AUTOMATIC, snapshots.SHARE)
     found = lost(step, 0.1, elastic={"snapshot_every": -1})["snapshots"]

@@ -101,6 +101,20 @@ def test_a_dry_run_submits_nothing_and_requeuing_is_limited(slurm: Path, tmp_pat
     assert "scontrol" not in slurm.read_text()
 
 
+def test_a_dry_run_leaves_the_array_that_is_queued_as_it_is(
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tasks read their lines when they begin: a shorter list would give them others."""
+    file = sweep_file(tmp_path, seeds(0, 5))
+    assert run_sweep(tmp_path, file, "--slurm=") == 0
+    assert run_task(tmp_path, 1) == 0
+    (tmp_path / "queue").write_text("77 77\n")
+    before = (tmp_path / "runs" / "runs.txt").read_text()
+    assert run_sweep(tmp_path, file, "--slurm=", "--dry_run") == 0
+    assert (tmp_path / "runs" / "runs.txt").read_text() == before
+    assert "runs them already" in capsys.readouterr().out
+
+
 def test_missing_slurm_commands_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

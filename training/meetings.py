@@ -71,15 +71,21 @@ class Meetings:
         # the process whose steps took longest comes last and waits for nobody, however long the interval was
         last = max(range(len(of_all)), key=lambda process: of_all[process][1])
         met_s, step_s = of_all[last][0], median(steps_s[last] for steps_s in self._steps_s)
-        more_s, target = max(met_s - step_s, 0), self._config.target_utilisation
-        wanted = ceil(target / (1 - target) * more_s / step_s)
-        interval = min(max(wanted, LEAST_INTERVAL), self._config.inner_steps)
+        more_s = max(met_s - step_s, 0)
+        interval = interval_of(self._config, step_s, more_s)
         if interval != self._interval:
             self._say(
                 f"step {step}: a meeting took {more_s:.3g} s more than a step of {step_s:.3g} s; replicas meet "
                 f"every {interval} steps"
             )
         return interval
+
+
+def interval_of(config: LocalSGDConfig, step_s: float, more_s: float) -> int:
+    """Returns after how many steps the next meeting is, which takes `more_s` more than a step of `step_s`."""
+    target = config.target_utilisation
+    wanted = ceil(target / (1 - target) * more_s / step_s)
+    return min(max(wanted, LEAST_INTERVAL), config.inner_steps)
 
 
 def _meeting_at(state: TrainState, step: int) -> TrainState:
