@@ -75,9 +75,10 @@ class StepPlan:
         """Returns a piece that this member adds up, and what another one has of it that is not here, nor asked for."""
         if member not in self.left:
             return None
-        nodes = sums.nodes_to_send(nodes_of(member, self.owner_of))
+        nodes = nodes_of(member, self.owner_of)
         own = (p for p in range(self.num_pieces) if self.adds(p) == self.me or sums.is_asked_for(p))
-        wanted = ((p, node) for p in own if sums.total(p) is None for node in nodes if not sums.has(node, p))
+        open_pieces = (p for p in own if sums.total(p) is None)
+        wanted = ((p, node) for p in open_pieces for node in sums.nodes_to_send(nodes, p) if not sums.has(node, p))
         return next((each for each in wanted if each not in but), None)
 
     def total_to_ask(self, member: int, sums: StepSums, but: Asked = frozenset()) -> tuple[int, None] | None:

@@ -7,7 +7,7 @@ member. So every value is right for every purpose, and what a member that was lo
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class StepSums:
         self._values: dict[tuple[Node, int], memoryview] = {}
         self._totals: dict[int, memoryview] = {}
         self._asked_for: set[int] = set()  # pieces whose totals others wait for
-        self._targets: set[Node] = set()
+        self._targets: set[tuple[Node, int]] = set()
         self._to_compute: list[int] = []
         self._pending: Counter[tuple[int, int]] = Counter()  # (share, piece) that is still to come
         self._end: Exception | None = None  # of all waiting
@@ -57,9 +57,9 @@ class StepSums:
         """Whether the totals of all pieces are here."""
         return len(self._totals) == self.num_pieces
 
-    def nodes_to_send(self, nodes: Collection[Node]) -> list[Node]:
-        """Returns the nodes in the form in which they take the fewest bytes: encoded shares, or sums in f32."""
-        shares = self._payloads[0].bytes_per_value
+    def nodes_to_send(self, nodes: Collection[Node], piece: int) -> list[Node]:
+        """Returns the nodes in the form in which a piece takes the fewest bytes: encoded shares, or sums in f32."""
+        shares = self._payloads[piece].bytes_per_value
         return [
             part
             for lo, hi in nodes
@@ -69,9 +69,10 @@ class StepSums:
     def owe(self, nodes: Collection[Node]) -> None:
         """Notes nodes whose sums others will ask for, or that are needed here: their shares are to be computed."""
         with self._lock:
-            for node in self.nodes_to_send(nodes):
-                self._targets.add(node)
-                self._ask_for(node)
+            for piece in range(self.num_pieces):
+                for node in self.nodes_to_send(nodes, piece):
+                    self._targets.add((node, piece))
+                    self._ask_for(node, piece)
 
     def look(self, check: Callable[[], None], wait_s: float | None = None) -> int:
         """Returns a share to compute, COMPLETE, or WAITING when neither is so within `wait_s`; None: waits for one.
@@ -111,7 +112,7 @@ class StepSums:
     def has(self, node: Node, piece: int) -> bool:
         """Whether a node's sum of a piece is here, all that makes it, or a sum that has it in it."""
         with self._lock:
-            return self._covers(self._root, node, piece) or self._is_whole(node, piece)
+            return self._covers(self._values, self._root, node, piece) or self._is_whole(node, piece)
 
     def is_asked_for(self, piece: int) -> bool:
         """Whether another member waits for the total of a piece, whoever adds it up by the plan of this one."""
@@ -127,7 +128,7 @@ class StepSums:
     def give(self, node: Node, piece: int) -> memoryview | None:
         """Returns what `wait_for` does; None if it is yet to be computed, which is noted."""
         with self._lock:
-            self._targets.add(node)
+            self._targets.add((node, piece))
             if (node, piece) in self._values:
                 return self._values[node, piece]
             if (value := self._value(node, piece)) is None:
@@ -217,22 +218,21 @@ class StepSums:
             node[1] - node[0] > 1 and all(self._is_whole(half, piece) for half in halves(node))
         )
 
-    def _ask_for(self, node: Node, piece: int | None = None) -> None:
-        """Adds to what is to be computed the shares of a node of which something is neither here nor under way.
+    def _ask_for(self, node: Node, piece: int) -> None:
+        """Adds to what is to be computed the shares of a node of which a piece is neither here nor under way.
 
         What was added to its neighbour is not here by itself, though the rest of its share may be under way.
         """
-        pieces = range(self.num_pieces) if piece is None else [piece]
         for share in range(*node):
-            if share not in self._to_compute and any(
-                not self._pending[share, one] and not self._covers(node, (share, share + 1), one) for one in pieces
+            if share not in self._to_compute and not (
+                self._pending[share, piece] or self._covers(self._values, node, (share, share + 1), piece)
             ):
                 self._to_compute.append(share)
                 self._changed.notify_all()
 
-    def _covers(self, node: Node, found: Node, piece: int) -> bool:
-        """Whether a value of a node, or of one below it, has another one below it in it."""
-        while (found, piece) not in self._values:
+    def _covers(self, nodes: Container[tuple[Node, int]], node: Node, found: Node, piece: int) -> bool:
+        """Whether `found`, or what has it in it up to a node, is among `nodes`, of a piece."""
+        while (found, piece) not in nodes:
             if found == node:
                 return False
             found = parent(self._root, found)
@@ -245,7 +245,7 @@ class StepSums:
             if not merge or node == self._root:
                 return
             above = parent(self._root, node)
-            if not any(target[0] <= above[0] and above[1] <= target[1] for target in self._targets):
+            if not self._covers(self._targets, self._root, above, piece):
                 return
             first, second = halves(above)
             if (first, piece) not in self._values or (second, piece) not in self._values:

@@ -172,7 +172,8 @@ def test_what_lost_members_owe_is_divided_and_nothing_else_moves(num_shares: int
 def test_sums_travel_in_the_form_of_fewest_bytes(payload: Payload, encoded: int) -> None:
     sums = sums_of(8, [payload, Float32()])
     for size in (1, 2, 3, 4, 7, 8):
-        sent = sums.nodes_to_send([(0, size)])
+        sent = sums.nodes_to_send([(0, size)], 0)
+        assert sums.nodes_to_send([(0, size)], 1) == [(0, size)]  # whatever the other pieces do
         assert len(sent) == (size if size <= encoded else 1)
         assert [share for node in sent for share in range(*node)] == [*range(size)]
 
