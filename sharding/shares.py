@@ -111,29 +111,35 @@ def gradient_shapes(plan: ShardingPlan, params: PyTree) -> PyTree:
 class FlatGradients:
     """The gradients of this process' devices as one vector, f32 `[size]`, in the order in which they are handed out.
 
-    Of what several devices hold whole the first has it.
+    Those of parameters with one dim per layer follow all others. Of what several devices hold whole the first has it.
     """
 
     plan: ShardingPlan
     slots: Mapping[tuple[str, int, int], Sequence[tuple[int, int]]]  # (group, layer, device): (start, size) of a leaf
     size: int
+    num_coded: int  # values of the others, which come first
 
     @classmethod
     def make(cls, plan: ShardingPlan, params: PyTree, order: Sequence[str]) -> "FlatGradients":
         """Returns the layout for parameters like the shapes `params`, of groups in this order."""
-        slots, end, here = {}, 0, cls.local(plan)
+        sizes, here = {}, cls.local(plan)
         for name in order:
             layers = length(params[name]) if name in plan.stacks else 1
             for layer in reversed(range(layers)):
                 for device in here:
-                    leaves = []
+                    leaves = sizes[name, layer, device] = []
                     for placement, shape in _leaves(plan, name, params):
                         whole = not placement.cut_by(plan.layout.gradients)
                         size = int(np.prod(shape)) // layers if device == here[0] or not whole else 0
-                        leaves.append((end, size))
-                        end += size
-                    slots[name, layer, device] = leaves
-        return cls(plan=plan, slots=slots, size=end)
+                        leaves.append((placement.is_vector, size))
+        num_coded = sum(size for leaves in sizes.values() for is_vector, size in leaves if not is_vector)
+        slots, ends = {}, {False: 0, True: num_coded}
+        for key, leaves in sizes.items():
+            slots[key] = []
+            for is_vector, size in leaves:
+                slots[key].append((ends[is_vector], size))
+                ends[is_vector] += size
+        return cls(plan=plan, slots=slots, size=ends[True], num_coded=num_coded)
 
     @staticmethod
     def local(plan: ShardingPlan) -> list[int]:
@@ -141,12 +147,13 @@ class FlatGradients:
         return [i for i, device in enumerate(plan.mesh.devices.flat) if device.process_index == jax.process_index()]
 
     def put(self, flat: np.ndarray, name: str, device: int, layer: int, leaves: Sequence[Any]) -> tuple[int, int]:
-        """Writes what was handed out to `flat`; returns where that begins and ends."""
+        """Writes what was handed out to `flat`; returns where the coded part of that begins and ends."""
         slots = self.slots[name, layer, device]
         for (start, size), leaf in zip(slots, leaves, strict=True):
             if size:
                 flat[start : start + size] = np.asarray(leaf).reshape(-1)
-        return slots[0][0], sum(slots[-1])
+        coded = [(start, start + size) for start, size in slots if start < self.num_coded]
+        return (coded[0][0], coded[-1][1]) if coded else (0, 0)
 
     def arrays(self, flat: np.ndarray, params: PyTree) -> PyTree:
         """Returns the gradients `[1, ...]` that a vector holds, for parameters like the shapes `params`."""

@@ -15,7 +15,7 @@ import pytest
 from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
 from suite import sampled
 
-from configs import gpu_decoder
+from configs import digits, gpu_decoder
 from configs.base import typed
 from configs.schema import CompressionConfig
 from files.run_directory import CHECKPOINTS
@@ -23,6 +23,7 @@ from replicas.group import BehindError, Replicas
 from sharding.shares import FlatGradients
 from sharding.step import TrainState
 from state.manifest import UNFINISHED
+from training.experiment import make_experiment
 from training.independent import Independent, fingerprint
 from training.replica_state import own_shards, with_shards
 from training.resume import Start
@@ -231,7 +232,8 @@ def test_a_share_ends_when_all_devices_have_handed_out() -> None:
     gradients = Gradients(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
 
     def hand(device: int) -> None:
-        gradients._hand("group", device, 0, [np.full(3, device, np.float32)])
+        matrix, vector = np.full((1, 2), device, np.float32), np.full(1, 10 + device, np.float32)
+        gradients._hand("group", device, 0, [vector, matrix])
 
     class Late(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -244,15 +246,36 @@ def test_a_share_ends_when_all_devices_have_handed_out() -> None:
         hand(0)
         return {"loss": np.float32(5)}
 
-    slots = {("group", 0, device): [(3 * device, 3)] for device in (0, 1)}
-    flat = FlatGradients(plan=cast(Any, None), slots=slots, size=6)
-    vars(gradients).update(share=program, flat=flat, bounds=[(0, 6)], means=["loss"])
+    slots = {("group", 0, device): [(4 + device, 1), (2 * device, 2)] for device in (0, 1)}
+    flat = FlatGradients(plan=cast(Any, None), slots=slots, size=6, num_coded=4)
+    vars(gradients).update(share=program, flat=flat, bounds=[(0, 4)], means=["loss"])
     gradients.begin(fail=lambda: None)
     puts: list[tuple[int, list[float]]] = []
     state: Any = SimpleNamespace(all_params=None)
     gradients.compute(state, lambda _: cast(Any, None), lambda *put: puts.append((put[0], put[1].tolist())))
     gradients.close()
-    assert puts == [(0, [0, 0, 0, 1, 1, 1]), (1, [5])]
+    assert puts == [(0, [0, 0, 1, 1]), (1, [10, 11, 5])]
+
+
+def test_vectors_travel_as_they_are_and_share_no_scale_with_matrices() -> None:
+    """Among them are batch norm's running averages, of which a block with int4 would lose all but the largest."""
+    config = digits.get_config()
+    changes = INDEPENDENT | {"model__norm": "batch", "compression__hop_two": "int4"}
+    changes |= {"compression__error_feedback": False}
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    gradients = Gradients(ex := make_experiment(typed(config)))
+    flat, draw = np.zeros(gradients.flat.size, np.float32), np.random.default_rng(0)
+    for (name, layer, device), slots in gradients.flat.slots.items():
+        leaves = [draw.standard_normal(size) for _, size in slots]
+        gradients.flat.put(flat, name, device, layer, leaves)
+    values, found = np.append(flat, np.zeros(len(gradients.means), np.float32)), []
+    for size, payload in gradients.forms:
+        piece, values = values[:size], values[size:]
+        found.append(payload.decode(payload.encode(piece), size))
+    sent, _ = gradients.sums(np.concatenate(found))
+    is_sent_exactly = jax.tree.map(np.array_equal, gradients.arrays(sent), gradients.arrays(flat))
+    assert flat.all() and not values.size
+    assert is_sent_exactly == ex.plan.map(lambda p: p.is_vector) and is_sent_exactly["averages"]
 
 
 def test_closed_gradients_have_no_thread_that_drops_arrays() -> None:

@@ -1,6 +1,7 @@
 """A share of a step of independent replicas as gradients, and the update by the sums of all shares.
 
-The gradients leave the compiled share layer by layer, while its last backward pass goes on.
+The gradients leave the compiled share layer by layer, while its last backward pass goes on. Those of parameters with
+one dim per layer travel unencoded, with the means: they must not share a scale with those of matrices.
 """
 
 import queue
@@ -111,15 +112,15 @@ class Gradients:
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
-        """Where the pieces of the gradients begin and end."""
-        return pieces(self.flat.size, self._ex.config.compression.block)
+        """Where the pieces of the coded gradients begin and end."""
+        return pieces(self.flat.num_coded, self._ex.config.compression.block)
 
     @property
     def forms(self) -> list[tuple[int, Payload]]:
-        """Of each piece its values, and how they travel; the last has the means."""
+        """Of each piece its values, and how they travel; the last has the other gradients, and the means."""
         compression = self._ex.config.compression
-        payload = make_payload(compression.hop_two, compression.block)
-        return [*((stop - start, payload) for start, stop in self.bounds), (len(self.means), Float32())]
+        payload, last = make_payload(compression.hop_two, compression.block), self.flat.size - self.flat.num_coded
+        return [*((stop - start, payload) for start, stop in self.bounds), (last + len(self.means), Float32())]
 
     def begin(self, fail: Callable[[], object]) -> None:
         """Begins to take what shares hand out; `fail` is called where that fails."""
@@ -138,9 +139,10 @@ class Gradients:
         share = self.current = Share(put, self.flat.size, len(self.bounds), len(self.flat.slots))
         means = jax.device_get(self.share(state.all_params, batch))
         share.is_whole.wait()  # the means of one device may be here while another one still hands out
-        put(len(self.bounds), np.array([means[name] for name in self.means], np.float32))
         if self.error:
             raise self.error
+        last = [share.flat[self.flat.num_coded :], [means[name] for name in self.means]]
+        put(len(self.bounds), np.concatenate(last, dtype=np.float32))
 
     def sums(self, total: np.ndarray) -> tuple[np.ndarray, dict[str, np.float32]]:
         """Returns the sums over all shares of the gradients, `f32 [N]`, and of the means, from those of all pieces."""

@@ -7,7 +7,8 @@
 So what a worker does is a function of the shared state and of its rows: there are as many workers as shares, on any
 number of replicas, and what one that was lost owed is computed again, to the same bits. In one world each replica keeps
 the state of its optimizer (Douillard et al. 2023, arXiv 2311.08105): here that would be lost with the replica. The
-state travels as the drift does, but in bf16 where that has a codec.
+state travels as the drift does, but in bf16 where that has a codec; the drift of parameters with one dim per layer
+travels unencoded, with the counters.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,14 +103,21 @@ class Rounds:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Values of the drift, of the optimizer's state, and of its counters."""
-        return [sum(map(own_size, part)) for part in _parts(self._ex.state_shapes.opt_state)]
+        """Values of the coded drift, of the optimizer's state, and of what travels as it is."""
+        return [sum(map(own_size, part)) for part in self._parts(self._ex.state_shapes.opt_state)]
+
+    def _parts(self, local: LocalState) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the arrays of the coded drift, those of the inner optimizer's state, and what travels as it is."""
+        are_vectors = jax.tree.leaves(self._ex.plan.map(lambda p: p.is_vector))
+        drift = [*zip(are_vectors, jax.tree.leaves(local.drift.tree), strict=True)]
+        vectors, counters = [x for is_one, x in drift if is_one], filter(_is_counter, jax.tree.leaves(local.inner.tree))
+        return [x for is_one, x in drift if not is_one], _moments(local), [*vectors, *counters]
 
     @cached_property
     def _pieces(self) -> tuple[list[tuple[int, int]], ...]:
-        """Where the pieces of the drift begin and end, those of the optimizer's state, and the last one."""
-        block, (drift, kept, counters) = self._ex.config.compression.block, self._sizes
-        return pieces(drift, block), pieces(kept, block), [(0, counters + len(self.means))]
+        """Where the pieces of the coded drift begin and end, those of the optimizer's state, and the last one."""
+        block, (coded, kept, exact) = self._ex.config.compression.block, self._sizes
+        return pieces(coded, block), pieces(kept, block), [(0, exact + len(self.means))]
 
     @property
     def forms(self) -> list[tuple[int, Payload]]:
@@ -133,7 +141,7 @@ class Rounds:
             worker, means = self._ex.block(self.step(worker, state.params, state.frozen, batch))
             found.append(means)
         means = jax.device_get(found)
-        vectors = [_vector(part) for part in _parts(worker.opt_state)]
+        vectors = [_vector(part) for part in self._parts(worker.opt_state)]
         vectors[-1] = np.append(vectors[-1], [np.mean([one[name] for one in means]) for name in self.means])
         all_pieces = [
             vector[start:stop] for vector, bounds in zip(vectors, self._pieces, strict=True) for start, stop in bounds
@@ -144,9 +152,9 @@ class Rounds:
     def update(self, state: TrainState, total: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after a meeting, and the metrics, from the sums of all pieces over all workers."""
         *parts, means = np.split(total / np.float32(self._ex.num_shares), np.cumsum(self._sizes))
-        (drift, kept, counters), local = map(_Values, parts), state.opt_state
-        inner_R = jax.tree.map(lambda x: filled(x, counters if _is_counter(x) else kept), local.inner.tree)
-        drift_R = jax.tree.map(lambda x: filled(x, drift), local.drift.tree)
+        (coded, kept, exact), local = map(_Values, parts), state.opt_state
+        drift_R = self._ex.plan.map(lambda p, x: filled(x, exact if p.is_vector else coded), local.drift.tree)
+        inner_R = jax.tree.map(lambda x: filled(x, exact if _is_counter(x) else kept), local.inner.tree)
         state, watched = self.meeting(state, inner_R, drift_R)
         return state, {**dict(zip(self.means, means, strict=True)), **watched}
 
@@ -172,7 +180,7 @@ def state_payload(config: Config) -> Payload:
 
 def of_workers(local: Any) -> int:
     """Returns how many values of the inner optimizers' states travel, of all replicas of a state."""
-    return sum(x.size for x in _parts(local)[1])
+    return sum(x.size for x in _moments(local))
 
 
 def worker_of(state: TrainState) -> TrainState:
@@ -180,14 +188,9 @@ def worker_of(state: TrainState) -> TrainState:
     return replace(state, params={}, frozen={}, opt_state=state.opt_state._replace(outer=()))
 
 
-def _parts(local: LocalState) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the arrays of the drift, those of the inner optimizer's state, and its counters."""
-    inner = jax.tree.leaves(local.inner.tree)
-    return (
-        jax.tree.leaves(local.drift.tree),
-        [x for x in inner if not _is_counter(x)],
-        [x for x in inner if _is_counter(x)],
-    )
+def _moments(local: LocalState) -> list[Any]:
+    """Returns the arrays of the inner optimizer's state, but its counters."""
+    return [x for x in jax.tree.leaves(local.inner.tree) if not _is_counter(x)]
 
 
 def _is_counter(x: Any) -> bool:
