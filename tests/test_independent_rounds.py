@@ -18,7 +18,7 @@ from input_pipeline.batches import batch_at
 from optimizers import make_optimizer
 from training.experiment import make_experiment
 from training.independent import Independent
-from training.share_rounds import Rounds
+from training.share_rounds import Rounds, state_payload
 
 pytestmark = pytest.mark.jax
 STEPS = 3  # from one meeting to the next
@@ -137,6 +137,21 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
         for is_vector, found, wanted in each:
             np.testing.assert_allclose(np.asarray(found), wanted, **(exact if is_vector and not number else close))
     assert int(state.step) == int(state.opt_state.step) == num_rounds * STEPS
+
+
+@pytest.mark.parametrize(("b2", "inner_steps"), [(0.95, 1), (0.98, 1), (0.999, 2), (0.999, 21)])
+def test_a_second_moment_falls_from_meeting_to_meeting(b2: float, inner_steps: int) -> None:
+    """As it does where gradients have become zero; it is halved, and bf16 would round slow falls away."""
+    config = quickstart.get_config()
+    changes = {"compression.hop_two": "int8", "optimizer.b2": b2, "local_sgd.inner_steps": inner_steps}
+    config.update_from_flattened_dict(changes | {"num_steps": 10 * inner_steps})
+    payload, left = state_payload(typed(config)), np.float32(b2**inner_steps)
+    moment = first = np.linspace(1, 2, 1000, dtype=np.float32)
+    meetings = round(np.log(0.5) / np.log(left))
+    for _ in range(meetings):
+        moment = payload.decode(payload.encode(moment * left), moment.size)
+    np.testing.assert_allclose(moment, first * left**meetings, rtol=0.02)
+    assert payload.bytes_per_value == (4 if b2 == 0.999 and inner_steps == 2 else 2)
 
 
 @pytest.mark.parametrize("key", ["eval__every", "checkpoint__every"])
