@@ -44,6 +44,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "one world": {"sharding.replicas": "one_world"},
     "float16": {"model.compute_dtype": "float16"},
     "residuals": {"compression.hop_two": "int8", "compression.error_feedback": True},
+    "no feedback": {"compression.error_feedback": False},
+    "keeping method": {"compression.hop_two": "power_sgd"},
     "other payload": {"compression.hop_two": "one_bit"},
     "random": {"compression.rounding": "stochastic"},
     "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},

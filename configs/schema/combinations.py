@@ -88,6 +88,10 @@ FEATURES: dict[str, Feature] = {
         said="compression.error_feedback=True (the default)",
         instead="set compression.error_feedback=False",
     ),
+    "no feedback": _of("compression.error_feedback", False, True),
+    "keeping method": _hop_two(
+        "`power_sgd`, `dgc`, `one_bit_adam`, `sparse_loco` or `demo`", lambda name: name in METHODS, "none or a codec"
+    ),
     "other payload": _hop_two(
         "hop two by another method than `none`, `bf16`, `int8` and `int4`",
         lambda name: name not in CODECS,
@@ -288,6 +292,7 @@ RULES: tuple[Rule, ...] = (
     Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
     Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
     Rule("demo", "wider optimizer", "it needs them in the same scope"),
+    Rule("no feedback", "keeping method", "the method is built on what it has not sent yet"),
     Rule("linear method", "one replica", EMPTY),
     Rule("codec", "replicas in a node", EMPTY),
     Rule("delayed", "one replica", "there is nothing to delay"),
