@@ -112,14 +112,16 @@ class Config(Section):
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "
                 f"set optimizer.warmup_steps={self.num_steps} at most"
             )
-        hop_two, warmup_steps = self.compression.hop_two, self.compression.warmup_steps
-        if hop_two in WITH_WARMUP and warmup_steps >= self.num_steps:
+        local, hop_two, warmup_steps = self.local_sgd, self.compression.hop_two, self.compression.warmup_steps
+        inner_steps = local.inner_steps
+        if hop_two in WITH_WARMUP and warmup_steps >= (meetings := -(-self.num_steps // (inner_steps or 1))):
+            most = f"num_steps={self.num_steps}"
+            if inner_steps:
+                most = f"{meetings}, the meetings in {most} with local_sgd.inner_steps={inner_steps}"
             raise ValueError(
-                f"compression.warmup_steps={warmup_steps} must be less than num_steps={self.num_steps}: the warm-up of "
+                f"compression.warmup_steps={warmup_steps} must be less than {most}: the warm-up of "
                 f"compression.hop_two={hop_two} would never end"
             )
-        local = self.local_sgd
-        inner_steps = local.inner_steps
         if local.target_utilisation and 0 < inner_steps < LEAST_INTERVAL:
             raise ValueError(
                 f"local_sgd.target_utilisation={local.target_utilisation} chooses intervals from {LEAST_INTERVAL} to "
