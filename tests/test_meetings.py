@@ -46,7 +46,7 @@ def test_the_interval_follows_the_link() -> None:
     link = Link(0.95, most=200, num_steps=2000)
     link.run(0, 2, 9.0)  # which connects
     link.run(2, 4, 1.0)
-    assert link.met == [2, 4]
+    assert link.met == [2, 4] and link.said[0].startswith("step 2: replicas meet after 2 steps more")
     assert link.run(4, 4 + 76 * 3, 1.0) == pytest.approx(0.95)
     link.now_s += 60  # a checkpoint
     link.run(232, 384, 1.0)
@@ -58,6 +58,19 @@ def test_the_interval_follows_the_link() -> None:
     assert "meet every 200 steps" in link.said[-1] and link.met[-1] == 1004
     link.run(1004, 2000, 20.0)
     assert link.met[-5:] == [1204, 1404, 1604, 1804, 2000]  # never later than inner_steps, and at the end of the run
+
+
+def test_what_agreeing_takes_is_a_part_of_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the second of which the test above has 76 steps."""
+    link = Link(0.95, most=200, num_steps=2000)
+
+    def agree(key: object, measured: tuple[float, float]) -> list[tuple[float, float]]:
+        link.now_s += 0.5
+        return [measured]
+
+    monkeypatch.setattr("training.meetings.all_gather", agree)
+    link.run(0, 4 + 76, 0.5)
+    assert link.met == [2, 4, 80]
 
 
 def test_who_comes_last_says_what_a_meeting_takes() -> None:

@@ -37,6 +37,7 @@ class Meetings:
         self._config, self._num_steps, self._say, self._clock = config, num_steps, say, clock
         self._at = self._interval = 0  # 0: not read yet, and not chosen
         self._since = 0, 0.0  # the step and the time of the last meeting
+        self._agreeing_s = 0.0  # on the interval after the last meeting
         self._steps_s: list[list[float]] = []  # of an interval: the mean step of each process, without the meeting
 
     @property
@@ -54,19 +55,25 @@ class Meetings:
         jax.block_until_ready(state)  # after the steps before, which wait for nobody
         begun_s, (first, since_s) = self._clock(), self._since
         state, metrics = jax.block_until_ready(step_fn(state, batch))
-        measured = self._clock() - begun_s, (begun_s - since_s) / (step - first) if step > first else 0.0
+        ended_s = self._clock()
+        mean_s = (begun_s - since_s) / (step - first) if step > first else 0.0
+        measured = ended_s - begun_s + self._agreeing_s, mean_s
         self._interval = self._chosen(step + 1, all_gather(new_key("meetings"), measured))
         self._at = min(step + 1 + self._interval, self._num_steps)
         self._since = step + 1, self._clock()
+        self._agreeing_s = self._since[1] - ended_s
         return _meeting_at(state, self._at), metrics
 
     def _chosen(self, step: int, of_all: Sequence[tuple[float, float]]) -> int:
         """Returns the interval after the meeting that is `step`; `of_all` processes say what they have measured.
 
-        That is the time of the meeting with its step, and the mean step before it, 0 if there was none.
+        That is the time of the meeting with its step and of agreeing, and the mean step before it, 0 if there was none.
         """
-        if not self._interval or not min(step_s for _, step_s in of_all):  # until they have met, connections are made
-            return self._interval or LEAST_INTERVAL
+        if not self._interval:  # until they have met, connections are made
+            self._say(f"step {step}: replicas meet after {LEAST_INTERVAL} steps more, to see what a meeting takes")
+            return LEAST_INTERVAL
+        if not min(step_s for _, step_s in of_all):
+            return self._interval
         self._steps_s = [*self._steps_s, [step_s for _, step_s in of_all]][-INTERVALS:]
         # the process whose steps took longest comes last and waits for nobody, however long the interval was
         last = max(range(len(of_all)), key=lambda process: of_all[process][1])
