@@ -137,6 +137,15 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
             {"compression.hop_two": "power_sgd", "compression.warmup_steps": 10, "local_sgd.inner_steps": 10},
             "^compression.warmup_steps=10 must be less than 10, the meetings in num_steps=100 with .*inner_steps=10: ",
         ),
+        (
+            {
+                "num_steps": 1,
+                "optimizer.warmup_steps": 1,
+                "local_sgd.inner_steps": 4,
+                "local_sgd.target_utilisation": 0.9,
+            },
+            "^num_steps=1 ends before the first meeting of local_sgd.target_utilisation=0.9; set it to 2 at least$",
+        ),
         ({"optimizer.b1": "0.9"}, "optimizer.b1='0.9' must be a number, like 0.9"),
         ({"num_steps": True}, "num_steps=True must be a whole number, like 100"),
         ({"checkpoint.keep_best": 1, "eval.every": 30}, "keep_best=1 needs a validation at every checkpoint"),

@@ -127,6 +127,11 @@ class Config(Section):
                 f"local_sgd.target_utilisation={local.target_utilisation} chooses intervals from {LEAST_INTERVAL} to "
                 f"local_sgd.inner_steps, which is {inner_steps}; set it to the longest that the loss allows"
             )
+        if local.target_utilisation and self.num_steps < LEAST_INTERVAL:
+            raise ValueError(
+                f"num_steps={self.num_steps} ends before the first meeting of "
+                f"local_sgd.target_utilisation={local.target_utilisation}; set it to {LEAST_INTERVAL} at least"
+            )
         is_fixed = not (local.streaming or local.target_utilisation)
         if inner_steps and is_fixed and self.num_steps % inner_steps:
             raise ValueError(
