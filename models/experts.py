@@ -12,6 +12,7 @@ S = E C slots, k choices of a token, n = k T choices of a row.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -78,26 +79,28 @@ class MoeBlock(Attention):
         angles_BTH: Array | None,
         segments_BT: Array | None,
         weights_BT: Array,
+        real_BT: Array,
         exchange: Exchange = ALONE,
     ) -> tuple[Array, Aux]:
-        """Returns the layer's output, and its auxiliary sums; tokens of weight 0 go to no expert."""
-        return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT), weights_BT, exchange)
+        """Returns the layer's output, and its auxiliary sums; tokens that are not `real` go to no expert."""
+        return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT), weights_BT, real_BT, exchange)
 
     def finish(
-        self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, exchange: Exchange = ALONE
+        self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, real_BT: Array, exchange: Exchange = ALONE
     ) -> tuple[Array, Aux]:
         """Returns the layer's output from its input and the weighted values of attention, and its auxiliary sums."""
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
         logits_BTE = jnp.einsum("btd,de->bte", y_BTD.astype(jnp.float32), self.router[...].astype(jnp.float32))
         probs_BTE = jax.nn.softmax(logits_BTE)
         room = self.moe.capacity(x_BTD.shape[1])
-        routes = route(probs_BTE, weights_BT > 0, per_token=self.moe.experts_per_token, room=room)
+        routes = route(probs_BTE, real_BT > 0, per_token=self.moe.experts_per_token, room=room)
         x_BTD = self.add(x_BTD, self._send(y_BTD, routes, exchange))
         return x_BTD, aux_sums(logits_BTE, probs_BTE, routes, weights_BT)
 
     def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
         """Returns the layer's output, of tokens of weight 1."""
-        return self.finish(x_BTD, mixed_BTNH, jnp.ones(x_BTD.shape[:2]), exchange_of(gather))[0]
+        ones_BT = jnp.ones(x_BTD.shape[:2])
+        return self.finish(x_BTD, mixed_BTNH, ones_BT, ones_BT, exchange_of(gather))[0]
 
     def _send(self, y_BTD: Array, routes: Routes, exchange: Exchange) -> Array:
         """Returns the weighted sum of the outputs of each token's experts; of a dropped choice it is zero."""
@@ -134,6 +137,17 @@ def route(probs_BTE: Array, real_BT: Array, *, per_token: int, room: int) -> Rou
     empty_BS = jnp.full((batch, num_slots), length, jnp.int32)
     token_BS = empty_BS.at[jnp.arange(batch)[:, None], slot_Bn].set(tokens_n[None], mode="drop")
     return Routes(token_BS, slot_Bn.reshape(batch, per_token, length), gates_BTk.swapaxes(1, 2))
+
+
+def real_tokens(weights_BT: Array, segments_BT: Array | None) -> Array:
+    """Returns float32 `[B, T]`, above 0 for all tokens but padding, whose segments, or rows, have no weight at all.
+
+    A token of weight 0 in another segment, such as one of a prompt, is read by those that have one.
+    """
+    if segments_BT is None:
+        return weights_BT
+    most_BT = jax.vmap(partial(jax.ops.segment_max, num_segments=weights_BT.shape[1]))(weights_BT, segments_BT)
+    return jnp.take_along_axis(most_BT, segments_BT, axis=1)
 
 
 def aux_sums(logits_BTE: Array, probs_BTE: Array, routes: Routes, weights_BT: Array) -> Aux:
@@ -176,6 +190,7 @@ class MoeLayers(nnx.Module):
         angles_BTH: Array | None,
         segments_BT: Array | None,
         weights_BT: Array,
+        real_BT: Array,
         *,
         exchange: Exchange,
     ) -> tuple[Array, Aux]:
@@ -183,7 +198,7 @@ class MoeLayers(nnx.Module):
         x_BTD, before = carry
         if self.dense is not None:
             x_BTD = self.dense(x_BTD, angles_BTH, segments_BT)
-        x_BTD, aux = self.sparse(x_BTD, angles_BTH, segments_BT, weights_BT, exchange)
+        x_BTD, aux = self.sparse(x_BTD, angles_BTH, segments_BT, weights_BT, real_BT, exchange)
         return x_BTD, jax.tree.map(jnp.add, before, aux)
 
     def blocks(self) -> list[Attention]:
@@ -216,12 +231,13 @@ class Moe(Decoder):
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
         """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
         embed_values = gather("embed", params["embed"])
-        x_BTD, _ = self._run(params, embed_values, tokens_BT, gather, segments_BT, jnp.ones(tokens_BT.shape))
+        ones_BT = jnp.ones(tokens_BT.shape)
+        x_BTD, _ = self._run(params, embed_values, tokens_BT, gather, segments_BT, ones_BT, ones_BT)
         return self.project(gather("head", params["head"]), embed_values, x_BTD)
 
     def _run(
         self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None,
-        weights_BT: Array,
+        weights_BT: Array, real_BT: Array,
     ) -> tuple[Array, Aux]:  # fmt: skip
         """Returns the last layer's output, and the auxiliary sums over rows, as means over the layers with experts."""
         x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
@@ -232,6 +248,7 @@ class Moe(Decoder):
             gather,
             *self.layer_args(tokens_BT, segments_BT),
             weights_BT,
+            real_BT,
             exchange=exchange_of(gather),
         )
         return x_BTD, jax.tree.map(lambda x: x / self.config.num_moe_layers, aux)
@@ -254,7 +271,9 @@ class Moe(Decoder):
 
     def _losses(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Aux]:
         embed_values, segments_BT = gather("embed", params["embed"]), batch.get("segments")
-        x_BTD, aux = self._run(params, embed_values, batch["tokens"], gather, segments_BT, batch["weights"])
+        weights_BT = batch["weights"]
+        real_BT = real_tokens(weights_BT, segments_BT)
+        x_BTD, aux = self._run(params, embed_values, batch["tokens"], gather, segments_BT, weights_BT, real_BT)
         return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch), aux
 
     def warning(self, metrics: Mapping[str, float]) -> str:

@@ -21,7 +21,9 @@ def dense_loop() -> Iterator[None]:
         yield
 
 
-def _finish(self: Any, x: jax.Array, mixed: jax.Array, weights: jax.Array, exchange: object = None) -> Any:
+def _finish(
+    self: Any, x: jax.Array, mixed: jax.Array, weights: jax.Array, real: jax.Array, exchange: object = None
+) -> Any:
     """A choice fits if fewer than `room` real choices of its expert are before it, all first choices before second."""
     c, (x, y) = self.moe, self.attend(x, mixed)
     length = y.shape[1]
@@ -34,7 +36,7 @@ def _finish(self: Any, x: jax.Array, mixed: jax.Array, weights: jax.Array, excha
     if c.experts_per_token == 2:
         gates = [gate / (gates[0] + gates[1]) for gate in gates]
     chosen = jnp.concatenate(choices, axis=1)
-    real = jnp.concatenate([weights > 0] * c.experts_per_token, axis=1)
+    real = jnp.concatenate([real > 0] * c.experts_per_token, axis=1)
     same = (chosen[:, :, None] == chosen[:, None, :]) & real[:, None, :]
     before = (same & np.tri(chosen.shape[1], k=-1, dtype=bool)[None]).sum(axis=-1)
     fits = jnp.split(real & (before < room), c.experts_per_token, axis=1)

@@ -110,6 +110,26 @@ def test_documents_of_a_row_compete_for_room() -> None:
         assert np.allclose(packed, alone, atol=1e-5) == equal
 
 
+def test_prompts_go_to_experts_and_padding_takes_no_room() -> None:
+    """Two chats whose answers alone count, and two tokens of padding: with room for all, the losses of the logits."""
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(0, 40, (2, 8)).astype(np.int32)
+    answers = np.array([[0, 1, 0, 0, 0, 1, 0, 0]] * 2, np.float32)
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": answers}
+    batch["segments"] = np.array([[0, 0, 0, 1, 1, 1, 2, 2]] * 2, np.int32)
+    otherwise_filled = batch | {"tokens": np.where(batch["segments"] == 2, tokens[:, :1], tokens)}
+    for capacity_factor in (4.0, 0.5):
+        model = models.build(MoeConfig(**SMALL, num_experts=4, capacity_factor=capacity_factor))
+        assert isinstance(model, models.Moe)
+        params = jax.jit(model.init)(jax.random.key(0))
+        loss = jax.jit(lambda p, rows, m=model: m.loss(p, rows, workload.whole))
+        found = loss(params, batch)
+        assert found == loss(params, otherwise_filled)
+        logits = jax.jit(lambda p, m=model: m.logits(p, tokens, workload.whole, batch["segments"]))(params)
+        each = -np.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
+        assert np.isclose(found, (answers * each).sum(), rtol=1e-5) == (capacity_factor == 4.0)
+
+
 @pytest.mark.parametrize("moe_every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sampling_takes_the_most_likely_token(moe_every: int) -> None:
     """With room for all: a sampled token has the room of its row to itself."""
