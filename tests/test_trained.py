@@ -17,6 +17,7 @@ from test_hugging_face_runs import flags
 from test_input_chats import CHATML, write_chats
 from test_input_tokenizers import tokenizer_json
 
+from configs import digits
 from input_pipeline import index
 from input_pipeline.chat_template import ChatTemplate
 from input_pipeline.chats import encode, messages_of
@@ -89,6 +90,15 @@ def test_any_number_of_devices_gives_the_same(run: Path) -> None:
     assert one != other
 
 
+def test_ghost_batches_of_more_rows_than_a_device_has_do_not_matter() -> None:
+    """What is trained normalises by its running averages."""
+    saved = digits.get_config().to_dict()
+    saved["model"] |= {"norm": "batch", "norm_rows": 8}
+    saved["batch"] |= {"global_size": 48, "micro_size": 16}
+    experiment = trained._experiment(saved, {}, jax.devices()[:8])  # pyright: ignore
+    assert (experiment.batches.config.micro_size, experiment.config.model.norm_rows) == (6, 2)  # pyright: ignore
+
+
 @pytest.mark.slow
 def test_a_run_of_adapters_is_measured_with_its_base(tmp_path: Path) -> None:
     assert run_here(*flags("llama", model__lora_rank=2, optimizer__learning_rate=0.1), f"--workdir={tmp_path}") == 0
@@ -99,9 +109,9 @@ def test_a_run_of_adapters_is_measured_with_its_base(tmp_path: Path) -> None:
 
 def test_settings_for_other_devices_do_not_count(run: Path) -> None:
     saved = SavedArrays(run / "checkpoints")
-    saved.config["model"]["attention"] = "pallas"
+    saved.config["model"] |= {"attention": "pallas", "remat": "none", "unroll": True}
     saved.config["batch"] = {"global_size": 4, "micro_size": 4}
-    experiment = trained._experiment(saved.config, {}, jax.devices()[:3])  # pyright: ignore
+    experiment = trained._experiment(saved.config, {}, jax.devices()[:2])  # pyright: ignore
     assert experiment.config.seed == 3  # a mesh does not matter, what is learned does
     assert experiment.model.config.attention == "xla" and experiment.batches.config.micro_size == 2
     shape = jax.ShapeDtypeStruct((2,), np.float32, sharding=experiment.replicated)

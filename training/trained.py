@@ -7,6 +7,7 @@ many as divide them.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,9 @@ def _experiment(saved: Mapping[str, Any], data: Mapping[str, Any], devices: Sequ
     values["data"] = {**values["data"], **data}
     most = -(-values["batch"]["global_size"] // count)
     values["batch"] = {**values["batch"], "micro_size": min(values["batch"]["micro_size"], most)}
-    if "attention" in values["model"]:
-        values["model"] = {**values["model"], "attention": "auto"}  # another may be of other devices
+    free = {"attention": "auto", "remat": "full", "unroll": False}  # others may not go with these devices
+    free |= {"norm_rows": gcd(values["model"].get("norm_rows", 0), values["batch"]["micro_size"])}
+    values["model"] = values["model"] | {name: value for name, value in free.items() if name in values["model"]}
     values["sharding"] |= {"strategy": "mics", "partition_size": count}
     config = Config.from_dict(values)
     sharding = replace(config.sharding, partition_size=_partition_size(config, count))
