@@ -152,8 +152,23 @@ def _gemma3_rope(values: Values) -> Values:
     return _rotary(values, full, 1e6) | {"rotary_local_base": local["rotary_base"]}
 
 
+def _gemma3(values: Values) -> Values:
+    """Returns our keys of rotary positions and windows; the base of layers with a window is apart from that of others.
+
+    Where all layers are alike, there is one base.
+    """
+    rope, windows = _gemma3_rope(values), _windows(values, _number(values, "sliding_window_pattern", 6))
+    if windows["window"] and not windows["global_every"]:
+        rope = {name: PLAIN[name] for name in ROTARY} | {"rotary_base": rope["rotary_local_base"]}
+    return {**rope, **windows} | ({} if windows["global_every"] else {"rotary_local_base": 0.0})
+
+
+def _local_base(c: Any) -> float:
+    return c.rotary_local_base or c.rotary_base
+
+
 def _gemma3_rope_json(c: Any) -> dict[str, Any]:
-    return {FULL: _rope_json(c), SLIDING: {"rope_type": "default", "rope_theta": c.rotary_local_base}}
+    return {FULL: _rope_json(c), SLIDING: {"rope_type": "default", "rope_theta": _local_base(c)}}
 
 
 def _windows(values: Values, every: int = 0) -> Values:
@@ -164,8 +179,10 @@ def _windows(values: Values, every: int = 0) -> Values:
         if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
             raise ValueError(f"layer_types is {types!r}, not a list of {FULL} and {SLIDING}")
         is_global = [kind == FULL for kind in types]
-    if window is None or all(is_global):
+    if all(is_global) or (window is None and not every):
         return {"window": 0, "global_every": 0}
+    if window is None:  # which transformers does not compute either
+        raise KeyError("sliding_window")
     every = is_global.index(True) + 1 if True in is_global else 0
     if is_global != [every > 0 and i % every == 0 for i in range(1, count + 1)]:
         raise ValueError(f"layer_types is not supported in which {FULL} is not in each layer of a multiple of a number")
@@ -240,6 +257,7 @@ _BODY = {  # of BERT and RoBERTa, behind the prefix
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROTARY = ("rotary_base", "rotary_scaling", "rotary_factor", "rotary_low", "rotary_high", "rotary_original_len")
+UNUSED_FROM = {"none": 2, "linear": 3, "llama3": 6}  # by rotary_scaling: the first of ROTARY that has no effect
 # a decoder without anything that only some architectures have
 PLAIN = {
     name: declared.default
@@ -308,7 +326,7 @@ _GEMMA2 = replace(
         Field(
             "query_scalar", "query_pre_attn_scalar", read=_query_scalar, write=lambda c: c.query_scalar or c.head_size
         ),
-        Field("", "sliding_window", write=lambda c: c.window or None),
+        Field("", "sliding_window", write=lambda c: c.window or 4096),  # it makes a mask even if no layer has one
         Field("", "layer_types", write=_layer_types),
         Field("tied_head", "tie_word_embeddings", default=True),
         _cap("logit_cap", "final_logit_softcapping", 30.0),
@@ -390,11 +408,11 @@ ARCHITECTURES = (
         fields=(
             *(field for field in _GEMMA2.fields if field.ours not in ("attention_cap", "logit_cap")),
             _cap("logit_cap", "final_logit_softcapping", 0.0),
-            Field("", "rope_local_base_freq", write=lambda c: c.rotary_local_base),
+            Field("", "rope_local_base_freq", write=_local_base),
             Field("", "rope_parameters", write=_gemma3_rope_json),
         ),
         always=_GEMMA2.always | {"qk_norm": True},
-        more=lambda values: {**_gemma3_rope(values), **_windows(values, _number(values, "sliding_window_pattern", 6))},
+        more=_gemma3,
     ),
     Architecture(
         model_type="bert",
@@ -540,4 +558,20 @@ def _differences(config: TransformerConfig, architecture: Architecture, section:
     for key, same in (("head_dim", config.hidden / config.num_heads), ("query_scalar", config.head_size)):
         if ours.get(key) == same:
             ours[key] = 0
+    ours |= _rotary_alike(ours, section, config.num_layers)
     return {key: (ours[key], theirs) for key, theirs in section.items() if ours[key] != theirs}
+
+
+def _rotary_alike(ours: Values, section: Values, num_layers: int) -> dict[str, Any]:
+    """Returns our keys of rotary positions and windows in the words of `section` where these say the same."""
+    found = {key: ours[key] for key in ours.keys() & {"global_every", "rotary_local_base", *ROTARY}}
+    if found.get("global_every", 0) > num_layers:
+        found["global_every"] = 0
+        if local := found.get("rotary_local_base"):
+            found |= {"rotary_base": local, "rotary_scaling": "none", "rotary_local_base": 0.0}
+    scaling = found.get("rotary_scaling")
+    if scaling and scaling == section["rotary_scaling"]:
+        found |= {key: section[key] for key in ROTARY[UNUSED_FROM[scaling] :]}
+    if scaling == "none" and not found["rotary_local_base"] and section["rotary_local_base"] == found["rotary_base"]:
+        found["rotary_local_base"] = found["rotary_base"]
+    return found

@@ -34,6 +34,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3 cap": ("gemma3", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}),
+    "gemma3 all windows": ("gemma3", {"layer_types": ["sliding_attention"] * 3}),
+    "gemma3 no window": ("gemma3", {"layer_types": ["full_attention"] * 3}),
     "bert tanh": ("bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3, "type_vocab_size": 3}),
     "roberta": ("roberta", {"layer_norm_eps": 1e-5, "type_vocab_size": 2}),
 }

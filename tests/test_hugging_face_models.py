@@ -25,9 +25,10 @@ from configs import command_line, hugging_face
 from configs.schema import MODELS as KINDS
 from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
 from models.block import exact_gelu
-from models.hugging_face import Weights
+from models.hugging_face import Weights, write
 from models.model import Params
 from optimizers import is_matrix
+from sharding.state import by_name
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -127,6 +128,43 @@ def test_config_json_goes_both_ways(name: str) -> None:
     assert config.weights == str(FOLDER / name)
 
 
+ONE_BASE: dict[str, Any] = {"rotary_scaling": "none", "rotary_local_base": 0.0}  # of layers with a window and others
+NO_WINDOW = {"layer_types": ["full_attention"] * 3, "sliding_window": 4096}  # which none has
+LOCAL = {"rope_local_base_freq": 50.0, "layer_types": ["sliding_attention"] * 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("gemma3", ONE_BASE, {"rope_local_base_freq": 500.0, "sliding_window": 4}),
+        ("gemma3", {"global_every": 6}, LOCAL),
+        ("gemma3", {"global_every": 0, **ONE_BASE, "rotary_base": 50.0}, LOCAL),
+        ("gemma3", {"window": 0, "global_every": 0, "rotary_local_base": 0.0}, NO_WINDOW),
+        ("llama", {"rotary_factor": 8.0, "rotary_low": 2.0}, {"rope_scaling": None}),
+    ],
+    ids=["one base", "no layer of that number", "all have a window", "none has", "unused keys"],
+)
+def test_what_is_written_is_the_same_model(
+    name: str, changes: dict[str, Any], told: dict[str, Any], tmp_path: Path
+) -> None:
+    model = models.build(replace(section(FOLDER / name), weights="", **changes))
+    params = jax.jit(model.init)(jax.random.key(0))
+    values, tokens = by_name(params), reference(name)["tokens"].astype(np.int32)
+    write(model, tmp_path, lambda path: np.asarray(values[path]))
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert {key: found[key] for key in told} == told
+    assert isinstance(model, models.Decoder)
+    wanted = jax.jit(lambda p: model.logits(p, tokens, lambda _, tree: tree))(params)[..., :VOCAB]
+    np.testing.assert_allclose(our_logits(tmp_path, tokens), wanted, atol=1e-6)
+
+
+def test_one_base_that_is_scaled_has_no_counterpart() -> None:
+    """Gemma 3 scales the positions of layers without a window alone."""
+    config = replace(section(FOLDER / "gemma3"), weights="", rotary_local_base=0.0)
+    with pytest.raises(ValueError, match="Gemma3ForCausalLM needs model.rotary_local_base=500.0$"):
+        hugging_face.architecture_of(config)
+
+
 def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)
     (tmp_path / "fine_tune.py").write_text(code)
@@ -168,6 +206,7 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types is not supported in which full",
         ),
+        ("gemma3", {"sliding_window": None}, "config.json has no sliding_window"),
         ("gemma2", {"layer_types": 3}, "layer_types is 3, not a list of full_attention and sliding_attention"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not a number"),
         (
