@@ -121,7 +121,9 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
     name = f"data.path {path}"
     root = path if path.is_dir() else path.parent
     signature = folder.signature(f"chats {split}", root, [file.relative_to(root).as_posix() for file in files])
-    key = hashlib.sha256(f"{FORMAT}\n{signature}\n{tokenizer.identity}\n{template.identity}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(
+        f"{FORMAT}\n{signature}\n{tokenizer.identity}\n{tokenizer.num_ids}\n{template.identity}".encode()
+    ).hexdigest()[:32]
 
     def write(to: Path) -> None:
         _write(to, name, files, split, tokenizer, template)

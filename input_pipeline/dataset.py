@@ -11,7 +11,7 @@ from input_pipeline.mixture import MixedDataset
 from input_pipeline.shards import ShardSet
 from input_pipeline.synthetic import SyntheticImages, SyntheticWindows
 from input_pipeline.text import StreamWindows, TextDataset
-from input_pipeline.tokenizers import HuggingFace, make_tokenizer
+from input_pipeline.tokenizers import HuggingFace, Tokenizer, make_tokenizer
 
 Split = Literal["train", "validation", "all"]  # `all`, the two together, of data.source=folder and chats alone
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -19,18 +19,22 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 Dataset = TextDataset | MixedDataset | ImageDataset
 
 
-def load(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet] = ()) -> Dataset:
+def load(
+    config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet] = (), tokenizer: Tokenizer | None = None
+) -> Dataset:
     """Returns the examples of a split; text is tokenised into the cache the first time.
 
-    `shards` are the open sets of data.source=shards; one that is not there is opened for this process alone.
+    `shards` are the open sets of data.source=shards; one that is not there is opened for this process alone. Without a
+    `tokenizer` it is that of the config, for a model that has all its ids.
     Raises ValueError for data or a vocabulary that is missing, empty or unreadable, or data too small for one example.
     """
     if config.objective == "classify":
         return ImageDataset(_images(config, split), config, seed, training=split == "train")
+    tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
     if components := config.components:
-        examples = [_load_text(config.alone(component), split, seed, shards) for component in components]
+        examples = [_load_text(config.alone(component), split, seed, shards, tokenizer) for component in components]
         return MixedDataset(examples, [one.name for one in components], [one.weight for one in components])
-    return _load_text(config, split, seed, shards)
+    return _load_text(config, split, seed, shards, tokenizer)
 
 
 def _images(config: DataConfig, split: Split) -> Images:
@@ -43,8 +47,9 @@ def _images(config: DataConfig, split: Split) -> Images:
     return tfds_data.TfdsImages(config.source.removeprefix("tfds:"), config.path, split)
 
 
-def _load_text(config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet]) -> TextDataset:
-    tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)
+def _load_text(
+    config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet], tokenizer: Tokenizer
+) -> TextDataset:
     if config.source == "synthetic":
         windows = SyntheticWindows(config.seq_len, config.objective, tokenizer.num_ids, split)
     elif config.source == "chats":

@@ -125,10 +125,11 @@ class Tiktoken(Tokenizer):
 class HuggingFace(Tokenizer):
     """A tokenizer.json of the `tokenizers` library; separator and mask are special tokens that it has by name.
 
-    `vocabulary` has the id of each token; `special_ids` are those of special tokens.
+    `vocabulary` has the id of each token; `special_ids` are those of special tokens. Of these, ids from `vocab_size` on
+    do not count: models of text have none for the images of others that share their tokenizer.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, vocab_size: int = MAX_IDS) -> None:
         import tokenizers
 
         content = _read(path)
@@ -148,11 +149,11 @@ class HuggingFace(Tokenizer):
                 "would do"
             )
         self._path, self.vocabulary = path, ids
-        self.num_ids, self.separator = max(ids.values()) + 1, ids[self.separator_token]
-        if self.num_ids > MAX_IDS:
-            raise ValueError(
-                f"data.tokenizer_path {path} has a token with the id {self.num_ids - 1}: ids may be below {MAX_IDS}"
-            )
+        if (most := max(ids.values())) >= MAX_IDS:
+            raise ValueError(f"data.tokenizer_path {path} has a token with the id {most}: ids may be below {MAX_IDS}")
+        optional = special - {self.separator_token, self.mask_token}
+        counted = (number for name, number in ids.items() if number < vocab_size or name not in optional)
+        self.num_ids, self.separator = max(counted) + 1, ids[self.separator_token]
         self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
 
     @property
@@ -170,13 +171,21 @@ class HuggingFace(Tokenizer):
         return np.asarray(ids, np.int64).astype(np.int32)
 
     def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32 ids [N] and the characters [N, 2] of each, from and to; names of special tokens are tokens."""
+        """Returns int32 ids [N] and the characters [N, 2] of each, from and to; names of special tokens are tokens.
+
+        ValueError for one that does not count.
+        """
         self._tokenizer.encode_special_tokens = False
         try:
             with _explained(f"data.tokenizer_path {self._path} cannot encode {text[:40]!r}"):
                 found = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
+        for token, number in zip(found.tokens, found.ids, strict=True):
+            if number >= self.num_ids:
+                raise ValueError(
+                    f"{token!r} has the id {number}, not below model.vocab_size; leave it out, or raise that"
+                )
         return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: np.ndarray) -> str:
@@ -185,14 +194,19 @@ class HuggingFace(Tokenizer):
             return _decoded(ids, [*self.vocabulary.values()], decode)
 
 
-def make_tokenizer(kind: str, path: str) -> Tokenizer:
-    """Returns the tokenizer of `data.tokenizer`. Raises ValueError for a vocabulary file that cannot be used."""
+def make_tokenizer(kind: str, path: str, vocab_size: int = MAX_IDS) -> Tokenizer:
+    """Returns the tokenizer of `data.tokenizer`, for a model of so many ids.
+
+    Raises ValueError for a vocabulary file that cannot be used.
+    """
     if kind == "bytes":
         return Bytes()
     if kind in OWN["tokenizer"]:
         return OWN["tokenizer"][kind](path)
-    files = {"sentencepiece": SentencePiece, "tiktoken": Tiktoken, "hugging_face": HuggingFace}
-    return files[kind](Path(path).expanduser())
+    file = Path(path).expanduser()
+    if kind == "hugging_face":
+        return HuggingFace(file, vocab_size)
+    return {"sentencepiece": SentencePiece, "tiktoken": Tiktoken}[kind](file)
 
 
 @contextmanager

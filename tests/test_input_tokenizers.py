@@ -14,7 +14,7 @@ from shard_texts import own_cache  # noqa: F401 (a fixture)
 from test_input_text import ids_of, settings, text_of
 
 from input_pipeline import load
-from input_pipeline.tokenizers import MAX_IDS, Bytes, make_tokenizer
+from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace, make_tokenizer
 
 
 def test_bytes_tokenizer_round_trips():
@@ -204,6 +204,31 @@ def test_an_id_that_no_vocabulary_has_is_refused_before_memory_grows_with_it(tmp
     tokenizer = make_tokenizer("hugging_face", str(word_level(path, vocabulary | {"far": 70_000})))
     assert tokenizer.num_ids == 70_001 and tokenizer.encode("far from").tolist() == [70_000, 1]
     assert tokenizer.decode(np.array([70_000, 69_999, 0])) == "far\ufffd<|endoftext|>"
+
+
+def with_image_token(path: Path) -> Path:
+    """Adds a special token behind all others, as Gemma 3 has one that its models of text lack."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.add_special_tokens(["<image_soft_token>"])
+    made.save(str(path))
+    return path
+
+
+def test_special_tokens_that_a_model_lacks_do_not_count(tmp_path: Path) -> None:
+    path = str(with_image_token(tokenizer_json(tmp_path / "tokenizer.json", ("<mask>", "</s>"))))
+    assert make_tokenizer("hugging_face", path).num_ids == 261
+    ours = make_tokenizer("hugging_face", path, 260)
+    assert isinstance(ours, HuggingFace) and ours.num_ids == 260
+    assert ours.decode(ours.encode("<image_soft_token>")) == "<image_soft_token>"  # text
+    with pytest.raises(
+        ValueError, match=r"\A'<image_soft_token>' has the id 260, not below model.vocab_size; leave it"
+    ):
+        ours.encode_template("the <image_soft_token>")
+    assert make_tokenizer("hugging_face", path, 259).num_ids == 260  # an ordinary token
+    special = {"<|endoftext|>": 9, "[UNK]": 1}
+    assert make_tokenizer("hugging_face", str(word_level(tmp_path / "words.json", special)), 5).num_ids == 10  # an end
 
 
 def test_tokenizer_that_cannot_encode_is_one_line(corpus: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from running import ROOT, arguments, rows, run_here
 from test_hugging_face_models import our_logits
 from test_hugging_face_runs import flags
 from test_input_chats import CHATML, write_chats
-from test_input_tokenizers import tokenizer_json
+from test_input_tokenizers import tokenizer_json, with_image_token
 
 from configs import digits
 from input_pipeline import index
@@ -147,7 +147,7 @@ def test_what_is_written_for_transformers_chats_as_the_run(
 def a_hugging_face_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "weights"
     shutil.copytree(FOLDER / "llama", folder)
-    tokenizer_json(folder / "tokenizer.json", ("</s>", "<|im_start|>", "<|im_end|>"))
+    with_image_token(tokenizer_json(folder / "tokenizer.json", ("</s>", "<|im_start|>", "<|im_end|>")))
     (folder / "chat_template.jinja").write_text(template("chatml", marks=True))
     return folder
 
@@ -225,6 +225,9 @@ def error_of(capsys: pytest.CaptureFixture[str], program: Any, *args: str) -> st
 def test_mistakes_are_one_line(run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_run, long = f"--workdir={run}", f"--prompt={'x' * 64}"
     (tmp_path / "empty").write_text("")
+    chats, of_folder = tmp_path / "chats.jsonl", f"--hugging_face={folder}"
+    chats.write_text('{"prompt": "<image_soft_token>", "answer": "a"}')
+    beyond = "'<image_soft_token>' has the id 260, not below model.vocab_size"
     for program, args, message in [
         (evaluate, [f"--workdir={tmp_path}"], f"{tmp_path}/checkpoints holds no checkpoint"),
         (evaluate, [of_run, "--step=7"], "checkpoints holds no step 7; its steps are 5, 10"),
@@ -233,6 +236,8 @@ def test_mistakes_are_one_line(run: Path, folder: Path, tmp_path: Path, capsys: 
         (generate, [of_run, f"--hugging_face={folder}"], "give either --workdir=DIR, of a run, or --hugging_face=DIR"),
         (evaluate, [f"--hugging_face={folder}", "--step=1", "--path=x"], "--step belongs to --workdir"),
         (evaluate, [of_run, "--num_batches=0"], "--num_batches=0"),
+        (evaluate, [of_folder, f"--path={chats}"], f"{chats}, line 1: {beyond}"),
+        (generate, [of_folder, "--chat", "--prompt=<image_soft_token>"], beyond),
         (generate, [of_run, "x"], "unexpected argument 'x'; flags are written --name=value"),
         (generate, [of_run, long], f"the prompt '{'x' * 40}' has 64 tokens; it must have 1 to 63"),
         (generate, [of_run, "--prompt="], "the prompt '' has 0 tokens; it must have 1 to 63"),

@@ -62,8 +62,7 @@ def load_datasets(
     `hold` keeps what is opened until the run ends.
     """
     config = experiment.config
-    if config.data.objective != "classify":  # before text is tokenised, which may take long
-        check_vocabulary(config, make_tokenizer(config.data.tokenizer, config.data.tokenizer_path))
+    tokenizer = None if config.data.objective == "classify" else tokenizer_of(config)
     sources = [config.data.alone(one) for one in config.data.components] or [config.data]
     shards: list[ShardSet] = []
     if stored := [data for data in sources if data.source == "shards"]:
@@ -71,19 +70,21 @@ def load_datasets(
         token = shared_token(workdir) if count > 1 else ""
         world = World(process=jax.process_index(), count=count, token=token)
         for data in stored:
-            shards.append(ShardSet(data, world=world, was_reached=has_begun(workdir)))
+            shards.append(ShardSet(data, tokenizer, world, was_reached=has_begun(workdir)))
             hold(shards[-1])
-    train, validation = (load(config.data, split, config.seed, shards) for split in ("train", "validation"))
+    train, validation = (load(config.data, split, config.seed, shards, tokenizer) for split in ("train", "validation"))
     if shards:
         check_room(shards)
     _check(experiment, train, validation)
     return Datasets(train=train, validation=validation, shards=shards)
 
 
-def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-    """Raises ValueError if the model has too few ids for a tokenizer."""
-    ids = tokenizer.vocab_size(config.data.objective)
-    _check_size(config, "vocab_size", ids, f"ids of data.tokenizer={config.data.tokenizer}")
+def tokenizer_of(config: Config) -> Tokenizer:
+    """Returns the tokenizer of a model of text. ValueError if the model has too few ids for it."""
+    data, size = config.data, config.values["model.vocab_size"]
+    tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, size)
+    _check_size(config, "vocab_size", tokenizer.vocab_size(data.objective), f"ids of data.tokenizer={data.tokenizer}")
+    return tokenizer
 
 
 def _check(experiment: Experiment, train: Dataset, validation: Dataset) -> None:

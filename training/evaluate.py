@@ -46,9 +46,8 @@ def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: b
     `whole`: measures all data, not the validation split. ValueError if the split is not the one of the run.
     """
     config = model.config
-    if config.data.objective != "classify" or whole:
-        model.tokenizer()  # checks it
-    data = load(config.data, "all" if whole else "validation", config.seed)
+    tokenizer = model.tokenizer() if config.data.objective != "classify" or whole else None
+    data = load(config.data, "all" if whole else "validation", config.seed, tokenizer=tokenizer)
     there = model.data.get("validation_fingerprint", data.fingerprint)
     if not whole and there != data.fingerprint:
         raise ValueError(f"{model.name} was validated on other data: {config.data.origin} has changed; give --path")

@@ -18,13 +18,13 @@ import models
 from configs import command_line, hugging_face
 from configs.schema import Config, defaults, with_defaults
 from files import run_directory
-from input_pipeline.tokenizers import Tokenizer, make_tokenizer
+from input_pipeline.tokenizers import Tokenizer
 from runtime.command_line import complain
 from sharding.frozen import joined
 from sharding.scopes import make_layout
 from sharding.spec import place_all
 from state.saved_arrays import SavedArrays
-from training.datasets import check_vocabulary
+from training.datasets import tokenizer_of
 from training.devices import use_compilation_cache
 from training.experiment import Experiment, make_experiment
 from training.weights_tokenizer import TOKENIZER_FILE
@@ -53,9 +53,7 @@ class Trained:
         data = self.config.data
         if data.objective == "classify":
             raise ValueError(f"{self.name}: model.kind={self.config.model.kind} is no language model")
-        tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path)
-        check_vocabulary(self.config, tokenizer)
-        return tokenizer
+        return tokenizer_of(self.config)
 
 
 def of_run(
