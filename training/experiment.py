@@ -266,15 +266,16 @@ def without_hop_two(config: Config) -> Config:
 def _resolved(model: ModelConfig, *, packs: bool, length: int) -> ModelConfig:
     """Returns the model section with `attention=auto` resolved: on GPUs in bfloat16 a fused kernel, else XLA.
 
-    That is cuDNN's; with windows or capped scores, and for rows of `length` tokens that are packed with documents, our
-    own, if it takes them.
+    That is cuDNN's, for heads that it takes; for others, with windows or capped scores, and for rows of `length` tokens
+    that are packed with documents, our own, if it takes them.
     """
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
     if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
         return replace(model, attention="xla")
     ours = "pallas" if model.takes_flash(length) else "xla"
-    return replace(model, attention=ours if packs or not model.is_plain else "cudnn")
+    has_cudnn_heads = model.head_size % 8 == 0 and model.head_size <= 128
+    return replace(model, attention="cudnn" if has_cudnn_heads and model.is_plain and not packs else ours)
 
 
 def _overlaps(config: Config) -> bool:
