@@ -1,7 +1,8 @@
 """Gemma 2 (Gemma team, 2024, arXiv 2408.00118, table 1): `:2b`, `:9b` and `:27b`, trained further.
 
     python -m planner --config=configs/gemma.py:9b --cluster=p5.48xlarge
-    python train.py --config=configs/gemma.py:9b --config.model.weights=DIR --workdir=runs/gemma_9b
+    python train.py --config=configs/gemma.py:9b --config.model.weights=DIR --workdir=runs/gemma_9b \\
+        --config.data.tokenizer=hugging_face --config.data.tokenizer_path=DIR/tokenizer.json
 
 Hardware: nodes of 8 GPUs with bfloat16 and 80 GB, 27b 2 of them or more.
 Not run yet; by the planner (lab/benchmarks/planner_configs.py):

@@ -1,7 +1,8 @@
 """Llama 3.1 (Llama team, 2024, arXiv 2407.21783, table 3): `:8b` and `:70b`, trained further.
 
     python -m planner --config=configs/llama.py:8b --cluster=p5.48xlarge
-    python train.py --config=configs/llama.py:8b --config.model.weights=DIR --workdir=runs/llama_8b
+    python train.py --config=configs/llama.py:8b --config.model.weights=DIR --workdir=runs/llama_8b \\
+        --config.data.tokenizer=hugging_face --config.data.tokenizer_path=DIR/tokenizer.json
 
 Hardware: nodes of 8 GPUs with bfloat16 and 80 GB, 70b 4 of them or more.
 Not run yet; by the planner (lab/benchmarks/planner_configs.py):

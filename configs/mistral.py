@@ -1,7 +1,8 @@
 """Mistral 7B (arXiv 2310.06825), trained further: `:7b`, its version 0.3, and `:7b_v0.1` with windows of 4096 tokens.
 
     python -m planner --config=configs/mistral.py:7b --cluster=p5.48xlarge
-    python train.py --config=configs/mistral.py:7b --config.model.weights=DIR --workdir=runs/mistral_7b
+    python train.py --config=configs/mistral.py:7b --config.model.weights=DIR --workdir=runs/mistral_7b \\
+        --config.data.tokenizer=hugging_face --config.data.tokenizer_path=DIR/tokenizer.json
 
 Hardware: nodes of 8 GPUs with bfloat16 and 80 GB. Not run yet; by the planner (lab/benchmarks/planner_configs.py):
 

@@ -1,7 +1,8 @@
 """Qwen 2.5 (arXiv 2412.15115), `:7b`, and Qwen 3 (arXiv 2505.09388), `:8b`, trained further.
 
     python -m planner --config=configs/qwen.py:7b --cluster=p5.48xlarge
-    python train.py --config=configs/qwen.py:7b --config.model.weights=DIR --workdir=runs/qwen_7b
+    python train.py --config=configs/qwen.py:7b --config.model.weights=DIR --workdir=runs/qwen_7b \\
+        --config.data.tokenizer=hugging_face --config.data.tokenizer_path=DIR/tokenizer.json
 
 Hardware: nodes of 8 GPUs with bfloat16 and 80 GB. Not run yet; by the planner (lab/benchmarks/planner_configs.py):
 
