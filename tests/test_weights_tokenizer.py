@@ -21,10 +21,10 @@ from input_pipeline.tokenizers import make_tokenizer
 from training.weights_tokenizer import PROBE, check_tokenizer
 
 
-def check(folder: Path, kind: str, path: Path | str = "", vocab_size: int = 260) -> None:
+def check(folder: Path, kind: str, vocabulary: Path | str = "", vocab_size: int = 260, **data: Any) -> None:
     model = TransformerConfig(weights=str(folder), vocab_size=vocab_size)
-    config = replace(small(), model=model, data=DataConfig(tokenizer=kind, tokenizer_path=str(path)))
-    check_tokenizer(config, make_tokenizer(kind, str(path)))
+    config = replace(small(), model=model, data=DataConfig(tokenizer=kind, tokenizer_path=str(vocabulary), **data))
+    check_tokenizer(config, make_tokenizer(kind, str(vocabulary)))
 
 
 def doubts(caplog: pytest.LogCaptureFixture, *args: Any, **changes: Any) -> list[str]:
@@ -117,6 +117,8 @@ def test_doubts_are_one_line(folder: Path, tmp_path: Path, caplog: pytest.LogCap
     (folder / "tokenizer_config.json").write_text(json.dumps({**no_limit, "eos_token": {"content": "<|im_end|>"}}))
     (said,) = doubts(caplog, folder, "hugging_face", folder / "tokenizer.json")
     assert said.endswith("documents end with '<|endoftext|>', and tokenizer_config.json there says '<|im_end|>'")
+    chats = {"source": "chats", "path": "chats.jsonl", "packing": "whole"}  # an instruct model's own
+    assert doubts(caplog, folder, "hugging_face", folder / "tokenizer.json", **chats) == []
     (folder / "tokenizer_config.json").write_text("no JSON")
     assert doubts(caplog, folder, "hugging_face", folder / "tokenizer.json") == []
 

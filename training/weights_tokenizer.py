@@ -33,7 +33,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             f"data.tokenizer={kind} and data.tokenizer_path={there}"
         )
     doubt = unreadable and f"they could not be compared, {unreadable}"
-    doubt = doubt or _doubt(folder, theirs, tokenizer, model.vocab_size)
+    doubt = doubt or _doubt(folder, theirs, tokenizer, config)
     if jax.process_index() == 0 and doubt:
         logging.getLogger(__name__).warning(
             "warning: data.tokenizer=%s may not be the tokenizer of model.weights=%s: %s", data.tokenizer, folder, doubt
@@ -69,11 +69,12 @@ def _tokenizer_of(folder: Path, kind: str) -> tuple[Tokenizer | None, Path, str]
     return None, folder / TOKENIZER_FILE, ""
 
 
-def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, vocab_size: int) -> str:
+def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, config: Config) -> str:
     """Returns what is suspicious about a tokenizer, "" if nothing."""
+    vocab_size = config.values["model.vocab_size"]
     if theirs is None and ours.num_ids < LEAST_USED * vocab_size:
         return f"it has {ours.num_ids} ids, and they have vocab_size={vocab_size}"
-    ends = _end_token(folder)
+    ends = "" if config.data.source == "chats" else _end_token(folder)  # chats end as their template has it
     if isinstance(ours, HuggingFace) and ends and ends != ours.separator_token:
         return f"documents end with {ours.separator_token!r}, and {TOKENIZER_CONFIG_FILE} there says {ends!r}"
     return ""
