@@ -9,7 +9,6 @@ PyTree = Any  # of arrays, or of whatever there is one of for each array
 Params = Any  # the parameters by group, or what is like them; on a device, its shards of them
 Grads = Any  # like Params
 GradsR = Any  # like Params, `[R, ...]`: one for each replica, on whose devices alone it lies
-ResidualsR = Any  # like GradsR: what each replica has still to send
 Placements = Any  # like Params, of Placement
 Shards = list[jax.Array]  # a device's, in the order of the tree's leaves
 Axes = tuple[str, ...]  # of the mesh

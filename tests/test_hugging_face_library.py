@@ -15,7 +15,7 @@ import hugging_face_reference
 import numpy as np
 import pytest
 from hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make, reference
-from running import ROOT, losses, run_here
+from running import losses, run_here
 from suite import sampled
 from test_hugging_face_files import tensors_of
 from test_hugging_face_models import our_logits
@@ -105,7 +105,6 @@ def test_an_exported_run_brings_its_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == text and max(ids) < 260
     assert (tokenizer.eos_token, tokenizer.mask_token) == ("<|endoftext|>", "<mask>")
     assert model.config.eos_token_id == tokenizer.eos_token_id
-    assert ROOT.exists()
 
 
 TARGETS = {"q_proj": "query", "v_proj": "value", "gate_proj": "gate", "down_proj": "down"}
