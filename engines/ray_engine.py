@@ -62,7 +62,7 @@ class Engine(ABC):
                 self._kill_if_late(attempt)
                 if not attempt.running:
                     self._take_end(attempt)
-            if not self._signals and (self._code is None or (self._attempts and self._code)):
+            if not self._signals and self._code is None:
                 self._begin()
         if self._code not in (None, ExitCode.RESUMABLE):
             return self._code
@@ -201,7 +201,10 @@ class Engine(ABC):
                 attempt.codes[node] = None
 
     def _take_end(self, attempt: Attempt) -> None:
-        """Reports an attempt's end, and what it means for the run; where it failed for good nothing starts again."""
+        """Reports an attempt's end, and what it means for the run: it goes on as long as another group does.
+
+        Once a group has finished none starts again, unless the last one to end stopped before it had finished.
+        """
         self._attempts.remove(attempt)
         failures = self._failures[attempt.group]
         step = failures.progress().step
@@ -220,9 +223,8 @@ class Engine(ABC):
                 code = ExitCode.FAILED
         if code and code != ExitCode.RESUMABLE and self._attempts:
             self._members.give_back([node for node in failed if node in self._members.by_node])
-        known = self._code in (ExitCode.FINISHED, ExitCode.RESUMABLE)
-        if code == ExitCode.FINISHED or (not known and (code != ExitCode.RESUMABLE or self._signals)):
-            self._code = code
+        if code == ExitCode.FINISHED or not self._attempts:  # the last to end may be the group that saves
+            self._code = None if code == ExitCode.RESUMABLE and not self._signals else code
 
     # -------------------------------------------------------------------------------------------------------- telling
 

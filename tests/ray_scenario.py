@@ -178,7 +178,9 @@ def run_scenario(
         for name, time_s in (dict.fromkeys(SHORT, 0.05) | {"STOP_S": 0.5} | times_s).items():
             patch.setattr(ray_engine, name, time_s)
         try:
-            return engine.run(), members
+            code = engine.run()
+            assert next(members._scenario, "over") == "over", "the engine ends before the end of the scenario"
+            return code, members
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -101,13 +101,36 @@ def test_a_replica_that_gets_nowhere_is_given_up(cluster: Members) -> Iterator[o
 
 @alone("abc")
 def test_a_run_that_has_finished_is_not_started_again(cluster: Members) -> Iterator[object]:
-    """However its other groups end."""
+    """However its other groups end, but for the last."""
     yield from runs(cluster, "a0.0 b1.0 c2.0")
     cluster.by_node["a"].code = 0
     cluster.join("d")
     yield from turns()
     assert cluster.groups() == "a b1.0 c2.0 d"
-    cluster.by_node["b"].code, cluster.by_node["c"].code = -9, 2
+    cluster.by_node["b"].code = -9
+    yield from turns()
+    assert cluster.groups() == "a b c2.0 d"
+    cluster.by_node["c"].code = 0
+
+
+@alone("ab")
+def test_a_run_whose_last_replica_is_lost_goes_on(cluster: Members) -> Iterator[object]:
+    """It is the one that saves: the others have ended at once."""
+    yield from runs(cluster, "a0.0 b1.0")
+    cluster.by_node["b"].code = 0
+    yield from turns()
+    cluster.by_node["a"].code = -9
+    yield from runs(cluster, "a0.0 b1.0")
+
+
+@alone("ab", code=1, says="replica 0 ended on a with exit code 1: error: no space left")
+def test_a_run_whose_last_replica_cannot_save_has_failed(cluster: Members) -> Iterator[object]:
+    yield from runs(cluster, "a0.0 b1.0")
+    cluster.by_node["b"].code = 0
+    yield from turns()
+    cluster.by_node["a"].lines = ["error: no space left"]
+    yield
+    cluster.by_node["a"].code = 1
 
 
 @alone("ab", code=75)
