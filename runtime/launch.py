@@ -68,14 +68,13 @@ def join(address: Address) -> None:
     if num_processes == 1:
         return  # joined to nobody, its CPU devices would reduce by gloo, over TCP, what they can in memory
     bind_address = _bind_address(coordinator) if process_id == 0 else None
-    # else jax would still query Kubernetes, for this process' devices, and fail if it lacks the permission
-    method = "deactivate" if "KUBERNETES_SERVICE_HOST" in os.environ else None
     initialize = partial(
         jax.distributed.initialize,
         coordinator,
         num_processes,
         process_id,
-        cluster_detection_method=method,
+        # else jax would give a process inside a SLURM step one GPU, and query Kubernetes, which may not be permitted
+        cluster_detection_method="deactivate",
         coordinator_bind_address=bind_address,
         initialization_timeout=JAX_PATIENCE_S,
     )

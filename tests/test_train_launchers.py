@@ -146,12 +146,18 @@ def test_launchers_give_ranks_on_two_hosts(variables: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_jax_variables_replace_the_launcher_flags(tmp_path: Path) -> None:
-    """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked."""
-    unneeded = "import runtime.rendezvous; del runtime.rendezvous.own_address"
+    """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked.
+
+    Around it a SLURM step has one task a node, as that of `ray start` has: jax would give each process GPU 0 alone.
+    """
+    first = "import atexit, jax, runtime.rendezvous; del runtime.rendezvous.own_address\n"
+    first += "atexit.register(lambda: print('GPUs:', jax.config.jax_cuda_visible_devices))"
     coordinator = f"127.0.0.1:{free_port()}"
     common = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
-    started = [start(arguments(tmp_path), first=unneeded, **common, JAX_PROCESS_ID=i) for i in ("0", "1")]
-    check_joined(tmp_path, finish(*started))
+    common |= SRUN | {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+    outcomes = finish(*[start(arguments(tmp_path), first=first, **common, JAX_PROCESS_ID=i) for i in ("0", "1")])
+    check_joined(tmp_path, outcomes)
+    assert all(out.endswith("GPUs: all\n") for _, out, _ in outcomes)
 
 
 NO_WAY = """
