@@ -45,6 +45,10 @@ class Engine(ABC):
         self._said = ""  # while it waits
         self._code: int | None = None  # of the run, as far as it is known
 
+    def _is_misfit(self, attempt: Attempt, code: int) -> bool:
+        """Whether an attempt ended since the config does not fit its number of nodes, and may go on with another."""
+        return False
+
     @abstractmethod
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int | None]]:
         """Yields nodes among these on which an attempt is to start now, with the number of its group, if it has one."""
@@ -221,6 +225,9 @@ class Engine(ABC):
             if not attempt.why_stopped and failures.another(step) > self._max_failures:
                 say(f"error: {attempt.title}: {failures.count} failures in a row without a new step; it said: {said}")
                 code = ExitCode.FAILED
+        if self._is_misfit(attempt, code):
+            say(f"{len(attempt.nodes)} nodes are left out of the choice: with other numbers of nodes it has trained")
+            code = ExitCode.RESUMABLE
         if code and code != ExitCode.RESUMABLE and self._attempts:
             self._members.give_back([node for node in failed if node in self._members.by_node])
         if code == ExitCode.FINISHED or not self._attempts:  # the last to end may be the group that saves
@@ -250,17 +257,31 @@ class Engine(ABC):
 class OneWorld(Engine):
     """One attempt at a time, on the largest possible world; it is restarted when that changes."""
 
-    _previous: tuple[str, ...] = ()  # the nodes of the newest attempt
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._previous: tuple[str, ...] = ()  # the nodes of the newest attempt
+        self._fitting: set[int] = set()  # numbers of nodes with which it has trained
+        self._misfits: set[int] = set()  # others, with which it ended with 2
 
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], None]]:
-        if not self._attempts and not self._starting():
-            self._previous = choose(free, self._previous, self._limits)
-            yield self._previous, None
+        nodes = choose(free, self._previous, self._limits, self._misfits)
+        if nodes and not self._attempts and not self._starting():
+            self._previous = nodes
+            yield nodes, None
+
+    def _is_misfit(self, attempt: Attempt, code: int) -> bool:
+        count = len(attempt.nodes)
+        if attempt.has_stepped:
+            self._fitting.add(count)
+        is_misfit = code == ExitCode.BAD_INPUT and bool(self._fitting) and count not in self._fitting
+        if is_misfit:
+            self._misfits.add(count)
+        return is_misfit
 
     def _why_stop(self, attempt: Attempt) -> str:
         if (why := super()._why_stop(attempt)) or self._starting() or not attempt.is_settled:
             return why  # a start that ends at once would be wasted
-        better = choose(self._there(), attempt.nodes, self._limits)
+        better = choose(self._there(), attempt.nodes, self._limits, self._misfits)
         new = [node for node in better if node not in attempt.nodes]
         return f"{self._names(new)} joined" if len(better) > len(attempt.nodes) else ""
 

@@ -5,7 +5,7 @@ An attempt is one run of the program on a fixed set of nodes, with one process p
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,18 +36,23 @@ class Limits:
             raise ValueError(f"--min_nodes={self.min_nodes} is more than --max_nodes={self.max_nodes}")
 
 
-def choose(there: Sequence[str], previous: Sequence[str], limits: Limits) -> tuple[str, ...]:
+def choose(
+    there: Sequence[str], previous: Sequence[str], limits: Limits, misfits: Collection[int] = ()
+) -> tuple[str, ...]:
     """Returns the nodes of the largest world of complete partition groups, in the order of their processes.
 
     Complete groups of the previous world come first, in their order, because their nodes hold their state. Then come
-    the nodes of broken groups, followed by new nodes, which complete those groups.
+    the nodes of broken groups, followed by new nodes, which complete those groups. `misfits` are numbers of nodes that
+    the config does not fit; no nodes if it fits none.
     """
     size = limits.nodes_per_group
     groups = [previous[i : i + size] for i in range(0, len(previous), size)]
     alive = [[node for node in group if node in there] for group in groups]
     old = [node for group in sorted(alive, key=len, reverse=True) for node in group]  # sorted() is stable
     ordered = [*old, *(node for node in there if node not in old)]
-    return tuple(ordered[: min(len(ordered), limits.max_nodes) // size * size])
+    most = min(len(ordered), limits.max_nodes) // size * size
+    count = next((n for n in range(most, limits.min_nodes - 1, -size) if n not in misfits), 0)
+    return tuple(ordered[:count])
 
 
 @dataclass(kw_only=True)

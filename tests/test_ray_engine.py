@@ -113,6 +113,25 @@ def test_an_error_of_the_program_ends_all(cluster: Members) -> Iterator[object]:
     yield from fail(cluster, 2, "error: no such key")
 
 
+@story("abc", code=2, max_failures=0, says="attempt 2 ended on b with exit code 2: error: 2 nodes|2 nodes are left out")
+def test_a_number_of_nodes_that_the_config_does_not_fit_is_left_out(cluster: Members) -> Iterator[object]:
+    """Once it has trained with another one; else it is a mistake."""
+    yield from cluster.trains_on("abc")
+    cluster.step(1)
+    yield from turns(3)
+    cluster.drop("c", "")
+    cluster.end_all(75)
+    yield from cluster.trains_on("ab")
+    yield from fail(cluster, 2, "error: 2 nodes")
+    yield from cluster.trains_on("a")
+    cluster.step(2)
+    yield from turns()
+    assert cluster.world() == "a" and not cluster.sent
+    cluster.join("d")
+    yield from cluster.trains_on("abd")
+    yield from fail(cluster, 2, "error: the data are gone")
+
+
 @story(
     "ab",
     code=1,

@@ -41,6 +41,12 @@ def test_the_largest_world_of_whole_groups(there: str, previous: str, group: int
     assert "".join(choose(list(there), list(previous), limits)) == nodes
 
 
+def test_the_largest_world_that_the_config_fits() -> None:
+    limits = Limits(min_nodes=1, max_nodes=4, nodes_per_group=1)
+    assert choose("abcd", "ba", limits, misfits={4, 3}) == ("b", "a")
+    assert choose("abcd", "ba", limits, misfits={4, 3, 2, 1}) == ()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
