@@ -40,7 +40,7 @@ def run_sbatch(folder: Path, program: str, **environment: str) -> tuple[int, str
         (folder / name).chmod(stat.S_IRWXU)
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record")}
     done = subprocess.run(
-        ["bash", "-c", edited(program)],
+        ["bash", "-c", edited(program).replace("workdir=runs/slurm", f"workdir={folder}")],
         cwd=ROOT,
         env={**os.environ, **variables, "SLURM_JOB_ID": "4711", **environment},
         capture_output=True,
@@ -56,7 +56,8 @@ def run_sbatch(folder: Path, program: str, **environment: str) -> tuple[int, str
     [
         ("0 0", 0, 0, False),
         ("75 75", 0, 75, True),
-        ("0 75", 99, 75, True),  # resumable is never given up
+        ("2 75", 4, 75, True),
+        ("2 75", 5, 75, False),  # again and again a node is broken, and the others wait for it
         ("137 75", 0, 137, True),  # one was killed, the other noticed
         ("137 75", 5, 137, False),  # again and again
         ("2 2", 0, 2, False),
@@ -67,6 +68,11 @@ def test_sbatch_requeues_what_can_go_on(codes: str, restarts: int, code: int, re
     program = f"bash -c 'codes=({codes}); exit ${{codes[SLURM_PROCID]}}'"
     outcome = run_sbatch(tmp_path, program, SLURM_RESTART_COUNT=str(restarts))
     assert outcome == (code, "scontrol requeue 4711\n" if requeued else "")
+
+
+def test_sbatch_requeues_without_limit_what_makes_steps(tmp_path: Path) -> None:
+    program = f"bash -c 'echo >> {tmp_path}/metrics.jsonl; exit 75'"
+    assert run_sbatch(tmp_path, program, SLURM_RESTART_COUNT="99") == (75, "scontrol requeue 4711\n")
 
 
 @pytest.mark.parametrize(("code", "cancelled"), [(75, False), (0, True), (2, True)])
