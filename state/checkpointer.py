@@ -310,16 +310,23 @@ class Checkpointer:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Deletes the steps that are not to be kept. Those without a valid manifest are neither counted nor deleted."""
+        """Deletes the steps that are not to be kept. Those without a valid manifest are neither counted nor deleted.
+
+        One that cannot be deleted, as a file that another host has open over NFS, is left for the next save.
+        """
         manifests = manifest.committed(self.directory)
         for step in {found.step for found in manifests} - kept_steps(manifests, self.config):
             # renamed first, so that an interrupted deletion leaves no partial step
             leaving = self.directory / manifest.UNFINISHED / "deleted" / str(step)
-            leaving.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(leaving, ignore_errors=True)
-            with suppress(FileNotFoundError):  # another replica was faster
+            try:
+                leaving.parent.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(leaving, ignore_errors=True)
                 (self.directory / str(step)).rename(leaving)
                 shutil.rmtree(leaving)
+            except FileNotFoundError:  # another replica was faster
+                pass
+            except OSError as error:
+                self._report(f"checkpoint {self.directory / str(step)} is not deleted yet: {error}")
 
     def _choose(self, wanted: Mapping[str, tree.Wanted], newer_than: int) -> int | None:
         """Returns the newest step that verifies, the same in every process."""

@@ -1,7 +1,9 @@
 """What is saved comes back, bit by bit: any pytree, dtype, mesh and spec; retention; errors a user can act on."""
 
+import errno
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -142,6 +144,26 @@ def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
         restored = checkpointer.restore(abstract(small_state(0)))
         assert restored is not None and restored.step == 11
     assert latest_config(tmp_path) == {"seed": 1}
+    assert not (tmp_path / manifest.UNFINISHED).exists()
+
+
+def test_a_step_that_cannot_be_deleted_is_left_to_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS a file that another host has open leaves one behind in its folder."""
+    rmtree, lines = shutil.rmtree, list[str]()
+
+    def busy(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmtree(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    with Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), report=lines.append) as checkpointer:
+        save_small(checkpointer, 1, 2)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
+        assert len(lines) == 1 and re.search("1 is not deleted yet: .*Directory not empty", lines[0])
     assert not (tmp_path / manifest.UNFINISHED).exists()
 
 
