@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import jax
 
-from runtime.blobs import Address, BlobService
+from runtime.blobs import Address, BlobService, PeerError, RefusedError
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 from state import tree
@@ -292,10 +292,15 @@ class Snapshots:
             self._warned = True
             where = f"{self._folder.path} on {socket.gethostname()}"
             needed_mb = 2 * sum(owned.piece.size for owned in self._owned) / 1e6
+            until = (
+                "that process can be reached; a firewall?"
+                if isinstance(error, PeerError) and not isinstance(error, RefusedError)
+                else f"there is room (this process needs {needed_mb:.0f} MB, twice its part of the state), or set "
+                "elastic.memory_dir to another RAM disk"
+            )
             self._report(
                 f"warning: the snapshot of step {step} in {where} failed: {error}; training goes on with checkpoints "
-                f"alone until there is room (this process needs {needed_mb:.0f} MB, twice its part of the state), or "
-                "set elastic.memory_dir to another RAM disk"
+                f"alone until {until}"
             )
 
 

@@ -20,6 +20,7 @@ from checkpointing import files_no_larger_than
 from keeping import Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
 
 from runtime.addresses import own_address
+from runtime.blobs import PeerError
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder
 from state.snapshots import AUTOMATIC, Pace, owned_shards, partner
@@ -158,6 +159,18 @@ def test_no_room(run: Run, room: int) -> None:
         keep(snapshots, 4, state_of(4))
     check(run.restore(), 4)
     assert len(run.said) == 1
+
+
+def test_a_partner_that_cannot_be_reached(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*_: object) -> None:
+        raise PeerError("process 1 at node-b:34567: timed out")
+
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        monkeypatch.setattr(MemoryFolder, "describe", cut)
+        keep(snapshots, 1, state_of(1))
+        snapshots.wait()
+    assert len(run.said) == 1 and run.said[0].endswith("until that process can be reached; a firewall?")
 
 
 def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
