@@ -56,6 +56,7 @@ class Replicas:
         process: int = 0,
         agree: Callable[[int], Sequence[int]] = lambda value: [value],
         saved: Callable[[], int] = lambda: 0,
+        progress: Callable[[], object] = lambda: None,
         say: Callable[[str], object] = print,
     ) -> None:
         """`sizes` are the values of each piece; `folder` has one folder for each member, and `run` is equal in all.
@@ -65,11 +66,12 @@ class Replicas:
         Of a member of several processes each has its own part of the gradients, and others that it asks: those with
         its number. `agree` returns the values of all of them, by number; they call all methods together.
 
-        `saved` returns the steps done in the newest checkpoint.
+        `saved` returns the steps done in the newest checkpoint. `progress` is called while the others' state comes.
         """
         self._num_shares, self._payloads, self._sizes = num_shares, payloads, sizes
         zeros = (np.zeros(size, np.float32) for size in sizes)
         self._encoded_sizes = [len(payload.encode(x)) for payload, x in zip(payloads, zeros, strict=True)]
+        self._progress = progress
         self._agree, self._saved, self._say, self._has_others = agree, saved, say, len(agree(0)) > 1
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -159,7 +161,7 @@ class Replicas:
             begun = [member.address for member in self.members.others if member.trains and member.last >= step]
             found, why = {}, "none has it"
             try:
-                found = fetch_copies(self.members.connect, begun, step, sizes) if begun else {}
+                found = fetch_copies(self.members.connect, begun, step, sizes, self._progress) if begun else {}
             except PeerError as error:  # lost meanwhile, or further than it was thought
                 why = str(error)
             if all(self._agree(int(len(found) == len(sizes)))):

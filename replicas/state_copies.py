@@ -77,11 +77,16 @@ class StateCopies:
 
 
 def fetch_copies(
-    connect: Callable[[Address], Connection], addresses: Sequence[Address], step: int, sizes: Sequence[int]
+    connect: Callable[[Address], Connection],
+    addresses: Sequence[Address],
+    step: int,
+    sizes: Sequence[int],
+    progress: Callable[[], object],
 ) -> dict[int, memoryview]:
     """Returns the arrays of the state after `step` steps, of `sizes` bytes each, by number.
 
-    Each of the others sends a part, all at once. PeerError if one of them does not.
+    Each of the others sends a part, all at once; `progress` is called for what has come. PeerError if one of them does
+    not.
     """
     parts: list[list[int]] = [[] for _ in addresses]
     loads = [0] * len(addresses)
@@ -95,7 +100,8 @@ def fetch_copies(
         with connect(address) as connection:
             connection.ask({"op": "copy", "step": step, "arrays": numbers}, 0)
             for number in numbers:
-                found[number] = connection.get_whole({"op": "state", "step": step, "array": number}, sizes[number])
+                request = {"op": "state", "step": step, "array": number}
+                found[number] = connection.get_whole(request, sizes[number], progress)
 
     with ThreadPoolExecutor(len(addresses)) as pool:
         for done in [pool.submit(fetch, *each) for each in zip(addresses, parts, strict=True)]:

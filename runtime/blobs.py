@@ -133,8 +133,13 @@ class Connection:
                     raise TimeoutError("it sends too slowly")
             _check(found, expected)
 
-    def get_whole(self, request: Mapping[str, Any], size: int) -> memoryview:
-        """Returns the `size` bytes asked for, which are copied once. PeerError if that fails."""
+    def get_whole(
+        self, request: Mapping[str, Any], size: int, progress: Callable[[], object] = lambda: None
+    ) -> memoryview:
+        """Returns the `size` bytes asked for, which are copied once; calls `progress` for each block of them.
+
+        PeerError if that fails.
+        """
         with self._explained():
             expected, found = self._announced(request, size, inf), xxh3_64()
             content = np.empty(size, np.uint8).data
@@ -143,6 +148,7 @@ class Connection:
                 if self._stream.readinto(block) < len(block):
                     raise ConnectionError("it closed the connection")
                 found.update(block)
+                progress()
             _check(found, expected)
             return content
 

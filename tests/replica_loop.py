@@ -66,6 +66,7 @@ class Loop:
         self.before_share: Callable[[int, int], object] = lambda step, share: None  # may raise Gone
         self.before_step: Callable[[int], object] = lambda step: None
         self.said: list[str] = []
+        self.blocks: list[None] = []  # of the others' state
         self.error: BaseException | None = None
         self.replicas = Replicas(
             number=number,
@@ -76,6 +77,7 @@ class Loop:
             sizes=SIZES,
             silence_s=silence_s,
             late=late,
+            progress=lambda: self.blocks.append(None),
             say=self.said.append,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)

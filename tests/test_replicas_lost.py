@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
     skips.members.tell(first=NEVER, begun=False)
     thread.join(60)
     assert len(found[0]) == 1
-    monkeypatch.setattr("replicas.group.fetch_copies", lambda connect, begun, step, sizes: {0: memoryview(b"")})
+    monkeypatch.setattr("replicas.group.fetch_copies", lambda *_: {0: memoryview(b"")})
     fetched = skips.fetch_state([0])
     assert fetched
     (at, _) = fetched
@@ -235,7 +235,7 @@ def test_one_that_leaves_is_not_asked_for_the_state_after_its_last_step(
     until(lambda: all(m.begun for m in joins.members.others) and len(joins.members.others) == 2)
     until(lambda: joins.members.others[1].last == 9)
     asked: list[list[int]] = []
-    fetch = lambda connect, addresses, step, sizes: asked.append([a.process for a in addresses]) or {0: memoryview(b"")}
+    fetch = lambda connect, addresses, *_: asked.append([a.process for a in addresses]) or {0: memoryview(b"")}
     monkeypatch.setattr("replicas.group.fetch_copies", fetch)
     assert joins.fetch_state([0])
     assert asked == [[0]]

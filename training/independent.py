@@ -162,6 +162,7 @@ class Independent:
             process=jax.process_index(),
             agree=self._agreed,
             saved=lambda: max(step_numbers(self._workdir / CHECKPOINTS), default=0) // self._work.steps,
+            progress=partial(self._enter, Phase.STEPPING),  # a state that comes over a slow link is no hang
             say=say,
         )
         self._work.begin(self._replicas.close)
