@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,8 +19,10 @@ from suite import sampled
 from configs import digits, gpu_decoder
 from configs.base import typed
 from configs.schema import CompressionConfig
-from files.run_directory import CHECKPOINTS
+from files.run_directory import CHECKPOINTS, REPLICAS
 from replicas.group import BehindError, Replicas
+from replicas.payloads import Float32
+from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
 from sharding.step import TrainState
 from state.manifest import UNFINISHED
@@ -69,6 +72,19 @@ def test_nothing_is_compiled_once_a_replica_has_entered(tmp_path: Path, monkeypa
     changes = {"num_steps": 2, "checkpoint__every": 0}
     assert run_here(*arguments(tmp_path, **INDEPENDENT, **changes), "--group=0") == 0
     assert len(losses(tmp_path / "replicas" / "0")) == 2 and compiled
+
+
+@pytest.mark.slow
+def test_a_replica_with_other_keys_than_the_others_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token, folder = shared_token(tmp_path), tmp_path / REPLICAS
+    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1], "silence_s": 10.0}
+    with closing(Replicas(number=1, folder=folder, token=token, run="another", **about)):
+        assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2), "--group=0") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: replica 1 at ") and "trains by another config" in error
+    assert not rows(tmp_path / "replicas" / "0")
 
 
 @pytest.mark.slow

@@ -166,6 +166,7 @@ class Independent:
             say=say,
         )
         self._work.begin(self._replicas.close)
+        self._enter(Phase.CHECKING)  # others of another run are a mistake
         if self.replicas.members.meet(at := step // self._work.steps):
             say(f"joining the replicas {', '.join(str(m.number) for m in self.replicas.members.others)}")
         else:
