@@ -8,7 +8,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ SEEK_S = 5.0  # between two looks for members that were lost
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
 MOST_BYTES = 1 << 20  # of what a member says of itself and of others
 _CONNECT_S = 5.0
+_GREETINGS = 32  # at once
 _LEAVE_S = 30.0
 NOBODY = -1  # in the place of a step
 
@@ -58,6 +62,7 @@ class Membership:
         self._late, self._on_met, self._on_change = late, on_met, on_change
         self._members: dict[int, Member] = {}  # the others
         self._lost: dict[int, Member] = {}  # of those that did not say that they leave
+        self._foreign: Member | None = None  # one of another run
         self._looked = 0.0, 0, 0  # when, with which step, and where the others were
         write_address(folder, me, process)
         threading.Thread(target=self._seek, name="lost replicas", daemon=True).start()
@@ -89,12 +94,18 @@ class Membership:
         ValueError if one of them is of another run.
         """
         self.me, self.step = self.me.changed(step=step), step - 1  # nothing of `step` is here yet
-        for address in read_addresses(self._folder, self.me.number, self._process):
-            self._greet(address, _CONNECT_S)
-        if other := next((member for member in self.others if member.run != self.me.run), None):
+        addresses = read_addresses(self._folder, self.me.number, self._process)
+        with ThreadPoolExecutor(_GREETINGS) as pool:  # those that are gone may let their callers wait
+            why = [*pool.map(partial(self._greet, patience_s=_CONNECT_S), addresses)]
+        if other := self._foreign:
             raise ValueError(
                 f"replica {other.number} at {other.host} trains by another config, on other data or on more or fewer "
                 "devices; give all the same, or another --workdir"
+            )
+        if addresses and not self.others:
+            self._say(
+                f"none of the {len(addresses)} replicas that {self._folder} names answers ({why[0]}): if "
+                "some run, see that they can be reached (a firewall?)"
             )
         return any(self._agree(int(any(member.begun for member in self.others))))
 
@@ -136,7 +147,7 @@ class Membership:
         if changes:
             self.me = self.me.changed(**changes)
         for member in self.others:
-            if not self._greet(member.address, self._silence_s):
+            if self.knows(member) and self._greet(member.address, self._silence_s):
                 self.lose(member, "does not answer")
 
     def leave(self, step: int) -> None:
@@ -171,8 +182,8 @@ class Membership:
         known = [m.as_dict() for m in self.others if m.number != process]
         return memoryview(json.dumps({"member": self.me.as_dict(), "others": known}).encode())
 
-    def _greet(self, address: Address, patience_s: float) -> bool:
-        """Tells a member of this one, and learns of it and of those that it knows. False if it is not there."""
+    def _greet(self, address: Address, patience_s: float) -> str:
+        """Tells a member of this one, and learns of it and of those that it knows; returns why it is not there."""
         try:
             with self.connect(address, patience_s) as connection:
                 answer = connection.ask({"op": "member", "member": self.me.as_dict()}, MOST_BYTES)
@@ -181,15 +192,18 @@ class Membership:
             known = [Member.from_dict(values) for values in said["others"]]
             if member.number != address.process:
                 raise ValueError("it is another member")
-        except (PeerError, ValueError, LookupError):
-            return False
+        except (PeerError, ValueError, LookupError) as error:
+            return str(error)
         self._register(member)
         for other in known:
             if other.number not in (self.me.number, *self._members):
                 self._greet(other.address, patience_s)
-        return True
+        return ""
 
     def _register(self, member: Member) -> None:
+        if member.run != self.me.run:
+            self._foreign = member
+            return
         with self._changed:
             known = self._members.get(member.number)
             is_new = not self.knows(member)
@@ -206,11 +220,16 @@ class Membership:
             self._on_met(member)
 
     def _seek(self) -> None:
-        """Greets now and then those that were lost: they may have been cut off, or stopped, for a while."""
+        """Greets now and then those that were lost: they may have been cut off, or stopped, for a while.
+
+        One that knows nobody greets all that were ever there: its first greetings may have come to nothing.
+        """
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self.closed, SEEK_S):
                     return
-                lost = [*self._lost.values()]
-            for member in lost:
-                self._greet(member.address, _CONNECT_S)
+                lost, is_alone = [member.address for member in self._lost.values()], not self._members
+            with suppress(OSError, ValueError, LookupError):  # of a file that is being removed
+                lost += read_addresses(self._folder, self.me.number, self._process) if is_alone else []
+            for address in lost:
+                self._greet(address, _CONNECT_S)

@@ -1,6 +1,9 @@
 """Members that lose each other while both are there: neither waits for the other, and they find each other again."""
 
+import contextlib
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ from emulating import until
 
 from replicas import group, membership, state_copies
 from replicas.group import BehindError, Replicas
-from replicas.members import NEVER
+from replicas.members import NEVER, Member, write_address
 from replicas.membership import Membership
 from replicas.payloads import Float32
 from replicas.state_copies import LEAVES, StateCopies
@@ -65,6 +68,41 @@ def test_members_that_lost_each_other_meet_again_and_the_one_behind_takes_the_ot
     check(step(ahead, 9), 9)  # without waiting for the other one, which says that it takes part
     with pytest.raises(BehindError):
         step(behind, 0)
+
+
+def test_members_whose_first_greetings_came_to_nothing_meet_later(
+    make: Callable[[int], Replicas], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took the other one for dead, as it did many that let their callers wait: those are called at once."""
+    monkeypatch.setattr(membership, "_CONNECT_S", 0.2)
+    with contextlib.ExitStack() as stack:
+        for number in range(2, 22):
+            port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            write_address(tmp_path, Member(number=number, host="127.0.0.1", port=port), 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Membership, "answer", lambda *_: memoryview(b""))
+            begun_s = time.monotonic()
+            one, two = make(0), make(1)
+            assert time.monotonic() - begun_s < 4
+            assert not (one.members.others or two.members.others)
+        until(lambda: one.members.others and two.members.others)
+
+
+def test_members_of_another_run_are_not_met(
+    make: Callable[[int], Replicas], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when they are greeted, nor when they greet."""
+    one, said = make(0), list[str]()
+    about: Any = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0}
+    other = Replicas(number=1, folder=tmp_path, token="0" * 64, run="another", say=said.append, **about)
+    with contextlib.closing(other), pytest.raises(ValueError, match="replica 0 at .* trains by another config"):
+        other.members.meet(0)
+    assert not one.members.others and not other.members.others
+    third = Replicas(number=2, folder=tmp_path / "empty", token="0" * 64, say=said.append, **about)
+    write_address(tmp_path / "empty", Member(number=7, host="127.0.0.1", port=other.members.me.port), 0)
+    with contextlib.closing(third):
+        assert not third.members.meet(0)
+    assert len(said) == 1 and "none of the 1 replicas that" in said[0] and "Connection refused" in said[0]
 
 
 def test_what_a_member_owes_is_divided_when_it_says_that_it_does_not_take_part(
