@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -38,6 +39,7 @@ _GRACE_S = 5.0  # for a process to report its own error, after another one has f
 _NOTE_S = 1.0  # for the verdict to be written to events.jsonl
 _NAMED = 5  # processes that a message names at most
 _PROGRESS_BYTES = 1 << 20  # of files, in a beat: the rest may be log lines
+_OF_A_LINK = re.compile(r"Gloo [\w -]+ failed|NCCL.*(remote process exited|network error|system error)", re.DOTALL)
 _LEAVE_S = 5.0  # for the others to exit before process 0: when it exits, jax's service ends and aborts them
 
 
@@ -304,10 +306,17 @@ def moved_bytes() -> int:
         return 0
 
 
-def _is_about_others(error: BaseException | None) -> bool:
+def is_of_a_link(error: BaseException) -> bool:
+    """Whether an error, or one in its chain, is what gloo or NCCL say when a connection breaks."""
+    return any(_OF_A_LINK.search(str(each)) for each in _chain(error))
+
+
+def _is_about_others(error: BaseException) -> bool:
     """Whether an error, or one in its chain, is from jax or gloo, which raises ValueError or JaxRuntimeError."""
+    return any(isinstance(each, jax.errors.JaxRuntimeError) or "gloo" in str(each).lower() for each in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) or "gloo" in str(error).lower():
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False

@@ -24,7 +24,7 @@ from runtime.descriptors import raise_limit
 from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode, ResumableError
 from runtime.handshake import shared_token
-from runtime.heartbeat import Heartbeat, Verdict
+from runtime.heartbeat import Heartbeat, Verdict, is_of_a_link
 from runtime.phases import Phase
 from runtime.preemption import PreemptionHandler
 from runtime.rendezvous import rendezvous
@@ -106,6 +106,8 @@ class Supervisor:
     def fail(self, error: Exception, expected: tuple[type[Exception], ...]) -> ExitCode:
         """Prints an error, tells the other processes, and returns the exit code."""
         self._heartbeat.await_verdict(error)
+        if is_of_a_link(error):
+            error = ResumableError(f"a connection between processes that live broke: {error}")
         code = ExitCode.RESUMABLE if isinstance(error, ResumableError) else self.phase.code_if_failed
         expected += (OSError, ResumableError)
         if not isinstance(error, (ValueError, *expected)):

@@ -5,6 +5,7 @@ import resource
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from running import arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
@@ -75,6 +76,27 @@ def test_unexpected_error_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Traceback" in err and err.splitlines()[-1] == "error: out of the blue"
     assert len(losses(tmp_path)) == 3
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "failed: out of the blue"
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("UNKNOWN: Gloo all-reduce failed: Read error [10.0.0.9]:4711: Connection reset by peer", 75),
+        ("INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network error", 75),
+        ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled cuda error", 1),
+    ],
+)
+def test_a_broken_connection_is_resumable(
+    said: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of processes that all live: nobody is lost."""
+
+    def fail() -> None:
+        raise jax.errors.JaxRuntimeError(said)
+
+    assert run_here(*arguments(tmp_path), hooks=[at_step(3, fail)]) == code
+    err = capsys.readouterr().err
+    assert ("Traceback" in err) == (code == 1) and said in err
 
 
 @pytest.mark.parametrize("name", ["compile_train_step", "init_state"])
