@@ -75,17 +75,22 @@ def test_a_lost_node_ends_its_group_alone(cluster: Members) -> Iterator[object]:
     yield from runs(cluster, "a0.0 c1.0 d1.1 e0.1")
 
 
-@alone("ab", code=2, says="replica 0 ended on a with exit code 2: error: it lacks a disk")
+@alone("abc", code=2, says="replica 0 ended on a with exit code 2: error: it lacks a disk")
 def test_a_mistake_on_a_node_leaves_the_others_alone(cluster: Members) -> Iterator[object]:
-    yield from runs(cluster, "a0.0 b1.0")
+    """As long as there is one."""
+    yield from runs(cluster, "a0.0 b1.0 c2.0")
     a = cluster.by_node["a"]
     a.lines = ["error: it lacks a disk"]
     yield
     a.code = 2
     yield from until(lambda: cluster.dropped == ["a"])
     cluster.by_node["b"].code = 75
-    yield from runs(cluster, "b1.0")  # without a, the lowest number is free; b has its own
+    yield from runs(cluster, "b1.0 c2.0")  # without a, the lowest number is free; b has its own
     cluster.by_node["b"].code = 2
+    yield from until(lambda: cluster.dropped == ["a", "b"])
+    cluster.by_node["c"].code = 75
+    yield from runs(cluster, "c2.0")
+    cluster.by_node["c"].code = 2
     yield
 
 
