@@ -103,8 +103,11 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
         moves, kept = tx.update(grads, kept, params)
         return optax.apply_updates(params, moves), kept, value
 
-    exact = {"rtol": 2e-3, "atol": 2e-5}
-    close = {"none": exact, "bf16": {"rtol": 0.02, "atol": 2e-4}, "int4": {"rtol": 0.02, "atol": 0.01}}[codec]
+    close = {
+        "none": {"rtol": 2e-3, "atol": 2e-5},
+        "bf16": {"rtol": 0.02, "atol": 2e-4},
+        "int4": {"rtol": 0.02, "atol": 0.01},
+    }[codec]
     are_vectors = jax.tree.leaves(ex.plan.map(lambda p: p.is_vector))
     for number in range(num_rounds):
         ends, losses, sums = [], [], [np.zeros(size, np.float32) for size, _ in rounds.forms]
@@ -135,7 +138,9 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
             np.testing.assert_allclose(found, wanted, **close)
         each = zip(are_vectors, jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True)
         for is_vector, found, wanted in each:
-            np.testing.assert_allclose(np.asarray(found), wanted, **(exact if is_vector and not number else close))
+            np.testing.assert_allclose(
+                np.asarray(found), wanted, **({"rtol": 1e-4} if is_vector and not number else close)
+            )
     assert int(state.step) == int(state.opt_state.step) == num_rounds * STEPS
 
 
