@@ -165,6 +165,13 @@ def test_one_base_that_is_scaled_has_no_counterpart() -> None:
         hugging_face.architecture_of(config)
 
 
+def test_windows_of_no_size_are_one_line(tmp_path: Path) -> None:
+    file = changed(FOLDER / "gemma3", tmp_path / "gemma3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sliding_window": None}))
+    with pytest.raises(ValueError, match=r"config.json has no sliding_window$"):
+        hugging_face.read(file.parent)
+
+
 def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text(), re.DOTALL)
     (tmp_path / "fine_tune.py").write_text(code)
@@ -206,7 +213,6 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types is not supported in which full",
         ),
-        ("gemma3", {"sliding_window": None}, "config.json has no sliding_window"),
         ("gemma2", {"layer_types": 3}, "layer_types is 3, not a list of full_attention and sliding_attention"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not a number"),
         (
