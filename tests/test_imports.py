@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "metrics": "files runtime",
     "replicas": "files runtime",
     "training": "configs files models sharding compression optimizers input_pipeline metrics replicas state runtime",
-    "planner": "configs files sharding training metrics runtime replicas input_pipeline",
+    "planner": "configs files models sharding training metrics runtime replicas input_pipeline",
     "lab": "",
     "lab.emulate": "files runtime",
     "lab.probe": "files runtime sharding metrics models",
