@@ -151,7 +151,7 @@ def test_jax_variables_replace_the_launcher_flags(tmp_path: Path) -> None:
     Around it a SLURM step has one task a node, as that of `ray start` has: jax would give each process GPU 0 alone.
     """
     first = "import atexit, jax, runtime.rendezvous; del runtime.rendezvous.own_address\n"
-    first += "atexit.register(lambda: print('GPUs:', jax.config.jax_cuda_visible_devices))"
+    first += "atexit.register(lambda: print('GPUs:', jax.config.values['jax_cuda_visible_devices']))"
     coordinator = f"127.0.0.1:{free_port()}"
     common = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
     common |= SRUN | {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
