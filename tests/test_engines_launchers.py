@@ -72,8 +72,9 @@ def test_sbatch_requeues_what_can_go_on(codes: str, restarts: int, code: int, re
 def test_sbatch_gives_up_what_stops_without_a_step_again_and_again(tmp_path: Path) -> None:
     """A node is broken, and the others wait for it; a step between two stops ends the row."""
     stops, steps = "bash -c 'exit 75'", f"bash -c 'echo >> {tmp_path}/metrics.jsonl; exit 75'"
-    requeued = [run_sbatch(tmp_path, program)[1].count("requeue") for program in (*[stops] * 6, steps, stops)]
-    assert requeued == [1, 2, 3, 4, 5, 5, 6, 7]
+    runs = [(stops, "1")] * 6 + [(steps, "1"), (stops, "1")] + [(stops, "2")] * 4 + [(stops, "2"), (stops, "0")]
+    found = [run_sbatch(tmp_path, program, SLURM_RESTART_COUNT=count)[1].count("requeue") for program, count in runs]
+    assert found == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 11, 12], "a job that is submitted anew begins to count anew"
 
 
 @pytest.mark.parametrize(("code", "cancelled"), [(75, False), (0, True), (2, True)])
