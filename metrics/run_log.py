@@ -95,8 +95,6 @@ class RunLog:
         if not self._enabled:
             return
         self.flush()
-        if self._is_first:
-            self._writer.open_events()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
         if "mfu" in row:
             row["mfu"] /= row.get("replicas", 1)  # each a world of its own, which does its part of the step

@@ -32,16 +32,15 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
-        self._run_dir = Path(run_dir)
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._resume_step = resume_step
-        path = self._run_dir / run_directory.METRICS
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / run_directory.METRICS
         if resume_step:
             drop_lines_after(path, resume_step)
         else:
             _set_aside(path)
         self._lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._events: EventsWriter | None = None
+        self._events: EventsWriter | None = _opened_events(folder / run_directory.TENSORBOARD, resume_step + 1)
         self._flushed_s = 0.0
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -52,11 +51,6 @@ class MetricsWriter:
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         self._write_event(int(step), values)
 
-    def open_events(self) -> None:
-        """Opens TensorBoard's file, which imports for a moment: in a step that is not timed, or else at a write."""
-        if self._events is None:
-            self._events = self._opened_events()
-
     def close(self) -> None:
         """Flushes and closes both files; a second call does nothing."""
         self._lines.close()
@@ -66,9 +60,8 @@ class MetricsWriter:
 
     def _write_event(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one event with all values, in this thread so that a full disk raises here instead of hanging."""
-        from tensorboardX.proto import event_pb2, summary_pb2  # imported late: it delays startup
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        self.open_events()
         assert self._events is not None
         summary = summary_pb2.Summary(
             value=[summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
@@ -79,18 +72,17 @@ class MetricsWriter:
             self._events.flush()
             self._flushed_s = now
 
-    def _opened_events(self) -> "EventsWriter":
-        """Returns a new event file; its first event hides the earlier values of the steps that this run repeats."""
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2
 
-        folder = self._run_dir / run_directory.TENSORBOARD
-        folder.mkdir(exist_ok=True)
-        again_from = self._resume_step + 1
-        events = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.from_step_{again_from}")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        events.write_event(event_pb2.Event(wall_time=time.time(), step=again_from, session_log=start))
-        return events
+def _opened_events(folder: Path, again_from: int) -> "EventsWriter":
+    """Returns a new event file; its first event hides the earlier values of the steps from `again_from` on."""
+    from tensorboardX.event_file_writer import EventsWriter  # takes seconds where torch is installed, which it imports
+    from tensorboardX.proto import event_pb2
+
+    folder.mkdir(exist_ok=True)
+    events = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.from_step_{again_from}")
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    events.write_event(event_pb2.Event(wall_time=time.time(), step=again_from, session_log=start))
+    return events
 
 
 def drop_lines_after(path: Path, step: int) -> None:

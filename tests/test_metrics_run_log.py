@@ -11,7 +11,6 @@ from metrics.run_files import read_run, results_of
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
-from metrics.writer import MetricsWriter
 
 
 def make_log(folder: Path, *, enabled: bool, sink: str = "none", num_steps: int = 3, log_every: int = 1) -> RunLog:
@@ -89,8 +88,6 @@ def test_a_run_says_what_a_step_costs_on_average(
     spend(0, 0)
     monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock)
-    opened = MetricsWriter._opened_events  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(MetricsWriter, "_opened_events", lambda writer: (spend(7, 0), opened(writer))[1])  # imports
     log = make_log(tmp_path, enabled=True, num_steps=21, log_every=log_every)
     for step in range(1, 22):
         spend(10.0 if step % 5 == 0 else 1.0, 800 if step % 5 == 0 else 0)

@@ -6,6 +6,8 @@
 import json
 import math
 import struct
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -94,6 +96,16 @@ def test_tensorboard_has_keys_values_and_steps(tmp_path: Path) -> None:
     assert found.keys() == {(1, "loss"), (1, "step_time_s"), (2, "loss"), (2, "tokens_per_s")}
     assert found[1, "loss"] == 2.5 and found[1, "step_time_s"] == 0.25 and found[2, "tokens_per_s"] == 1e6
     assert math.isnan(found[2, "loss"])
+
+
+def test_a_step_imports_nothing(tmp_path: Path) -> None:
+    """Others wait for the first step of a replica that joins, and where torch is installed TensorBoard imports it."""
+    program = (
+        "import sys; from metrics.writer import MetricsWriter; "
+        f"writer = MetricsWriter({str(tmp_path)!r}); before = {{*sys.modules}}; "
+        "writer.write(1, {'loss': 1.0}); print({*sys.modules} - before)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 
 def test_tensorboard_of_a_resumed_run_hides_the_repeated_steps(tmp_path: Path) -> None:
