@@ -95,8 +95,7 @@ class Membership:
         """
         self.me, self.step = self.me.changed(step=step), step - 1  # nothing of `step` is here yet
         addresses = read_addresses(self._folder, self.me.number, self._process)
-        with ThreadPoolExecutor(_GREETINGS) as pool:  # those that are gone may let their callers wait
-            why = [*pool.map(partial(self._greet, patience_s=_CONNECT_S), addresses)]
+        why = self._greet_all(addresses)
         if other := self._foreign:
             raise ValueError(
                 f"replica {other.number} at {other.host} trains by another config, on other data or on more or fewer "
@@ -178,9 +177,15 @@ class Membership:
         member = Member.from_dict(request["member"])
         if member.number != process:
             raise ValueError("it speaks of another member")
-        self._register(member)
+        if member.run == self.me.run:
+            self._register(member)
         known = [m.as_dict() for m in self.others if m.number != process]
         return memoryview(json.dumps({"member": self.me.as_dict(), "others": known}).encode())
+
+    def _greet_all(self, addresses: Sequence[Address]) -> list[str]:
+        """Greets at once, since those that are gone may let their callers wait; returns of each why it is not there."""
+        with ThreadPoolExecutor(_GREETINGS) as pool:
+            return [*pool.map(partial(self._greet, patience_s=_CONNECT_S), addresses)]
 
     def _greet(self, address: Address, patience_s: float) -> str:
         """Tells a member of this one, and learns of it and of those that it knows; returns why it is not there."""
@@ -194,6 +199,9 @@ class Membership:
                 raise ValueError("it is another member")
         except (PeerError, ValueError, LookupError) as error:
             return str(error)
+        if member.run != self.me.run:
+            self._foreign = member
+            return ""
         self._register(member)
         for other in known:
             if other.number not in (self.me.number, *self._members):
@@ -201,9 +209,6 @@ class Membership:
         return ""
 
     def _register(self, member: Member) -> None:
-        if member.run != self.me.run:
-            self._foreign = member
-            return
         with self._changed:
             known = self._members.get(member.number)
             is_new = not self.knows(member)
@@ -231,5 +236,4 @@ class Membership:
                 lost, is_alone = [member.address for member in self._lost.values()], not self._members
             with suppress(OSError, ValueError, LookupError):  # of a file that is being removed
                 lost += read_addresses(self._folder, self.me.number, self._process) if is_alone else []
-            for address in lost:
-                self._greet(address, _CONNECT_S)
+            self._greet_all(lost)

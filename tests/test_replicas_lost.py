@@ -94,14 +94,21 @@ def test_members_that_let_their_callers_wait_are_greeted_at_once(
         assert time.monotonic() - begun_s < 30  # and not 40
 
 
-def test_members_of_another_run_are_not_met(make: Callable[[int], Replicas], tmp_path: Path) -> None:
-    """Neither when they are greeted, nor when they greet."""
-    one, said = make(0), list[str]()
+def test_members_of_another_run_are_not_met(
+    make: Callable[[int], Replicas], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when they are greeted, nor when they greet; each is greeted once, though they know each other."""
+    run, said = [make(number) for number in range(3)], list[str]()
+    assert [len(one.members.others) for one in run] == [2, 2, 2]
     about: Any = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0}
-    other = Replicas(number=1, folder=tmp_path, token="0" * 64, run="another", say=said.append, **about)
-    with contextlib.closing(other), pytest.raises(ValueError, match="replica 0 at .* trains by another config"):
-        other.members.meet(0)
-    assert not one.members.others and not other.members.others
+    other = Replicas(number=3, folder=tmp_path, token="0" * 64, run="another", say=said.append, **about)
+    connect, greeted = other.members.connect, list[int]()
+    monkeypatch.setattr(other.members, "connect", lambda to, *rest: (greeted.append(to.process), connect(to, *rest))[1])
+    with contextlib.closing(other):
+        with pytest.raises(ValueError, match="replica [012] at .* trains by another config"):
+            other.members.meet(0)
+        assert sorted(greeted) == [0, 1, 2]
+        assert not other.members.others and {m.number for one in run for m in one.members.others} == {0, 1, 2}
     third = Replicas(number=2, folder=tmp_path / "empty", token="0" * 64, say=said.append, **about)
     write_address(tmp_path / "empty", Member(number=7, host="127.0.0.1", port=other.members.me.port), 0)
     with contextlib.closing(third):
