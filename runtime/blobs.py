@@ -136,12 +136,12 @@ class Connection:
     def get_whole(
         self, request: Mapping[str, Any], size: int, progress: Callable[[], object] = lambda: None
     ) -> memoryview:
-        """Returns the `size` bytes asked for, which are copied once; calls `progress` for each block of them.
+        """Returns the `size` bytes asked for, which are copied once. PeerError if that fails.
 
-        PeerError if that fails.
+        `progress` is called for each block of them, and while the other process says that they are not there yet.
         """
         with self._explained():
-            expected, found = self._announced(request, size, inf), xxh3_64()
+            expected, found = self._announced(request, size, inf, progress), xxh3_64()
             content = np.empty(size, np.uint8).data
             for start in range(0, size, _HASHED_BYTES):
                 block = content[start : start + _HASHED_BYTES]
@@ -178,15 +178,17 @@ class Connection:
         with self._socket, suppress(OSError):
             self._stream.close()
 
-    def _announced(self, request: Mapping[str, Any], size: int, wait_s: float) -> int:
+    def _announced(
+        self, request: Mapping[str, Any], size: int, wait_s: float, progress: Callable[[], object] = lambda: None
+    ) -> int:
         """Asks for `size` bytes; returns their hash when they are about to come."""
         _say(self._stream, request)
-        answer = self._answer(wait_s)
+        answer = self._answer(wait_s, progress)
         if answer["size"] != size:
             raise ConnectionError(f"it announces {answer['size']} bytes of {size}")
         return answer.get("xxh3", -1)
 
-    def _answer(self, wait_s: float = inf) -> dict[str, Any]:
+    def _answer(self, wait_s: float = inf, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
         until_s = time.monotonic() + wait_s
         while line := self._stream.readline():
             answer = json_objects.parse(line, "its answer")
@@ -198,6 +200,7 @@ class Connection:
                 return answer
             if time.monotonic() > until_s:
                 raise TimeoutError("it has not answered in time")
+            progress()
         raise ConnectionError("it closed the connection")
 
     @contextmanager

@@ -50,6 +50,9 @@ def test_bytes_come_and_go_on_one_connection(service: BlobService, monkeypatch: 
         with pytest.raises(RefusedError, match="OSError: no room"):
             connection.put({"put": 3}, [memoryview(b"abc")])
         assert b"".join(connection.get({"get": "a"}, len(CONTENT))) == CONTENT
+        said: list[None] = []
+        assert connection.get_whole({"get": "a", "after_s": 0.3}, len(CONTENT), lambda: said.append(None)) == CONTENT
+        assert len(said) > 1  # for it is no hang while the other process says so
         with pytest.raises(PeerError, match="it has not answered in time"):
             next(connection.get({"get": "a", "after_s": 5.0}, len(CONTENT), wait_s=0.1))
 
