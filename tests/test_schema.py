@@ -135,7 +135,16 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
         ({"compression.hop_two": "power_sgd", "compression.warmup_steps": 100}, "must be less than num_steps=100"),
         (
             {"compression.hop_two": "power_sgd", "compression.warmup_steps": 10, "local_sgd.inner_steps": 10},
-            "^compression.warmup_steps=10 must be less than 10, the meetings in num_steps=100 with .*inner_steps=10: ",
+            "^compression.warmup_steps=10 must be less than 10, the meetings in num_steps=100 with one every 10 steps:",
+        ),
+        (
+            {
+                "compression.hop_two": "power_sgd",
+                "compression.warmup_steps": 50,
+                "local_sgd.inner_steps": 10,
+                "local_sgd.target_utilisation": 0.9,
+            },
+            "must be less than 50, the meetings in num_steps=100 with one every 2 steps:",
         ),
         (
             {

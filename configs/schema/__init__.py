@@ -114,10 +114,11 @@ class Config(Section):
             )
         local, hop_two, warmup_steps = self.local_sgd, self.compression.hop_two, self.compression.warmup_steps
         inner_steps = local.inner_steps
-        if hop_two in WITH_WARMUP and warmup_steps >= (meetings := -(-self.num_steps // (inner_steps or 1))):
+        interval = LEAST_INTERVAL if local.target_utilisation else inner_steps  # the shortest one
+        if hop_two in WITH_WARMUP and warmup_steps >= (meetings := -(-self.num_steps // (interval or 1))):
             most = f"num_steps={self.num_steps}"
-            if inner_steps:
-                most = f"{meetings}, the meetings in {most} with local_sgd.inner_steps={inner_steps}"
+            if interval:
+                most = f"{meetings}, the meetings in {most} with one every {interval} steps"
             raise ValueError(
                 f"compression.warmup_steps={warmup_steps} must be less than {most}: the warm-up of "
                 f"compression.hop_two={hop_two} would never end"
