@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import grain
@@ -80,12 +80,24 @@ class Batches:
         return batch_at(self._dataset, step, global_size=self._global_size, rows=self._rows, end=self._end)
 
 
-def batch_at(dataset: Dataset, step: int, *, global_size: int, rows: Sequence[int], end: int = sys.maxsize) -> Batch:
-    """Returns the arrays of one step, as `Batches` does."""
+def batch_at(
+    dataset: Dataset,
+    step: int,
+    *,
+    global_size: int,
+    rows: Sequence[int],
+    end: int = sys.maxsize,
+    each: Callable[..., Iterable[object]] = map,
+) -> Batch:
+    """Returns the arrays of one step, as `Batches` does; `each` may be a pool's `map`, which reads rows at once."""
     first = step * global_size
     batch = {name: np.zeros((len(rows), *array.shape), array.dtype) for name, array in dataset.row_arrays.items()}
-    for place, row in enumerate(rows):
+
+    def fill(place: int, row: int) -> None:
         if row < global_size and first + row < end:
             for name, value in dataset[first + row].items():
                 batch[name][place] = value
+
+    for _ in each(fill, range(len(rows)), rows):
+        pass
     return batch

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,6 +206,28 @@ def test_a_replicas_speed_is_that_of_its_slowest_share() -> None:
         Independent._compute(one, 0, lambda takes_s=takes_s: takes_s, share)
     Independent._tell_rate(one)
     assert 1 / told[0] >= 0.4 and one._longest_s == 0
+
+
+@pytest.mark.parametrize(("prefetch", "at_once"), [(2, 2), (0, 1)])
+def test_the_rows_of_a_share_are_read_at_once(prefetch: int, at_once: int) -> None:
+    """Images take longer to decode in one thread than to learn from."""
+    together = threading.Barrier(at_once)
+
+    class Images:
+        threads, row_arrays = 16, {"x": np.zeros(1)}
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            together.wait(30)
+            return {"x": [index]}
+
+    one: Any = Independent.__new__(Independent)
+    one._ex = SimpleNamespace(num_shares=1, config=SimpleNamespace(data=SimpleNamespace(prefetch=prefetch)))
+    one._ex.batches = SimpleNamespace(global_size=2, local_rows=(0, 1))
+    one._work, one._replicas, one._rows = SimpleNamespace(steps=1, close=lambda: None), None, {}
+    one._reader, one._pool = ThreadPoolExecutor(1), None
+    data: Any = Images()
+    with one.read(data, 0):
+        assert one._first.result(60)["x"].tolist() == [[0], [1]]
 
 
 def test_replicas_of_other_data_or_on_other_devices_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
