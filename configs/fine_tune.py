@@ -1,7 +1,7 @@
 """Fine-tunes an open model on chats, with adapters (LoRA), over nodes with a slow network.
 
     python train.py --config=configs/fine_tune.py:DIR --config.data.path=chats.jsonl --workdir=runs/fine_tune
-    python -m planner --config=configs/fine_tune.py:llama_70b --cluster=p4d.24xlarge --nodes=2 --rate=10gbit
+    python -m planner --config=configs/fine_tune.py:llama_70b --cluster=p4d.24xlarge --nodes=2
 
 DIR holds weights and tokenizer as Hugging Face publishes them; a name has the sizes alone, for a plan. Each node holds
 a copy of the frozen model over its GPUs; adapters alone cross the network between nodes. docs/fine_tuning.md leads from

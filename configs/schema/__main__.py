@@ -18,7 +18,7 @@ change when a run [resumes](training.md#a-run).
 COMBINATIONS = """## What does not go together
 
 Each pair is refused in one line that says why and what works. Others can be combined, if sizes divide.
-One replica: `zero2`, `zero3`, a group of all devices, `sharding.partitioner=auto`, `sharding.two_hop=False`.
+These have one replica: `zero2`, `zero3`, a group of all devices, `sharding.partitioner=auto`, `sharding.two_hop=False`.
 """
 SIGNS = {"at least": "≥", "at most": "≤", "above": ">", "below": "<", " and ": ", ", "from ": ""}
 
