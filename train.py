@@ -23,7 +23,7 @@ import jax
 from absl import flags
 
 from configs import command_line, losses
-from configs.schema import Config
+from configs.schema import Config, defaults
 from files import run_directory
 from runtime import launch
 from runtime.command_line import prepare_output
@@ -174,7 +174,8 @@ def run(
     log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # drops the rows of steps done again
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
-        at_start = (*taken, *losses.described(config.to_dict()), start.described(config.num_steps, workdir))
+        advice = losses.described(config.to_dict(), defaults())
+        at_start = (*taken, *advice, start.described(config.num_steps, workdir))
         for line in (*at_start, *sampler.warnings, *data.described(examples)):
             log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics

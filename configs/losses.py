@@ -152,14 +152,30 @@ def dense_optimizer(config: Mapping[str, Any]) -> str:
     return "" if methods_of(config) else config["optimizer"]["name"]
 
 
-def described(config: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each method of a config that is not known to be free: the lowest and highest recorded cost."""
-    known, lines = by_method(rows()), []
+def recorded(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Loss]:
+    """Returns the rows of a config's own keys, its optimizer included; `defaults` has the default of each key."""
+
+    def keys(values: Mapping[str, Any], optimizer: str) -> dict[str, str]:
+        sections = ("compression", "local_sgd")
+        return {f"{x}.{key}": str(value) for x in sections for key, value in values[x].items()} | {OPTIMIZER: optimizer}
+
+    own = keys(config, config["optimizer"]["name"])
+    return [row for row in rows() if {**keys(defaults, row.optimizer), **row.setting} == own]
+
+
+def described(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each method of a config that is not known to be free: the lowest and highest recorded cost.
+
+    That is of the config's own keys, if they are recorded, else of all with the method.
+    """
+    known, own, lines = by_method(rows()), recorded(config, defaults), []
     for method in methods_of(config):
         found = known.get(method, [])
-        costs = [f"{cost_on(task, found) or 'not recorded'} on {task}" for task in TASKS]
         if not (free := is_free(found)):
-            about = f"is not {'known to be ' if free is None else ''}free"
-            runs = "its loss, over the dense run's in recorded runs of small models"
-            lines.append(f"{method} {about}: {runs}: {', '.join(costs)}; {PAGE}")
+            about = f"{method} is not {'known to be ' if free is None else ''}free"
+            shown = own or found
+            dense = f" ({', '.join(sorted({row.optimizer for row in shown}))})" if shown else ""
+            runs = f"recorded runs of small models{' with the same keys' if own else ''}"
+            costs = [f"{cost_on(task, shown) or 'not recorded'} on {task}" for task in TASKS]
+            lines.append(f"{about}: its loss, over the dense run's{dense} in {runs}: {', '.join(costs)}; {PAGE}")
     return lines

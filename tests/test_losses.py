@@ -11,11 +11,16 @@ from running import ROOT
 
 from configs import losses
 from configs.losses import Loss
+from configs.schema import defaults
 from lab.benchmarks import accuracy, time_to_loss
 from lab.benchmarks import losses as written
 from lab.records import Records
 
 INT8 = {"compression.hop_two": "int8"}
+
+
+def described(**changes: Any) -> list[str]:
+    return losses.described(small(**changes).to_dict(), defaults())
 
 
 def test_rows_are_those_by_hand() -> None:
@@ -96,33 +101,33 @@ def test_a_method_is_free_if_its_differences_reach_zero_on_both_tasks(monkeypatc
     for rows, is_free in cases:
         monkeypatch.setattr(losses, "rows", lambda rows=rows: rows)
         assert losses.is_free(losses.by_method(rows).get(method, [])) is is_free
-        said = losses.described(small(compression__hop_two="int8").to_dict())
+        said = described(compression__hop_two="int8")
         about = {True: [], False: [f"{method} is not free"], None: [f"{method} is not known to be free"]}
         assert [line.partition(":")[0] for line in said] == about[is_free]
     monkeypatch.setattr(losses, "rows", lambda: good)
-    (line,) = losses.described(small(compression__hop_two="int8", compression__error_feedback=False).to_dict())
+    (line,) = described(compression__hop_two="int8", compression__error_feedback=False)
     assert line.startswith(f"{method} compression.error_feedback=False is not known to be free: ")
 
 
 def test_a_method_that_is_not_free_is_named_with_what_it_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = [one_row(setting={"compression.hop_two": "one_bit", "a": str(i)}, mean=i / 10) for i in (3, 1, 2)]
-    local = {"local_sgd.outer_momentum": "0.6", "local_sgd.inner_steps": "7", "compression.hop_two": "one_bit"}
+    local = {"local_sgd.outer_momentum": "0.6", "local_sgd.inner_steps": "5", "compression.hop_two": "one_bit"}
     rows = [*bits, one_row(setting=local, task="digits", mean=0.4), one_row(setting=local | {"optimizer.name": "muon"})]
     monkeypatch.setattr(losses, "rows", lambda: rows)
-    about = "its loss, over the dense run's in recorded runs of small models:"
+    about, runs = "its loss, over the dense run's", "in recorded runs of small models"
     page = "docs/compression_accuracy.md"
     none = "not recorded on digits"
-    cost = f"{about} +0.100 to +0.300 on text, {none}; {page}"
-    one_bit = small(compression__hop_two="one_bit", compression__gather_intra="int8")
-    assert losses.described(one_bit.to_dict()) == [
+    cost = f"{about} (adamw) {runs}: +0.100 to +0.300 on text, {none}; {page}"
+    assert described(compression__hop_two="one_bit", compression__gather_intra="int8") == [
         f"compression.hop_two=one_bit is not free: {cost}",
-        f"compression.gather_intra=int8 is not known to be free: {about} not recorded on text, {none}; {page}",
+        f"compression.gather_intra=int8 is not known to be free: {about} {runs}: not recorded on text, {none}; {page}",
     ]
-    both = small(compression__hop_two="one_bit", local_sgd__inner_steps=10)
-    assert losses.described(both.to_dict()) == [
-        f"local_sgd.inner_steps is not free: {about} not recorded on text, +0.400 on digits; {page}"
-    ]
-    assert losses.described(small().to_dict()) == []
+    muon = {"optimizer__name": "muon", "compression__hop_two": "one_bit", "local_sgd__inner_steps": 5}
+    cost = f"{about} (adamw) {runs}: not recorded on text, +0.400 on digits; {page}"
+    assert described(**muon) == [f"local_sgd.inner_steps is not free: {cost}"]  # the momentum is another one
+    cost = f"{about} (adamw) {runs} with the same keys: +0.200 on text, {none}; {page}"
+    assert described(**muon, local_sgd__outer_momentum=0.6) == [f"local_sgd.inner_steps is not free: {cost}"]
+    assert described() == []
 
 
 def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,4 +142,7 @@ def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch:
 def test_the_file_can_be_read_and_its_records_are_there() -> None:
     assert {row.task for row in losses.rows()} == {*losses.TASKS} == {*accuracy.TASKS}
     assert all(row.least <= row.mean <= row.most for row in losses.rows())
+    choice = {"optimizer__name": "muon", "local_sgd__outer_momentum": 0.6, "compression__hop_two": "statistical"}
+    (row,) = losses.recorded(small(**choice, local_sgd__inner_steps=10).to_dict(), defaults())  # docs/compression.md's
+    assert row.mean < 0 and row.optimizer == "adamw"
     assert [record for record in {row.record for row in losses.rows()} if not (ROOT / record).is_file()] == []
