@@ -36,7 +36,7 @@ from state import Checkpointer, CheckpointError, check_path
 from state.snapshots import Snapshots
 from training import groups, resume
 from training.datasets import load_datasets
-from training.devices import use_compilation_cache, use_devices
+from training.devices import unused_gpus, use_compilation_cache, use_devices
 from training.experiment import Experiment, make_experiment
 from training.hooks import Hook, Keeper, Metrics, NonFiniteError, Periodic, Report, Validate, every
 from training.independent import Independent
@@ -174,7 +174,7 @@ def run(
     log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # drops the rows of steps done again
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
-        advice = losses.described(config.to_dict(), defaults())
+        advice = (*unused_gpus(config), *ex.batches.described, *losses.described(config.to_dict(), defaults()))
         at_start = (*taken, *advice, start.described(config.num_steps, workdir))
         for line in (*at_start, *sampler.warnings, *data.described(examples)):
             log.say(line)

@@ -43,6 +43,7 @@ from planner.spot import planned_cost, read_trace, run_of, spot_text
 from planner.table import MOST_DEVICES
 from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
+from training import batches
 
 SHOWN = 10  # of a search
 LOOKED_AT = 4  # programs of a search, unless --compile says otherwise
@@ -341,17 +342,9 @@ def _stand_ins(step: Step) -> list[str]:
 
 def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int) -> list[str]:
     """Returns a note for each micro-batch with which rows of weight zero are computed."""
-    rows, data_devices = config.batch.global_size, num_devices // (config.mesh.tensor * config.mesh.context)
-    notes = {}
-    for p in predictions:
-        micro, steps = p.candidate.micro_size, p.accumulation
-        if (computed := data_devices * micro * steps) > rows:
-            taken = f"{data_devices:,} devices take {micro} in each of {steps} micro-step{'s' if steps > 1 else ''}"
-            notes[micro] = (
-                f"{computed - rows:,} of {computed:,} rows of a step are padding: the batch has {rows:,}, and {taken}; "
-                "choose a micro-batch or a number of nodes that divides them"
-            )
-    return [*notes.values()]
+    data_devices = num_devices // (config.mesh.tensor * config.mesh.context)
+    sizes = dict.fromkeys(p.candidate.micro_size for p in predictions)
+    return [line for size in sizes for line in batches.padding(replace(config.batch, micro_size=size), data_devices)]
 
 
 def _of_nodes(nodes: int) -> str:

@@ -89,6 +89,20 @@ def test_a_replica_with_other_keys_than_the_others_is_a_mistake(
 
 
 @pytest.mark.slow
+def test_a_replica_beyond_the_shares_of_a_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which has nothing to compute: here of two, with two micro-steps of 8 rows in one share."""
+    token, folder = shared_token(tmp_path), tmp_path / REPLICAS
+    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1], "silence_s": 10.0}
+    args = [*arguments(tmp_path, **INDEPENDENT, num_steps=2, sharding__shares=1, checkpoint__every=0), "--group=0"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("training.independent.fingerprint", lambda *_: "")
+        with closing(Replicas(number=1, folder=folder, token=token, **about)):
+            assert run_here(*args) == 0
+    said = "1 of 2 replicas have nothing to compute: a step has 1 share; 2 need sharding.shares=2 and "
+    assert f"{said}batch.global_size=16 or more\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled([*MODELS], "accumulating", "gathered at once"))
 def test_a_replica_alone_trains_like_one_world(name: str, tmp_path: Path) -> None:
     changes = {"num_steps": 4, "checkpoint__every": 0} | MODELS[name]

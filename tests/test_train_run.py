@@ -33,11 +33,12 @@ from running import (
 )
 
 import train
+from configs import command_line
 from configs.schema import Config, ShardingConfig
 from sharding import drawing
 from sharding.scopes import make_layout
 from state.checkpointer import Checkpointer
-from training import memory
+from training import devices, memory
 from training.experiment import Experiment
 from training.hooks import every
 
@@ -98,6 +99,23 @@ def test_finished_run_is_complete_and_not_repeated(
     assert run_here(*args) == 0
     assert "is finished: 10 steps are done" in capsys.readouterr().out
     assert snapshot(workdir) == before
+
+
+def test_what_stays_idle_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPUs beside virtual devices, which no launcher asked for; rows of weight zero."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(devices, "DEVICES", tmp_path)
+    args = arguments(tmp_path / "run", batch__global_size=12, batch__micro_size=2, num_steps=2, checkpoint__every=0)
+    assert run_here(*args) == 0
+    gpus, padding, *_ = capsys.readouterr().out.partition("\nmesh.num_cpu_devices=8: ")[2].splitlines()
+    assert gpus == "this machine's GPUs stay idle; to train on them set it and mesh.devices_per_node to 0"
+    assert padding.startswith("4 of 16 rows of a step are padding: the batch has 12, and 8 devices take 2 in ")
+    config = command_line.parse(["train.py", *args[:1]])
+    assert devices.unused_gpus(config)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    assert not devices.unused_gpus(config)
 
 
 def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed: Path) -> None:

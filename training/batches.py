@@ -27,6 +27,18 @@ def accumulation(config: BatchConfig, num_devices: int) -> int:
     return -(-config.global_size // (num_devices * config.micro_size))
 
 
+def padding(config: BatchConfig, num_devices: int) -> list[str]:
+    """Returns a line about the rows of weight zero that fill up a step on `num_devices` data devices, if there are."""
+    micro, steps = config.micro_size, accumulation(config, num_devices)
+    rows, computed = config.global_size, num_devices * micro * steps
+    taken = f"{num_devices:,} devices take {micro} in each of {steps} micro-step{'s' if steps > 1 else ''}"
+    about = (
+        f"{computed - rows:,} of {computed:,} rows of a step are padding: the batch has {rows:,}, and {taken}; choose "
+        f"a micro-batch or a number of nodes that divides them, or batch.global_size={computed}"
+    )
+    return [about] if computed > rows else []
+
+
 def shares_of(batch: BatchConfig, wanted: int, num_devices: int) -> int:
     """Returns the shares of a step whose replicas have `num_devices` data devices each; 0 wants one micro-step a share.
 
@@ -56,6 +68,11 @@ class BatchLayout:
     def global_size(self) -> int:
         """Rows per step, without padding rows (of weight zero)."""
         return self.config.global_size
+
+    @property
+    def described(self) -> list[str]:
+        """What a user may want to change."""
+        return padding(self.config, self.plan.layout.shape.num_data_devices)
 
     @property
     def rows_per_micro_step(self) -> int:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
@@ -13,6 +14,7 @@ from training.overlap import add_estimate, installed_plugins
 
 MOST_CPU_DEVICES = 1024  # of a process: jax starts threads for each, and 100,000 leave a machine without an answer
 SPARE_THREADS = 1  # of XLA:CPU, besides one for each device; more of them wait for work by spinning
+DEVICES = Path("/dev")  # where the driver's GPUs are
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
@@ -31,6 +33,15 @@ def use_devices(config: Config) -> Config:
     # of XLA's page-locked memory, which grows as needed: snapshots' copies may be more than its 64 GiB (gpu_helpers.cc)
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, _host_gib() // 2)))
     return config
+
+
+def unused_gpus(config: Config) -> list[str]:
+    """Returns a line if this machine has GPUs that a config's virtual devices leave idle; none if a launcher asked."""
+    count = config.mesh.num_cpu_devices
+    if not count or launch.virtual_devices() or not any(DEVICES.glob("nvidia[0-9]*")):
+        return []
+    about = "this machine's GPUs stay idle; to train on them set it and mesh.devices_per_node to 0"
+    return [f"mesh.num_cpu_devices={count}: {about}"]
 
 
 def _host_gib() -> int:

@@ -175,6 +175,12 @@ class Independent:
             say(f"joining the replicas {', '.join(str(m.number) for m in self.replicas.members.others)}")
         else:
             self.replicas.members.enter(at)
+        if (count := len(self.replicas.members.others) + 1) > (shares := self._ex.num_shares):
+            idle = f"{count - shares} of {count} replicas have nothing to compute"
+            wanted = f"sharding.shares={count} and " if self._ex.config.sharding.shares else ""
+            least = count * self._ex.batches.rows_per_micro_step
+            has = f"a step has {shares} share{'s' if shares > 1 else ''}"
+            say(f"{idle}: {has}; {count} need {wanted}batch.global_size={least} or more")
 
     def __call__(self, state: TrainState, step: int) -> Done | None:
         """Returns the state after a step, the metrics, and the steps done; None if it is to stop within a round.
