@@ -118,6 +118,24 @@ def test_what_stays_idle_is_said_at_the_start(
     assert not devices.unused_gpus(config)
 
 
+def test_programs_are_cached_where_jax_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By JAX_COMPILATION_CACHE_DIR; else beside the tokens, which each node has for itself; on CPU devices nowhere."""
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "ours"))
+    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for told, used in (("", tmp_path / "ours" / "compiled"), (str(tmp_path), tmp_path)):
+            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", told)
+            for platform in ("gpu", "cpu"):
+                monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+                devices.use_compilation_cache()
+                assert jax.config.jax_enable_compilation_cache == (platform == "gpu")
+            assert jax.config.jax_compilation_cache_dir == str(used)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed: Path) -> None:
     """A run killed after its last checkpoint has nothing to train, but its report and sample are still to be made."""
     args = arguments(tmp_path)

@@ -65,13 +65,16 @@ def use_cpu_devices(count: int) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Caches compiled programs in MICS_JAX_CACHE or ~/.cache/mics-jax, where that is safe.
+    """Caches compiled programs in JAX_COMPILATION_CACHE_DIR, or else in our cache folder, where that is safe.
 
     Not with several CPU devices: XLA:CPU loses the order of collectives in a program that it loads from the cache (seen
     in jax 0.10.2), so that devices enter different collectives and deadlock.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() == 1:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+    is_safe = jax.default_backend() != "cpu" or jax.device_count() == 1
+    jax.config.update("jax_enable_compilation_cache", is_safe)
+    if is_safe:
+        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_dir() / "compiled")
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
