@@ -33,14 +33,14 @@ exit "$highest"
 RECORD = '#!/bin/bash\necho "$(basename "$0") $@" >> "$RECORD"\n'
 
 
-def run_sbatch(folder: Path, program: str, **environment: str) -> tuple[int, str]:
-    """Runs the script's body with `program` for what a user writes into it; returns (exit code, requests to SLURM)."""
+def run_sbatch(folder: Path, program: str, script: str = "train", **environment: str) -> tuple[int, str]:
+    """Runs a script's body with `program` for what a user writes into it; returns (exit code, requests to SLURM)."""
     for name, text in (("srun", SRUN), ("scontrol", RECORD), ("scancel", RECORD)):
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record")}
     done = subprocess.run(
-        ["bash", "-c", edited(program).replace("workdir=runs/slurm", f"workdir={folder}")],
+        ["bash", "-c", edited(f"{program} --workdir={folder}", SBATCH.with_stem(script))],
         cwd=ROOT,
         env={**os.environ, **variables, "SLURM_JOB_ID": "4711", **environment},
         capture_output=True,
@@ -69,12 +69,26 @@ def test_sbatch_requeues_what_can_go_on(codes: str, restarts: int, code: int, re
     assert outcome == (code, "scontrol requeue 4711\n" if requeued else "")
 
 
-def test_sbatch_gives_up_what_stops_without_a_step_again_and_again(tmp_path: Path) -> None:
-    """A node is broken, and the others wait for it; a step between two stops ends the row."""
-    stops, steps = "bash -c 'exit 75'", f"bash -c 'echo >> {tmp_path}/metrics.jsonl; exit 75'"
+@pytest.mark.parametrize(("script", "own"), [("train", "."), ("replicas", "replicas/1")])
+def test_sbatch_gives_up_what_stops_without_a_step_again_and_again(script: str, own: str, tmp_path: Path) -> None:
+    """A node is broken, and the others wait for it; a step between two stops ends the row, and so does a signal."""
+    stops, dies = "bash -c 'exit 75'", "bash -c 'exit 137'"
+    steps = f"bash -c 'echo >> {tmp_path / own}/metrics.jsonl; exit 75'"
     runs = [(stops, "1")] * 6 + [(steps, "1"), (stops, "1")] + [(stops, "2")] * 4 + [(stops, "2"), (stops, "0")]
-    found = [run_sbatch(tmp_path, program, SLURM_RESTART_COUNT=count)[1].count("requeue") for program, count in runs]
-    assert found == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 11, 12], "a job that is submitted anew begins to count anew"
+    runs += [(stops, "1")] * 3 + [(dies, "1")] + [(stops, "1")] * 5
+    found = []
+    for program, count in runs:
+        words = {"SLURM_RESTART_COUNT": count, "SLURM_ARRAY_TASK_ID": "1"}
+        found.append(run_sbatch(tmp_path, program, script, **words)[1].count("requeue"))
+    assert found[:13] == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 11]
+    assert found[13:] == [*range(12, 22)], "one that is submitted anew begins to count anew"
+
+
+@pytest.mark.parametrize("script", ["train", "replicas"])
+def test_sbatch_needs_the_directory_of_the_program(script: str, tmp_path: Path) -> None:
+    command = ["bash", "-c", edited("true", SBATCH.with_stem(script))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and done.stderr.endswith("workdir: the program has no --workdir=DIR\n")
 
 
 @pytest.mark.parametrize(("code", "cancelled"), [(75, False), (0, True), (2, True)])

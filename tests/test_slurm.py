@@ -95,7 +95,8 @@ def test_a_mistake_is_not_requeued(slurm: Slurm) -> None:
 
 def test_a_chain_of_jobs_ends_with_the_run(slurm: Slurm) -> None:
     """Where nothing may be requeued: the next task of the array goes on, and the rest is cancelled in the end."""
-    job = slurm.submit(["bash", "-c", "exit $((SLURM_ARRAY_TASK_ID == 1 ? 75 : 0))"], "--array=1-3%1")
+    program = ["bash", "-c", "exit $((SLURM_ARRAY_TASK_ID == 1 ? 75 : 0))", f"--workdir={slurm.folder}/run"]
+    job = slurm.submit(program, "--array=1-3%1")
     slurm.wait(f"{job}_3", "CANCELLED")
     slurm.wait(f"{job}_2", "COMPLETED")
     first = slurm.job(f"{job}_1")
