@@ -21,6 +21,7 @@ SCRIPT = """#!/bin/bash
 #SBATCH --requeue
 {options}
 cd {root} || exit 1
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since 22.05 not srun's by itself
 bash -c "$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {runs_path})"
 code=$?
 if [ $code = {resumable} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then  # stopped at its time limit

@@ -85,6 +85,13 @@ def test_sbatch_gives_up_what_stops_without_a_step_again_and_again(script: str, 
 
 
 @pytest.mark.parametrize("script", ["train", "replicas"])
+def test_srun_gets_the_cores_that_sbatch_was_asked_for(script: str, tmp_path: Path) -> None:
+    program = "bash -c 'exit ${SRUN_CPUS_PER_TASK-3}'"
+    assert run_sbatch(tmp_path, program, script, SLURM_CPUS_PER_TASK="8")[0] == 8
+    assert run_sbatch(tmp_path, program, script)[0] == 3  # it was not asked for any
+
+
+@pytest.mark.parametrize("script", ["train", "replicas"])
 def test_sbatch_needs_the_directory_of_the_program(script: str, tmp_path: Path) -> None:
     command = ["bash", "-c", edited("true", SBATCH.with_stem(script))]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

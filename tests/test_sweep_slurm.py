@@ -13,7 +13,7 @@ from sweeping import run_sweep, seeds, started, sweep_file
 PROGRAMS = {
     "sbatch": 'echo "$@" >> {log}; echo "77;cluster"',
     "squeue": "cat {folder}/queue 2> /dev/null || true",
-    "srun": 'echo srun $1 >> {log}; shift; exec "$@"',
+    "srun": 'echo srun $1 $SRUN_CPUS_PER_TASK >> {log}; shift; exec "$@"',
     "scontrol": 'echo scontrol "$@" >> {log}',
 }
 
@@ -82,7 +82,8 @@ def test_an_array_is_submitted_run_and_reported(
 
     assert run_task(tmp_path, 3) == 75
     assert slurm.read_text().splitlines()[-1] == "scontrol requeue 77_3"
-    assert run_task(tmp_path, 3, SLURM_RESTART_COUNT="1") == 0
+    assert run_task(tmp_path, 3, SLURM_RESTART_COUNT="1", SLURM_CPUS_PER_TASK="5") == 0
+    assert slurm.read_text().endswith("srun --kill-on-bad-exit=0 5\n")
     assert started(tmp_path) == [0, 1, 2, 2] and slurm.read_text().count("srun --kill-on-bad-exit=0") == 4
 
     (tmp_path / "queue").unlink()
