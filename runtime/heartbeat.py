@@ -39,7 +39,7 @@ _GRACE_S = 5.0  # for a process to report its own error, after another one has f
 _NOTE_S = 1.0  # for the verdict to be written to events.jsonl
 _NAMED = 5  # processes that a message names at most
 _PROGRESS_BYTES = 1 << 20  # of files, in a beat: the rest may be log lines
-_OF_A_LINK = re.compile(r"Gloo [\w -]+ failed|NCCL.*(remote process exited|network error|system error)", re.DOTALL)
+_OF_A_LINK = re.compile(r"Gloo [\w -]+ failed|NCCL.*(remote process exited|network error)", re.DOTALL)
 _LEAVE_S = 5.0  # for the others to exit before process 0: when it exits, jax's service ends and aborts them
 
 

@@ -84,6 +84,7 @@ def test_unexpected_error_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
         ("UNKNOWN: Gloo all-reduce failed: Read error [10.0.0.9]:4711: Connection reset by peer", 75),
         ("INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network error", 75),
         ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled cuda error", 1),
+        ("INTERNAL: NCCL operation ncclCommInitRank failed: unhandled system error", 1),  # /dev/shm may be full
     ],
 )
 def test_a_broken_connection_is_resumable(
