@@ -261,7 +261,7 @@ class OneWorld(Engine):
         super().__init__(*parts, **options)
         self._previous: tuple[str, ...] = ()  # the nodes of the newest attempt
         self._fitting: set[int] = set()  # numbers of nodes with which it has trained
-        self._misfits: set[int] = set()  # others, with which it ended with 2
+        self._misfits: set[int] = set()  # others, with which it ended with 2; never the fewest: one is always left
 
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], None]]:
         nodes = choose(free, self._previous, self._limits, self._misfits)
@@ -273,7 +273,8 @@ class OneWorld(Engine):
         count = len(attempt.nodes)
         if attempt.has_stepped:
             self._fitting.add(count)
-        is_misfit = code == ExitCode.BAD_INPUT and bool(self._fitting) and count not in self._fitting
+        is_new = bool(self._fitting) and count not in self._fitting
+        is_misfit = code == ExitCode.BAD_INPUT and is_new and count > self._limits.min_nodes
         if is_misfit:
             self._misfits.add(count)
         return is_misfit

@@ -132,6 +132,18 @@ def test_a_number_of_nodes_that_the_config_does_not_fit_is_left_out(cluster: Mem
     yield from fail(cluster, 2, "error: the data are gone")
 
 
+@story("abc", least=2, code=2, says="attempt 2 ended on b with exit code 2: error: the data are gone")
+def test_the_fewest_nodes_are_never_left_out(cluster: Members) -> Iterator[object]:
+    """Else it would wait without end, and those that are there stay idle."""
+    yield from cluster.trains_on("abc")
+    cluster.step(1)
+    yield from turns(3)
+    cluster.drop("c", "")
+    cluster.end_all(75)
+    yield from cluster.trains_on("ab")
+    yield from fail(cluster, 2, "error: the data are gone")
+
+
 @story(
     "ab",
     code=1,
