@@ -204,6 +204,8 @@ def run(
             every(config.checkpoint.every, keeper.save, at_end=True, at_stop=True, done=keeper.saved()),
             *(hook if isinstance(hook, Periodic) else every(1, hook) for hook in hooks),
         ]
+        if group is not None and config.eval.every:
+            validator.compile(log.say)  # the others would wait for that once this replica has entered
         steps.begin(step, log.say)
         while step < last and not steps.may_stop(step, asked=supervisor.stop_requested()):
             if (done := steps(state, step)) is None:

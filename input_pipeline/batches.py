@@ -2,7 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import grain
@@ -87,17 +89,20 @@ def batch_at(
     global_size: int,
     rows: Sequence[int],
     end: int = sys.maxsize,
-    each: Callable[..., Iterable[object]] = map,
+    threads: int = 1,
 ) -> Batch:
-    """Returns the arrays of one step, as `Batches` does; `each` may be a pool's `map`, which reads rows at once."""
+    """Returns the arrays of one step, as `Batches` does; its rows are read by `threads`, or by the calling thread."""
     first = step * global_size
     batch = {name: np.zeros((len(rows), *array.shape), array.dtype) for name, array in dataset.row_arrays.items()}
 
-    def fill(place: int, row: int) -> None:
+    def read(place: int, row: int) -> None:
         if row < global_size and first + row < end:
             for name, value in dataset[first + row].items():
                 batch[name][place] = value
 
-    for _ in each(fill, range(len(rows)), rows):
-        pass
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            deque(pool.map(read, range(len(rows)), rows), maxlen=0)  # raises what they raise
+    else:
+        deque(map(read, range(len(rows)), rows), maxlen=0)
     return batch

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from training.independent import Independent, fingerprint
 from training.replica_state import own_shards, with_shards
 from training.resume import Start
 from training.share_gradients import Gradients, Share
+from training.validation import Validator
 
 pytestmark = pytest.mark.jax
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
@@ -55,24 +57,27 @@ def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_compiled_once_a_replica_has_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for it: they count on its shares by then."""
     compiled: list[str] = []
-    call = Independent.__call__
 
     def noted(name: str, duration_s: float, **about: Any) -> None:
         del duration_s, about
         if name.endswith("backend_compile_duration"):
             compiled.append(name)
 
-    def counted(self: Independent, *args: Any) -> Any:
-        before = len(compiled)
-        found = call(self, *args)
-        assert len(compiled) == before
-        return found
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            before = len(compiled)
+            found = call(*args)
+            assert len(compiled) == before
+            return found
+
+        return counted
 
     jax.monitoring.register_event_duration_secs_listener(noted)
-    monkeypatch.setattr(Independent, "__call__", counted)
-    changes = {"num_steps": 2, "checkpoint__every": 0}
+    for part in (Independent, Validator):
+        monkeypatch.setattr(part, "__call__", counting(part.__call__))
+    changes = {"num_steps": 2, "checkpoint__every": 0, "eval__every": 1}
     assert run_here(*arguments(tmp_path, **INDEPENDENT, **changes), "--group=0") == 0
-    assert len(losses(tmp_path / "replicas" / "0")) == 2 and compiled
+    assert len([row for row in rows(tmp_path / "replicas" / "0") if "validation_loss" in row]) == 2 and compiled
 
 
 @pytest.mark.slow
@@ -238,7 +243,7 @@ def test_the_rows_of_a_share_are_read_at_once(prefetch: int, at_once: int) -> No
     one._ex = SimpleNamespace(num_shares=1, config=SimpleNamespace(data=SimpleNamespace(prefetch=prefetch)))
     one._ex.batches = SimpleNamespace(global_size=2, local_rows=(0, 1))
     one._work, one._replicas, one._rows = SimpleNamespace(steps=1, close=lambda: None), None, {}
-    one._reader, one._pool = ThreadPoolExecutor(1), None
+    one._reader = ThreadPoolExecutor(1)
     data: Any = Images()
     with one.read(data, 0):
         assert one._first.result(60)["x"].tolist() == [[0], [1]]

@@ -10,6 +10,7 @@ from shard_texts import wait_for
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, Dataset, load
+from input_pipeline.batches import batch_at
 
 GLOBAL_SIZE = 10
 
@@ -52,6 +53,23 @@ def test_batches_continue_into_the_next_epoch(dataset):
     assert len(dataset) % GLOBAL_SIZE
     for offset, batch in enumerate(steps_of(dataset, range(GLOBAL_SIZE), step - 1, 3)):
         assert_rows(batch, range(GLOBAL_SIZE), step - 1 + offset, dataset)
+
+
+def test_several_threads_read_the_rows_of_a_batch(dataset):
+    """As here, where each row waits for another; padding is none of the data set's."""
+    together = threading.Barrier(2, timeout=10)
+
+    class Waiting:
+        row_arrays = dataset.row_arrays
+
+        def __getitem__(self, i: int):
+            together.wait()
+            return dataset[i]
+
+    batch = batch_at(Waiting(), 1, global_size=GLOBAL_SIZE, rows=[7, 2, 9, 5, 3, 10], end=18, threads=3)  # pyright: ignore
+    places, rows = [0, 1, 3, 4], [7, 2, 5, 3]
+    assert_rows({name: value[places] for name, value in batch.items()}, rows, 1, dataset)
+    assert not any(value[[2, 5]].any() for value in batch.values())
 
 
 class Failing:

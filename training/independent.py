@@ -111,7 +111,6 @@ class Independent:
         self._gradients = Gradients(ex)
         self._work: Work = Rounds(ex) if ex.config.local_sgd.inner_steps else self._gradients
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="shares")
-        self._pool: ThreadPoolExecutor | None = None  # for the rows of a share, where it is of use
         self._rows: dict[int, Future[HostBatch]] = {}
         self.wait_s = 0.0
         self._share_s, self._longest_s = 0.0, 0.0  # of a share: on average; the slowest of this step
@@ -134,8 +133,6 @@ class Independent:
                 f"on with sharding.replicas=one_world to step {step + -step % self._work.steps}"
             )
         self._dataset = dataset
-        if (threads := min(self._ex.config.data.prefetch, dataset.threads)) > 1:
-            self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rows")
         self._first = self._reading(step * self._ex.num_shares)
         return closing(self)
 
@@ -147,8 +144,7 @@ class Independent:
         if self._replicas:
             self._replicas.close()
         self._work.close()
-        for pool in filter(None, (self._reader, self._pool)):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, step: int, say: Callable[[str], object]) -> None:
         assert self._dataset is not None
@@ -315,10 +311,9 @@ class Independent:
     def _reading(self, index: int) -> "Future[HostBatch]":
         assert self._dataset is not None
         if index not in self._rows:
-            layout, each = self._ex.batches, self._pool.map if self._pool else map
-            self._rows[index] = self._reader.submit(
-                batch_at, self._dataset, index, global_size=layout.global_size, rows=layout.local_rows, each=each
-            )
+            layout, threads = self._ex.batches, min(self._ex.config.data.prefetch, self._dataset.threads)
+            about = {"global_size": layout.global_size, "rows": layout.local_rows, "threads": threads}
+            self._rows[index] = self._reader.submit(batch_at, self._dataset, index, **about)
         return self._rows[index]
 
     def _agreed(self, value: int) -> list[int]:

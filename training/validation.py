@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from input_pipeline import Batches, Dataset, ImageDataset, MixedDataset, TextDataset
+from input_pipeline import Dataset, ImageDataset, MixedDataset, TextDataset
+from input_pipeline.batches import batch_at
 from runtime.phases import Phase
 from training.experiment import Experiment
 from training.log import announced, say
@@ -44,7 +45,7 @@ class Validation:
 
 
 class Validator:
-    """Measures a model on the first rows of the validation data; compiles and loads at the first call.
+    """Measures a model on the first rows of the validation data, which are read anew each time.
 
     Of a mixture, on the first rows of every source; the loss is the mean of the sources' losses by their shares.
     """
@@ -60,19 +61,20 @@ class Validator:
         self._experiment, self._data, self._num_batches, self._enter = experiment, data, num_batches, enter
         self._shares = {part.name: part.share for part in data.parts} if isinstance(data, MixedDataset) else {"": 1.0}
         self._evaluate: jax.stages.Compiled | None = None
-        self._batches: list[list[dict[str, jax.Array]]] = []  # of each source
 
-    def __call__(self, params: object, say: Callable[[str], None] = say) -> Validation:
-        """Returns the result for `params`, sharded like the training state's."""
-        ex, data = self._experiment, self._data
+    def compile(self, say: Callable[[str], None] = say) -> jax.stages.Compiled:
+        """Compiles what a call needs, which does it the first time else."""
         if self._evaluate is None:
             self._enter(Phase.COMPILING)
             with announced("compiling the validation", say):
-                self._evaluate = ex.compile_eval_step()
-        if not self._batches:
-            sources = [part.examples for part in data.parts] if isinstance(data, MixedDataset) else [data]
-            self._batches = [self._load(source) for source in sources]
-        sums = [[self._sums(self._evaluate, params, batch) for batch in batches] for batches in self._batches]
+                self._evaluate = self._experiment.compile_eval_step()
+        return self._evaluate
+
+    def __call__(self, params: object, say: Callable[[str], None] = say) -> Validation:
+        """Returns the result for `params`, sharded like the training state's."""
+        ex, data, evaluate = self._experiment, self._data, self.compile(say)
+        sources = [part.examples for part in data.parts] if isinstance(data, MixedDataset) else [data]
+        sums = [self._sums(evaluate, params, source) for source in sources]
         means = dict(zip(self._shares, map(_means, sums), strict=True))
         shares = self._shares.items()
         loss = sum(share * means[name]["loss"] for name, share in shares)
@@ -88,20 +90,19 @@ class Validator:
             by_source={name: mean["loss"] for name, mean in means.items() if name},
         )
 
-    def _sums(self, evaluate: jax.stages.Compiled, params: object, batch: dict[str, jax.Array]) -> dict[str, Any]:
-        self._enter(Phase.VALIDATING)
-        return jax.device_get(self._experiment.block(evaluate(params, batch)))
-
-    def _load(self, source: TextDataset | ImageDataset) -> list[dict[str, jax.Array]]:
-        ex = self._experiment
-        size, end = ex.batches.global_size, len(source)  # rows beyond the split are padding, not the next epoch's
-        count = min(self._num_batches, -(-end // size))
-        with ex.batches.read(source, 0, prefetch=1, end=end) as batches:
-            return [self._read(batches) for _ in range(count)]
-
-    def _read(self, batches: Batches) -> dict[str, jax.Array]:
-        self._enter(Phase.READING)
-        return self._experiment.batches.to_devices(next(batches))
+    def _sums(
+        self, evaluate: jax.stages.Compiled, params: object, source: TextDataset | ImageDataset
+    ) -> list[dict[str, Any]]:
+        """Returns the sums of each batch, of which one at a time is on the devices."""
+        ex, found = self._experiment, []
+        size, threads = ex.batches.global_size, max(1, min(ex.config.data.prefetch, source.threads))
+        end = min(len(source), self._num_batches * size)  # rows beyond the split are padding, not the next epoch's
+        for step in range(-(-end // size)):
+            self._enter(Phase.READING)
+            rows = batch_at(source, step, global_size=size, rows=ex.batches.local_rows, end=end, threads=threads)
+            self._enter(Phase.VALIDATING)
+            found.append(jax.device_get(ex.block(evaluate(params, ex.batches.to_devices(rows)))))
+        return found
 
 
 def _means(sums: list[dict[str, Any]]) -> dict[str, float]:
