@@ -44,6 +44,7 @@ MAY_CHANGE = (
         "model.unroll",
         "model.attention",
         "model.max_dropped",
+        "optimizer.max_skipped",
         "data.prefetch",
         "data.path",
         "data.tokenizer_path",

@@ -176,7 +176,8 @@ class Report:
         if in_a_row >= self._ex.config.optimizer.max_skipped:
             raise NonFiniteError(
                 f"{in_a_row:.0f} updates in a row were not finite, the last at step {step}; the parameters "
-                f"are as before them. Lower optimizer.learning_rate or set optimizer.clip_norm, in another --workdir"
+                f"are as before them. Lower optimizer.learning_rate or set optimizer.clip_norm, in another --workdir; "
+                f"or, if it is the data of these steps, go on past them with a larger optimizer.max_skipped"
             )
 
 

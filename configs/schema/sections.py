@@ -208,7 +208,7 @@ class OptimizerConfig(Section, name="optimizer"):
     weight_decay: float = key(0.1, "weight decay", least=0)
     decay_mask: str = key("matrices", "what decays; matrices: no biases, norms, positions", choices=("all", "matrices"))
     clip_norm: float = key(1.0, "global norm of clipped gradients; 0 for no clipping", least=0)
-    max_skipped: int = key(10, "consecutive non-finite updates that end the run", least=1, unit="steps")
+    max_skipped: int = key(10, "consecutive non-finite updates that end the run", least=1, unit="steps", resumable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
