@@ -160,6 +160,7 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
         ({"num_steps": True}, "num_steps=True must be a whole number, like 100"),
         ({"checkpoint.keep_best": 1, "eval.every": 30}, "keep_best=1 needs a validation at every checkpoint"),
         ({"checkpoint.keep_best": 1, "eval.every": 0}, "keep_best=1 needs a validation at every checkpoint"),
+        ({"checkpoint.keep_best": 1, "checkpoint.every": 0}, "eval.every=50 and checkpoint.every=0; set both above 0"),
         ({"data.source": "folder"}, "data.path is empty"),
         ({"model.num_heads": 5}, "the nearest divisor is 4"),
     ],

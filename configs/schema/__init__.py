@@ -140,7 +140,7 @@ class Config(Section):
                 "of the last steps would be lost"
             )
         every, eval_every = self.checkpoint.every, self.eval.every
-        if self.checkpoint.keep_best and (not eval_every or every % eval_every):
+        if self.checkpoint.keep_best and (not every or not eval_every or every % eval_every):
             fix = f"set eval.every={every} or a divisor of it" if every else "set both above 0"
             raise ValueError(
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs a validation at every checkpoint, but "
