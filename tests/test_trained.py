@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from chat_cases import template, write_tokenizer
 from hugging_face_reference import FOLDER
+from planning import small
 from running import ROOT, arguments, rows, run_here
 from test_hugging_face_models import our_logits
 from test_hugging_face_runs import flags
@@ -24,7 +25,9 @@ from input_pipeline.chats import encode, messages_of
 from input_pipeline.tokenizers import HuggingFace
 from state.saved_arrays import SavedArrays
 from training import convert, evaluate, generate, trained
-from training.sampling import Continuation
+from training.datasets import tokenizer_of
+from training.experiment import make_experiment
+from training.sampling import Continuation, Sampler
 
 CHANGES: dict[str, Any] = {
     "data__source": "chats",
@@ -128,6 +131,14 @@ def test_the_sample_of_a_run_is_made_again(run: Path, tmp_path: Path, capsys: py
     first, second = map(json.loads, generated(capsys, *flags).splitlines())
     assert (first["prompt"], second["prompt"]) == ("the", "on") and second["text"].startswith("on")
     assert sample.startswith(first["text"]) and len(first["text"]) < len(sample)
+
+
+@pytest.mark.parametrize(("strategy", "size", "said"), [("zero3", 0, True), ("mics", 2, False)])
+def test_a_sample_that_gathers_between_nodes_says_so(strategy: str, size: int, said: bool) -> None:
+    """Over the links of a run between regions each token may take seconds, or more."""
+    config = small(sharding__strategy=strategy, sharding__partition_size=size, sample__length=8, sample__prompt="def ")
+    warnings = Sampler(make_experiment(config), tokenizer_of(config), config.sample).warnings
+    assert ["between nodes for each of 11 tokens" in line for line in warnings] == [True] * said
 
 
 def test_what_is_written_for_transformers_chats_as_the_run(

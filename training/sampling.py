@@ -10,6 +10,7 @@ import models
 from configs.schema import SampleConfig
 from input_pipeline.tokenizers import Tokenizer
 from sharding.gathers import auto_gather, layer_gather
+from sharding.mesh import inter_part
 from sharding.plan import run_manual
 from training.experiment import Experiment
 
@@ -57,7 +58,7 @@ class Continuation:
 class Sampler:
     """Continues the prompt of the config. The constructor raises ValueError for a bad prompt.
 
-    `warnings` are lines for the user whose model writes text, but is no decoder of ours.
+    `warnings` are lines for the user whose model writes text but is no decoder of ours, or lies on several nodes.
     """
 
     def __init__(self, experiment: Experiment, tokenizer: Tokenizer | None, config: SampleConfig) -> None:
@@ -77,6 +78,10 @@ class Sampler:
         except ValueError as error:
             raise ValueError(f"{error}, or set sample.length=0") from error
         self._length = min(config.length, room)
+        if inter_part(experiment.plan.layout.parameters):
+            count = len(self._prompt) + self._length - 1
+            about = f"the sample gathers the parameters between nodes for each of {count} tokens"
+            self.warnings.append(f"warning: {about}, at the end of the run; sample.length=0 leaves it out")
 
     def __call__(self, params: object) -> str:
         """Returns the prompt continued by the model with `params`."""

@@ -251,5 +251,10 @@ class SampleConfig(Section, name="sample", resumable=True):
     """Text sampled from a decoder at the end of a run."""
 
     prompt: str = key("def ", "text to continue")
-    length: int = key(200, "tokens to sample; 0 for no sample", least=0, unit="tokens")
+    length: int = key(
+        200,
+        "tokens to sample, for each of which the parameters are gathered, between nodes too; 0 for no sample",
+        least=0,
+        unit="tokens",
+    )
     temperature: float = key(0.7, "sampling temperature; 0 always takes the most likely token", least=0)
