@@ -123,13 +123,13 @@ def test_settings_for_other_devices_do_not_count(run: Path) -> None:
 
 
 def test_the_sample_of_a_run_is_made_again(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompt, length, temperature and seed are the run's own; others can be given, and several prompts."""
+    """Prompt, length, temperature and seed are the run's own; others can be given, and several prompts, a line each."""
     sample = (run / "sample.txt").read_text()
     assert generated(capsys, f"--workdir={run}") == sample
-    (tmp_path / "prompts").write_text("the\non\n")
+    (tmp_path / "prompts").write_text("the\r\n\non\u2028x\n\n")
     flags = [f"--workdir={run}", f"--prompts={tmp_path / 'prompts'}", "--length=3", "--step=10"]
-    first, second = map(json.loads, generated(capsys, *flags).splitlines())
-    assert (first["prompt"], second["prompt"]) == ("the", "on") and second["text"].startswith("on")
+    first, second = map(json.loads, generated(capsys, *flags).split("\n"))
+    assert (first["prompt"], second["prompt"]) == ("the", "on\u2028x") and second["text"].startswith("on")
     assert sample.startswith(first["text"]) and len(first["text"]) < len(sample)
 
 

@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     def run() -> None:
         if values.prompt is not None and values.prompts:
             raise ValueError("give either --prompt=TEXT or --prompts=FILE")
-        lines = read_text(Path(values.prompts)).splitlines() if values.prompts else []
+        text = read_text(Path(values.prompts)) if values.prompts else ""
+        lines = [prompt for line in text.split("\n") if (prompt := line.removesuffix("\r"))]
         if values.prompts and not lines:
             raise ValueError(f"--prompts={values.prompts} is empty; write a prompt per line")
         model = trained.named(values)
