@@ -267,7 +267,7 @@ def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValue
 
 def _answer(question: Question, nodes: int) -> Answer:
     """Returns the plan for a number of nodes. ValueError if nothing fits them."""
-    cluster, config = question.cluster, question.config
+    cluster = question.cluster
     is_there = not cluster.is_gpu or compiling.WHEELS.exists()
     machine = Machine(
         cluster=cluster,
@@ -277,7 +277,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         xla_flags=question.xla_flags,
         is_quick=question.is_search and cluster.is_gpu and is_there,
     )
-
+    config = machine.fitted(question.config)
     candidates = [] if question.is_search else of_strategies(question.strategies, config) or [of_config(config)]
     devices = jax.devices()[: machine.num_devices]
     console = Console(stderr=True, quiet=question.is_quiet, highlight=False, markup=False)

@@ -68,7 +68,7 @@ def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
         length = experiment.config.data.seq_len
         of_products = experiment.model.flops_per_token(0) * length
         flops = of_products + (flops - of_products) / 2
-    rows = experiment.batches.accumulation * experiment.config.batch.micro_size / shape.tensor / shape.context
+    rows = experiment.batches.accumulation * experiment.batches.config.micro_size / shape.tensor / shape.context
     recomputed = 4 / 3 if model.remat == "full" else 1
     rate = cluster.compute(shape.num_devices).matmul_rate(HLO_DTYPES[model.compute_dtype])
     return rows * flops * recomputed / rate
@@ -153,7 +153,7 @@ def _sent_heads(experiment: Experiment) -> float:
     config, model = experiment.config, experiment.model.config
     assert isinstance(model, TransformerConfig)
     heads = model.num_heads + getattr(model, "num_kv_heads", model.num_heads)
-    positions = config.batch.micro_size * config.data.seq_len / config.mesh.context
+    positions = experiment.batches.config.micro_size * config.data.seq_len / config.mesh.context
     return (2 if model.remat == "none" else 3) * 2 * heads * model.head_size * positions * model.num_layers
 
 
@@ -168,4 +168,4 @@ def _sent_tokens(experiment: Experiment) -> float:
     assert isinstance(model, MoeConfig)
     slots = model.num_experts * model.capacity(experiment.config.data.seq_len)
     times = 6 * model.num_moe_layers - 2 if model.remat == "full" else 4 * model.num_moe_layers
-    return times * experiment.config.batch.micro_size * slots * model.hidden
+    return times * experiment.batches.config.micro_size * slots * model.hidden

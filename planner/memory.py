@@ -18,7 +18,7 @@ def activation_bytes(experiment: Experiment) -> float:
     model, gathered = config.model, _kept_gathered(experiment)
     if not isinstance(model, TransformerConfig):
         return gathered
-    tokens = config.batch.micro_size * config.data.seq_len / layout.shape.context
+    tokens = experiment.batches.config.micro_size * config.data.seq_len / layout.shape.context
     return gathered + item * (tokens * model.num_layers * model.hidden + _logits(experiment))
 
 
@@ -36,7 +36,8 @@ def temporary_bytes(experiment: Experiment, gradients: int) -> float:
         held += gradients
     if not isinstance(model, TransformerConfig):
         return held
-    tokens, vocab = config.batch.micro_size * config.data.seq_len / layout.shape.context, model.padded_vocab / tensor
+    micro, vocab = experiment.batches.config.micro_size, model.padded_vocab / tensor
+    tokens = micro * config.data.seq_len / layout.shape.context
     embedding = vocab * model.hidden
     layer = max(0.0, sum(gathered_values(experiment).values()) - embedding) / model.num_layers
     scores = tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
@@ -72,7 +73,7 @@ def _logits(experiment: Experiment) -> float:
     """Returns how many logits a device has at a time: those of a piece of the positions (models/chunked_loss.py)."""
     config, shape = experiment.config, experiment.plan.layout.shape
     assert isinstance(config.model, TransformerConfig)
-    micro, vocab = config.batch.micro_size, config.model.padded_vocab
+    micro, vocab = experiment.batches.config.micro_size, config.model.padded_vocab
     return micro * piece_length(micro, config.data.seq_len // shape.context, vocab) * vocab / shape.tensor
 
 

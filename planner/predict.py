@@ -18,6 +18,7 @@ from planner.clusters import MEMORY_SHARE, Cluster, Device, Network
 from planner.replay import Timeline, replay
 from sharding.hlo import read_collectives
 from sharding.hlo_program import Program, parse_program
+from training.batches import fitted
 from training.experiment import Experiment
 from training.meetings import interval_of
 from training.memory import Memory, memory_of
@@ -97,6 +98,11 @@ class Machine:
     def device_bytes(self) -> float:
         """All memory of each device: a program that needs more surely does not fit."""
         return self.capacity / MEMORY_SHARE
+
+    def fitted(self, config: Config) -> Config:
+        """Returns the config with the micro-batch that each device has in a run, by which candidates are named."""
+        data_devices = max(1, self.num_devices // (config.mesh.tensor * config.mesh.context))
+        return replace(config, batch=fitted(config.batch, data_devices, config.rows_together))
 
     def request(self, candidate: Candidate, config: Config) -> dict[str, Any]:
         """Returns the arguments of `compile_step`."""

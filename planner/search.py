@@ -33,7 +33,7 @@ from planner.candidates import (
 )
 from planner.predict import Machine, Prediction, Step, compiled_step
 from planner.table import table_rows
-from training.batches import accumulation
+from training.batches import batches_of
 from training.experiment import Experiment, make_experiment
 from training.memory import Memory, state_bytes
 
@@ -351,8 +351,8 @@ class _Options:
         if key not in self._experiments:
             self._experiments[key] = make_experiment(config, self._devices, [*self._experiments.values()])
         one = self._experiments[key]
-        steps = accumulation(config.batch, one.plan.layout.shape.num_data_devices)
-        return replace(one, config=config, batches=replace(one.batches, config=config.batch, accumulation=steps))
+        batches, num_shares = batches_of(config, one.plan)
+        return replace(one, config=config, batches=batches, num_shares=num_shares)
 
 
 def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:

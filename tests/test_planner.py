@@ -350,7 +350,6 @@ BAD = {
     "--rate=fast": "give a number and its unit, such as 25gbit",
     "--probe=/nowhere.json": r"--probe=/nowhere\.json cannot be read .*; lab\.probe writes it",
     "--png=/nowhere/x.png": "choose another --png",
-    "--config.batch.micro_size=64": "set it to 2 at most",
     "--compile=0": "compile",
     "--compile=5": "--compile=5 is of a search; add --search, or leave it out$",
     "--nodes=": "^error: --nodes=: give one number from 1 on, or several",
@@ -434,14 +433,15 @@ def test_the_lines_of_a_search_name_the_nodes_if_there_are_several(capsys: pytes
 
 @pytest.mark.slow
 def test_rows_of_padding_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 4 rows on 8 devices, and of 24 in micro-batches of 2; 16 divide."""
+    """Of 4 rows on 8 devices, and of 36 in micro-batches of at most 4; 16 divide."""
     many = "4 of 8 rows of a step are padding: the batch has 4, and 8 devices take 1 in each of 1 micro-step; choose"
-    odd = "8 of 32 rows of a step are padding: the batch has 24, and 8 devices take 2 in each of 2 micro-steps; choose"
-    for rows, micro, said in ((4, 1, many), (24, 2, odd), (16, 1, "")):
+    odd = "12 of 48 rows of a step are padding: the batch has 36, and 8 devices take 3 in each of 2 micro-steps; choose"
+    for rows, micro, taken, said in ((4, 2, 1, many), (36, 4, 3, odd), (16, 1, 1, "")):
         words = (f"--config.batch.micro_size={micro}", f"--config.batch.global_size={rows}")
         code, out, err = run(capsys, *WORDS, *EMULATED, *words)
         assert (code, err) == (0, "")
         assert (f"\nnote: {said}" if said else "\nnote: emulated") in out and ("padding" in out) == bool(said)
+        assert f"mics(2), micro-batch {taken}, gather layer: a device's memory" in out
 
 
 def test_other_nodes_than_the_clusters_have_no_price() -> None:

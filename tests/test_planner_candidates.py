@@ -67,6 +67,12 @@ def test_heads_of_shared_rows_are_traffic_inside_a_node() -> None:
     assert traffic_by_use(here)["context"] == {"inter": 0, "intra": 3 * 4 * 2 * (32 / 2) * 2 * (4 + 2) * 8 / 2 * 4}
 
 
+def test_bounds_are_of_the_rows_that_a_device_has() -> None:
+    """36 rows on 8 devices are two micro-steps of 3."""
+    most, same = (make_experiment(small(batch__global_size=36, batch__micro_size=size)) for size in (4, 3))
+    assert bounds(most, clusters.EMULATED) == bounds(same, clusters.EMULATED)
+
+
 @pytest.mark.parametrize(("mesh", "sizes"), [({}, {2, 4}), ({"mesh__context": 4}, {4}), ({"mesh__context": 2}, {2, 4})])
 def test_groups_have_all_devices_of_a_row(mesh: dict[str, int], sizes: set[int]) -> None:
     config = small(model__num_heads=4, model__num_kv_heads=4, **mesh)

@@ -29,11 +29,6 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"sharding__partition_size": 3},
         "^sharding.partition_size=3: .* of 3 devices does not fit 4 nodes of 2; sizes that divide: 1, 2, 4, 8$",
     ),
-    "a batch smaller than the devices": (
-        {"batch__micro_size": 2, "batch__global_size": 4},
-        "on 8 devices .*; set it to 1 at most; so small a batch occupies 4 devices at most$",
-    ),
-    "a micro-batch too large": ({"batch__micro_size": 3}, "micro_size=3 on 8 devices .* set it to 2 at most$"),
     "devices that no machine can play": (
         {"mesh__num_cpu_devices": 100_000},
         "^mesh.num_cpu_devices=100000 is more than a process can run; set it to 1024 at most",

@@ -33,7 +33,7 @@ def test_run_resumes_with_another_strategy(tmp_path: Path, on_eight: Path) -> No
 
 @pytest.mark.slow
 def test_losses_are_equal_with_an_indivisible_batch(tmp_path: Path) -> None:
-    odd = {"batch__global_size": 30, "batch__micro_size": 2, "eval__every": 5}
+    odd = {"batch__global_size": 34, "batch__micro_size": 4, "eval__every": 5}  # 2 micro-steps of 3 rows; 9 of 4
     eight, one = tmp_path / "eight", tmp_path / "one"
     alone = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
     process = start(arguments(one, **odd, **alone))

@@ -99,7 +99,7 @@ def test_ghost_batches_of_more_rows_than_a_device_has_do_not_matter() -> None:
     saved["model"] |= {"norm": "batch", "norm_rows": 8}
     saved["batch"] |= {"global_size": 48, "micro_size": 16}
     experiment = trained._experiment(saved, {}, jax.devices()[:8])  # pyright: ignore
-    assert (experiment.batches.config.micro_size, experiment.config.model.norm_rows) == (6, 2)  # pyright: ignore
+    assert (experiment.batches.config.micro_size, experiment.config.rows_together) == (6, 1)
 
 
 @pytest.mark.slow

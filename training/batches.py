@@ -2,28 +2,21 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from configs.schema import BatchConfig
-from input_pipeline import Batches, Dataset
+from configs.schema import BatchConfig, Config
+from input_pipeline import Batches, Dataset, row_arrays
 from input_pipeline.index import RowArray
 from sharding.plan import ShardingPlan
 
 
 def accumulation(config: BatchConfig, num_devices: int) -> int:
-    """Returns the micro-steps per step on `num_devices` data devices. ValueError if devices would have no rows."""
-    most = -(-config.global_size // num_devices)
-    if config.micro_size > most:
-        few = f"; so small a batch occupies {config.global_size} devices at most"
-        raise ValueError(
-            f"batch.micro_size={config.micro_size} on {num_devices} devices needs more rows than batch.global_size="
-            f"{config.global_size}; set it to {most} at most{few if config.global_size < num_devices else ''}"
-        )
+    """Returns the micro-steps per step on `num_devices` data devices: as few as `micro_size` allows."""
     return -(-config.global_size // (num_devices * config.micro_size))
 
 
@@ -55,6 +48,16 @@ def shares_of(batch: BatchConfig, wanted: int, num_devices: int) -> int:
     return shares
 
 
+def fitted(config: BatchConfig, num_devices: int, multiple: int = 1) -> BatchConfig:
+    """Returns the batch with as `micro_size` the rows that each of `num_devices` data devices has in a micro-step.
+
+    That is the least multiple of `multiple` that holds the batch in as few micro-steps as the given `micro_size`, which
+    is a multiple too: that itself where it divides the batch.
+    """
+    pieces = num_devices * accumulation(config, num_devices) * multiple
+    return replace(config, micro_size=multiple * -(-config.global_size // pieces))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """The rows of a global batch on the devices: `accumulation` micro-steps, each with rows for every data device."""
@@ -62,7 +65,11 @@ class BatchLayout:
     config: BatchConfig
     plan: ShardingPlan
     row_arrays: Mapping[str, RowArray]  # of one row, by name
-    accumulation: int  # micro-steps per step
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps per step."""
+        return accumulation(self.config, self.plan.layout.shape.num_data_devices)
 
     @property
     def global_size(self) -> int:
@@ -123,3 +130,16 @@ class BatchLayout:
             )
             for name, x in rows.items()
         }
+
+
+def batches_of(config: Config, plan: ShardingPlan) -> tuple[BatchLayout, int]:
+    """Returns the layout of a step's batch, and 1; with independent replicas that of a share, and their number.
+
+    ValueError if the rows of a step cannot be divided into shares.
+    """
+    batch, num_devices, num_shares = config.batch, plan.layout.shape.num_data_devices, 1
+    if config.sharding.replicas == "independent":
+        num_shares = shares_of(batch, config.sharding.shares, num_devices)
+        batch = replace(batch, global_size=batch.global_size // num_shares)
+    batch = fitted(batch, num_devices, config.rows_together)
+    return BatchLayout(config=batch, plan=plan, row_arrays=row_arrays(config.data)), num_shares

@@ -20,7 +20,6 @@ from compression.hop_two import HopTwo
 from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from configs.schema.combinations import HOPS, Facts, complaint, refuse
-from input_pipeline import row_arrays
 from models.hugging_face import Weights
 from models.peft import Adapters
 from optimizers import follows_schedule, make_schedule
@@ -36,7 +35,7 @@ from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state, in_turn
 from sharding.trees import Params
-from training.batches import BatchLayout, accumulation, shares_of
+from training.batches import BatchLayout, batches_of
 from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, users_xla_flags, xla_options
 
@@ -235,16 +234,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
         expert_codecs=expert_codecs,
         overlap=_overlaps(config),
     )
-    num_shares, batch = 1, config.batch
-    if independent:
-        num_shares = shares_of(config.batch, config.sharding.shares, layout.shape.num_data_devices)
-        batch = replace(batch, global_size=batch.global_size // num_shares)
-    batches = BatchLayout(
-        config=batch,
-        plan=plan,
-        row_arrays=row_arrays(config.data),
-        accumulation=accumulation(batch, layout.shape.num_data_devices),
-    )
+    batches, num_shares = batches_of(config, plan)
     return Experiment(
         config=config,
         model=model,

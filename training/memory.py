@@ -218,7 +218,8 @@ def _check_host(experiment: Experiment, held: Memory, host: Host, parts: str) ->
 def _less(experiment: Experiment, held: Memory) -> str:
     """Returns what takes less of a device, to be tried: only the state's bytes are known before it is compiled."""
     config, now = experiment.config, held.parameters + held.gradients + held.optimizer
-    tried = [f"a batch.micro_size below {config.batch.micro_size}"] if config.batch.micro_size > 1 else []
+    micro_size = experiment.batches.config.micro_size
+    tried = [f"a batch.micro_size below {micro_size}"] if micro_size > 1 else []
     tried += ["model.remat=full"] if config.model.remat != "full" else []
     room = held.capacity - held.temporaries - held.batch
     if group := next(((p, size) for p, size in _groups(experiment) if size < now and size <= room), None):

@@ -7,7 +7,6 @@ many as divide them.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +88,8 @@ def _experiment(saved: Mapping[str, Any], data: Mapping[str, Any], devices: Sequ
     kind, count = saved["model"]["kind"], len(devices or jax.devices())
     values: dict[str, Any] = defaults(kind) | {name: saved[name] for name in KEPT}
     values["data"] = {**values["data"], **data}
-    most = -(-values["batch"]["global_size"] // count)
-    values["batch"] = {**values["batch"], "micro_size": min(values["batch"]["micro_size"], most)}
-    free = {"attention": "auto", "remat": "full", "unroll": False}  # others may not go with these devices
-    free |= {"norm_rows": gcd(values["model"].get("norm_rows", 0), values["batch"]["micro_size"])}
+    # others may not go with these devices; who only measures normalises by running averages
+    free = {"attention": "auto", "remat": "full", "unroll": False, "norm_rows": 1}
     values["model"] = values["model"] | {name: value for name, value in free.items() if name in values["model"]}
     values["sharding"] |= {"strategy": "mics", "partition_size": count}
     config = Config.from_dict(values)

@@ -101,11 +101,10 @@ class Config(Section):
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
         if isinstance(model, ViTConfig) and data.image_size != model.image_size:
             raise ValueError(f"data.image_size={data.image_size} differs from model.image_size={model.image_size}")
-        micro_size = self.batch.micro_size
-        if isinstance(model, ResNetConfig) and model.norm == "batch" and micro_size % model.norm_rows:
+        if (micro_size := self.batch.micro_size) % (rows := self.rows_together):
             raise ValueError(
-                f"model.norm_rows={model.norm_rows} must divide batch.micro_size={micro_size}, because rows that are "
-                f"normalised together are on one device; set batch.micro_size to a multiple of {model.norm_rows}"
+                f"model.norm_rows={rows} must divide batch.micro_size={micro_size}, because rows that are normalised "
+                f"together are on one device; set batch.micro_size to a multiple of {rows}"
             )
         if self.optimizer.warmup_steps > self.num_steps:
             raise ValueError(
@@ -157,6 +156,12 @@ class Config(Section):
                 f"mesh.context={context} must divide data.seq_len={length} and model.{name}={heads}: devices that "
                 f"share rows divide the positions, and in attention the heads; set it to a divisor of {common}"
             )
+
+    @property
+    def rows_together(self) -> int:
+        """Consecutive rows of the batch that are on one device: those that are normalised together."""
+        model = self.model
+        return model.norm_rows if isinstance(model, ResNetConfig) and model.norm == "batch" else 1
 
     @property
     def values(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class BatchConfig(Section, name="batch"):
     """The number of rows (sequences or images) per step, and per device and micro-step."""
 
     global_size: int = key(32, "rows per step, independent of the number of devices", least=1, unit="rows")
-    micro_size: int = key(4, "rows per device and micro-step", least=1, unit="rows", resumable=True)
+    micro_size: int = key(4, "rows per device and micro-step, at most", least=1, unit="rows", resumable=True)
 
 
 @dataclass(frozen=True, kw_only=True)
