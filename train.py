@@ -171,14 +171,14 @@ def run(
     else:
         with announced("making the initial state", say):
             state = ex.init_state()
-    log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # drops the rows of steps done again
+    log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # one world drops rows of steps done again
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
         advice = (*unused_gpus(config), *ex.batches.described, *losses.described(config.to_dict(), defaults()))
         at_start = (*taken, *advice, start.described(config.num_steps, workdir))
         for line in (*at_start, *sampler.warnings, *data.described(examples)):
             log.say(line)
-        supervisor.events.write(Event.RESTORED, **start.event)  # after this no row of a later step is in the metrics
+        supervisor.events.write(Event.RESTORED, **start.event)  # after this one world's metrics have no later step
         snapshots.begin(start.step)
         supervisor.completed(start.step)
 

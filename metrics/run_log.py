@@ -36,11 +36,13 @@ class RunLog:
         count_wire: bool,
         started_s: float,
         sink: str = "none",
+        may_join: bool = False,
     ) -> None:
         """Writes each of `files`, JSON by its name, and sets up the rest.
 
         `constants` are added to every row of the metrics; `started_s` is the `perf_counter()` at the program's start.
-        `sink`: where the rows go too, `wandb` or `none`.
+        `sink`: where the rows go too, `wandb` or `none`. With `may_join` the run may go on at a later step than
+        `start_step`, in a state of others: rows of steps before that one stay.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
         self._last_step, self._num_steps, self._started_s = start_step, num_steps, started_s
@@ -55,7 +57,7 @@ class RunLog:
         for name, content in files.items():
             _write_json(run_dir / name, content)
         (run_dir / run_directory.SUMMARY).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
-        self._writer = MetricsWriter(run_dir, resume_step=start_step)
+        self._writer = MetricsWriter(run_dir, resume_step=None if may_join else start_step)
         self._progress = Progress(num_steps, start_step)
         self._sink: Any = None
         if sink == "wandb":

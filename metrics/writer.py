@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from files import atomic, json_lines, run_directory
 
@@ -28,19 +28,16 @@ class MetricsWriter:
 
     With `resume_step=N` the run continues after step N. Lines of later steps from the previous attempt and incomplete
     lines are removed, so that each step appears once. A new run (0) renames an existing `metrics.jsonl` to
-    `metrics.1.jsonl` (2, 3, ...).
+    `metrics.1.jsonl` (2, 3, ...). None: after which step is not known until the first line is written.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], resume_step: int = 0) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = 0) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / run_directory.METRICS
-        if resume_step:
-            drop_lines_after(path, resume_step)
-        else:
-            _set_aside(path)
-        self._lines = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._events: EventsWriter | None = _opened_events(folder / run_directory.TENSORBOARD, resume_step + 1)
+        self._path = folder / run_directory.METRICS
+        self._lines = None if resume_step is None else _opened_lines(self._path, resume_step)
+        self._events: EventsWriter | None = _opened_events(folder / run_directory.TENSORBOARD)
+        self._has_events = False
         self._flushed_s = 0.0
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -48,12 +45,14 @@ class MetricsWriter:
         values = {key: float(value) for key, value in scalars.items()}
         line: dict[str, int | float | str] = {"step": int(step)}
         line |= {key: _json_number(scalars[key], value) for key, value in values.items()}
+        self._lines = self._lines or _opened_lines(self._path, step - 1)
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         self._write_event(int(step), values)
 
     def close(self) -> None:
         """Flushes and closes both files; a second call does nothing."""
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
         if self._events is not None:
             self._events.close()
             self._events = None
@@ -67,22 +66,31 @@ class MetricsWriter:
             value=[summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
         )
         now = time.time()
+        if not self._has_events:  # this one hides the earlier values of the steps from here on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._events.write_event(event_pb2.Event(wall_time=now, step=step, session_log=start))
+            self._has_events = True
         self._events.write_event(event_pb2.Event(wall_time=now, step=step, summary=summary))
         if now - self._flushed_s >= FLUSH_EVERY_S:
             self._events.flush()
             self._flushed_s = now
 
 
-def _opened_events(folder: Path, again_from: int) -> "EventsWriter":
-    """Returns a new event file; its first event hides the earlier values of the steps from `again_from` on."""
+def _opened_lines(path: Path, after: int) -> TextIO:
+    """Returns the file, open for the lines of the steps after one; earlier attempts' lines of these are removed."""
+    if after:
+        drop_lines_after(path, after)
+    else:
+        _set_aside(path)
+    return open(path, "a", buffering=1, encoding="utf-8")
+
+
+def _opened_events(folder: Path) -> "EventsWriter":
+    """Returns a new event file."""
     from tensorboardX.event_file_writer import EventsWriter  # takes seconds where torch is installed, which it imports
-    from tensorboardX.proto import event_pb2
 
     folder.mkdir(exist_ok=True)
-    events = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.from_step_{again_from}")
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    events.write_event(event_pb2.Event(wall_time=time.time(), step=again_from, session_log=start))
-    return events
+    return EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{len(os.listdir(folder))}")
 
 
 def drop_lines_after(path: Path, step: int) -> None:

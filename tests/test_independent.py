@@ -158,7 +158,7 @@ def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again
         assert run_here(*replica) == 75
     assert "the newest checkpoint is newer than the state here" in capsys.readouterr().err.splitlines()[-1]
     assert run_here(*replica) == 0
-    assert [row["step"] for row in rows(tmp_path / "replicas" / "0")] == [3, 4]
+    assert [row["step"] for row in rows(tmp_path / "replicas" / "0")] == [1, 2, 3, 4], "none of them was done again"
 
 
 @pytest.mark.slow

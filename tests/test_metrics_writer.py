@@ -71,6 +71,20 @@ def test_resume_removes_repeated_steps_and_the_incomplete_line(tmp_path: Path) -
     assert [line["loss"] for line in lines] == [1, 2, 3, 4, -5, -6, -7]
 
 
+def test_who_continues_at_a_later_step_than_expected_keeps_its_lines(tmp_path: Path) -> None:
+    """A replica that comes back takes the others' state, 4 steps on; the next time it is alone, and does two again."""
+    path, kept = tmp_path / "metrics.jsonl", []
+    for first in (1, 7, 7):
+        with closing(MetricsWriter(tmp_path, resume_step=None)) as writer:
+            kept.append([line["step"] for line in strict_lines(path)] if path.exists() else [])
+            for step in (first, first + 1):
+                writer.write(step, {"loss": first + len(kept)})
+    assert kept == [[], [1, 2], [1, 2, 7, 8]]
+    assert [(line["step"], line["loss"]) for line in strict_lines(path)] == [(1, 2), (2, 2), (7, 10), (8, 10)]
+    starts = [e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START]
+    assert starts == [1, 7, 7]
+
+
 def test_a_rewrite_that_fails_leaves_the_old_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')

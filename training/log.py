@@ -29,6 +29,7 @@ def make_log(
     What fills up rows of whole documents counts neither as tokens nor as FLOPs.
     """
     config, shape = experiment.config, experiment.plan.layout.shape
+    is_independent = config.sharding.replicas == "independent"
     collectives, sent = _collectives(step_fn, shape)
     device = jax.devices()[0]
     peak = peak_flops(device.device_kind)
@@ -66,8 +67,9 @@ def make_log(
             run_directory.COLLECTIVES: collectives,
         },
         constants=sent,
-        count_wire=jax.process_count() > 1 or config.sharding.replicas == "independent",
+        count_wire=jax.process_count() > 1 or is_independent,
         started_s=started_s,
+        may_join=is_independent,
     )
 
 
