@@ -46,7 +46,7 @@ class RunLog:
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
         self._last_step, self._num_steps, self._started_s = start_step, num_steps, started_s
-        self._is_first = True  # the next step, of those of this attempt
+        self._first: int | None = None  # the first step of this attempt
         self._timer, self._constants = timer, dict(constants)
         self._row: tuple[int, dict[str, float]] | None = None  # of the latest step, not written yet
         self._spent: dict[str, float] = {}  # seconds by key, outside of steps, for the next row
@@ -106,10 +106,10 @@ class RunLog:
             row["wire_rx_bytes"] = sum(one.rx_bytes for one in self._crossed) / self._crossing
         row |= self._constants
         self._row = step, row
-        if self._is_first:
+        if self._first is None:
+            self._first = step
             self.say(f"first step done after {time.perf_counter() - self._started_s:.1f} s")
         self._progress.update(step, row)
-        self._is_first = False
 
     def passed(self, step: int) -> None:
         """Takes a step that gets no row, at the moment it ends: only its wire bytes are gathered."""
@@ -135,12 +135,13 @@ class RunLog:
     def flush(self) -> None:
         """Writes the row of the latest step if due.
 
-        To be called before that step is saved: an attempt that resumes from it will not repeat it.
+        To be called before that step is saved: an attempt that resumes from it will not repeat it. The first step of an
+        attempt is due: by its row engines know that the attempt has got on.
         """
         if self._row is None:
             return
         step, row = self._row
-        if step % self._log_every == 0 or step == self._num_steps or "validation_loss" in row:
+        if step % self._log_every == 0 or step in (self._first, self._num_steps) or "validation_loss" in row:
             self._write_row()
 
     def close(self, exit_reason: str, *, sample: str | None = None, mesh_png: bytes | None = None) -> None:

@@ -13,11 +13,13 @@ from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
 
 
-def make_log(folder: Path, *, enabled: bool, sink: str = "none", num_steps: int = 3, log_every: int = 1) -> RunLog:
+def make_log(
+    folder: Path, *, enabled: bool, sink: str = "none", start_step: int = 0, num_steps: int = 3, log_every: int = 1
+) -> RunLog:
     return RunLog(
         folder,
         enabled=enabled,
-        start_step=0,
+        start_step=start_step,
         num_steps=num_steps,
         log_every=log_every,
         timer=StepTimer(10, "tokens"),
@@ -95,15 +97,26 @@ def test_a_run_says_what_a_step_costs_on_average(
     log.close("finished")
     files = read_run(tmp_path)
     timed = (16 + 4 * 10) / 20  # all but the first step
-    apart = 0.1 if log_every > 1 else 1e-9  # the first row speaks of the first step too, which has no time
-    assert results_of(files)["step_time_s"] == pytest.approx(timed, abs=apart)
-    assert results_of(files)["tokens_per_s"] == pytest.approx(10 / timed, rel=apart)
+    assert results_of(files)["step_time_s"] == pytest.approx(timed)
+    assert results_of(files)["tokens_per_s"] == pytest.approx(10 / timed)
     before, seconds, sizes = 0, 0.0, 0.0
     for row in files.rows:
         count = row["step"] - before
         seconds += row.get("step_time_s", 0.0) * (count - (before == 0))
         sizes, before = sizes + row["wire_tx_bytes"] * count, row["step"]
     assert (seconds, sizes) == (pytest.approx(20 * timed), pytest.approx(3200))
+
+
+def test_the_first_step_of_an_attempt_has_a_row(tmp_path: Path) -> None:
+    """Attempts between two rows of `log_every` would seem to do no step, and their engine would give up."""
+    logs = [make_log(tmp_path, enabled=True, start_step=after, num_steps=1000, log_every=500) for after in (0, 60)]
+    for log, first in zip(logs, (1, 61), strict=True):
+        for step in range(first, first + 3):
+            log.step(step, {"loss": 1.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    for log in logs:
+        log.close("interrupted")
+    assert [json.loads(line)["step"] for line in lines] == [1, 61]
 
 
 def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> None:

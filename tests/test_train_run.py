@@ -185,8 +185,8 @@ def test_rows_are_written_before_their_checkpoint(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Checkpointer, "save", look_and_save)
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step)))
     assert run_here(*arguments(tmp_path, log_every=4, eval__every=6)) == 0
-    assert [row["step"] for row in rows(tmp_path)] == [4, 6, 8, 10]
-    assert written == [(5, 1), (10, 4)] and asked == []
+    assert [row["step"] for row in rows(tmp_path)] == [1, 4, 6, 8, 10]
+    assert written == [(5, 2), (10, 5)] and asked == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
