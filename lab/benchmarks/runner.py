@@ -17,9 +17,10 @@ from typing import Any
 import sweep
 from configs.overrides import Overrides
 from lab.emulate.links import Links
-from lab.records import add, is_recorded, machine, put
+from lab.records import RESULTS, add, is_recorded, machine, put
 from runtime.command_line import OneLineParser, complain, prepare_output
-from sweeps.records import Record, State
+from sweeps.plan import plan
+from sweeps.records import Record, State, is_finished
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKDIR = Path("runs/benchmarks")
@@ -96,11 +97,14 @@ def run_missing(
     """Measures and records each key that the record lacks, in order; returns 1 if a run failed, else 0.
 
     A run that fails is one line, and the others follow. `again`: also what a derived record has, in its place.
+    ValueError if the code is not, or no longer, that of the commit which the lines name.
     """
     about, failed = machine(), 0  # before the runs, during which commits may be made
     for key in keys:
         if not again and is_recorded(file, key):
             continue
+        if about["commit"] and file.is_relative_to(RESULTS):
+            check_code(about["commit"])
         name = ", ".join(str(value) for value in key.values() if not isinstance(value, Mapping))
         try:
             line = {**key, **measure(key), **about}
@@ -116,6 +120,14 @@ def run_missing(
     return failed
 
 
+def check_code(commit: str) -> None:
+    """ValueError if a tracked file is not as in a commit, but for records, pages and tests."""
+    others = [f":(exclude){path}" for path in (RESULTS.relative_to(ROOT), "docs", "*.md", "tests")]
+    command = ["git", "diff", "--name-only", commit, "--", ".", *others]
+    if changed := subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        raise ValueError(f"{changed[0]} is not as in commit {commit[:7]}, which the record would name: commit it first")
+
+
 # ------------------------------------------------------------------------------------------------------- the runs
 
 
@@ -126,6 +138,9 @@ def emulated(nodes: int, devices_per_node: int, rate: str) -> dict[str, Any]:
 
 def train(name: str, config: str, overrides: Overrides) -> Record:
     """Runs train.py by the sweep `runs/benchmarks/NAME`. FailedRunError if it does not finish."""
+    (run,) = plan(config, [overrides], workdir=WORKDIR / name)
+    if is_finished(run):  # it has a line already, now superseded; the sweep would take it for this run
+        shutil.rmtree(run.run_dir)
     (record,) = sweep.run(config, [overrides], workdir=WORKDIR / name, metric="step_time_s")
     shutil.rmtree(record.run.run_dir / "checkpoints", ignore_errors=True)  # 300 MB
     if record.state != State.FINISHED:
