@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lab.benchmarks import runner
+from lab.benchmarks import checkpoints, runner
 from lab.benchmarks.runner import FailedRunError, Key, alternating, checked_rates, run_missing
 from lab.records import recorded
 
@@ -90,6 +90,16 @@ def test_lines_name_the_code_that_was_measured(tmp_path: Path, monkeypatch: pyte
         run_missing(record, keys, measure)
     assert [line["repetition"] for line in recorded(record)] == [0, 1]
     assert run_missing(tmp_path / "trial.jsonl", keys, measure) == 0  # no record
+
+
+def test_a_disk_is_unmounted_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(checkpoints, "_run", lambda *words: ran.append(words[0]) or "/dev/null")
+    monkeypatch.setattr(checkpoints, "GROUP", tmp_path / "group")
+    monkeypatch.setattr(checkpoints.Path, "read_text", lambda _: "7:0")  # of /sys/block
+    with pytest.raises(KeyboardInterrupt), checkpoints.disk(tmp_path):
+        raise KeyboardInterrupt
+    assert ran[-2:] == ["umount", "losetup"]
 
 
 def test_a_bad_rate_is_an_error_of_one_line() -> None:

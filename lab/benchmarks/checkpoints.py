@@ -63,8 +63,10 @@ def disk(folder: Path) -> Iterator[tuple[Path, str]]:
     try:
         _run("mkfs.ext4", "-q", loop)
         _run("mount", "-o", "sync", loop, str(mount))
-        yield mount, Path(f"/sys/block/{Path(loop).name}/dev").read_text().strip()
-        _run("umount", str(mount))
+        try:
+            yield mount, Path(f"/sys/block/{Path(loop).name}/dev").read_text().strip()
+        finally:
+            _run("umount", str(mount))
     finally:
         _run("losetup", "--detach", loop)
         GROUP.rmdir()
