@@ -163,7 +163,9 @@ def test_every_run_of_chaos_is_shown() -> None:
         return {"kind": "cut", "next_step_s": seconds, "lost_steps": lost, "load": seconds}
 
     about = {"title": "chaos", "steps": 50, "parameter_difference": 5e-7, "commit": "abcdef0123"}
+    about["command"] = "python -m lab.chaos --seed=7 --rate=200mbit --workdir=runs/chaos -- --config.num_steps=50"
     lines = [{**about, "loss_difference": 2.3e-7, "events": [event(9.0, 2), event(10.0, 0)]}]
+    lines[0]["command"] = "python -m elastic.chaos --workdir=runs/chaos"
     lines += [{**about, "loss_difference": 1e-9, "events": [event(3.0, 2)], "seed": 7}]
     assert tables.chaos_runs(lines).splitlines()[2:] == [
         "| `--events=2 --seed=0` | 50 | 2e-07 | 5e-07 | 9 to 10 | abcdef0 |",

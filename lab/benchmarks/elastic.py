@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
     if options.chaos:
         folder = Path(options.chaos)
-        add(RESULTS, chaos(folder, Path(options.reference or folder / "reference")) | machine())
+        add(RESULTS, machine() | chaos(folder, Path(options.reference or folder / "reference")))
         return 0
     for repetition in range(options.repetitions):
         measure(options.workdir / str(repetition), cases)
@@ -117,7 +117,6 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
     """Returns what the line of a run of lab.chaos says."""
     events = json_lines.read(folder / "outcomes.jsonl")
     run = read_run(folder / "run")
-    drawn = [f"--events={len(events)}", f"--seed={events[0]['seed']}"]
     kept = ("kind", "process", "next_step_s", "lost_steps", "load")
     return {
         "title": CHAOS,
@@ -126,7 +125,8 @@ def chaos(folder: Path, reference: Path) -> dict[str, Any]:
         "loss_difference": compare_losses(run.run_dir, reference).difference,
         "parameter_difference": compare_parameters(run.run_dir, reference).difference,
         "events": [{key: event[key] for key in kept} for event in events],
-        "command": shlex.join(["python", "-m", "lab.chaos", *drawn, f"--workdir={folder}"]),
+        "command": events[0]["command"],
+        "commit": run.environment["git_commit"],
     }
 
 

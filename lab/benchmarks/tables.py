@@ -1,5 +1,6 @@
 """The tables and charts of the measured pages, by the name that a page gives them; lab/pages.py writes them."""
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -52,6 +53,7 @@ from lab.records import SAME, Line, Range, Records, middle, same_until, spread
 
 IN_README = ("mics(2)", "mics(4)", "zero3", "zero3 auto", "zero2", "zero1", "ddp")  # its chart, in this order
 LEVELS = ("inter", "intra")
+NOT_SHOWN = ("--events", "--seed", "--workdir", "--reference")  # of chaos: those are shown in any case, these never
 TITLE = "seconds a step, measured on emulated nodes"
 PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
@@ -227,7 +229,10 @@ def chaos_runs(lines: Sequence[Line]) -> str:
     rows = []
     for line in lines:
         loads = [event["load"] for event in line["events"]]
-        cells = [f"`--events={len(line['events'])} --seed={line.get('seed', 0)}`", str(line["steps"])]
+        words = [f"--events={len(line['events'])}", f"--seed={line.get('seed', 0)}"]
+        given = shlex.split(line["command"])[3:]  # behind `python -m lab.chaos`
+        words += [word for word in given if word.partition("=")[0] not in NOT_SHOWN]
+        cells = [f"`{shlex.join(words)}`", str(line["steps"])]
         cells += [f"{line['loss_difference']:.1g}", f"{line['parameter_difference']:.1g}"]
         rows.append([*cells, f"{min(loads):.0f} to {max(loads):.0f}", line["commit"][:7] + line.get("patch", "")])
     return markdown(["options", "steps", "loss", "parameter", "load average", "commit"], rows)

@@ -13,6 +13,7 @@ Writes into the work directory: `log` (the output of the run), `outcomes.jsonl` 
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -41,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
         reference = options.reference or train_undisturbed(options, arguments)
         sizes = {key: getattr(options, key) for key in ("nodes", "devices_per_node", "rate")}
         run = ElasticRun(options.workdir, arguments, **sizes)
-        is_clean = disturb(run, options)  # compare the runs in any case
+        command = shlex.join(["python", "-m", "lab.chaos", *argv[1:]])
+        is_clean = disturb(run, options, command)  # compare the runs in any case
         is_good = is_same(run.workdir, reference) and is_clean
         print("the same as the undisturbed run, and nothing is left" if is_good else "NOT as it must be", flush=True)
         return 0 if is_good else 1
@@ -95,14 +97,14 @@ def train_undisturbed(options: argparse.Namespace, arguments: Sequence[str]) -> 
     return workdir
 
 
-def disturb(run: ElasticRun, options: argparse.Namespace) -> bool:
+def disturb(run: ElasticRun, options: argparse.Namespace, command: str) -> bool:
     """Injects the events and waits for the end of the run; True if it finished and no process is left."""
     plan = make_plan(options.seed, options.events, nodes=options.nodes, min_nodes=MIN_NODES)
     with run:
         for number, event in enumerate(plan, 1):
             outcome = inject(run, event)
             print(f"{number:2} {described(outcome)}", flush=True)
-            about = {"load": os.getloadavg()[0], "seed": options.seed}
+            about = {"load": os.getloadavg()[0], "seed": options.seed, "command": command}
             json_lines.append(run.folder / "outcomes.jsonl", asdict(outcome) | about)
         code = run.finish(END_S)
     left = run.left()
