@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from emulating import (
 
 from lab.emulate import control, namespaces
 from lab.emulate.__main__ import main
+from lab.emulate.links import Links
 from runtime.progress import Progress, read_progress
 
 ENVIRONMENT = """
@@ -380,3 +382,15 @@ def test_without_root() -> None:
         done = as_nobody(folder)
         assert (done.returncode, done.stdout) == (5, "node0\neth0\nlo\n"), done.stderr
         assert (folder / "run" / "traffic.json").stat().st_uid == 65534
+
+
+def test_a_latency_is_above_the_queue_of_the_rate() -> None:
+    """Below it netem would take the place of tbf's queue, to which alone its limit applies: a burst and 100 ms."""
+    links = Links(rate="8mbit", latency="20ms", jitter="1ms", loss="0.5%")
+    tbf = "handle 1: tbf rate 8mbit burst 131072b limit 231072b"
+    netem = "qdisc replace dev eth0 root handle 2: netem limit 100000 delay 20ms 1ms loss 0.5%"
+    assert links.leaving("eth0") == [netem, f"qdisc replace dev eth0 parent 2:1 {tbf}"]
+    assert links.arriving("p0") == [f"qdisc replace dev p0 root {tbf}"]  # once, at the sending end
+    assert Links(rate="8mbit").leaving("eth0") == [f"qdisc replace dev eth0 root {tbf}"]
+    lifted = replace(links, rate="none").leaving("eth0")
+    assert lifted == ["qdisc replace dev eth0 root noqueue", netem]  # without the tbf that was there

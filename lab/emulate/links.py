@@ -47,19 +47,20 @@ class Links:
         """Returns the `tc` commands for the sending end of a link, in the node: latency, loss and rate."""
         if not (self._number("latency") or self._number("loss")):
             return self.arriving(device)
-        netem = f"handle 2: netem limit {QUEUE_PACKETS} delay {self.latency} {self.jitter} loss {self.loss}"
+        delay = f"delay {self.latency} {self.jitter} loss {self.loss}"
+        netem = f"qdisc replace dev {device} root handle 2: netem limit {QUEUE_PACKETS} {delay}"
         if self.rate == "none":
-            return [f"qdisc replace dev {device} root {netem}"]
-        return [*self.arriving(device), f"qdisc replace dev {device} parent 1:1 {netem}"]
+            return [*self.arriving(device), netem]  # without what was below it
+        return [netem, *self.arriving(device, "parent 2:1")]  # above tbf, whose own queue and limit it would replace
 
-    def arriving(self, device: str) -> list[str]:
+    def arriving(self, device: str, where: str = "root") -> list[str]:
         """Returns the `tc` commands for the receiving end of a link, at the switch: the rate."""
         if self.rate == "none":
-            return [f"qdisc replace dev {device} root noqueue"]
+            return [f"qdisc replace dev {device} {where} noqueue"]
         rate_bytes = self.rate_bits() / 8
         burst = max(BURST_BYTES, round(rate_bytes * BURST_S))
         limit = burst + round(rate_bytes * QUEUE_S)
-        return [f"qdisc replace dev {device} root handle 1: tbf rate {self.rate} burst {burst}b limit {limit}b"]
+        return [f"qdisc replace dev {device} {where} handle 1: tbf rate {self.rate} burst {burst}b limit {limit}b"]
 
     def _number(self, option: str) -> float:
         """Returns the value of an option in bit/s, seconds or percent."""
