@@ -49,12 +49,16 @@ def test_nothing_is_taken_from_a_step_that_computes_something_else() -> None:
     assert "| ddp dots | 1 | a | 4.0 (4.0 to 4.0) | - | - | 0.1 |" in tables.step_times(lines, "1gbit")
 
 
-def test_ratios_and_differences_have_the_range_of_their_steps_and_rows_their_commits() -> None:
+def test_ratios_and_differences_are_of_runs_at_the_same_commits_and_have_the_range_of_their_steps() -> None:
+    """Of another day the machine may have been slower."""
     lines = [step("compute only", "1gbit", [3.0, 5.0]), step("zero3 flat", "1gbit", [8.0, 12.0])]
     lines += [step("ddp", "1gbit", times, commit="b") for times in ([5.0, 8.0], [4.0, 4.0])]
     lines.insert(2, step("ddp", "1gbit", [4.0, 6.0]))
-    table = tables.step_times(lines, "1gbit")
-    assert "| ddp | 3 | a, b | 5.0 (4.0 to 8.0) | 2.00 (1.00 to 3.00) | 1.0 (-1.0 to 5.0) | 0.1 |" in table
+    table = tables.step_times([*lines, step("zero1", "1gbit", [2.0], commit="b")], "1gbit")
+    assert "| ddp | 3 | a, b | 5.0 (4.0 to 8.0) | 2.00 (1.33 to 3.00) | 1.0 (-1.0 to 3.0) | 0.1 |" in table
+    assert "| zero1 | 1 | b | 2.0 (2.0 to 2.0) | - | - | 0.1 |" in table
+    lines += [step("pytorch ddp", "1gbit", times, commit) for times, commit in (([5.0], "a"), ([1.0], "c"))]
+    assert scores.best_ratio(lines, "1gbit") == Range(value=1.0, low=5 / 6, high=1.25)
 
 
 def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
@@ -169,7 +173,7 @@ def test_every_run_of_chaos_is_shown() -> None:
     lines += [{**about, "loss_difference": 1e-9, "events": [event(3.0, 2)], "seed": 7}]
     assert tables.chaos_runs(lines).splitlines()[2:] == [
         "| `--events=2 --seed=0` | 50 | 2e-07 | 5e-07 | 9 to 10 | abcdef0 |",
-        "| `--events=1 --seed=7` | 50 | 1e-09 | 5e-07 | 3 to 3 | abcdef0 |",
+        "| `--events=1 --seed=7 --rate=200mbit -- --config.num_steps=50` | 50 | 1e-09 | 5e-07 | 3 to 3 | abcdef0 |",
     ]
     assert tables.chaos_events(lines).endswith("| `cut` | 3 | 9.0 (3.0 to 10.0) | 2, 0, 2 |")
 

@@ -1,7 +1,7 @@
 """What records of steps say: medians, and ratios and differences with the range that the steps allow."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean, median
 
 from lab.benchmarks.names import remat_of
@@ -53,30 +53,60 @@ def compute_s(lines: Sequence[Line]) -> Range | None:
     return step_time([line for line in lines if line["strategy"] == COMPUTE])
 
 
+def commit_of(line: Line) -> str:
+    """Returns the commit that a line was measured at: of another day the machine may have been slower."""
+    return line["commit"]
+
+
+def turn_of(line: Line) -> tuple[str, int]:
+    """Returns the commit and the repetition of a line: runs that have them in common were timed in turn."""
+    return commit_of(line), line["repetition"]
+
+
+def both_times(
+    a: Sequence[Line], b: Sequence[Line], what: Callable[[Line], object] = commit_of
+) -> tuple[Range, Range] | None:
+    """Returns the step times of a and of b, of the runs whose `what` both have; None if there are none."""
+    both = {*map(what, a)} & {*map(what, b)}
+    first, second = (step_time([line for line in lines if what(line) in both]) for lines in (a, b))
+    return (first, second) if first and second else None
+
+
 def above_compute_s(lines: Sequence[Line], name: str, rate: str) -> Range | None:
-    """Returns a step's time minus that without network; None if the latter recomputes a different amount."""
-    step, compute = step_time(runs_of(lines, name, rate)), compute_s(lines)
-    if not step or not compute or remat_of(name) != "full":
+    """Returns a step's time minus that without network, at commits that both have.
+
+    None if there is none, or if the latter recomputes a different amount.
+    """
+    times = both_times(runs_of(lines, name, rate), [line for line in lines if line["strategy"] == COMPUTE])
+    if not times or remat_of(name) != "full":
         return None
+    step, compute = times
     return Range(value=step.value - compute.value, low=step.low - compute.high, high=step.high - compute.low)
 
 
-def ratio(a: Range | None, b: Range | None) -> Range | None:
-    """Returns a over b, with the lowest and the highest that their ranges allow; None if one is missing."""
-    return Range(value=a.value / b.value, low=a.low / b.high, high=a.high / b.low) if a and b else None
+def ratio(a: Sequence[Line], b: Sequence[Line], what: Callable[[Line], object] = commit_of) -> Range | None:
+    """Returns the step time of a over that of b, with the lowest and the highest that their ranges allow.
+
+    Of the runs whose `what` both have; None if there are none.
+    """
+    if not (times := both_times(a, b, what)):
+        return None
+    first, second = times
+    return Range(value=first.value / second.value, low=first.low / second.high, high=first.high / second.low)
 
 
 def best_ratio(lines: Sequence[Line], rate: str) -> Range | None:
     """Returns PyTorch's fastest time at a rate over our fastest."""
     ours = {line["strategy"] for line in ours_of(lines)}
-    times = {name: time for name in names_of(lines) if (time := step_time(runs_of(lines, name, rate)))}
-    sides = ([time for name, time in times.items() if (name in ours) == mine] for mine in (False, True))
-    return ratio(*(min(side, key=lambda time: time.value, default=None) for side in sides))
+    times = {name: time.value for name in names_of(lines) if (time := step_time(runs_of(lines, name, rate)))}
+    sides = ([name for name in times if (name in ours) == mine] for mine in (False, True))
+    theirs, best = (runs_of(lines, min(side, key=times.__getitem__, default=""), rate) for side in sides)
+    return ratio(theirs, best)
 
 
 def commits_of(lines: Sequence[Line]) -> str:
     """Returns the commits that lines were measured at, in their order."""
-    return ", ".join(dict.fromkeys(line["commit"][:7] for line in lines))
+    return ", ".join(dict.fromkeys(commit_of(line)[:7] for line in lines))
 
 
 def sent_bytes(lines: Sequence[Line], name: str, key: str) -> float:
@@ -112,13 +142,7 @@ def optimizer_of(line: Line) -> str:
 def faster_than_dense(steps: Sequence[Line], name: str) -> Range | None:
     """Returns the dense time over a codec's, of the runs at commits and with optimizers that both have; else None."""
     dense, coded = ([line for line in steps if line["codec"] == codec] for codec in (DENSE, name))
-
-    def what(line: Line) -> tuple[str, str]:
-        return line["commit"], optimizer_of(line)
-
-    both = {what(line) for line in dense} & {what(line) for line in coded}
-    first, second = (step_time([line for line in lines if what(line) in both]) for lines in (dense, coded))
-    return ratio(first, second)
+    return ratio(dense, coded, lambda line: (commit_of(line), optimizer_of(line)))
 
 
 # ----------------------------------------------------------------------------------------------- pairs of seeds

@@ -97,12 +97,12 @@ def held_and_sent(lines: Sequence[Line]) -> str:
 
 
 def step_times(lines: Sequence[Line], rate: str) -> str:
-    """Returns the step times of every strategy at a rate."""
-    baseline, rows = step_time(runs_of(lines, "zero3 flat", rate)), []
+    """Returns the step times of every strategy at a rate, compared with those of runs at the same commits."""
+    flat, rows = runs_of(lines, "zero3 flat", rate), []
     for name in names_of(lines):
         if runs := runs_of(lines, name, rate):
             cells = [name, str(len(runs)), commits_of(runs), text(step_time(runs))]
-            cells += [text(ratio(baseline, step_time(runs)), 2), text(above_compute_s(lines, name, rate))]
+            cells += [text(ratio(flat, runs), 2), text(above_compute_s(lines, name, rate))]
             link_s = sent_bytes(lines, name, "wire_tx_bytes") / bytes_per_s(rate)  # at full rate
             rows.append([*cells, f"{link_s:.1f}"])
     heads = [f"at {rate}", "runs", "commits", "s / step", "zero3 flat / this", "above compute only, s", "link, s"]
@@ -112,10 +112,10 @@ def step_times(lines: Sequence[Line], rate: str) -> str:
 def scale_model(lines: Sequence[Line]) -> str:
     """Returns the step times of the scale model."""
     (rate,) = rates_of(lines)
-    baseline, rows = step_time(runs_of(lines, "zero3 flat", rate)), []
+    flat, rows = runs_of(lines, "zero3 flat", rate), []
     for name in names_of(lines):
-        step = step_time(runs := runs_of(lines, name, rate))
-        rows.append([name, str(len(runs)), text(step), text(ratio(baseline, step), 2)])
+        runs = runs_of(lines, name, rate)
+        rows.append([name, str(len(runs)), text(step_time(runs)), text(ratio(flat, runs), 2)])
     return markdown([f"strategy at {rate}", "runs", "s / step", "zero3 flat / this"], rows)
 
 
@@ -126,7 +126,7 @@ def pytorch(lines: Sequence[Line]) -> str:
         cells = [text(step_time(runs_of(lines, name, rate))) for rate in rates]
         rows.append([name, *cells, f"{sent_bytes(lines, name, 'wire_tx_bytes') / 1e6:.0f}"])
     for ours, theirs in PAIRS:
-        ratios = [ratio(*(step_time(runs_of(lines, name, rate)) for name in (theirs, ours))) for rate in rates]
+        ratios = [ratio(runs_of(lines, theirs, rate), runs_of(lines, ours, rate)) for rate in rates]
         rows.append([f"{theirs} / {ours}", *(text(one, 2) for one in ratios), ""])
     rows.append(["best of theirs / best of ours", *(text(best_ratio(lines, rate), 2) for rate in rates), ""])
     return markdown(["", *(f"s / step at {rate}" for rate in rates), "wire MB"], rows)
