@@ -63,7 +63,7 @@ def test_the_sizes_are_what_they_are_called() -> None:
 
 
 def test_the_table() -> None:
-    line = {"size": "124m", "mfu": 0.5, "device": "H100", "devices": 1, "repetition": 0}
+    line = {"size": "124m", "mfu": 0.5, "device": "H100", "devices": 1, "repetition": 0, "commit": "a"}
     ours = [
         line | {"side": gpu.OURS, "tokens_per_s": speed, "losses": [4, 2], "start_s": start, "repetition": number}
         for number, (speed, start) in enumerate(((1000, 60), (1200, 20), (1100, 20)))
@@ -76,6 +76,7 @@ def test_the_table() -> None:
         "| 124m | 1 x H100 | pytorch | 1,000 (1,000 to 1,000) | - | - | - | - |",
     ]
     assert "| 1.20 |" in table([ours[1], *theirs]).splitlines()[2]  # of the same repetition
+    assert "| 50.0% | - |" in table([ours[1] | {"commit": "b"}, *theirs]).splitlines()[2]  # ... at the same commit
     other = [each | {"devices": 8} for each in theirs]
     assert table([*ours, *other]).splitlines()[2].endswith("| - | 60 s | 0e+00 |")
     assert interval([1.5]) == "1.50" and interval([]) == "-"

@@ -136,7 +136,7 @@ def by_hand() -> Iterator[dict[str, Any]]:
             links = {"10mbit": slow, "1gbit": fast}
             times = {rate: [0.5 * factor * x] * 4 + [3.0 * factor * x] for rate, x in links.items()}
             found = {rate: {"step_times_s": of, "sent_bytes": 1e6 * sent} for rate, of in times.items()}
-            about = {"part": "times", "method": name, "rates": list(links), "repetition": repetition}
+            about = {"part": "times", "method": name, "rates": list(links), "repetition": repetition, "commit": "a"}
             yield {**about, "links": found}
 
 
@@ -167,6 +167,8 @@ def test_ratios_are_of_one_seed_and_one_repetition() -> None:
     for link in (link for x in slow for link in x["links"].values()):
         link["step_times_s"] = [10 * x for x in link["step_times_s"]]
     lines.remove(slow[1])
+    other = {"commit": "b", "links": {"10mbit": {"step_times_s": [99.0], "sent_bytes": 0.0}}}  # alone there
+    lines += [x | other for x in lines if x["part"] == "times" and x["method"] == "local"]
     ratio = joining.times_as_long(joining.joined([slow[1], *lines], BY_HAND), "local", "dense", "10mbit")
     ratios = [steps * 1.5 / (39.8 * 8.0) for steps in (70, 140)]
     assert ratio and (ratio.low, ratio.value, ratio.high) == pytest.approx((ratios[0], sum(ratios) / 2, ratios[1]))

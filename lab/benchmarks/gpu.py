@@ -48,6 +48,7 @@ from lab.benchmarks.runner import (
     started,
     words,
 )
+from lab.benchmarks.scores import turn_of
 from lab.records import MEASURED, Line, add, is_recorded, machine, recorded, spread
 from metrics.throughput import peak_flops
 from planner.clusters import CLUSTERS
@@ -201,10 +202,10 @@ def table(lines: Sequence[Line]) -> str:
         *where, side = kind
         of_size = [line for line in lines if [line["size"], line["device"], line["devices"]] == where]
         here = [line for line in of_size if line["side"] == side]
-        theirs = {line["repetition"]: line["tokens_per_s"] for line in of_size if line["side"] == PEER != side}
+        theirs = {turn_of(line): line["tokens_per_s"] for line in of_size if line["side"] == PEER != side}
         speeds = [line["tokens_per_s"] for line in here]
         shares = [line["mfu"] for line in here if line["mfu"] is not None]
-        ratios = [x["tokens_per_s"] / theirs[x["repetition"]] for x in here if x["repetition"] in theirs]
+        ratios = [line["tokens_per_s"] / theirs[turn_of(line)] for line in here if turn_of(line) in theirs]
         losses = [line["losses"] for line in of_size if line["side"] in (OURS, side) and "losses" in line]
         starts = [line["start_s"] for line in here if "start_s" in line]
         rows.append(

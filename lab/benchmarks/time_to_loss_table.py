@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from files.pages import markdown
 from files.palette import GRID, INK, SERIES
-from lab.benchmarks.scores import PEER, bytes_per_s
+from lab.benchmarks.scores import PEER, bytes_per_s, turn_of
 from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
 from lab.plots import OUTSIDE, rate_in_words
 from lab.records import Line, Range, spread
@@ -27,7 +27,7 @@ class Joined:
 
     method: Method
     curves: Mapping[int, tuple[Sequence[int], Sequence[float]]]  # steps and losses, by seed
-    means_s: Mapping[str, Mapping[int, float]]  # the mean step by rate and repetition
+    means_s: Mapping[str, Mapping[tuple[str, int], float]]  # the mean step by rate, commit and repetition
     step_bytes: float | None  # that a node sends
 
     def step_s(self, rate: str) -> Range | None:
@@ -43,10 +43,10 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
         losses = [x for x in lines if (x["part"], x["method"]) == ("losses", method.losses)]
         losses = [x for x in losses if x["steps"] == method.steps]
         timed = [x for x in lines if (x["part"], x["method"]) == ("times", method.times)]
-        means_s: dict[str, dict[int, float]] = {}
+        means_s: dict[str, dict[tuple[str, int], float]] = {}
         for line in timed:
             for rate, link in line["links"].items():
-                means_s.setdefault(rate, {})[line["repetition"]] = fmean(link["step_times_s"])
+                means_s.setdefault(rate, {})[turn_of(line)] = fmean(link["step_times_s"])
         sent = [link["sent_bytes"] for line in timed for link in line["links"].values()]
         found[name] = Joined(
             method=method,
@@ -119,9 +119,9 @@ def times_as_long(found: Mapping[str, Joined], slower: str, faster: str, rate: s
     dense, *own = (found[name].means_s.get(rate, {}) for name in (DENSE, slower, faster))
     pairs = []
     for seed in steps[slower].keys() & steps[faster].keys():
-        for repetition in dense.keys() & own[0].keys() & own[1].keys():
+        for turn in dense.keys() & own[0].keys() & own[1].keys():
             first, second = (
-                spent(count[seed], found[name].method, dense=dense[repetition], own=means[repetition])
+                spent(count[seed], found[name].method, dense=dense[turn], own=means[turn])
                 for (name, count), means in zip(steps.items(), own, strict=True)
             )
             pairs.append(first / second)
