@@ -1,7 +1,8 @@
 """Our decoders in PyTorch, for lab/benchmarks/strategies.py and lab/benchmarks/gpu.py: DDP, or FSDP2, full or hybrid.
 
     python -m lab.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
-        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] [fp16|power_sgd] [accum=1]
+        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] [fp16|power_sgd] \
+        [accum=1] [steps=3] [skipped=1]
     PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py zero3 kept '{"layers": 12, "hidden": 768, "heads": 12, ...}'
 
 One process per device, configured by torchrun's variables. Without sizes, on gloo: configs/standard.py's workload (8
@@ -215,6 +216,6 @@ if __name__ == "__main__":
     counts = {
         name: int(value)
         for name, equal, value in (word.partition("=") for word in sys.argv[2:])
-        if equal == "=" and name in ("accum", "steps")
+        if equal == "=" and name in ("accum", "steps", "skipped")
     }
     main(sys.argv[1], (given[0] if given else STANDARD) | counts, sys.argv[2:])

@@ -9,7 +9,6 @@ results/measured/replicas.jsonl; needs root (docs/emulation.md).
 """
 
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -26,6 +25,7 @@ from files.pages import markdown
 from lab.benchmarks.names import remat_of
 from lab.benchmarks.runner import (
     WORKDIR,
+    FailedRunError,
     Key,
     alternating,
     checked_rates,
@@ -36,7 +36,7 @@ from lab.benchmarks.runner import (
     started,
     words,
 )
-from lab.benchmarks.scores import PEER, rates_of
+from lab.benchmarks.scores import PEER, rates_of, turn_of
 from lab.records import MEASURED, Line, Range, middle
 from training.independent import FOLDER
 
@@ -88,6 +88,7 @@ def measured(key: Key, *, python: str) -> dict[str, Any]:
             *key["run"].split()[1:],
             f"accum={MICRO_STEPS[key['mode']]}",
             f"steps={STEPS}",
+            f"skipped={SKIPPED}",
         ]
         workdir = WORKDIR / "replicas" / "pytorch"
         command = emulator(key["rate"], workdir, "--processes_per_node=2") + ["--", python, *peer]
@@ -97,7 +98,7 @@ def measured(key: Key, *, python: str) -> dict[str, Any]:
 
 
 def steps_of(key: Key) -> dict[str, Any]:
-    """Runs ours, in one world or as replicas; returns the step times and the bytes that a node sends in a step."""
+    """Runs ours, in one world or as replicas; returns the step times and the bytes that node 0 sends in a step."""
     kind = key["run"].split()[0]
     workdir = WORKDIR / "replicas" / key["run"].replace(" ", "-")
     shutil.rmtree(workdir, ignore_errors=True)
@@ -107,17 +108,17 @@ def steps_of(key: Key) -> dict[str, Any]:
     command += ["--", *trainer("configs/standard.py", workdir, overrides)]
     started(command)
     rows = losses_of(workdir / FOLDER / "0" if kind == "independent" else workdir)
-    traffic = json.loads((workdir / "emulate" / "traffic.json").read_text())["nodes"]
-    times = [row["step_time_s"] for row in rows[SKIPPED - STEPS :]]
-    return {
-        "nodes": NODES,
-        "step_time_s": median(times),
-        "step_times_s": times,
-        "losses": [row["loss"] for row in rows],
-        # the first step's, of connecting and joining, is in it
-        "sent_bytes": median(node["tx_bytes"] for node in traffic) / steps,
-        "command": shown(command),
-    }
+    return timed(rows) | {"nodes": NODES, "losses": [row["loss"] for row in rows], "command": shown(command)}
+
+
+def timed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns times and bytes of the steps that count, the last ones. FailedRunError if a replica came later."""
+    rows = rows[SKIPPED - STEPS :]
+    if (fewest := min(row.get("replicas", NODES) for row in rows)) < NODES:
+        raise FailedRunError(f"a step that is timed had {fewest} of {NODES} replicas; JOINING must be more steps")
+    times = [row["step_time_s"] for row in rows]
+    sent_bytes = median(row["wire_tx_bytes"] for row in rows)
+    return {"step_time_s": median(times), "step_times_s": times, "sent_bytes": sent_bytes}
 
 
 def keys_of(key: Key) -> dict[str, Any]:
@@ -158,23 +159,27 @@ def losses_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in json_lines.read(file) if "loss" in row] if file.exists() else []
 
 
+def step_s(line: Line) -> float:
+    """Returns the median of the steps that are timed: PyTorch's older lines have those before too."""
+    return median(line["step_times_s"][SKIPPED - STEPS :])
+
+
 def table(lines: Sequence[Line]) -> str:
     """Returns the step times of each run in each mode and at each rate, and their ratios to one world without codec."""
     rows = []
     for mode, rate in itertools.product(MICRO_STEPS, rates_of(lines)):
         there = [line for line in lines if (line["mode"], line["rate"]) == (mode, rate)]
-        one_world = {line["repetition"]: line["step_time_s"] for line in there if line["run"] == OURS[0]}
+        one_world = {turn_of(line): step_s(line) for line in there if line["run"] == OURS[0]}
         for name in dict.fromkeys(line["run"] for line in there):
             these = [line for line in there if line["run"] == name]
-            pairs = [(line["step_time_s"], one_world.get(line["repetition"])) for line in these]
-            ratios = [time / other for time, other in pairs if other]
+            ratios = [step_s(line) / one_world[turn_of(line)] for line in these if turn_of(line) in one_world]
             sent = f"{median(line['sent_bytes'] for line in these) / 1e6:.0f} MB"
             cells = [
                 str(MICRO_STEPS[mode]),
                 rate,
                 f"`{name}`",
                 str(len(these)),
-                middle([line["step_time_s"] for line in these]),
+                middle([*map(step_s, these)]),
             ]
             of_it = Range(value=median(ratios), low=min(ratios), high=max(ratios)).text(2) if ratios else "-"
             rows.append([*cells, of_it, sent])
