@@ -174,6 +174,15 @@ def test_ratios_are_of_one_seed_and_one_repetition() -> None:
     assert ratio and (ratio.low, ratio.value, ratio.high) == pytest.approx((ratios[0], sum(ratios) / 2, ratios[1]))
 
 
+def test_learning_rates_are_compared_on_the_seeds_that_all_have() -> None:
+    """A third one that is worse on seed 0 was not run on seed 1, whose losses are higher."""
+    lines = list(by_hand())
+    trial = next(x for x in lines if (x["part"], x["method"], x["seed"]) == ("losses", "dense", 0))
+    lines.insert(0, trial | {"learning_rate": 3e-3, "validation_losses": [4.0, 3.0, 2.5, 2.05]})
+    curves = joining.joined(lines, BY_HAND)["dense"].curves
+    assert {seed: losses[-1] for seed, (_, losses) in curves.items()} == pytest.approx({0: 2.0, 1: 2.2})
+
+
 def test_a_seed_that_does_not_get_there_makes_the_method_one_that_does_not() -> None:
     lines = list(by_hand())
     late = next(x for x in lines if (x["part"], x["method"], x["seed"]) == ("losses", "coded", 1))

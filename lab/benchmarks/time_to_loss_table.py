@@ -58,12 +58,13 @@ def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> di
 
 
 def best(losses: Sequence[Line]) -> list[Line]:
-    """Returns the lines of the learning rate whose runs end lowest on average, by seed."""
-    by_rate: dict[float, list[Line]] = {}
-    for line in losses:
-        by_rate.setdefault(line["learning_rate"], []).append(line)
-    chosen = min(by_rate.values(), key=lambda of: fmean(x["validation_losses"][-1] for x in of), default=[])
-    return sorted(chosen, key=lambda line: line["seed"])
+    """Returns the lines, by seed, of the learning rate whose runs end lowest on average of the seeds that all have."""
+    by_rate: dict[float, dict[int, Line]] = {}
+    for line in sorted(losses, key=lambda line: line["seed"]):
+        by_rate.setdefault(line["learning_rate"], {})[line["seed"]] = line
+    seeds = set[int].intersection(*map(set, by_rate.values())) if by_rate else set[int]()
+    chosen = min(by_rate.values(), key=lambda of: fmean(of[x]["validation_losses"][-1] for x in seeds), default={})
+    return [*chosen.values()]
 
 
 # ---------------------------------------------------------------------------------------------------- the joining
