@@ -9,11 +9,27 @@ from lab.paper.replays import PLANNER
 from lab.paper.throughput import runs
 from lab.records import Line, read_records, recorded
 from planner import clusters
+from planner.compile import WHEELS
 
 
 def test_every_timed_step_was_predicted() -> None:
     timed = list(planner_validation.timed_steps())
     assert [{key: line[key] for key in timed[0]} for line in recorded(planner_validation.RESULTS)] == timed
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", ["zero3", "mics(2), int8, 1 micro-step"])
+def test_a_recorded_prediction_is_todays(name: str) -> None:
+    line = next(line for line in recorded(planner_validation.RESULTS) if line["name"] == name)
+    assert planner_validation.predicted(line) == pytest.approx(line["predicted_s"], rel=1e-6)
+
+
+@pytest.mark.release
+@pytest.mark.skipif(not WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+def test_a_recorded_replay_of_a_published_step_is_todays() -> None:
+    line = next(line for line in held_back() if (line["model"], line["gpus"]) == ("mpt-125m", 8))
+    found = published_steps.replayed(line)
+    assert {name: line[name] for name in found} == pytest.approx(found, rel=1e-6)
 
 
 def test_every_timed_run_of_replicas_was_predicted() -> None:
