@@ -20,6 +20,7 @@ WAITING = frozenset(
 )
 # `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py
 JAX = {"jax", "optax", "flax", "workload", "keeping", "running"}
+PLAIN = {"ROOT", "SMALL"}  # of `running`
 
 
 def depends_on_jax(file: Path) -> bool:
@@ -31,7 +32,8 @@ def depends_on_jax(file: Path) -> bool:
         return False
     tree = ast.parse(file.read_text())
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    parts = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [node.module or "" for node in parts if not {alias.name for alias in node.names} <= PLAIN]
     return any(name.split(".")[0] in JAX for name in names)
 
 
