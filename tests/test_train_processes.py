@@ -86,34 +86,29 @@ def test_processes_match_one_process(tmp_path: Path, by_one: Path, count: int, d
 
 
 @pytest.mark.slow
-def test_signal_to_one_process_stops_the_job(tmp_path: Path) -> None:
-    """Joined to nobody, jax still takes SIGTERM over. Given by hand, Kubernetes is not asked (there is none here)."""
-    args = arguments(tmp_path, mesh__num_cpu_devices=1, mesh__devices_per_node=1, sharding__partition_size=1)
-    job = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "JOB_COMPLETION_INDEX": "0"}
-    (process,) = start_together(args, 1, devices=1, pause_s=0.4, **job)
-    wait_until(lambda: steps_logged(tmp_path) >= 2, process)
-    process.terminate()
-    code, out, err = finish(process)[0]
-    assert code == RESUMABLE, err
-    done = len(losses(tmp_path))
-    assert 2 <= done < 10 and f"stopped at step {done}; run the same command again" in out
-    assert manifest(tmp_path, done)["step"] == done
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("joined", [True, False])
 def test_signals_are_handled_until_the_end(tmp_path: Path, joined: bool) -> None:
-    """An engine that repeats itself does not make a failure of a run that has stopped as it was asked to."""
+    """An engine that repeats itself does not make a failure of a run that has stopped as it was asked to.
+
+    Two that have joined stop by the signal to one. Given by hand, Kubernetes is not asked (there is none here).
+    """
+    job = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "JOB_COMPLETION_INDEX": "0"}
     args = arguments(tmp_path, num_steps=100000, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
     args.append("--config.sharding.partition_size=1")
-    process = start_together(args, 1, devices=1)[0] if joined else start(args)
-    wait_until(lambda: steps_logged(tmp_path) >= 1, process)
-    process.terminate()
-    assert process.stdout and any("stopped at step" in line for line in process.stdout)
-    while process.poll() is None:
-        process.terminate()
+    processes = start_together(args, 2, devices=1, **job) if joined else [start(args)]
+    first = processes[0]
+    wait_until(lambda: steps_logged(tmp_path) >= 1, first)
+    first.terminate()
+    assert first.stdout
+    said = next((line for line in first.stdout if "stopped at step" in line), "")
+    while first.poll() is None:
+        first.terminate()
         time.sleep(0.01)
-    assert finish(process)[0][0] == RESUMABLE
+    outcomes = finish(*processes)
+    assert [code for code, *_ in outcomes] == [RESUMABLE] * len(processes), outcomes
+    done = len(losses(tmp_path))
+    assert f"stopped at step {done}; run the same command again" in said
+    assert manifest(tmp_path, done)["step"] == done
 
 
 @pytest.mark.parametrize("joined", [True, False])
