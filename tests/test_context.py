@@ -112,10 +112,10 @@ def test_processes_of_a_node_train_as_one(tmp_path: Path, context: int, devices:
     """Rows are shared inside a process, in two of one node; or by both, which then read the same rows."""
     how = dict(num_steps=2, sharding__strategy="zero3", sharding__partition_size=0, mesh__devices_per_node=0)
     how |= dict(model__num_heads=4, model__num_kv_heads=4, checkpoint__every=2)
-    alone = running.arguments(tmp_path / "one", **how, mesh__num_cpu_devices=1)
-    shared = running.arguments(tmp_path / "two", **how, mesh__context=context)
-    finished = running.finish(running.start(alone), *running.start_together(shared, 2, devices))
-    assert [code for code, *_ in finished] == [0, 0, 0], finished
+    two = running.start_together(running.arguments(tmp_path / "two", **how, mesh__context=context), 2, devices)
+    assert running.run_here(*running.arguments(tmp_path / "one", **how)) == 0
+    finished = running.finish(*two)
+    assert [code for code, *_ in finished] == [0, 0], finished
     np.testing.assert_allclose(running.losses(tmp_path / "two"), running.losses(tmp_path / "one"), rtol=1e-5)
 
 
