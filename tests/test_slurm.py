@@ -112,7 +112,7 @@ def test_replicas_come_and_go_by_themselves(slurm: Slurm, tmp_path: Path) -> Non
 
     The last one that starts has the id of the whole array; only it is requeued.
     """
-    workdir, steps = slurm.folder / "run", 150
+    workdir, steps = slurm.folder / "run", 100
     independent = {"sharding__replicas": "independent", "sharding__strategy": "zero3", "sharding__partition_size": 0}
     sizes = {"mesh__num_cpu_devices": 2, "mesh__devices_per_node": 2, "checkpoint__every": 50}
     changes = {**SMALL, "num_steps": steps, **independent, **sizes, "elastic__silence_s": 5}
@@ -125,6 +125,7 @@ def test_replicas_come_and_go_by_themselves(slurm: Slurm, tmp_path: Path) -> Non
     done = lambda replica: max((row["step"] for row in rows(of(replica))), default=0)
     slurm.until(f"{job}_2", lambda _: all(steps_logged(of(replica)) >= 3 for replica in range(4)))
     node = {replica: slurm.job(f"{job}_{replica}")["NodeList"] for replica in range(4)}
+    alone = start([*arguments(tmp_path / "alone", **changes), "--group=0"])
 
     slurm.run("scancel", f"{job}_0")
     slurm.cluster.kill(int(node[1].removeprefix("node")))
@@ -142,7 +143,6 @@ def test_replicas_come_and_go_by_themselves(slurm: Slurm, tmp_path: Path) -> Non
     assert not free
     assert "replica 0 is lost" not in slurm.output(f"{job}_2")  # scancel announces it
 
-    alone = start([*arguments(tmp_path / "alone", **changes), "--group=0"])
     assert finish(alone)[0][0] == 0
     expected = losses(tmp_path / "alone" / "replicas" / "0")
     assert losses(of(2)) == expected and len(expected) == steps
