@@ -14,13 +14,13 @@ import pytest
 WAITING = frozenset(
     f"test_{name}.py"
     for name in (
-        *("chaos", "emulate", "emulate_nodes", "handshake", "heartbeat", "joining", "probe"),
+        *("chaos", "emulate", "emulate_nodes", "handshake", "heartbeat", "heartbeat_runs", "joining", "probe"),
         *("ray_engine", "ray_members", "ray_agent", "wire_bytes"),
     )
 )
 # `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py
 JAX = {"jax", "optax", "flax", "workload", "keeping", "running"}
-PLAIN = {"ROOT", "SMALL"}  # of `running`
+PLAIN = {"ROOT", "SMALL", "finish"}  # of `running`, which start nothing
 
 
 def depends_on_jax(file: Path) -> bool:

@@ -1,7 +1,6 @@
 """A process that dies, stops or cannot be reached ends its run with exit code 75 and its name; never a hang."""
 
 import faulthandler
-import os
 import queue
 import re
 import signal
@@ -14,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from running import ROOT, arguments, finish, free_port, start_together, steps_logged, wait_until
-from suite import sampled
+from ports import free_port
+from running import ROOT, finish
 
 from configs.schema import ElasticConfig
 from runtime import heartbeat
-from runtime.events import EventReader
 from runtime.heartbeat import Heartbeat, Peer, moved_bytes
 
 RESUMABLE = 75
@@ -93,7 +91,7 @@ def last_steps(*known: int) -> str:
 
 
 def test_a_process_dies() -> None:
-    """A worker here, process 0 below in a real run; who is left leaves at once, process 0 after the other."""
+    """A worker here, process 0 in test_heartbeat_runs.py; who is left leaves at once, process 0 after the other."""
     players = play([free_port()] * 3)
     players[1].kill()
     outcomes = finish(*players)
@@ -239,104 +237,6 @@ def test_a_shortage_of_file_descriptors_is_said_once(
 def test_a_bound_that_cannot_be_kept(silence_s: float) -> None:
     with pytest.raises(ValueError, match="must be from 1 to 60"):
         ElasticConfig(silence_s=silence_s, stall_s=600.0, snapshot_every=0, memory_dir="/dev/shm")
-
-
-def run_two(workdir: Path) -> list[subprocess.Popen[str]]:
-    args = arguments(workdir, num_steps=1000, checkpoint__every=0, elastic__silence_s=10.0)
-    two = start_together(args, 2, devices=1, pause_s=0.1)
-    wait_until(lambda: steps_logged(workdir) >= 1, two[0])
-    return two
-
-
-@pytest.mark.parametrize(
-    ("victim", "number"),
-    [
-        (0, signal.SIGKILL),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-)
-def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
-    """The main thread of the survivor is in gloo, or has an exception from it; jax would abort it or let it hang."""
-    two = run_two(tmp_path)
-    os.kill(two[victim].pid, number)
-    outcome = finish(two[1 - victim])
-    two[victim].kill()
-    finish(two[victim])
-    what = "died" if number == signal.SIGKILL else "silent for 10 s"
-    check_ended(outcome, rf"^error: process {victim} on {HOST}:? {what} .*; last completed step: [0-9]+ \(process")
-    lost, exited = EventReader(tmp_path).new()[-2:]
-    assert (lost["event"], lost["peers"]) == ("lost_peer", [f"process {victim} on {HOST}"])
-    assert (exited["event"], exited["code"]) == ("exited", RESUMABLE) and what in exited["why"]
-
-
-HANGS = """
-def make(config):
-    ex = running.make_experiment(config)
-    well, number = ex.batches.to_devices, itertools.count()
-    def hang(rows):
-        if next(number) == 3 and "--process_id=1" in sys.argv:
-            time.sleep(1000)
-        return well(rows)
-    vars(ex.batches)["to_devices"] = hang
-    return ex
-import itertools
-parts["make"] = make
-"""
-
-
-IN_VALIDATION = """
-import itertools
-if "--process_id=1" in sys.argv:
-    def make(config):
-        ex = running.make_experiment(config)
-        well = ex.compile_eval_step
-        def compiled():
-            evaluate, number = well(), itertools.count()
-            def hang(*args):
-                if next(number) == 1:
-                    time.sleep(1000)
-                return evaluate(*args)
-            return hang
-        vars(ex)["compile_eval_step"] = compiled
-        return ex
-    parts["make"] = make
-"""
-IN_RESTORING = """
-from state.snapshots import Snapshots
-class Hanging(Snapshots):
-    def restore(self, *args):
-        if "--process_id=1" in sys.argv:
-            self.hang()
-        return super().restore(*args)
-    def hang(self):
-        time.sleep(1000)
-import train
-train.Snapshots = Hanging
-"""
-IN_RECORDING = """
-def hang(step, state, metrics):
-    if "--process_id=1" in sys.argv:
-        time.sleep(1000)
-parts["hooks"] = [hang]
-"""
-
-
-HANGING = [
-    (HANGS, "process 1 on {host} reads a batch, every other process is in a step"),
-    (IN_VALIDATION, "process 0 on {host} validates, process 1 on {host} validates"),
-    (IN_RESTORING, "process 0 on {host} compares its memory, process 1 on {host} restores"),
-    (IN_RECORDING, "process 1 on {host} records, every other process is in a step"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "said"), sampled(HANGING, *HANGING[:2]))
-def test_a_real_run_hangs(tmp_path: Path, first: str, said: str) -> None:
-    every = 2 if first == IN_VALIDATION else 0
-    args = arguments(tmp_path, elastic__stall_s=5.0, eval__every=every, eval__num_batches=2)
-    outcomes = finish(*start_together(args, 2, devices=1, first=first))
-    check_ended(outcomes, f"^error: no progress for 5 s .*: {said.format(host=HOST)}; last ")
-    assert "in hang" in outcomes[1][2]  # the stacks
 
 
 def test_files_that_are_read_and_written_are_progress(tmp_path: Path) -> None:
