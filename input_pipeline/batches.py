@@ -19,8 +19,7 @@ class Batches:
     """Yields for each step the arrays of `dataset.row_arrays` by name, with a leading dim of `len(rows)`.
 
     Row `r` of step `t` is `dataset[t * global_size + r]`, so the rows of all processes together do not depend on the
-    number of processes. Rows >= `global_size` are padding: zeros, with weight zero. The same holds for rows of examples
-    >= `end`.
+    number of processes. Rows >= `global_size` are padding: zeros, with weight zero.
 
     `wait_s` is the time that was waited for the last batch; `step` is the step that the next call returns. `next()`
     raises exceptions of the background work; the iterator is closed afterwards.
@@ -34,11 +33,10 @@ class Batches:
         rows: Sequence[int],
         start_step: int,
         prefetch: int,
-        end: int = sys.maxsize,
     ) -> None:
         self.step = start_step
         self.wait_s = 0.0
-        self._dataset, self._global_size, self._end = dataset, global_size, end
+        self._dataset, self._global_size = dataset, global_size
         self._rows = tuple(int(row) for row in rows)
         options = grain.ReadOptions(num_threads=min(prefetch, dataset.threads), prefetch_buffer_size=prefetch)
         steps = grain.MapDataset.range(start_step, sys.maxsize).map(self._batch)  # how many there are is not known here
@@ -79,7 +77,7 @@ class Batches:
         self.close()
 
     def _batch(self, step: int) -> Batch:
-        return batch_at(self._dataset, step, global_size=self._global_size, rows=self._rows, end=self._end)
+        return batch_at(self._dataset, step, global_size=self._global_size, rows=self._rows)
 
 
 def batch_at(
@@ -91,7 +89,10 @@ def batch_at(
     end: int = sys.maxsize,
     threads: int = 1,
 ) -> Batch:
-    """Returns the arrays of one step, as `Batches` does; its rows are read by `threads`, or by the calling thread."""
+    """Returns the arrays of one step, as `Batches` does; its rows are read by `threads`, or by the calling thread.
+
+    Rows of examples >= `end` are padding too.
+    """
     first = step * global_size
     batch = {name: np.zeros((len(rows), *array.shape), array.dtype) for name, array in dataset.row_arrays.items()}
 

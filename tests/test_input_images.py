@@ -13,7 +13,8 @@ from test_input_tfds import InputTiny, own_data_dir  # noqa: F401 (a fixture)
 
 from configs import base
 from configs.schema import DataConfig
-from input_pipeline import Batches, cache, load
+from input_pipeline import cache, load
+from input_pipeline.batches import batch_at
 from input_pipeline.dataset import SPLITS
 from input_pipeline.images import centre_box, pixels, random_box
 
@@ -53,8 +54,7 @@ def test_digits_splits_partition_the_images() -> None:
 
 def test_image_batches_are_padded_with_zeros() -> None:
     dataset = load(settings(), "validation", 0)
-    with Batches(dataset, global_size=100, rows=[99, 3, 100], start_step=3, prefetch=0, end=360) as batches:
-        batch = next(batches)
+    batch = batch_at(dataset, 3, global_size=100, rows=[99, 3, 100], end=360)
     assert {name: (x.shape, x.dtype.name) for name, x in batch.items()} == {
         "images": ((3, 8, 8, 1), "float32"),
         "labels": ((3,), "int32"),

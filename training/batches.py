@@ -1,6 +1,5 @@
 """The layout of a batch: how the rows of the global batch are distributed over devices, `[accum, rows, ...]`."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,15 +110,14 @@ class BatchLayout:
             for name, array in self.row_arrays.items()
         }
 
-    def read(self, dataset: Dataset, start_step: int, *, prefetch: int, end: int = sys.maxsize) -> Batches:
-        """Returns this process' rows of the batches from a step on; rows of examples from `end` on are padding."""
+    def read(self, dataset: Dataset, start_step: int, *, prefetch: int) -> Batches:
+        """Returns this process' rows of the batches from a step on."""
         return Batches(
             dataset,
             global_size=self.global_size,
             rows=self.local_rows,
             start_step=start_step,
             prefetch=prefetch,
-            end=end,
         )
 
     def to_devices(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
