@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
@@ -103,7 +102,8 @@ def batch_at(
 
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
-            deque(pool.map(read, range(len(rows)), rows), maxlen=0)  # raises what they raise
+            list(pool.map(read, range(len(rows)), rows))  # raises what they raise
     else:
-        deque(map(read, range(len(rows)), rows), maxlen=0)
+        for place, row in enumerate(rows):
+            read(place, row)
     return batch
