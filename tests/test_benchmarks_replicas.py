@@ -99,6 +99,7 @@ def test_a_loss_with_another_bit_is_counted() -> None:
 
 def test_a_trace_is_compressed_to_a_length_and_to_four_nodes(tmp_path: Path) -> None:
     assert replica_events.changes_of(EVENT_A_MINUTE, 3) == [(0.0, 4), (60.0, 3), (120.0, 4)]
+    assert replica_events.changes_of("an event every 10 minutes", 21) == [(0.0, 4), (600.0, 3), (1200.0, 4)]
     trace = tmp_path / "trace.csv"
     trace.write_text("seconds,nodes\n0,16\n100,15\n500,8\n1000,8\n")  # 15 of 16 are 4 of 4
     assert replica_events.changes_of(str(trace), 1) == [(0.0, 4), (30.0, 2)]

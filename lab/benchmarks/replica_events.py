@@ -5,11 +5,12 @@
     python -m lab.benchmarks.replica_events --minutes=10 [--trace=planner/spot_us_east_2b.csv]
 
 Four nodes of 2 devices, a node a replica, configs/elastic.py at 1 Gbit/s. The first kills a node, adds one, stops one
-and cuts one off, and records the step times of a replica that stays. `--minutes` kills a node or adds one every minute,
-or as a trace has it that is compressed to that time and to 4 nodes, and counts the steps beside what as many nodes do
-undisturbed: of a node that was added from the moment on at which it was. `--random` runs `:tiny` at 20 Mbit/s through
-that many random events, and compares each loss that any replica wrote, to the last bit, with those of one replica that
-nothing happened to. Adds lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
+and cuts one off, and records the step times of a replica that stays. `--minutes` kills a node and adds one in turn, at
+the times of `--trace`, or as a file has it that is compressed to that time and to 4 nodes, and counts the steps beside
+what as many nodes do undisturbed: of a node that was added from the moment on at which it was. `--random` runs `:tiny`
+at 20 Mbit/s through that many random events, and compares each loss that any replica wrote, to the last bit, with those
+of one replica that nothing happened to. Adds lines to results/measured/replica_events.jsonl; needs root
+(docs/emulation.md).
 """
 
 import contextlib
@@ -53,6 +54,7 @@ from training.independent import FOLDER
 RESULTS = MEASURED / "replica_events.jsonl"
 COSTS, RANDOM, GOODPUT = "costs", "random events", "goodput"  # modes
 EVENT_A_MINUTE = "an event a minute"
+APART = {EVENT_A_MINUTE: 1, "an event every 10 minutes": 10}  # minutes
 CODECS = ("none", "bf16", "int8")
 RATE = "1gbit"
 IDLE, SLOW = "20mbit", "2mbit"  # with random events: who joins needs the processors that the links leave idle
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         random=(0, "as many random events, in place of the cost of some"),
         codecs=("none,bf16,int8", "of hop two, with random events"),
         minutes=(0, "of events that come and go, in place of the cost of some"),
-        trace=("", "CSV of seconds,nodes; else an event a minute"),
+        trace=(EVENT_A_MINUTE, f"one of {', '.join(map(repr, APART))}, or a CSV of seconds,nodes"),
     )
     return run_missing(RESULTS, planned(options), measured)
 
@@ -82,9 +84,8 @@ def planned(options: Namespace) -> list[Key]:
     """Returns the key of each run, in order. ValueError for a bad option."""
     codecs = words(options.codecs, "codecs", CODECS)
     if options.minutes:
-        trace = options.trace or EVENT_A_MINUTE
-        changes_of(trace, options.minutes)
-        return alternating(options.repetitions, mode=[GOODPUT], trace=[trace], minutes=[options.minutes])
+        changes_of(options.trace, options.minutes)
+        return alternating(options.repetitions, mode=[GOODPUT], trace=[options.trace], minutes=[options.minutes])
     if options.random:
         return alternating(options.repetitions, mode=[RANDOM], events=[options.random], codec=codecs)
     return alternating(options.repetitions, mode=[COSTS], codec=["bf16"])
@@ -226,8 +227,8 @@ def costs(run: Run) -> tuple[dict[str, float], dict[str, list[float]]]:
 
 def changes_of(trace: str, minutes: int) -> list[tuple[float, int]]:
     """Returns from which second on there are how many of NODES nodes. ValueError if a trace cannot be read."""
-    if trace == EVENT_A_MINUTE:
-        return [(60.0 * i, NODES - i % 2) for i in range(minutes)]
+    if trace in APART:
+        return [(60.0 * at, NODES - i % 2) for i, at in enumerate(range(0, minutes, APART[trace]))]
     found = read_trace(Path(trace))
     most = max(change.nodes for change in found.changes)
     scaled = [(c.start_s * 60 * minutes / found.length_s, round(c.nodes * NODES / most)) for c in found.changes]
