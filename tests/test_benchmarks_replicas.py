@@ -55,6 +55,16 @@ def test_time_and_bytes_are_those_of_steps_that_all_replicas_took_part_in() -> N
     assert replicas.timed(alone)["step_time_s"] == 3.0
 
 
+def test_alone_each_node_has_its_own_run_of_a_quarter_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(replicas, "started", asked.extend)
+    monkeypatch.setattr(replicas, "losses_of", lambda folder: [row(1.0, 1, 0.0) | {"loss": folder.parts[-3:]}] * 7)
+    found = replicas.measured({"mode": "one micro-step", "rate": "1gbit", "run": replicas.ALONE}, python="")
+    assert found["losses"][0] == ("0", "replicas", "0")  # in a directory of node 0's own
+    assert asked[-3:-1] == ["sh", "-c"] and asked[-1].endswith("/independent-none-dots-alone/$SLURM_ARRAY_TASK_ID")
+    assert "--config.batch.global_size=2 " in asked[-1]
+
+
 def test_pytorch_skips_as_many_steps_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

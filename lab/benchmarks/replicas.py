@@ -46,7 +46,9 @@ NODES = 4
 OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in ("one_world", "independent"))
 # products with weights are stored, as PyTorch's `dots` does
 OURS += tuple(f"independent {codec} dots" for codec in ("none", "bf16", "int8", "int4"))
-OURS += ("independent bf16 dots delayed",)
+OURS += tuple(f"independent {codec} dots delayed" for codec in ("bf16", "int8"))
+ALONE = "independent none dots alone"  # compute without hop two: each node a run that knows of no other
+OURS += (ALONE,)
 # as many shares as replicas: with four micro-steps a codec's bytes are fewer than the sum's of four shares
 OURS += tuple(f"independent {codec} dots one_share" for codec in ("bf16", "int8"))
 PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
@@ -102,20 +104,26 @@ def steps_of(key: Key) -> dict[str, Any]:
     kind = key["run"].split()[0]
     workdir = WORKDIR / "replicas" / key["run"].replace(" ", "-")
     shutil.rmtree(workdir, ignore_errors=True)
+    alone = key["run"] == ALONE
     steps = STEPS + JOINING if kind == "independent" else STEPS
     overrides = {"num_steps": steps, "elastic.snapshot_every": 0, **keys_of(key)}
+    program = trainer("configs/standard.py", workdir, overrides)
+    if alone:
+        program = ["sh", "-c", f"exec {shlex.join(program)} --workdir={workdir}/$SLURM_ARRAY_TASK_ID"]
     command = emulator(key["rate"], workdir / "emulate", *(["--independent"] if kind == "independent" else []))
-    command += ["--", *trainer("configs/standard.py", workdir, overrides)]
+    command += ["--", *program]
     started(command)
-    rows = losses_of(workdir / FOLDER / "0" if kind == "independent" else workdir)
-    return timed(rows) | {"nodes": NODES, "losses": [row["loss"] for row in rows], "command": shown(command)}
+    folder = workdir / "0" if alone else workdir
+    rows = losses_of(folder / FOLDER / "0" if kind == "independent" else folder)
+    found = timed(rows, 1 if alone else NODES)
+    return found | {"nodes": NODES, "losses": [row["loss"] for row in rows], "command": shown(command)}
 
 
-def timed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns times and bytes of the steps that count, the last ones. FailedRunError if a replica came later."""
+def timed(rows: Sequence[dict[str, Any]], replicas: int = NODES) -> dict[str, Any]:
+    """Returns times and bytes of the steps that count, the last ones. FailedRunError if not so many were there."""
     rows = rows[SKIPPED - STEPS :]
-    if (fewest := min(row.get("replicas", NODES) for row in rows)) < NODES:
-        raise FailedRunError(f"a step that is timed had {fewest} of {NODES} replicas; JOINING must be more steps")
+    if (count := min(row.get("replicas", replicas) for row in rows)) != replicas:
+        raise FailedRunError(f"a step that is timed had {count} of {replicas} replicas; JOINING must be more steps")
     times = [row["step_time_s"] for row in rows]
     sent_bytes = median(row["wire_tx_bytes"] for row in rows)
     return {"step_time_s": median(times), "step_times_s": times, "sent_bytes": sent_bytes}
@@ -125,7 +133,7 @@ def keys_of(key: Key) -> dict[str, Any]:
     """Returns the config's keys that mode and name of a run of ours mean."""
     kind, codec = (run := key["run"]).split()[:2]
     return {
-        "batch.global_size": 2 * NODES * MICRO_STEPS[key["mode"]],
+        "batch.global_size": 2 * MICRO_STEPS[key["mode"]] * (1 if run == ALONE else NODES),
         "compression.hop_two": codec,
         "model.remat": remat_of(run),
         "compression.error_feedback": False,
