@@ -15,7 +15,7 @@ from files.pages import markdown
 from lab.benchmarks import replicas
 from lab.benchmarks.compiled import on_cluster, start_devices
 from lab.benchmarks.planner_validation import DEVICES, error
-from lab.benchmarks.replicas import MICRO_STEPS, NODES
+from lab.benchmarks.replicas import ALONE, MICRO_STEPS, NODES
 from lab.benchmarks.runner import options_of, program
 from lab.benchmarks.scores import PEER
 from lab.emulate.links import Links
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def timed_runs() -> Iterator[Line]:
     """Yields each kind of run that was timed, with the medians of its repetitions."""
-    lines = [line for line in recorded(replicas.RESULTS) if not line["run"].startswith(PEER)]
+    lines = [line for line in recorded(replicas.RESULTS) if not line["run"].startswith((PEER, ALONE))]
     for found in dict.fromkeys(tuple(line[name] for name in KEY) for line in lines):
         of = [line for line in lines if tuple(line[name] for name in KEY) == found]
         seconds, sent = (median(line[key] for line in of) for key in ("step_time_s", "sent_bytes"))
