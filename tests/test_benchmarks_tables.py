@@ -74,26 +74,22 @@ def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> N
 # -------------------------------------------------------------------------------------------------------- codecs
 
 
-def test_a_chosen_interval_is_beside_fixed_ones_with_the_same_steps_and_meetings() -> None:
-    """By hand: 4 steps of 1 s, and a meeting of 2 s in every second one, or in every tenth."""
-    about = {"seed": 0, "target": 0.0}
-    lines = [{**about, "inner_steps": n, "validation_loss": loss} for n, loss in ((10, 2.2), (100, 2.0))]
-    assert "| 10 | 2.200 (2.200 to 2.200) |  |" in utilisation.table(lines)
-    lines.append(
-        {**about, "inner_steps": 100, "target": 0.95, "validation_loss": 2.0, "meetings": [[2, 2.0], [4, 2.0]]}
-    )
-    lines[-1]["parts"] = [{"rate": "200mbit", "steps": 4, "seconds": 8.0}]
-    table = utilisation.table(lines)
-    assert "| chosen, 100 at most | 50.0%, every 2 (2 to 2) | 50.0% | 8 | 2.000 (2.000 to 2.000) |  |" in table
-    assert "| 10 | 83.3% | 83.3% | 5 | 2.200 (2.200 to 2.200) | +10.0% (+10.0% to +10.0%) |" in table
+def test_a_chosen_interval_is_beside_fixed_ones_of_its_seed() -> None:
+    """By hand: what steps took that hardly met, 10 s a part, over what these took, part by part."""
 
+    def run(inner_steps: int, target: float, seed: int, loss: float, *seconds: float) -> dict[str, Any]:
+        parts = [{"rate": rate, "steps": steps, "seconds": s} for (rate, steps), s in zip(utilisation.PARTS, seconds)]
+        about = {"inner_steps": inner_steps, "target": target, "seed": seed, "validation_loss": loss, "parts": parts}
+        return about | {"met": [50, 100, 150, 300, 310, 400]}
 
-def test_meetings_are_those_that_the_run_said() -> None:
-    """The first at step 2; after one at which the interval stays the run says nothing."""
-    line = "step {}: a meeting took {} s more than a step of 0.2 s; replicas meet every {} steps\n"
-    said = "step 1/400  loss\n" + line.format(4, 0.5, 50) + line.format(154, 1.5, 100)
-    wanted = [(2, 0.5), (4, 0.5), (54, 0.5), (104, 0.5), (154, 1.5), (254, 1.5), (354, 1.5), (400, 1.5)]
-    assert utilisation.meetings(said) == wanted
+    lines = [run(100, 0.0, 0, 2.0, 10, 10, 10), run(10, 0.0, 0, 1.1, 12.5, 20, 10), run(10, 0.0, 1, 1.2, 1, 1, 1)]
+    found = utilisation.table(lines)
+    assert "| 2 | - | - | - | - | - |  |" in found
+    assert "| 10 | 80.0% (80.0% to 80.0%) | 50.0% (50.0% to 50.0%) | 100.0% (100.0% to 100.0%) | 23 (3 to 42)" in found
+    found = utilisation.table([*lines, run(100, 0.95, 0, 1.0, 10, 20, 20)])
+    shares = "100.0% (100.0% to 100.0%), every 50 (50 to 50) | 50.0% (50.0% to 50.0%), every 100 (50 to 150)"
+    assert f"| chosen, 100 at most | {shares} | 50.0% (50.0% to 50.0%), every 50 (10 to 90) | 50 (50" in found
+    assert "1.150 (1.100 to 1.200) | +10.0% (+10.0% to +10.0%) |" in found
 
 
 def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimizer() -> None:

@@ -51,10 +51,9 @@ def test_the_interval_follows_the_link() -> None:
     link.now_s += 60  # a checkpoint
     link.run(232, 384, 1.0)
     assert link.met[2:] == [4 + 76 * n for n in range(1, 6)]
-    assert link.run(384, 384 + 76, 0.01) > 0.95  # a fast link is noticed when they meet
-    link.run(460, 1000, 0.01)
-    assert link.met[-2:] == [998, 1000] and link.run(1000, 1002, 0.01) > 0.95
-    link.run(1002, 1004, 20.0)
+    link.run(384, 384 + 2 * 76, 0.01)  # a fast link is noticed at the second meeting
+    assert link.run(536, 1000, 0.01) > 0.95 and link.met[-2:] == [998, 1000]
+    link.run(1000, 1004, 20.0)
     assert "meet every 200 steps" in link.said[-1] and link.met[-1] == 1004
     link.run(1004, 2000, 20.0)
     assert link.met[-5:] == [1204, 1404, 1604, 1804, 2000]  # never later than inner_steps, and at the end of the run
@@ -73,13 +72,24 @@ def test_what_agreeing_takes_is_a_part_of_the_meeting(monkeypatch: pytest.Monkey
     assert link.met == [2, 4, 80]
 
 
-def test_who_comes_last_says_what_a_meeting_takes() -> None:
-    """The others wait for it. It is the one whose steps took longest in the interval; its usual step counts."""
+def intervals(*of_all: tuple[tuple[float, float], ...]) -> list[int]:
+    """Returns what is chosen after each interval of 10 steps, of which the processes say these times."""
     meetings = Meetings(LocalSGDConfig(inner_steps=500, target_utilisation=0.95), 1000, print)
-    meetings._interval = 2
-    for _ in range(2):
-        assert meetings._chosen(4, [(6.25, 0.2), (1.25, 0.25)]) == 76
-    assert meetings._chosen(4, [(1.2, 2.0), (5.25, 0.25)]) == 95
+    meetings._interval = 10
+    return [meetings._chosen(10, measured) for measured in of_all]
+
+
+def test_a_meeting_takes_what_the_interval_does_beyond_its_steps() -> None:
+    """1 s beyond 10 steps of 0.25 s; it stays 1 s if all steps take twice as long, by a load that all have."""
+    usual, loaded = ((3.5, 0.25), (3.5, 0.25)), ((6.0, 0.5), (6.0, 0.5))
+    assert intervals(usual, usual, usual, loaded, loaded) == [76] * 5
+
+
+def test_waiting_for_who_is_slow_this_time_is_a_part_of_it_for_who_always_is_not() -> None:
+    always = ((3.5, 0.2), (3.5, 0.25))
+    assert intervals(always, always, always) == [76] * 3
+    usual, waiting = ((3.5, 0.25), (3.5, 0.25)), ((4.5, 0.35), (4.5, 0.25))  # 1.5 s beyond steps of 0.3 s
+    assert intervals(usual, usual, usual, waiting, usual, waiting) == [76, 76, 76, 76, 76, 114]
 
 
 @pytest.mark.slow

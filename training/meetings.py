@@ -2,15 +2,16 @@
 
 With a step of c seconds and a meeting of m more, H steps and a meeting put H c / (H c + m) of the time into steps. So
 after a meeting H is the least with which that is the target, from 2 to `local_sgd.inner_steps`: on a fast link the
-replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good. The steps
-behind a meeting pay for it, so where `inner_steps` are enough the target holds whatever the link does from one meeting
-to the next.
+replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good.
+
+m is what H steps and their meeting took, less H steps of the processes' mean: so waiting for a process that was slow
+this time is a part of it, as it would not be without the meeting. Waiting for one that is always slower is not, as no
+interval mends that. It is the median of the last three: one process that paused once says little.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from math import ceil
-from statistics import median
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from runtime.consensus import all_gather, new_key
 from sharding.step import TrainState
 
 INTERVALS = 9  # whose median a step's time is: one in which a checkpoint was saved says little
+LATEST = 3  # whose median a meeting's time is: a link that has changed is noticed at the second meeting
 
 
 class Meetings:
@@ -38,7 +40,8 @@ class Meetings:
         self._at = self._interval = 0  # 0: not read yet, and not chosen
         self._since = 0, 0.0  # the step and the time of the last meeting
         self._agreeing_s = 0.0  # on the interval after the last meeting
-        self._steps_s: list[list[float]] = []  # of an interval: the mean step of each process, without the meeting
+        self._steps_s: list[np.ndarray] = []  # of an interval: the mean step of each process, without the meeting
+        self._more_s: list[float] = []  # of an interval: what the meeting took
 
     @property
     def last(self) -> int:
@@ -57,7 +60,7 @@ class Meetings:
         state, metrics = jax.block_until_ready(step_fn(state, batch))
         ended_s = self._clock()
         mean_s = (begun_s - since_s) / (step - first) if step > first else 0.0
-        measured = ended_s - begun_s + self._agreeing_s, mean_s
+        measured = ended_s - since_s + self._agreeing_s, mean_s
         self._interval = self._chosen(step + 1, all_gather(new_key("meetings"), measured))
         self._at = min(step + 1 + self._interval, self._num_steps)
         self._since = step + 1, self._clock()
@@ -67,22 +70,24 @@ class Meetings:
     def _chosen(self, step: int, of_all: Sequence[tuple[float, float]]) -> int:
         """Returns the interval after the meeting that is `step`; `of_all` processes say what they have measured.
 
-        That is the time of the meeting with its step and of agreeing, and the mean step before it, 0 if there was none.
+        That is the time since the last meeting, with agreeing, and the mean step of it, 0 if there was none.
         """
         if not self._interval:  # until they have met, connections are made
             self._say(f"step {step}: replicas meet after {LEAST_INTERVAL} steps more, to see what a meeting takes")
             return LEAST_INTERVAL
-        if not min(step_s for _, step_s in of_all):
+        whole_s, steps_s = np.array(of_all).T
+        if not steps_s.min():
             return self._interval
-        self._steps_s = [*self._steps_s, [step_s for _, step_s in of_all]][-INTERVALS:]
-        # the process whose steps took longest comes last and waits for nobody, however long the interval was
-        last = max(range(len(of_all)), key=lambda process: of_all[process][1])
-        met_s, step_s = of_all[last][0], median(steps_s[last] for steps_s in self._steps_s)
-        more_s = max(met_s - step_s, 0)
+        self._steps_s = [*self._steps_s, steps_s][-INTERVALS:]
+        usual_s = np.median(self._steps_s, axis=0)
+        step_s = usual_s.max()  # of the slowest, for which all wait
+        more_s = whole_s.max() - (step - self._since[0]) * (step_s + (steps_s - usual_s).mean())
+        self._more_s = [*self._more_s, more_s][-LATEST:]
+        more_s = max(np.median(self._more_s), 0.0)
         interval = interval_of(self._config, step_s, more_s)
         if interval != self._interval:
             self._say(
-                f"step {step}: a meeting took {more_s:.3g} s more than a step of {step_s:.3g} s; replicas meet "
+                f"step {step}: meetings took {more_s:.3g} s more than a step of {step_s:.3g} s; replicas meet "
                 f"every {interval} steps"
             )
         return interval
