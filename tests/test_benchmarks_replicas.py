@@ -161,3 +161,16 @@ def test_steps_are_compared_with_those_of_as_many_nodes_undisturbed(monkeypatch:
         [EVENT_A_MINUTE, "2", "2", "3", "95.0 (90.0 to 100.0)"],
         ["`a/b.csv`", "1", "2", "3", "50.0"],
     ]
+
+
+def test_where_events_are_far_apart_undisturbed_steps_are_those_of_the_run_between_them() -> None:
+    """A step a second of 3 nodes, 2 of 4, which 4 pause for 60 s when the last one comes; calm phases were slower."""
+    changes = [(0.0, 4), (600.0, 3), (1200.0, 4)]
+    speeds = [(0, 600, 2.0), (600, 1200, 1.0), (1260, 1500, 2.0)]
+    seen = [(1000.0 + at_s, 100) for at_s in (-5, 0)]
+    for begin, end, rate in speeds:
+        before = seen[-1][1]
+        seen += [(1000.0 + begin + i / rate, before + i) for i in range(1, int(rate * (end - begin)) + 1)]
+    line = {"changes": changes, "minutes": 25, "seen": {"0": seen[:700], "1": seen[600:]}, "possible": 99.0}
+    assert replica_events.undisturbed(line | {"steps": seen[-1][1] - 100}) == pytest.approx(2400, abs=8)
+    assert replica_events.undisturbed(line | {"changes": [(0.0, 4), (60.0, 3)]}) == 99.0
