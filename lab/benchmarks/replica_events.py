@@ -135,6 +135,7 @@ class Run:
         self._program = trainer(config, workdir, common | overrides)
         self.command: list[str] = []
         self.groups: list[int] = []
+        self._nodes = 0
         self._done: dict[int, tuple[int, int]] = {}  # of each the bytes of its metrics, and its last step
         self.seen: dict[int, list[tuple[float, int]]] = {}  # of each when which step was done, to about 0.1 s
 
@@ -143,7 +144,7 @@ class Run:
         """Runs on so many nodes, whose replicas all train when the context begins; ends all with it."""
         options = ("--independent", f"--name={self.name}")
         self.command = [*emulator(rate, self.workdir / "emulate", *options, nodes=nodes), "--", *self._program]
-        self.groups = list(range(nodes))
+        self.groups, self._nodes = list(range(nodes)), nodes
         with (self.workdir / "log").open("w") as log:
             emulation = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=log)
             try:
@@ -157,9 +158,18 @@ class Run:
 
     def add(self) -> int:
         """Starts one more; returns its number."""
-        self.control("add", "--", *self._program)
-        self.groups.append(len(self.groups))
+        self.groups.append(self._added(*self._program))
         return self.groups[-1]
+
+    def stay(self) -> None:
+        """Keeps the cluster when no replica is there, which would end it, by a node that only sleeps."""
+        self._added("sleep", "infinity")
+
+    def _added(self, *program: str) -> int:
+        """Runs a program on one more node; returns the node's number."""
+        self.control("add", "--", *program)
+        self._nodes += 1
+        return self._nodes - 1
 
     def control(self, *words: str) -> None:
         """Asks the emulated cluster for something."""
@@ -239,6 +249,8 @@ def changes_of(trace: str, minutes: int) -> list[tuple[float, int]]:
 def goodput(run: Run, changes: Sequence[tuple[float, int]], length_s: float) -> dict[str, Any]:
     """Returns the steps that were done while nodes came and went, and what as many would have done undisturbed."""
     there, rates = [*run.groups], {0: 0.0}
+    if any(nodes == 0 for _, nodes in changes):
+        run.stay()
 
     def become(nodes: int) -> None:
         while len(there) > nodes:
