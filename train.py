@@ -32,7 +32,8 @@ from runtime.phases import Phase
 from runtime.supervisor import Supervisor, supervise
 from runtime.workdir_lock import workdir_lock
 from sharding import drawing
-from state import Checkpointer, CheckpointError, check_path
+from state import check_path
+from state.checkpointer import Checkpointer, CheckpointError
 from state.snapshots import Snapshots
 from training import groups, resume
 from training.datasets import load_datasets

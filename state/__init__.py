@@ -1,7 +1,7 @@
 """Saves and restores training states: asynchronous, verified, onto any mesh.
 
-A training program uses `Checkpointer`; `python -m state verify DIR` and `ls DIR` inspect a directory. A checkpoint
-directory:
+A training program uses `state.checkpointer`; `python -m state verify DIR` and `ls DIR` inspect a directory, without jax
+or Orbax. A checkpoint directory:
 
     DIR/100/                step 100: Orbax's files (state/, data/, config/) and manifest.json, which is written last
     DIR/unfinished/         saves in progress, and the files of killed saves (removed by the next save; of
@@ -12,26 +12,12 @@ A step appears in DIR by one rename, after its manifest is on disk. So a killed 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from files import json_objects as _json_objects
-from state import manifest as _manifest
-
-if TYPE_CHECKING:
-    from state.checkpointer import Checkpointer, CheckpointError, Restored
-
-__all__ = ["CheckpointError", "Checkpointer", "Restored", "check_path", "latest_config"]
+from files import json_objects
+from state import manifest
 
 _REFUSED = "*?[\\"  # Orbax expands patterns in a path, and TensorStore takes a backslash for a slash
-
-
-def __getattr__(name: str) -> Any:
-    """Imports what needs jax and Orbax on first use, so that the command line starts without them."""
-    if name in ("Checkpointer", "CheckpointError", "Restored"):
-        from state import checkpointer
-
-        return getattr(checkpointer, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def check_path(directory: str | Path) -> None:
@@ -59,18 +45,18 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
     if one of the files cannot be read.
     """
     damaged = []
-    for step in reversed(_manifest.step_numbers(Path(directory))):
+    for step in reversed(manifest.step_numbers(Path(directory))):
         folder = Path(directory) / str(step)
         try:
-            _manifest.verify(folder, only=_manifest.CONFIG_FILE)
-        except _manifest.DamagedError as error:
+            manifest.verify(folder, only=manifest.CONFIG_FILE)
+        except manifest.DamagedError as error:
             damaged.append(f"step {step}: {error}")
             continue
-        except _manifest.UnreadableError:
-            if step in _manifest.step_numbers(Path(directory)):
+        except manifest.UnreadableError:
+            if step in manifest.step_numbers(Path(directory)):
                 raise
             return latest_config(directory)  # the run has deleted it meanwhile, after it saved a newer one
-        return _json_objects.read(folder / _manifest.CONFIG_FILE, lenient=True)
+        return json_objects.read(folder / manifest.CONFIG_FILE, lenient=True)
     if damaged:
         raise ValueError(f"no checkpoint in {directory} has a config that verifies: {'; '.join(damaged)}")
     return None

@@ -19,7 +19,7 @@ import numpy as np
 from ports import free_port
 
 from configs.schema import CheckpointConfig
-from state import Checkpointer
+from state.checkpointer import Checkpointer
 
 TESTS = Path(__file__).parent
 VARIABLES = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "JAX_PLATFORMS": "cpu"}

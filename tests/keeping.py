@@ -13,7 +13,7 @@ from checkpointing import abstract as abstract_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
-from state import Checkpointer, Restored
+from state.checkpointer import Checkpointer, Restored
 from state.snapshots import Snapshots
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}

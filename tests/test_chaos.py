@@ -24,7 +24,7 @@ from lab.chaos.faults import KINDS, Fault, _open_slots, make_plan
 from lab.chaos.run import NOTICED, ElasticRun
 from lab.chaos.same import compare_losses, compare_parameters
 from runtime.events import Event, EventLog
-from state import Checkpointer
+from state.checkpointer import Checkpointer
 
 TIMEOUT_S = 600
 ENDS = {"node1": "by SIGKILL", "node2": "with 75", "node3": "with 75"}

@@ -22,7 +22,7 @@ from configs.schema import LocalSGDConfig
 from optimizers import guarded
 from sharding.plan import ShardingPlan
 from sharding.step import TrainState
-from state import Checkpointer
+from state.checkpointer import Checkpointer
 from training.optimizer_chain import watch
 
 CODEC = OneBit(block=32)

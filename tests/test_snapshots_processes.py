@@ -20,7 +20,8 @@ from orbax.checkpoint import multihost
 from configs.schema import CheckpointConfig
 from runtime.consensus import barrier
 from sharding.replicas import PerReplica
-from state import Checkpointer, Restored, recovery, transfer
+from state import recovery, transfer
+from state.checkpointer import Checkpointer, Restored
 from state.memory_files import MemoryFolder
 from state.snapshots import Needs, Snapshots
 

@@ -17,7 +17,8 @@ from checkpointing import abstract, check_equal, files_no_larger_than, start
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
-from state import Checkpointer, CheckpointError, manifest
+from state import manifest
+from state.checkpointer import Checkpointer, CheckpointError
 
 KEEP_TWO = CheckpointConfig(every=1, keep_last=2)
 BIG_LAYERS, BIG_SHAPE = 16, (3200, 1024)  # 16 times 12.5 MiB

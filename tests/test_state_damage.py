@@ -22,8 +22,9 @@ from checkpointing import KEEP_ALL, abstract, check_equal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
-from state import Checkpointer, latest_config, manifest
 from state import __main__ as command_line
+from state import latest_config, manifest
+from state.checkpointer import Checkpointer
 
 GOOD, NEWEST = 10, 20
 

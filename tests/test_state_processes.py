@@ -22,7 +22,8 @@ from orbax.checkpoint import multihost
 from configs.schema import CheckpointConfig
 from runtime import consensus
 from runtime.consensus import barrier
-from state import Checkpointer, CheckpointError, latest_config, manifest
+from state import latest_config, manifest
+from state.checkpointer import Checkpointer, CheckpointError
 
 SPECS = {"w": PartitionSpec("a"), "b": PartitionSpec(), "t": PartitionSpec(None, "a")}
 

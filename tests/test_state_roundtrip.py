@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
 from runtime.exit_codes import ResumableError
-from state import Checkpointer, CheckpointError, latest_config, manifest, tree
+from state import latest_config, manifest, tree
+from state.checkpointer import Checkpointer, CheckpointError
 
 
 @jax.tree_util.register_dataclass

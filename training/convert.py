@@ -31,7 +31,8 @@ from input_pipeline import tokenizers
 from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
 from models import hugging_face, lora, peft
 from runtime.command_line import complain, make_folder, prepare_output
-from state import Checkpointer, check_path
+from state import check_path
+from state.checkpointer import Checkpointer
 from state.saved_arrays import SavedArrays
 from training.devices import use_cpu_devices
 from training.experiment import make_experiment

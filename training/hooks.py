@@ -19,7 +19,7 @@ from runtime.events import Event
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor
 from sharding.step import TrainState
-from state import Checkpointer
+from state.checkpointer import Checkpointer
 from state.snapshots import Snapshots
 from training.datasets import Datasets
 from training.experiment import Experiment

@@ -15,8 +15,8 @@ from metrics.run_files import RunFiles, read_run
 from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
 from sharding.scopes import WorldTooSmallError
-from state import Checkpointer, Restored, latest_config
-from state.checkpointer import Source, damage
+from state import latest_config
+from state.checkpointer import Checkpointer, Restored, Source, damage
 from state.snapshots import Snapshots
 from training.experiment import Experiment
 
