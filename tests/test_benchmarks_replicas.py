@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lab.benchmarks import replica_events, replica_links, replicas
+from lab.benchmarks import replica_events, replica_links, replicas, runner
 from lab.benchmarks.replica_events import COSTS, EVENT_A_MINUTE, GOODPUT, RANDOM
 from lab.benchmarks.runner import FailedRunError
 
@@ -72,7 +72,7 @@ def test_pytorch_skips_as_many_steps_as_ours(monkeypatch: pytest.MonkeyPatch) ->
         asked.extend(command)
         return {"wire_tx_bytes": 7}
 
-    monkeypatch.setattr(replicas, "result_of", answer)
+    monkeypatch.setattr(runner, "result_of", answer)
     key = {"mode": "one micro-step", "rate": "200mbit", "run": "pytorch ddp fp16"}
     assert replicas.measured(key, python="torch/python")["sent_bytes"] == 7
     assert asked[-5:] == ["ddp", "fp16", "accum=1", "steps=7", "skipped=2"] and "torch/python" in asked

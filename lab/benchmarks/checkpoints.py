@@ -22,7 +22,7 @@ import jax
 
 from configs import base, quickstart
 from files import json_lines
-from lab.benchmarks.runner import ROOT, FailedRunError, Key, options_of, program, run_missing
+from lab.benchmarks.runner import ROOT, FailedRunError, Key, options_of, program, run_missing, trainer
 from lab.records import MEASURED
 from planner import clusters
 from planner.candidates import of_config
@@ -79,8 +79,7 @@ def measured(folder: Path, mount: Path, device: str, rate_mb: int) -> dict[str, 
     workdir.mkdir()
     there.mkdir()
     (workdir / "checkpoints").symlink_to(there)
-    words = [f"--config.{key}={value}" for key, value in KEYS.items()]
-    command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *words]
+    command = trainer("configs/quickstart.py", workdir, KEYS)
     limited = ["sh", "-c", f'echo $$ > {GROUP}/cgroup.procs; exec "$@"', "sh", *command]
     if subprocess.run(limited, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
         raise FailedRunError(f"{' '.join(command)} failed")

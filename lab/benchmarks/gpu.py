@@ -46,6 +46,7 @@ from lab.benchmarks.runner import (
     result_of,
     run_missing,
     started,
+    trainer,
     words,
 )
 from lab.benchmarks.scores import turn_of
@@ -137,8 +138,7 @@ def run_ours(key: Key, device: Device) -> dict[str, Any]:
     keys = {"num_steps": steps, **keys_of(size, key["side"], device.count)}
     keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
     with tempfile.TemporaryDirectory() as workdir:
-        flags = [f"--config={ROOT}/configs/gpu_decoder.py:{size}", f"--workdir={workdir}"]
-        started([sys.executable, "train.py", *flags, *(f"--config.{key}={value}" for key, value in keys.items())])
+        started(trainer(f"configs/gpu_decoder.py:{size}", Path(workdir), keys))
         rows, events = (json_lines.read(Path(workdir) / f"{name}.jsonl") for name in ("metrics", "events"))
     began, first = (
         datetime.fromisoformat(next(event["time"] for event in events if event["event"] == name))

@@ -34,17 +34,20 @@ from matplotlib.figure import Figure
 
 from files.pages import markdown
 from files.palette import INK, SERIES
-from lab.benchmarks.replicas import NODES, emulator, losses_of, shown, trainer
+from lab.benchmarks.replicas import GROUPS, NODES, losses_of
 from lab.benchmarks.runner import (
     ROOT,
     WORKDIR,
     FailedRunError,
     Key,
     alternating,
+    emulator,
     options_of,
     program,
     run_missing,
+    shown,
     started,
+    trainer,
     words,
 )
 from lab.records import MEASURED, Line, middle
@@ -130,7 +133,7 @@ class Run:
         shutil.rmtree(workdir, ignore_errors=True)
         workdir.mkdir(parents=True)
         self.workdir, self.name = workdir, f"{workdir.name}-{os.getpid()}"
-        common = {"num_steps": 100_000, "checkpoint.every": 0, "batch.global_size": 2 * NODES}
+        common = GROUPS | {"num_steps": 100_000, "checkpoint.every": 0, "batch.global_size": 2 * NODES}
         common |= {"compression.error_feedback": False, "sharding.replicas": "independent"}
         self._program = trainer(config, workdir, common | overrides)
         self.command: list[str] = []

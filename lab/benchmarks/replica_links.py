@@ -22,16 +22,18 @@ from typing import Any
 import numpy as np
 
 from files.pages import markdown
-from lab.benchmarks.replicas import NODES, emulator, shown
+from lab.benchmarks.replicas import NODES
 from lab.benchmarks.runner import (
     WORKDIR,
     FailedRunError,
     Key,
     alternating,
     checked_rates,
+    emulator,
     options_of,
     program,
     run_missing,
+    shown,
     started,
     words,
 )

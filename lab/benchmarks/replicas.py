@@ -29,11 +29,14 @@ from lab.benchmarks.runner import (
     Key,
     alternating,
     checked_rates,
+    emulator,
     options_of,
     program,
-    result_of,
+    pytorch_steps,
     run_missing,
+    shown,
     started,
+    trainer,
     words,
 )
 from lab.benchmarks.scores import PEER, rates_of, turn_of
@@ -43,6 +46,7 @@ from training.independent import FOLDER
 RESULTS = MEASURED / "replicas.jsonl"
 MICRO_STEPS = {"one micro-step": 1, "four micro-steps": 4}  # by mode
 NODES = 4
+GROUPS = {"sharding.strategy": "hsdp", "sharding.partition_size": 0}  # a node each
 OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in ("one_world", "independent"))
 # products with weights are stored, as PyTorch's `dots` does
 OURS += tuple(f"independent {codec} dots" for codec in ("none", "bf16", "int8", "int4"))
@@ -85,17 +89,9 @@ def measured(key: Key, *, python: str) -> dict[str, Any]:
     """Does a run; returns what its line says. FailedRunError if it failed."""
     load = {"load": os.getloadavg()[0]}
     if key["run"].startswith(PEER):
-        peer = [
-            "lab/benchmarks/pytorch_peer.py",
-            *key["run"].split()[1:],
-            f"accum={MICRO_STEPS[key['mode']]}",
-            f"steps={STEPS}",
-            f"skipped={SKIPPED}",
-        ]
-        workdir = WORKDIR / "replicas" / "pytorch"
-        command = emulator(key["rate"], workdir, "--processes_per_node=2") + ["--", python, *peer]
-        found = result_of(command)
-        return load | {"nodes": NODES, "command": shown(command)} | found | {"sent_bytes": found["wire_tx_bytes"]}
+        options = [*key["run"].split()[1:], f"accum={MICRO_STEPS[key['mode']]}", f"steps={STEPS}", f"skipped={SKIPPED}"]
+        found = pytorch_steps(python, options, key["rate"], WORKDIR / "replicas" / "pytorch")
+        return load | {"nodes": NODES} | found | {"sent_bytes": found["wire_tx_bytes"]}
     return load | steps_of(key)
 
 
@@ -106,7 +102,7 @@ def steps_of(key: Key) -> dict[str, Any]:
     shutil.rmtree(workdir, ignore_errors=True)
     alone = key["run"] == ALONE
     steps = STEPS + JOINING if kind == "independent" else STEPS
-    overrides = {"num_steps": steps, "elastic.snapshot_every": 0, **keys_of(key)}
+    overrides = GROUPS | {"num_steps": steps, "elastic.snapshot_every": 0, **keys_of(key)}
     program = trainer("configs/standard.py", workdir, overrides)
     if alone:
         program = ["sh", "-c", f"exec {shlex.join(program)} --workdir={workdir}/$SLURM_ARRAY_TASK_ID"]
@@ -141,24 +137,6 @@ def keys_of(key: Key) -> dict[str, Any]:
         "sharding.replicas": kind,
         "sharding.shares": NODES if "one_share" in run else 0,
     }
-
-
-def emulator(rate: str, workdir: Path, *options: str, nodes: int = NODES) -> list[str]:
-    """Returns the command of the emulated cluster, without its program."""
-    given = [f"--nodes={nodes}", "--devices_per_node=2", f"--rate={rate}", f"--workdir={workdir}", *options]
-    return [sys.executable, "-m", "lab.emulate", *given]
-
-
-def trainer(config: str, workdir: Path, overrides: dict[str, Any]) -> list[str]:
-    """Returns the command of a run whose partition groups are its nodes."""
-    overrides = {"sharding.strategy": "hsdp", "sharding.partition_size": 0} | overrides
-    keys = [f"--config.{key}={value}" for key, value in overrides.items()]
-    return [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *keys]
-
-
-def shown(command: Sequence[str]) -> str:
-    """Returns a command as a user types it."""
-    return shlex.join("python" if word == sys.executable else word for word in command)
 
 
 def losses_of(folder: Path) -> list[dict[str, Any]]:

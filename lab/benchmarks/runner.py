@@ -167,8 +167,32 @@ def steps_of(record: Record) -> dict[str, Any]:
         "losses": [row["loss"] for row in rows],
         **wire,
         **{f"compiled_{key}": per_node * compiled[key] for key in ("inter_bytes", "intra_bytes")},
-        "command": shlex.join("python" if word == sys.executable else word for word in record.run.command),
+        "command": shown(record.run.command),
     }
+
+
+def emulator(rate: str, workdir: Path, *options: str, nodes: int = 4) -> list[str]:
+    """Returns the command of emulated nodes of 2 devices, without its program."""
+    given = [f"--nodes={nodes}", "--devices_per_node=2", f"--rate={rate}", f"--workdir={workdir}", *options]
+    return [sys.executable, "-m", "lab.emulate", *given]
+
+
+def trainer(config: str, workdir: Path, overrides: Overrides) -> list[str]:
+    """Returns the command of train.py."""
+    keys = [f"--config.{key}={value}" for key, value in overrides.items()]
+    return [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *keys]
+
+
+def shown(command: Sequence[str]) -> str:
+    """Returns a command as a user types it."""
+    return shlex.join("python" if word == sys.executable else word for word in command)
+
+
+def pytorch_steps(python: str, options: Sequence[str], rate: str, workdir: Path) -> dict[str, Any]:
+    """Runs PyTorch's steps on emulated nodes; returns its result, and the command. FailedRunError if it failed."""
+    emulation = emulator(rate, workdir, "--processes_per_node=2")
+    command = [*emulation, "--", python, "lab/benchmarks/pytorch_peer.py", *options]
+    return result_of(command) | {"command": shown(command)}
 
 
 def started(command: Sequence[str]) -> str:

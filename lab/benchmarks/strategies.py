@@ -14,7 +14,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
@@ -26,7 +25,7 @@ from lab.benchmarks.runner import (
     emulated,
     options_of,
     program,
-    result_of,
+    pytorch_steps,
     run_missing,
     steps_of,
     train,
@@ -84,7 +83,8 @@ def measured(key: Key, *, python: str) -> dict[str, Any]:
     """Runs a strategy at a rate; returns what its line says. FailedRunError if the run failed."""
     name, rate = key["strategy"], key["rate"]
     if name.startswith(PEER):
-        return pytorch(python, name.removeprefix(PEER).strip(), rate)
+        options = [*name.split()[1:], f"steps={STEPS}"]
+        return vars(CLUSTER) | pytorch_steps(python, options, rate, WORKDIR / name.replace(" ", "_"))
     record = train(f"strategies/{key['mode']}", CONFIG, overrides_of(name, rate, key["repetition"]))
     accum = record.files.config["batch"]["global_size"] // CLUSTER.degree("all")  # one row per device and micro-step
     model_bytes = 4 * record.files.environment["num_params"]
@@ -102,16 +102,6 @@ def overrides_of(name: str, rate: str, repetition: int) -> dict[str, Any]:
     keys = {"num_steps": STEPS} | {f"sharding.{key}": value for key, value in sharding_of(name).items()}
     keys |= {"model.remat": remat_of(name)} if remat_of(name) != "full" else {}
     return {**keys, **emulated(CLUSTER.nodes, CLUSTER.devices_per_node, rate), "repetition": repetition}
-
-
-def pytorch(python: str, name: str, rate: str) -> dict[str, Any]:
-    """Runs PyTorch's DDP, hybrid or full sharding on the same cluster. FailedRunError if the run failed."""
-    options = [f"--{key}={value}" for key, value in vars(CLUSTER).items()]
-    options += [f"--processes_per_node={CLUSTER.devices_per_node}", f"--rate={rate}"]
-    options += [f"--workdir={WORKDIR}/pytorch_{name.replace(' ', '_')}"]
-    peer = ["lab/benchmarks/pytorch_peer.py", *name.split(), f"steps={STEPS}"]
-    found = result_of([sys.executable, "-m", "lab.emulate", *options, "--", python, *peer])
-    return vars(CLUSTER) | found | {"command": " ".join([Path(python).name, *peer])}
 
 
 if __name__ == "__main__":
