@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs import mics_paper
+from sharding.scopes import STRATEGIES
 
 
 def config_file(name: str) -> str:
@@ -60,20 +61,10 @@ class Cluster:
 def scopes_of(name: str, cluster: Cluster) -> tuple[int, int, int]:
     """Returns the degrees of partitioning of parameters, gradients and optimizer state."""
     strategy = name.split()[0]
-    everything = cluster.degree("all")
-    if mics := re.fullmatch(r"mics\((\d+)\)", strategy):
-        size = int(mics[1])
-        return size, size, size
-    if "/" in strategy:
-        parameters, gradients, optimizer = (cluster.degree(scope) for scope in strategy.split("/"))
-        return parameters, gradients, optimizer
-    return {
-        "ddp": (1, 1, 1),
-        "zero1": (1, 1, everything),
-        "zero2": (1, everything, everything),
-        "zero3": (everything, everything, everything),
-        "hsdp": (cluster.devices_per_node,) * 3,
-    }[strategy]
+    mics = re.fullmatch(r"mics\((\d+)\)", strategy)
+    scopes = [mics[1]] * 3 if mics else strategy.split("/") if "/" in strategy else STRATEGIES[strategy]
+    parameters, gradients, optimizer = map(cluster.degree, scopes)
+    return parameters, gradients, optimizer
 
 
 def link_bytes(name: str, cluster: Cluster, *, model_bytes: float, accum: int) -> float:
