@@ -340,9 +340,9 @@ class Replicas:
         request = {"op": "total", "step": step, "piece": piece}
         if node:
             request |= {"op": "sum", "lo": node[0], "hi": node[1]}
-        is_sum = node is not None and node[1] - node[0] > 1
+        size = 4 * self._sizes[piece] if node and node[1] - node[0] > 1 else self._encoded_sizes[piece]
         try:
-            content = connection.get_whole(request, self._bytes_of(piece, is_sum=is_sum))
+            content = connection.get_whole(request, size)
         except RefusedError as error:
             if node and TOTAL_IS_HERE in str(error):
                 self._fetch(connection, number, step, sums, piece, None)
@@ -362,9 +362,6 @@ class Replicas:
             self._add_up(step, sums, piece)
         else:
             sums.put_total(piece, content)
-
-    def _bytes_of(self, piece: int, *, is_sum: bool) -> int:
-        return 4 * self._sizes[piece] if is_sum else self._encoded_sizes[piece]
 
     # ------------------------------------------------------------------------------------------------ answering others
     def _answer(self, request: dict[str, Any], process: int, stream: BinaryIO) -> memoryview:

@@ -54,18 +54,16 @@ class Member:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Returns the member that a peer describes. ValueError for anything else than `as_dict` gives."""
-        kinds = {"number": int, "host": str, "port": int, "step": int, "begun": bool, "first": int, "last": int}
-        kinds |= {"version": int, "run": str}
-        if (
-            not isinstance(values, Mapping)
-            or values.keys() != {*kinds, "rate"}
-            or any(type(values[name]) is not kind for name, kind in kinds.items())
+        kinds: dict[str, Any] = dict.fromkeys(("number", "port", "step", "first", "last", "version"), (int,))
+        kinds |= {"host": (str,), "run": (str,), "begun": (bool,), "rate": (int, float)}
+        if not (
+            isinstance(values, Mapping)
+            and values.keys() == kinds.keys()
+            and all(type(values[name]) in kind for name, kind in kinds.items())
+            and 0 <= values["rate"] < sys.float_info.max
+            and 0 < values["port"] < 1 << 16
+            and min(values["number"], values["step"]) >= 0
         ):
-            raise ValueError("that describes no member")
-        rate = values["rate"]
-        if type(rate) not in (int, float) or not 0 <= rate < sys.float_info.max or not 0 < values["port"] < 1 << 16:
-            raise ValueError("that describes no member")
-        if min(values["number"], values["step"]) < 0:
             raise ValueError("that describes no member")
         return cls(**values)
 

@@ -1,7 +1,7 @@
 """`StepPlan`: who computes which share of a step, who adds up which piece, and what one member asks another for."""
 
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from replicas.sums import StepSums
@@ -52,13 +52,7 @@ class StepPlan:
 
     def without(self, lost: Collection[int]) -> "StepPlan":
         """Returns the plan of those that are left."""
-        return StepPlan(
-            me=self.me,
-            num_shares=self.num_shares,
-            num_pieces=self.num_pieces,
-            rates=self.rates,
-            lost=self.lost | frozenset(lost),
-        )
+        return replace(self, lost=self.lost | frozenset(lost))
 
     def follow(self, sums: StepSums) -> None:
         """Notes what this member computes, and adds up its pieces of which all is here."""
