@@ -21,10 +21,10 @@ from typing import Any
 
 import jax
 
-from configs import base, command_line
+from configs import command_line
 from configs.schema import Config
-from lab.benchmarks.names import config_file, config_named, sharding_of
-from lab.benchmarks.runner import ROOT, Key, options_of, program, run_missing, words
+from lab.benchmarks.names import config_file, sharding_of
+from lab.benchmarks.runner import ROOT, Key, config_words, options_of, program, run_missing, words
 from lab.records import DERIVED, is_recorded
 from planner.candidates import of_config
 from planner.clusters import GBIT, Cluster, find_cluster, with_rate
@@ -129,12 +129,11 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 def config_of(cell: Cell) -> Config:
     """Returns the config of a cell: one row per device and micro-step."""
-    config = config_named(cell.config)
-    config.batch.update({"global_size": cell.devices * cell.accum, "micro_size": 1})
-    config.mesh.update({"num_cpu_devices": cell.devices, "devices_per_node": cell.devices_per_node})
-    config.sharding.update(sharding_of(cell.strategy))
-    config.update_from_flattened_dict(dict(cell.changes))
-    return base.typed(config)
+    keys = {"batch.global_size": cell.devices * cell.accum, "batch.micro_size": 1}
+    keys |= {"mesh.num_cpu_devices": cell.devices, "mesh.devices_per_node": cell.devices_per_node}
+    strategy = {f"sharding.{key}": value for key, value in sharding_of(cell.strategy).items()}
+    flags = config_words(config_file(cell.config), {**keys, **strategy, **cell.changes})
+    return command_line.parse(["lab.benchmarks", *flags])
 
 
 def state(cell: Cell) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def largest(cell: Cell) -> dict[str, Any]:
 
 def on_cluster(cluster: Cluster, nodes: int, config: str, keys: Mapping[str, Any], xla_flags: str = "") -> Step:
     """Returns the step of a config on a cluster, compiled for its GPUs. ValueError or RuntimeError: it cannot be."""
-    flags = (f"--config={config_file(config)}", *(f"--config.{key}={value}" for key, value in keys.items()))
+    flags = tuple(config_words(config_file(config), keys))
     machine = Machine(
         cluster=cluster, nodes=nodes, config_words=flags, target=cluster.device.target, xla_flags=xla_flags
     )

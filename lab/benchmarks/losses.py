@@ -5,7 +5,6 @@ loss was recorded on the way, a run that ends as low as the dense one of its see
 """
 
 import csv
-import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from statistics import fmean
 from typing import Any
 
 import models
-from configs.base import typed
+from configs import command_line
 from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, TASKS, WITHIN, by_method, cost_on, is_free, read
 from configs.schema import LocalSGDConfig
 from files.pages import markdown
 from lab.benchmarks import accuracy, local_steps, time_to_loss
-from lab.benchmarks.runner import ROOT
+from lab.benchmarks.runner import ROOT, config_words
 from lab.benchmarks.time_to_loss import DENSE
 from lab.benchmarks.time_to_loss_table import joined, steps_to
 from lab.records import Line, Records, spread
@@ -210,6 +209,5 @@ def dominated(records: Records) -> str:
 
 def parameters(file: str, keys: Mapping[str, Any]) -> int:
     """Returns the number of a model's parameters, from a config file and overrides."""
-    config = importlib.import_module(file.removesuffix(".py").replace("/", ".")).get_config()
-    config.update_from_flattened_dict(accuracy.RUNS["replicas"] | dict(keys))
-    return models.build(typed(config).model).num_params
+    words = config_words(f"{ROOT}/{file}", accuracy.RUNS["replicas"] | dict(keys))
+    return models.build(command_line.parse(["lab.benchmarks", *words]).model).num_params

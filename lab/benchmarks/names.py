@@ -1,6 +1,5 @@
 """The names of strategies in benchmarks: their config keys, and their bytes by the formulas of docs/concepts.md."""
 
-import importlib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,6 @@ def config_file(name: str) -> str:
     """Returns `FILE[:arg]` of a record's config: a file in configs, perhaps with an argument, or a MiCS model."""
     file, colon, argument = f"mics_paper:{name}".partition(":") if name in mics_paper.MODELS else name.partition(":")
     return f"configs/{file}.py{colon}{argument}"
-
-
-def config_named(name: str) -> Any:  # whose keys are attributes, which no type knows
-    """Returns the ConfigDict of a record's config."""
-    if name in mics_paper.MODELS:
-        return mics_paper.get_config(name)
-    return importlib.import_module(f"configs.{name}").get_config()
 
 
 def remat_of(name: str) -> str:

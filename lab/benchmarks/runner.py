@@ -177,10 +177,14 @@ def emulator(rate: str, workdir: Path, *options: str, nodes: int = 4) -> list[st
     return [sys.executable, "-m", "lab.emulate", *given]
 
 
+def config_words(config: str, overrides: Overrides) -> list[str]:
+    """Returns the words of a command line that describe a config: its file, and the keys that it changes."""
+    return [f"--config={config}", *(f"--config.{key}={value}" for key, value in overrides.items())]
+
+
 def trainer(config: str, workdir: Path, overrides: Overrides) -> list[str]:
     """Returns the command of train.py."""
-    keys = [f"--config.{key}={value}" for key, value in overrides.items()]
-    return [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *keys]
+    return [sys.executable, "train.py", f"--workdir={workdir}", *config_words(config, overrides)]
 
 
 def shown(command: Sequence[str]) -> str:
