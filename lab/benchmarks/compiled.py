@@ -68,15 +68,20 @@ class Cell:
         return {**asdict(self), "devices": self.devices}
 
 
-def table(name: str) -> list[dict[str, Any]]:
-    """Returns the rows of a table of cells, with their numbers, and the keys of the config that a row names."""
-    sets = tomllib.loads((HERE / "keys.toml").read_text())
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a CSV file of this folder, with their whole numbers."""
     with (HERE / name).open(newline="") as file:
         rows = list(csv.DictReader(file))
+    return [{key: int(word) if word.isdecimal() else word for key, word in row.items()} for row in rows]
+
+
+def table(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a table of cells, and the keys of the config that a row names."""
+    sets = tomllib.loads((HERE / "keys.toml").read_text())
     found = []
-    for row in rows:
+    for row in rows_of(name):
         keys = {key: value for of in filter(None, row.pop("keys").split("+")) for key, value in sets[of].items()}
-        found.append({key: int(word) if word.isdecimal() else word for key, word in row.items()} | {"changes": keys})
+        found.append(row | {"changes": keys})
     return found
 
 

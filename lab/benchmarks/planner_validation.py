@@ -88,9 +88,9 @@ def predicted(measured: Line) -> float:
     return timeline.step_s
 
 
-def error(line: Line) -> float:
-    """Returns the prediction over what was measured, less 1."""
-    return line["predicted_s"] / line["measured_s"] - 1
+def error(line: Line, of: str = "measured_s") -> float:
+    """Returns the prediction over what was measured, or published, less 1."""
+    return line["predicted_s"] / line[of] - 1
 
 
 def quantile(errors: Sequence[float], share: float) -> float:

@@ -11,12 +11,10 @@ rematerialisation FSDP keeps what our `remat=dots` does. A program takes 10 to 6
 published_steps.jsonl has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has such a name.
 """
 
-import csv
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -24,15 +22,14 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from files.pages import markdown
-from lab.benchmarks.compiled import on_cluster, start_devices
-from lab.benchmarks.planner_validation import quantile
+from lab.benchmarks.compiled import on_cluster, rows_of, start_devices
+from lab.benchmarks.planner_validation import error, quantile
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.records import DERIVED, Line
 from planner.clusters import CLUSTERS, Cluster, with_rate, with_system
 from planner.predict import Step
 
 RESULTS = DERIVED / "published_steps.jsonl"
-STEPS = Path(__file__).with_name("published_steps.csv")
 CHOSEN = slice(0, None, 3)  # the rows that chose rates
 NODES = {  # the nodes that have these GPUs, and the bits per second of a node's link
     "a100_40gb": ("p4d.24xlarge", 1600e9),
@@ -45,10 +42,7 @@ SYSTEM = "fsdp"
 
 def cells() -> list[Key]:
     """Returns the keys of all lines: the published rows, and whether each chose rates."""
-    with STEPS.open(newline="") as file:
-        rows = [
-            {key: int(word) if word.isdecimal() else word for key, word in row.items()} for row in csv.DictReader(file)
-        ]
+    rows = rows_of("published_steps.csv")
     chose = rows[CHOSEN]
     return [{**row, "chose_rates": row in chose} for row in rows]
 
@@ -146,11 +140,6 @@ def nearest(gpu: str, cells: Sequence[Key]) -> str:
 # ----------------------------------------------------------------------------------------------- what pages show
 
 
-def error(line: Line) -> float:
-    """Returns the prediction over what was published, less 1."""
-    return line["predicted_s"] / line["published_s"] - 1
-
-
 def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """Returns the rows that chose nothing, in all and by GPU, size, length and so on; and those that did."""
     held = [line for line in lines if not line["chose_rates"]]
@@ -171,7 +160,7 @@ def summary(lines: Sequence[Line]) -> str:
     """Returns how near the predictions of each group are."""
     rows = []
     for label, group in groups(lines).items():
-        errors = [error(line) for line in group]
+        errors = [error(line, "published_s") for line in group]
         if errors:
             sizes = [fmean(map(abs, errors)), median(map(abs, errors)), quantile(errors, 0.9)]
             cells = [label, str(len(group)), *(f"{size:.1%}" for size in sizes), f"{fmean(errors):+.1%}"]
