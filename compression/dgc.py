@@ -65,7 +65,7 @@ def dgc(plan: ShardingPlan, config: DGCConfig) -> optax.GradientTransformation:
     """Returns hop two by DGC: gradients `[R, ...]` to the mean of the sent values, in the optimizer's scope."""
 
     def init(params: Params) -> State:
-        unsent, velocity = (zeros_R(plan.layout.num_replicas, params, "sum", "residual") for _ in range(2))
+        unsent, velocity = (zeros_R(plan.layout.num_replicas, params, "residual") for _ in range(2))
         return State(step=jnp.zeros((), jnp.int32), unsent=unsent, velocity=velocity, sent=nothing_sent())
 
     return of_all_shards(plan, init, partial(_exchange_shards, plan, config))

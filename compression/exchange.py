@@ -55,7 +55,7 @@ def by_groups(
     def init(params: Params) -> State:
         if not encodes:
             return State()
-        residual = zeros_R(layout.num_replicas, params, "sum") if error_feedback else ()
+        residual = zeros_R(layout.num_replicas, params) if error_feedback else ()
         return State(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
 
     def on_shards(shared: State, grads: Shards, kept: dict[str, Shards]) -> tuple[Any, ...]:

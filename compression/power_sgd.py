@@ -114,7 +114,7 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int, *, warmup_steps: int
         ]
         return State(
             factors=jax.tree.structure(params).unflatten(factors),
-            residual=zeros_R(plan.layout.num_replicas, params, "sum"),
+            residual=zeros_R(plan.layout.num_replicas, params),
             sent=nothing_sent(),
         )
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from sharding.collectives import vary
 from sharding.hop_two import Counts
 from sharding.plan import ShardingPlan
-from sharding.replicas import Combine, PerReplica
+from sharding.replicas import PerReplica
 from sharding.trees import Axes, Params, PyTree
 
 RESIDUAL_NORM = "residual_norm"
@@ -44,10 +44,10 @@ class State(NamedTuple):
         return {name: field for name, field in fields.items() if field}
 
 
-def zeros_R(replicas: int, params: Params, combine: Combine, label: str = "") -> PerReplica:
-    """Returns f32 zeros `[R, ...]` like the parameters."""
+def zeros_R(replicas: int, params: Params, label: str = "") -> PerReplica:
+    """Returns f32 zeros `[R, ...]` like the parameters, of which the sum over R counts."""
     zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params)
-    return PerReplica(zeros, combine=combine, label=label)
+    return PerReplica(zeros, combine="sum", label=label)
 
 
 def nothing_sent() -> Sent:

@@ -148,7 +148,7 @@ def faster_than_dense(steps: Sequence[Line], name: str) -> Range | None:
 # ----------------------------------------------------------------------------------------------- pairs of seeds
 
 
-def paired(runs: Sequence[Line], dense: Sequence[Line], key: str = "validation_loss") -> list[float]:
+def paired(runs: Sequence[Line], dense: Sequence[Line]) -> list[float]:
     """Returns the losses of a method minus those of the dense runs with the same seed and batches."""
-    of_dense = {line["seed"]: line[key] for line in dense}
-    return [line[key] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
+    of_dense = {line["seed"]: line["validation_loss"] for line in dense}
+    return [line["validation_loss"] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
