@@ -117,11 +117,7 @@ class Experiment:
         return build_train_step(micro_steps, self.plan, self.chain)
 
     def compile_train_step(self) -> jax.stages.Compiled:
-        """Returns the compiled `step(state, batch) -> (state, metrics)`, which donates the state; compiled once."""
-        return self._compiled_train_step
-
-    @cached_property
-    def _compiled_train_step(self) -> jax.stages.Compiled:
+        """Compiles `step(state, batch) -> (state, metrics)`, which donates the state."""
         return self.compiled(self.lower_train_step())
 
     def compiled(self, program: jax.stages.Lowered) -> jax.stages.Compiled:
