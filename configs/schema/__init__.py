@@ -87,16 +87,8 @@ class Config(Section):
             raise ValueError(
                 f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {model.OBJECTIVE}"
             )
-        pallas = isinstance(model, TransformerConfig) and model.attention == "pallas"
-        if pallas and not model.takes_flash(data.seq_len):
-            raise ValueError(f"data.seq_len={data.seq_len}: model.attention=pallas needs 16, 32 or a multiple of 64")
-        if isinstance(model, TransformerConfig) and data.seq_len > model.max_len:
-            raise ValueError(
-                f"data.seq_len={data.seq_len} is longer than model.max_len={model.max_len}; raise model.max_len, "
-                f"or set data.seq_len to {model.max_len} at most"
-            )
         if isinstance(model, TransformerConfig):
-            self._check_context(model)
+            self._check_length(model)
         if isinstance(model, ImageConfig) and data.channels != model.channels:
             raise ValueError(f"data.channels={data.channels} differs from model.channels={model.channels}")
         if isinstance(model, ViTConfig) and data.image_size != model.image_size:
@@ -147,8 +139,15 @@ class Config(Section):
             )
         refuse(self.values)
 
-    def _check_context(self, model: TransformerConfig) -> None:
+    def _check_length(self, model: TransformerConfig) -> None:
         context, length = self.mesh.context, self.data.seq_len
+        if model.attention == "pallas" and not model.takes_flash(length):
+            raise ValueError(f"data.seq_len={length}: model.attention=pallas needs 16, 32 or a multiple of 64")
+        if length > model.max_len:
+            raise ValueError(
+                f"data.seq_len={length} is longer than model.max_len={model.max_len}; raise model.max_len, "
+                f"or set data.seq_len to {model.max_len} at most"
+            )
         name = "num_kv_heads" if isinstance(model, DecoderConfig) else "num_heads"
         common = gcd(length, heads := getattr(model, name))
         if common % context:

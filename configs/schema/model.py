@@ -16,7 +16,6 @@ ACTIVATION = "activation; gelu, and that in geglu, is the tanh approximation"
 UNROLL = (
     "the layers stand in the program one after the other: fewer copies on GPUs, slow to compile; not with full remat"
 )
-INFINITY = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class TransformerConfig(ModelConfig):
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
     weights: str = key("", "folder of a Hugging Face checkpoint from which a new run starts")
     lora_rank: int = key(0, "rank of LoRA's adapters, beside frozen parameters; 0: all are trained", least=0)
-    lora_alpha: float = key(16.0, "adapters count lora_alpha / lora_rank", above=0, below=float("inf"))
+    lora_alpha: float = key(16.0, "adapters count lora_alpha / lora_rank", above=0, below=math.inf)
     lora_targets: str = key("query key value out gate up down", "matrices of a layer that have adapters, with spaces")
     lora_base: str = key(
         "compute",
@@ -132,17 +131,17 @@ class DecoderConfig(TransformerConfig):
     num_kv_heads: int = key(4, "key and value heads; fewer than num_heads: grouped-query attention", least=1)
     head_dim: int = key(0, "size of a head; 0: hidden / num_heads", least=0)
     positions: str = key("rotary", "position encoding", choices=("learned", "rotary"))
-    rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=INFINITY)
+    rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=math.inf)
     rotary_scaling: str = key(
         "none",
         "rotary: frequencies for longer sequences; all divided by rotary_factor, or the low ones alone (Llama 3.1)",
         choices=("none", "linear", "llama3"),
     )
-    rotary_factor: float = key(1.0, "rotary_scaling: divisor of frequencies", above=0, below=INFINITY)
+    rotary_factor: float = key(1.0, "rotary_scaling: divisor of frequencies", above=0, below=math.inf)
     rotary_low: float = key(
-        1.0, "llama3: frequencies of fewer turns in rotary_original_len are divided", above=0, below=INFINITY
+        1.0, "llama3: frequencies of fewer turns in rotary_original_len are divided", above=0, below=math.inf
     )
-    rotary_high: float = key(4.0, "llama3: those of more turns stay", above=0, below=INFINITY)
+    rotary_high: float = key(4.0, "llama3: those of more turns stay", above=0, below=math.inf)
     rotary_original_len: int = key(8192, "llama3: length of sequences before the scaling", least=1, unit="tokens")
     window: int = key(0, "positions that one attends to, itself and those before it; 0: all", least=0, unit="tokens")
     global_every: int = key(0, "with window: each layer of a multiple of this number attends to all; 0: none", least=0)
@@ -202,7 +201,7 @@ class MoeConfig(DecoderConfig):
     experts_per_token: int = key(2, "experts of a token: 1 (Switch) or 2 (GShard)", choices=(1, 2))
     moe_every: int = key(1, "experts in every layer, or in every second", choices=(1, 2))
     capacity_factor: float = key(
-        1.25, "an expert's room: this times an even share of a row's tokens", above=0, below=float("inf")
+        1.25, "an expert's room: this times an even share of a row's tokens", above=0, below=math.inf
     )
     balance_loss: float = key(0.01, "weight of the loss that balances experts", least=0)
     z_loss: float = key(0.001, "weight of the loss on the router's logits", least=0)
