@@ -12,6 +12,7 @@ from math import ceil, prod
 
 import jax
 
+from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
 from input_pipeline import row_arrays
 from metrics.units import format_bytes, format_percent, format_seconds
 from planner.predict import Step
@@ -21,7 +22,6 @@ from sharding.spec import nbytes
 from sharding.state import by_name
 
 DAY_S = 86_400.0
-AUTOMATIC, SHARE = -1, 0.02  # elastic.snapshot_every=-1: as often as costs under 2 % of the time (state/snapshots.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
     config, nodes, kept = step.experiment.config, step.machine.nodes, kept_of(step)
     every, snapshot_every, evaluation = config.checkpoint.every, config.elastic.snapshot_every, config.eval
     if snapshot_every == AUTOMATIC:
-        snapshot_every = max(1, ceil(kept.copied_s / (SHARE * step_s)))
+        snapshot_every = max(1, ceil(kept.copied_s / (SNAPSHOT_SHARE * step_s)))
     data = config.batch.global_size * sum(
         prod(array.shape) * array.dtype().itemsize for array in row_arrays(config.data).values()
     )

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import jax
 
+from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
 from runtime.blobs import Address, BlobService, PeerError, RefusedError
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
@@ -43,8 +44,6 @@ from state.memory_files import (
 from state.recovery import Found, find, load
 from state.transfer import PURPOSE, Answers, connect, send_copy
 
-AUTOMATIC = -1  # as often as possible at a cost below SHARE of the time
-SHARE = 0.02
 _HOST = "pinned_host"  # page-locked: devices copy to it on their own
 _MEASURED = 3  # steps; and snapshots: the first two of an attempt are far slower, because they allocate their memory
 
@@ -384,7 +383,7 @@ class Pace:
         if not self._is_automatic or not self._step_s:
             return
         if 0 < self._count <= _MEASURED:
-            self._every = max(all_gather(new_key("pace"), math.ceil(self._cost_s / (SHARE * self._step_s))))
+            self._every = max(all_gather(new_key("pace"), math.ceil(self._cost_s / (SNAPSHOT_SHARE * self._step_s))))
         self._count += 1
         self._next = step + max(1, self._every)
 

@@ -19,11 +19,12 @@ from checkpointing import abstract as abstract_of
 from checkpointing import files_no_larger_than
 from keeping import Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
 
+from configs.schema.sections import AUTOMATIC
 from runtime.addresses import own_address
 from runtime.blobs import PeerError
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder
-from state.snapshots import AUTOMATIC, Pace, owned_shards, partner
+from state.snapshots import Pace, owned_shards, partner
 
 
 def test_the_memory_that_snapshots_take_is_known_before(run: Run) -> None:

@@ -221,6 +221,9 @@ class CheckpointConfig(Section, name="checkpoint", resumable=True):
     keep_best: int = key(0, "also keep this many with the lowest validation loss", least=0, unit="checkpoints")
 
 
+AUTOMATIC, SNAPSHOT_SHARE = -1, 0.02  # snapshot_every: as many as cost under that share of the time
+
+
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig(Section, name="elastic", resumable=True):
     """Time-outs after which a process counts as lost, and snapshots in the nodes' memory."""
@@ -230,8 +233,8 @@ class ElasticConfig(Section, name="elastic", resumable=True):
     )
     stall_s: float = key(600.0, "time without progress that ends the run; inf for no limit", least=1, unit="s")
     snapshot_every: int = key(
-        -1,
-        "steps between snapshots in memory; -1: as many as cost under 2 % of the time; 0: none",
+        AUTOMATIC,
+        f"steps between snapshots in memory; -1: as many as cost under {100 * SNAPSHOT_SHARE:g} % of the time; 0: none",
         least=-1,
         unit="steps",
     )
