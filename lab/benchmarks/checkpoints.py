@@ -22,6 +22,7 @@ import jax
 
 from configs import base, quickstart
 from files import json_lines
+from lab.benchmarks.compiled import start_devices
 from lab.benchmarks.runner import ROOT, FailedRunError, Key, options_of, program, run_missing, trainer
 from lab.records import MEASURED
 from planner import clusters
@@ -103,8 +104,7 @@ def planned_step(storage_bandwidth: float) -> Step:
     values.update_from_flattened_dict(KEYS)
     config = base.typed(values)
     cluster = replace(clusters.EMULATED, storage_bandwidth=storage_bandwidth)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    start_devices(8)
     machine = Machine(cluster=cluster, nodes=4, config_words=(), target=CPU)
     experiment, program_ = make_experiment(config, jax.devices()), cast(Any, None)
     return Step(candidate=of_config(config), experiment=experiment, machine=machine, compiled=program_)

@@ -1,1 +1,1 @@
-"""The laboratory: emulated nodes (`python -m lab.emulate`), the probe of any cluster's links, chaos."""
+"""Emulates several nodes on one machine: `python -m lab.emulate`."""
