@@ -46,14 +46,17 @@ class Device:
     functions_per_s: float = inf  # values of exp, tanh and the like; GPUs compute them while they wait for memory
     launch_s: float = 0.0  # added to every kernel
 
+    def peak(self, dtype: str) -> float:
+        """Returns the FLOP/s that it could do with a dtype; with one that is not listed, those with the slowest."""
+        return self.peak_flops.get(dtype, min(self.peak_flops.values()))
+
     def product_s(self, product: Product) -> float:
         """Returns how long a kernel's products take."""
-        peak = self.peak_flops.get(product.dtype, min(self.peak_flops.values()))
-        return product.flops / (peak * self.attention.get(product.part, self.matmul_fraction))
+        return product.flops / (self.peak(product.dtype) * self.attention.get(product.part, self.matmul_fraction))
 
     def matmul_rate(self, dtype: str) -> float:
-        """Returns the FLOP/s that products of a dtype reach; of a dtype that is not listed, those of the slowest."""
-        return self.matmul_fraction * self.peak_flops.get(dtype, min(self.peak_flops.values()))
+        """Returns the FLOP/s that products of a dtype reach."""
+        return self.matmul_fraction * self.peak(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,17 +189,17 @@ class Cluster:
         With `dtype` all products take the time of that dtype: a CPU's program computes in f32 what a GPU's has in bf16.
         """
         device, shares = self.device, num_devices if self.device.is_shared else 1
-        peak = {name: flops / shares for name, flops in device.peak_flops.items()}
+        peaks = {dtype: device.peak(dtype)} if dtype else device.peak_flops
         return replace(
             device,
-            peak_flops={dtype: peak.get(dtype, min(peak.values()))} if dtype else peak,
+            peak_flops={name: flops / shares for name, flops in peaks.items()},
             memory_bandwidth=device.memory_bandwidth / shares,
             functions_per_s=device.functions_per_s / shares,
         )
 
     def peak(self, dtype: str, num_devices: int) -> float:
         """Returns the FLOP/s that all devices together could do."""
-        peak = self.device.peak_flops.get(dtype, min(self.device.peak_flops.values()))
+        peak = self.device.peak(dtype)
         return peak if self.device.is_shared else peak * num_devices
 
 

@@ -59,7 +59,7 @@ def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerato
     def rate(value: float) -> float:
         return together * _checked(value)
 
-    peak = device.peak_flops.get(found.get("dtype", ""), min(device.peak_flops.values()))
+    peak = device.peak(found.get("dtype", ""))
     kernels = {
         name: {part: rate(parts[part]) / peak for part in ("forward", "backward")}
         for name, parts in found.get("attention_flops_per_s", {}).items()
