@@ -4,9 +4,9 @@
 
 One process per device, configured by torchrun's variables, on gloo. `mode`: ddp, with its `hook` if one is named; hsdp
 (FSDP2, sharded inside a node); local_sgd, which averages the parameters after every `inner_steps` steps. AdamW with our
-defaults, without clipping; with `muon` PyTorch's Muon for the blocks' matrices. The file has `tokens`
-[steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates` [steps], times `times_rate`, and
-the parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
+defaults, without clipping; with `muon` PyTorch's Muon, with a `momentum`, for the blocks' matrices. The file has
+`tokens` [steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates` [steps], times `times_rate`, and the
+parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -28,12 +28,12 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 DECAY = 0.1  # of matrices: no norms, no positions
 
 
-def optimizers_of(model: torch.nn.Module, *, muon: bool) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: torch.nn.Module, *, muon: bool, momentum: float) -> list[torch.optim.Optimizer]:
     """Returns AdamW, for all parameters or beside Muon for the blocks' matrices; norms and positions do not decay."""
     left, found = dict(model.named_parameters()), []
     if muon:
         matrices = [left.pop(name) for name in [*left] if "blocks." in name and left[name].ndim == 2]
-        found = [torch.optim.Muon(matrices, weight_decay=DECAY)]
+        found = [torch.optim.Muon(matrices, weight_decay=DECAY, momentum=momentum)]
     decays = {name: p.ndim > 1 and "position" not in name for name, p in left.items()}
     groups = [
         {"params": [left[name] for name in left if decays[name] == is_decayed], "weight_decay": DECAY * is_decayed}
@@ -56,7 +56,7 @@ def main(options: dict[str, Any]) -> None:
     if mode != "local_sgd":
         model = shard(model, mode, device, kept=False, is_low=False, hook=options["hook"])
         add_hook(model, options["hook"], rank=options["rank"], start=max(2, options["dense_steps"]))
-    optimizers = optimizers_of(model, muon=options["muon"])
+    optimizers = optimizers_of(model, muon=options["muon"], momentum=options["momentum"])
 
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
         return model(rows[:, :-1].long(), rows[:, 1:].long())

@@ -105,7 +105,7 @@ def methods() -> dict[str, Method]:
         )
     for name, own in RUNS["pytorch"].items():
         peer = {"mode": "ddp", "hook": "", "rank": 0, "inner_steps": 0, "dense_steps": 0}
-        peer |= {"muon": False, "times_rate": 1.0} | own
+        peer |= {"muon": False, "momentum": 0.95, "times_rate": 1.0} | own
         steps = peer.pop("num_steps", TASK["num_steps"])
         peer["dense_steps"] = round(peer["dense_steps"] * steps)
         losses = peer.pop("losses", name)
