@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lab.records import DERIVED, MEASURED, Records, is_recorded, put, recorded
+from lab.records import DERIVED, MEASURED, RESULTS, Records, is_recorded, put, recorded
 
 pytestmark = pytest.mark.document
 
@@ -29,6 +29,13 @@ DERIVED_KEYS = {  # what tells a line from others
 }
 
 
+# commits of lines whose branch was rebased after the measurement
+REBASED = """
+0174def 013d686 0227a30 1f47952 2401e5d 3f40649 49e0c21 4cb5ca7 4e8a1e6 5563d42 567095d 5d36e11 5d39e37 61a98ae
+7a84196 7b1bf4b 7d2f824 7f49d65 962107f 96aed08 bf07b51 c4afc3c d46d183 d8f1a5a d944131 e0490cc e5074d8 e85ef0c
+"""
+
+
 class HistoryError(Exception):
     """There is no history to compare with, or only the end of it."""
 
@@ -44,15 +51,17 @@ def git(root: Path, *words: str) -> str:
     return done.stdout
 
 
-def versions(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yields the lines of each committed version of each measured record.
-
-    HistoryError if that cannot be told: no repository, or a shallow clone, which lacks older versions.
-    """
+def check_history(root: Path) -> None:
+    """Raises HistoryError if there is none: no repository, or a shallow clone, which lacks older versions."""
     if Path(git(root, "rev-parse", "--show-toplevel").strip()) != root.resolve():
         raise HistoryError(f"{root} is no git repository of its own")  # an unpacked archive inside another one
     if git(root, "rev-parse", "--is-shallow-repository").strip() == "true":
         raise HistoryError("this clone is shallow: git fetch --unshallow")
+
+
+def versions(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yields the lines of each committed version of each measured record. HistoryError without a history."""
+    check_history(root)
     for entry in git(root, "rev-list", "--objects", "--full-history", "HEAD", "--", str(FOLDER)).splitlines():
         blob, _, name = entry.partition(" ")  # commits and folders are listed too
         if name.endswith(".jsonl"):
@@ -87,11 +96,25 @@ def losses(root: Path) -> list[str]:
 # ----------------------------------------------------------------------------------------------- this repository
 
 
+WITH_HISTORY = pytest.mark.skipif(
+    not (ROOT / ".git").exists(),
+    reason="no repository, such as an unpacked archive: the records were not compared with their history",
+)
+
+
+@WITH_HISTORY
 def test_no_measured_line_was_ever_edited_or_deleted() -> None:
     """Of any commit since these records are in a folder of their own. A shallow clone fails, saying what it lacks."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("no repository, such as an unpacked archive: the records were not compared with their history")
     assert not losses(ROOT)
+
+
+@WITH_HISTORY
+def test_the_commit_that_a_line_names_is_in_the_history() -> None:
+    """But for those that are listed, to which none are added."""
+    check_history(ROOT)
+    named = {line["commit"] for file in RESULTS.glob("*/*.jsonl") for line in recorded(file, superseded=True)}
+    gone = named - {*git(ROOT, "rev-list", "HEAD").split()}
+    assert {commit[:7] for commit in gone} <= {*REBASED.split()}
 
 
 @pytest.mark.parametrize("file", sorted(DERIVED.glob("*.jsonl")), ids=lambda file: file.stem)
