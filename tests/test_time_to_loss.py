@@ -35,10 +35,12 @@ def planned(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[Any]:
 def test_all_methods_are_run_before_any_is_run_again_and_only_losses_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    losses = planned(monkeypatch, "--part=losses", "--seeds=2", "--learning_rates=1e-3,2e-3", "--pytorch=python")
+    losses = planned(monkeypatch, "--part=losses", "--seeds=2", "--learning_rates=1e-3,4e-3", "--pytorch=python")
     assert {key["method"] for key in losses} == METHODS.keys() - {"pytorch hsdp"}  # whose losses are those of ddp
     each = [(key["seed"], key["learning_rate"]) for key in losses]
-    assert list(dict.fromkeys(each)) == [(0, 1e-3), (0, 2e-3), (1, 1e-3), (1, 2e-3)] and sorted(each) == each
+    assert list(dict.fromkeys(each)) == [(0, 1e-3), (0, 4e-3), (1, 1e-3), (1, 4e-3)] and sorted(each) == each
+    of_muon = [key["learning_rate"] for key in losses if key["method"] == "Muon, int4"]
+    assert of_muon == [4e-3] * 2  # it has its own, beside the task's
     steps = planned(monkeypatch, "--part=times", "--pytorch=python", "--repetitions=1")
     assert {key["method"] for key in steps} == {name for name in METHODS if "long" not in name}
     ours = planned(monkeypatch, "--part=times", "--rates=1gbit,10mbit", "--repetitions=2", "--only=int4;dense")

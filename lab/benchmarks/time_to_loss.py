@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates=("10mbit,50mbit,200mbit,1gbit", "of the links, as for tc"),
         repetitions=(3, "of each method's times, in turn"),
         seeds=(1, "number of runs of each method for its losses, with seeds from 0"),
-        learning_rates=(str(TASK[RATE]), "of the runs for losses; tables take a method's best"),
+        learning_rates=(str(TASK[RATE]), "of the runs for losses without one of their own; tables take the best"),
         only=("", "names of methods, with semicolons"),
         pytorch=("", "a Python that has torch, to compare with"),
     )
@@ -157,6 +157,7 @@ def planned(options: Namespace) -> list[Key]:
             for seed in range(options.seeds)
             for rate in rates
             for name in own
+            if RATE not in METHODS[name].keys or rate == TASK[RATE]  # one of its own: that run is one
         ]
     rates = sorted(checked_rates(options.rates), key=bytes_per_s)
     own = [name for name in chosen if METHODS[name].times == name]
