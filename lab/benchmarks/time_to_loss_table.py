@@ -176,11 +176,12 @@ def step_times(lines: Sequence[Line]) -> str:
 
 
 def choice(lines: Sequence[Line]) -> str:
-    """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, with those whose ranges overlap.
+    """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, those that send least first.
 
-    Of these, the one that sends least is first. `times as long` compares the two of the lowest times: the median and
-    the range of the pairs of one seed and one repetition. `f32 / rest` is the time that f32 gradients take on the
-    link, over that of the rest of a step, which is what carries over to another model.
+    A pair is of one seed and one repetition. A method that is slower than the one of the lowest time in every pair is
+    left out. `times as long` compares the two of the lowest times: the median and the range of their pairs. `f32 /
+    rest` is the time that f32 gradients take on the link, over that of the rest of a step, which is what carries over
+    to another model.
     """
     found, rows = joined(lines), []
     dense = found[DENSE]
@@ -199,13 +200,14 @@ def choice(lines: Sequence[Line]) -> str:
 
 
 def fastest(found: Mapping[str, Joined], rate: str, *, is_peer: bool) -> list[str]:
-    """Returns the names of one side's methods that no other of it is faster than; those that send least first."""
-    times = {name: time_to_loss(found, name, rate) for name, one in found.items() if bool(one.method.peer) == is_peer}
-    known = {name: time for name, time in times.items() if time is not None}
+    """Returns one side's methods that are not slower than its fastest in every pair; those that send least first."""
+    mine = [name for name, one in found.items() if bool(one.method.peer) == is_peer]
+    known = [name for name in mine if time_to_loss(found, name, rate)]
     if not known:
         return []
-    first = min(known.values(), key=lambda time: time.value)
-    equal = [name for name, time in known.items() if time.low <= first.high]
+    first = _best(found, known, rate)
+    longer = {name: times_as_long(found, name, first, rate) for name in known}
+    equal = [name for name, times in longer.items() if times is None or times.low <= 1]
     return sorted(equal, key=lambda name: bytes_to_loss(found, name) or 0.0)
 
 
