@@ -27,7 +27,8 @@ ABOUT_LOSS = (
 TO_LOSS = "the cheapest way to the config's loss (that of its own result at the end, and 0.5 % above):"
 ABOUT_STEPS = (
     "steps: the config's, times what recorded runs of small models needed of a dense run's, where all records of a "
-    "setting get there; the one that needs most is named. That another model needs as many is an assumption"
+    "setting get there; the one that needs most is named. Another optimizer has a learning rate of its own there "
+    "(Muon 2e-2, beside AdamW's 4e-3). That another model needs as many is an assumption"
 )
 DAY = "what a day loses besides:"
 SHOWN = 1e-3  # of a step: what takes less is in the page's table, not in its bar

@@ -64,6 +64,14 @@ def test_steps_to_the_loss_are_over_the_dense_runs_and_of_the_best_length() -> N
     assert row["steps"] == ""  # neither seed gets there
 
 
+def test_learning_rates_that_were_tried_are_no_rows_of_their_own() -> None:
+    name, at = "Muon, DiLoCo, 10 steps, momentum 0.6, int4", [20, 40]
+    runs = [("dense", 0, 2.0), ("dense", 1, 3.0), (name, 0, 1.5), (name, 1, 2.5), (f"Muon at 1e-2{name[4:]}", 0, 1.9)]
+    lines = [loss_line(method, seed, at, [9.0, loss]) for method, seed, loss in runs]
+    (row,) = written.of_time_to_loss(Records({"time_to_loss": lines}))
+    assert (row["seeds"], row["mean"]) == (2, "-0.5000")
+
+
 def test_a_setting_is_dominated_by_what_sends_no_more_and_ends_lower_with_every_seed() -> None:
     one = written.Point(name="one", times_smaller=4, losses={0: 1.2, 1: 1.3})
     cases = [(8, {0: 1.0, 1: 1.2}, True), (4, {0: 1.0, 2: 9.0}, True), (3.9, {0: 1.0, 1: 1.2}, False)]

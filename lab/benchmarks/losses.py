@@ -105,7 +105,10 @@ def _of_task(records: Records, **key: Any) -> list[Line]:
 
 
 def of_time_to_loss(records: Records) -> Iterator[Row]:
-    """Yields the rows of time_to_loss.jsonl: of each setting of ours that has a run as long as the dense one."""
+    """Yields the rows of time_to_loss.jsonl: of each setting of ours that has a run as long as the dense one.
+
+    Of several learning rates of the same setting that with the most seeds counts: the others were tried.
+    """
     found = joined(records.lines("time_to_loss"))
     dense = found[DENSE]
     targets = {seed: (WITHIN * losses[-1], at, losses) for seed, (at, losses) in dense.curves.items()}
@@ -114,7 +117,8 @@ def of_time_to_loss(records: Records) -> Iterator[Row]:
     for name, one in found.items():
         is_whole = not one.method.peer and one.method.steps == dense.method.steps and name != DENSE
         pairs = [(one.curves[seed][1][-1], dense.curves[seed][1][-1]) for seed in one.curves if seed in targets]
-        if not is_whole or not pairs:
+        tried = [x for x in found.values() if without_rate(x.method) == without_rate(one.method)]
+        if not is_whole or not pairs or one is not max(tried, key=lambda x: len(x.curves)):
             continue
         alike = [x for x in found.values() if x.method.times == name and x.method.steps >= one.method.steps]
         ways = [way for x in alike if x.curves and (way := steps_over_dense(x.curves, targets))]
@@ -125,6 +129,11 @@ def of_time_to_loss(records: Records) -> Iterator[Row]:
             "steps": f"{min(ways):.3f}" if ways else "",
         }
         yield row(one.method.keys, pairs, **about, record=time_to_loss.RESULTS.relative_to(ROOT))
+
+
+def without_rate(method: time_to_loss.Method) -> dict[str, Any]:
+    """Returns a method's keys but for the learning rate."""
+    return {key: value for key, value in method.keys.items() if key != time_to_loss.RATE}
 
 
 def steps_over_dense(curves: Mapping[int, Any], targets: Mapping[int, Any]) -> float | None:
