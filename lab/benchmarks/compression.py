@@ -28,7 +28,7 @@ from lab.records import MEASURED
 
 RESULTS = MEASURED / "compression.jsonl"
 NODES, DEVICES = 4, 2
-NAMES = (*CODECS, "two_bit", "one_bit", "dgc", "power_sgd")
+NAMES = (*CODECS, "two_bit", "one_bit", "statistical", "dgc", "power_sgd")
 THRESHOLD = 1e-4  # of two_bit: about the magnitude of this workload's gradients
 
 
