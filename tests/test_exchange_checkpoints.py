@@ -116,9 +116,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "int4": dict(rounding="stochastic"),
     "two_bit": dict(threshold=0.01),
     "one_bit": {},
+    "statistical": {},
     "one_bit_adam": dict(warmup_steps=2),
     "dgc": dict(sparsity=0.9, warmup_steps=3),
     "power_sgd": dict(warmup_steps=3),
+    "sparse_loco": dict(sparsity=0.9, feedback_decay=1.0),
+    "demo": dict(sparsity=0.9),
 }
 QUICK = ("int8", "one_bit_adam", "dgc", "power_sgd")  # the others keep what int8 keeps
 CHANGES = {  # the layouts before and after; the number of replicas
@@ -150,7 +153,10 @@ def owed(tree: Any) -> Any:
     "method", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
 )
 def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: str, late: bool, tmp_path: Path) -> None:
-    """The first step on another number of them hands on what came, and what was owed, but for what is owed after it."""
+    """The first step on another number of them hands on what came, and what was owed, but for what is owed after it.
+
+    DeMo hands on signs: of its momenta the sum is what it was.
+    """
     plans = [workload.plan("tensors", **how) for how in CHANGES[change]]
 
     def chain(plan: ShardingPlan) -> optax.GradientTransformation:
@@ -166,12 +172,14 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
     found = restore(tmp_path, workload.first_state("tensors", plans[1], chain(plans[1])))
     came, whole = gradients(plans[1], DONE)
     moves, (following, _) = jax.jit(chain(plans[1]).update)(came, found.chain, found.params)
-    old, new = (x.exchange if late else x for x in (hop_two, following))
+    old, new = (x.exchange if late else x for x in (hop_two, found.hop_two if method == "demo" else following))
     mean = replicas(hop_two.waiting.tree if late else whole, lambda x_R: x_R.mean(0))
     handed_on = jax.tree.map(np.negative, moves)
     field = "unsent" if method == "dgc" else "residual"
     if method == "dgc":
         mean = jax.tree.map(lambda u, g: 0.9 * u + g, owed(old.velocity.tree), mean)
+    if method == "demo":
+        handed_on = mean = jax.tree.map(np.zeros_like, mean)
     if method == "one_bit_adam":  # what it exchanges are momenta
         mean = jax.tree.map(lambda m, g: 0.9 * np.asarray(m) + 0.1 * g, old.mu, mean)
         handed_on, old, new = new.mu, old.exchange, new.exchange

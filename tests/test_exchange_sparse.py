@@ -273,7 +273,7 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
 def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
     """The factors are those of whole matrices, however they are cut: two exact steps, then warm start and feedback."""
-    most, exact, steps = 5, 2, 4
+    most, exact, steps = 5, 2, 20
     plan = workload.plan("tensors", **LAYOUTS[layout])
     tx = power_sgd(plan, SPECS, most, warmup_steps=exact)
     state, update, out, sent = tx.init(workload.params("tensors")), jax.jit(tx.update), [], []

@@ -18,7 +18,7 @@ from compression.one_bit_adam import one_bit_adam
 from sharding.plan import ShardingPlan
 
 CODEC = OneBit(block=32)
-B1, B2, EPS, WARMUP, STEPS = 0.9, 0.95, 1e-8, 3, 7
+B1, B2, EPS, WARMUP, STEPS = 0.9, 0.95, 1e-8, 3, 20
 
 
 @cache

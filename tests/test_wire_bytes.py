@@ -73,7 +73,9 @@ def test_of_lora_the_wire_carries_the_adapters_alone(tmp_path: Path) -> None:
         assert abs(found - formula) < 0.02 * formula + CONTROL_BYTES, (found, formula)
 
 
-@pytest.mark.parametrize(("codec", "times"), sampled([("int8", 3.9), ("one_bit", 30.5)], ("int8", 3.9)))
+@pytest.mark.parametrize(
+    ("codec", "times"), sampled([("int8", 3.9), ("statistical", 15.2), ("one_bit", 30.5)], ("int8", 3.9))
+)
 def test_codecs_make_hop_two_smaller(codec: str, times: float, tmp_path: Path) -> None:
     """Under mics(2) nothing else crosses nodes, but the vectors as they are.
 
