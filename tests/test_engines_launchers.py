@@ -1,4 +1,4 @@
-"""The launchers of real clusters, tried as far as that goes without one: the sbatch script, the keys of the JobSets."""
+"""The launchers of real clusters, tried as far as that goes without one: sbatch's script, ssh's loop, JobSets' keys."""
 
 import os
 import re
@@ -16,6 +16,7 @@ from slurm_cluster import SBATCH, edited
 
 JOBSET = ROOT / "engines" / "kubernetes" / "jobset.yaml"
 REPLICAS = JOBSET.with_name("replicas.yaml")
+HOSTS = ("one", "two", "three")
 
 # What SLURM's commands do here: `srun` starts two tasks with their variables and returns the highest of their codes.
 SRUN = """#!/bin/bash
@@ -30,6 +31,8 @@ for task in "${tasks[@]}"; do
 done
 exit "$highest"
 """
+# Has the exit code that the variable of the host's name says.
+SSH = '#!/bin/bash\necho "${*: -1}" >> "$RECORD"; host=${@: -2:1}; exit "${!host}"\n'
 RECORD = '#!/bin/bash\necho "$(basename "$0") $@" >> "$RECORD"\n'
 
 
@@ -114,6 +117,27 @@ def test_sbatch_directives_come_first() -> None:
     options = dict(re.fullmatch(r"#SBATCH --([a-z-]+)=?(\S*)", lines[i]).groups() for i in directives)  # pyright: ignore
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert options["signal"] == "TERM@180" and options["requeue"] == ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [("0 0 0", 0), ("75 75 255", 75), ("255 75 75", 75), ("255 255 0", 255), ("2 2 255", 2)]
+)
+def test_the_loop_over_ssh_starts_each_host_and_says_how_the_run_ended(codes: str, code: int, tmp_path: Path) -> None:
+    """An ssh that lost its host knows nothing of the run; `hosts` may have an empty line, and no newline at its end."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (loop,) = re.findall(r"(?m)^    hosts=.*(?:\n    .*)*", page)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(stat.S_IRWXU)
+    (tmp_path / "hosts").write_text("one\n\ntwo\nthree")
+    words = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": "record", **dict(zip(HOSTS, codes.split()))}
+    done = subprocess.run(["bash", "-c", loop], cwd=tmp_path, env=words, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (f"exit code {code}\n", "")
+    sent = sorted((tmp_path / "record").read_text().splitlines())
+    flags = [re.search(r" --coordinator=one:29400 --num_processes=3 --process_id=(\d)$", line) for line in sent]
+    assert [flag[1] for flag in flags if flag] == ["0", "1", "2"]
+    (pattern,) = re.findall(r"pkill -f '(.*)'", page)  # ends the program, and not the ssh that started it
+    assert all(re.search(pattern, line.partition(" exec ")[2]) for line in sent)
+    assert not any(re.search(pattern, f"ssh one {line}") for line in sent)
 
 
 @pytest.fixture(params=[JOBSET, REPLICAS], ids=lambda file: file.stem)
