@@ -76,7 +76,10 @@ def _read_token(file: Path) -> str:
     except OSError as error:
         raise ValueError(f"{error.strerror}; all processes need the same --workdir, on a shared file system") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError(f"others may read it (mode {stat.S_IMODE(mode):04o}); remove it: the next attempt makes one")
+        raise ValueError(
+            f"others may read it (mode {stat.S_IMODE(mode):04o}); remove it: the next attempt makes one; a file system "
+            "without modes (SMB) needs the mount option file_mode=0600"
+        )
     if not _TOKEN.fullmatch(token):
         raise ValueError("it holds no token; remove it: the next attempt makes one")
     return token
