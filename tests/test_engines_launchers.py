@@ -182,7 +182,9 @@ def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
     resumable = rules[0]["onExitCodes"]
     assert (resumable["containerName"], resumable["values"], rules[0]["action"]) == (container["name"], [75], "FailJob")
     assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    paths = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {*paths} == {volume["name"] for volume in pod["volumes"]}
+    assert Path(environment["MICS_JAX_CACHE"]["value"]).is_relative_to(paths["runs"])  # a pod's own ends with it
 
 
 def test_each_replica_has_a_number_and_a_jobset() -> None:
