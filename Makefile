@@ -1,8 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The versions tested together with this Python, if it has some of its own; else those of Python 3.11.
-VERSION := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
+# The versions tested together with the environment's Python, if it has some of its own; else those of Python 3.11.
+VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt) requirements/constraints.txt)
 EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed

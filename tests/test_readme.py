@@ -58,3 +58,16 @@ def test_make_knows_the_targets_of_the_pages() -> None:
     targets = {target for page in pages for target in re.findall(r"(?m)^ {4}make (\S+)", page.read_text())}
     assert targets >= {"train", "test"}
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_make_takes_the_versions_tested_with_the_python_of_the_environment(tmp_path: Path) -> None:
+    """Whatever PYTHON is now: others would stand beside those that are there."""
+    for folder, version in (("bin", "312"), ("another", "311")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {version}\n")
+        (tmp_path / folder / "python").chmod(0o700)
+    show = ["make", "--no-print-directory", "--eval=show: ; @echo $(CONSTRAINTS)", "show"]
+    for venv, chosen in (("", "constraints-py312.txt"), ("new", "constraints.txt")):
+        words = [f"VENV={tmp_path / venv}", f"PYTHON={tmp_path / 'another' / 'python'}"]
+        done = subprocess.run([*show, *words], cwd=ROOT, check=True, timeout=60, capture_output=True, text=True)
+        assert done.stdout == f"requirements/{chosen}\n"
