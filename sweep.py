@@ -106,7 +106,9 @@ def parser() -> OneLineParser:
     flags.add_argument("--slurm", help="options of sbatch: the runs become tasks of an array")
     flags.add_argument("--ray", metavar="ADDRESS", help="of a Ray cluster that runs them, or local")
     flags.add_argument("--search", type=int, metavar="N", help="N runs with values that Optuna chooses from SEARCH")
-    flags.add_argument("--dry_run", action="store_true", help="only show the runs; with --slurm, also write its files")
+    flags.add_argument(
+        "--dry_run", action="store_true", help="only show the runs; with --slurm, also report and write its files"
+    )
     return flags
 
 
@@ -149,7 +151,7 @@ def points_of_search(file: SweepFile, options: argparse.Namespace) -> list[Overr
 
 
 def show_plan(sweep: Sweep) -> int:
-    """Prints what would run, and how."""
+    """Prints what would run, and how; with --slurm also what has come out."""
     for run in sweep.runs:
         print(f"{'finished' if is_finished(run) else 'to do':8}  {run.name}\n          {shlex.join(run.command)}")
     todo, options = missing(sweep.runs), sweep.options
@@ -157,7 +159,7 @@ def show_plan(sweep: Sweep) -> int:
         print(f"these are the ends of what {options.search} runs choose from, in {sweep.workdir}")
         return 0
     print(f"{len(sweep.runs)} runs, {len(todo)} to do, in {sweep.workdir}")
-    if options.slurm is not None and (job := slurm.queued_job(sweep.workdir)):
+    if options.slurm is not None and (job := report_on_slurm(sweep)):
         print(f"job {job} runs them already")  # its tasks read their lines of runs.txt when they begin
     elif options.slurm is not None and todo:
         print(f"wrote {slurm.write_array(todo, sweep.workdir, options=options.slurm, workers=options.workers)}")
@@ -211,16 +213,21 @@ def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
 
 
 def run_on_slurm(sweep: Sweep) -> int:
-    """Reports what is there, and submits what is missing unless the last array is still in the queue."""
-    job = slurm.queued_job(sweep.workdir)
-    report(sweep, [left_by_slurm(run, bool(job), sweep.file.metric) for run in sweep.runs])
-    todo = missing(sweep.runs)
+    """Reports what is there, and submits what is missing or has failed unless the last array is still in the queue."""
+    job, todo = report_on_slurm(sweep), missing(sweep.runs)
     if job:
         print(f"job {job} is in the queue; the same command again shows how far it is (scancel {job} ends it)")
     elif todo:
         script = slurm.write_array(todo, sweep.workdir, options=sweep.options.slurm, workers=sweep.options.workers)
         print(f"submitted {len(todo)} runs as job {slurm.submit(script)}; the same command again reports on them")
     return 0
+
+
+def report_on_slurm(sweep: Sweep) -> str:
+    """Reports what is there, and returns the id of the last array if that is still in the queue, else ""."""
+    job = slurm.queued_job(sweep.workdir)
+    report(sweep, [left_by_slurm(run, bool(job), sweep.file.metric) for run in sweep.runs])
+    return job
 
 
 def left_by_slurm(run: Run, queued: bool, metric: str) -> Record:

@@ -87,9 +87,12 @@ def test_an_array_is_submitted_run_and_reported(
     assert started(tmp_path) == [0, 1, 2, 2] and slurm.read_text().count("srun --kill-on-bad-exit=0") == 4
 
     (tmp_path / "queue").unlink()
-    assert run_sweep(tmp_path, config, *flags) == 0
-    out = capsys.readouterr().out
-    assert "failed: seed=1-" in out and ": error: the loss is not a number\n" in out and "submitted 1 runs" in out
+    for dry, submitted in (["--dry_run"], 1), ([], 2):
+        assert run_sweep(tmp_path, config, *flags, *dry) == 0
+        out = capsys.readouterr().out
+        assert "failed: seed=1-" in out and ": error: the loss is not a number\n" in out
+        assert slurm.read_text().count("parsable") == submitted
+    assert "submitted 1 runs" in out
     assert options_of(tmp_path / "runs")[1] == "--array=1-1%2"
     assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == 1
 
