@@ -209,6 +209,25 @@ def pause(seconds: float, *, while_there: Path | str = "/") -> Hook:
     return lambda step, state, metrics: time.sleep(seconds * Path(while_there).exists())
 
 
+def compiling_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what does the same as `call`, and checks that something was compiled before it, and nothing in it."""
+    compiled: list[str] = []
+
+    def note(name: str, duration_s: float, **about: Any) -> None:
+        del duration_s, about
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    def checked(*args: Any) -> Any:
+        before = len(compiled)
+        found = call(*args)
+        assert 0 < before == len(compiled), compiled[before:]
+        return found
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return checked
+
+
 # Runs train.py with hooks, and what `first` makes of them.
 PROGRAM = """
 import sys, time

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
-from running import ROOT, arguments, arrays, losses, rows, run_here, stop_after
+from running import ROOT, arguments, arrays, compiling_nothing, losses, rows, run_here, stop_after
 from suite import sampled
 
 from configs import digits, gpu_decoder
@@ -56,28 +55,11 @@ def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_nothing_is_compiled_once_a_replica_has_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for it: they count on its shares by then."""
-    compiled: list[str] = []
-
-    def noted(name: str, duration_s: float, **about: Any) -> None:
-        del duration_s, about
-        if name.endswith("backend_compile_duration"):
-            compiled.append(name)
-
-    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:
-            before = len(compiled)
-            found = call(*args)
-            assert len(compiled) == before
-            return found
-
-        return counted
-
-    jax.monitoring.register_event_duration_secs_listener(noted)
     for part in (Independent, Validator):
-        monkeypatch.setattr(part, "__call__", counting(part.__call__))
+        monkeypatch.setattr(part, "__call__", compiling_nothing(part.__call__))
     changes = {"num_steps": 2, "checkpoint__every": 0, "eval__every": 1}
     assert run_here(*arguments(tmp_path, **INDEPENDENT, **changes), "--group=0") == 0
-    assert len([row for row in rows(tmp_path / "replicas" / "0") if "validation_loss" in row]) == 2 and compiled
+    assert len([row for row in rows(tmp_path / "replicas" / "0") if "validation_loss" in row]) == 2
 
 
 @pytest.mark.slow

@@ -37,6 +37,25 @@ SETTINGS: dict[str, Any] = {
     "compression__error_feedback": False,
 }
 
+COMPILES_NOTHING = """
+from training.independent import Independent
+Independent.__call__ = running.compiling_nothing(Independent.__call__)
+"""
+# as soon as a file of that name is there
+HANGS = """
+def make(config):
+    from pathlib import Path
+    ex = running.make_experiment(config)
+    well = ex.batches.to_devices
+    def hang(rows):
+        while Path({file!r}).exists():
+            time.sleep(1)
+        return well(rows)
+    vars(ex.batches)["to_devices"] = hang
+    return ex
+parts["make"] = make
+"""
+
 
 class Run:
     """A run's replicas; they take long for a step as long as the file `slowly` is there."""
@@ -46,9 +65,10 @@ class Run:
         self._arguments = arguments(workdir, **SETTINGS | changes)
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, group: int) -> None:
-        """Starts a replica."""
-        first = f"parts['hooks'].append(running.pause({PAUSE_S}, while_there={str(self.slowly)!r}))"
+    def start(self, group: int, first: str = "") -> None:
+        """Starts a replica, which ends where a step compiles anything; `first` is as in `running.start`."""
+        pauses = f"parts['hooks'].append(running.pause({PAUSE_S}, while_there={str(self.slowly)!r}))"
+        first = f"{pauses}\n{COMPILES_NOTHING}\n{first}"
         self.processes[group] = start([*self._arguments, f"--group={group}"], first=first)
 
     def folder(self, group: int) -> Path:
