@@ -114,7 +114,13 @@ def run(
     # ------------------------------------------------------------------------------------------- devices and processes
     config = use_devices(config)
     elastic = config.elastic
-    supervisor.join(address, workdir=workdir, silence_s=elastic.silence_s, stall_s=elastic.stall_s)
+    supervisor.join(
+        address,
+        workdir=workdir,
+        silence_s=elastic.silence_s,
+        stall_s=elastic.stall_s,
+        is_awaited=group is not None,
+    )
     use_compilation_cache()
     if group is None and resume.is_finished(config, workdir):
         return True

@@ -28,7 +28,7 @@ PURPOSE = "replicas"
 KEPT_STEPS = 64  # of which totals are kept, at most, for members that catch up
 FETCHES = 5  # of the state
 CONNECTIONS = 2  # to each of the others, for sums; as many for totals
-LOOK_S = 0.02  # between two looks of a member of several processes for what one of them may want
+LOOK_S = 0.02  # between two looks for what one of a member's processes may want
 _GONE = "the step is gone"
 _SKIPPED = "the step was not done here"
 _BEHIND = -3  # among what is agreed on
@@ -66,13 +66,14 @@ class Replicas:
         Of a member of several processes each has its own part of the gradients, and others that it asks: those with
         its number. `agree` returns the values of all of them, by number; they call all methods together.
 
-        `saved` returns the steps done in the newest checkpoint. `progress` is called while the others' state comes.
+        `saved` returns the steps done in the newest checkpoint. `progress` is called while the others' state comes, or
+        what they say of a step; `agree` while their sums do.
         """
         self._num_shares, self._payloads, self._sizes = num_shares, payloads, sizes
         zeros = (np.zeros(size, np.float32) for size in sizes)
         self._encoded_sizes = [len(payload.encode(x)) for payload, x in zip(payloads, zeros, strict=True)]
         self._progress = progress
-        self._agree, self._saved, self._say, self._has_others = agree, saved, say, len(agree(0)) > 1
+        self._agree, self._saved, self._say = agree, saved, say
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._late = late
@@ -139,9 +140,9 @@ class Replicas:
         return all(self._agree(int(digest == right)))
 
     def _ask(self, member: Member, request: dict[str, Any]) -> bytes:
-        """Asks a member one thing. PeerError if it does not answer."""
+        """Asks a member one thing, which may take as long as it says so. PeerError if it does not answer."""
         with self.members.connect(member.address) as connection:
-            return connection.ask(request, MOST_BYTES)
+            return connection.ask(request, MOST_BYTES, self._progress)
 
     def fetch_state(self, sizes: Sequence[int]) -> tuple[int, list[memoryview]] | None:
         """Returns a step soon to come and the state after it: of arrays of `sizes` bytes each their bytes.
@@ -202,7 +203,7 @@ class Replicas:
         with self._changed:
             self.members.step, self.members.me = step, self.members.me.changed(step=step)
             self._changed.notify_all()
-        while (share := self._next_share(sums, LOOK_S if self._has_others else None)) != COMPLETE:
+        while (share := self._next_share(sums, LOOK_S)) != COMPLETE:
             if share != WAITING:
                 sums.begin(share)
                 compute(share)
@@ -251,7 +252,7 @@ class Replicas:
             self._changed.notify_all()
         return sums
 
-    def _next_share(self, sums: StepSums, wait_s: float | None) -> int:
+    def _next_share(self, sums: StepSums, wait_s: float) -> int:
         """Returns what `StepSums.look` does, the same in all processes: a share that one of them wants, if any."""
         try:
             found = sums.look(self._check, wait_s)

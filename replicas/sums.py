@@ -6,6 +6,7 @@ member. So every value is right for every purpose, and what a member that was lo
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Sequence
 
@@ -74,17 +75,18 @@ class StepSums:
                     self._targets.add((node, piece))
                     self._ask_for(node, piece)
 
-    def look(self, check: Callable[[], None], wait_s: float | None = None) -> int:
-        """Returns a share to compute, COMPLETE, or WAITING when neither is so within `wait_s`; None: waits for one.
+    def look(self, check: Callable[[], None], wait_s: float) -> int:
+        """Returns a share to compute, COMPLETE, or WAITING when neither is so within `wait_s`.
 
         `check` is called before each look, and may raise.
         """
+        until_s = time.monotonic() + wait_s
         with self._lock:
             while not self.is_complete:
                 check()
                 if self._to_compute:
                     return self._to_compute[0]
-                if not self._changed.wait(wait_s):
+                if not self._changed.wait(until_s - time.monotonic()):  # it is notified for much else
                     return WAITING
             return COMPLETE
 

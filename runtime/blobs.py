@@ -152,11 +152,11 @@ class Connection:
             _check(found, expected)
             return content
 
-    def ask(self, request: Mapping[str, Any], most: int) -> bytes:
-        """Returns an answer of at most so many bytes. PeerError if that fails."""
+    def ask(self, request: Mapping[str, Any], most: int, progress: Callable[[], object] = lambda: None) -> bytes:
+        """Returns an answer of at most so many bytes. PeerError if that fails; `progress` as in `get_whole`."""
         with self._explained():
             _say(self._stream, request)
-            size = self._answer()["size"]
+            size = self._answer(progress=progress)["size"]
             if not 0 <= size <= most:
                 raise ConnectionError(f"it announces {size} bytes, more than {most}")
             answer = self._stream.read(size)

@@ -5,7 +5,8 @@ process that compiles, restores or waits in a collective is not silent. A proces
 closes its connection. A process that has not heard from another one for too long tells every process that it can reach.
 Each of them prints the reason and ends by `os._exit`, because its main thread may be in a collective that never
 returns. A line has the sender's last step and what its main thread does. When no main thread has made progress for too
-long, process 0 ends the run and names the processes that the others wait for.
+long, process 0 ends the run and names the processes that the others wait for. So does the only process of a run that
+other runs wait for: its service threads would answer them for ever.
 """
 
 import contextlib
@@ -92,7 +93,7 @@ class Verdict:
 
 
 class Heartbeat:
-    """Watches the other processes from a thread; does nothing in a run of one process."""
+    """Watches the other processes from a thread; in a run of one process its main thread, if other runs wait for it."""
 
     def __init__(self, note: "Callable[[Verdict, list[str]], None]" = lambda verdict, lost: None) -> None:
         """`note` gets the verdict, and the peers whose loss this process itself has detected."""
@@ -107,14 +108,20 @@ class Heartbeat:
         self._act_at_s = self._exit_at_s = float("inf")
         self._leaving = self._has_warned = False
 
-    def start(self, me: int, peers: Sequence[Peer], silence_s: float, stall_s: float) -> None:
-        """Starts to watch `peers`: every other process in process 0, process 0 in the others."""
+    def start(
+        self, me: int, peers: Sequence[Peer], silence_s: float, stall_s: float, *, is_awaited: bool = False
+    ) -> None:
+        """Starts to watch `peers`: every other process in process 0, process 0 in the others.
+
+        `is_awaited`: other runs wait for this one, which is watched though it may have one process alone.
+        """
         self._me, self._silence_s, self._beat_s = me, silence_s, min(_BEAT_S, silence_s / 4)
         self._stall_s = stall_s
         self._peers = list(peers)
         if peers:
             _delay_aborts()
             faulthandler.enable()  # prints the stack of an abort before its delay
+        if peers or is_awaited:
             threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def completed(self, step: int) -> None:
@@ -139,6 +146,7 @@ class Heartbeat:
         A normal exit would block: jax waits for the others, and they wait in a collective for this process.
         """
         if not self._peers:
+            self._leaving = True
             if failure and jax.distributed.is_initialized():  # there are no connections yet
                 _exit(code)
             return code
@@ -168,8 +176,9 @@ class Heartbeat:
         selector = selectors.DefaultSelector()
         for peer in self._peers:
             selector.register(peer.connection, selectors.EVENT_READ, peer)
-        next_beat_s = 0.0
-        while selector.get_map() or (self._verdict and not self._leaving):  # process 0 may die during the grace period
+        next_beat_s, is_alone = 0.0, not self._peers
+        # process 0 may die during the grace period
+        while selector.get_map() or ((is_alone or self._verdict) and not self._leaving):
             for key, _ in selector.select(max(0.0, next_beat_s - time.monotonic())):
                 for message in key.data.receive():
                     self._take(key.data, message)

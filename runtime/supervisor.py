@@ -46,8 +46,13 @@ class Supervisor:
         self._exit_noted = threading.Lock()  # acquired once, by the first thread that records the exit
         self.held = ExitStack()
 
-    def join(self, address: launch.Address, *, workdir: Path, silence_s: float, stall_s: float) -> None:
-        """Joins the other processes, if any, and starts the heartbeats. ValueError says which flags are needed."""
+    def join(
+        self, address: launch.Address, *, workdir: Path, silence_s: float, stall_s: float, is_awaited: bool = False
+    ) -> None:
+        """Joins the other processes, if any, and starts the heartbeats. ValueError says which flags are needed.
+
+        `is_awaited`: other runs wait for this one.
+        """
         launch.join(address)
         token = shared_token(workdir) if jax.process_count() > 1 else ""
         self.phase = Phase.JOINING
@@ -56,7 +61,7 @@ class Supervisor:
         own = f"{socket.gethostname()}:{os.getpid()}"  # if only jax knows the coordinator, by the launcher
         self._attempt_id = broadcast(new_key("attempt-id"), lambda: self._coordinator or own)
         peers = rendezvous(self._coordinator or None, token)
-        self._heartbeat.start(jax.process_index(), peers, silence_s, stall_s)
+        self._heartbeat.start(jax.process_index(), peers, silence_s, stall_s, is_awaited=is_awaited)
         self.phase = Phase.CHECKING
 
     def hold(self, resource: AbstractContextManager[object]) -> None:

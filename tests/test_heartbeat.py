@@ -46,7 +46,7 @@ watch = Heartbeat()
 peers = listen() if me == 0 else reach()
 if me:
     peers[0].connection.recv(1, socket.MSG_PEEK)  # process 0 beats when all are there
-watch.start(me, peers, 2.5, 3.0)
+watch.start(me, peers, 2.5, 3.0, is_awaited=count == 1)
 watch.completed(10 + me)
 while len(watch._steps) < (1 if me else count - 1):
     time.sleep(0.01)
@@ -118,6 +118,7 @@ STEP, READ = f"watch.enter(Phase.STEPPING)\n{WAIT}", f"watch.enter(Phase.READING
     [
         ({0: READ, 1: STEP, 2: STEP}, rf"process 0 on {HOST} reads a batch, every other process is in a step; "),
         ({0: STEP, 1: STEP}, "every process is in a step; "),
+        ({0: STEP}, "every process is in a step; "),  # which others wait for
         (dict.fromkeys(range(7), READ), rf"(process \d on {HOST} reads a batch, ){{5}}2 others do not step either; "),
     ],
 )

@@ -168,6 +168,26 @@ def test_replicas_that_come_and_go_learn_what_one_does(
     assert [name for name in one if one[name].tobytes() != two[name].tobytes()] == []
 
 
+def test_a_replica_whose_main_thread_hangs_ends_alone(tmp_path: Path) -> None:
+    """Its other threads answer all others that it will take longer: they wait, and that is no hang of theirs."""
+    run, hangs = Run(tmp_path / "run", num_steps=30, elastic__stall_s=10.0, checkpoint__every=0), tmp_path / "hangs"
+    run.slowly.touch()
+    run.start(0)
+    run.start(1, HANGS.format(file=str(hangs)))
+    try:
+        for group in range(2):
+            run.until(group, 2)
+        hangs.touch()
+        (hung,) = finish(run.processes[1])
+        assert hung[0] == 75 and "error: no progress for 10 s (elastic.stall_s): every process is in a step" in hung[2]
+        assert "in hang" in hung[2]  # the stacks
+    finally:
+        run.slowly.unlink()
+        (stays,) = finish(run.processes[0])
+    assert stays[0] == 0 and run.last(0) == 30, stays
+    assert rows(run.folder(0))[-1]["replicas"] == 1
+
+
 @pytest.mark.release
 def test_a_group_of_two_nodes_is_lost_alone_and_comes_back(tmp_path: Path) -> None:
     """One of its nodes is killed: the other one ends with 75, and the other group goes on."""

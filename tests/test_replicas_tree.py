@@ -54,7 +54,7 @@ def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_shares: int) -> None:
             sums.owe(nodes_of(member, owner_of))
             shares = []
             for _ in range(owner_of.count(member)):
-                shares.append(sums.look(never))
+                shares.append(sums.look(never, 0.0))
                 sums.begin(shares[-1])
             assert shares == [share for share, owner in enumerate(owner_of) if owner == member]
             parts = [(share, piece) for share in shares for piece in range(2) if share is not None]
