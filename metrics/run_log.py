@@ -14,6 +14,7 @@ from metrics.run_files import read_run
 from metrics.throughput import StepTimer
 from metrics.wire import WireBytes, WireCounter
 from metrics.writer import MetricsWriter
+from runtime.exit_codes import ResumableError
 
 
 class RunLog:
@@ -42,9 +43,10 @@ class RunLog:
 
         `constants` are added to every row of the metrics; `started_s` is the `perf_counter()` at the program's start.
         `sink`: where the rows go too, `wandb` or `none`. With `may_join` the run may go on at a later step than
-        `start_step`, in a state of others: rows of steps before that one stay.
+        `start_step`, in a state of others: rows of steps before that one stay; and it goes on after a failed write.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
+        self._cannot_write = ResumableError if may_join else OSError
         self._last_step, self._num_steps, self._started_s = start_step, num_steps, started_s
         self._first: int | None = None  # the first step of this attempt
         self._timer, self._constants = timer, dict(constants)
@@ -74,7 +76,7 @@ class RunLog:
         stopped = isinstance(error, KeyboardInterrupt)
         try:
             self.close("interrupted" if stopped else f"failed: {' '.join(str(error).split())}")
-        except OSError as failed:  # must not hide the error that ends the run
+        except (OSError, ResumableError) as failed:  # must not hide the error that ends the run
             error.add_note(f"the report could not be written: {failed}")
 
     def say(self, text: str) -> None:
@@ -180,7 +182,7 @@ class RunLog:
         try:
             self._writer.write(step, row | spent)
         except OSError as error:
-            raise OSError(
+            raise self._cannot_write(
                 f"cannot write to {self._run_dir}: {error.strerror or error}; its checkpoints are intact"
             ) from error
         if self._sink:

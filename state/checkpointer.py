@@ -137,8 +137,8 @@ class Checkpointer:
 
         Waits for the previous save, and returns as soon as the arrays are copied to the host: then the caller may
         donate or change them. A step that an earlier attempt of this run has saved is not saved again. Raises
-        CheckpointError if this save or the previous one failed; ValueError if the step exists and belongs to another
-        run, or if the state cannot be saved.
+        CheckpointError, in a replica ResumableError, if this save or the previous one failed; ValueError if the step
+        exists and belongs to another run, or if the state cannot be saved.
         """
         self.wait()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -222,7 +222,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Returns when the save in progress is committed. Raises CheckpointError if it failed (see `_failed`)."""
+        """Returns when the save in progress is committed. Raises what `_failed` does if it failed."""
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
@@ -371,16 +371,18 @@ class Checkpointer:
             self._report(f"checkpoint {self.directory / str(step)} is damaged ({found}): moved to {target}; {instead}")
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Raises CheckpointError, unless another replica has saved this step or a newer one.
+        """Raises CheckpointError, in a replica ResumableError: the others save the next step, and it starts again.
 
-        Then ResumableError in a group of several processes: it may be that only this one has failed.
+        Not if another replica has saved this step or a newer one, but for ResumableError in a group of several
+        processes: it may be that only this one has failed.
         """
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
         if len(reason) > 300:  # TensorStore's messages begin with paths and end with the cause
             reason = f"{reason[:100]} ... {reason[-180:]}"
         failed, newest = f"saving step {step} to {self.directory} failed: {reason}", self.latest_step()
         if not (self._replica is not None and newest is not None and newest >= step):
-            raise CheckpointError(
+            kind = CheckpointError if self._replica is None else ResumableError
+            raise kind(
                 f"{failed}; the checkpoints before it are unharmed (newest: {newest}); see that the disk has room and "
                 "can be written, then run again"
             ) from error

@@ -11,10 +11,18 @@ from metrics.run_files import read_run, results_of
 from metrics.run_log import RunLog
 from metrics.throughput import StepTimer
 from metrics.wire import WireCounter
+from runtime.exit_codes import ResumableError
 
 
 def make_log(
-    folder: Path, *, enabled: bool, sink: str = "none", start_step: int = 0, num_steps: int = 3, log_every: int = 1
+    folder: Path,
+    *,
+    enabled: bool,
+    sink: str = "none",
+    start_step: int = 0,
+    num_steps: int = 3,
+    log_every: int = 1,
+    may_join: bool = False,
 ) -> RunLog:
     return RunLog(
         folder,
@@ -28,7 +36,26 @@ def make_log(
         count_wire=True,
         started_s=0.0,
         sink=sink,
+        may_join=may_join,
     )
+
+
+@pytest.mark.parametrize(("may_join", "error"), [(False, OSError), (True, ResumableError)])
+def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_only(
+    may_join: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_log.MetricsWriter, "write", full)
+    log = make_log(tmp_path, enabled=True, may_join=may_join)
+    log.step(1, {"loss": 1.0})
+    with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):
+        log.step(2, {"loss": 1.0})
+    with pytest.raises(ValueError, match="an error before") as failure, log:
+        log.step(3, {"loss": 1.0})
+        raise ValueError("an error before")
+    assert "No space left on device" in failure.value.__notes__[0]  # it hides none
 
 
 def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,12 +236,23 @@ def test_a_step_that_another_replica_deletes_while_it_is_read_is_to_be_read_agai
         check_restores(checkpointer, 2)
 
 
-@pytest.mark.parametrize("failing", [(manifest, "write"), (Path, "mkdir")])
+@pytest.mark.parametrize(
+    ("failing", "replica", "error"),
+    [
+        ((manifest, "write"), None, CheckpointError),
+        ((Path, "mkdir"), None, CheckpointError),
+        ((manifest, "write"), 0, ResumableError),
+    ],
+)
 def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[Any, str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: tuple[Any, str],
+    replica: int | None,
+    error: type[Exception],
 ) -> None:
-    """In the background, and before anything is written."""
-    checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1))
+    """In the background, and before anything is written. A replica starts again: the others go on."""
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), replica=replica)
     save_small(checkpointer, 1)
     checkpointer.wait()
     with monkeypatch.context() as patch:
@@ -250,7 +261,7 @@ def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
             raise OSError(28, "No space left on device")
 
         patch.setattr(*failing, no_space)
-        with pytest.raises(CheckpointError, match=r"saving step 2 to .*No space left.*newest: 1") as failure:
+        with pytest.raises(error, match=r"saving step 2 to .*No space left.*newest: 1") as failure:
             save_small(checkpointer, 2)
             save_small(checkpointer, 3)
     assert "\n" not in str(failure.value)
