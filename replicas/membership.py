@@ -197,7 +197,7 @@ class Membership:
             known = [Member.from_dict(values) for values in said["others"]]
             if member.number != address.process:
                 raise ValueError("it is another member")
-        except (PeerError, ValueError, LookupError) as error:
+        except (PeerError, ValueError, LookupError, TypeError) as error:
             return str(error)
         if member.run != self.me.run:
             self._foreign = member

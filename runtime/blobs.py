@@ -24,6 +24,7 @@ from runtime.handshake import Acceptor, connect
 
 WAIT_S = 0.25  # less than any silence that may be allowed
 _BLOCK_BYTES = 1 << 20
+_LINE_BYTES = 1 << 26  # at most; the longest tells of all pieces of a snapshot
 _HASHED_BYTES = 1 << 18  # at once, while they are in a cache
 
 # from a request, the process that makes it, and a stream of what follows the request, to the bytes of the answer
@@ -78,7 +79,7 @@ class BlobService:
             connection.makefile("rwb") as stream,
             _Waiting(stream) as waiting,
         ):
-            while line := stream.readline():
+            while line := stream.readline(_LINE_BYTES):
                 request = json_objects.parse(line, "the request", lenient=True)
                 with waiting.answering():
                     header, content = self._answered(request, process, stream)
@@ -190,7 +191,7 @@ class Connection:
 
     def _answer(self, wait_s: float = inf, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
         until_s = time.monotonic() + wait_s
-        while line := self._stream.readline():
+        while line := self._stream.readline(_LINE_BYTES):
             answer = json_objects.parse(line, "its answer")
             if "error" in answer:
                 raise RefusedError(str(answer["error"]))

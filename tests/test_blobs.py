@@ -76,6 +76,14 @@ def test_what_may_not_be_asked_closes_the_connection(service: BlobService, reque
         next(connection.get(request_line, 1))
 
 
+def test_a_line_without_an_end_closes_the_connection(service: BlobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would take all memory."""
+    monkeypatch.setattr(blobs, "_LINE_BYTES", 100)
+    with connect(service.address) as connection:
+        connection._socket.sendall(b"{" * 100)
+        assert connection._socket.recv(1) == b""
+
+
 def test_strangers_get_nothing(service: BlobService) -> None:
     with pytest.raises(PeerError, match="it closed the connection"):
         connect(service.address, token="b" * 64)
@@ -115,6 +123,12 @@ def damages(stream: Any) -> None:
     stream.write(json.dumps({"size": 4, "xxh3": xxh3_64_intdigest(b"abcd")}).encode() + b"\nabCd")
 
 
+def chatters(stream: Any) -> None:
+    stream.write(b"{" * 10_000)
+    stream.flush()
+    stream.read(1)
+
+
 def dawdles(stream: Any) -> None:
     stream.write(json.dumps({"size": 4, "xxh3": xxh3_64_intdigest(b"abcd")}).encode() + b"\n")
     for byte in (b"a", b"b", b"c", b"d"):
@@ -125,9 +139,17 @@ def dawdles(stream: Any) -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "error"),
-    [(closes_early, "closed the connection"), (damages, "do not match their hash"), (dawdles, "sends too slowly")],
+    [
+        (closes_early, "closed the connection"),
+        (damages, "do not match their hash"),
+        (dawdles, "sends too slowly"),
+        (chatters, "is not JSON"),
+    ],
 )
-def test_half_damaged_or_slow_answers_are_errors(behaviour: Callable[[Any], None], error: str) -> None:
+def test_half_damaged_slow_or_endless_answers_are_errors(
+    behaviour: Callable[[Any], None], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs, "_LINE_BYTES", 10_000)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

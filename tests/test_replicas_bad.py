@@ -16,6 +16,7 @@ from replicas import group
 from replicas.members import NEVER, Member, write_address
 from runtime.addresses import listen
 from runtime.blobs import Connection, PeerError
+from runtime.exit_codes import ResumableError
 from runtime.handshake import Acceptor
 
 
@@ -33,6 +34,7 @@ HOSTILE = {
     "too_little": says(size=1, xxh3=xxh3_64_intdigest(b"a")) + b"a",
     "too_much": says(size=1 << 40, xxh3=0) + b"a" * 10000,
     "huge_number": b'{"size": ' + b"9" * 5000 + b"}\n",
+    "no_text": says(size=1, xxh3=xxh3_64_intdigest(b"\xff")) + b"\xff",
     "wrong_hash": says(size=160, xxh3=1) + bytes(160),
     "half": says(size=160, xxh3=1) + bytes(16),
     "refuses": says(error="no"),
@@ -43,7 +45,8 @@ HOSTILE = {
 class Hostile:
     """A member that says who it is, as it should, and answers all else with the same bytes; None: not at all."""
 
-    def __init__(self, answer: bytes | None, claims: dict[str, Any]) -> None:
+    def __init__(self, answer: bytes | None, claims: dict[str, Any], others: object = ()) -> None:
+        self._others, self.copies_well = others, False
         listener = listen("127.0.0.1", 8)
         self.answer = answer
         self.member = Member(number=1, host="127.0.0.1", port=listener.getsockname()[1], first=0, version=1)
@@ -53,9 +56,11 @@ class Hostile:
     def _serve(self, connection: socket.socket, process: int, host: str) -> None:
         with contextlib.suppress(OSError), connection, connection.makefile("rwb") as stream:
             while line := stream.readline():
-                content = self.answer
-                if json.loads(line)["op"] == "member":
-                    said = json.dumps({"member": self.record, "others": []}).encode()
+                content, op = self.answer, json.loads(line)["op"]
+                if op == "copy" and self.copies_well:
+                    content = says(size=0, xxh3=0)
+                if op == "member":
+                    said = json.dumps({"member": self.record, "others": self._others}).encode()
                     content = says(size=len(said), xxh3=xxh3_64_intdigest(said)) + said
                 if content is None:
                     continue
@@ -87,6 +92,33 @@ def test_bad_answers_lose_the_member_that_gives_them(
     trained([loop])
     assert any("replica 1 is lost" in text for text in loop.said)
     assert loop.computed[0] == loop.computed[1] == [*range(NUM_SHARES)]
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_bad_answers_of_parameters_or_a_state_are_not_taken(
+    kind: str, hostile: Callable[..., Hostile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of its parameters counts as others, or not at all."""
+    monkeypatch.setattr(group, "FETCHES", 1)
+    bad = hostile(HOSTILE[kind], {})
+    write_address(tmp_path, bad.member, 0)
+    loop = Loop(tmp_path, 0, silence_s=1.0 if kind == "nothing" else 30.0).start()
+    assert [member.number for member in loop.replicas.members.others] == [1]
+    assert loop.replicas.agrees(0, "the hash")
+    for bad.copies_well in (False, True):
+        with pytest.raises(ResumableError, match="the other replicas do not send the state"):
+            loop.replicas.fetch_state([160])
+    loop.replicas.close()
+
+
+@pytest.mark.parametrize("others", [5, None, "ab", {"number": 2}, [3]])
+def test_one_that_does_not_list_others_is_not_met(
+    others: object, hostile: Callable[..., Hostile], tmp_path: Path
+) -> None:
+    write_address(tmp_path, hostile(None, {}, others).member, 0)
+    loop = Loop(tmp_path, 0, steps=1).start()
+    assert loop.replicas.members.others == []
+    loop.replicas.close()
 
 
 @pytest.mark.parametrize(
