@@ -122,21 +122,22 @@ class Replicas:
         """Whether this member's parameters after `step` steps, by their hash, are those of most others; names others.
 
         Where as many say one thing as another, the member with the lowest number is right. False in all processes of a
-        member whose parameters differ in one of them.
+        member whose parameters differ in one of them. Of the others the lowest one is now the first.
         """
         with self._changed:
             self._digests = {step: digest}
             self._changed.notify_all()
         said = {self.members.me.number: digest}
-        for member in self.members.others:
-            if member.takes_part(step):
-                with contextlib.suppress(PeerError):  # lost, or elsewhere: it will be noticed where it matters
-                    said[member.number] = self._ask(member, {"op": "digest", "step": step}).decode()
+        for member in [one for one in self.members.others if one.takes_part(step)]:  # one may end once all have asked
+            with contextlib.suppress(PeerError):  # lost, or elsewhere: it will be noticed where it matters
+                said[member.number] = self._ask(member, {"op": "digest", "step": step}).decode(errors="replace")
         found = [said[number] for number in sorted(said)]
         right = max(found, key=lambda one: (found.count(one), -found.index(one)))
         for number, one in said.items():
             if one != right and number != self.members.me.number:
                 self._say(f"replica {number} has other parameters after step {step}: it takes those of the others")
+        first = min(number for number, one in said.items() if one == right)
+        self.is_first = any(self._agree(int(first == self.members.me.number)))
         return all(self._agree(int(digest == right)))
 
     def _ask(self, member: Member, request: dict[str, Any]) -> bytes:

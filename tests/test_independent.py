@@ -7,6 +7,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +24,7 @@ from configs.base import typed
 from configs.schema import CompressionConfig
 from files.run_directory import CHECKPOINTS, REPLICAS
 from replicas.group import BehindError, Replicas
+from replicas.members import Member
 from replicas.payloads import Float32
 from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
@@ -267,6 +270,29 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
     )
     assert Independent.to_save(one, cast(Any, None)) is None
     Independent.end(one, 3, cast(Any, None))
+
+
+def test_one_with_other_parameters_than_the_others_does_not_save_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first, and not in front of a step in which all compare. One that has left asks nobody."""
+    state: Any = SimpleNamespace(to_keep="state")
+    me = Member(number=0, host="", port=1, step=50, first=0)
+    asked: list[tuple[int, str]] = []
+    one: Any = SimpleNamespace(
+        _whole=lambda state: state,
+        _compared=(-1, True),
+        replicas=SimpleNamespace(
+            is_first=True,
+            members=SimpleNamespace(me=me),
+            agrees=lambda *what: (asked.append(what), False)[1],
+        ),
+    )
+    one._agrees = partial(Independent._agrees, one)
+    monkeypatch.setattr("training.independent.digest_of", lambda state: "hash")
+    assert Independent.to_save(one, state) is None
+    assert Independent.to_save(one, state) is None
+    assert asked == [(50, "hash")] and one._compared == (50, False)
+    one.replicas.members.me = replace(me, last=49)
+    assert Independent.to_save(one, state) == "state"
 
 
 def test_a_share_ends_when_all_devices_have_handed_out() -> None:

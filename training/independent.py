@@ -117,6 +117,7 @@ class Independent:
         self._asked, self._announced = False, False
         self._delays = ex.config.compression.delayed
         self._late: Late | None = None
+        self._compared = -1, True  # the last step that was, and whether this replica agreed
         self._replicas: Replicas | None = None
         self.ends_interval = True
 
@@ -185,7 +186,8 @@ class Independent:
         """
         self._enter(Phase.STEPPING)
         at = step // self._work.steps
-        if at % max(COMPARED_EVERY // self._work.steps, 1) == 0 and not self.replicas.agrees(at, digest_of(state)):
+        is_due = at == self._compared[0] or at % max(COMPARED_EVERY // self._work.steps, 1) == 0
+        if is_due and not self._agrees(at, state):
             at, state = self._fetched(at, state)
         while True:
             self.wait_s = 0.0
@@ -236,6 +238,12 @@ class Independent:
             late.grads_R = self._gradients.arrays(flat / means["weight"])
         return with_waiting(state, late.grads_R)
 
+    def _agrees(self, at: int, state: TrainState) -> bool:
+        """Whether the parameters after a step of the replicas are those of most others, who are asked once."""
+        if self._compared[0] != at:
+            self._compared = at, self.replicas.agrees(at, digest_of(state))
+        return self._compared[1]
+
     def _fetched(self, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
         found = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.to_keep)])
@@ -266,10 +274,16 @@ class Independent:
         self.replicas.members.leave(step // self._work.steps)
 
     def to_save(self, state: TrainState) -> TrainState | None:
-        """The one with the lowest number saves it, and none that is behind: the others would save the same."""
+        """The one with the lowest number saves it: the others would save the same.
+
+        None that is behind, and none with other parameters than most, which takes theirs before its next step.
+        """
         try:
             state = self._whole(state)
         except BehindError:  # as the next step will say again
+            return None
+        me = self.replicas.members.me
+        if me.takes_part(me.step) and not self._agrees(me.step, state):
             return None
         return state.to_keep if self.replicas.is_first else None
 
