@@ -377,11 +377,10 @@ class Replicas:
         if op in ("copy", "state"):
             return self.copies.answer(request)
         if op == "digest":
-            step = request["step"]
+            step, here = request["step"], self.members
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self.members.closed or step in self._digests or self.members.step >= step
-                )
+                passed = lambda: here.closed or here.step >= step or here.me.last < step
+                self._changed.wait_for(lambda: step in self._digests or passed())
                 return memoryview(self._digests[step].encode())
         step, piece = request["step"], request["piece"]
         if type(step) is not int or type(piece) is not int or not 0 <= piece < len(self._sizes):

@@ -51,7 +51,7 @@ class StateCopies:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the waiting of all that wait: ConnectionError."""
+        """Ends the waiting of all that wait for a step: ConnectionError. What was copied can still be had."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -67,7 +67,7 @@ class StateCopies:
                 return memoryview(b"")
             number = request["array"]
             self._changed.wait_for(lambda: self._closed or step in self._copies or self._step > step)
-            if self._closed:
+            if self._closed and step not in self._copies:
                 raise ConnectionError(LEAVES)
             content = self._copies[step][number]
             self._wanted[step][number] -= 1

@@ -180,14 +180,23 @@ def test_delayed_gradients_that_are_not_finite_are_skipped_whoever_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("steps", "wanted", "announced"), [(1, [False, False, True], [3]), (5, [False, True, True], [])]
+    ("steps", "begun", "wanted", "announced"),
+    [
+        (1, True, [False, False, True], [3]),
+        (1, False, [False, True, True], []),
+        (5, True, [False, True, True], []),
+    ],
 )
 def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
-    steps: int, wanted: list[bool], announced: list[int]
+    steps: int, begun: bool, wanted: list[bool], announced: list[int]
 ) -> None:
-    """It is asked once: with several processes jax says at one step alone that all are to stop."""
+    """It is asked once: with several processes jax says at one step alone that all are to stop.
+
+    One that has not begun stops at once: it would take all others' state for that step.
+    """
     told: list[int] = []
-    members = SimpleNamespace(others=[1], tell=lambda last: told.append(last))
+    me = SimpleNamespace(begun=begun)
+    members = SimpleNamespace(me=me, others=[1], tell=lambda last: told.append(last))
     one: Any = SimpleNamespace(
         _asked=False, _announced=False, replicas=SimpleNamespace(members=members), _work=SimpleNamespace(steps=steps)
     )
@@ -266,7 +275,9 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
         _whole=behind,
         _enter=lambda phase: None,
         _work=SimpleNamespace(steps=1),
-        replicas=SimpleNamespace(members=SimpleNamespace(leave=lambda step: None)),
+        replicas=SimpleNamespace(
+            members=SimpleNamespace(leave=lambda step: None), copies=SimpleNamespace(close=lambda: None)
+        ),
     )
     assert Independent.to_save(one, cast(Any, None)) is None
     Independent.end(one, 3, cast(Any, None))

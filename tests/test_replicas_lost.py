@@ -290,6 +290,27 @@ def test_one_that_leaves_is_not_asked_for_the_state_after_its_last_step(
     assert asked == [[0]]
 
 
+def test_nobody_waits_for_what_one_that_has_left_will_not_have(make: Callable[..., Replicas]) -> None:
+    """A state, and what its parameters are: it may live on for minutes, while it saves a checkpoint."""
+    stays, leaves = make(0), make(1)
+    leaves.copies.answer({"op": "copy", "step": 3, "arrays": [0]})
+    leaves.copies.at_step(3, [np.arange(2)])
+    requests = [{"op": "state", "step": 4, "array": 0}, {"op": "digest", "step": 4}]
+
+    def ask(request: dict[str, Any]) -> bytes:
+        with stays.members.connect(leaves.members.me.address) as connection:
+            return b"".join(connection.get(request, 16, wait_s=20))
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ask, request) for request in requests]
+        leaves.members.tell(last=3)
+        leaves.copies.close()
+        for one in waiting:
+            with pytest.raises(PeerError, match=f"{LEAVES}|KeyError: 4"):
+                one.result(60)
+    assert ask({"op": "state", "step": 3, "array": 0}) == np.arange(2).tobytes()  # it is on its way
+
+
 def test_a_closed_member_answers_nobody(make: Callable[..., Replicas]) -> None:
     """Its process may live on for a while: the others would take it for one that has come back."""
     stays, ended = make(0), make(1)

@@ -261,8 +261,10 @@ class Independent:
         """
         self._asked |= asked  # jax says so of one step alone
         is_short = self._work.steps == 1
-        if self._asked and is_short and not self._announced and any(agreed(len(self.replicas.members.others))):
-            self.replicas.members.tell(last=step)
+        members = self.replicas.members
+        is_needed = is_short and members.me.begun and not self._announced  # before that nobody waits for its shares
+        if self._asked and is_needed and any(agreed(len(members.others))):
+            members.tell(last=step)
             self._announced = True
             return False
         return self._asked
@@ -272,6 +274,7 @@ class Independent:
             self._whole(state)
         self._enter(Phase.CLOSING)
         self.replicas.members.leave(step // self._work.steps)
+        self.replicas.copies.close()  # nobody is to wait for what comes no more
 
     def to_save(self, state: TrainState) -> TrainState | None:
         """The one with the lowest number saves it: the others would save the same.
