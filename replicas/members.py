@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -77,10 +78,14 @@ def write_address(folder: Path, member: Member, process: int) -> None:
 
 
 def read_addresses(folder: Path, but: int, process: int) -> list[Address]:
-    """Returns where members' processes of that number serve, or served once; all but one."""
+    """Returns where members' processes of that number serve, or served once; all but one.
+
+    A file that cannot be read, while it is replaced or removed, is left out: others will tell of that member.
+    """
     found = []
     for file in sorted(folder.glob(f"*/{FILE_NAME.format(process)}")):
-        values = json_objects.read(file)
-        if values["number"] != but:
-            found.append(Address(process=values["number"], host=values["host"], port=values["port"]))
+        with suppress(OSError, ValueError, LookupError):
+            values = json_objects.read(file)
+            if values["number"] != but:
+                found.append(Address(process=values["number"], host=values["host"], port=values["port"]))
     return found

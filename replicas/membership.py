@@ -61,7 +61,7 @@ class Membership:
         self._silence_s, self._changed, self._agree, self._say = silence_s, changed, agree, say
         self._late, self._on_met, self._on_change = late, on_met, on_change
         self._members: dict[int, Member] = {}  # the others
-        self._lost: dict[int, Member] = {}  # of those that did not say that they leave
+        self._lost: dict[int, Member] = {}  # out of reach; they did not say that they leave
         self._foreign: Member | None = None  # one of another run
         self._looked = 0.0, 0, 0  # when, with which step, and where the others were
         write_address(folder, me, process)
@@ -204,8 +204,11 @@ class Membership:
             return ""
         self._register(member)
         for other in known:
-            if other.number not in (self.me.number, *self._members):
-                self._greet(other.address, patience_s)
+            # of those that are out of reach here others may tell again and again: they are left to `_seek`
+            is_new = other.number not in (self.me.number, *self._members, *self._lost)
+            if is_new and self._greet(other.address, patience_s):
+                with self._changed:
+                    self._lost.setdefault(other.number, other)
         return ""
 
     def _register(self, member: Member) -> None:
@@ -227,13 +230,15 @@ class Membership:
     def _seek(self) -> None:
         """Greets now and then those that were lost: they may have been cut off, or stopped, for a while.
 
-        One that knows nobody greets all that were ever there: its first greetings may have come to nothing.
+        And those that do not take part: one that was cut off may have caught up, and not know that it had to. One that
+        knows nobody greets all that were ever there: its first greetings may have come to nothing.
         """
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self.closed, SEEK_S):
                     return
-                lost, is_alone = [member.address for member in self._lost.values()], not self._members
-            with suppress(OSError, ValueError, LookupError):  # of a file that is being removed
+                away = [*self._lost.values(), *(one for one in self._members.values() if one.first == NEVER)]
+                lost, is_alone = [member.address for member in away], not self._members
+            with suppress(OSError):  # of a folder that cannot be read now
                 lost += read_addresses(self._folder, self.me.number, self._process) if is_alone else []
             self._greet_all(lost)

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from emulating import until
+from replica_loop import NUM_SHARES, PATIENCE_S, started
 
 from replicas import group, membership, state_copies
 from replicas.group import BehindError, Replicas
-from replicas.members import NEVER, Member, write_address
+from replicas.members import FILE_NAME, NEVER, Member, write_address
 from replicas.membership import Membership
 from replicas.payloads import Float32
 from replicas.state_copies import LEAVES, StateCopies
 from replicas.sums import StepSums
-from runtime.blobs import PeerError
+from runtime import blobs
+from runtime.blobs import Address, Connection, PeerError
 from runtime.exit_codes import ResumableError
 
 SHARES, SIZES = 4, [3, 5]
@@ -31,8 +34,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(membership, "SEEK_S", 0.05)
     made: list[Replicas] = []
 
-    def member(number: int, saved: int = 0) -> Replicas:
-        about = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0}
+    def member(number: int, saved: int = 0, **how: Any) -> Replicas:
+        about = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0} | how
         made.append(Replicas(number=number, folder=tmp_path, token="0" * 64, saved=lambda: saved, **about))
         made[-1].members.meet(0)
         made[-1].members.enter(0)
@@ -68,6 +71,121 @@ def test_members_that_lost_each_other_meet_again_and_the_one_behind_takes_the_ot
     check(step(ahead, 9), 9)  # without waiting for the other one, which says that it takes part
     with pytest.raises(BehindError):
         step(behind, 0)
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["at once", "late"])
+@pytest.mark.parametrize("apart", [0, 1, 2, 3, 4])
+def test_members_that_meet_again_share_the_work_again(
+    apart: int, late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many steps are between them, in the midst of which the cut link heals."""
+    monkeypatch.setattr(membership, "SEEK_S", 0.05)
+    is_cut, healed, connect = threading.Event(), threading.Event(), Membership.connect
+
+    def reach(*to: Any) -> Connection:
+        if is_cut.is_set():
+            raise PeerError("a cut link")
+        return connect(*to)
+
+    monkeypatch.setattr(Membership, "connect", reach)
+    loops = started(tmp_path, 2, steps=NEVER, late=late)
+    is_cut.set()
+    for loop, other in (loops, loops[::-1]):
+        loop.replicas.members.lose(other.replicas.members.me, "a cut link")
+    arrived = [threading.Event(), threading.Event()]
+    for loop, stop in zip(loops, (2 + apart, 2), strict=True):
+
+        def share(step: int, number: int, stop: int = stop, at: threading.Event = arrived[loop.number]) -> None:
+            time.sleep(0.01)
+            if step == stop and not at.is_set():
+                at.set()
+                healed.wait(PATIENCE_S)
+
+        loop.before_share = share
+        loop.go()
+    assert all(at.wait(PATIENCE_S) for at in arrived)
+    is_cut.clear()
+    until(lambda: all(loop.replicas.members.others for loop in loops))
+    healed.set()
+
+    def is_shared() -> bool:
+        one, two = (loop.computed.copy() for loop in loops)
+        return any(len(one[step]) == len(two[step]) == NUM_SHARES // 2 for step in one.keys() & two.keys())
+
+    until(is_shared)
+    for loop in loops:
+        loop.steps = 0  # it leaves after this step
+    for loop in loops:
+        loop.end()
+
+
+def test_those_that_others_can_reach_are_not_waited_for_again_and_again(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each greeting of one behind a link that drops all may take as long as silence may."""
+    here, _, _ = (make(number) for number in range(3))
+    there = make(3)
+    until(lambda: len(here.members.others) == 3)
+    tried, connect = list[int](), Membership.connect
+
+    def reach(one: Membership, to: Address, *rest: Any) -> Connection:
+        if {one.me.number, to.process} == {0, 3}:
+            if threading.current_thread() is threading.main_thread():
+                tried.append(to.process)
+            raise PeerError("a cut link")
+        return connect(one, to, *rest)
+
+    monkeypatch.setattr(Membership, "connect", reach)
+    here.members.lose(there.members.me, "a cut link")
+    for _ in range(3):
+        here.members.tell()
+    assert not tried and [member.number for member in here.members.others] == [1, 2]
+    joins = make(0)  # in its place, knowing of 3 only from the others
+    tried.clear()
+    joins.members.tell()
+    assert not tried
+
+
+def test_a_file_that_cannot_be_read_hides_no_other(make: Callable[..., Replicas], tmp_path: Path) -> None:
+    """Over NFS while it is replaced; its member learns of this one from the others."""
+    make(1), make(2)
+    (tmp_path / "1" / FILE_NAME.format(0)).write_text("")
+    assert [member.number for member in make(0).members.others] == [1, 2]
+
+
+def test_waiting_for_what_others_say_of_a_step_is_no_hang(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may validate, or save, before it. And of a step's sums: `agree` is called for each look."""
+    monkeypatch.setattr(blobs, "WAIT_S", 0.02)
+    asked, looked = threading.Semaphore(0), threading.Semaphore(0)
+    waits = make(0, progress=asked.release, agree=lambda value: (looked.release(), [value])[1])
+    other = make(1)
+    found: list[Any] = []
+
+    def train() -> None:
+        found.append(waits.agrees(0, "a"))
+        found.append(step(waits, 0))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert all(asked.acquire(timeout=60) for _ in range(3))
+    assert other.agrees(0, "a")
+    while looked.acquire(blocking=False):
+        pass
+    assert all(looked.acquire(timeout=60) for _ in range(20))
+    check(step(other, 0), 0)
+    thread.join(60)
+    assert found[0]
+    check(found[1], 0)
+
+
+def test_of_those_with_the_same_parameters_the_lowest_is_the_first(make: Callable[..., Replicas]) -> None:
+    """It saves them, whatever another one has that is lower."""
+    members = [make(number) for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(Replicas.agrees, members, [0] * 3, "baa")] == [False, True, True]
+    assert [member.is_first for member in members] == [False, True, False]
 
 
 def test_members_whose_first_greetings_came_to_nothing_meet_later(
