@@ -245,14 +245,20 @@ def test_the_rows_of_a_share_are_read_at_once(prefetch: int, at_once: int) -> No
         assert one._first.result(60)["x"].tolist() == [[0], [1]]
 
 
-def test_replicas_of_other_data_or_on_other_devices_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sums are common, so their parameters would agree: nobody would notice."""
     ex: Any = SimpleNamespace(config=typed(gpu_decoder.get_config()))
     data: list[Any] = [SimpleNamespace(fingerprint=name) for name in "ab"]
     assert fingerprint(ex, data[0]) == fingerprint(ex, data[0]) != fingerprint(ex, data[1])
     before = fingerprint(ex, data[0])
-    monkeypatch.setattr(jax, "device_count", lambda: 2 * jax.local_device_count())
-    assert fingerprint(ex, data[0]) != before
+    for of, name, other in (
+        (jax, "device_count", lambda: 2 * jax.local_device_count()),
+        (jax, "devices", lambda: [SimpleNamespace(device_kind="another")]),
+        (jax, "__version__", "another"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(of, name, other)
+            assert fingerprint(ex, data[0]) != before, name
 
 
 def test_who_takes_the_others_state_does_not_hold_two() -> None:

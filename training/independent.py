@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -364,5 +365,7 @@ def fingerprint(ex: Experiment, dataset: Dataset) -> str:
     """Returns a hash of what replicas must have in common for their gradients to be those of one run."""
     values = ex.config.to_dict()
     parts = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}
-    parts |= {"data": [parts["data"], dataset.fingerprint], "devices": [jax.device_count(), jax.process_count()]}
+    devices = [jax.device_count(), jax.process_count(), jax.devices()[0].device_kind]
+    parts |= {"data": [parts["data"], dataset.fingerprint], "devices": devices}
+    parts |= {"versions": [jax.__version__, version("jaxlib")]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
