@@ -105,7 +105,8 @@ def test_bad_answers_of_parameters_or_a_state_are_not_taken(
     loop = Loop(tmp_path, 0, silence_s=1.0 if kind == "nothing" else 30.0).start()
     assert [member.number for member in loop.replicas.members.others] == [1]
     assert loop.replicas.agrees(0, "the hash")
-    for bad.copies_well in (False, True):
+    for copies_well in (False, True):
+        bad.copies_well = copies_well
         with pytest.raises(ResumableError, match="the other replicas do not send the state"):
             loop.replicas.fetch_state([160])
     loop.replicas.close()
