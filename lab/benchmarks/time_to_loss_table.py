@@ -206,8 +206,8 @@ def fastest(found: Mapping[str, Joined], rate: str, *, is_peer: bool) -> list[st
     if not known:
         return []
     first = _best(found, known, rate)
-    longer = {name: times_as_long(found, name, first, rate) for name in known}
-    equal = [name for name, times in longer.items() if times is None or times.low <= 1]
+    longer = {name: times_as_long(found, name, first, rate) for name in known if name != first}
+    equal = [first, *(name for name, times in longer.items() if times is None or times.low <= 1)]
     return sorted(equal, key=lambda name: bytes_to_loss(found, name) or 0.0)
 
 
