@@ -8,7 +8,7 @@ EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
 # Two workers compute, and one has all tests that wait; the tests of a file share a worker (tests/suite.py).
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20 -rs
 
 .PHONY: train gpu test test-gpu test-jax test-all test-release slurm coverage lint format constraints clean
 
