@@ -7,19 +7,18 @@ import os
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 from lab.emulate import namespaces
 from lab.emulate.__main__ import main
 from lab.emulate.nodes import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
-WAIT_S = 180
 STARTED: list[subprocess.Popen[str]] = []
 NEEDED = namespaces.missing_tool() or ("" if namespaces.is_privileged() else "needs root: it makes network namespaces")
 EMULATED = pytest.mark.skipif(bool(NEEDED), reason=NEEDED or "")
@@ -92,14 +91,6 @@ def ctl(*args: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["emulate", "ctl", *args])
     return code, out.getvalue(), err.getvalue()
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Waits until something is so."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def unique(word: str) -> str:

@@ -1,6 +1,5 @@
 """What the tests of data.source=shards share: a folder of texts, a cache of their own, and the settings."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,3 @@ def a_folder(tmp_path: Path) -> Path:
 
 def settings(path: Path | str, **changes: Any) -> DataConfig:
     return DataConfig(**{"source": "shards", "path": str(path), "seq_len": 16, "shuffle_shards": 2} | changes)
-
-
-def wait_for(condition, limit_s=60.0):
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < limit_s
-        time.sleep(0.005)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import emulating
 from running import ROOT, XLA_FLAGS
+from waiting import until
 
 from lab.emulate import namespaces
 from lab.emulate.links import Links
@@ -152,7 +153,7 @@ def running_slurm(nodes: int, rate: str, folder: Path) -> Iterator[Slurm]:
     with Cluster(nodes + 1, Links(rate=rate), folder) as cluster:
         slurm = Slurm(cluster=cluster, folder=folder)
         slurm.start(0, *MUNGED.format(folder=folder).split())
-        emulating.until((folder / "munge.socket").exists)
+        until((folder / "munge.socket").exists)
         slurm.start(0, "slurmctld", "-D")
         for node in range(1, nodes + 1):
             slurm.start(node, "slurmd", "-D")

@@ -20,7 +20,7 @@ WAITING = frozenset(
 )
 # `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py
 JAX = {"jax", "optax", "flax", "workload", "keeping", "running"}
-PLAIN = {"ROOT", "SMALL", "finish"}  # of `running`, which start nothing
+PLAIN = {"ROOT", "SMALL", "finish", "wait_until"}  # of `running`, which start nothing
 
 
 def depends_on_jax(file: Path) -> bool:

@@ -25,8 +25,8 @@ from emulating import (
     running_with,
     traffic,
     unique,
-    until,
 )
+from waiting import until
 
 from lab.emulate import control, namespaces
 from lab.emulate.__main__ import main

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from emulating import EMULATED, output_of, python, running_with, transfer, until
+from emulating import EMULATED, output_of, python, running_with, transfer
+from waiting import until
 
 from lab.emulate import namespaces
 from lab.emulate.links import Links
@@ -68,11 +69,11 @@ def line(process: subprocess.Popen[bytes]) -> str:
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
 def test_the_rate_holds(two: Cluster, sender: int, receiver: int) -> None:
-    """Within 5 %, in one of five tries: the machine may be busy."""
-    speeds: list[float] = []
-    while not speeds or (max(speeds) < 95e6 and len(speeds) < 5):
+    """Within 5 %, in one of five tries: on a busy machine a reading may be too low, or too high after a pause."""
+    speeds, rate = list[float](), pytest.approx([100e6], rel=0.05)
+    while speeds[-1:] != rate and len(speeds) < 5:
         speeds.append(transfer(two, sender, receiver, 6 * MB)[1])
-    assert max(speeds) == pytest.approx(100e6, rel=0.05), speeds
+    assert speeds[-1:] == rate, speeds
 
 
 def test_bytes_are_counted(two: Cluster) -> None:
@@ -87,8 +88,8 @@ def test_bytes_are_counted(two: Cluster) -> None:
 
 def test_a_rate_may_be_changed_and_lifted(two: Cluster) -> None:
     two.slow(0, "20mbit")
-    assert transfer(two, 0, 1, 1 * MB)[1] < 22e6
-    assert transfer(two, 1, 0, 1 * MB)[1] < 22e6  # what arrives has to pass the same link
+    assert any(transfer(two, 0, 1, 1 * MB)[1] < 22e6 for _ in range(3))
+    assert any(transfer(two, 1, 0, 1 * MB)[1] < 22e6 for _ in range(3))  # what arrives has to pass the same link
     assert two.traffic()[0].rate == "20mbit"
     two.slow(0, "none")
     two.slow(1, "none")

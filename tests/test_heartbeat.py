@@ -166,7 +166,7 @@ def test_a_process_fails() -> None:
 def test_all_fail_with_the_same_error() -> None:
     """Each is left to say it itself: nobody is blamed."""
     fail = 'time.sleep(1); watch.end(2, failure="the vocabulary is too small")'
-    outcomes = finish(*play([free_port()] * 3, {0: fail, 1: f"time.sleep(0.5); {fail}", 2: fail}))
+    outcomes = finish(*play([free_port()] * 3, {0: fail, 1: f"time.sleep(0.1); {fail}", 2: fail}))
     assert [(code, err) for code, _, err in outcomes] == [(2, "")] * 3
 
 

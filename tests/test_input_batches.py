@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from shard_texts import wait_for
+from waiting import until
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, Dataset, load
@@ -109,9 +109,9 @@ def test_prefetch_prepares_at_most_the_requested_batches(dataset):
             return dataset[i]
 
     with Batches(Recording(), global_size=1, rows=[0], start_step=6, prefetch=3) as batches:  # pyright: ignore
-        wait_for(lambda: len(read) == 3)  # before the first next()
+        until(lambda: len(read) == 3)  # before the first next()
         next(batches)
-        wait_for(lambda: len(read) == 4)
+        until(lambda: len(read) == 4)
         time.sleep(0.05)
         assert sorted(read) == [(6, False), (7, False), (8, False), (9, False)]
 
@@ -133,6 +133,6 @@ def test_close_ends_the_background_thread(dataset):
     assert ours
     batches.close()
     batches.close()
-    wait_for(lambda: not any(thread.is_alive() for thread in ours))
+    until(lambda: not any(thread.is_alive() for thread in ours))
     with pytest.raises(ValueError, match="closed"):
         next(batches)

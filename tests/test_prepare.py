@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_texts import TEXTS, a_folder, own_cache, settings, wait_for  # noqa: F401 (fixtures)
+from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 
 from input_pipeline import prepare
 from input_pipeline.shards import ShardSet

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from replica_loop import NUM_SHARES, PATIENCE_S, STATE_BYTES, STEPS, TOKEN, Gone, Loop, started, trained
+from waiting import until
 
 from replicas import group, membership
 from replicas.members import NEVER
@@ -65,7 +66,7 @@ def test_others_finish_the_step_in_which_one_is_lost(
 def test_late_a_step_is_computed_before_the_one_in_front_of_it_is_summed(tmp_path: Path) -> None:
     loops, computes_3 = started(tmp_path, 2, late=1), threading.Event()
     loops[0].before_share = lambda step, share: computes_3.set() if step == 3 else None
-    loops[1].before_share = lambda step, share: step == 2 and computes_3.wait()
+    loops[1].before_share = lambda step, share: step == 2 and computes_3.wait(PATIENCE_S)
     trained(loops)
     assert all(len(loop.computed[2]) == 3 for loop in loops)
 
@@ -102,8 +103,7 @@ def test_one_that_joins_takes_the_state_from_all_others(
 
     def has_met(loop: Loop) -> None:
         """Waits until a member knows when the late one enters: only then are all guesses of who computes what alike."""
-        while not any(member.number == 2 and member.first != NEVER for member in loop.replicas.members.others):
-            threading.Event().wait(0.01)
+        until(lambda: any(m.number == 2 and m.first != NEVER for m in loop.replicas.members.others))
 
     for loop in loops:
         loop.before_share = lambda step, share: joined.wait(PATIENCE_S) if step == 6 else None
@@ -113,8 +113,7 @@ def test_one_that_joins_takes_the_state_from_all_others(
             asked.add(number) or answer(request)
         )
         loop.go()
-    while min(loop.replicas.members.me.step for loop in loops) < 6 - late:
-        threading.Event().wait(0.01)
+    until(lambda: min(loop.replicas.members.me.step for loop in loops) >= 6 - late)
     new = Loop(tmp_path, 2, steps=NEVER, late=late).start(joins=True)
 
     def end(step: int, share: int) -> None:
@@ -123,8 +122,7 @@ def test_one_that_joins_takes_the_state_from_all_others(
 
     new.before_share = end
     new.go()
-    while asked != {0, 1}:
-        threading.Event().wait(0.01)
+    until(lambda: asked == {0, 1})
     joined.set()
     for loop in (*loops, new):
         loop.end()

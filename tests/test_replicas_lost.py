@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulating import until
 from replica_loop import NUM_SHARES, PATIENCE_S, started
+from waiting import until
 
 from replicas import group, membership, state_copies
 from replicas.group import BehindError, Replicas
@@ -60,13 +60,22 @@ def check(totals: np.ndarray, number: int) -> None:
     assert totals.tolist() == [sum(number + share for share in range(SHARES))] * sum(SIZES)
 
 
+@contextlib.contextmanager
+def cut_off(one: Replicas, other: Replicas, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two members lose each other, and do not find each other again before the end."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Membership, "_greet_all", lambda *_: [])
+        one.members.lose(other.members.me, "a cut link"), other.members.lose(one.members.me, "a cut link")
+        yield
+
+
 def test_members_that_lost_each_other_meet_again_and_the_one_behind_takes_the_others_state(
-    make: Callable[[int], Replicas],
+    make: Callable[[int], Replicas], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead, behind = make(0), make(1)
-    ahead.members.lose(behind.members.me, "a cut link"), behind.members.lose(ahead.members.me, "a cut link")
-    for number in range(9):
-        check(step(ahead, number), number)  # alone
+    with cut_off(ahead, behind, monkeypatch):
+        for number in range(9):
+            check(step(ahead, number), number)  # alone
     until(lambda: ahead.members.others and behind.members.others)
     check(step(ahead, 9), 9)  # without waiting for the other one, which says that it takes part
     with pytest.raises(BehindError):
@@ -301,12 +310,14 @@ def test_nobody_begins_to_wait_for_a_step_that_was_skipped() -> None:
 
 
 @pytest.mark.parametrize("saved", [0, 7])
-def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(saved: int, make: Callable[..., Replicas]) -> None:
+def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(
+    saved: int, make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not if a checkpoint is newer: then it ends, to start again from that."""
     ahead, behind = make(0), make(1, saved)
-    ahead.members.lose(behind.members.me, "a cut link"), behind.members.lose(ahead.members.me, "a cut link")
-    for number in range(9):
-        step(ahead, number)
+    with cut_off(ahead, behind, monkeypatch):
+        for number in range(9):
+            step(ahead, number)
     until(lambda: behind.members.others)
     with pytest.raises(BehindError):
         step(behind, 0)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from shard_texts import TEXTS, a_folder, own_cache, settings, wait_for  # noqa: F401 (fixtures)
+from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 
 from input_pipeline import load
 from input_pipeline.shard_cache import ShardCache

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shard_texts import wait_for
+from waiting import until
 
 from input_pipeline.shard_index import Shard
 from input_pipeline.shard_tiers import Counters, DamagedObjectError, OpenShards
@@ -59,11 +59,11 @@ def test_shards_that_are_wanted_stay_open(made):
     tiers: Any = Tiers()
     opened = made(tiers, 4)
     opened.read_ahead(names("ab"), names("cd"))
-    wait_for(lambda: opens(opened) == "abcd")
+    until(lambda: opens(opened) == "abcd")
     for name in "abab":  # used later than c and d were opened
         assert opened.get(shard(name))[0] == ord(name)
     opened.read_ahead(names("cd"), names("ef"))
-    wait_for(lambda: opens(opened) == "cdef")  # there is one more before one is closed
+    until(lambda: opens(opened) == "cdef")  # there is one more before one is closed
     assert set(tiers.begun.values()) == {1}
     assert tiers.counters.memory_hits == 4
 
@@ -72,13 +72,13 @@ def test_shards_for_later_wait_for_those_that_are_needed_now(made):
     tiers: Any = Tiers(open_at_once=False)
     opened = made(tiers, 4)
     opened.read_ahead(names("ab"), names("cd"))
-    wait_for(lambda: set(tiers.begun) == set("ab"))
+    until(lambda: set(tiers.begun) == set("ab"))
     tiers.events["a"].set()
-    wait_for(lambda: opens(opened) == "a")
+    until(lambda: opens(opened) == "a")
     time.sleep(0.1)
     assert set(tiers.begun) == set("ab")
     tiers.events["b"].set()
-    wait_for(lambda: set(tiers.begun) == set("abcd"))
+    until(lambda: set(tiers.begun) == set("abcd"))
     for event in tiers.events.values():
         event.set()
 
@@ -87,22 +87,22 @@ def test_what_is_needed_now_begins_though_threads_are_done_with_what_they_took_b
     tiers: Any = Tiers(open_at_once=False)
     opened = made(tiers, 6)
     opened.read_ahead([], names("abcd"))
-    wait_for(lambda: set(tiers.begun) == set("abcd"))  # by all threads
+    until(lambda: set(tiers.begun) == set("abcd"))  # by all threads
     opened.read_ahead(names("abcdef"), [])
     for name in "abcd":
         tiers.events[name].set()
-    wait_for(lambda: set(tiers.begun) == set("abcdef"))
+    until(lambda: set(tiers.begun) == set("abcdef"))
     opened.read_ahead(names("e"), names("ef"))  # the last of an epoch may be the first of the next one
     for name in "ef":
         tiers.events[name].set()
-    wait_for(lambda: opens(opened) == "abcdef")
+    until(lambda: opens(opened) == "abcdef")
 
 
 def test_reader_waits_for_a_shard_that_is_coming_and_it_comes_once(made):
     tiers: Any = Tiers(open_at_once=False)
     opened = made(tiers, 4)
     opened.read_ahead(names("a"), [])
-    wait_for(lambda: tiers.begun["a"] == 1)
+    until(lambda: tiers.begun["a"] == 1)
     found: list[np.ndarray] = []
     readers = [threading.Thread(target=lambda: found.append(opened.get(shard("a")))) for _ in range(3)]
     for reader in readers:
@@ -124,6 +124,6 @@ def test_failed_reading_ahead_is_reported_to_who_needs_the_shard_and_holds_up_no
 
     opened = made(Failing(), 4)
     opened.read_ahead(names("a"), names("b"))
-    wait_for(lambda: opens(opened) == "b")
+    until(lambda: opens(opened) == "b")
     with pytest.raises(OSError, match="gone"):
         opened.get(shard("a"))

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from shard_texts import TEXTS, a_folder, own_cache, settings, wait_for  # noqa: F401 (fixtures)
+from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from waiting import until
 
 from input_pipeline import load, prepare
 from input_pipeline.folder import validation_names
@@ -287,5 +288,5 @@ def test_resume_opens_the_shards_of_its_blocks_alone(texts):
         with ShardSet(settings(texts)) as shards:
             load(settings(texts), "train", 0, [shards])[first]
             counters = shards.tiers.counters
-            wait_for(lambda counters=counters: counters.disk_hits + counters.store_hits >= 3)
+            until(lambda counters=counters: counters.disk_hits + counters.store_hits >= 3)
         assert counters.disk_hits + counters.store_hits <= 4

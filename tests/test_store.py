@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from ports import free_port
-from shard_texts import TEXTS, a_folder, own_cache, settings, wait_for  # noqa: F401 (fixtures)
+from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import BUCKET, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, of_folder, send
+from waiting import until
 
 from input_pipeline import load, prepare, store
 from input_pipeline.shards import ShardSet
@@ -154,7 +155,7 @@ def test_store_that_fails_for_a_while_is_waited_for_and_said_once(web, caplog):
     with caplog.at_level(logging.WARNING):
         for thread in threads:
             thread.start()
-        wait_for(lambda: caplog.records)
+        until(lambda: caplog.records)
         web.back()
         for thread in threads:
             thread.join(60)

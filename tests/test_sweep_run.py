@@ -7,15 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from emulating import EMULATED
-from running import ROOT, SMALL
+from running import ROOT, SMALL, wait_until
 from sweeping import events, program, run_sweep, seeds, started, sweep_file
+from waiting import until
 
 import sweep
 from configs.schema import flat
@@ -43,11 +43,7 @@ def start_sweep(folder: Path, config: str, *flags: str) -> subprocess.Popen[str]
 
 
 def wait_for(folder: Path, event: tuple[str, int], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while event not in [(name, seed) for name, seed, _ in events(folder)]:
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: event in [(name, seed) for name, seed, _ in events(folder)], process)
 
 
 def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,10 +105,7 @@ def test_orphaned_runs_keep_the_directory_locked(tmp_path: Path, capsys: pytest.
     assert run_sweep(tmp_path, config) == 2
     signal.pidfd_send_signal(orphan, signal.SIGINT)
     os.close(orphan)
-    wait_until_free = time.monotonic() + TIMEOUT_S
-    while run_sweep(tmp_path, config) == 2:
-        assert time.monotonic() < wait_until_free
-        time.sleep(0.1)
+    until(lambda: run_sweep(tmp_path, config) != 2)
     assert started(tmp_path) == [4, 4]
 
 

@@ -2,13 +2,13 @@
 
 import json
 import resource
-import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from running import arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
+from waiting import until
 
 from files import run_directory
 from runtime.events import EventReader
@@ -23,8 +23,7 @@ def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, room: int, capsys:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_disk() -> None:
-        while not (workdir / "checkpoints" / "5").exists():  # it is saved in a thread
-            time.sleep(0.01)
+        until((workdir / "checkpoints" / "5").exists)  # it is saved in a thread
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
 
     capsys.readouterr()
