@@ -20,14 +20,7 @@ def run_two(workdir: Path) -> list[subprocess.Popen[str]]:
     return two
 
 
-@pytest.mark.parametrize(
-    ("victim", "number"),
-    [
-        (0, signal.SIGKILL),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-)
-def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
+def check_lost(tmp_path: Path, victim: int, number: int) -> None:
     """The main thread of the survivor is in gloo, or has an exception from it; jax would abort it or let it hang."""
     two = run_two(tmp_path)
     os.kill(two[victim].pid, number)
@@ -39,6 +32,15 @@ def test_a_real_run(tmp_path: Path, victim: int, number: int) -> None:
     lost, exited = EventReader(tmp_path).new()[-2:]
     assert (lost["event"], lost["peers"]) == ("lost_peer", [f"process {victim} on {HOST}"])
     assert (exited["event"], exited["code"]) == ("exited", RESUMABLE) and what in exited["why"]
+
+
+def test_a_process_of_a_real_run_dies(tmp_path: Path) -> None:
+    check_lost(tmp_path, 0, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_process_of_a_real_run_is_stopped(tmp_path: Path) -> None:
+    check_lost(tmp_path, 1, signal.SIGSTOP)
 
 
 HANGS = """

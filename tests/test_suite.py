@@ -16,7 +16,7 @@ def test_files_that_wait_and_files_of_jax_are_found() -> None:
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_other_slow_values_are_for_releases(number: int, request: pytest.FixtureRequest) -> None:
+def test_slow_values_are_for_releases(number: int, request: pytest.FixtureRequest) -> None:
     """What `conftest.py` has given this test itself."""
     assert (request.node.get_closest_marker("release") is not None) == (number == 2)
     marker = request.node.get_closest_marker("xdist_group")
