@@ -13,6 +13,7 @@ import jax
 import pytest
 from planning import a_step, machine, one_row, own_cache, small  # noqa: F401 (fixtures)
 from running import IGNORED
+from suite import sampled
 
 from configs import losses
 from planner import clusters
@@ -50,7 +51,7 @@ def changed(candidate: Candidate) -> bool:
     return candidate.change != of_config(small()).change
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sampled(range(12), *range(4)))
 def test_a_search_proposes_only_what_fits(seed: int, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     device = replace(clusters.CPU, memory_bytes=8 * 10 ** draw.uniform(5, 6.5))

@@ -1,4 +1,4 @@
-"""The same run on other devices, under other strategies and with batches that do not divide: the same losses."""
+"""The same run on other devices and under other strategies: the same losses."""
 
 from pathlib import Path
 
@@ -29,15 +29,3 @@ def test_run_resumes_with_another_strategy(tmp_path: Path, on_eight: Path) -> No
     zero3 = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
     assert run_here(*arguments(tmp_path, **zero3)) == 0
     np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)
-
-
-@pytest.mark.slow
-def test_losses_are_equal_with_an_indivisible_batch(tmp_path: Path) -> None:
-    odd = {"batch__global_size": 34, "batch__micro_size": 4, "eval__every": 5}  # 2 micro-steps of 3 rows; 9 of 4
-    eight, one = tmp_path / "eight", tmp_path / "one"
-    alone = {"mesh__num_cpu_devices": 1, "mesh__devices_per_node": 1, "sharding__partition_size": 1}
-    process = start(arguments(one, **odd, **alone))
-    assert run_here(*arguments(eight, **odd)) == 0
-    code, _, err = finish(process)[0]
-    assert code == 0, err
-    np.testing.assert_allclose(losses(eight), losses(one), **SAME)
