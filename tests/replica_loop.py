@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,9 @@ class Loop:
         steps: int = STEPS,
         silence_s: float = 30.0,
         late: int = 0,
+        **processes: Any,
     ) -> None:
+        """`processes`: `process` and `agree` of one of a member's several processes."""
         self.number, self.codec, self.steps, self.late = number, codec, steps, late
         self.computed: dict[int, list[int]] = {}
         self.fetched: list[int] = []
@@ -79,6 +82,7 @@ class Loop:
             late=late,
             progress=lambda: self.blocks.append(None),
             say=self.said.append,
+            **processes,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
 
