@@ -4,6 +4,7 @@ import hashlib
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -90,3 +91,18 @@ def test_no_flipped_bit_is_left_standing(flips: int, tmp_path: Path) -> None:
     assert [found[number].tobytes() for number in range(MEMBERS)] == [expected.tobytes()] * MEMBERS
     named = [line for lines in said for line in lines if "has other parameters" in line]
     assert len(named) >= flips
+
+
+def test_of_two_that_differ_the_first_is_right(tmp_path: Path) -> None:
+    said: list[list[str]] = [[], []]
+    members = [start(tmp_path, number, said[number]) for number in range(2)]
+    for member in members:
+        assert not member.members.meet(0)
+    for member in members:
+        member.members.enter(0)
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda member, digest: member.agrees(0, digest), members, ("a", "b"))]
+    for member in members:
+        member.close()
+    assert found == [True, False]
+    assert said == [["replica 1 has other parameters after step 0: it takes those of the others"], []]

@@ -440,6 +440,34 @@ def test_nobody_waits_for_what_one_that_has_left_will_not_have(make: Callable[..
     assert ask({"op": "state", "step": 3, "array": 0}) == np.arange(2).tobytes()  # it is on its way
 
 
+def test_one_to_whom_nobody_sends_the_state_does_not_go_on(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own is older than theirs."""
+    tried: list[int] = []
+
+    def fail(connect: Any, addresses: Any, step: int, *_: object) -> Any:
+        tried.append(step)
+        raise PeerError("that step has passed")
+
+    _, joins = make(0), make(1)
+    monkeypatch.setattr("replicas.group.fetch_copies", fail)
+    with pytest.raises(ResumableError, match="do not send the state"):
+        joins.fetch_state([0])
+    assert tried == [2, 4, 6, 8, 10]
+
+
+def test_for_one_that_joins_and_does_not_go_on_few_totals_are_kept(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "KEPT_STEPS", 2)
+    trains, hangs = make(0), make(1)
+    hangs.members.tell(first=NEVER)
+    for number in range(9):
+        check(step(trains, number), number)
+    assert [*trains._steps] == [6, 7, 8]
+
+
 def test_a_closed_member_answers_nobody(make: Callable[..., Replicas]) -> None:
     """Its process may live on for a while: the others would take it for one that has come back."""
     stays, ended = make(0), make(1)
