@@ -1,5 +1,6 @@
 """Snapshots in memory, in one process: what is kept, what comes back, and what is not used."""
 
+import io
 import json
 import re
 import shutil
@@ -24,7 +25,8 @@ from runtime.addresses import own_address
 from runtime.blobs import PeerError
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder
-from state.snapshots import Pace, owned_shards, partner
+from state.snapshots import Pace, Snapshots, owned_shards, partner
+from state.transfer import Answers
 
 
 def test_the_memory_that_snapshots_take_is_known_before(run: Run) -> None:
@@ -172,6 +174,42 @@ def test_a_partner_that_cannot_be_reached(run: Run, monkeypatch: pytest.MonkeyPa
         keep(snapshots, 1, state_of(1))
         snapshots.wait()
     assert len(run.said) == 1 and run.said[0].endswith("until that process can be reached; a firewall?")
+
+
+def test_no_memory_that_devices_copy_to(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locked memory; any other error of the device ends the program."""
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError(errors.pop())
+
+    errors = ["INTERNAL: x", "RESOURCE_EXHAUSTED: x"]
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Snapshots, "_on_host", fail)
+            keep(snapshots, 1, state_of(1))
+            with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+                keep(snapshots, 2, state_of(2))
+        keep(snapshots, 3, state_of(3))
+    assert len(run.said) == 1 and "warning: the snapshot of step 1" in run.said[0]
+    check(run.restore(), 3)
+
+
+def test_a_partners_copy_whose_bytes_changed_on_the_way_is_not_kept(run: Run) -> None:
+    """It would be described with its own hash, and be restored where the partner is lost."""
+    run.keep(1)
+    folder = MemoryFolder(run.memory, run.run_id, "standby")
+    (sent,) = folder.snapshots()[0]
+    content = bytearray(run.files("data")[-1].read_bytes())
+    folder.remove([sent.name])
+    answers = Answers(folder, 0)
+    answers.copies_of = frozenset({0})
+    answers({"put": sent.as_json()}, 0, io.BytesIO(content))
+    assert folder.snapshots() == ([sent], [])
+    content[0] ^= 4
+    with pytest.raises(OSError, match="do not match their hash"):
+        answers({"put": sent.as_json()}, 0, io.BytesIO(content))
+    assert folder.names() == set()
 
 
 def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:

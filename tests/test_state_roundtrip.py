@@ -21,6 +21,7 @@ from checkpointing import KEEP_ALL, abstract, check_restores, save_small, small_
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
+from files import atomic
 from runtime.exit_codes import ResumableError
 from state import latest_config, manifest, tree
 from state.checkpointer import Checkpointer, CheckpointError
@@ -200,6 +201,35 @@ def test_replicas_that_save_at_once_do_not_harm_each_other(
     assert len(lines) == is_late
     assert all("saving step 5 to" in x and x.endswith(f"another replica has saved step {there[-1]}") for x in lines)
     assert [*(tmp_path / manifest.UNFINISHED).iterdir()] == []
+
+
+def test_a_group_whose_save_failed_ends_though_another_replica_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be that only one of its processes has failed."""
+    with Checkpointer(tmp_path, KEEP_ALL, replica=1, report=pytest.fail) as checkpointer:
+        save_small(checkpointer, 5)
+        checkpointer.wait()
+        said = "another replica has saved step 5: run the same command again"
+        with monkeypatch.context() as patch, pytest.raises(ResumableError, match=said):
+            patch.setattr(jax, "process_count", lambda: 2)
+            checkpointer._failed(5, OSError("no route to the file system"))
+
+
+def test_a_step_is_on_the_disk_before_an_older_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine that loses its power in between has neither."""
+    there, sync = list[set[str]](), atomic.sync
+
+    def look(folder: Path) -> None:
+        sync(folder)
+        if folder == tmp_path:
+            there.append({path.name for path in folder.iterdir()} - {manifest.UNFINISHED})
+
+    monkeypatch.setattr(atomic, "sync", look)
+    with Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1)) as checkpointer:
+        save_small(checkpointer, 1, 2)
+        checkpointer.wait()
+        assert there == [{"1"}, {"1", "2"}] and checkpointer.steps() == [2]
 
 
 def test_a_replica_deletes_its_own_failed_saves(tmp_path: Path) -> None:
