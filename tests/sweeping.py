@@ -19,7 +19,8 @@ def get_config(arg=""):
     config.sharding.strategy = "ddp"
     return config
 """
-# What each seed does: 0 finishes, 1 fails, 2 stops resumable once, 3 always, 4 waits for a signal, 5 diverges.
+# What each seed does: 0 finishes, 1 fails, 2 stops resumable once, 3 always, 4 waits for a signal, 5 diverges,
+# 8 waits for two signals.
 TRAIN = """
 import json, signal, sys, time
 from pathlib import Path
@@ -29,7 +30,15 @@ folder.mkdir(parents=True, exist_ok=True)
 def log(event):
     with open(folder.parent / "events.jsonl", "a") as file:
         file.write(json.dumps([event, seed, time.monotonic()]) + "\\n")
-signal.signal(signal.SIGINT, lambda *_: (log("signal"), time.sleep(0.3), log("end"), sys.exit(75)))
+signals = [signal.SIGINT] * (2 if seed == 8 else 1)
+def stop(*_):
+    log("signal")
+    signals.pop()
+    if not signals:
+        time.sleep(0.3)
+        log("end")
+        sys.exit(75)
+signal.signal(signal.SIGINT, stop)
 earlier = (folder / "started").exists()
 (folder / "started").touch()
 (folder / "arguments.json").write_text(json.dumps(sys.argv[1:]))
@@ -37,7 +46,7 @@ log("start")
 print("config", flags["config"])
 if seed == 1:
     print("error: the loss is not a number\\na warning at exit", file=sys.stderr)
-if seed == 4 and not earlier:
+if seed in (4, 8) and not earlier:
     time.sleep(60)
 time.sleep({pause_s})
 log("end")

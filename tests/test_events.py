@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,17 @@ def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
         supervisor.end(ExitCode.FAILED, "x")
     ends = [event["why"] for event in EventReader(tmp_path).new() if event["event"] == Event.EXITED]
     assert ends == ["process 1 failed: x"]
+
+
+def test_events_that_cannot_be_written_do_not_keep_a_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network file system hangs."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(Supervisor, "_note_exit", lambda *_: goes_on.wait(60))
+    with PreemptionHandler() as preemption:
+        begun_s = time.monotonic()
+        assert Supervisor(preemption).end(ExitCode.FAILED, "x") == ExitCode.FAILED
+        assert time.monotonic() - begun_s < 30
+    goes_on.set()
 
 
 def test_a_frozen_writer_holds_up_nobody(tmp_path: Path) -> None:

@@ -129,10 +129,20 @@ def test_no_main_thread_makes_progress(then: dict[int, str], said: str) -> None:
     assert all("Thread" in err for _, _, err in outcomes)
 
 
+COMPILE = "watch.enter(Phase.COMPILING)\ntime.sleep(6)"
+RESTORE = """watch.enter(Phase.RESTORING)
+with open(os.devnull, "wb", buffering=0) as file:
+    for _ in range(12):
+        file.write(bytes(2 << 20))
+        time.sleep(0.5)
+"""
+
+
 @pytest.mark.slow
-def test_what_may_take_long_is_no_hang() -> None:
-    """One of them compiles."""
-    ends = "watch.enter(Phase.COMPILING)\ntime.sleep(6)\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
+@pytest.mark.parametrize("long", [COMPILE, RESTORE])
+def test_what_may_take_long_is_no_hang(long: str) -> None:
+    """One of them compiles, or reads and writes files."""
+    ends = f"{long}\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
     outcomes = finish(
         *play([free_port()] * 2, {0: f"{STEP[: -len(WAIT)]}time.sleep(7)\nsys.exit(watch.end(0))", 1: ends})
     )
@@ -214,6 +224,27 @@ def test_what_breaks_the_watch_ends_the_program(
     pair[1].connection.sendall(b"no message\n")
     assert codes.get(timeout=30) == 1
     assert f"a message of {pair[0]} is not JSON: Expecting value" in capfd.readouterr().err
+
+
+def test_events_that_cannot_be_written_do_not_keep_a_run_from_ending(
+    pair: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network file system hangs."""
+    codes: queue.Queue[int] = queue.Queue()
+    goes_on = threading.Event()
+    watch = Heartbeat(note=lambda *_: goes_on.wait())
+
+    def leave(code: int) -> None:
+        codes.put(code)
+        watch._leaving = True  # its thread ends
+
+    monkeypatch.setattr(heartbeat, "_exit", leave)
+    monkeypatch.setattr(faulthandler, "enable", lambda: None)
+    monkeypatch.setattr(heartbeat, "_delay_aborts", lambda: None)
+    watch.start(1, [pair[0]], 60.0, 600.0)
+    pair[1].connection.close()
+    assert codes.get(timeout=30) == RESUMABLE
+    goes_on.set()
 
 
 def test_a_shortage_of_file_descriptors_is_said_once(

@@ -92,6 +92,17 @@ def test_ctrl_c_is_passed_on_once_and_waited_for(number: signal.Signals, tmp_pat
     assert process.returncode == 0 and started(tmp_path) == [0, 4, 4, 7], out
 
 
+def test_a_second_ctrl_c_is_passed_on_too(tmp_path: Path) -> None:
+    """The run hangs while it saves."""
+    process = start_sweep(tmp_path, sweep_file(tmp_path, seeds(8)))
+    for event in ("start", "signal"):
+        wait_for(tmp_path, (event, 8), process)
+        os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 75, out
+    assert [name for name, _, _ in events(tmp_path)] == ["start", "signal", "signal", "end"]
+
+
 def test_orphaned_runs_keep_the_directory_locked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = sweep_file(tmp_path, seeds(4))
     process = start_sweep(tmp_path, config)
