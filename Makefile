@@ -8,7 +8,8 @@ EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
 # Two workers compute, and one has all tests that wait; the tests of a file share a worker (tests/suite.py).
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20 -rs
+# A worker that dies is not replaced: xdist would give the test that it died in to the next one, and that again.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
 
 .PHONY: train gpu test test-gpu test-jax test-all test-release slurm coverage lint format constraints clean
 
@@ -40,7 +41,7 @@ slurm: $(VENV)/installed  ## with a real SLURM on emulated nodes: needs root, an
 
 coverage: $(EVERYTHING)  ## fails if a test does, or if less than 90 % of the lines are run
 	$(BIN)/coverage erase
-	status=0; $(BIN)/coverage run -m pytest -n 2 --dist worksteal -m "not slurm and not gpu" || status=$$?; \
+	status=0; $(BIN)/coverage run -m pytest -n 2 --max-worker-restart=0 --dist worksteal -m "not slurm and not gpu" || status=$$?; \
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
 
 lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
