@@ -167,7 +167,9 @@ class HuggingFace(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         with _explained(f"data.tokenizer_path {self._path} cannot encode {text[:40]!r}"):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            # not `encode`, which holds Python's lock throughout: the heartbeats of this process would stop
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            ids = found.ids
         return np.asarray(ids, np.int64).astype(np.int32)
 
     def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -154,6 +155,22 @@ def test_tokenizer_json_matches_its_library(corpus, tmp_path):
     first = dataset.fingerprint
     tokenizer_json(vocabulary, ("</s>", "[MASK]"))
     assert load(config, "train", 0).fingerprint != first
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """A file of the source `folder` is one text; while none runs, the other processes take this one for lost."""
+    ours, over, woken = HuggingFace(tokenizer_json(tmp_path / "tokenizer.json")), threading.Event(), [0]
+
+    def wake() -> None:
+        while not over.wait(0.001):
+            woken[0] += 1
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    before, _, after = woken[0], ours.encode("the quick brown fox jumps over 13 dogs\n" * 5000), woken[0]
+    over.set()
+    thread.join()
+    assert after - before > 10
 
 
 def test_bad_tokenizer_json_is_one_line(corpus, tmp_path):
