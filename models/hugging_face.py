@@ -40,6 +40,7 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 UNFINISHED = ".unfinished"  # suffix of files that are being written
 MAX_FILE_BYTES = 5_000_000_000  # what transformers writes, too
+SLICE_VALUES = 1 << 22  # read at once: safetensors holds Python's lock meanwhile, and heartbeats must go on
 Index = tuple[slice, ...]
 
 # behind a name of the table, theirs and ours: tables of embeddings stand there whole, of modules follow the parameters
@@ -214,12 +215,17 @@ class Weights:
         first = tensor.part * tensor.shape[-1]
         wanted[-1] = slice(wanted[-1].start + first, wanted[-1].stop + first)
         name = self._names[tensor.path, layer]
-        theirs = self._slice(name)[tuple(wanted[::-1] if tensor.transposed else wanted)]
-        with np.errstate(over="ignore"):  # a float64 may become infinite
-            out[inside] = theirs.T if tensor.transposed else theirs
-        if not (np.isfinite(out[inside].min()) and np.isfinite(out[inside].max())):  # no array of booleans
-            what = "a NaN or an infinity" if not np.isfinite(theirs).all() else "a number beyond float32"
-            raise ValueError(f"{self._files[name][0]}: {name} has {what}, with which no model can be trained")
+        rows, *others = wanted[::-1] if tensor.transposed else wanted
+        into, theirs = out[inside].T if tensor.transposed else out[inside], self._slice(name)
+        most = max(1, SLICE_VALUES // prod(tensor.their_shape[1:]))  # of whole rows: their pages are read, too
+        for start in range(rows.start, rows.stop, most):
+            read = theirs[(slice(start, min(start + most, rows.stop)), *others)]
+            block = into[start - rows.start :][: len(read)]
+            with np.errstate(over="ignore"):  # a float64 may become infinite
+                block[...] = read
+            if not (np.isfinite(block.min()) and np.isfinite(block.max())):  # no array of booleans
+                what = "a NaN or an infinity" if not np.isfinite(read).all() else "a number beyond float32"
+                raise ValueError(f"{self._files[name][0]}: {name} has {what}, with which no model can be trained")
 
     def _slice(self, name: str) -> Any:
         return self._files[name][1].get_slice(name)

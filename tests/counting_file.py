@@ -7,9 +7,10 @@ import numpy as np
 
 
 class CountingFile:
-    """A file of safetensors that counts the bytes of what is taken from it."""
+    """A file of safetensors that counts the bytes of what is taken from it, and the most at once."""
 
     taken: Counter[str] = Counter()
+    most = 0
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -26,6 +27,7 @@ class CountingFile:
             def __getitem__(self, index: Any) -> np.ndarray:
                 value = found[index]
                 CountingFile.taken[name] += value.nbytes
+                CountingFile.most = max(CountingFile.most, value.nbytes)
                 return value
 
         return Slice()
