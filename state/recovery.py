@@ -94,17 +94,18 @@ def load(
     token: str,
     progress: Callable[[], object],
 ) -> Any:
-    """Returns the state with the shardings of `abstract_state`; `progress` is called before each array.
+    """Returns the state with the shardings of `abstract_state`. OSError if a part cannot be fetched.
 
-    OSError if a part cannot be fetched. Pieces of `reader`, the process that reads for this node, come from the local
-    folder, all others from their processes. Arrays with a row per replica are adapted to the new number of replicas;
-    their sum or mean is preserved.
+    Pieces of `reader`, the process that reads for this node, come from the local folder, all others from their
+    processes. `progress` is called before each array, and while one comes. Arrays with a row per replica are adapted to
+    the new number of replicas; their sum or mean is preserved.
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
     with contextlib.ExitStack() as connections:
         to = lambda process: connect(addresses[process], token, jax.process_index())
-        reading = _Reader(folder, reader, functools.cache(lambda process: connections.enter_context(to(process))))
+        connection = functools.cache(lambda process: connections.enter_context(to(process)))
+        reading = _Reader(folder, reader, connection, progress)
         arrays = []
         for path, asked in wanted.items():
             progress()
@@ -122,6 +123,7 @@ class _Reader:
     folder: MemoryFolder
     reader: int  # the process that reads for this node
     connection: Callable[[int], Connection]  # to a process
+    progress: Callable[[], object]
 
     def array(self, wanted: tree.Wanted, saved: Leaf, copies: Sequence[Copy]) -> jax.Array:
         """Returns an array with its wanted sharding; a region that several devices hold is read once."""
@@ -151,7 +153,7 @@ class _Reader:
     def _read(self, part: Region, copy: Copy) -> np.ndarray:
         if copy.process == self.reader:
             return self.folder.read(copy.snapshot, copy.piece)[part.within(copy.piece.region)]
-        return fetch(self.connection(copy.process), copy.snapshot, copy.number, part)
+        return fetch(self.connection(copy.process), copy.snapshot, copy.number, part, self.progress)
 
 
 def _complete(copies: Sequence[Copy]) -> Mapping[str, Sequence[Copy]]:

@@ -65,7 +65,7 @@ class Snapshots:
     ) -> None:
         """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it.
 
-        `progress` is called for each array that is restored.
+        `progress` is called for each array that is restored, and while one comes from another node.
         """
         self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
         self._progress = progress

@@ -1,6 +1,7 @@
 """Parts of snapshots between the processes of a run: for a restore, and for the copies of partners."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -19,15 +20,17 @@ def connect(address: Address, token: str, me: int) -> Connection:
     return Connection(address, token, PURPOSE, me, silence_s=_SILENCE_S)
 
 
-def fetch(connection: Connection, snapshot: SnapshotManifest, number: int, region: Region) -> np.ndarray:
-    """Returns `region`, a part of piece `number` of a snapshot. OSError if the transfer fails."""
-    result = np.empty(region.shape, snapshot.dtypes[region.path])
+def fetch(
+    connection: Connection, snapshot: SnapshotManifest, number: int, region: Region, progress: Callable[[], object]
+) -> np.ndarray:
+    """Returns `region`, a part of piece `number` of a snapshot. OSError if the transfer fails.
+
+    `progress` is called while it comes.
+    """
+    dtype = snapshot.dtypes[region.path]
     request = {"get": snapshot.name, "number": number, "start": region.start, "shape": region.shape}
-    room, filled = as_bytes(result), 0
-    for block in connection.get(request, result.nbytes):
-        room[filled : filled + len(block)] = block
-        filled += len(block)
-    return result
+    content = connection.get_whole(request, math.prod(region.shape) * dtype.itemsize, progress)
+    return np.frombuffer(content, dtype).reshape(region.shape)
 
 
 def send_copy(connection: Connection, folder: MemoryFolder, snapshot: SnapshotManifest, numbers: list[int]) -> None:

@@ -18,15 +18,16 @@ import numpy as np
 import pytest
 from checkpointing import abstract as abstract_of
 from checkpointing import files_no_larger_than
-from keeping import Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
+from keeping import SHAPES, Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
 
 from configs.schema.sections import AUTOMATIC
 from runtime.addresses import own_address
-from runtime.blobs import PeerError
+from runtime.blobs import BlobService, PeerError
 from state.manifest import Leaf
 from state.memory_files import MemoryFolder
+from state.recovery import Copy, Found, load
 from state.snapshots import Pace, Snapshots, owned_shards, partner
-from state.transfer import Answers
+from state.transfer import PURPOSE, Answers
 
 
 def test_the_memory_that_snapshots_take_is_known_before(run: Run) -> None:
@@ -210,6 +211,23 @@ def test_a_partners_copy_whose_bytes_changed_on_the_way_is_not_kept(run: Run) ->
     with pytest.raises(OSError, match="do not match their hash"):
         answers({"put": sent.as_json()}, 0, io.BytesIO(content))
     assert folder.names() == set()
+
+
+def test_what_another_node_sends_is_progress(run: Run) -> None:
+    """Over a slow link one array may take longer than `elastic.stall_s`, which counts from the last progress."""
+    run.keep(1)
+    folder, calls = MemoryFolder(run.memory, run.run_id, "standby"), list[None]()
+    (snapshot,), _ = folder.snapshots()
+    copies = defaultdict[str, list[Copy]](list)
+    for number, piece in enumerate(snapshot.pieces):
+        copies[piece.region.path].append(Copy(process=0, snapshot=snapshot, number=number))
+    service = BlobService(PURPOSE, Answers(folder, 0), process=0, count=2, token="a" * 64)
+    where = MemoryFolder(run.memory, run.run_id, "standby"), 1, [service.address], "a" * 64
+    state = load(Found(snapshot=snapshot, copies=copies), abstract(), *where, lambda: calls.append(None))
+    service.close()
+    for name, value in values_of(1).items():
+        assert np.asarray(state[name]).tobytes() == value.tobytes(), name
+    assert len(calls) >= len(SHAPES) + len(snapshot.pieces)
 
 
 def test_a_host_whose_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
