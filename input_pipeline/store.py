@@ -28,6 +28,7 @@ PATIENCE_S = 540.0  # below the default of elastic.stall_s, so that the message 
 FIRST_S = 20.0  # for which a store that never answered is waited for
 FETCHES = 3  # of a damaged object, before it is an error
 SAY_AFTER_S = 1.0  # a shorter failure is not worth a line
+_ANSWERED_S = 60.0  # an attempt that gets no answer is shorter
 _PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts; the last one repeats
 _OPTIONS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "24h"}
 _BLOCK_BYTES = 4 << 20
@@ -337,23 +338,26 @@ class _Waiting:
         me, failures, answers = object(), 0, False
         try:
             while True:
+                begun_s = time.monotonic()
                 try:
                     found = attempt()
                     answers = self.reached = True
                     return found
                 except _AwayError as error:
-                    self._failed(me, what, error)
+                    self._failed(me, what, error, begun_s)
                 if self.ended.wait(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)]):
                     raise StoreAwayError(f"{self._url}: reading ended while the store was away")
                 failures += 1
         finally:
             self._ended(me, answers)
 
-    def _failed(self, me: object, what: str, error: _AwayError) -> None:
+    def _failed(self, me: object, what: str, error: _AwayError, begun_s: float) -> None:
         reason = str(error)
         with self._lock:
             now_s = time.monotonic()
             since_s = self._failing.setdefault(me, now_s)
+            if now_s - begun_s > _ANSWERED_S:  # in that time the store was not away
+                since_s = self._failing[me] = min(since_s + now_s - begun_s, now_s)
             remedy = "" if self.reached else error.remedy
             patience_s = min(FIRST_S, self._patience_s) if remedy else self._patience_s
             if remedy and now_s - since_s > patience_s:

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,26 @@ def test_object_that_fails_while_others_do_not_ends_the_patience(web, caplog):
     others.join(60)
     source.read("part02.txt")  # another object's answer does not say that the one given up is back
     assert len(read) > 2 and ["is away" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_patience_is_for_the_time_without_answers(web, monkeypatch, tmp_path):
+    """A file may come for many minutes, and the connection break more than once."""
+    now_s, took_s = [0.0], iter([600.0, 600.0, 600.0, 1.0])
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(store, "_PAUSES_S", (0.0,))
+    stream = RemoteStore._stream
+
+    def slow(self: RemoteStore, name: str, to: Path) -> Any:
+        now_s[0] += next(took_s, 30.0)
+        if now_s[0] != 1801.0:
+            raise store._AwayError("half an answer")
+        return stream(self, name, to)
+
+    monkeypatch.setattr(RemoteStore, "_stream", slow)
+    source = RemoteStore(web.url)
+    assert source.fetch("part01.txt", tmp_path / "part01.txt").size == len(TEXTS["part01.txt"])
+    with one_line(StoreAwayError, "the store has been away for 570 s .half an answer.; the same command"):
+        source.fetch("part01.txt", tmp_path / "part01.txt")
 
 
 def test_closing_ends_the_waiting_of_other_threads(web):
