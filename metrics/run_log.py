@@ -98,7 +98,7 @@ class RunLog:
         """Takes the measurements of a step at the moment it ends."""
         if not self._enabled:
             return
-        self.flush()
+        self._write_if_due()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
         if "mfu" in row:
             row["mfu"] /= row.get("replicas", 1)  # each a world of its own, which does its part of the step
@@ -116,7 +116,7 @@ class RunLog:
     def passed(self, step: int) -> None:
         """Takes a step that gets no row, at the moment it ends: only its wire bytes are gathered."""
         if self._enabled:
-            self.flush()
+            self._write_if_due()
             self._crossed_until(step)
             self._progress.update(step, {})
 
@@ -135,10 +135,19 @@ class RunLog:
             self.say(f"step {step}: {text}")
 
     def flush(self) -> None:
+        """Writes the row of the latest step if due, and waits until all rows are on the disk.
+
+        To be called before that step is saved: an attempt that resumes from it will not repeat it, wherever it runs.
+        """
+        if self._enabled:
+            self._write_if_due()
+            with self._explained():
+                self._writer.sync()
+
+    def _write_if_due(self) -> None:
         """Writes the row of the latest step if due.
 
-        To be called before that step is saved: an attempt that resumes from it will not repeat it. The first step of an
-        attempt is due: by its row engines know that the attempt has got on.
+        The first step of an attempt is: by its row engines know that the attempt has got on.
         """
         if self._row is None:
             return
@@ -179,15 +188,21 @@ class RunLog:
         self._crossed.clear()
         self._crossing = 0
         self._timer.row_written()
-        try:
+        with self._explained():
             self._writer.write(step, row | spent)
+        if self._sink:
+            with self._sink_or_warning():
+                self._sink.log(row | spent, step=step)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Makes one line of an error of the disk."""
+        try:
+            yield
         except OSError as error:
             raise self._cannot_write(
                 f"cannot write to {self._run_dir}: {error.strerror or error}; its checkpoints are intact"
             ) from error
-        if self._sink:
-            with self._sink_or_warning():
-                self._sink.log(row | spent, step=step)
 
     @contextmanager
     def _sink_or_warning(self) -> Iterator[None]:

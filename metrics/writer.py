@@ -49,6 +49,11 @@ class MetricsWriter:
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         self._write_event(int(step), values)
 
+    def sync(self) -> None:
+        """Waits until the lines of metrics.jsonl are on the disk: a machine that fails then does not lose them."""
+        if self._lines is not None:
+            os.fsync(self._lines.fileno())
+
     def close(self) -> None:
         """Flushes and closes both files; a second call does nothing."""
         if self._lines is not None:

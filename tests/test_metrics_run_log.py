@@ -1,6 +1,7 @@
 """`RunLog`: which time and bytes count for a step, and the summary of a run."""
 
 import json
+import os
 from pathlib import Path
 from typing import Self
 
@@ -144,6 +145,24 @@ def test_the_first_step_of_an_attempt_has_a_row(tmp_path: Path) -> None:
     for log in logs:
         log.close("interrupted")
     assert [json.loads(line)["step"] for line in lines] == [1, 61]
+
+
+def test_rows_are_on_the_disk_before_a_step_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node may go on from that step when this one is lost."""
+    log, synced = make_log(tmp_path, enabled=True), list[str]()
+
+    def sync(file: int) -> None:
+        path = Path(f"/proc/self/fd/{file}").resolve()
+        synced.extend([path.read_text()] if path.name == "metrics.jsonl" else [])  # TensorBoard's is, too
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for step in (1, 2):
+        log.step(step, {"loss": 1.0})
+    assert not synced
+    log.flush()
+    log.close("finished")
+    (rows,) = [text.splitlines() for text in synced]
+    assert [json.loads(row)["step"] for row in rows] == [1, 2]
 
 
 def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> None:
