@@ -79,7 +79,8 @@ class Peer:
             return
         self.heard_s = time.monotonic()
         *lines, self.unread = (self.unread + data).split(b"\n")
-        yield from (json_objects.parse(line, f"a message of {self}") for line in lines)
+        # lenient: an error may quote a file name that is not UTF-8
+        yield from (json_objects.parse(line, f"a message of {self}", lenient=True) for line in lines)
 
 
 @dataclass(frozen=True, kw_only=True)

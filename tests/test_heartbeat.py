@@ -1,6 +1,7 @@
 """A process that dies, stops or cannot be reached ends its run with exit code 75 and its name; never a hang."""
 
 import faulthandler
+import os
 import queue
 import re
 import signal
@@ -210,6 +211,12 @@ def test_a_message_is_sent_whole(pair: tuple[Peer, Peer]) -> None:
         got += [len(message["text"]) for message in other.receive() if message]
         one.send()
     assert got == sizes
+
+
+def test_a_verdict_may_quote_a_file_name_that_is_not_utf_8(pair: tuple[Peer, Peer]) -> None:
+    text = os.fsdecode(b"/data/caf\xe9.txt is not UTF-8 text")
+    pair[0].send(verdict={"text": text})
+    assert [message["verdict"]["text"] for message in pair[1].receive()] == [text]
 
 
 def test_what_breaks_the_watch_ends_the_program(
