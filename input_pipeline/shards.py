@@ -27,7 +27,7 @@ from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
 
-ROUND_S = 600.0  # of tokenising, between two agreements, which wait an hour at most
+ROUND_S = 600.0  # of tokenising, between two agreements, by which all hear of what fails in one
 _GB = 10**9
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 These use the key-value store of `jax.distributed` and not collectives: so they work in background threads, wait as long
 as the disk needs, and can carry an error in place of an answer. Each process makes one call to the store
-for a broadcast, at most three for an all-gather, and two for a gather (process 0 three).
+for a broadcast, at most three for an all-gather (process 0 four), and two for a gather (process 0 three).
 """
 
 import itertools
@@ -16,9 +16,10 @@ from orbax.checkpoint import multihost
 
 from runtime.exit_codes import ResumableError
 
-_TIMEOUT_S = 3600  # hashing a large checkpoint takes minutes; a process that died ends the wait long before this
+TIMEOUT_S = 86_400  # a large file to tokenise or a slow disk takes hours; a process that died ends the wait before
 _KINDS = {kind.__name__: kind for kind in (ValueError, OSError, ResumableError)}  # they decide the exit code
 _numbers = itertools.count()
+_latest: dict[str, "Key"] = {}  # of the all-gathers of a topic
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
         return answer()
     client = multihost.get_jax_distributed_client()
     if jax.process_index() != 0:
-        message = json.loads(client.blocking_key_value_get(str(key), _TIMEOUT_S * 1000))
+        message = json.loads(client.blocking_key_value_get(str(key), TIMEOUT_S * 1000))
         if message["error"] is not None:
             raise _KINDS.get(message["kind"], RuntimeError)(message["error"])
         return message["value"]
@@ -63,7 +64,10 @@ def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
 
 
 def all_gather(key: Key, value: Any) -> list[Any]:
-    """Returns the values (JSON) of all processes, in their order. A None costs no message to the store."""
+    """Returns the values (JSON) of all processes, in their order. A None costs no message to the store.
+
+    The values stay in the store until the next all-gather of this topic.
+    """
     return _gather(key, value, to_all=True)
 
 
@@ -82,7 +86,11 @@ def _gather(key: Key, value: Any, *, to_all: bool) -> list[Any]:
     client, me = multihost.get_jax_distributed_client(), jax.process_index()
     if value is not None and (to_all or me):
         client.key_value_set(f"{key}/{me}", own)
-    barrier(key.topic)  # after it the store has all values, and one call gets them
+    barrier(key.topic)  # after it the store has all values, and one call gets them; all have read those before
+    if to_all:
+        before, _latest[key.topic] = _latest.get(key.topic), key
+        if before and not me:
+            client.key_value_delete(f"{before}/")
     if me and not to_all:
         return []
     given = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"{key}/")} | {str(me): own}
@@ -94,4 +102,4 @@ def _gather(key: Key, value: Any, *, to_all: bool) -> list[Any]:
 def barrier(topic: str) -> None:
     """Returns when every process has called it with this topic as often as this one."""
     if jax.process_count() > 1:  # the service never forgets a name, so names are reused
-        multihost.get_jax_distributed_client().wait_at_barrier(f"consensus/{topic}", _TIMEOUT_S * 1000)
+        multihost.get_jax_distributed_client().wait_at_barrier(f"consensus/{topic}", TIMEOUT_S * 1000)

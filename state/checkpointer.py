@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 
 from configs.schema import CheckpointConfig
 from files import atomic, json_objects
-from runtime.consensus import Key, all_gather, broadcast, gather, new_key
+from runtime.consensus import TIMEOUT_S, Key, all_gather, barrier, broadcast, gather, new_key
 from runtime.exit_codes import ResumableError
 from state import check_path, manifest, tree
 from state.quiet import quiet_orbax
@@ -136,11 +136,18 @@ class Checkpointer:
         """Starts saving `state` (a pytree of jax.Array), the data position and the config as `step`.
 
         Waits for the previous save, and returns as soon as the arrays are copied to the host: then the caller may
-        donate or change them. A step that an earlier attempt of this run has saved is not saved again. Raises
-        CheckpointError, in a replica ResumableError, if this save or the previous one failed; ValueError if the step
-        exists and belongs to another run, or if the state cannot be saved.
+        donate or change them. If the previous save failed, waits for this one too. A step that an earlier attempt of
+        this run has saved is not saved again. Raises CheckpointError if this save failed; in a replica ResumableError,
+        if this or the previous one did; ValueError if the step exists and belongs to another run, or if the state
+        cannot be saved.
         """
-        self.wait()
+        has_failed = False
+        try:
+            self.wait()
+        except CheckpointError as error:  # the disk may have room by now, and this may be the last chance
+            has_failed = True
+            if jax.process_index() == 0:
+                self._report(f"{error}; step {step} is tried first")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"a checkpoint's step must be an integer of at least 0; it is {step!r}")
         arrays, leaves = tree.flatten_arrays(state)
@@ -165,8 +172,10 @@ class Checkpointer:
             return
         self._has_saved = True
         unfinished = self.directory / manifest.UNFINISHED / parent / str(step)
-        keys = new_key("written"), new_key("hashes"), new_key("commit")
-        writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        keys, topics = (new_key("hashes"), new_key("commit")), iter(("orbax-written", "orbax-merged"))
+        meet = lambda **_: barrier(next(topics))
+        options = ocp.AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=meet)
+        writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
         try:
             writer.save(unfinished, args=items)
         except (OSError, ValueError, RuntimeError) as error:
@@ -174,7 +183,9 @@ class Checkpointer:
             self._failed(step, error)
             return
         described = {"step": step, "tree": leaves, "metrics": metrics}
-        self._saving = step, self._executor.submit(self._finish, writer, unfinished, keys, described)
+        self._saving = step, self._executor.submit(self._finish, writer, topics, unfinished, keys, described)
+        if has_failed:
+            self.wait()
 
     def restore(self, abstract_state: Any, *, newer_than: int = -1) -> Restored | None:
         """Returns the newest step that verifies, with the shardings of `abstract_state`; None if there is no step.
@@ -278,10 +289,18 @@ class Checkpointer:
         return True
 
     def _finish(
-        self, writer: ocp.AsyncCheckpointer, folder: Path, keys: tuple[Key, Key, Key], described: dict[str, Any]
+        self,
+        writer: ocp.AsyncCheckpointer,
+        topics: Iterator[str],
+        folder: Path,
+        keys: tuple[Key, Key],
+        described: dict[str, Any],
     ) -> None:
-        """Waits for the data, and commits the step that is `described`. Runs in a thread; `wait` raises its error."""
-        written, hashes, commit = keys
+        """Waits for the data, and commits the step that is `described`. Runs in a thread; `wait` raises its error.
+
+        `topics` are those of the barriers at which the processes' writers wait for each other, and are yet to come.
+        """
+        hashes, commit = keys
         count = jax.process_count()
         whose = f"process {jax.process_index()} on {socket.gethostname()}: " if count > 1 else ""
 
@@ -294,8 +313,9 @@ class Checkpointer:
         def hashed() -> list[dict[str, Any]]:
             return [asdict(file) for file in manifest.describe(folder, jax.process_index(), count)]
 
-        closed = result(writer.close)  # when it has finished
-        broadcast(written, lambda: _found([closed]))  # Orbax's last renames are made in process 0
+        closed = result(writer.close)  # when it has finished, and process 0 has made the last renames
+        for topic in topics:  # it has failed: the others need not wait for it
+            barrier(topic)
         by_process = gather(hashes, closed if "error" in closed else result(hashed))
         broadcast(commit, lambda: self._commit(folder, _found(by_process), described))
 
@@ -437,8 +457,8 @@ def damage(folder: Path, key: Key) -> str | None:
 
 
 def _found(results: list[dict[str, Any]]) -> list[Any]:
-    """Returns what each process found. RuntimeError with the error of the first that has one."""
-    for result in results:
+    """Returns what each process found. RuntimeError with an error; process 0's, which may follow from others', last."""
+    for result in reversed(results):
         if "error" in result:
             raise RuntimeError(result["error"])
     return [result["found"] for result in results]

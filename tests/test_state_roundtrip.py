@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpointing import KEEP_ALL, abstract, check_restores, save_small, small_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint.future import ChainedFuture
 
 from configs.schema import CheckpointConfig
 from files import atomic
@@ -291,7 +292,7 @@ def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
             raise OSError(28, "No space left on device")
 
         patch.setattr(*failing, no_space)
-        with pytest.raises(error, match=r"saving step 2 to .*No space left.*newest: 1") as failure:
+        with pytest.raises(error, match=r"saving step [23] to .*No space left.*newest: 1") as failure:
             save_small(checkpointer, 2)
             save_small(checkpointer, 3)
     assert "\n" not in str(failure.value)
@@ -299,6 +300,33 @@ def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
     save_small(checkpointer, 2)  # after the user made room
     checkpointer.close()
     assert checkpointer.steps() == [2]
+
+
+def test_what_follows_a_save_that_failed_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be room by now, and no other chance; else the next one ends the run (above)."""
+    lines: list[str] = []
+    checkpointer = Checkpointer(tmp_path, KEEP_ALL, report=lines.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "write", lambda *_: 1 / 0)
+        save_small(checkpointer, 1)
+        assert checkpointer._saving and checkpointer._saving[1].exception()
+    save_small(checkpointer, 2)
+    assert checkpointer.steps() == [2]
+    assert len(lines) == 1 and "saving step 1 to" in lines[0] and lines[0].endswith("; step 2 is tried first")
+
+
+def test_a_save_may_take_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax's own bound is 20 minutes, in which a slow disk takes no 100 GB."""
+    bounds, result = list[float](), ChainedFuture.result
+
+    def waits(self: Any, timeout: float) -> Any:
+        bounds.append(timeout)
+        return result(self, timeout)
+
+    monkeypatch.setattr(ChainedFuture, "result", waits)
+    with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
+        save_small(checkpointer, 1)
+    assert bounds and min(bounds) > 12 * 3600
 
 
 def test_a_writer_that_fails_at_once_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
