@@ -160,9 +160,11 @@ class RunLog:
         if not self._enabled:
             return
         self._progress.close()
-        if self._row is not None:
-            self._write_row()
-        self._writer.close()
+        try:
+            if self._row is not None:
+                self._write_row()
+        finally:
+            self._writer.close()
         if sample is not None:
             (self._run_dir / run_directory.SAMPLE).write_text(sample, encoding="utf-8")
         if mesh_png is not None:

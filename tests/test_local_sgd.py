@@ -58,11 +58,11 @@ def chain(plan: ShardingPlan, settings: LocalSGDConfig) -> optax.GradientTransfo
 
 @cache
 def train(layout: str, settings: LocalSGDConfig, kind: str = "decoder") -> tuple[ShardingPlan, np.ndarray, Any, Any]:
-    """Returns the losses of twenty steps, the last state and the compiled step."""
+    """Returns the losses of seven steps, the last state and the compiled step."""
     plan = workload.plan(kind, **LAYOUTS[layout])
     made = Chain(chain(plan, settings), drift=drift, watch=partial(watch, each=True))
     step, state, data = workload.compiled_step(kind, plan, chain=made)
-    losses, state, _ = workload.run_steps(step, state, data, 20)
+    losses, state, _ = workload.run_steps(step, state, data, 7)
     return plan, losses, state, step
 
 
@@ -121,7 +121,7 @@ def rows_of_replicas(plan: ShardingPlan, accumulation: int = 2) -> list[np.ndarr
 def test_local_sgd_matches_separate_replicas(layout: str, outer: str, kind: str) -> None:
     settings = config(3, outer)
     plan, losses, state, _ = train(layout, settings, kind)
-    wanted, shared = replicas_written_out(rows_of_replicas(plan), settings, 20, kind=kind)
+    wanted, shared = replicas_written_out(rows_of_replicas(plan), settings, 7, kind=kind)
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), state.params, shared)
 
