@@ -107,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts = sorted({cell.devices for cell in missing})
         return max((subprocess.call([*command, f"--devices={n}"], cwd=ROOT, env=flags) for n in counts), default=0)
     start_devices(options.devices)
-    return run_missing(RESULTS, [cell.key for cell in missing if cell.devices == options.devices], measured)
+    of_key = lambda key: Cell(**{name: value for name, value in key.items() if name != "devices"})
+    keys = [cell.key for cell in missing if cell.devices == options.devices]
+    return run_missing(RESULTS, keys, lambda key: measured(of_key(key)))
 
 
 def start_devices(devices: int) -> None:
@@ -116,9 +118,8 @@ def start_devices(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def measured(key: Key) -> dict[str, Any]:
+def measured(cell: Cell) -> dict[str, Any]:
     """Returns what the line of a cell says besides its key; uses this process' devices."""
-    cell = Cell(**{name: value for name, value in key.items() if name != "devices"})
     match cell.kind:
         case "model":
             return {"num_params": state(cell)["num_params"]}
