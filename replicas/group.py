@@ -379,8 +379,9 @@ class Replicas:
         if op == "digest":
             step, here = request["step"], self.members
             with self._changed:
-                passed = lambda: here.closed or here.step >= step or here.me.last < step
-                self._changed.wait_for(lambda: step in self._digests or passed())
+                passed = lambda: here.step >= step or max(self._digests, default=-1) > step
+                never = lambda: here.closed or not here.me.takes_part(step)  # it leaves, or fetches the others' state
+                self._changed.wait_for(lambda: step in self._digests or passed() or never())
                 return memoryview(self._digests[step].encode())
         step, piece = request["step"], request["piece"]
         if type(step) is not int or type(piece) is not int or not 0 <= piece < len(self._sizes):

@@ -144,8 +144,10 @@ class Membership:
 
     def tell(self, **changes: Any) -> None:
         """Tells the others what has changed about this member, and learns of them."""
-        if changes:
-            self.me = self.me.changed(**changes)
+        with self._changed:
+            if changes:
+                self.me = self.me.changed(**changes)
+                self._changed.notify_all()  # who waits for what comes no more
         for member in self.others:
             if self.knows(member) and self._greet(member.address, self._silence_s):
                 self.lose(member, "does not answer")

@@ -441,6 +441,27 @@ def test_nobody_waits_for_what_one_that_has_left_will_not_have(make: Callable[..
     assert ask({"op": "state", "step": 3, "array": 0}) == np.arange(2).tobytes()  # it is on its way
 
 
+def test_nobody_waits_for_a_hash_that_one_has_passed_or_will_not_have(make: Callable[..., Replicas]) -> None:
+    """Delayed, a step's sum is a step behind its hash; one that fetches the others' state waits for them."""
+    asks, other = make(0), make(1)
+    assert other.members.me.takes_part(5)
+
+    def ask(step: int) -> bytes:
+        with asks.members.connect(other.members.me.address) as connection:
+            return b"".join(connection.get({"op": "digest", "step": step}, 16, wait_s=20))
+
+    with ThreadPoolExecutor(2) as pool:
+        passed, never = pool.submit(ask, 3), pool.submit(ask, 5)
+        with other._changed:
+            other._digests = {4: "the hash"}
+            other._changed.notify_all()
+        with pytest.raises(PeerError, match="KeyError: 3"):
+            passed.result(60)
+        other.members.tell(first=NEVER)
+        with pytest.raises(PeerError, match="KeyError: 5"):
+            never.result(60)
+
+
 def test_one_to_whom_nobody_sends_the_state_does_not_go_on(
     make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
 ) -> None:
