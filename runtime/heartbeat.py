@@ -185,9 +185,6 @@ class Heartbeat:
                     self._take(key.data, message)
                 if key.data.gone:
                     selector.unregister(key.fileobj)
-            now_s = time.monotonic()
-            if is_alone and now_s > next_beat_s + self._silence_s:  # stopped as a whole for a while: that is no hang
-                self._moved = self._moved[0], now_s
             if not self._leaving:
                 self._judge()
                 self._carry_out()

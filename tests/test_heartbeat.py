@@ -140,18 +140,6 @@ with open(os.devnull, "wb", buffering=0) as file:
 
 
 @pytest.mark.slow
-def test_a_lone_process_that_was_stopped_and_goes_on_is_no_hang() -> None:
-    """For longer than `stall_s`: a scheduler suspends jobs, and a machine may be paused."""
-    stop = "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(1)"
-    (player,) = play([free_port()], {0: f"watch.enter(Phase.STEPPING); {stop}; sys.exit(watch.end(0))"})
-    os.waitid(os.P_PID, player.pid, os.WSTOPPED | os.WNOWAIT)
-    time.sleep(4)
-    player.send_signal(signal.SIGCONT)
-    ((code, _, err),) = finish(player)
-    assert (code, err) == (0, "")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("long", [COMPILE, RESTORE])
 def test_what_may_take_long_is_no_hang(long: str) -> None:
     """One of them compiles, or reads and writes files."""
