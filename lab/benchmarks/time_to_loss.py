@@ -37,7 +37,6 @@ from configs.schema import Config, DecoderConfig
 from files import json_lines
 from input_pipeline import Batches
 from lab.benchmarks import accuracy
-from lab.benchmarks.replicas import shown
 from lab.benchmarks.runner import (
     WORKDIR,
     FailedRunError,
@@ -47,6 +46,7 @@ from lab.benchmarks.runner import (
     options_of,
     program,
     run_missing,
+    shown,
     started,
     train,
     words,

@@ -17,8 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from files.pages import markdown
-from lab.benchmarks.replicas import shown
-from lab.benchmarks.runner import WORKDIR, FailedRunError, Key, options_of, program, run_missing
+from lab.benchmarks.runner import WORKDIR, FailedRunError, Key, options_of, program, run_missing, shown
 from lab.benchmarks.time_to_loss import (
     CONFIG,
     METHODS,
