@@ -224,6 +224,7 @@ class Replicas:
     def _begin(self, step: int) -> StepSums:
         """Divides a step among those that are there, unless it is under way; returns its sums.
 
+        One that was to enter later does so now if the others leave before this step: it has all that they did.
         BehindError for a step that those who are there did not do: they entered later, or have their state from others.
         ResumableError if this member was behind, and nobody else is there any more, where a newer state is saved.
         """
@@ -232,14 +233,16 @@ class Replicas:
         if self.members.me.first == NEVER:
             self.members.choose_entry(step)
         if not self.members.me.begun:
-            if not self.members.is_alone():
-                if not any(self._agree(int(any(m.takes_part(step) for m in (self.members.me, *self.members.others))))):
-                    raise BehindError(f"the other replicas were not there in step {step}")
-            elif max(self._agree(self._saved())) > step:
-                raise ResumableError(
-                    "nobody else trains any more, and the newest checkpoint is newer than the state here: run the same "
-                    "command again, which goes on from it"
-                )
+            if self.members.is_alone():
+                if max(self._agree(self._saved())) > step:
+                    raise ResumableError(
+                        "nobody else trains any more, and the newest checkpoint is newer than the state here: run the "
+                        "same command again, which goes on from it"
+                    )
+            elif self.members.all_leave_before(step):
+                self.members.enter(step)
+            elif not any(self._agree(int(any(m.takes_part(step) for m in (self.members.me, *self.members.others))))):
+                raise BehindError(f"the other replicas were not there in step {step}")
         with self._changed:
             me = self.members.me
             self.members.step, self.members.me = step - self._late, me.changed(begun=me.takes_part(step))

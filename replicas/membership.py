@@ -142,6 +142,10 @@ class Membership:
             self.tell()
         return self.newest_step() == NOBODY
 
+    def all_leave_before(self, step: int) -> bool:
+        """Whether no member that trains will do a step: all have said that an earlier one is their last."""
+        return all(self._agree(int(all(member.last < step for member in self.others if member.trains))))
+
     def tell(self, **changes: Any) -> None:
         """Tells the others what has changed about this member, and learns of them."""
         with self._changed:
@@ -153,10 +157,14 @@ class Membership:
                 self.lose(member, "does not answer")
 
     def leave(self, step: int) -> None:
-        """Leaves after `step` steps; waits until the others have what they need of this member, up to 30 s."""
+        """Leaves after `step` steps; waits until the others have what they need of this member, up to 30 s.
+
+        Those that are about to enter too: with nobody else there, they go on from where this member ends.
+        """
         self.tell(step=step, last=step - 1)
         until_s = time.monotonic() + _LEAVE_S
-        while time.monotonic() < until_s and any(m.step < step for m in self.others if m.takes_part(step - 1)):
+        needs = lambda m: m.first != NEVER and m.step < step <= m.last + 1
+        while time.monotonic() < until_s and any(map(needs, self.others)):
             time.sleep(0.05)
             self.tell()
 

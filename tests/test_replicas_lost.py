@@ -420,6 +420,27 @@ def test_one_that_leaves_is_not_asked_for_the_state_after_its_last_step(
     assert asked == [[0]]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_those_about_to_enter_go_on_where_the_last_one_leaves(count: int, make: Callable[..., Replicas]) -> None:
+    """It waits for them, and they for nobody: they have all that it did."""
+    leaves, *joiners = [make(number) for number in range(1 + count)]
+    for number, joins in enumerate(joiners):
+        joins.members.tell(first=3 + number)
+    for number in range(2):
+        check(step(leaves, number), number)
+    with ThreadPoolExecutor(1 + count) as pool:
+        left = pool.submit(leaves.members.leave, 2)
+        with pytest.raises(TimeoutError):
+            left.result(1)
+        for number in range(2):
+            for joins in joiners:
+                check(step(joins, number), number)
+        left.result(PATIENCE_S)  # it is there still, and saves
+        for totals in pool.map(lambda joins: step(joins, 2), joiners):
+            check(totals, 2)
+    assert any(joins.members.me.takes_part(2) for joins in joiners)
+
+
 def test_nobody_waits_for_what_one_that_has_left_will_not_have(make: Callable[..., Replicas]) -> None:
     """A state, and what its parameters are: it may live on for minutes, while it saves a checkpoint."""
     stays, leaves = make(0), make(1)

@@ -32,9 +32,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from files import json_lines
 from files.pages import markdown
 from files.palette import INK, SERIES
-from lab.benchmarks.replicas import GROUPS, NODES, losses_of
+from lab.benchmarks.replicas import GROUPS, NODES
 from lab.benchmarks.runner import (
     ROOT,
     WORKDIR,
@@ -66,6 +67,8 @@ CALM_S = 45.0  # in which the steps of as many nodes are counted
 SETTLED_S = 120.0  # after an event, where events are twice as far apart
 WAIT_S = 3600.0  # the run to compare with has thousands of steps
 SILENCE_S = 5.0
+EVENTS_BYTES = 4096  # of the last events of a replica
+ENDED = "ended by itself"
 KINDS: tuple[str, ...] = ("kill", "leave", "join", "kill while joining", "stop", "cut", "slow")
 
 
@@ -184,12 +187,19 @@ class Run:
             with contextlib.suppress(OSError):
                 found = (folder / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
                 number = re.search(rb"SLURM_ARRAY_TASK_ID=(\d+)\0", (folder / "environ").read_bytes())
-                if found == self._program and number and int(number[1]) == group:
+                is_ours = found == self._program and (folder / "cwd").readlink() == ROOT  # not another checkout's
+                if is_ours and number and int(number[1]) == group:
                     os.kill(int(folder.name), signal.SIGTERM)
 
     def rows(self, group: int) -> list[dict[str, Any]]:
-        """Returns the rows of a replica's training steps so far."""
-        return losses_of(self.workdir / FOLDER / str(group))
+        """Returns the rows of a replica's training steps so far; it may be writing one."""
+        file = self.workdir / FOLDER / str(group) / "metrics.jsonl"
+        return [row for row in json_lines.read_tail(file, sys.maxsize) if "loss" in row] if file.exists() else []
+
+    def ended(self, group: int) -> bool:
+        """Whether a replica has ended by itself, as one does that others went on without: a scheduler starts it again."""
+        file = self.workdir / FOLDER / str(group) / "events.jsonl"
+        return file.exists() and any(row.get("event") == "exited" for row in json_lines.read_tail(file, EVENTS_BYTES))
 
     def done(self, group: int) -> int:
         """Returns the last step of a replica."""
@@ -284,7 +294,17 @@ def goodput(run: Run, changes: Sequence[tuple[float, int]], length_s: float) -> 
 
 def disturbed(run: Run, events: int, chance: random.Random) -> dict[str, int]:
     """Lets random events happen, from one to four replicas being there; returns how many of each."""
-    there, counts = [*run.groups], dict.fromkeys(KINDS, 0)
+    there, counts = [*run.groups], dict.fromkeys((*KINDS, ENDED), 0)
+    run.stay()
+
+    def has_done(aim: int) -> bool:
+        for one in filter(run.ended, [*there]):
+            there.remove(one)
+            counts[ENDED] += 1
+        if not there:
+            there.append(run.add())
+        return run.last >= aim
+
     for number in range(events):
         kinds = [kind for kind in KINDS if len(there) > 1 or "join" in kind or kind == "slow"]
         kinds = [kind for kind in kinds if len(there) < NODES or "join" not in kind]
@@ -292,7 +312,7 @@ def disturbed(run: Run, events: int, chance: random.Random) -> dict[str, int]:
         counts[kind] += 1
         happen(run, there, kind, victim, chance)
         aim = run.last + chance.randrange(1, 5)
-        run.until(partial(lambda aim: run.last >= aim, aim), f"steps after {kind} {victim}")
+        run.until(partial(has_done, aim), f"steps after {kind} {victim}")
         print(f"event {number + 1}: {kind} {victim}, {len(there)} replicas, step {aim}", flush=True)
     return counts
 
@@ -308,7 +328,7 @@ def happen(run: Run, there: list[int], kind: str, victim: int, chance: random.Ra
     elif "join" in kind:
         added = run.add()
         if kind == "join":
-            run.until(lambda: run.done(added) >= run.last - 1, f"replica {added} joins")
+            run.until(lambda: run.done(added) >= run.last - 1 or run.ended(added), f"replica {added} joins")
             there.append(added)
         else:
             time.sleep(chance.uniform(5, 20))
