@@ -102,12 +102,12 @@ class Range:
         return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
-def middle(values: Sequence[float | None]) -> str:
+def middle(values: Sequence[float | None], digits: int = 1) -> str:
     """Returns the median of what was measured, with the range if that is more than one value; `-` of nothing."""
     known = [value for value in values if value is not None]
     if len(known) == 1:
-        return f"{known[0]:.1f}"
-    return Range(value=median(known), low=min(known), high=max(known)).text() if known else "-"
+        return f"{known[0]:.{digits}f}"
+    return Range(value=median(known), low=min(known), high=max(known)).text(digits) if known else "-"
 
 
 def same_until(losses: Sequence[float], others: Sequence[float]) -> tuple[int | None, float]:

@@ -21,10 +21,11 @@ def cells(table: str) -> list[list[str]]:
 # --------------------------------------------------------------------------------------------------------- steps
 
 
-def line(run: str, repetition: int, *times: float, commit: str = "a") -> dict[str, Any]:
+def line(run: str, repetition: int, *times: float, commit: str = "a", cores: int = 2) -> dict[str, Any]:
     """A line of replicas.jsonl with the steps that it timed; 90 MB are sent."""
     about = {"mode": "four micro-steps", "rate": "200mbit", "run": run, "repetition": repetition, "commit": commit}
-    return {**about, "step_time_s": -1.0, "step_times_s": list(times), "sent_bytes": 9e7}
+    found = {"step_time_s": -1.0, "step_times_s": list(times), "sent_bytes": 9e7}
+    return {**about, **found, "machine": f"{cores} CPU cores"}
 
 
 def test_steps_are_the_last_five_and_compared_within_a_repetition_at_one_commit() -> None:
@@ -32,12 +33,13 @@ def test_steps_are_the_last_five_and_compared_within_a_repetition_at_one_commit(
     lines = [line("one_world none", i, *5 * [seconds]) for i, seconds in enumerate((10.0, 20.0, 40.0))]
     lines += [line("pytorch ddp", i, 99.0, 1.0, 1.0, s, 99.0, 99.0) for i, s in enumerate((8.0, 10.0, 16.0))]
     lines += [line("independent int8", 0, *5 * [5.0], commit="b"), line("independent int8", 1, *5 * [5.0])]
-    lines += [line("independent int4", 0, *5 * [4.0], commit="b")]
+    lines += [line("independent int4", 0, *5 * [4.0], commit="b"), line("independent int8", 0, *5 * [0.96], cores=16)]
     assert cells(replicas.table(lines)) == [
-        ["4", "200mbit", "`one_world none`", "3", "20.0 (10.0 to 40.0)", "1.00 (1.00 to 1.00)", "90 MB"],
-        ["4", "200mbit", "`pytorch ddp`", "3", "10.0 (8.0 to 16.0)", "0.50 (0.40 to 0.80)", "90 MB"],
-        ["4", "200mbit", "`independent int8`", "2", "5.0 (5.0 to 5.0)", "0.25 (0.25 to 0.25)", "90 MB"],
-        ["4", "200mbit", "`independent int4`", "1", "4.0", "-", "90 MB"],
+        ["2", "4", "200mbit", "`one_world none`", "3", "20.0 (10.0 to 40.0)", "1.00 (1.00 to 1.00)", "90 MB"],
+        ["2", "4", "200mbit", "`pytorch ddp`", "3", "10.0 (8.0 to 16.0)", "0.50 (0.40 to 0.80)", "90 MB"],
+        ["2", "4", "200mbit", "`independent int8`", "2", "5.0 (5.0 to 5.0)", "0.25 (0.25 to 0.25)", "90 MB"],
+        ["2", "4", "200mbit", "`independent int4`", "1", "4.0", "-", "90 MB"],
+        ["16", "4", "200mbit", "`independent int8`", "1", "0.96", "-", "90 MB"],
     ]
 
 

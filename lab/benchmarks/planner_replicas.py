@@ -25,6 +25,7 @@ from planner.independent import independent
 
 RESULTS = DERIVED / "planner_replicas.jsonl"
 KEY = ("mode", "rate", "run")
+MACHINE = "2 CPU cores"  # the planner's rates were measured there
 
 
 @program
@@ -37,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def timed_runs() -> Iterator[Line]:
-    """Yields each kind of run that was timed, with the medians of its repetitions."""
+    """Yields each kind of run that was timed where all nodes share 2 cores, with the medians of its repetitions."""
     lines = [line for line in recorded(replicas.RESULTS) if not line["run"].startswith((PEER, ALONE))]
+    lines = [line for line in lines if line["machine"] == MACHINE]
     for found in dict.fromkeys(tuple(line[name] for name in KEY) for line in lines):
         of = [line for line in lines if tuple(line[name] for name in KEY) == found]
         seconds, sent = (median(line[key] for line in of) for key in ("step_time_s", "sent_bytes"))

@@ -197,7 +197,7 @@ class Run:
         return [row for row in json_lines.read_tail(file, sys.maxsize) if "loss" in row] if file.exists() else []
 
     def ended(self, group: int) -> bool:
-        """Whether a replica has ended by itself, as one does that others went on without: a scheduler starts it again."""
+        """Whether a replica has ended by itself, as one may that others went on without; a scheduler starts it."""
         file = self.workdir / FOLDER / str(group) / "events.jsonl"
         return file.exists() and any(row.get("event") == "exited" for row in json_lines.read_tail(file, EVENTS_BYTES))
 
