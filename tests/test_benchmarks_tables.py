@@ -61,6 +61,15 @@ def test_ratios_and_differences_are_of_runs_at_the_same_commits_and_have_the_ran
     assert scores.best_ratio(lines, "1gbit") == Range(value=1.0, low=5 / 6, high=1.25)
 
 
+def test_steps_beside_pytorch_count_where_there_are_no_others() -> None:
+    """They were of another day; what keeps products is compared with PyTorch's only."""
+    alone = [step("mics(2)", "1gbit", [2.0]), step("zero3", "1gbit", [5.0])]
+    names, rates = ("mics(2)", "ddp dots", "pytorch ddp"), ("1gbit", "200mbit")
+    beside = [step(name, rate, [3.0]) | {"mode": scores.PEER} for name in names for rate in rates]
+    scale_model = step("mics(2)", "200mbit", [9.0]) | {"mode": scores.SCALE_MODEL}
+    assert scores.by_themselves([*alone, *beside, scale_model]) == [*alone, beside[1]]
+
+
 def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
     lines = [step("compute only", "1gbit", [1.5]), step("ddp", "1gbit", [2.0, 3.0]), step("zero3", "200mbit", [9.0])]
     names, bars, words, ranges = drawn(tables.draw_step_times(lines))

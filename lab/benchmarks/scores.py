@@ -14,10 +14,19 @@ SCALE_MODEL = "scale_model"
 DENSE = "none"  # hop two without a codec
 
 
-def ours_of(lines: Sequence[Line], *, scale_model: bool = True) -> list[Line]:
-    """Returns the lines that are not PyTorch's, with or without those of the scale model."""
-    ours = [line for line in lines if line["strategy"].split()[0] != PEER]
-    return [line for line in ours if scale_model or line["mode"] != SCALE_MODEL]
+def ours_of(lines: Sequence[Line]) -> list[Line]:
+    """Returns the lines that are not PyTorch's."""
+    return [line for line in lines if line["strategy"].split()[0] != PEER]
+
+
+def by_themselves(lines: Sequence[Line]) -> list[Line]:
+    """Returns ours of the standard runs, and of strategies that have none at a rate those beside PyTorch's.
+
+    Without what keeps products, which is compared with PyTorch's only.
+    """
+    found = [line for line in ours_of(lines) if line["mode"] != SCALE_MODEL and remat_of(line["strategy"]) == "full"]
+    standard = {(line["strategy"], line["rate"]) for line in found if line["mode"] != PEER}
+    return [line for line in found if line["mode"] != PEER or (line["strategy"], line["rate"]) not in standard]
 
 
 def bytes_per_s(rate: str) -> float:

@@ -32,6 +32,7 @@ from lab.benchmarks.scores import (
     SCALE_MODEL,
     above_compute_s,
     best_ratio,
+    by_themselves,
     bytes_per_s,
     codecs_of,
     commits_of,
@@ -320,7 +321,7 @@ def drawn(lines: Sequence[Line]) -> list[Line]:
 
 
 CHARTS: Mapping[str, Callable[[Records], Figure]] = {
-    "strategies_step_time": lambda x: draw_step_times(drawn(ours_of(x.lines("strategies"), scale_model=False))),
+    "strategies_step_time": lambda x: draw_step_times(drawn(by_themselves(x.lines("strategies")))),
     "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
     "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
     "replica_events": lambda x: replica_events.picture(x.lines("replica_events")),
@@ -350,7 +351,7 @@ def checkpoints(lines: Sequence[Line]) -> str:
 def tables(records: Records) -> dict[str, Callable[[], str]]:
     """Returns what gives each table as Markdown."""
     strategies, codecs, steps = records.lines("strategies"), coded_lines(records, "codec"), coded_lines(records, "step")
-    ours = ours_of(strategies, scale_model=False)
+    ours = by_themselves(strategies)
     accuracies, chaos = records.lines("accuracy"), records.lines("elastic", title=elastic.CHAOS)
     events = [line for line in records.lines("elastic") if line not in chaos]
     sessions = {
