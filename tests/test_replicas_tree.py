@@ -71,20 +71,6 @@ def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_shares: int) -> None:
             assert sums.totals().tobytes() == b"".join(expected)
 
 
-def test_totals_are_decoded_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for the last one waits for no more than that one."""
-    payload, decoded = Blockwise(bits=8, block=16), []
-    sums, decode = sums_of(1, [payload] * 3), Blockwise.decode
-    monkeypatch.setattr(Blockwise, "decode", lambda *given: decoded.append(given) or decode(*given))
-    for count, piece in ((1, 2), (2, 0), (2, 0), (3, 1)):  # the same one twice, by two ways
-        assert not sums.is_complete
-        sums.put_total(piece, payload.encode(leaf(0, piece)))
-        assert len(decoded) == count
-    assert sums.is_complete
-    expected = [decode(payload, payload.encode(leaf(0, piece)), SIZE).tobytes() for piece in range(3)]
-    assert sums.totals().tobytes() == b"".join(expected) and len(decoded) == 3
-
-
 def test_the_order_of_the_tree_matters_to_the_bits() -> None:
     """Or the test above could not fail."""
     values = [leaf(share) for share in range(11)]

@@ -236,7 +236,7 @@ class Independent:
             before = lambda: replace(state, params=self._gradients.first_of_each(waiting_in(state)))
             flat, means = self._gradients.sums(self.replicas.sum(late.step, partial(self._compute, late.step, before)))
             late.means = {name: x / means["weight"] for name, x in means.items()}
-            late.grads_R = self._gradients.arrays(np.divide(flat, means["weight"], out=flat))
+            late.grads_R = self._gradients.arrays(flat / means["weight"])
         return with_waiting(state, late.grads_R)
 
     def _agrees(self, at: int, state: TrainState) -> bool:
