@@ -159,14 +159,18 @@ class Membership:
     def leave(self, step: int) -> None:
         """Leaves after `step` steps; waits until the others have what they need of this member, up to 30 s.
 
-        Those that are about to enter too: with nobody else there, they go on from where this member ends.
+        Those that are about to enter too, if nobody stays: they go on from where this member ends.
         """
         self.tell(step=step, last=step - 1)
         until_s = time.monotonic() + _LEAVE_S
-        needs = lambda m: m.first != NEVER and m.step < step <= m.last + 1
-        while time.monotonic() < until_s and any(map(needs, self.others)):
+        while time.monotonic() < until_s and self._is_needed(step):
             time.sleep(0.05)
             self.tell()
+
+    def _is_needed(self, step: int) -> bool:
+        stays = any(member.begun and member.last >= step for member in self.others)
+        those = [member for member in self.others if member.first < (step if stays else NEVER)]
+        return any(member.step < step <= member.last + 1 for member in those)
 
     # ------------------------------------------------------------------------------------------------- of the others
     def lose(self, member: Member, why: str) -> None:

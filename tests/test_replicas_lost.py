@@ -441,6 +441,22 @@ def test_those_about_to_enter_go_on_where_the_last_one_leaves(count: int, make: 
     assert any(joins.members.me.takes_part(2) for joins in joiners)
 
 
+def test_one_that_leaves_waits_for_nobody_that_others_can_help(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that stay keep the totals for who is about to enter, and one that has left before needs none."""
+    monkeypatch.setattr(membership, "_LEAVE_S", 2 * PATIENCE_S)
+    stays, leaves, joins, gone = [make(number) for number in range(4)]
+    joins.members.tell(first=5)
+    gone.members.tell(first=NEVER)
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(2):
+            for totals in pool.map(lambda member, number=number: step(member, number), (stays, leaves)):
+                check(totals, number)
+        gone.members.tell(first=0, last=0, step=1)
+        pool.submit(leaves.members.leave, 2).result(PATIENCE_S)
+
+
 def test_nobody_waits_for_what_one_that_has_left_will_not_have(make: Callable[..., Replicas]) -> None:
     """A state, and what its parameters are: it may live on for minutes, while it saves a checkpoint."""
     stays, leaves = make(0), make(1)
