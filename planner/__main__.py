@@ -129,6 +129,11 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
             f"mesh.stages={config.mesh.stages}: the planner does not price pipelines; set mesh.stages=1, or see "
             "docs/pipelines.md"
         )
+    if config.sharding.replicas == "independent":
+        raise ValueError(
+            "sharding.replicas=independent: the planner compiles the step of one world, and says beside it what "
+            "independent replicas take; set sharding.replicas=one_world"
+        )
     for name in ("strategy", "probe", "rate", "storage", "png", "html", "spot_trace"):
         value = values[name].value
         if value is not None and not value.strip(", "):

@@ -350,6 +350,7 @@ BAD = {
     "--rate=fast": "give a number and its unit, such as 25gbit",
     "--probe=/nowhere.json": r"--probe=/nowhere\.json cannot be read .*; lab\.probe writes it",
     "--png=/nowhere/x.png": "choose another --png",
+    "--config.sharding.replicas=independent": "the step of one world, .*; set sharding.replicas=one_world$",
     "--compile=0": "compile",
     "--compile=5": "--compile=5 is of a search; add --search, or leave it out$",
     "--nodes=": "^error: --nodes=: give one number from 1 on, or several",
