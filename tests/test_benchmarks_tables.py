@@ -217,7 +217,7 @@ def test_a_row_of_overlap_has_both_speeds_of_kernels_and_the_step_without() -> N
 
 
 def predicted(name: str, rate: str, measured_s: float, predicted_s: float) -> dict[str, Any]:
-    about = {"name": name, "rate": rate, "runs": 1, "beside_the_rates": True}
+    about = {"name": name, "rate": rate, "runs": 1, "timed": "now"}
     return {**about, "measured_s": measured_s, "predicted_s": predicted_s}
 
 

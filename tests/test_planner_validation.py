@@ -77,7 +77,8 @@ def test_the_figures_of_the_cpu_are_those_that_were_measured() -> None:
 
 def test_error_bars_are_those_of_the_comparisons() -> None:
     """Of the emulated cluster, of the MiCS paper's steps by the planner's own figures, and of steps held back."""
-    beside = [line for line in recorded(planner_validation.RESULTS) if line["beside_the_rates"]]
+    session = planner_validation.BESIDE_THE_RATES
+    beside = [line for line in recorded(planner_validation.RESULTS) if line["timed"] == session]
     cells = [run.cell() for run in runs(read_records(), "figure 7", PLANNER) if run.bar.system == "MiCS"]
     errors = {
         "CPU": [planner_validation.error(line) for line in beside],

@@ -23,7 +23,7 @@ DERIVED_KEYS = {  # what tells a line from others
     "full_scale": ["model", "gpus", "strategy", "cluster", "network"],
     "overlap": ["case", "overlap", "rate"],
     "planner_configs": ["config"],
-    "planner": ["name", "rate", "beside_the_rates"],
+    "planner": ["name", "rate", "timed"],
     "planner_replicas": ["mode", "rate", "run"],
     "planner_gpu": ["size", "side"],
 }

@@ -6,7 +6,7 @@ The steps are those of results/measured/strategies.jsonl (strategies x link rate
 the standard workload on 4 nodes of 2 devices. Each program is compiled and replayed with the figures of
 `planner/clusters.py`, none of which was fitted to a step. A shared machine is not always as fast: what was timed in the
 session in which those figures were measured (results/measured/cpu_rates.jsonl), at its commit, is told from the rest,
-and counts even where it was timed again later.
+and counts even where it was timed again later. What ran in turn with PyTorch's steps stands by itself too.
 Replaces results/derived/planner.jsonl. A program takes ten seconds to compile.
 """
 
@@ -21,7 +21,7 @@ from files.pages import markdown
 from lab.benchmarks import compression
 from lab.benchmarks.names import remat_of, sharding_of
 from lab.benchmarks.runner import ROOT, options_of, program
-from lab.benchmarks.scores import COMPUTE, ours_of, rates_of
+from lab.benchmarks.scores import COMPUTE, PEER, ours_of, rates_of
 from lab.emulate.links import Links
 from lab.records import DERIVED, MEASURED, Line, machine, recorded, replace
 from planner import clusters
@@ -35,6 +35,7 @@ RESULTS = DERIVED / "planner.jsonl"
 CPU_RATES = MEASURED / "cpu_rates.jsonl"
 CONFIG, NODES, DEVICES = "configs/standard.py", 4, 2
 CLOSE = 0.10  # a prediction that is so near
+SESSIONS = BESIDE_THE_RATES, BESIDE_PYTORCH, BY_ITSELF = "in the rates' session", "in turn with PyTorch", "otherwise"
 Sessions = Mapping[str, Sequence[Line]]  # by when the steps were timed
 
 
@@ -49,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def timed_steps() -> Iterator[Line]:
     """Yields each measured kind of step: its name, the keys that it changes, the rate, and the median of its runs.
 
-    A kind that was timed in the session of the CPU's rates and in others is two.
+    A kind that was timed in several of SESSIONS is several.
     """
     session = recorded(CPU_RATES)[-1]["commit"]
-    runs: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
-    keys: dict[tuple[bool, str, str], dict[str, Any]] = {}
+    runs: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    keys: dict[tuple[str, str, str], dict[str, Any]] = {}
     every = ours_of(recorded(MEASURED / "strategies.jsonl", superseded=True))
     lines = [line for line in every if line["strategy"] != COMPUTE]
     lines += [line for line in recorded(compression.RESULTS, superseded=True) if line["kind"] == "step"]
@@ -68,12 +69,13 @@ def timed_steps() -> Iterator[Line]:
             overlap = {"overlap": OFF} if line["commit"][:7] in WITHOUT_OVERLAP else {}
             own = {f"sharding.{key}": value for key, value in (overlap | sharding_of(name)).items()}
             own |= {"model.remat": remat_of(name)}
-        kind = line["commit"] == session, name, line["rate"]
+        others = BESIDE_PYTORCH if line.get("mode") == PEER else BY_ITSELF
+        kind = BESIDE_THE_RATES if line["commit"] == session else others, name, line["rate"]
         runs[kind].append(line["step_time_s"])
         assert keys.setdefault(kind, own) == own
-    for (with_rates, name, rate), seconds in runs.items():
-        found = {"name": name, "rate": rate, "keys": keys[with_rates, name, rate], "beside_the_rates": with_rates}
-        yield {**found, "runs": len(seconds), "measured_s": median(seconds)}
+    for kind, seconds in runs.items():
+        found = dict(zip(("timed", "name", "rate"), kind, strict=True))
+        yield {**found, "keys": keys[kind], "runs": len(seconds), "measured_s": median(seconds)}
 
 
 def predicted(measured: Line) -> float:
@@ -106,7 +108,7 @@ def summary(sessions: Sessions) -> str:
         cells = [name, str(len(lines)), str(sum(abs(each) <= CLOSE for each in errors))]
         cells += [f"{quantile(errors, 0.9):.0%}", f"{fmean(errors):+.1%}"]
         rows.append([*cells, f"{min(errors):+.0%} to {max(errors):+.0%}"])
-    return markdown(["timed in", "steps", f"within {CLOSE:.0%}", "nine of ten within", "mean error", "range"], rows)
+    return markdown(["timed", "steps", f"within {CLOSE:.0%}", "nine of ten within", "mean error", "range"], rows)
 
 
 def bests(sessions: Sessions) -> str:
@@ -118,7 +120,7 @@ def bests(sessions: Sessions) -> str:
             said, best = (min(at, key=lambda line: line[key]) for key in ("predicted_s", "measured_s"))
             slower = said["measured_s"] / best["measured_s"] - 1
             rows.append([name, rate, str(len(at)), said["name"], best["name"], f"{slower:.1%}"])
-    return markdown(["timed in", "link", "steps", "predicted fastest", "measured fastest", "slower than that"], rows)
+    return markdown(["timed", "link", "steps", "predicted fastest", "measured fastest", "slower than that"], rows)
 
 
 if __name__ == "__main__":

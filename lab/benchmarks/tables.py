@@ -354,10 +354,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
     ours = by_themselves(strategies)
     accuracies, chaos = records.lines("accuracy"), records.lines("elastic", title=elastic.CHAOS)
     events = [line for line in records.lines("elastic") if line not in chaos]
-    sessions = {
-        name: records.lines("planner", beside_the_rates=beside)
-        for name, beside in (("the rates' session", True), ("other sessions", False))
-    }
+    sessions = {name: records.lines("planner", timed=name) for name in planner_validation.SESSIONS}
     return {
         "what strategies hold": lambda: held_and_sent(records.lines("compiled", config="quickstart", accum=2)),
         "bytes of strategies": lambda: strategy_bytes(ours_of(strategies)),
