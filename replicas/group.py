@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from replicas.members import NEVER, Member
-from replicas.membership import AHEAD, MOST_BYTES, NOBODY, Membership
+from replicas.membership import AHEAD, ASK_S, MOST_BYTES, NOBODY, Membership
 from replicas.payloads import Payload
 from replicas.plan import StepPlan
 from replicas.state_copies import LEAVES, StateCopies, fetch_copies
@@ -148,10 +148,11 @@ class Replicas:
     def fetch_state(self, sizes: Sequence[int]) -> tuple[int, list[memoryview]] | None:
         """Returns a step soon to come and the state after it: of arrays of `sizes` bytes each their bytes.
 
-        Each of the others sends a part, at once. ResumableError if they do not; None if nobody is there any more: what
-        this member has is as right as what they had, a few steps ago.
+        Each of the others sends a part, at once. ResumableError if they do not; None if nobody is there any more, for
+        which it waits where all of them leave: what this member has is as right as what they had, a few steps ago.
         """
-        for tries in range(1, FETCHES + 1):
+        tries = 1
+        while tries <= FETCHES:
             self.members.tell(first=NEVER, begun=False)
             if (newest := self.members.newest_step()) == NOBODY:
                 with self._changed:
@@ -161,6 +162,12 @@ class Replicas:
             step = newest + AHEAD * tries
             self.members.tell(step=step)  # from which on they keep the totals
             begun = [member.address for member in self.members.others if member.trains and member.last >= step]
+            if not any(self._agree(len(begun))):
+                self._progress()  # they save a checkpoint, which may take minutes
+                with self._changed:
+                    if self._changed.wait_for(lambda: self.members.closed, ASK_S):
+                        raise ConnectionError(LEAVES)
+                continue
             found, why = {}, "none has it"
             try:
                 found = fetch_copies(self.members.connect, begun, step, sizes, self._progress) if begun else {}
@@ -170,6 +177,7 @@ class Replicas:
                 self._skip(step)
                 return step, [found[number] for number in range(len(sizes))]
             self._say(f"the others' state did not come ({why}): try {tries} of {FETCHES}")
+            tries += 1
         raise ResumableError("the other replicas do not send the state that this one needs")
 
     def _skip(self, step: int) -> None:
@@ -224,7 +232,8 @@ class Replicas:
     def _begin(self, step: int) -> StepSums:
         """Divides a step among those that are there, unless it is under way; returns its sums.
 
-        One that was to enter later does so now if the others leave before this step: it has all that they did.
+        One that was to enter later does so now if the last step of all others is an earlier one: it has all that they
+        did.
         BehindError for a step that those who are there did not do: they entered later, or have their state from others.
         ResumableError if this member was behind, and nobody else is there any more, where a newer state is saved.
         """

@@ -143,8 +143,9 @@ class Membership:
         return self.newest_step() == NOBODY
 
     def all_leave_before(self, step: int) -> bool:
-        """Whether no member that trains will do a step: all have said that an earlier one is their last."""
-        return all(self._agree(int(all(member.last < step for member in self.others if member.trains))))
+        """Whether there are members that train, and all of them have said that an earlier step is their last."""
+        lasts = [member.last for member in self.others if member.trains]
+        return all(self._agree(int(bool(lasts) and max(lasts) < step)))
 
     def tell(self, **changes: Any) -> None:
         """Tells the others what has changed about this member, and learns of them."""
@@ -159,7 +160,7 @@ class Membership:
     def leave(self, step: int) -> None:
         """Leaves after `step` steps; waits until the others have what they need of this member, up to 30 s.
 
-        Those that are about to enter too, if nobody stays: they go on from where this member ends.
+        If nobody stays, it waits for those about to enter too: they go on from where it ends.
         """
         self.tell(step=step, last=step - 1)
         until_s = time.monotonic() + _LEAVE_S
@@ -168,9 +169,13 @@ class Membership:
             self.tell()
 
     def _is_needed(self, step: int) -> bool:
-        stays = any(member.begun and member.last >= step for member in self.others)
-        those = [member for member in self.others if member.first < (step if stays else NEVER)]
-        return any(member.step < step <= member.last + 1 for member in those)
+        """Whether another member lacks totals of the first `step` steps that nobody who stays can send it.
+
+        One that has left in an earlier step lacks none.
+        """
+        has_heir = any(member.begun and member.first < step <= member.last for member in self.others)
+        due = [member for member in self.others if member.first < (step if has_heir else NEVER)]
+        return any(member.step < step <= member.last + 1 for member in due)
 
     # ------------------------------------------------------------------------------------------------- of the others
     def lose(self, member: Member, why: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.benchmarks import replica_events, replica_links, replicas, runner
-from lab.benchmarks.replica_events import COSTS, EVENT_A_MINUTE, GOODPUT, RANDOM
+from lab.benchmarks.replica_events import COSTS, ENDED, EVENT_A_MINUTE, GOODPUT, RANDOM
 from lab.benchmarks.runner import FailedRunError
 
 
@@ -99,13 +99,11 @@ def test_an_event_costs_its_longest_step_beyond_a_calm_one_of_its_run() -> None:
 
 
 def test_a_loss_with_another_bit_is_counted() -> None:
-    lines = [
-        {"mode": RANDOM, "codec": codec, "events": 100, "replicas": 40, "losses": 1000, "differ": differ}
-        for codec, differ in (("int8", 1), ("none", 0), ("int8", 2))
-    ]
+    about = {"mode": RANDOM, "events": 100, "replicas": 40, "losses": 1000, "counts": {ENDED: 2}}
+    lines = [about | {"codec": codec, "differ": differ} for codec, differ in (("int8", 1), ("none", 0), ("int8", 2))]
     assert cells(replica_events.random_table(lines)) == [
-        ["`none`", "1", "100", "40", "1000", "0"],
-        ["`int8`", "2", "200", "80", "2000", "3"],
+        ["`none`", "1", "100", "40", "1000", "0", "2"],
+        ["`int8`", "2", "200", "80", "2000", "3", "4"],
     ]
 
 

@@ -282,11 +282,26 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
         _enter=lambda phase: None,
         _work=SimpleNamespace(steps=1),
         replicas=SimpleNamespace(
-            members=SimpleNamespace(leave=lambda step: None), copies=SimpleNamespace(close=lambda: None)
+            members=SimpleNamespace(tell=lambda **last: None), copies=SimpleNamespace(close=lambda: None)
         ),
     )
     assert Independent.to_save(one, cast(Any, None)) is None
     Independent.end(one, 3, cast(Any, None))
+
+
+def test_one_that_leaves_saves_before_it_waits_for_the_others() -> None:
+    """Who is asked to stop has little time."""
+    calls: list[str] = []
+    note = lambda name: lambda *args, **named: calls.append(f"{name} {[*args, *named.items()]}")
+    one: Any = Independent.__new__(Independent)
+    members, copies = SimpleNamespace(tell=note("tell"), leave=note("leave")), SimpleNamespace(close=note("forget"))
+    one._late, one._enter, one._work = None, lambda phase: None, SimpleNamespace(steps=2, close=note("end"))
+    one._replicas = SimpleNamespace(members=members, copies=copies, close=note("close"))
+    one._reader = ThreadPoolExecutor(1)
+    one.end(6, cast(Any, None))
+    calls.append("save")
+    one.close()
+    assert calls == ["tell [('step', 3), ('last', 2)]", "forget []", "save", "leave [3]", "close []", "end []"]
 
 
 def test_one_with_other_parameters_than_the_others_does_not_save_them(monkeypatch: pytest.MonkeyPatch) -> None:

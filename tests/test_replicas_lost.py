@@ -420,9 +420,25 @@ def test_one_that_leaves_is_not_asked_for_the_state_after_its_last_step(
     assert asked == [[0]]
 
 
+def test_one_that_lacks_the_state_waits_until_those_that_leave_are_gone(make: Callable[..., Replicas]) -> None:
+    """They may save for minutes; then it goes on from its own state, or from theirs, which is saved."""
+    leaves, joins = make(0), make(1)
+    leaves.members.tell(step=10, begun=True, first=0, last=9)
+    with ThreadPoolExecutor(1) as pool:
+        fetched = pool.submit(joins.fetch_state, [0])
+        with pytest.raises(TimeoutError):
+            fetched.result(1)
+        leaves.close()
+        assert fetched.result(PATIENCE_S) is None
+    assert not joins.members.all_leave_before(5)  # there is nobody to leave
+
+
 @pytest.mark.parametrize("count", [1, 2])
-def test_those_about_to_enter_go_on_where_the_last_one_leaves(count: int, make: Callable[..., Replicas]) -> None:
+def test_those_about_to_enter_go_on_where_the_last_one_leaves(
+    count: int, make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waits for them, and they for nobody: they have all that it did."""
+    monkeypatch.setattr(membership, "_LEAVE_S", 2 * PATIENCE_S)
     leaves, *joiners = [make(number) for number in range(1 + count)]
     for number, joins in enumerate(joiners):
         joins.members.tell(first=3 + number)
@@ -439,6 +455,28 @@ def test_those_about_to_enter_go_on_where_the_last_one_leaves(count: int, make: 
         for totals in pool.map(lambda joins: step(joins, 2), joiners):
             check(totals, 2)
     assert any(joins.members.me.takes_part(2) for joins in joiners)
+
+
+def test_one_that_leaves_waits_for_the_last_of_those_about_to_enter(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them goes on, and has sums of its own steps alone."""
+    monkeypatch.setattr(membership, "_LEAVE_S", 2 * PATIENCE_S)
+    leaves, quick, slow = [make(number) for number in range(3)]
+    for joins, first in ((quick, 3), (slow, 9)):
+        joins.members.tell(first=first)
+    for number in range(2):
+        check(step(leaves, number), number)
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(leaves.members.leave, 2)
+        for number in range(3):
+            check(step(quick, number), number)
+        with pytest.raises(TimeoutError):
+            left.result(1)
+        for number in range(2):
+            check(step(slow, number), number)
+        left.result(PATIENCE_S)
+    check(step(slow, 2), 2)
 
 
 def test_one_that_leaves_waits_for_nobody_that_others_can_help(

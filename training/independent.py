@@ -118,6 +118,7 @@ class Independent:
         self._asked, self._announced = False, False
         self._delays = ex.config.compression.delayed
         self._late: Late | None = None
+        self._left: int | None = None  # after how many steps of the replicas
         self._compared = -1, True  # the last step that was, and whether this replica agreed
         self._replicas: Replicas | None = None
         self.ends_interval = True
@@ -144,6 +145,8 @@ class Independent:
     def close(self) -> None:
         """Ends reading, and the connections to the others."""
         if self._replicas:
+            if self._left is not None:  # while it saved a checkpoint the others have got most of what they need
+                self._replicas.members.leave(self._left)
             self._replicas.close()
         self._work.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -274,7 +277,8 @@ class Independent:
         with suppress(BehindError):  # then nobody needs anything of this one
             self._whole(state)
         self._enter(Phase.CLOSING)
-        self.replicas.members.leave(step // self._work.steps)
+        self._left = step // self._work.steps
+        self.replicas.members.tell(step=self._left, last=self._left - 1)
         self.replicas.copies.close()  # nobody is to wait for what comes no more
 
     def to_save(self, state: TrainState) -> TrainState | None:

@@ -53,6 +53,8 @@ from lab.benchmarks.runner import (
 )
 from lab.records import MEASURED, Line, middle
 from planner.spot import read_trace
+from runtime.events import Event
+from runtime.exit_codes import ExitCode
 from training.independent import FOLDER
 
 RESULTS = MEASURED / "replica_events.jsonl"
@@ -182,7 +184,8 @@ class Run:
         started([sys.executable, "-m", "lab.emulate", "ctl", f"--name={self.name}", *words])
 
     def terminate(self, group: int) -> None:
-        """Sends SIGTERM to a replica's process, as a scheduler does."""
+        """Sends SIGTERM to a replica's process, as a scheduler does. FailedRunError if it is not there."""
+        signalled = self.ended(group)
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 found = (folder / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
@@ -190,6 +193,9 @@ class Run:
                 is_ours = found == self._program and (folder / "cwd").readlink() == ROOT  # not another checkout's
                 if is_ours and number and int(number[1]) == group:
                     os.kill(int(folder.name), signal.SIGTERM)
+                    signalled = True
+        if not signalled:
+            raise FailedRunError(f"replica {group} has no process to stop; logs are in {self.workdir}")
 
     def rows(self, group: int) -> list[dict[str, Any]]:
         """Returns the rows of a replica's training steps so far; it may be writing one."""
@@ -197,9 +203,16 @@ class Run:
         return [row for row in json_lines.read_tail(file, sys.maxsize) if "loss" in row] if file.exists() else []
 
     def ended(self, group: int) -> bool:
-        """Whether a replica has ended by itself, as one may that others went on without; a scheduler starts it."""
+        """Whether a replica has ended by itself, as one may that others went on without; a scheduler starts it.
+
+        FailedRunError if it ended in another way.
+        """
         file = self.workdir / FOLDER / str(group) / "events.jsonl"
-        return file.exists() and any(row.get("event") == "exited" for row in json_lines.read_tail(file, EVENTS_BYTES))
+        rows = json_lines.read_tail(file, EVENTS_BYTES) if file.exists() else []
+        codes = [row["code"] for row in rows if row.get("event") == Event.EXITED]
+        if any(code != ExitCode.RESUMABLE for code in codes):
+            raise FailedRunError(f"replica {group} ended with {codes}; logs are in {self.workdir}")
+        return bool(codes)
 
     def done(self, group: int) -> int:
         """Returns the last step of a replica."""
@@ -405,8 +418,9 @@ def random_table(lines: Sequence[Line]) -> str:
     for codec in CODECS:
         if of := [line for line in lines if line["mode"] == RANDOM and line["codec"] == codec]:
             sums = [sum(line[name] for line in of) for name in ("events", "replicas", "losses", "differ")]
-            rows.append([f"`{codec}`", str(len(of)), *map(str, sums)])
-    return markdown(["hop two", "runs", "events", "replicas", "losses compared", "other bits"], rows)
+            alone = sum(line["counts"].get(ENDED, 0) for line in of)
+            rows.append([f"`{codec}`", str(len(of)), *map(str, sums), str(alone)])
+    return markdown(["hop two", "runs", "events", "replicas", "losses compared", "other bits", ENDED], rows)
 
 
 def picture(lines: Sequence[Line]) -> Figure:

@@ -153,7 +153,7 @@ def step_s(line: Line) -> float:
 def table(lines: Sequence[Line]) -> str:
     """Returns the step times of each run by machine, mode and rate, and their ratios to one world without codec."""
     rows = []
-    cores = sorted({line["machine"] for line in lines}, key=len)
+    cores = sorted({line["machine"] for line in lines}, key=lambda name: int(name.split()[0]))
     for machine, mode, rate in itertools.product(cores, MICRO_STEPS, rates_of(lines)):
         there = [line for line in lines if (line["machine"], line["mode"], line["rate"]) == (machine, mode, rate)]
         one_world = {turn_of(line): step_s(line) for line in there if line["run"] == OURS[0]}
