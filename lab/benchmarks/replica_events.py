@@ -69,7 +69,7 @@ CALM_S = 45.0  # in which the steps of as many nodes are counted
 SETTLED_S = 120.0  # after an event, where events are twice as far apart
 WAIT_S = 3600.0  # the run to compare with has thousands of steps
 SILENCE_S = 5.0
-EVENTS_BYTES = 4096  # of the last events of a replica
+TAIL_BYTES = 4096  # of the last events, or rows, of a replica
 ENDED = "ended by itself"
 KINDS: tuple[str, ...] = ("kill", "leave", "join", "kill while joining", "stop", "cut", "slow")
 
@@ -197,10 +197,10 @@ class Run:
         if not signalled:
             raise FailedRunError(f"replica {group} has no process to stop; logs are in {self.workdir}")
 
-    def rows(self, group: int) -> list[dict[str, Any]]:
-        """Returns the rows of a replica's training steps so far; it may be writing one."""
+    def rows(self, group: int, most_bytes: int = sys.maxsize) -> list[dict[str, Any]]:
+        """Returns the rows of a replica's training steps so far, or the last of them; it may be writing one."""
         file = self.workdir / FOLDER / str(group) / "metrics.jsonl"
-        return [row for row in json_lines.read_tail(file, sys.maxsize) if "loss" in row] if file.exists() else []
+        return [row for row in json_lines.read_tail(file, most_bytes) if "loss" in row] if file.exists() else []
 
     def ended(self, group: int) -> bool:
         """Whether a replica has ended by itself, as one may that others went on without; a scheduler starts it.
@@ -208,7 +208,7 @@ class Run:
         FailedRunError if it ended in another way.
         """
         file = self.workdir / FOLDER / str(group) / "events.jsonl"
-        rows = json_lines.read_tail(file, EVENTS_BYTES) if file.exists() else []
+        rows = json_lines.read_tail(file, TAIL_BYTES) if file.exists() else []
         codes = [row["code"] for row in rows if row.get("event") == Event.EXITED]
         if any(code != ExitCode.RESUMABLE for code in codes):
             raise FailedRunError(f"replica {group} ended with {codes}; logs are in {self.workdir}")
@@ -218,8 +218,9 @@ class Run:
         """Returns the last step of a replica."""
         file = self.workdir / FOLDER / str(group) / "metrics.jsonl"
         size = file.stat().st_size if file.exists() else 0
-        if self._done.get(group, (0, 0))[0] != size:
-            self._done[group] = size, max((row["step"] for row in self.rows(group)), default=0)
+        known, last = self._done.get(group, (0, 0))
+        if known != size:
+            self._done[group] = size, max((row["step"] for row in self.rows(group, TAIL_BYTES)), default=last)
         return self._done.get(group, (0, 0))[1]
 
     @property
