@@ -146,6 +146,8 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     argument = f":{argument}" if argument else ""
     argv = ["sweep.py", f"--config={file}{argument}", *flags]
     values = flat(command_line.parse(argv).to_dict())
+    if values["sharding.replicas"] == "independent":
+        raise ValueError("sharding.replicas=independent is many train.py, and a run of a sweep is one; set one_world")
     others = {f"emulate.{key}": value for key, value in sorted(emulate.items())} | extra
     digest = hashlib.sha256(json.dumps(_own(values) | others, sort_keys=True).encode()).hexdigest()[:8]
     values |= others

@@ -86,6 +86,11 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         [],
         "inner_steps=30,num_cpu_devices=2: num_steps=20 must be a multiple of local_sgd.inner_steps=30",
     ),
+    "replicas that are each a program": (
+        "def sweep_x(): return over('sharding.replicas', ('one_world', 'independent'))",
+        [],
+        "replicas=independent: sharding.replicas=independent is many train.py, and a run of a sweep is one; ",
+    ),
     "two launchers": (RATES, ["--slurm=", "--emulate=--nodes=2"], "exclude each other"),
 }
 
