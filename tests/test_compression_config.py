@@ -12,6 +12,7 @@ from configs.schema.sections import HOP_TWO, WITH_WARMUP
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
+STREAMING = {"local_sgd.inner_steps": 10, "local_sgd.streaming": True}
 ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 2, "optimizer.clip_norm": 0.0}
 
 
@@ -65,6 +66,7 @@ def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, 
     ("changes", "said"),
     [
         (LOCAL | {"num_steps": 11}, "num_steps=11 must be a multiple of local_sgd.inner_steps=2"),
+        (STREAMING | {"num_steps": 10}, "num_steps=10 must be above local_sgd.inner_steps=10, "),
         ({"compression.block": 12}, "compression.block=12 must be a multiple of 8"),
         ({"compression.threshold": float("inf")}, "compression.threshold=inf must be above 0"),
         ({"compression.hop_two": "int7"}, "compression.hop_two=int7 is not known; one of none, bf16"),

@@ -130,6 +130,11 @@ class Config(Section):
                 f"num_steps={self.num_steps} must be a multiple of local_sgd.inner_steps={inner_steps}, or the updates "
                 "of the last steps would be lost"
             )
+        if local.streaming and self.num_steps <= inner_steps:
+            raise ValueError(
+                f"num_steps={self.num_steps} must be above local_sgd.inner_steps={inner_steps}, or with "
+                "local_sgd.streaming=True some parts of the tensors would never be exchanged"
+            )
         every, eval_every = self.checkpoint.every, self.eval.every
         if self.checkpoint.keep_best and (not every or not eval_every or every % eval_every):
             fix = f"set eval.every={every} or a divisor of it" if every else "set both above 0"
