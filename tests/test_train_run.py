@@ -100,6 +100,12 @@ def test_finished_run_is_complete_and_not_repeated(
     assert "is finished: 10 steps are done" in capsys.readouterr().out
     assert snapshot(workdir) == before
 
+    shutil.rmtree(workdir / "checkpoints")
+    before = snapshot(workdir)
+    assert run_here(*args) == 2
+    assert "holds this run, finished, whose checkpoints are gone; to train" in capsys.readouterr().err
+    assert snapshot(workdir) == before
+
 
 def test_what_stays_idle_is_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -75,7 +75,7 @@ def goes_on_with_more_nodes(workdir: Path) -> Iterator[None]:
 
 
 def is_finished(config: Config, workdir: Path) -> bool:
-    """Whether `workdir` holds this run, finished; prints so. ValueError if it holds another run."""
+    """Whether `workdir` holds this run, finished; prints so. ValueError if it holds another, or no checkpoint."""
     done = broadcast(new_key("finished"), lambda: _says_finished(config, workdir))
     if done:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
         last = workdir / run_directory.CHECKPOINTS / str(config.num_steps)
@@ -88,12 +88,18 @@ def is_finished(config: Config, workdir: Path) -> bool:
 def _says_finished(config: Config, workdir: Path) -> bool:
     files = read_run(workdir) if has_begun(workdir) else RunFiles(run_dir=workdir)
     checkpoints = workdir / run_directory.CHECKPOINTS
-    saved = latest_config(checkpoints) or files.config  # there is no checkpoint if it stopped early
+    of_newest = latest_config(checkpoints)
+    saved = of_newest or files.config  # there is no checkpoint if it stopped early
     if not saved:
         return False
     check_same_run(saved, config, workdir)
-    last = checkpoints / str(config.num_steps)
-    return files.summary.get("exit_reason") == "finished" and last.exists()
+    ended = files.summary.get("exit_reason") == "finished"
+    if ended and not of_newest:
+        raise ValueError(
+            f"{workdir} holds this run, finished, whose checkpoints are gone; to train it again, delete its "
+            f"{run_directory.SUMMARY} or choose another --workdir"
+        )
+    return ended and (checkpoints / str(config.num_steps)).exists()
 
 
 def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
