@@ -49,6 +49,7 @@ class RunLog:
         self._cannot_write = ResumableError if may_join else OSError
         self._last_step, self._num_steps, self._started_s = start_step, num_steps, started_s
         self._first: int | None = None  # the first step of this attempt
+        self._written = start_step  # the last step with a row
         self._timer, self._constants = timer, dict(constants)
         self._row: tuple[int, dict[str, float]] | None = None  # of the latest step, not written yet
         self._spent: dict[str, float] = {}  # seconds by key, outside of steps, for the next row
@@ -147,12 +148,13 @@ class RunLog:
     def _write_if_due(self) -> None:
         """Writes the row of the latest step if due.
 
-        The first step of an attempt is: by its row engines know that the attempt has got on.
+        The first step of an attempt is: by its row engines know that the attempt has got on. Not every step need come.
         """
         if self._row is None:
             return
         step, row = self._row
-        if step % self._log_every == 0 or step in (self._first, self._num_steps) or "validation_loss" in row:
+        is_due = step // self._log_every > self._written // self._log_every
+        if is_due or step in (self._first, self._num_steps) or "validation_loss" in row:
             self._write_row()
 
     def close(self, exit_reason: str, *, sample: str | None = None, mesh_png: bytes | None = None) -> None:
@@ -186,6 +188,7 @@ class RunLog:
     def _write_row(self) -> None:
         assert self._row is not None
         (step, row), self._row = self._row, None
+        self._written = step
         spent, self._spent = self._spent, {}
         self._crossed.clear()
         self._crossing = 0

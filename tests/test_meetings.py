@@ -97,12 +97,13 @@ def test_replicas_meet_when_it_was_chosen_and_at_the_end(tmp_path: Path, monkeyp
     """After 2 steps, then every 3 as chosen here; a run that stops between two meetings goes on as if it had not."""
     monkeypatch.setattr(Meetings, "_chosen", lambda self, *of_all: 3)
     local = {"local_sgd__inner_steps": 4, "local_sgd__target_utilisation": 0.5, "sharding__partition_size": 2}
-    settings = local | {"num_steps": 7, "checkpoint__every": 1, "checkpoint__keep_last": 7}
+    settings = local | {"num_steps": 7, "log_every": 2, "checkpoint__every": 1, "checkpoint__keep_last": 7}
     assert run_here(*arguments(tmp_path / "whole", **settings)) == 0
     assert run_here(*arguments(tmp_path / "parts", **settings), hooks=[stop_after(4)]) == 75
     assert run_here(*arguments(tmp_path / "parts", **settings)) == 0
     whole, parts = ({row["step"]: row["loss"] for row in rows(tmp_path / name)} for name in ("whole", "parts"))
-    assert [*whole] == [1, 2, 5, 7] and [*parts] == [1, 2, 5, 7]  # the first step of each start, and meetings
+    # the first step of each start, and meetings: at 5, as there is none at 4
+    assert [*whole] == [1, 2, 5, 7] and [*parts] == [1, 2, 5, 7]
     assert (parts[1], parts[2], parts[7]) == (whole[1], whole[2], whole[7])  # at 5, of the steps since the start
     ends = [arrays(tmp_path / name, 7) for name in ("whole", "parts")]
     assert all(np.array_equal(ends[1][name], x) for name, x in ends[0].items())

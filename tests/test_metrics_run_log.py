@@ -147,6 +147,16 @@ def test_the_first_step_of_an_attempt_has_a_row(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 61]
 
 
+def test_a_step_that_does_not_come_has_its_row_in_the_next_that_does(tmp_path: Path) -> None:
+    """Some runs come every 4 steps only, and are to log every 5."""
+    log = make_log(tmp_path, enabled=True, start_step=20, num_steps=1000, log_every=5)
+    for step in range(24, 61, 4):
+        log.step(step, {"loss": 1.0})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    log.close("interrupted")
+    assert [json.loads(line)["step"] for line in lines] == [24, 28, 32, 36, 40, 48, 52, 56]
+
+
 def test_rows_are_on_the_disk_before_a_step_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node may go on from that step when this one is lost."""
     log, synced = make_log(tmp_path, enabled=True), list[str]()

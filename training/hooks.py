@@ -98,6 +98,7 @@ class Report:
         self._pending: Pending | None = None
         self._apart = MetricsApart(ex) if ex.drifts_apart else None
         self._warned = self._reported = 0  # steps
+        self._row_at = -1  # the last step with a row, of replicas that drift apart
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Takes a step that was dispatched, and reports the one before it."""
@@ -105,10 +106,11 @@ class Report:
         has_row, found = True, {**metrics}
         if self._apart:
             self._apart.add(metrics)
-            ends = self._steps.ends_interval and step % self._ex.config.log_every == 0
+            period = self._ex.config.log_every
+            ends = self._steps.ends_interval and step // period > self._row_at // period
             has_row = ends or not self._reported
             if has_row:  # dispatched before the next step
-                found = {**self._apart.together()}
+                self._row_at, found = step, {**self._apart.together()}
             if ends:
                 self._apart.begin()
         self._pending = Pending(step, found, has_row, {"data_wait_s": self._steps.wait_s, **self._data.counters()})

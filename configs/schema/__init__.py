@@ -73,7 +73,7 @@ class Config(Section):
     sample: SampleConfig
     log_every: int = key(
         1,
-        "steps between lines of metrics.jsonl, after an attempt's first; with local_sgd those that end with a meeting",
+        "steps between lines of metrics.jsonl, after an attempt's first; with local_sgd each at the next meeting",
         least=1,
         unit="steps",
         resumable=True,
