@@ -27,7 +27,7 @@ from sweeps import slurm
 from sweeps.check import check_runs
 from sweeps.live import Live
 from sweeps.plan import PROGRAM, Run, SweepFile, load_file, plan, points
-from sweeps.pool import OUTPUT_FILE, Job, Launcher, last_error, run_all, start_here
+from sweeps.pool import OUTPUT_FILE, Job, Launcher, claimed, last_error, run_all, start_here
 from sweeps.records import Record, State, best, is_finished, metric_text, record
 from sweeps.report import write_report
 
@@ -58,6 +58,7 @@ def main(argv: Sequence[str], *, program: str = PROGRAM) -> int:
         make_folder(sweep.workdir, "--workdir")
         if options.slurm is not None:
             return run_on_slurm(sweep)
+        check_not_queued(sweep.workdir)
         with launcher(options) as (launch, workers):
             return (run_here if options.search is None else run_search)(sweep, launch, workers)
     except (ValueError, OSError) as error:
@@ -83,6 +84,7 @@ def run(
     """
     runs = plan(config, overrides, workdir=workdir, emulate=emulate, program=program)
     check_runs(runs)
+    check_not_queued(workdir)
     with Live(metric) as live:
         jobs = run_all(runs, workers=workers, workdir=workdir, show=live.show)
     if left(jobs):
@@ -212,14 +214,24 @@ def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
     return 1 if any(r.state == State.FAILED for r in records) else 0
 
 
+def check_not_queued(workdir: Path) -> None:
+    """Raises ValueError if the sweep's array is in SLURM's queue: its tasks train in the same directories."""
+    if job := slurm.queued_job(workdir):
+        raise ValueError(
+            f"job {job} is in SLURM's queue for {workdir}: give --slurm, or scancel {job}, or choose another --workdir"
+        )
+
+
 def run_on_slurm(sweep: Sweep) -> int:
     """Reports what is there, and submits what is missing or has failed unless the last array is still in the queue."""
     job, todo = report_on_slurm(sweep), missing(sweep.runs)
     if job:
         print(f"job {job} is in the queue; the same command again shows how far it is (scancel {job} ends it)")
     elif todo:
-        script = slurm.write_array(todo, sweep.workdir, options=sweep.options.slurm, workers=sweep.options.workers)
-        print(f"submitted {len(todo)} runs as job {slurm.submit(script)}; the same command again reports on them")
+        with claimed(sweep.workdir):
+            script = slurm.write_array(todo, sweep.workdir, options=sweep.options.slurm, workers=sweep.options.workers)
+            job = slurm.submit(script)
+        print(f"submitted {len(todo)} runs as job {job}; the same command again reports on them")
     return 0
 
 

@@ -97,15 +97,16 @@ def queued_job(workdir: Path) -> str:
     file = workdir / JOB_FILE
     job = file.read_text().strip() if file.exists() else ""
     # Without --jobs, with which squeue fails for a job that ended long ago.
-    known = _output("squeue", "--me", "--noheader", "--format=%A %F").split() if job else []
+    ask, fix = ("squeue", "--me", "--noheader", "--format=%A %F"), f", or delete {file} if job {job} has ended"
+    known = _output(*ask, fix=fix).split() if job else []
     return job if job in known else ""
 
 
-def _output(*command: str) -> str:
+def _output(*command: str, fix: str = "") -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise ValueError(f"{command[0]} is not installed; run the sweep on a host with SLURM's commands") from None
+        raise ValueError(f"{command[0]} is not installed; run the sweep on a host with SLURM's commands{fix}") from None
     except subprocess.CalledProcessError as error:
         raise ValueError(f"{command[0]}: {' '.join(error.stderr.split())}") from error
     return done.stdout.strip()

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from sweeping import run_sweep, seeds, started, sweep_file
 
+import sweep
+from sweeps.pool import claimed
+
 PROGRAMS = {
     "sbatch": 'echo "$@" >> {log}; echo "77;cluster"',
     "squeue": "cat {folder}/queue 2> /dev/null || true",
@@ -125,6 +128,28 @@ def test_missing_slurm_commands_are_an_error(
     monkeypatch.setenv("PATH", "/nowhere")
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), "--slurm=") == 2
     assert "error: sbatch is not installed; run the sweep on a host" in capsys.readouterr().err
+
+
+def test_an_array_and_a_sweep_here_exclude_each_other(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would train in the same directories; once the array has left the queue it excludes nothing."""
+    config = sweep_file(tmp_path, seeds(0))
+    with claimed(tmp_path / "runs"):
+        assert run_sweep(tmp_path, config, "--slurm=") == 2
+    assert not slurm.exists() and "runs is in use by another sweep or its runs" in capsys.readouterr().err
+    assert run_sweep(tmp_path, config, "--slurm=") == 0
+    (tmp_path / "queue").write_text("77 77\n")
+    assert run_sweep(tmp_path, config) == 2
+    assert "error: job 77 is in SLURM's queue for " in capsys.readouterr().err
+    with pytest.raises(ValueError, match="job 77"):
+        sweep.run(config, [{"seed": 0}], workdir=tmp_path / "runs")
+    (tmp_path / "queue").unlink()
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "/nowhere")
+        assert run_sweep(tmp_path, config) == 2
+    assert f"or delete {tmp_path}/runs/slurm_job.txt if job 77 has ended\n" in capsys.readouterr().err
+    assert started(tmp_path) == [] and run_sweep(tmp_path, config) == 0 and started(tmp_path) == [0]
 
 
 def test_a_value_reaches_its_task_unchanged(slurm: Path, tmp_path: Path) -> None:
