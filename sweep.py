@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.overrides import Overrides
+from files import atomic
 from runtime.command_line import OneLineParser, check_installed, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
 from sweeps import slurm
@@ -230,6 +231,8 @@ def run_on_slurm(sweep: Sweep) -> int:
     elif todo:
         with claimed(sweep.workdir):
             script = slurm.write_array(todo, sweep.workdir, options=sweep.options.slurm, workers=sweep.options.workers)
+            for run in todo:  # what an earlier array left would be taken for this one's
+                atomic.set_aside(run.run_dir / OUTPUT_FILE)
             job = slurm.submit(script)
         print(f"submitted {len(todo)} runs as job {job}; the same command again reports on them")
     return 0

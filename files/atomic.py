@@ -24,6 +24,16 @@ def replace(path: Path, content: str | bytes, *, durable: bool = False, is_priva
         sync(path.parent)
 
 
+def set_aside(path: Path) -> None:
+    """Renames `NAME.SUFFIX` to the first free `NAME.N.SUFFIX`, unless it is missing or empty."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(target)
+
+
 def sync(path: Path) -> None:
     """Forces the content of a file to the disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)

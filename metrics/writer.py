@@ -86,7 +86,7 @@ def _opened_lines(path: Path, after: int) -> TextIO:
     if after:
         drop_lines_after(path, after)
     else:
-        _set_aside(path)
+        atomic.set_aside(path)
     return open(path, "a", buffering=1, encoding="utf-8")
 
 
@@ -106,16 +106,6 @@ def drop_lines_after(path: Path, step: int) -> None:
     remaining = b"".join(line for line, of in zip(lines, steps, strict=True) if isinstance(of, int) and of <= step)
     if remaining != data:
         atomic.replace(path, remaining, durable=True)
-
-
-def _set_aside(path: Path) -> None:
-    """Renames the file to the first free `metrics.N.jsonl`, unless it is missing or empty."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    number = 1
-    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(target)
 
 
 def _json_number(given: float, value: float) -> int | float | str:

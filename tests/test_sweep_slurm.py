@@ -97,7 +97,12 @@ def test_an_array_is_submitted_run_and_reported(
         assert slurm.read_text().count("parsable") == submitted
     assert "submitted 1 runs" in out
     assert options_of(tmp_path / "runs")[1] == "--array=1-1%2"
+    (tmp_path / "queue").write_text("77 77\n")
+    assert run_sweep(tmp_path, config, *flags) == 0  # it has not begun again
+    assert "3 runs: 1 waiting, 2 finished." in (tmp_path / "runs" / "results.md").read_text()
     assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == 1
+    outputs = [path.name for path in (tmp_path / "runs").glob("seed=1-*/output*")]
+    assert sorted(outputs) == ["output.1.txt", "output.txt"]
 
 
 def test_a_dry_run_submits_nothing_and_requeuing_is_limited(slurm: Path, tmp_path: Path) -> None:
