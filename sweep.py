@@ -29,7 +29,7 @@ from sweeps.check import check_runs
 from sweeps.live import Live
 from sweeps.plan import PROGRAM, Run, SweepFile, load_file, plan, points
 from sweeps.pool import OUTPUT_FILE, Job, Launcher, claimed, last_error, run_all, start_here
-from sweeps.records import Record, State, best, is_finished, metric_text, record
+from sweeps.records import Record, State, best, is_finished, metric_text, missing_metric, record
 from sweeps.report import write_report
 
 
@@ -270,6 +270,9 @@ def report(sweep: Sweep, records: list[Record]) -> None:
     page = write_report(sweep.file, records, sweep.workdir)
     for failed in (r for r in records if r.state == State.FAILED):
         print(f"failed: {failed.run.name}: {failed.error}")
+    finished = [r for r in records if r.state == State.FINISHED]
+    if finished and all(lacking := [missing_metric(r, sweep.file.metric) for r in finished]):
+        print(lacking[0])
     if winner := best(records, sweep.file.goal):
         print(f"best {sweep.file.metric}: {metric_text(sweep.file.metric, winner.metric)} in {winner.run.run_dir.name}")
     print(f"report: {page}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
+from configs.schema import nearest
 from files import json_lines, run_directory
 from metrics.run_files import RunFiles, read_run, results_of, series
 from metrics.units import UNKNOWN, format_bytes, format_loss, format_seconds
@@ -57,6 +58,15 @@ def record(run: Run, state: State, error: str, metric: str) -> Record:
         values = [value for _, value in series(files.rows, metric) if math.isfinite(value)]
         value = median(values) if values else None
     return Record(run=run, state=state, error=error, files=files, results=results, metric=value)
+
+
+def missing_metric(record: Record, metric: str) -> str:
+    """Returns what is wrong with METRIC if a run that has finished has no such number, else ""."""
+    names = [name for name, value in record.results.items() if value is not None]
+    known = [*dict.fromkeys([*names, *(key for row in record.files.rows for key in row)])] or [*record.results]
+    if metric in known:
+        return ""
+    return f"METRIC={metric!r} is not in {record.files.run_dir}; the nearest there is {nearest(metric, known)!r}"
 
 
 def best(records: list[Record], goal: str) -> Record | None:

@@ -27,7 +27,7 @@ from files import run_directory
 from metrics.run_files import read_run, series
 from sweeps.plan import Run, SweepFile
 from sweeps.pool import POLL_EVERY_S, Job, Launcher, claimed, running, stopped_at_end
-from sweeps.records import Record, State, is_finished, record
+from sweeps.records import Record, State, is_finished, missing_metric, record
 
 STUDY_FILE = "optuna.log"
 ERROR = "error"  # attribute of a trial that failed; without it a failed one was interrupted
@@ -102,8 +102,12 @@ class Search:
                 job.step = int(step)
 
     def _tell(self, job: TrialJob) -> None:
-        """Ends the trials of a job that has ended."""
-        metric = record(job.run, job.state, job.error, self.file.metric).metric
+        """Ends the trials of a job that has ended. ValueError if it finished without the metric, as all before it."""
+        found = record(job.run, job.state, job.error, self.file.metric)
+        metric = found.metric
+        measured = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if job.state == State.FINISHED and not measured and (lacking := missing_metric(found, self.file.metric)):
+            raise ValueError(lacking)  # its trials are asked for again, and count when METRIC is right
         if job.state == State.STOPPED:
             job.state = State.PRUNED
         for trial in job.trials:

@@ -106,6 +106,12 @@ def test_the_best_is_the_highest_where_the_file_says_so(tmp_path: Path, capsys: 
     assert "Highest loss: 10.0000 (seed=9-" in (tmp_path / "runs" / "results.md").read_text()
 
 
+def test_a_metric_that_no_run_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 1, 6) + "METRIC = 'gb'")) == 1  # one run fails
+    out = capsys.readouterr().out
+    assert re.search(r"^METRIC='gb' is not in .*/seed=0-\w+; the nearest there is 'gib'$", out, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("values", "log"),
     [((1e-3, 2e-3, 4e-3, 8e-3), True), ((1, 2, 3, 4, 5), False), ((0, 10, 100), False), ((0.001, 0.1), True)],

@@ -94,6 +94,18 @@ def test_an_interrupted_trial_goes_on_with_its_values(tmp_path: Path) -> None:
     assert results(tmp_path) == [rate] and started(tmp_path) == [4, 4] and states(tmp_path) == ["finished"]
 
 
+def test_a_metric_that_no_run_has_ends_the_search_at_its_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the right one the run counts; a run that diverged has the metric."""
+    searched = "SEARCH = {'seed': choice(5)}\n"
+    assert run_sweep(tmp_path, sweep_file(tmp_path, searched + "METRIC = 'val_loss'\n"), "--search=2") == 2
+    error = capsys.readouterr().err.strip()
+    assert re.fullmatch(r"error: METRIC='val_loss' is not in .*/seed=5-\w+; the nearest .* 'validation_loss'", error)
+    assert run_sweep(tmp_path, sweep_file(tmp_path, searched), "--search=1") == 1 and started(tmp_path) == [5]
+    assert "failed: seed=5-" in (out := capsys.readouterr().out) and "validation_loss is not a number" in out
+
+
 def test_a_failed_trial_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = sweep_file(tmp_path, "SEARCH = {'seed': choice(1)}\n")
     for _ in range(2):
