@@ -124,7 +124,8 @@ class Accelerator(Device):
     memory_bytes: float
     link_bandwidth: float  # bytes/s of all its links inside a node, in one direction
     flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, where it was measured
-    copy_bandwidth: float  # bytes/s from the device to its host
+    copy_bandwidth: float  # bytes/s from the device to pinned memory of its host
+    unpinned_bandwidth: float  # the same to other memory
     is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
     note: str = ""
 
@@ -277,6 +278,7 @@ def gpu(name: str, rates: Rates) -> Accelerator:
         link_bandwidth=rates("links", *names),
         launch_s=rates("launch", "GPU"),
         copy_bandwidth=rates("host copy", *names),
+        unpinned_bandwidth=rates("unpinned host copy", "GPU"),
         note=note,
     )
 
@@ -314,6 +316,7 @@ def _emulated(rates: Rates) -> Cluster:
         memory_bytes=rates("memory", "CPU"),
         link_bandwidth=rates("links", "CPU"),
         copy_bandwidth=rates("host copy", "CPU"),
+        unpinned_bandwidth=rates("host copy", "CPU"),
         is_shared=True,
         note=CPU_NOTE,
     )

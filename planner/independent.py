@@ -1,8 +1,9 @@
 """What a step takes as independent replicas (`sharding.replicas`), from the program of one world.
 
-A replica's programs are those of one world without hop two. Its gradients are copied to the host, travel while the last
-backward pass goes on, and their totals are copied back before the update (training/share_gradients.py). The program
-with its callbacks compiles only where its devices are, so this is not a replay of it.
+A replica's programs are those of one world without hop two. Its gradients are copied to the host, into memory that is
+not pinned, travel while the last backward pass goes on, and their totals are copied back before the update
+(training/share_gradients.py). The program with its callbacks compiles only where its devices are, so this is not a
+replay of it.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def independent(step: Step) -> Independent | None:
     hides_s = min((3 / 4 if config.model.remat == "full" else 2 / 3) * compute_s, sending_s * (1 - 1 / PIECES))
     hidden_s = min(timeline.compute_s, sending_s) if config.compression.delayed else 0.0 if local else hides_s
     device, together = step.machine.cluster.device, step.machine.num_devices
-    copies_s = 2 * 4 * values / group / device.copy_bandwidth * (together if device.is_shared else 1)
+    copies_s = 2 * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)
     alone_s = timeline.step_s - timeline.use("hop_two").exposed_s
     return Independent(
         step_s=alone_s + (sending_s - hidden_s + copies_s) / max(local, 1),

@@ -68,8 +68,9 @@ def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerato
     changes: dict[str, Any] = {"attention": kernels.get(taken), "flash": kernels.get("pallas")}
     if (value := found.get("products_flops_per_s")) is not None:
         changes["matmul_fraction"] = rate(value) / peak
-    for name in ("memory_bandwidth", "functions_per_s"):
-        if (value := found.get(name)) is not None:
+    figures = {name: name for name in ("memory_bandwidth", "functions_per_s")}
+    for figure, name in (figures | {"copies_to_host_bytes_per_s": "unpinned_bandwidth"}).items():
+        if (value := found.get(figure)) is not None:
             changes[name] = rate(value)
     if (value := found.get("launch_s")) is not None and not device.is_shared:
         changes["launch_s"] = rate(value)
@@ -78,6 +79,7 @@ def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerato
     attention = f"attention ({taken})" if "attention" in changes else "attention"
     of_gpus = {"launches": "launch_s", attention: "attention"}
     names |= {"functions": "functions_per_s"} if device.is_shared else of_gpus
+    names |= {"copies to the host": "unpinned_bandwidth"}
     return replace(device, **changes), {what: name in changes for what, name in names.items()}
 
 

@@ -86,7 +86,8 @@ def test_the_rates_stand_beside_the_planners() -> None:
     ways = {"forward": 4e14, "backward": 3e14}
     line = {"device": "a GPU", "products_flops_per_s": 7e14, "attention_flops_per_s": dict.fromkeys(KERNELS, ways)}
     line |= {"memory_bandwidth": 3e12, "launch_s": 7e-7, "copies_to_host_bytes_per_s": 2e9}
-    heads, _, products, *_ = gpu.rates([line]).splitlines()
+    heads, _, products, *_, copies = gpu.rates([line]).splitlines()
+    assert copies == "| copies to the host, GB/s | 2.0 | 2.0 |"
     line["attention_flops_per_s"] = {}  # of no kernel
     assert "| attention, cudnn, forward, TFLOP/s | - | 518 |" in gpu.rates([line])
     assert heads == "| figure | a GPU | the planner's, of an H100 |" and products == "| products, TFLOP/s | 700 | 590 |"

@@ -13,11 +13,13 @@ from planner.predict import Step
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
+UNPINNED = 1e9  # bytes/s, which 8 devices share
 
 
 def on(step: Step, rate: float) -> Step:
     """Returns a step whose nodes send so many bytes a second."""
-    cluster = replace(step.machine.cluster, node_bandwidth=rate)
+    device = replace(clusters.CPU, unpinned_bandwidth=UNPINNED)
+    cluster = replace(step.machine.cluster, node_bandwidth=rate, device=device)
     return replace(step, machine=replace(step.machine, cluster=cluster))
 
 
@@ -29,7 +31,7 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     assert found.sending_s == pytest.approx(found.sent_bytes / slow.machine.cluster.network().node_bandwidth)
     backward_s = 3 / 4 * slow.timeline().compute_s / step.experiment.batches.accumulation
     assert found.hidden_s == pytest.approx(min(backward_s, 63 / 64 * found.sending_s))
-    copies_s = 8 * values / 2 / (clusters.EMULATED.device.copy_bandwidth / 8)  # which 8 devices share
+    copies_s = 8 * values / 2 / (UNPINNED / 8)
     without = slow.timeline().step_s - slow.timeline().use("hop_two").exposed_s
     assert found.step_s == pytest.approx(without + found.sending_s - found.hidden_s + copies_s)
     (text,) = independent_text(slow, slow.timeline().step_s)
@@ -50,7 +52,7 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
     met = replace(on(step, 1e5), experiment=local)
     found = independent(met)
     assert found and found.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * 3 * values) and not found.hidden_s
-    copies_s = 8 * 3 * values / 2 / (clusters.EMULATED.device.copy_bandwidth / 8)
+    copies_s = 8 * 3 * values / 2 / (UNPINNED / 8)
     alone_s = met.timeline().step_s - met.timeline().use("hop_two").exposed_s
     assert found.step_s == pytest.approx(alone_s + (found.sending_s + copies_s) / 5)
     assert "every 5 steps" in independent_text(met, 1.0)[0]

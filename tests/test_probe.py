@@ -206,8 +206,8 @@ def test_one_device_has_no_link(
     assert cluster.device.memory_bandwidth == found["device"]["memory_bandwidth"]
     date = found["environment"]["date"][:10]
     assert said == (
-        f"{tmp_path}/probe.json, measured {date}: products, memory, functions; not measured, as without it: "
-        "links inside nodes, links between nodes"
+        f"{tmp_path}/probe.json, measured {date}: products, memory, functions, copies to the host; not measured, "
+        "as without it: links inside nodes, links between nodes"
     )
 
 
@@ -290,6 +290,7 @@ MEASURED = [
     timed("attention", "xla, forward and backward", 70e12, 0.6),  # impossible: noise
     timed("memory", "", 3e12, 1.5),
     timed("launches", "", 100, 3e-4),
+    timed("copies", "to the host", 1e9, 0.25),
 ]
 
 
@@ -311,10 +312,11 @@ def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
     assert h100.attention == pytest.approx({"forward": 400e12 / peak, "backward": 250e12 / peak})
     assert h100.flash == pytest.approx({"forward": 200e12 / peak, "backward": 100e12 / peak})
     assert (h100.memory_bandwidth, h100.launch_s) == pytest.approx((2e12, 3e-6))
+    assert (h100.unpinned_bandwidth, h100.copy_bandwidth) == (4e9, plain.device.copy_bandwidth)
     assert (h100.peak_flops, cluster.network()) == (plain.device.peak_flops, plain.network())
     assert said == (
-        f"{file}, measured 2026-11-24: products, memory, launches, attention (cudnn); not measured, as without it: "
-        "links inside nodes, links between nodes"
+        f"{file}, measured 2026-11-24: products, memory, launches, attention (cudnn), copies to the host; not "
+        "measured, as without it: links inside nodes, links between nodes"
     )
 
 
@@ -325,7 +327,7 @@ def test_what_was_not_measured_stays(tmp_path: Path) -> None:
     cluster, said = with_probe(plain, probe_json(tmp_path, kept, "NVIDIA H100"))
     assert cluster.device.attention == cluster.device.flash and "attention (pallas)" in said
     cluster, said = with_probe(plain, probe_json(tmp_path, MEASURED[8:9], "NVIDIA H100"))
-    assert "measured 2026-11-24: memory; not measured, as without it: products, launches, attention, links" in said
+    assert "measured 2026-11-24: memory; not measured, as without it: products, launches, attention, copies" in said
     for name in ("matmul_fraction", "attention", "launch_s"):
         assert getattr(cluster.device, name) == getattr(plain.device, name)
 
@@ -333,7 +335,9 @@ def test_what_was_not_measured_stays(tmp_path: Path) -> None:
 def test_devices_of_one_machine_share_what_all_reached(tmp_path: Path) -> None:
     """4 devices measured at once, each with 10 GFLOP/s and 1 GB/s: 8 have half of that each; launches stay."""
     cpu = [timed("products", "", 10e9, 1), timed("memory", "", 1e9, 1), timed("functions", "", 3e8, 1)]
-    cluster, _ = with_probe(CLUSTERS["emulated"], probe_json(tmp_path, [*cpu, timed("launches", "", 1, 2e-6)], "cpu"))
+    cpu += [timed("launches", "", 1, 2e-6), timed("copies", "to the host", 2e9, 1)]
+    cluster, _ = with_probe(CLUSTERS["emulated"], probe_json(tmp_path, cpu, "cpu"))
+    assert cluster.device.unpinned_bandwidth == 8e9
     one = cluster.compute(8)
     assert (one.matmul_rate("f32"), one.memory_bandwidth) == pytest.approx((5e9, 0.5e9))
     assert (one.functions_per_s, one.launch_s) == pytest.approx((1.5e8, 0))

@@ -242,7 +242,7 @@ def rates(lines: Sequence[Line]) -> str:
         },
         "memory, TB/s": (lambda x: x["memory_bandwidth"], device.memory_bandwidth, 1e12, ".2f"),
         "a launch, us": (lambda x: x["launch_s"], device.launch_s, 1e-6, ".2f"),
-        "copies to the host, GB/s": (lambda x: x["copies_to_host_bytes_per_s"], None, 1e9, ".1f"),
+        "copies to the host, GB/s": (lambda x: x["copies_to_host_bytes_per_s"], device.unpinned_bandwidth, 1e9, ".1f"),
     }
     rows = []
     for name, (of, planned, unit, form) in figures.items():
