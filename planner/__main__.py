@@ -163,7 +163,8 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     system = str(values["as"].value)
     lacks_it = cluster.device.name == "V100" and config.model.compute_dtype == "bfloat16"
     no_bfloat16 = clusters.NO_BFLOAT16_NOTE if lacks_it else ""
-    habits = "" if system == "ours" else f"priced as {system} runs it: kernels hide {cluster.hides} of the traffic"
+    hidden = "all traffic that they last for" if cluster.hides == clusters.ALL else "no traffic"
+    habits = "" if system == "ours" else f"priced as {system} runs it: kernels hide {hidden}"
     return Question(
         name=command_line.config_name(values),
         config=config,
@@ -184,11 +185,12 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
 
 def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
     """Returns the cluster with the habits, links and nodes that the flags give it, and what of it a probe measured."""
-    cluster, measured = clusters.with_system(clusters.find_cluster(values.cluster), str(values["as"].value)), ""
+    cluster, measured = clusters.find_cluster(values.cluster), ""
     if values.devices_per_node:
         cluster = clusters.with_devices(cluster, values.devices_per_node)
     if values.probe:
-        cluster, measured = probes.with_probe(cluster, Path(values.probe))
+        cluster, measured = probes.with_probe(cluster, Path(values.probe), has_other_link=bool(values.rate))
+    cluster = clusters.with_system(cluster, str(values["as"].value))  # whose attention a probe did not measure
     if values.rate:
         cluster = clusters.with_rate(cluster, _rate(values, "rate"))
     if values.storage:

@@ -11,11 +11,12 @@ from files import json_objects
 from planner.clusters import Accelerator, Cluster
 
 
-def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
+def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) -> tuple[Cluster, str]:
     """Returns the cluster with what `lab.probe` measured on it, and a line that says what that is.
 
     What was not measured (a level of one node, or of one device a node; an attention kernel that is not there) stays as
-    it was. ValueError if the file is none of a probe, or of another cluster.
+    it was, and what is between nodes if the cluster has another link than the one probed. ValueError if the file is
+    none of a probe, or of another cluster.
     """
     least = {"alpha_s": 0.0, "bandwidth_bytes_per_s": 1.0, "group_size": 1.0, "devices_per_link": 1.0}
     try:
@@ -34,13 +35,15 @@ def with_probe(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
     _refuse_other(cluster, path, kind, levels)
     changes: dict[str, Any] = {}
     reached = cluster.reached
+    names = {"intra": "links inside nodes"} | ({} if has_other_link else {"inter": "links between nodes"})
+    levels = {level: levels[level] for level in names if level in levels}
     if intra := levels.get("intra"):
         changes |= {"intra_bandwidth": intra["bandwidth_bytes_per_s"], "intra_latency_s": intra["alpha_s"]}
         reached = replace(reached, intra=1.0)
     if inter := levels.get("inter"):
         changes |= {"node_bandwidth": inter["bandwidth_bytes_per_s"], "inter_latency_s": inter["alpha_s"]}
         reached = replace(reached, inter=1.0, all_to_all=1.0)
-    measured |= {"links inside nodes": "intra" in levels, "links between nodes": "inter" in levels}
+    measured |= {name: level in levels for level, name in names.items()}
     found, missing = (", ".join(name for name in measured if measured[name] is is_there) for is_there in (True, False))
     said = f"{path}, measured {date}: {found or 'nothing'}" + f"; not measured, as without it: {missing}" * bool(
         missing

@@ -21,7 +21,8 @@ from lab.probe import __main__ as probe
 from lab.probe import device, measure, report
 from lab.probe.device import LAUNCHES, TIMES, Sizes, Timed, Work
 from lab.probe.measure import RING_PASSES, Measurement, fit
-from planner.clusters import CLUSTERS
+from planner import __main__ as planner
+from planner.clusters import CLUSTERS, with_system
 from planner.probes import with_probe
 
 TINY = Sizes(
@@ -318,6 +319,15 @@ def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
         f"{file}, measured 2026-11-24: products, memory, launches, attention (cudnn), copies to the host; not "
         "measured, as without it: links inside nodes, links between nodes"
     )
+
+
+def test_another_systems_attention_is_its_own_beside_a_probe(tmp_path: Path) -> None:
+    values = planner._flags(["planner"])  # pyright: ignore[reportPrivateUsage]
+    file = probe_json(tmp_path, MEASURED, "NVIDIA H100")
+    values(["planner", "--cluster=p5.48xlarge", f"--probe={file}", "--as=fsdp"])
+    cluster, _ = planner._cluster(values)  # pyright: ignore[reportPrivateUsage]
+    assert cluster.device.attention == with_system(CLUSTERS["p5.48xlarge"], "fsdp").device.attention
+    assert cluster.device.memory_bandwidth == 2e12 and cluster.hides == "all"
 
 
 def test_what_was_not_measured_stays(tmp_path: Path) -> None:
