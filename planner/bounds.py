@@ -61,6 +61,16 @@ def flops_per_row(experiment: Experiment) -> float:
     return experiment.model.flops_per_row(row.shape)
 
 
+def forward_share(experiment: Experiment) -> float:
+    """Returns the share of a step's operations that is forward: of three passes, or four that compute layers again.
+
+    A frozen base has no gradients, so one less.
+    """
+    model = experiment.model
+    is_frozen = model.num_trained < model.num_params
+    return 1 / (3 - is_frozen + (experiment.config.model.remat == "full"))
+
+
 def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
     """Returns the least seconds of a step's products; a kernel computes half of the pairs of a causal mask."""
     model, shape, flops = experiment.model.config, experiment.plan.layout.shape, flops_per_row(experiment)
@@ -93,7 +103,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     hop_two_s = sum(seconds["hop_two"])
     in_all = config.compression.delayed or config.local_sgd.streaming
     if not (in_all and layout.optimizer_beyond_gradients):  # it is in the last backward pass, or in all
-        hop_two_s = max(0.0, hop_two_s - 0.75 * compute_s / (1 if in_all else steps))
+        hop_two_s = max(0.0, hop_two_s - (1 - forward_share(experiment)) * compute_s / (1 if in_all else steps))
     exposed = "experts", "context", "gradient_scope"
     return max(compute_s, *seconds["layers"]) + sum(sum(seconds[use]) for use in exposed) + hop_two_s
 

@@ -15,6 +15,7 @@ import jax
 from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
 from input_pipeline import row_arrays
 from metrics.units import format_bytes, format_percent, format_seconds
+from planner.bounds import forward_share
 from planner.predict import Step
 from planner.spot import FROM_CHECKPOINT_S, LEFT_S, world_of
 from planner.table import table_rows
@@ -89,8 +90,7 @@ def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
     data = config.batch.global_size * sum(
         prod(array.shape) * array.dtype().itemsize for array in row_arrays(config.data).values()
     )
-    # forward alone: a third of a step's operations, a quarter where the backward pass has a second one
-    forward_s = step_s / (4 if config.model.remat == "full" else 3)
+    forward_s = step_s * forward_share(step.experiment)
     waits_s = max(0.0, kept.written_s - every * step_s)
     written = f"{format_bytes(kept.state_bytes)}, written in {format_seconds(kept.written_s)} beside the steps"
     found = [  # name, steps between two, seconds of each

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from configs.schema.combinations import complaint
 from metrics.units import format_bytes, format_seconds
+from planner.bounds import forward_share
 from planner.predict import Step
 from replicas.payloads import PIECES, make_payload
 from training.share_rounds import of_workers, state_payload
@@ -50,7 +51,7 @@ def independent(step: Step) -> Independent | None:
     sending_s = sent_bytes / network.node_bandwidth
     compute_s = timeline.compute_s / step.experiment.batches.accumulation
     # beside the backward pass of the last micro-step, after which the last piece comes; delayed, all of the next step
-    hides_s = min((3 / 4 if config.model.remat == "full" else 2 / 3) * compute_s, sending_s * (1 - 1 / PIECES))
+    hides_s = min((1 - forward_share(step.experiment)) * compute_s, sending_s * (1 - 1 / PIECES))
     hidden_s = min(timeline.compute_s, sending_s) if config.compression.delayed else 0.0 if local else hides_s
     device, together = step.machine.cluster.device, step.machine.num_devices
     copies_s = 2 * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)

@@ -75,7 +75,8 @@ def test_a_frozen_base_is_read_at_every_start_and_never_kept(step: Step) -> None
     base_s = 2 * (model.num_params - model.num_trained) * replicas / 1e6
     kept = day.kept_of(adapted)
     assert kept.state_bytes == pytest.approx(12 * model.num_trained, rel=1e-3)
-    found = lost(adapted, 2.0, elastic={"snapshot_every": 5, "silence_s": 10.0})
+    found = lost(adapted, 2.0, elastic={"snapshot_every": 5, "silence_s": 10.0}, eval={"every": 10, "num_batches": 3})
+    assert found["validations"].each_s == pytest.approx(3 * 2.0 / 3)  # of the base there is no third pass backward
     assert found["failures"].each_s == pytest.approx(10 + LEFT_S + base_s + 5)
     assert found["the start"].each_s == pytest.approx(FROM_CHECKPOINT_S + base_s)
 
