@@ -253,6 +253,17 @@ def _strategies(nodes: int, devices_per_node: int, mesh: MeshConfig) -> Iterator
     yield from (("mics", size) for size in sizes if mesh.tensor < size < nodes * devices_per_node)
 
 
+def canonical(candidate: Candidate, nodes: int, devices_per_node: int, mesh: MeshConfig) -> Candidate:
+    """Returns the candidate by the name that `all_candidates` has for its program."""
+    size = devices_per_node if candidate.strategy == "hsdp" else candidate.partition_size
+    if not candidate.is_mics or size not in legal_groups(nodes, devices_per_node, mesh):
+        return candidate
+    same = {mesh.tensor: "ddp", nodes * devices_per_node: "zero3"}
+    if size in same:
+        return replace(candidate, strategy=same[size], partition_size=0)
+    return replace(candidate, strategy="mics", partition_size=size)
+
+
 def legal_groups(nodes: int, devices_per_node: int, mesh: MeshConfig) -> list[int]:
     """Returns the devices of every partition group there can be: a divisor of a node, or whole nodes.
 

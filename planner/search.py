@@ -26,6 +26,7 @@ from planner.candidates import (
     Candidate,
     Change,
     all_candidates,
+    canonical,
     changes,
     exact_variants,
     legal_groups,
@@ -101,14 +102,16 @@ def search(
         def begin(option: _Option) -> Future[Step]:
             return pool.submit(compile_one, option.candidate, option.experiment, machine)
 
-        own = [] if candidates else options.made([of_config(config)])
+        here = machine.nodes, machine.cluster.devices_per_node
+        mine = of_config(config) if candidates else canonical(of_config(config), *here, config.mesh)
+        own = [] if candidates else options.made([mine])
         # while the others are made
         begun = {option.candidate: begin(option) for option in own if option.bounds.least_bytes <= machine.capacity}
-        made = options.check(options.made(candidates) if candidates else options.of_search(own))
+        made = options.check(options.made(candidates) if candidates else options.of_search(mine, own))
         found = _Search(
             machine,
             made,
-            own=of_config(config),
+            own=mine,
             most=len(made) if candidates else most,
             is_search=not candidates,
         )
@@ -312,11 +315,11 @@ class _Options:
             options.append(option)
         return options
 
-    def of_search(self, own: Sequence[_Option]) -> list[_Option]:
-        """Returns the config's own, every strategy, and of each strategy's best policy variants and changes."""
+    def of_search(self, mine: Candidate, own: Sequence[_Option]) -> list[_Option]:
+        """Returns the config's own (`mine`), every strategy, and of each one's best policy variants and changes."""
         config, machine = self._config, self._machine
         every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
-        options = [*own, *self.made(candidate for candidate in every if candidate != of_config(config))]
+        options = [*own, *self.made(candidate for candidate in every if candidate != mine)]
         by_name: dict[str, list[_Option]] = {}
         for option in options:
             by_name.setdefault(option.candidate.name, []).append(option)

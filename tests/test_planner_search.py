@@ -126,6 +126,25 @@ def test_the_configs_own_program_is_compiled_while_the_others_are_made(
     assert made == [own] and found.counts.compiled == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "same"),
+    [
+        ({"strategy": "hsdp"}, {"partition_size": 2}),
+        ({"partition_size": 8}, {"strategy": "zero3", "partition_size": 0}),
+        ({"partition_size": 1}, {"strategy": "ddp", "partition_size": 0}),
+    ],
+)
+def test_two_names_of_one_program_are_one_candidate(step: Step, keys: dict[str, Any], same: dict[str, Any]) -> None:
+    counts, names = [], []
+    for changes in ({"strategy": "mics", "partition_size": 0} | each for each in (keys, same)):
+        config = small(**{f"sharding__{key}": value for key, value in changes.items()})
+        compile_one = lambda candidate, *_: Made(candidate, 1.0, 1e12, 1.0, step)
+        found = search(config, machine(), jax.devices(), most=1, compile_one=compile_one)
+        counts.append(found.counts)
+        names.append([prediction.candidate.name for prediction, _ in found.steps])
+    assert counts[0] == counts[1] and names[0] == names[1]
+
+
 def test_what_a_search_looks_at_does_not_depend_on_which_program_is_ready_first(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
