@@ -33,13 +33,13 @@ from metrics.units import format_bytes, format_count
 from planner import clusters, probes
 from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
-from planner.day import losses
+from planner.day import losses, snapshot_interval
 from planner.independent import independent_text
 from planner.pictures import draw, draw_curves
 from planner.predict import Machine, Prediction, Step, what_helps
 from planner.report import Plan, plan_page, plan_text, scaling_text, to_json
 from planner.search import search
-from planner.spot import planned_cost, read_trace, run_of, spot_text
+from planner.spot import other_strategies, planned_cost, read_trace, run_of, spot_text, world_of
 from planner.table import MOST_DEVICES
 from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
@@ -255,7 +255,9 @@ def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValue
         said.insert(0, scaling_text(plans, question.nodes))
     if trace:
         steps = [(answer.step, answer.plan.best.step_s) for answer in found]
-        spot = spot_text(planned_cost(trace, steps, question.config, question.cluster), values.spot_trace)
+        worlds = [world_of(step, step_s, snapshot_interval(step, step_s)) for step, step_s in steps]
+        spot = spot_text(planned_cost(trace, worlds, question.config, question.cluster), values.spot_trace)
+        spot += other_strategies([answer.step for answer in found])
         said.append(spot)
     if values.png:
         is_one = len(found) == 1

@@ -81,12 +81,16 @@ def kept_of(step: Step) -> Kept:
     )
 
 
+def snapshot_interval(step: Step, step_s: float) -> int:
+    """Returns the steps between two snapshots in memory; 0 for none."""
+    every = step.experiment.config.elastic.snapshot_every
+    return max(1, ceil(kept_of(step).copied_s / (SNAPSHOT_SHARE * step_s))) if every == AUTOMATIC else every
+
+
 def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
     """Returns what a day of a planned step loses."""
     config, nodes, kept = step.experiment.config, step.machine.nodes, kept_of(step)
-    every, snapshot_every, evaluation = config.checkpoint.every, config.elastic.snapshot_every, config.eval
-    if snapshot_every == AUTOMATIC:
-        snapshot_every = max(1, ceil(kept.copied_s / (SNAPSHOT_SHARE * step_s)))
+    every, snapshot_every, evaluation = config.checkpoint.every, snapshot_interval(step, step_s), config.eval
     data = config.batch.global_size * sum(
         prod(array.shape) * array.dtype().itemsize for array in row_arrays(config.data).values()
     )
@@ -126,7 +130,7 @@ def _base(kept: Kept) -> str:
 def _failure(step: Step, step_s: float, snapshot_every: int, kept: Kept) -> Loss:
     """Returns what a node that fails costs: until it is noticed, the restart, half an interval's steps again."""
     config = step.experiment.config
-    in_memory = snapshot_every > 0 and world_of(step, step_s).survives(1)
+    in_memory = snapshot_every > 0 and world_of(step, step_s, snapshot_every).survives(1)
     every = snapshot_every if in_memory else config.checkpoint.every
     repeated_s = every * step_s / 2 if every else DAY_S / 2
     restart_s = kept.base_s + (LEFT_S if in_memory else FROM_CHECKPOINT_S + kept.written_s)

@@ -103,6 +103,7 @@ class World:
     nodes: int
     step_s: float
     whole_copies: int  # of the state, on nodes of their own: 1 if it takes all nodes to hold one
+    snapshot_every: int = 1  # steps; 0 for none
 
     def survives(self, lost: int) -> bool:
         """Whether the nodes' memory has the state after so many of them are lost, whichever they are.
@@ -114,15 +115,14 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, and how often its state is kept."""
+    """What is trained, and how often checkpoints keep it."""
 
     steps: int
     tokens: float  # of all steps
-    snapshot_every: int  # steps; 0 for none
     checkpoint_every: int  # steps; 0 for none
 
 
-def world_of(step: Step, step_s: float) -> World:
+def world_of(step: Step, step_s: float, snapshot_every: int) -> World:
     """Returns the world of a planned step; each copy of the state takes the nodes over which it is cut.
 
     What each replica has for itself (residuals, copies that drift apart) makes one copy of all.
@@ -130,18 +130,17 @@ def world_of(step: Step, step_s: float) -> World:
     layout, nodes = step.experiment.plan.layout, step.machine.nodes
     copies = nodes // layout.shape.size(inter_part(layout.optimizer))
     paths = (path for path, _ in jax.tree.leaves_with_path(step.experiment.state_shapes.chain))
-    return World(nodes=nodes, step_s=step_s, whole_copies=1 if any(map(replica_key, paths)) else copies)
+    copies = 1 if any(map(replica_key, paths)) else copies
+    return World(nodes=nodes, step_s=step_s, whole_copies=copies, snapshot_every=snapshot_every)
 
 
 def run_of(config: Config) -> Run:
-    """Returns the run of a config; with automatic snapshots one after each step. ValueError without tokens."""
+    """Returns the run of a config. ValueError without tokens."""
     if isinstance(config.model, ImageConfig):
         raise ValueError("--spot_trace counts tokens; give the config of a language model")
-    every = config.elastic.snapshot_every
     return Run(
         steps=config.num_steps,
         tokens=float(config.num_steps * config.batch.global_size * config.data.seq_len),
-        snapshot_every=1 if every < 0 else every,
         checkpoint_every=config.checkpoint.every,
     )
 
@@ -217,9 +216,8 @@ def replay_spot(
     )
 
 
-def planned_cost(trace: Trace, steps: Sequence[tuple[Step, float]], config: Config, cluster: Cluster) -> SpotCost:
-    """Returns what the run of a config costs in the worlds of planned steps, given with their seconds."""
-    worlds = [world_of(step, step_s) for step, step_s in steps]
+def planned_cost(trace: Trace, worlds: Sequence[World], config: Config, cluster: Cluster) -> SpotCost:
+    """Returns what the run of a config costs in planned worlds."""
     return replay_spot(trace, worlds, run_of(config), spot_usd=cluster.spot, on_demand_usd=cluster.on_demand)
 
 
@@ -245,9 +243,9 @@ class _Book:
         if fewer and old and there < old.nodes:
             self.losses += 1
         if fewer and last and self._in_memory and there < last.nodes:
-            self._in_memory = self._run.snapshot_every > 0 and last.survives(last.nodes - there)
+            self._in_memory = last.snapshot_every > 0 and last.survives(last.nodes - there)
             self.from_checkpoint += not self._in_memory
-            every = self._run.snapshot_every if self._in_memory else self._run.checkpoint_every
+            every = last.snapshot_every if self._in_memory else self._run.checkpoint_every
             if old or not self._in_memory:
                 self._back(floor(self.done + ROUNDING) // every * every if every else 0)
         if world and last and world != old:
@@ -300,6 +298,15 @@ def spot_text(cost: SpotCost, source: str) -> str:
         f"spot nodes are cheaper below {format_percent(cost.break_even)} of the price on demand",
     ]
     return "\n".join(lines)
+
+
+def other_strategies(steps: Sequence[Step]) -> str:
+    """Returns a line for planned steps whose strategies differ from world to world, as those of no run do; else ""."""
+    names = {step.machine.nodes: step.candidate.name for step in steps}
+    if len({*names.values()}) == 1:
+        return ""
+    each = ", ".join(f"{name} on {nodes}" for nodes, name in names.items())
+    return f"\nthe worlds differ by strategy ({each} nodes), which no run changes when it restarts; give one --strategy"
 
 
 def _dollars(usd: float | None, cost: SpotCost) -> str:

@@ -20,7 +20,7 @@ from planner.pictures import COLOURS, draw, draw_curves
 from planner.predict import Machine, Step, compiled_step, what_helps
 from planner.replay import NAMES, REPEATED, Interval, Timeline, Use
 from planner.report import from_json, scaling_rows, to_json
-from planner.spot import World, world_of
+from planner.spot import World, other_strategies, world_of
 from sharding.hlo import LABELS, read_collectives
 from training.experiment import make_experiment
 
@@ -333,10 +333,14 @@ def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert (code, err) == (0, "")
     assert f"on spot nodes, {trace}: " in out and "goodput 100.0 %" in out and "are cheaper below 100.0 %" in out
     here = experiment(of_strategies(["zero3"], small())[0])
-    assert world_of(replace(step, experiment=here), 1.0) == World(nodes=4, step_s=1.0, whole_copies=1)
-    assert world_of(step, 2.0) == World(nodes=4, step_s=2.0, whole_copies=4)
+    cut = replace(step, experiment=here)
+    assert world_of(cut, 1.0, 3) == World(nodes=4, step_s=1.0, whole_copies=1, snapshot_every=3)
+    assert world_of(step, 2.0, 1) == World(nodes=4, step_s=2.0, whole_copies=4)
     residuals = make_experiment(small(compression__hop_two="int8"))
-    assert world_of(replace(step, experiment=residuals), 2.0) == World(nodes=4, step_s=2.0, whole_copies=1)
+    assert world_of(replace(step, experiment=residuals), 2.0, 1) == World(nodes=4, step_s=2.0, whole_copies=1)
+    fewer = replace(cut, candidate=of_strategies(["zero3"], small())[0], machine=machine(nodes=1))
+    assert "strategy (zero3 on 1, mics(2) on 4 nodes), which no run changes" in other_strategies([fewer, step])
+    assert other_strategies([replace(step, machine=machine(nodes=1)), step]) == ""
 
 
 BAD = {

@@ -91,6 +91,10 @@ def test_a_checkpoint_has_what_each_replica_has_for_itself(step: Step) -> None:
 def test_automatic_snapshots_cost_at_most_their_share(step: Step) -> None:
     found = lost(step, 0.1, elastic={"snapshot_every": -1})["snapshots"]
     assert 0 < found.day_s / 86400 <= 0.02
+    here = replace(step.experiment.config, elastic=replace(step.experiment.config.elastic, snapshot_every=-1))
+    auto = replace(step, experiment=replace(step.experiment, config=here))
+    copied_s = day.kept_of(auto).copied_s
+    assert [day.snapshot_interval(auto, times * copied_s) for times in (60, 20)] == [1, 3]  # 2 % are 50 copies' time
     assert lost(step, 0.1, elastic={"snapshot_every": 0})["snapshots"].day_s == 0
 
 

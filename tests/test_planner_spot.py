@@ -22,7 +22,7 @@ from planner.spot import (
 RECORDED = ROOT / "planner" / "spot_us_east_2b.csv"
 FOUR = World(nodes=4, step_s=10, whole_copies=4)
 TWO = World(nodes=2, step_s=20, whole_copies=2)
-RUN = Run(steps=100, tokens=1e9, snapshot_every=1, checkpoint_every=8)
+RUN = Run(steps=100, tokens=1e9, checkpoint_every=8)
 
 
 def trace(*changes: tuple[float, int], length_s: float = 1e6) -> Trace:
@@ -95,11 +95,13 @@ def test_a_bulk_loss_takes_a_state_that_is_cut_over_all_nodes() -> None:
     assert cost((0, 4), (105, 3), worlds=cut).from_checkpoint == 0
     assert cost((0, 4), (105, 2), worlds=cut).from_checkpoint == 1
     assert cost((0, 4), (105, 2)).from_checkpoint == 0
-    assert cost((0, 4), (105, 3), run=Run(steps=100, tokens=1, snapshot_every=0, checkpoint_every=8)).lost_s == 25
+    for every, lost_s in ((0, 25), (3, 15)):  # at 10 steps and a half, without snapshots or with some
+        kept = (TWO, World(nodes=4, step_s=10, whole_copies=4, snapshot_every=every))
+        assert cost((0, 4), (105, 3), worlds=kept).lost_s == lost_s
 
 
 def test_without_checkpoints_it_begins_again() -> None:
-    run = Run(steps=100, tokens=1, snapshot_every=1, checkpoint_every=0)
+    run = Run(steps=100, tokens=1, checkpoint_every=0)
     assert cost((0, 4), (105, 0), (305, 4), run=run).lost_s == pytest.approx(105)
 
 
@@ -122,7 +124,7 @@ def test_the_text() -> None:
 def test_the_recorded_day_counted_by_hand() -> None:
     """All nodes are there for 48,000 s of the first 22 hours; 13 losses, after four of which no node was left."""
     all_nodes = World(nodes=16, step_s=1, whole_copies=16)
-    run = Run(steps=50_000, tokens=1e9, snapshot_every=1, checkpoint_every=100)
+    run = Run(steps=50_000, tokens=1e9, checkpoint_every=100)
     found = replay_spot(read_trace(RECORDED), [all_nodes], run)
     assert (found.waiting_s, found.losses, found.from_checkpoint) == (31_200, 13, 4)
 
