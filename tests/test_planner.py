@@ -146,7 +146,8 @@ def sent_in_hop_two(step: Step) -> float:
 # ------------------------------------------------------------------------------------------------ the program
 
 
-def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "SHOWN", 1)  # of a search; what is asked for is shown whole
     png = tmp_path / "timeline.png"
     code, out, err = run(capsys, *WORDS, *EMULATED, "--strategy=mics(2),zero3", f"--png={png}")
     assert (code, err) == (0, "")
@@ -158,12 +159,14 @@ def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1", "--json")
+def test_json_comes_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "SHOWN", 1)
+    code, out, _ = run(capsys, *WORDS, *EMULATED, "--search", "--compile=3", "--json")
     plans = from_json(out)
     assert code == 0 and to_json(plans) + "\n" == out
     (plan,) = plans
-    assert plan.counts and plan.counts.compiled == 1 and plan.devices == 8
+    assert plan.counts and plan.counts.compiled == 3 and plan.devices == 8
+    assert len(plan.predictions) == 1 and plan.notes[-1] == "the 1 fastest are shown, of 2 that fit"
     assert json.loads(out)["plans"][0]["predictions"][0]["memory"]["capacity"] == clusters.EMULATED.usable_bytes(8)
     parts = sum(part.exposed_s for part in plan.best.traffic)
     assert plan.best.step_s == pytest.approx(plan.best.compute_s + parts)
