@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "lab.plots": "files lab.records",
     "lab.paper": "files planner lab.records lab.plots",
     "train": EVERYTHING,
-    "sweep": "configs runtime sweeps",
+    "sweep": "configs files runtime sweeps",
     "lab.benchmarks": EVERYTHING,
     "lab.pages": EVERYTHING,
 }
