@@ -6,7 +6,7 @@ import math
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -98,7 +98,8 @@ def load(
 
     Pieces of `reader`, the process that reads for this node, come from the local folder, all others from their
     processes. `progress` is called before each array, and while one comes. Arrays with a row per replica are adapted to
-    the new number of replicas; their sum or mean is preserved.
+    the new number of replicas; their sum or mean is preserved. These programs need all processes: so an OSError comes
+    only after the last array.
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
@@ -113,6 +114,8 @@ def load(
             arrays.append(
                 tree.empty(asked.abstract) if is_empty else reading.array(asked, saved[path], found.copies[path])
             )
+        if reading.failed:
+            raise reading.failed[0]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), jax.block_until_ready(arrays))
 
 
@@ -124,6 +127,7 @@ class _Reader:
     reader: int  # the process that reads for this node
     connection: Callable[[int], Connection]  # to a process
     progress: Callable[[], object]
+    failed: list[OSError] = field(default_factory=list)  # after the first, nothing is read
 
     def array(self, wanted: tree.Wanted, saved: Leaf, copies: Sequence[Copy]) -> jax.Array:
         """Returns an array with its wanted sharding; a region that several devices hold is read once."""
@@ -135,14 +139,17 @@ class _Reader:
         return tree.shared_out(array, wanted)
 
     def region(self, wanted: Region, copies: Sequence[Copy]) -> np.ndarray:
-        """Returns the array of a region, assembled from the pieces that overlap with it."""
+        """Returns the array of a region, assembled from the pieces that overlap with it; any values once `failed`."""
         by_region: dict[Region, list[Copy]] = defaultdict(list)
         for copy in copies:
             by_region[copy.piece.region].append(copy)
         result = np.empty(wanted.shape, copies[0].snapshot.dtypes[wanted.path])
         for region, of_region in by_region.items():
-            if part := wanted.overlap(region):
-                result[part.within(wanted)] = self._read(part, self._nearest(of_region))
+            if not self.failed and (part := wanted.overlap(region)):
+                try:
+                    result[part.within(wanted)] = self._read(part, self._nearest(of_region))
+                except OSError as error:
+                    self.failed.append(error)
         return result
 
     def _nearest(self, copies: list[Copy]) -> Copy:

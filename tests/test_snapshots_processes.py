@@ -208,7 +208,7 @@ def no_room_on_one(node: Node) -> None:
 
 
 def a_fetch_that_fails(node: Node) -> None:
-    """In one process: all take the checkpoint."""
+    """In one process: all take the checkpoint, also where the residual is adapted, by a program of both."""
     node.new_run()
     node.keep(1, 2)
     with node.checkpoints() as checkpointer:
@@ -221,10 +221,11 @@ def a_fetch_that_fails(node: Node) -> None:
 
     if node.rank == 1:
         recovery.connect = refused
-    check(node.restore(), 1, "its checkpoint")
+    for replicas in (2, 4):
+        check(node.restore(replicas=replicas), 1, "its checkpoint", replicas)
+        said = node.take_said()
+        assert len(said) == (node.rank == 0) and all("process 1" in x and "a firewall" in x for x in said), said
     recovery.connect = connect
-    said = node.take_said()
-    assert len(said) == (node.rank == 0) and all("process 1" in x and "a firewall" in x for x in said), said
     check(node.restore(), 2, "memory (1 of 2 nodes had it)")
 
 
