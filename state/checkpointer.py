@@ -92,7 +92,9 @@ class Checkpointer:
         is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
         replica: int | None = None,
     ) -> None:
-        """Opens `directory`, and creates it if necessary. ValueError for a path that Orbax cannot restore from.
+        """Opens `directory`, creates it if necessary, and removes unfinished saves.
+
+        ValueError for a path that Orbax cannot restore from.
 
         `report` gets a line for each damaged step, and for each save that failed without loss. `is_same_run(saved,
         config)` returns whether two configs belong to the same run. `replica`: the number of this program among those
@@ -110,6 +112,7 @@ class Checkpointer:
         quiet_orbax()
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished()
 
     def __enter__(self) -> Self:
         return self
@@ -317,13 +320,20 @@ class Checkpointer:
         for topic in topics:  # it has failed: the others need not wait for it
             barrier(topic)
         by_process = gather(hashes, closed if "error" in closed else result(hashed))
-        broadcast(commit, lambda: self._commit(folder, _found(by_process), described))
+        broadcast(commit, lambda: self._commit(folder, by_process, described))
 
-    def _commit(self, folder: Path, by_process: list[list[dict[str, Any]]], described: dict[str, Any]) -> None:
-        """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0)."""
-        files = [manifest.File(**file) for files in by_process for file in files]
-        manifest.write(folder, manifest.build(folder, files, **described))
-        folder.rename(self.directory / folder.name)
+    def _commit(self, folder: Path, by_process: list[dict[str, Any]], described: dict[str, Any]) -> None:
+        """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0).
+
+        If that fails, or a process has, it deletes what was written: the metrics, and others, may need the room.
+        """
+        try:
+            files = [manifest.File(**file) for files in _found(by_process) for file in files]
+            manifest.write(folder, manifest.build(folder, files, **described))
+            folder.rename(self.directory / folder.name)
+        except Exception:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            raise
         with suppress(OSError):
             folder.parent.rmdir()
         atomic.sync(self.directory)
@@ -410,7 +420,6 @@ class Checkpointer:
         if jax.process_count() > 1:
             raise ResumableError(f"{done}: run the same command again") from error
         self._report(done)
-        self._remove_unfinished()
 
 
 def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:
