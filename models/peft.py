@@ -28,6 +28,8 @@ PREFIX, ENDS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
 # what we compute, by PEFT's names: its defaults, which may be absent
 ONLY = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False}
 ONLY |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None}
+NOT_WRITTEN = {"alora_invocation_tokens": None, "layer_replication": None}  # older versions of PEFT do not know them
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of `init_lora_weights`
 
 
 class Adapters:
@@ -164,6 +166,12 @@ def _check_config(path: Path, config: TransformerConfig) -> None:
     for name, ours, key in (("r", config.lora_rank, "lora_rank"), ("lora_alpha", config.lora_alpha, "lora_alpha")):
         if values.get(name) != ours:
             raise ValueError(f"{path} has {name}={values.get(name)!r}, but model.{key}={ours}; set it to that")
-    for name, only in ONLY.items():
+    for name, only in (ONLY | NOT_WRITTEN).items():
         if (value := values.get(name, only) or only) != only:
             raise ValueError(f"{path}: {name}={value!r} is not supported; {only!r} is")
+    init = values.get("init_lora_weights")
+    if str(init).lower().startswith(CHANGES_BASE):
+        raise ValueError(
+            f"{path}: init_lora_weights={init!r} changes the base; give plain ones, to which PEFT converts "
+            "all but LoftQ's (save_pretrained with path_initial_model_for_weight_conversion)"
+        )

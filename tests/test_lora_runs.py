@@ -143,9 +143,12 @@ def without_a_tensor(folder: Path) -> None:
     save_file(tensors, file)
 
 
-def with_dora(folder: Path) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+def configured(**changes: Any) -> Any:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,9 @@ def with_dora(folder: Path) -> None:
         (None, {"model__lora_targets": "query"}, "for which model.lora_targets has no place"),
         (other_base, {}, "holds adapters of another base: its names or shapes are not those of this model"),
         (without_a_tensor, {}, "has no tensor base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"),
-        (with_dora, {}, "use_dora=True is not supported; False is"),
+        (configured(use_dora=True), {}, "use_dora=True is not supported; False is"),
+        (configured(alora_invocation_tokens=[5]), {}, "alora_invocation_tokens=[5] is not supported; None is"),
+        (configured(init_lora_weights="pissa_niter_4"), {}, "init_lora_weights='pissa_niter_4' changes the base; give"),
         (shutil.rmtree, {}, "adapter_config.json cannot be read (No such file or directory)"),
         (None, {"model__lora_base": "nf4"}, "stores blocks of 64 columns, but"),
         (None, {"model__weights": ""}, "adapters need model.weights, their base"),
