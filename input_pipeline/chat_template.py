@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -43,7 +43,8 @@ class ChatTemplate:
     """The template beside a tokenizer.json: chat_template.jinja, or the `chat_template` of tokenizer_config.json.
 
     `source` is its text, `tokens` its variables for special tokens, such as `bos_token`; `identity` changes whenever a
-    conversation may be rendered in another way. ValueError if there is no template, or it or its file cannot be read.
+    conversation may be rendered in another way. ValueError if there is no template, it or its file cannot be read, or
+    no file names the special tokens that it uses.
     """
 
     def __init__(self, tokenizer_path: Path) -> None:
@@ -56,10 +57,15 @@ class ChatTemplate:
         tokens = {name: _content(token) for name, token in about.items() if name.endswith("_token")}
         self.tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
         self._marks_answers = bool(_GENERATION.search(self.source))
+        environment = _environment()
         try:
-            self._template = _environment().from_string(self.source)
+            self._template = environment.from_string(self.source)
+            used = meta.find_undeclared_variables(environment.parse(self.source))
         except TemplateError as error:
             raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
+        lacking = sorted(name for name in used if name.endswith("_token"))
+        if lacking and not (folder / CONFIG_FILE).exists():  # jinja renders them as nothing
+            raise ValueError(f"{folder} has no {CONFIG_FILE}, and the chat template uses its {' and '.join(lacking)}")
         described = json.dumps([self.source, self.tokens, str(TODAY)], sort_keys=True)
         self.identity = hashlib.sha256(described.encode()).hexdigest()
 

@@ -271,6 +271,10 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         rewritten("model/tokenizer_config.json", "{}"),
         "/model has no chat template: data.source=chats .*",
     ),
+    "nobody names its tokens": (
+        lambda folder: (folder / "model/tokenizer_config.json").rename(folder / TEMPLATE).write_text("{{ bos_token }}"),
+        "/model has no tokenizer_config.json, and the chat template uses its bos_token",
+    ),
     "no such syntax": (rewritten(TEMPLATE, "{% x %}"), "the chat template in .* cannot be read: .*'x'.*"),
     "refuses": (rewritten(TEMPLATE, "{{ raise_exception('No!') }}"), "line 2: the chat template refuses it: No!"),
     "shows no answer": (
