@@ -189,6 +189,16 @@ def _windows(values: Values, every: int = 0) -> Values:
     return {"window": window, "global_every": every}
 
 
+def _mistral(values: Values) -> Values:
+    """Returns our keys of rotary positions and windows, which all layers have: transformers ignores `layer_types`."""
+    windows = _windows({**values, "layer_types": None})
+    if values.get("layer_types") and _windows(values) != windows:
+        raise ValueError(
+            "layer_types is not supported beside a sliding_window that differs: all layers of mistral have it"
+        )
+    return {**_rope(values), **windows}
+
+
 def _layer_types(c: Any) -> list[str]:
     is_global = [not c.window or (c.global_every and i % c.global_every == 0) for i in range(1, c.num_layers + 1)]
     return [FULL if it_is else SLIDING for it_is in is_global]
@@ -382,7 +392,7 @@ ARCHITECTURES = (
         model_type="mistral",
         name="MistralForCausalLM",
         fields=(*_OF_LLAMA, _head_dim(), Field("", "sliding_window", write=lambda c: c.window or None), _UNTIED),
-        more=lambda values: {**_rope(values), **_windows(values)},
+        more=_mistral,
     ),
     replace(
         _LLAMA,

@@ -130,6 +130,7 @@ def test_config_json_goes_both_ways(name: str) -> None:
 
 ONE_BASE: dict[str, Any] = {"rotary_scaling": "none", "rotary_local_base": 0.0}  # of layers with a window and others
 NO_WINDOW = {"layer_types": ["full_attention"] * 3, "sliding_window": 4096}  # which none has
+MIXED = ["sliding_attention", "full_attention"]
 LOCAL = {"rope_local_base_freq": 50.0, "layer_types": ["sliding_attention"] * 3}
 
 
@@ -207,6 +208,7 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "model.rotary_factor=0.0 must be above 0"),
         ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported; 1 is"),
         ("mistral", {"sliding_window": "4"}, "model.window='4' must be a whole number"),
+        ("mistral", {"layer_types": MIXED}, "layer_types is not supported beside another sliding_window: all"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; False is"),
         (
             "gemma2",
