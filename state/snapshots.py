@@ -146,6 +146,8 @@ class Snapshots:
             if self._reader == self._me:
                 self._folder.remove(self._folder.names() - self._used)
             barrier("begun")  # else the reader could delete the first snapshot of another process of its node
+        else:
+            remove_run(self._memory_dir, self._attempts.run_id)  # of no use once this attempt takes a step
 
     def due(self, step: int) -> bool:
         """Whether to take a snapshot after `step`; every process must ask after every step."""

@@ -59,12 +59,17 @@ def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> 
     assert {file.name.split("-")[0] for file in run.files("json")} == {"3"}
 
 
-def test_an_attempt_without_snapshots_counts(run: Run) -> None:
-    """It began at an older step: what the attempt before it had in memory is of another history."""
+def test_an_attempt_without_snapshots_counts(run: Run, tmp_path: Path) -> None:
+    """It began at an older step: what the attempt before it had in memory is of another history, and goes."""
     run.keep(5, 6)
+    there, away = run.files("json")[0].parent, tmp_path / "away"
+    shutil.copytree(there, away)
     with run.checkpoints() as checkpointer, Snapshots(run.workdir, str(run.memory), 0) as snapshots:
         assert snapshots.restore(abstract(), checkpointer) is None
         snapshots.begin(0)
+    assert not there.exists()
+    shutil.copytree(away, there)  # on a node that comes back
+    there.chmod(0o700)
     assert run.restore() is None
 
 
