@@ -193,9 +193,7 @@ def _mistral(values: Values) -> Values:
     """Returns our keys of rotary positions and windows, which all layers have: transformers ignores `layer_types`."""
     windows = _windows({**values, "layer_types": None})
     if values.get("layer_types") and _windows(values) != windows:
-        raise ValueError(
-            "layer_types is not supported beside a sliding_window that differs: all layers of mistral have it"
-        )
+        raise ValueError("layer_types is not supported beside another sliding_window: all layers of mistral have it")
     return {**_rope(values), **windows}
 
 
