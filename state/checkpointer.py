@@ -168,10 +168,13 @@ class Checkpointer:
                 return None if is_there and self._is_saved(step, found, data, config) else self._prepare()
 
             parent = broadcast(new_key("prepare"), prepare)
-        except (OSError, RuntimeError) as error:
-            self._failed(step, error)
-            return
+        except (OSError, RuntimeError) as error:  # the same in every process; raised as one in the background
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            self._saving, parent = (step, failed), None
         if parent is None:
+            if has_failed:
+                self.wait()
             return
         self._has_saved = True
         unfinished = self.directory / manifest.UNFINISHED / parent / str(step)
