@@ -305,7 +305,8 @@ class RemoteStore:
         self._waiting.reached = True
         if status in ("401", "403"):
             refuses = "to write below --out" if writes else "access"
-            return StoreError(f"{what}: the store refuses {refuses} ({status}); {self._help}")
+            clock = "; or set this machine's clock, if it is minutes off" if self.scheme == "s3" else ""  # it is signed
+            return StoreError(f"{what}: the store refuses {refuses} ({status}); {self._help}{clock}")
         if status == "404":
             missing = "file" if self.scheme == "http" else "bucket" if writes else "object or bucket"
             is_whole = writes or what == self.url or what.endswith("/index.json")
