@@ -57,7 +57,10 @@ def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); remove it: the checkpoints do not need it") from error
         if found.folder != folder:
-            report(f"{workdir} is a copy of another run's directory: it does not use that run's snapshots in memory")
+            report(
+                f"{workdir} is a copy of another run's directory: it does not use that run's snapshots in memory (or "
+                "its file system gives it another inode at each mount, as gcsfuse may: elastic.snapshot_every=0 there)"
+            )
             return asdict(new)
         return asdict(found)
 
