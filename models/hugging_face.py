@@ -331,7 +331,7 @@ def write(
     *,
     dtype: str = "float32",
     max_file_bytes: int = MAX_FILE_BYTES,
-    token_ids: Mapping[str, int] | None = None,
+    token_ids: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Writes config.json and the weights into `folder`, an existing one, and returns the paths of the weights' files.
 

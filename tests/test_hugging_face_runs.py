@@ -1,5 +1,6 @@
 """Runs that start from a checkpoint of transformers, and runs that become one: train.py and training.convert."""
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -66,12 +67,13 @@ def test_training_starts_at_the_loss_of_transformers(name: str, strategy: str, t
 @pytest.mark.slow
 def test_a_restored_run_does_not_read_the_weights_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They may even be gone; but another folder is another run."""
-    folder, workdir = changed(FOLDER / "llama", tmp_path / "weights"), tmp_path / "run"
+    folder, workdir = changed(FOLDER / "llama", tmp_path / "weights", eos_token_id=[1, 3]), tmp_path / "run"
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     args = flags("llama", folder, checkpoint__every=1)
     assert run_here(*args, f"--workdir={workdir}") == 0
     assert run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={workdir}") == 0
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [1, 3]
     np.testing.assert_allclose(losses(workdir)[0], batch_loss("llama"), **SAME)
     before = arrays(workdir, 2)
     shutil.rmtree(workdir / "checkpoints" / "2")

@@ -6,9 +6,9 @@
 
 The first writes step 0 of a run: `train.py` with the same config and `--workdir` goes on from there. (A run can also
 start from DIR itself, with `model.weights`, and then on several machines.) The second writes the parameters of the
-newest checkpoint, or of step N, the run's tokenizer if that is a tokenizer.json, and generation_config.json of the
-weights that it began with; adapters of LoRA are merged into their base, in the dtype of its files. The third writes the
-adapters alone, in PEFT's layout. All are programs of one process.
+newest checkpoint, or of step N, the run's tokenizer if that is a tokenizer.json, and of the weights that it began with
+generation_config.json and the ids of special tokens; adapters of LoRA are merged into their base, in the dtype of its
+files. The third writes the adapters alone, in PEFT's layout. All are programs of one process.
 Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else.
 """
 
@@ -25,8 +25,9 @@ from absl import flags
 
 import models
 from configs import command_line
+from configs.hugging_face import CONFIG_FILE
 from configs.schema import MODELS, Config, TransformerConfig, with_defaults
-from files import run_directory
+from files import json_objects, run_directory
 from input_pipeline import tokenizers
 from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
 from models import hugging_face, lora, peft
@@ -125,7 +126,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
         read,
         dtype=dtype,
         max_file_bytes=max_file_bytes,
-        token_ids={"eos_token_id": tokenizer.separator} if tokenizer else {},
+        token_ids=({"eos_token_id": tokenizer.separator} if tokenizer else {}) | _token_ids(model.weights),
     )
     if tokenizer:
         _write_tokenizer(tokenizer, file, model.max_len, folder, template)
@@ -185,6 +186,14 @@ def _reader(saved: SavedArrays, model: models.Model) -> tuple[Callable[[str], np
 
 def _saved_name(path: str) -> str:
     return "params." + path.replace("/", ".")
+
+
+def _token_ids(weights: str) -> dict[str, Any]:
+    """Returns the ids of special tokens by the config.json of the weights, if they are there: those end answers."""
+    file = Path(weights).expanduser() / CONFIG_FILE
+    found = json_objects.read(file) if weights and file.is_file() else {}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: found[name] for name in names if found.get(name) is not None}
 
 
 def _write_tokenizer(
