@@ -28,14 +28,14 @@ SIZES = {
 def get_config(arg: str = "llama_8b") -> ConfigDict:
     """Returns a run that adapts the model in the folder `arg`, or the plan of one. ValueError if there is none."""
     config = base.get_config()
-    if arg in SIZES:
+    if (Path(arg) / hugging_face.CONFIG_FILE).exists():
+        config.model = hugging_face.model(arg)
+    elif arg in SIZES:
         file, size = SIZES[arg]
         config.model = file.get_config(size).model
-    elif not (Path(arg) / hugging_face.CONFIG_FILE).exists():
+    else:
         sizes = ", ".join(SIZES)
         raise ValueError(f"fine_tune.py:{arg} is not a folder with a config.json; give one, or for a plan {sizes}")
-    else:
-        config.model = hugging_face.model(arg)
     config.num_steps = 500
     config.model.update({"compute_dtype": "bfloat16", "lora_rank": 16, "lora_alpha": 32.0})
     config.data.update({"source": "chats", "packing": "whole", "tokenizer": "hugging_face"})

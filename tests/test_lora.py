@@ -2,14 +2,17 @@
 
 import math
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import workload
+from hugging_face_reference import FOLDER
 from suite import sampled
 from workload import LORA
 
@@ -151,6 +154,12 @@ def test_a_config_with_adapters_may_train_all_parameters() -> None:
     config.model.lora_rank = 0
     found = Config.from_dict(config.to_dict()).model
     assert isinstance(found, DecoderConfig) and found.lora_alpha == 32
+
+
+def test_a_folder_may_be_named_like_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(FOLDER / "llama", tmp_path / "llama_8b")
+    monkeypatch.chdir(tmp_path)
+    assert fine_tune.get_config("llama_8b").model.weights == "llama_8b"
 
 
 def test_a_matrix_that_no_blocks_divide_is_refused() -> None:
