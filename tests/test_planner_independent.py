@@ -1,12 +1,15 @@
 """Independent replicas by the planner: what each node sends, and what of it the last backward pass hides."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from planning import a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
 from running import IGNORED
 
 from planner import clusters
+from planner.bounds import forward_share
 from planner.candidates import of_strategies
 from planner.independent import independent, independent_text
 from planner.predict import Step
@@ -38,6 +41,18 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     assert "less than in one world" in text
     (text,) = independent_text(slow, found.step_s / 2)
     assert "more than in one world" in text
+
+
+@pytest.mark.parametrize(
+    ("trained", "remat", "passes"), [(9, "none", 3), (9, "full", 4), (1, "none", 2), (1, "full", 3)]
+)
+def test_forward_is_one_pass_and_a_frozen_base_has_no_gradients(trained: int, remat: str, passes: int) -> None:
+    model, config = (
+        SimpleNamespace(num_trained=trained, num_params=9),
+        SimpleNamespace(model=SimpleNamespace(remat=remat)),
+    )
+    experiment: Any = SimpleNamespace(model=model, config=config)
+    assert forward_share(experiment) == 1 / passes
 
 
 def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(step: Step) -> None:
