@@ -155,7 +155,10 @@ def run(
     )
     restores = partial(supervisor.enter, Phase.RESTORING)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)
-    start = resume.restore(ex, workdir, checkpointer, snapshots, data.fingerprints)
+    fingerprints = {**data.fingerprints, **ex.base_fingerprint}
+    start = resume.restore(ex, workdir, checkpointer, snapshots, fingerprints)
+    if not start.restored:
+        ex.same_weights()  # which the initial state is made of
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
     batches = steps.read(data.train, start.step)
     supervisor.hold(batches)
@@ -202,7 +205,7 @@ def run(
             supervisor=supervisor,
             to_save=steps.to_save,
             config=config.to_dict(),
-            position={"seed": config.seed, **data.fingerprints},
+            position={"seed": config.seed, **fingerprints},
         )
         loop = [
             every(1, report),

@@ -12,6 +12,7 @@ of one of their tensors. Of files that are written, the headers come first, then
 no more than one of our parameters, of GPT-2's query, key and value three, and one of their tensors.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from configs.hugging_face import CONFIG_FILE, Architecture, architecture_of, check_same, config_json
 from configs.schema import TransformerConfig
 from files import atomic, json_objects
-from models.lora import ADAPTERS, decode, encode, in_blocks
+from models.lora import ADAPTERS, IN_BLOCKS, decode, encode, in_blocks
 from models.model import Model, Params
 from sharding.spec import ParamSpec, path_name
 from sharding.state import by_name
@@ -159,19 +160,44 @@ class Weights:
         found = {FLOATS[self._slice(name).get_dtype()] for name in self._names.values()}
         return found.pop() if found in ({"float16"}, {"bfloat16"}) else "float32"
 
+    def fingerprint(self) -> str:
+        """Returns a hash of every tensor's name, dtype, shape and first row: another model, or another revision of it,
+        has another one, a copy of the files the same."""
+        found = hashlib.sha256()
+        for name in sorted({*self._names.values()}):
+            tensor = self._slice(name)
+            found.update(json.dumps([name, tensor.get_dtype(), tensor.get_shape()]).encode())
+            found.update(tensor[:1].tobytes())
+        return found.hexdigest()
+
     def load(self, abstract: Params) -> Params:
         """Returns parameters with the shapes, dtypes and shardings of `abstract` (jax.ShapeDtypeStructs).
 
-        Those in blocks (models/lora.py) are encoded as they are read.
+        Those in blocks (models/lora.py) are encoded as they are read, a layer at a time.
         """
-        return jax.tree_util.tree_map_with_path(lambda path, x: self._load(path_name(path), x), abstract)
+        made: dict[Any, Any] = {}  # regions of one parameter: several devices may hold the same
+
+        def load(at: Any, x: Any) -> jax.Array:
+            path = path_name(at)
+            owner = path.rpartition("/")[0] if path.endswith(IN_BLOCKS) else path
+            if made.get("of") != owner:
+                made.clear()
+                made["of"] = owner
+            region = lambda index: self._stored(path, index, x.dtype, made)
+            array = jax.make_array_from_callback(x.shape, x.sharding, region)
+            return jax.block_until_ready(array)  # then the next parameter may use the memory
+
+        return jax.tree_util.tree_map_with_path(load, abstract)
 
     def whole(self, path: str) -> np.ndarray:
         """Returns one of our parameters whole, float32, as a frozen one is used: with what its blocks lose."""
         found = self.region(path, (slice(None),) * len(self._tensors[path].spec.shape))
-        if not in_blocks(self._config, self._tensors[path].spec):
-            return found.astype(jnp.dtype(self._config.compute_dtype)).astype(np.float32)
-        return np.stack([np.asarray(decode(encode(x, self._config.lora_base), jnp.dtype("float32"))) for x in found])
+        if in_blocks(self._config, self._tensors[path].spec):
+            for matrix in found:  # in place: a stack may take half of the memory
+                matrix[...] = decode(encode(matrix, self._config.lora_base), jnp.dtype("float32"))
+        else:
+            found[...] = found.astype(jnp.dtype(self._config.compute_dtype))
+        return found
 
     def region(self, path: str, index: Index) -> np.ndarray:
         """Returns a region of one of our parameters, float32; padding of the vocabulary is zero."""
@@ -184,26 +210,24 @@ class Weights:
             self._fill(out[number] if stacked else out, tensor, layer, bounds[stacked:])
         return out
 
-    def _load(self, path: str, abstract: Any) -> jax.Array:
-        made: dict[tuple[Any, ...], np.ndarray] = {}  # several devices may hold the same region
+    def _stored(self, path: str, index: Index, dtype: Any, made: dict[Any, Any]) -> np.ndarray:
+        """Returns a region of a parameter as it is stored; of codes or scales, whose blocks lie in the last dim.
 
-        def region(index: Index | None) -> np.ndarray:
-            assert index is not None
-            key = tuple((part.start, part.stop) for part in index)
-            if key not in made:
-                made[key] = self._stored(path, index, abstract.dtype)
-            return made[key]
-
-        array = jax.make_array_from_callback(abstract.shape, abstract.sharding, region)
-        return jax.block_until_ready(array)  # then the next parameter may use the memory
-
-    def _stored(self, path: str, index: Index, dtype: Any) -> np.ndarray:
-        """Returns a region of a parameter as it is stored; of codes or scales, whose blocks lie in the last dim."""
+        What is read and encoded for that is kept in `made`.
+        """
         parent, _, part = path.rpartition("/")
-        if part not in ("codes", "scales"):
-            return self.region(path, index).astype(dtype)
-        whole_blocks = self.region(parent, (*index[:-1], slice(None)))
-        return encode(whole_blocks, self._config.lora_base)[part][..., index[-1]]
+        coded = part in IN_BLOCKS
+        rows = (*index[:-1], slice(None)) if coded else index
+        key = tuple((one.start, one.stop) for one in rows)
+        if key not in made:
+            made[key] = self._encoded(parent, rows) if coded else self.region(path, rows).astype(dtype)
+        return made[key][part][..., index[-1]] if coded else made[key]
+
+    def _encoded(self, path: str, index: Index) -> dict[str, np.ndarray]:
+        """Returns codes and scales of a region of a stack of matrices that has whole rows."""
+        layers = range(self._tensors[path].spec.shape[0])[index[0]]
+        each = [encode(self.region(path, (slice(i, i + 1), *index[1:])), self._config.lora_base) for i in layers]
+        return {part: np.concatenate([one[part] for one in each]) for part in IN_BLOCKS}
 
     def _fill(self, out: np.ndarray, tensor: Tensor, layer: int | None, bounds: list[tuple[int, int]]) -> None:
         """Copies the region `bounds` of one layer into `out`, as far as it is no padding."""

@@ -21,6 +21,7 @@ from configs.schema import TransformerConfig
 from sharding.spec import ParamSpec
 
 ADAPTERS = ("lora_a", "lora_b")  # the names of trained parameters; all others are frozen
+IN_BLOCKS = ("codes", "scales")  # the parts of a frozen parameter that is stored in blocks
 BLOCK = 64  # columns that share a scale
 NF4 = np.array(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]
@@ -80,7 +81,7 @@ def stored_values(config: TransformerConfig, specs: dict[str, Any], values: dict
     def stored(spec: Any, value: Any) -> Any:
         if isinstance(spec, ParamSpec):
             return value.astype(spec.dtype)
-        if spec.keys() == {"codes", "scales"}:
+        if spec.keys() == {*IN_BLOCKS}:
             return encode(value, config.lora_base)
         return {name: stored(spec[name], value[name]) for name in spec}
 
@@ -96,9 +97,11 @@ def used_values(values: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
     return _map_frozen(used, values, partial(jnp.asarray, dtype=dtype))
 
 
-def merged(config: TransformerConfig, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
-    """Returns matrices `[L, in, out]` that act as these and their adapters do together."""
-    return weight + lora_a @ lora_b * np.float32(config.lora_alpha / config.lora_rank)
+def merge(config: TransformerConfig, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
+    """Makes matrices `[L, in, out]` act as they and their adapters do together, and returns them."""
+    for matrix, a, b in zip(weight, lora_a, lora_b, strict=True):  # in place: `weight` may take half of the memory
+        matrix[...] += a @ b * np.float32(config.lora_alpha / config.lora_rank)
+    return weight
 
 
 def encode(x: Any, base: str) -> dict[str, Any]:
@@ -110,7 +113,9 @@ def encode(x: Any, base: str) -> dict[str, Any]:
     shares = (blocks / xp.where(divisors == 0, 1, divisors)).reshape(x.shape)
     if base == "int8":
         return {"codes": xp.clip(xp.round(shares * 127), -127, 127).astype(np.int8), "scales": scales}
-    codes = xp.searchsorted(xp.asarray((NF4[1:] + NF4[:-1]) / 2), shares).astype(np.uint8)
+    codes = xp.zeros(shares.shape, np.uint8)
+    for bound in (NF4[1:] + NF4[:-1]) / 2:  # a third of the time of numpy's searchsorted, and none of its int64
+        codes += shares > bound
     return {"codes": codes[..., ::2] | codes[..., 1::2] << 4, "scales": scales}
 
 

@@ -7,6 +7,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from test_hugging_face_models import changed, loaded, section
 
 import models
 from configs.schema import DecoderConfig, ShardingConfig
-from models import hugging_face
+from models import hugging_face, lora
 from models.hugging_face import Weights, write
+from sharding.frozen import part_frozen, part_like
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
-from sharding.spec import place_all
+from sharding.spec import is_spec, place_all
 from sharding.state import by_name
 
 
@@ -79,6 +81,46 @@ def test_every_sharding_has_the_values_of_the_files(name: str, strategy: str, ta
     jax.tree.map(np.testing.assert_array_equal, params, whole)
     token = by_name(params)["embed/token"]
     assert token.addressable_shards[0].data.size < token.size or strategy == "ddp"
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_base_in_blocks_is_read_and_encoded_once(base: str, taken: Counter[str], monkeypatch: Any) -> None:
+    """Its codes and its scales are of one reading; and what is encoded at once is a layer of a device's share."""
+    encoded: list[int] = []
+    encode = lambda x, *how: (encoded.append(x.size), lora.encode(x, *how))[1]
+    monkeypatch.setattr(hugging_face, "encode", encode)
+    monkeypatch.setattr(lora, "BLOCK", 8)  # the example has few columns
+    model = models.build(replace(section(FOLDER / "llama"), lora_rank=2, lora_base=base))
+    weights = Weights(model, FOLDER / "llama")
+    _, frozen = part_frozen(model.param_specs())
+    params = by_name(weights.load(part_like(abstract(model, strategy="mics", partition_size=2), frozen)[0]))
+    assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / "llama").items()}
+    plain = by_name(model.plain_specs, is_spec)
+    stacks = {path: x for path, x in plain.items() if f"{path}/codes" in params}
+    assert sum(encoded) == sum(prod(spec.shape) for spec in stacks.values()) and len(stacks) == 7
+    layers, shares = model.config.num_layers, 2
+    assert max(encoded) == max(prod(spec.shape) for spec in stacks.values()) // layers // shares
+    for path in stacks:
+        whole = lora.encode(weights.region(path, (slice(None),) * 3), base)
+        for part in lora.IN_BLOCKS:
+            np.testing.assert_array_equal(params[f"{path}/{part}"], whole[part])
+
+
+def test_a_fingerprint_tells_other_weights(tmp_path: Path) -> None:
+    """By a value of a first row, or a dtype; a copy has the same."""
+    model, name = models.build(section(FOLDER / "llama")), "model.layers.1.self_attn.k_proj.weight"
+
+    def fingerprint(place: str, change: Any) -> str:
+        file = changed(FOLDER / "llama", tmp_path / place) / "model.safetensors"
+        values = load_file(file)
+        values[name] = change(values[name])
+        save_file(values, file)
+        return Weights(model, tmp_path / place).fingerprint()
+
+    same = Weights(model, FOLDER / "llama").fingerprint()
+    assert fingerprint("copy", lambda x: x) == same
+    assert fingerprint("value", lambda x: x + (np.arange(x.size).reshape(x.shape) == 3).astype(x.dtype)) != same
+    assert fingerprint("dtype", lambda x: x.astype(np.float16)) != same
 
 
 def test_a_process_reads_the_slices_of_its_devices_alone(taken: Counter[str]) -> None:

@@ -246,11 +246,13 @@ def test_the_rows_of_a_share_are_read_at_once(prefetch: int, at_once: int) -> No
 
 
 def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their sums are common, so their parameters would agree: nobody would notice."""
-    ex: Any = SimpleNamespace(config=typed(gpu_decoder.get_config()))
+    """Their sums are common, so their parameters would agree: nobody would notice. Or beside other frozen weights."""
+    ex: Any = SimpleNamespace(config=typed(gpu_decoder.get_config()), base_fingerprint={})
     data: list[Any] = [SimpleNamespace(fingerprint=name) for name in "ab"]
     assert fingerprint(ex, data[0]) == fingerprint(ex, data[0]) != fingerprint(ex, data[1])
     before = fingerprint(ex, data[0])
+    base = SimpleNamespace(config=ex.config, base_fingerprint={"base_fingerprint": "a"})
+    assert fingerprint(base, data[0]) != before
     for of, name, other in (
         (jax, "device_count", lambda: 2 * jax.local_device_count()),
         (jax, "devices", lambda: [SimpleNamespace(device_kind="another")]),

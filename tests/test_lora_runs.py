@@ -19,7 +19,7 @@ from test_hugging_face_runs import STRATEGIES, batch_loss, flags, run_convert
 import models
 from models import hugging_face, peft
 from sharding.spec import is_spec, path_name
-from training import generate
+from training import convert, experiment, generate
 
 LORA = {"model__lora_rank": 2, "model__lora_alpha": 4}
 WEIGHTS = hugging_face.SINGLE_FILE
@@ -85,6 +85,44 @@ def test_a_run_starts_from_adapters(trained: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(after[name], before[name], atol=1e-6)
 
 
+def test_another_base_than_that_of_the_adapters_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node that was replaced has another revision in the folder, of the same names and shapes."""
+    folder, kept, workdir = changed(FOLDER / "llama", tmp_path / "base"), tmp_path / "kept", tmp_path / "run"
+    assert train(workdir, hooks=[stop_after(1)], num_steps=3, model__weights=folder) == 75
+    folder.rename(kept)
+    values = load_file(changed(kept, folder) / WEIGHTS)
+    values["model.layers.1.mlp.up_proj.weight"][0, 5] += 1
+    save_file(values, folder / WEIGHTS)
+    capsys.readouterr()
+    message = f"{workdir} trained adapters beside other weights: the files in its model.weights have changed since"
+    programs = [
+        lambda: train(workdir, num_steps=3, model__weights=folder),
+        lambda: run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={workdir}"),
+        lambda: generate.main(["generate", f"--workdir={workdir}", "--prompt=a"]),
+    ]
+    for program in programs:
+        assert program() == 2
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)  # a copy is the same
+    assert train(workdir, num_steps=3, model__weights=folder) == 0
+    assert "resumed at step " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_processes_with_other_weights_are_refused(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both a base that is kept frozen and the start of a run that trains all parameters."""
+    gather = experiment.all_gather
+    other = lambda key, value: [*gather(key, value), "another"] if key.topic == "weights" else gather(key, value)
+    monkeypatch.setattr(experiment, "all_gather", other)
+    assert train(tmp_path, model__lora_rank=rank) == 2
+    err = capsys.readouterr().err
+    assert f"model.weights={FOLDER / 'llama'} differs between processes; give all the same files" in err
+
+
 def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for length in ([], ["--length=200"]):
@@ -116,6 +154,7 @@ def test_a_merged_model_has_the_dtype_of_its_base(
     folder, out, kept = tmp_path / "base", tmp_path / "out", arrays(trained, 3)
     before = {name: x.astype(dtype) for name, x in load_file(changed(FOLDER / "llama", folder) / WEIGHTS).items()}
     save_file(before, folder / WEIGHTS)
+    monkeypatch.setattr(convert, "check_same_base", lambda *_: None)  # it was trained beside another copy
     monkeypatch.setattr(hugging_face, "Weights", lambda model, _, opened=hugging_face.Weights: opened(model, folder))
     assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={trained}") == 0
     after = load_file(out / WEIGHTS)

@@ -36,8 +36,8 @@ from state import check_path
 from state.checkpointer import Checkpointer
 from state.saved_arrays import SavedArrays
 from training.devices import use_cpu_devices
-from training.experiment import make_experiment
-from training.resume import is_same_run
+from training.experiment import BASE, make_experiment
+from training.resume import check_same_base, is_same_run
 from training.weights_tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, check_tokenizer
 
 MAX_FILE_GB = 5.0
@@ -112,7 +112,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
     """
     saved, model, data = _read(workdir, step)
     built = models.build(model)
-    read, dtype = _reader(saved, built)
+    read, dtype = _reader(saved, built, workdir)
     tokenizer = template = None
     file = Path(data["tokenizer_path"]).expanduser()
     if data["tokenizer"] == "hugging_face":
@@ -158,12 +158,12 @@ def _read(workdir: Path, step: int | None) -> tuple[SavedArrays, TransformerConf
     return saved, section(**config["model"]), data
 
 
-def _reader(saved: SavedArrays, model: models.Model) -> tuple[Callable[[str], np.ndarray], str]:
+def _reader(saved: SavedArrays, model: models.Model, workdir: Path) -> tuple[Callable[[str], np.ndarray], str]:
     """Returns what reads a parameter `[...]` by its path, and the dtype in which it is to be written: float32.
 
     Of a run with adapters, it is the base's with them merged into it, in the dtype of the base's files.
 
-    ValueError for a base that came of the seed, or that is no longer there.
+    ValueError for a base that came of the seed, or that is no longer there, or no longer the same.
     """
     config = model.config
     assert isinstance(config, TransformerConfig)
@@ -173,13 +173,14 @@ def _reader(saved: SavedArrays, model: models.Model) -> tuple[Callable[[str], np
     if not config.weights:
         raise ValueError("model.weights is empty: the base of these adapters is random; --to_peft writes them alone")
     base, targets = hugging_face.Weights(model, config.weights), config.lora_targets.split()
+    check_same_base(saved.data, {BASE: base.fingerprint()}, workdir)
 
     def read(path: str) -> np.ndarray:
         group, *module, name = path.split("/")
         if group != "layers" or name != "weight" or module[0] not in targets:
             return base.whole(path)
         adapters = (of_checkpoint(f"layers/{module[0]}/{adapter}") for adapter in lora.ADAPTERS)
-        return lora.merged(config, base.whole(path), *adapters)
+        return lora.merge(config, base.whole(path), *adapters)
 
     return read, base.dtype
 

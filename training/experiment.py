@@ -3,7 +3,7 @@
 Used by train.py and planner/table.py; the code is the same for one process and for many.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +24,7 @@ from models.hugging_face import Weights
 from models.peft import Adapters
 from optimizers import follows_schedule, make_schedule
 from runtime.command_line import check_installed
+from runtime.consensus import all_gather, new_key
 from sharding.coded import levels
 from sharding.frozen import part_frozen, part_like
 from sharding.gradients import accumulated
@@ -38,6 +39,8 @@ from sharding.trees import Params
 from training.batches import BatchLayout, batches_of
 from training.optimizer_chain import cut_of, make_chain
 from training.overlap import Value, users_xla_flags, xla_options
+
+BASE = "base_fingerprint"  # the name of the hash in checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,25 @@ class Experiment:
             return {}
         weights = self.open_weights()
         return weights.load(shapes) if weights else self._initial("frozen")
+
+    @cached_property
+    def base_fingerprint(self) -> Mapping[str, str]:
+        """The hash of `model.weights` by its name in checkpoints, if a frozen base is read from there at every start.
+
+        Every process must ask for it. ValueError if theirs differ, or do not fit the model.
+        """
+        weights = self.same_weights() if self.plan.frozen else None
+        return {BASE: weights.fingerprint()} if weights else {}
+
+    def same_weights(self) -> Weights | None:
+        """Returns `open_weights()`. ValueError if the processes' differ: an array's parts would be of several models.
+
+        Every process must ask for it.
+        """
+        weights = self.open_weights()
+        if weights and len({*all_gather(new_key("weights"), weights.fingerprint())}) > 1:
+            raise ValueError(f"model.weights={weights.folder} differs between processes; give all the same files")
+        return weights
 
     def _initial(self, part: str) -> Params:
         """Returns a part of the state as the seed gives it."""

@@ -371,6 +371,6 @@ def fingerprint(ex: Experiment, dataset: Dataset) -> str:
     values = ex.config.to_dict()
     parts = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}
     devices = [jax.device_count(), jax.process_count(), jax.devices()[0].device_kind]
-    parts |= {"data": [parts["data"], dataset.fingerprint], "devices": devices}
+    parts |= {"data": [parts["data"], dataset.fingerprint], "base": {**ex.base_fingerprint}, "devices": devices}
     parts |= {"versions": [jax.__version__, version("jaxlib")]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

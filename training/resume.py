@@ -18,7 +18,7 @@ from sharding.scopes import WorldTooSmallError
 from state import latest_config
 from state.checkpointer import Checkpointer, Restored, Source, damage
 from state.snapshots import Snapshots
-from training.experiment import Experiment
+from training.experiment import BASE, Experiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +155,25 @@ def restore(
 def _check_same_data(
     restored: Restored, experiment: Experiment, workdir: Path, fingerprints: Mapping[str, str]
 ) -> None:
-    for key, now in fingerprints.items():
-        if restored.data.get(key, now) != now:  # earlier versions saved only the training data's
-            what = "trained" if key == "fingerprint" else "validated"
+    check_same_base(restored.data, fingerprints, workdir)
+    for key, what in (("fingerprint", "trained"), ("validation_fingerprint", "validated")):
+        if restored.data.get(key, fingerprints[key]) != fingerprints[key]:  # earlier versions saved only the first
             raise ValueError(
                 f"{workdir} was {what} on other data: {experiment.config.data.origin} has changed since "
                 f"step {restored.step}; choose another --workdir"
             )
+
+
+def check_same_base(saved: Mapping[str, Any], now: Mapping[str, str], workdir: Path) -> None:
+    """Raises ValueError if a run's adapters were trained beside another base, by the hash that a checkpoint holds.
+
+    Earlier versions saved none.
+    """
+    if BASE in now and saved.get(BASE, now[BASE]) != now[BASE]:
+        raise ValueError(
+            f"{workdir} trained adapters beside other weights: the files in its model.weights have changed since; "
+            "put the old ones back"
+        )
 
 
 def check_writable(*folders: Path) -> None:

@@ -26,6 +26,7 @@ from state.saved_arrays import SavedArrays
 from training.datasets import tokenizer_of
 from training.devices import use_compilation_cache
 from training.experiment import Experiment, make_experiment
+from training.resume import check_same_base
 from training.weights_tokenizer import TOKENIZER_FILE
 
 LONGEST = 1024  # tokens of a row of a Hugging Face model
@@ -64,6 +65,7 @@ def of_run(
     """
     saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
     experiment = _experiment(with_defaults(saved.config), data, devices)
+    check_same_base(saved.data, experiment.base_fingerprint, workdir)
     trained = saved.place({"params": experiment.state_shapes.params})["params"]
     params = joined(trained, experiment.frozen_params())
     return Trained(name=str(workdir), experiment=experiment, params=params, step=saved.step, data=saved.data)
