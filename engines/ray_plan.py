@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode, signal_name
 from runtime.progress import Progress, read_progress
 
@@ -90,12 +91,17 @@ class Attempt:
 
 
 class Failures:
-    """How often in a row a program has failed without a new step in the metrics of its directory."""
+    """How often in a row a program has failed without getting on.
+
+    It gets on by a new step in the metrics of its directory; or, where it has gone back to a checkpoint, by going on
+    from a newer step than the attempt before: then it will reach new steps if it may go on.
+    """
 
     def __init__(self, workdir: Path) -> None:
         """Steps that are there already, of an earlier engine, are not new."""
-        self.count, self._workdir = 0, workdir
-        self._farthest_step = self.progress().step
+        self.count, self._workdir, self._events = 0, workdir, EventReader(workdir)
+        self._farthest_step, self._restored_step = self.progress().step, 0
+        self._restored_step = self._newest_restored()
 
     def progress(self) -> Progress:
         """Returns how far the metrics are."""
@@ -103,9 +109,16 @@ class Failures:
 
     def another(self, step: int) -> int:
         """Notes a failure after a step, and returns how many there are now."""
-        self.count = 0 if step > self._farthest_step else self.count + 1
-        self._farthest_step = max(step, self._farthest_step)
+        restored_step = self._newest_restored()
+        gets_on = step > self._farthest_step or restored_step > self._restored_step
+        self.count = 0 if gets_on else self.count + 1
+        self._farthest_step, self._restored_step = max(step, self._farthest_step), restored_step
         return self.count
+
+    def _newest_restored(self) -> int:
+        """Returns the step from which the newest attempt went on that got as far as that."""
+        steps = [event.get("step", 0) for event in self._events.new() if event["event"] == Event.RESTORED]
+        return steps[-1] if steps else self._restored_step
 
 
 def judge(codes: Mapping[str, int | None]) -> tuple[int, str]:

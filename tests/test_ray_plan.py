@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engines.ray import main
-from engines.ray_plan import Limits, choose, how, judge
+from engines.ray_plan import Failures, Limits, choose, how, judge
+from runtime.events import Event, EventLog
 from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,3 +105,21 @@ def test_progress_is_the_last_whole_line(tmp_path: Path) -> None:
     text = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2)) + '{"step": 3'
     (tmp_path / "metrics.jsonl").write_text(text)
     assert (read_progress(tmp_path).step, read_progress(tmp_path).size_bytes) == (2, len(text))
+
+
+def test_failures_count_until_a_program_gets_on(tmp_path: Path) -> None:
+    """After a return to a checkpoint lost nodes are no failures in a row as long as each attempt begins further."""
+    metrics, events = tmp_path / "metrics.jsonl", EventLog(tmp_path)
+    metrics.write_text('{"step": 50}\n')
+    events.write(Event.RESTORED, step=40)
+    failures = Failures(tmp_path)
+
+    def attempt(step: int, restored: int | None) -> int:
+        if restored is not None:
+            events.write(Event.RESTORED, step=restored)
+        return failures.another(step)
+
+    # reaches no new step; does; crashes there twice, the second time before it has a state
+    assert [attempt(*x) for x in [(50, 40), (60, 50), (60, 50), (60, None)]] == [1, 0, 1, 2]
+    assert attempt(30, 20) == 3  # it has lost its steps
+    assert [attempt(*x) for x in [(35, 25), (40, 30), (39, 30), (40, 30)]] == [0, 0, 1, 2]
