@@ -1,4 +1,4 @@
-"""Weights in the layout of transformers: which tensor is which, read into a mesh (`Weights`), and written (`write`).
+"""Weights in the layout of transformers: which tensor is which, and read into a mesh (`Weights`).
 
 The table of an architecture (configs/hugging_face.py, which also reads and writes `config.json`) says which of our
 parameters is which tensor. Ours are stacked, `[L, ...]`, and multiply from the right, `x @ weight`. Theirs are one per
@@ -8,18 +8,13 @@ tensor is permuted.
 
 Each process reads the slices that its devices hold, and each of them once, straight from the mapped file. In host
 memory are, beside what is already on the devices, this process' shards of one of our (stacked) parameters and a slice
-of one of their tensors. Of files that are written, the headers come first, then each tensor at its place: in memory is
-no more than one of our parameters, of GPT-2's query, key and value three, and one of their tensors.
+of one of their tensors.
 """
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from configs.hugging_face import CONFIG_FILE, Architecture, architecture_of, check_same, config_json
+from configs.hugging_face import Architecture, check_same
 from configs.schema import TransformerConfig
-from files import atomic, json_objects
+from files import json_objects
 from models.lora import ADAPTERS, IN_BLOCKS, decode, encode, in_blocks
 from models.model import Model, Params
 from sharding.spec import ParamSpec, path_name
@@ -39,8 +34,6 @@ from sharding.state import by_name
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-UNFINISHED = ".unfinished"  # suffix of files that are being written
-MAX_FILE_BYTES = 5_000_000_000  # what transformers writes, too
 SLICE_VALUES = 1 << 22  # read at once: safetensors holds Python's lock meanwhile, and heartbeats must go on
 Index = tuple[slice, ...]
 
@@ -114,9 +107,6 @@ def spellings(architecture: Architecture, name: str) -> tuple[str, ...]:
     found = (name, name.removeprefix(architecture.prefix))
     old = (x.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for x in found)
     return (*found, *old)
-
-
-# -------------------------------------------------------------------------------------------------------------- reading
 
 
 _File = tuple[Path, Any]  # with the handle of safetensors
@@ -307,121 +297,3 @@ def _open_file(path: Path, if_missing: str) -> _File:
 
 def _times(shape: tuple[int, ...] | list[int]) -> str:
     return " x ".join(map(str, shape)) or "()"
-
-
-# -------------------------------------------------------------------------------------------------------------- writing
-
-
-class _NewFile:
-    """A safetensors file whose tensors are written in any order."""
-
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
-        self.path, self._dtype = path, jnp.dtype(dtype)
-        self._begins: dict[str, int] = {}
-        (theirs,) = (name for name, ours in FLOATS.items() if ours == dtype)
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it, transformers refuses the file
-        end = 0
-        for name, shape in shapes.items():
-            self._begins[name] = end
-            begin, end = end, end + prod(shape) * self._dtype.itemsize
-            header[name] = {"dtype": theirs, "shape": shape, "data_offsets": (begin, end)}
-        content = json.dumps(header, separators=(",", ":")).encode()
-        content += b" " * (-len(content) % 8)
-        self._data = 8 + len(content)
-        self._file = open(f"{path}{UNFINISHED}", "wb")  # noqa: SIM115
-        self._file.write(len(content).to_bytes(8, "little") + content)
-        self._file.truncate(self._data + end)
-
-    def write(self, name: str, value: np.ndarray) -> None:
-        """Writes a tensor at its place. ValueError if a number is beyond the dtype."""
-        with np.errstate(over="ignore"):
-            content = np.ascontiguousarray(value, self._dtype)
-        if not (np.isfinite(content.min()) and np.isfinite(content.max())):
-            raise ValueError(f"{self.path}: {name} has a number beyond {self._dtype}, in which the base is stored")
-        self._file.seek(self._data + self._begins[name])
-        self._file.write(content.view(np.uint8).data)
-
-    def close(self) -> None:
-        """Makes sure that the content is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-
-def write(
-    model: Model,
-    folder: Path,
-    read: Callable[[str], np.ndarray],
-    *,
-    dtype: str = "float32",
-    max_file_bytes: int = MAX_FILE_BYTES,
-    token_ids: Mapping[str, Any] | None = None,
-) -> list[Path]:
-    """Writes config.json and the weights into `folder`, an existing one, and returns the paths of the weights' files.
-
-    `read(path)` returns one of our parameters whole, by its path (`layers/query/weight`); each is read once. A file has
-    at most `max_file_bytes` of tensors, or a single tensor. Nothing has its name before it is whole; config.json comes
-    last, with `token_ids` (`eos_token_id`) in it. ValueError if no architecture of transformers computes what the model
-    does, if the folder holds weights, or if a number is beyond the dtype.
-    """
-    assert isinstance(model.config, TransformerConfig)
-    architecture = architecture_of(model.config)
-    if there := sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        raise ValueError(f"{folder} holds weights already ({there[0].name}); choose an empty folder")
-    found = [*tensors(model, architecture).values()]
-    item_bytes = jnp.dtype(dtype).itemsize
-    files = _files(folder, found, max_file_bytes // item_bytes)
-    total = sum(prod(shape) * item_bytes for _, shape in _theirs(found))
-    with ExitStack() as stack:
-        opened = {path: stack.enter_context(closing(_NewFile(path, x, dtype))) for path, x in files.items()}
-        place = {name: opened[path] for path, shapes in files.items() for name in shapes}
-        for _, group in groupby(found, key=lambda tensor: tensor.name):
-            _write_tensors([*group], read, place)
-    for path in files:
-        os.replace(f"{path}{UNFINISHED}", path)
-    if len(files) > 1:
-        places = {name: path.name for path, shapes in files.items() for name in shapes}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        atomic.replace(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-    config = config_json(model.config, architecture) | {"dtype": dtype} | dict(token_ids or {})
-    atomic.replace(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-    return [*files]
-
-
-def _write_tensors(parts: list[Tensor], read: Callable[[str], np.ndarray], place: Mapping[str, _NewFile]) -> None:
-    """Writes the tensors, one per layer, that hold some of our parameters side by side."""
-    values = [read(tensor.path) for tensor in parts]
-    used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
-    for layer in parts[0].layers:
-        of_layer = values if layer is None else [value[layer] for value in values]
-        whole = np.concatenate([value[used] for value in of_layer], axis=-1)
-        name = parts[0].name_in(layer)
-        place[name].write(name, whole.T if parts[0].transposed else whole)
-
-
-def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields name and shape of each of their tensors: layer by layer, between embedding and head."""
-    rank = {"embed": 0, "layers": 1, "head": 2}
-    at = [(rank[tensor.path.partition("/")[0]], layer or 0, tensor) for tensor in found for layer in tensor.layers]
-    for _, layer, tensor in sorted(at, key=lambda place: place[:2]):
-        if tensor.part == 0:
-            yield tensor.name_in(layer), tensor.their_shape
-
-
-def _files(folder: Path, found: list[Tensor], max_values: int) -> dict[Path, dict[str, tuple[int, ...]]]:
-    """Returns the shapes of the tensors of each file, by path; it has at most so many values, or a single tensor."""
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    used = 0
-    for name, shape in _theirs(found):
-        size = prod(shape)
-        if files[-1] and used + size > max_values:
-            files.append({})
-            used = 0
-        files[-1][name] = shape
-        used += size
-    if len(files) == 1:
-        return {folder / SINGLE_FILE: files[0]}
-    return {
-        folder / f"model-{number:05}-of-{len(files):05}.safetensors": shapes
-        for number, shapes in enumerate(files, start=1)
-    }

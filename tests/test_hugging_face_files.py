@@ -23,7 +23,8 @@ from test_hugging_face_models import changed, loaded, section
 import models
 from configs.schema import DecoderConfig, ShardingConfig
 from models import hugging_face, lora
-from models.hugging_face import Weights, write
+from models.hugging_face import Weights
+from models.hugging_face_export import write
 from sharding.frozen import part_frozen, part_like
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan

@@ -25,7 +25,8 @@ from configs import command_line, hugging_face
 from configs.schema import MODELS as KINDS
 from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
 from models.block import exact_gelu
-from models.hugging_face import Weights, write
+from models.hugging_face import Weights
+from models.hugging_face_export import write
 from models.model import Params
 from optimizers import is_matrix
 from sharding.state import by_name

@@ -30,7 +30,7 @@ from configs.schema import MODELS, Config, TransformerConfig, with_defaults
 from files import json_objects, run_directory
 from input_pipeline import tokenizers
 from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
-from models import hugging_face, lora, peft
+from models import hugging_face, hugging_face_export, lora, peft
 from runtime.command_line import complain, make_folder, prepare_output
 from state import check_path
 from state.checkpointer import Checkpointer
@@ -120,7 +120,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
         if data["source"] == "chats" or "chats:" in data["mixture"]:
             template = ChatTemplate(file)
     make_folder(folder, "--to_hugging_face")
-    written = hugging_face.write(
+    written = hugging_face_export.write(
         built,
         folder,
         read,
