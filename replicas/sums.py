@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -43,8 +42,6 @@ class StepSums:
         # as they travel: they are decoded where they are added, and encoding what was decoded may give other bits
         self._values: dict[tuple[Node, int], memoryview] = {}
         self._totals: dict[int, memoryview] = {}
-        self._starts = [0, *accumulate(sizes)]
-        self._flat, self._num_decoded = np.empty(self._starts[-1], np.float32), 0  # of the totals
         self._asked_for: set[int] = set()  # pieces whose totals others wait for
         self._targets: set[tuple[Node, int]] = set()
         self._to_compute: list[int] = []
@@ -58,8 +55,8 @@ class StepSums:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the totals of all pieces are here, and decoded."""
-        return self._num_decoded == self.num_pieces
+        """Whether the totals of all pieces are here."""
+        return len(self._totals) == self.num_pieces
 
     def nodes_to_send(self, nodes: Collection[Node], piece: int) -> list[Node]:
         """Returns the nodes in the form in which a piece takes the fewest bytes: encoded shares, or sums in f32."""
@@ -154,16 +151,10 @@ class StepSums:
         return True
 
     def put_total(self, piece: int, payload: memoryview) -> None:
-        """Takes the total of a piece, as its owner has encoded it, and decodes it while others are under way."""
+        """Takes the total of a piece, as its owner has encoded it."""
         with self._lock:
-            if piece in self._totals:
-                return
-            self._totals[piece] = payload
+            self._totals.setdefault(piece, payload)
             self._here[piece].notify_all()
-        place = slice(*self._starts[piece : piece + 2])
-        self._flat[place] = self._payloads[piece].decode(payload, self._sizes[piece])
-        with self._lock:
-            self._num_decoded += 1
             if self.is_complete:
                 self._changed.notify_all()
 
@@ -187,9 +178,11 @@ class StepSums:
             return self._totals[piece] if self.reduce(piece) else None
 
     def totals(self) -> np.ndarray:
-        """Gives away the totals of all pieces, `f32 [N]`, one after the other: once, when they are complete."""
-        assert self.is_complete and self._flat.size
-        found, self._flat = self._flat, np.empty(0, np.float32)
+        """Returns the totals of all pieces, `f32 [N]`, one after the other."""
+        found, start = np.empty(sum(self._sizes), np.float32), 0
+        for piece, (payload, size) in enumerate(zip(self._payloads, self._sizes, strict=True)):
+            found[start : start + size] = payload.decode(self._totals[piece], size)
+            start += size
         return found
 
     def end(self, error: Exception) -> None:

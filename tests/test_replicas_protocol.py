@@ -104,9 +104,7 @@ def start(views: Sequence[Mapping[int, float]], num_shares: int, payloads: Seque
     for me, rates in enumerate(views):
         plan = StepPlan(me=me, num_shares=num_shares, num_pieces=len(payloads), rates=rates)
         lock = threading.RLock()
-        sums = StepSums(num_shares, payloads, [1] * len(payloads), lock, threading.Condition(lock))
-        sums._flat = np.empty(len(payloads), object)  # of symbols
-        peer = Peer(plan, sums)
+        peer = Peer(plan, StepSums(num_shares, payloads, [1] * len(payloads), lock, threading.Condition(lock)))
         plan.follow(peer.sums)
         peers.append(peer)
     return tuple(peers)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from replicas.payloads import BFloat16, Blockwise, Float32, Payload
-from replicas.sums import COMPLETE, WAITING, StepSums, check_nodes
+from replicas.sums import WAITING, StepSums, check_nodes
 from replicas.tree import WORTH, Node, added, counts, cover, halves, nodes_of, owners, parent
 
 SIZE = 33
@@ -69,29 +69,6 @@ def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_shares: int) -> None:
             assert sums.reduce(piece) and sums.is_complete == bool(piece)
         for sums in all_sums:
             assert sums.totals().tobytes() == b"".join(expected)
-
-
-def test_a_total_is_decoded_as_it_comes() -> None:
-    """Others get it at once; who waits for the step does so until it is decoded, and decodes nothing more."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    class Held(Float32):
-        def decode(self, payload: memoryview, size: int) -> np.ndarray:
-            begun.set()
-            assert goes_on.wait(60)
-            return super().decode(payload, size)
-
-    sums = sums_of(1, [Held(), Float32()])
-    taking = threading.Thread(target=sums.put_total, args=(0, leaf(0, 0).data.cast("B")))
-    taking.start()
-    sums.put_total(1, leaf(0, 1).data.cast("B"))
-    assert begun.wait(60) and sums.wait_for_total(0) == leaf(0, 0).data.cast("B")
-    assert not sums.is_complete and sums.look(never, 0.0) == WAITING
-    goes_on.set()
-    taking.join()
-    assert sums.look(never, 0.0) == COMPLETE
-    begun.clear()
-    assert sums.totals().tobytes() == leaf(0, 0).tobytes() + leaf(0, 1).tobytes() and not begun.is_set()
 
 
 def test_the_order_of_the_tree_matters_to_the_bits() -> None:
