@@ -229,6 +229,7 @@ def test_members_of_another_run_are_not_met(
     run, said = [make(number) for number in range(3)], list[str]()
     assert [len(one.members.others) for one in run] == [2, 2, 2]
     about: Any = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES, "silence_s": 10.0}
+    monkeypatch.setattr(membership, "SEEK_S", 600.0)  # one that knows nobody greets all again
     other = Replicas(number=3, folder=tmp_path, token="0" * 64, run="another", say=said.append, **about)
     connect, greeted = other.members.connect, list[int]()
     monkeypatch.setattr(other.members, "connect", lambda to, *rest: (greeted.append(to.process), connect(to, *rest))[1])
