@@ -157,8 +157,8 @@ def run(
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)
     fingerprints = {**data.fingerprints, **ex.base_fingerprint}
     start = resume.restore(ex, workdir, checkpointer, snapshots, fingerprints)
-    if not start.restored:
-        ex.same_weights()  # which the initial state is made of
+    if not (start.restored or ex.base_fingerprint):  # the initial state is made of them
+        ex.same_weights()
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
     batches = steps.read(data.train, start.step)
     supervisor.hold(batches)

@@ -48,7 +48,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
     parser.add_argument("--max_nodes", type=int, required=True, help="with more the others stay idle")
     parser.add_argument("--nodes_per_group", type=int, default=1, help="that a partition group spans")
     parser.add_argument("--devices_per_node", type=int, default=0, help="JAX's virtual CPU devices (0: as configured)")
-    parser.add_argument("--max_failures", type=int, default=5, help="in a row without a new step")
+    parser.add_argument("--max_failures", type=int, default=5, help="in a row in which a program does not get on")
     options = parser.parse_args(ours)
     if len(command) < 2 or not command[1].endswith(".py"):
         raise ValueError("no program; give it after --, such as `-- python train.py --config=...`")

@@ -32,7 +32,7 @@ class Engine(ABC):
     """Starts attempts on the nodes that are free, and follows them, until the run is finished."""
 
     def __init__(self, members: "Members", limits: Limits, workdir: Path, *, max_failures: int) -> None:
-        """`max_failures` attempts in a row, of one world or of one group, may fail without a new step."""
+        """`max_failures` attempts in a row, of one world or of one group, may fail without getting on."""
         self._members, self._limits, self._workdir, self._max_failures = members, limits, workdir, max_failures
         self._events = EventLog(workdir, "engine")
         self._attempts: list[Attempt] = []  # those that run

@@ -93,8 +93,8 @@ class Attempt:
 class Failures:
     """How often in a row a program has failed without getting on.
 
-    It gets on by a new step in the metrics of its directory; or, where it has gone back to a checkpoint, by going on
-    from a newer step than the attempt before: then it will reach new steps if it may go on.
+    It gets on by a new step in the metrics of its directory; or, where it has gone back to an older checkpoint, by
+    resuming further on than the attempt before: then it will reach new steps if it may go on.
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -110,13 +110,15 @@ class Failures:
     def another(self, step: int) -> int:
         """Notes a failure after a step, and returns how many there are now."""
         restored_step = self._newest_restored()
-        gets_on = step > self._farthest_step or restored_step > self._restored_step
+        # a world's metrics are cut where it resumes; those of a replica are not, whose checkpoints others save
+        has_gone_back = step < self._farthest_step
+        gets_on = step > self._farthest_step or (has_gone_back and restored_step > self._restored_step)
         self.count = 0 if gets_on else self.count + 1
         self._farthest_step, self._restored_step = max(step, self._farthest_step), restored_step
         return self.count
 
     def _newest_restored(self) -> int:
-        """Returns the step from which the newest attempt went on that got as far as that."""
+        """Returns the step at which the newest attempt resumed; one that ended before does not count."""
         steps = [event.get("step", 0) for event in self._events.new() if event["event"] == Event.RESTORED]
         return steps[-1] if steps else self._restored_step
 

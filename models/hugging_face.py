@@ -151,8 +151,10 @@ class Weights:
         return found.pop() if found in ({"float16"}, {"bfloat16"}) else "float32"
 
     def fingerprint(self) -> str:
-        """Returns a hash of every tensor's name, dtype, shape and first row: another model, or another revision of it,
-        has another one, a copy of the files the same."""
+        """Returns a hash of every tensor's name, dtype, shape and first row, of a vector its first value.
+
+        A copy has the same; a model that was trained further has another one.
+        """
         found = hashlib.sha256()
         for name in sorted({*self._names.values()}):
             tensor = self._slice(name)
@@ -166,13 +168,14 @@ class Weights:
         Those in blocks (models/lora.py) are encoded as they are read, a layer at a time.
         """
         made: dict[Any, Any] = {}  # regions of one parameter: several devices may hold the same
+        owner = ""
 
         def load(at: Any, x: Any) -> jax.Array:
+            nonlocal owner
             path = path_name(at)
-            owner = path.rpartition("/")[0] if path.endswith(IN_BLOCKS) else path
-            if made.get("of") != owner:
+            before, owner = owner, path.rpartition("/")[0] if path.endswith(IN_BLOCKS) else path
+            if owner != before:
                 made.clear()
-                made["of"] = owner
             region = lambda index: self._stored(path, index, x.dtype, made)
             array = jax.make_array_from_callback(x.shape, x.sharding, region)
             return jax.block_until_ready(array)  # then the next parameter may use the memory
@@ -182,11 +185,10 @@ class Weights:
     def whole(self, path: str) -> np.ndarray:
         """Returns one of our parameters whole, float32, as a frozen one is used: with what its blocks lose."""
         found = self.region(path, (slice(None),) * len(self._tensors[path].spec.shape))
-        if in_blocks(self._config, self._tensors[path].spec):
-            for matrix in found:  # in place: a stack may take half of the memory
-                matrix[...] = decode(encode(matrix, self._config.lora_base), jnp.dtype("float32"))
-        else:
-            found[...] = found.astype(jnp.dtype(self._config.compute_dtype))
+        coded, dtype = in_blocks(self._config, self._tensors[path].spec), jnp.dtype(self._config.compute_dtype)
+        for part in found if found.ndim > 2 else [found]:  # in place: a stack may take half of the memory
+            used = decode(encode(part, self._config.lora_base), jnp.dtype("float32")) if coded else part.astype(dtype)
+            part[...] = used
         return found
 
     def region(self, path: str, index: Index) -> np.ndarray:
@@ -215,9 +217,15 @@ class Weights:
 
     def _encoded(self, path: str, index: Index) -> dict[str, np.ndarray]:
         """Returns codes and scales of a region of a stack of matrices that has whole rows."""
+        found: dict[str, np.ndarray] = {}
         layers = range(self._tensors[path].spec.shape[0])[index[0]]
-        each = [encode(self.region(path, (slice(i, i + 1), *index[1:])), self._config.lora_base) for i in layers]
-        return {part: np.concatenate([one[part] for one in each]) for part in IN_BLOCKS}
+        for number, layer in enumerate(layers):
+            values = self.region(path, (slice(layer, layer + 1), *index[1:]))
+            for part, x in encode(values, self._config.lora_base).items():
+                if not number:
+                    found[part] = np.empty((len(layers), *x.shape[1:]), x.dtype)
+                found[part][number] = x[0]
+        return found
 
     def _fill(self, out: np.ndarray, tensor: Tensor, layer: int | None, bounds: list[tuple[int, int]]) -> None:
         """Copies the region `bounds` of one layer into `out`, as far as it is no padding."""

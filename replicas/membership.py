@@ -98,9 +98,9 @@ class Membership:
         why = self._greet_all(addresses)
         if other := self._foreign:
             raise ValueError(
-                f"replica {other.number} at {other.host} trains by another config, on other data, on other devices "
-                "(more, fewer or of another kind) or with another version of jax; give all the same, or another "
-                "--workdir"
+                f"replica {other.number} at {other.host} trains by another config, on other data, beside other frozen "
+                "weights, on other devices (more, fewer or of another kind) or with another version of jax; give all "
+                "the same, or another --workdir"
             )
         if addresses and not self.others:
             self._say(

@@ -177,6 +177,27 @@ def test_memory_is_a_share_and_one_parameter(large: Any) -> None:
     assert peak < total / 8 + largest / 8 + 200_000 < total / 4
 
 
+@pytest.mark.parametrize("base", ["compute", "int8", "nf4"])
+def test_memory_of_a_frozen_stack_is_that_and_some_layers(base: str, tmp_path: Path) -> None:
+    """Its codes, as it is stored, and its values, as they are merged: not twice that."""
+    section = DecoderConfig(num_layers=256, hidden=64, intermediate=256, vocab_size=200, max_len=16, tied_head=False)
+    plain = models.build(section)
+    write(plain, tmp_path, lambda path: np.ones(by_name(shapes(plain))[path].shape, np.float32))
+    weights = Weights(models.build(replace(section, lora_rank=2, lora_base=base)), tmp_path)
+    path, layer = "layers/up/weight", 64 * 256
+    everything = (slice(None),) * 3
+    makes = [(lambda: weights.whole(path), 256 * layer * 4)]
+    if base != "compute":
+        makes.append((lambda: weights._encoded(path, everything), 256 * layer * (1 if base == "int8" else 0.5)))
+    for make, kept in makes:
+        make()  # what is imported and compiled
+        tracemalloc.start()
+        found = make()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert found is not None and kept < peak < 1.1 * kept + 10 * 4 * layer
+
+
 def test_memory_of_writing_is_one_parameter_and_one_tensor(large: Any, tmp_path: Path) -> None:
     """And no file has more than was asked for."""
     model, _, values = large

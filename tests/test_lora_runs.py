@@ -121,6 +121,7 @@ def test_processes_with_other_weights_are_refused(
     assert train(tmp_path, model__lora_rank=rank) == 2
     err = capsys.readouterr().err
     assert f"model.weights={FOLDER / 'llama'} differs between processes; give all the same files" in err
+    assert err.count("\n") == 1
 
 
 def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

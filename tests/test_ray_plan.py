@@ -123,3 +123,6 @@ def test_failures_count_until_a_program_gets_on(tmp_path: Path) -> None:
     assert [attempt(*x) for x in [(50, 40), (60, 50), (60, 50), (60, None)]] == [1, 0, 1, 2]
     assert attempt(30, 20) == 3  # it has lost its steps
     assert [attempt(*x) for x in [(35, 25), (40, 30), (39, 30), (40, 30)]] == [0, 0, 1, 2]
+    assert attempt(100, 90) == 0
+    # a replica that resumes from what others have saved meanwhile, and steps not once
+    assert [attempt(*x) for x in [(100, 120), (100, 140), (100, 160)]] == [1, 2, 3]
