@@ -94,7 +94,7 @@ class Failures:
     """How often in a row a program has failed without getting on.
 
     It gets on by a new step in the metrics of its directory; or, where it has gone back to an older checkpoint, by
-    resuming further on than the attempt before: then it will reach new steps if it may go on.
+    resuming further on than the attempt before, where none has yet: then it will reach new steps if it may go on.
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -102,6 +102,7 @@ class Failures:
         self.count, self._workdir, self._events = 0, workdir, EventReader(workdir)
         self._farthest_step, self._restored_step = self.progress().step, 0
         self._restored_step = self._newest_restored()
+        self._resumed = {self._restored_step}  # since the last new step
 
     def progress(self) -> Progress:
         """Returns how far the metrics are."""
@@ -109,11 +110,12 @@ class Failures:
 
     def another(self, step: int) -> int:
         """Notes a failure after a step, and returns how many there are now."""
-        restored_step = self._newest_restored()
+        restored_step, is_new = self._newest_restored(), step > self._farthest_step
         # a world's metrics are cut where it resumes; those of a replica are not, whose checkpoints others save
         has_gone_back = step < self._farthest_step
-        gets_on = step > self._farthest_step or (has_gone_back and restored_step > self._restored_step)
-        self.count = 0 if gets_on else self.count + 1
+        resumes_on = restored_step > self._restored_step and restored_step not in self._resumed
+        self.count = 0 if is_new or (has_gone_back and resumes_on) else self.count + 1
+        self._resumed = {restored_step} | (set() if is_new else self._resumed)
         self._farthest_step, self._restored_step = max(step, self._farthest_step), restored_step
         return self.count
 

@@ -126,3 +126,6 @@ def test_failures_count_until_a_program_gets_on(tmp_path: Path) -> None:
     assert attempt(100, 90) == 0
     # a replica that resumes from what others have saved meanwhile, and steps not once
     assert [attempt(*x) for x in [(100, 120), (100, 140), (100, 160)]] == [1, 2, 3]
+    assert attempt(110, 100) == 0
+    # it loses its memory again and again, and gets no further
+    assert [attempt(*x) for x in [(50, 20), (60, 30), (50, 20), (60, 30), (60, 20), (60, 30)]] == [1, 0, 1, 2, 3, 4]
