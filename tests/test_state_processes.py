@@ -186,6 +186,7 @@ def check_few_calls(rank: int, directory: Path) -> None:
     assert counted(lambda: consensus.all_gather(new_key("said"), rank + 2)) == ([2, 3], 3 if rank else 4)
     barrier("deleted")
     assert sorted(text for name, text in client.key_value_dir_get("consensus/") if "/said/" in name) == ["2", "3"]
+    barrier("looked")  # before the other one says more
     assert counted(lambda: consensus.gather(new_key("said"), rank)) == (([], 2) if rank else ([0, 1], 3))
     with Checkpointer(directory, KEEP_ALL) as checkpointer:
         assert counted(lambda: (save(checkpointer, 8), checkpointer.wait()))[1] == (7 if rank else 8)
