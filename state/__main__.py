@@ -34,7 +34,7 @@ def verify(directory: Path) -> int:
 def ls(directory: Path) -> int:
     """Prints date, size, metrics and status of each step from its manifest; returns 0, or 2 if there is no step."""
     steps = manifest.step_numbers(directory)
-    aside = [(kind, entry) for kind in ASIDE for entry in sorted((directory / kind).glob("*"))]
+    aside = [(kind, entry) for kind in ASIDE for entry in sorted((directory / kind).glob("*/"))]
     if not steps and not aside:
         return _refuse(directory)
     for step in steps:

@@ -186,6 +186,8 @@ class Checkpointer:
             writer.save(unfinished, args=items)
         except (OSError, ValueError, RuntimeError) as error:
             writer.close()
+            if jax.process_index() == 0:
+                self._discard(unfinished.parent)
             self._failed(step, error)
             return
         described = {"step": step, "tree": leaves, "metrics": metrics}
@@ -259,24 +261,46 @@ class Checkpointer:
 
         A new one each time, because TensorStore may still be writing into that of a failed save.
         """
-        self._remove_unfinished()
+        self._remove_unfinished(keep_blocks=True)
         name = f"{self._own}{secrets.token_hex(8)}"
         (self.directory / manifest.UNFINISHED / name).mkdir(parents=True)
         return name
 
-    def _remove_unfinished(self) -> None:
+    def _remove_unfinished(self, *, keep_blocks: bool = False) -> None:
         """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call.
 
-        A replica deletes its own, and those of the others that nobody needs: they may be in progress.
+        A replica deletes its own, and those of the others that nobody needs: they may be in progress. `keep_blocks`:
+        not what `_discard` puts in their place.
         """
         unfinished, newest = self.directory / manifest.UNFINISHED, self.latest_step()
+        for save in unfinished.glob(f"{self._own}*"):
+            if save.is_dir():
+                shutil.rmtree(save, ignore_errors=True)
+            elif not keep_blocks:
+                with suppress(OSError):
+                    save.unlink()
         if self._replica is None:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):
+                unfinished.rmdir()
         for save in unfinished.glob("*/*"):  # STEP, or STEP.orbax-checkpoint-tmp
             step = save.name.partition(".")[0]
-            is_old = newest is not None and step.isdecimal() and int(step) <= newest
-            if is_old or save.parent.name.startswith(self._own):
+            if newest is not None and step.isdecimal() and int(step) <= newest:
                 shutil.rmtree(save.parent, ignore_errors=True)
+
+    def _discard(self, save: Path) -> None:
+        """Deletes a failed save, and puts an empty file in its place (process 0).
+
+        TensorStore and Orbax may go on writing by its path, and would make the folder again; where a file is they
+        cannot.
+        """
+        for attempt in range(10):
+            leaving = save.with_name(f"{save.name}-{attempt}")
+            with suppress(OSError):
+                save.rename(leaving)  # at once, so that nothing is added to it while it is deleted
+            shutil.rmtree(leaving, ignore_errors=True)
+            with suppress(OSError):
+                save.touch(exist_ok=False)
+                return
 
     def _is_saved(self, step: int, damaged: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
         """Whether this run has saved `step` before; a damaged step is set aside (process 0).
@@ -335,7 +359,7 @@ class Checkpointer:
             manifest.write(folder, manifest.build(folder, files, **described))
             folder.rename(self.directory / folder.name)
         except Exception:
-            shutil.rmtree(folder.parent, ignore_errors=True)
+            self._discard(folder.parent)
             raise
         with suppress(OSError):
             folder.parent.rmdir()

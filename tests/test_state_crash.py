@@ -12,11 +12,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpointing import abstract, check_equal, files_no_larger_than, start
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
+from runtime.exit_codes import ResumableError
 from state import manifest
 from state.checkpointer import Checkpointer, CheckpointError
 
@@ -37,11 +39,20 @@ def state_of(step: int, size: int = 1 << 16) -> dict[str, jax.Array]:
 def check_restores(directory: Path) -> int:
     """Returns the step that a restore gives, after checking its content; nothing may be found damaged."""
     with Checkpointer(directory, KEEP_TWO, report=pytest.fail) as checkpointer:
-        restored = checkpointer.restore(abstract(state_of(0)))
-        assert restored is not None and restored.step == checkpointer.latest_step()
+        return restored_by(checkpointer)
+
+
+def restored_by(checkpointer: Checkpointer) -> int:
+    restored = checkpointer.restore(abstract(state_of(0)))
+    assert restored is not None and restored.step == checkpointer.latest_step()
     check_equal(restored.state, state_of(restored.step))
     assert restored.data == {"step": restored.step}
     return restored.step
+
+
+def check_refuses_late_writes(save: Path) -> None:
+    with pytest.raises(NotADirectoryError):
+        (save / "2.orbax-checkpoint-tmp").mkdir(parents=True)
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # writes that Orbax drops
@@ -49,7 +60,7 @@ def check_restores(directory: Path) -> int:
 def test_no_room_while_saving(
     tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that failed leaves no files, which would take what room there is for the metrics."""
+    """A save that failed leaves no files, not even late ones: the metrics may need what room there is."""
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), report=pytest.fail)
     folders, prepare = list[str](), checkpointer._prepare
     monkeypatch.setattr(checkpointer, "_prepare", lambda: folders.append(prepare()) or folders[-1])
@@ -61,15 +72,38 @@ def test_no_room_while_saving(
     message = str(failure.value)
     assert "\n" not in message and f"saving step 2 to {tmp_path}" in message and "newest: 1" in message
     assert "File too large" in message
-    assert not [*(tmp_path / manifest.UNFINISHED).iterdir()]
-    assert check_restores(tmp_path) == 1
+    assert not [*(tmp_path / manifest.UNFINISHED).glob("*/")]
+    check_refuses_late_writes(tmp_path / manifest.UNFINISHED / folders[1])
+    assert restored_by(checkpointer) == 1
     checkpointer.save(2, state_of(2), data={"step": 2}, config={})  # there is room again
     assert len({*folders}) == 3, "late writes of the failed save would land in this one"
+    check_refuses_late_writes(tmp_path / manifest.UNFINISHED / folders[1])
     checkpointer.close()
+    assert not (tmp_path / manifest.UNFINISHED).exists()
     assert check_restores(tmp_path) == 2
     assert "Traceback" not in capfd.readouterr().err  # they say nothing that the message does not
     del failure
     gc.collect()  # the dropped writes must not be reported in a later test
+
+
+@pytest.mark.parametrize("replica", [None, 1])
+def test_a_save_that_fails_at_once_leaves_no_files_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replica: int | None
+) -> None:
+    def fails(writer: object, folder: Path, **_: object) -> None:
+        folder.mkdir()
+        (folder / "late").touch()
+        raise OSError("no room")
+
+    unfinished = tmp_path / manifest.UNFINISHED
+    checkpointer = Checkpointer(tmp_path, KEEP_TWO, report=pytest.fail, replica=replica)
+    with monkeypatch.context() as patch, pytest.raises((CheckpointError, ResumableError), match="no room"):
+        patch.setattr(ocp.AsyncCheckpointer, "save", fails)
+        checkpointer.save(1, state_of(1), data={}, config={})
+    (save,) = unfinished.iterdir()
+    check_refuses_late_writes(save)
+    with Checkpointer(tmp_path, KEEP_TWO, report=pytest.fail, replica=replica):
+        assert not [*unfinished.glob("*")], "the next attempt removes it"
 
 
 @pytest.mark.parametrize("moment", ["hashing", "renaming"])
