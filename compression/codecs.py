@@ -27,7 +27,6 @@ class BFloat16:
     """
 
     multiple: int = 1
-    sparse: bool = False
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns `uint8 [..., 2 N]` of `f32 [..., N]`: two bytes per value."""
@@ -53,7 +52,6 @@ class Blockwise:
     bits: int
     block: int
     stochastic: bool = False
-    sparse: bool = False
 
     @property
     def multiple(self) -> int:
@@ -97,38 +95,14 @@ class Blockwise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoBit:
-    """MXNet's 2-bit codec: `+threshold`, `-threshold` or 0, 16 values per 32-bit word (PR 8662 of apache/mxnet).
-
-    It needs error feedback: a value below the threshold is sent only after the residual has raised it to the threshold.
-    """
-
-    threshold: float
-    multiple: int = 16
-    sparse: bool = True
-
-    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns `uint8 [..., N / 4]` of `f32 [..., N]`, the first value highest: 11 is plus, 10 minus, 00 zero."""
-        del key, real
-        bits = jnp.stack([jnp.abs(x) >= self.threshold, x >= self.threshold], axis=-1)
-        return jnp.packbits(bits.reshape(*x.shape[:-1], -1), axis=-1)
-
-    def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values `f32 [..., N]` of a payload."""
-        sent, plus = jnp.moveaxis(jnp.unpackbits(payload, axis=-1).reshape(*payload.shape[:-1], -1, 2), -1, 0)
-        return jnp.where(sent == 0, 0.0, jnp.where(plus == 1, self.threshold, -self.threshold)).astype(jnp.float32)
-
-
-@dataclass(frozen=True, kw_only=True)
 class OneBit:
     """The sign, and one scale per block: the mean of its absolute values (EF-SignSGD, arXiv 1901.09847).
 
-    This scale minimises the squared error. 1-bit Adam (arXiv 2102.02888) sends momenta this way. The codec needs error
-    feedback.
+    This scale minimises the squared error. 1-bit Adam (arXiv 2102.02888) sends momenta this way; gradients in front of
+    an optimizer end far higher, so it is no choice of `compression.hop_two`. The codec needs error feedback.
     """
 
     block: int
-    sparse: bool = False
 
     @property
     def multiple(self) -> int:
@@ -163,7 +137,6 @@ class Statistical:
     """
 
     block: int
-    sparse: bool = False
     SPLIT = 1.23
 
     @property
@@ -198,10 +171,6 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
             return BFloat16()
         case "int8" | "int4":
             return Blockwise(bits=int(name[3:]), block=config.block, stochastic=rounding == "stochastic")
-        case "two_bit":
-            return TwoBit(threshold=config.threshold)
-        case "one_bit":
-            return OneBit(block=config.block)
         case "statistical":
             return Statistical(block=config.block)
         case "none":

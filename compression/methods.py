@@ -33,7 +33,7 @@ NONE = HopTwo(
     build=lambda setup: exchange(setup.plan),
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
-CODECS = map(with_codec, ("bf16", "int8", "int4", "two_bit", "one_bit", "statistical"))
+CODECS = map(with_codec, ("bf16", "int8", "int4", "statistical"))
 METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD, SPARSE_LOCO, DEMO)
 
 

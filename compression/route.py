@@ -46,8 +46,7 @@ class Route:
     def exchange(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, Sent]:
         """Sums `x` `[d, N]`, d chunks over `scatter`, over all axes; returns this device's chunk `[N]` and residual.
 
-        The residual `[d, N]` is the error of both encodings; the caller adds it to the next `x`. For a sparse codec,
-        the values sent are counted in the first encoding, and their share is assumed to be the same in the second.
+        The residual `[d, N]` is the error of both encodings; the caller adds it to the next `x`.
         """
         parts = self._parts(x)
         rows = reduce_scatter_chunks(parts, self.intra, hierarchical=True, by_ring=self.over_gloo)
@@ -58,8 +57,7 @@ class Route:
         payload = self.codec.encode(rows, first, real)
         received = all_to_all_rows(payload, self.inter)
         total = reduce(jnp.add, [self.codec.decode(row) for row in received])  # a reduction would materialise all rows
-        decoded = self.codec.decode(payload)
-        kept = rows - decoded
+        kept = rows - self.codec.decode(payload)
         payloads = [payload]
 
         whole = total
@@ -77,9 +75,7 @@ class Route:
         kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))
         in_first = x.size / lax.axis_size(self.intra)  # without padding; the mean over the devices
         num_values = in_first * (1 + (len(payloads) - 1) / lax.axis_size(self.inter))
-        # counted in integers, because an f32 sum is inexact above 2**24
-        share = jnp.count_nonzero(decoded) / in_first if self.codec.sparse else 1.0
-        sent = Sent(sum(payload.size for payload in payloads), num_values, num_values * share)
+        sent = Sent(sum(payload.size for payload in payloads), num_values, num_values)
         return whole[: x.shape[-1]], self._chunks(kept, x.shape), sent
 
     def _parts(self, x: jax.Array) -> jax.Array:

@@ -23,9 +23,7 @@ CODEC_BYTES = {
     "bf16": 2.0,
     "int8": 1.0,
     "int4": 0.5,
-    "two_bit": 0.25,
     "statistical": 0.25,
-    "one_bit": 0.125,
 }
 SLACK = 1.2  # the least time leaves details out (embeddings are gathered once): nothing is discarded that is so near
 

@@ -28,11 +28,6 @@ class Codec(Protocol):
         """The length of a row is a multiple of this."""
         ...
 
-    @property
-    def sparse(self) -> bool:
-        """Whether it leaves values out, which are then decoded as zeros."""
-        ...
-
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns the payload of rows `[..., N]`; `key` is for random rounding, `real` is False for padding."""
         ...

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import workload
 
-from compression.codecs import BFloat16, Blockwise, OneBit, Statistical, TwoBit, make_codec
+from compression.codecs import BFloat16, Blockwise, OneBit, Statistical, make_codec
 from configs import base
 from configs.schema import CompressionConfig
 from sharding.coded import Codec
@@ -16,7 +16,6 @@ CODECS = {
     "bf16": BFloat16(),
     "int8": Blockwise(bits=8, block=BLOCK),
     "int4": Blockwise(bits=4, block=BLOCK),
-    "two_bit": TwoBit(threshold=0.5),
     "one_bit": OneBit(block=BLOCK),
     "statistical": Statistical(block=BLOCK),
 }
@@ -53,16 +52,6 @@ def blockwise(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return sent, (integers * scales).reshape(x.shape).astype(np.float32)
 
 
-def two_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """MXNet's words: 16 values in 4 bytes, value i in the bits of 0xc0 >> 2 * (i % 4) of byte i // 4."""
-    sent = np.zeros((len(x), x.shape[1] // 4), np.uint8)
-    for i in range(x.shape[1]):
-        sent[:, i // 4] |= np.where(x[:, i] >= 0.5, 0xFF, np.where(x[:, i] <= -0.5, 0xAA, 0)).astype(np.uint8) & (
-            0xC0 >> 2 * (i % 4)
-        )
-    return sent, np.where(x >= 0.5, 0.5, np.where(x <= -0.5, -0.5, 0)).astype(np.float32)
-
-
 def one_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.abs(x).reshape(len(x), -1, BLOCK).mean(-1, dtype=np.float32)
     sent = np.concatenate([np.packbits(x >= 0, axis=1), scales.view(np.uint8)], axis=1)
@@ -83,7 +72,6 @@ ORACLES = {
     "bf16": bf16,
     "int8": lambda x: blockwise(x, 8),
     "int4": lambda x: blockwise(x, 4),
-    "two_bit": two_bit,
     "one_bit": one_bit,
     "statistical": statistical,
 }
@@ -123,7 +111,7 @@ def test_finite_values_stay_finite(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("two_bit", 15.5), ("statistical", 15.5), ("one_bit", 30)],
+    [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("statistical", 15.5)],
 )
 def test_default_compression_ratios(name: str, least: float) -> None:
     codec = make_codec(name, CompressionConfig(**base.get_config().compression))

@@ -46,7 +46,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "residuals": {"compression.hop_two": "int8", "compression.error_feedback": True},
     "no feedback": {"compression.error_feedback": False},
     "keeping method": {"compression.hop_two": "power_sgd"},
-    "other payload": {"compression.hop_two": "one_bit"},
+    "other payload": {"compression.hop_two": "statistical"},
     "random": {"compression.rounding": "stochastic"},
     "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},
     "stages": {"mesh.stages": 2},

@@ -114,8 +114,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "int8": {},
     "int4": dict(rounding="stochastic"),
-    "two_bit": dict(threshold=0.01),
-    "one_bit": {},
     "statistical": {},
     "one_bit_adam": dict(warmup_steps=2),
     "dgc": dict(sparsity=0.9, warmup_steps=3),

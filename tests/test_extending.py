@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from running import ROOT, arrays, manifest, rows, run_here, stop_after
 
 import models
 from configs.register import register
-from configs.schema import Config, OptimizerConfig, ShardingConfig
+from configs.schema import CompressionConfig, Config, OptimizerConfig, ShardingConfig
 from configs.schema.own import OWN
 from lab.emulate import __main__ as emulate
 from planner import __main__ as planner
@@ -111,15 +112,19 @@ def a_tokenizer(workdir: Path) -> None:
 
 
 def a_codec(workdir: Path) -> None:
-    # hop two scatters and gathers one byte per value of a matrix (of which each device has half), and a scale per node:
-    # of the layers, and of what is outside them
+    # hop two scatters and gathers two bits per value of a matrix (of which each device has half): of the layers, and of
+    # what is outside them
     shapes = [leaf["shape"] for leaf in manifest(workdir, 3)["tree"] if leaf["path"].startswith("params.")]
     matrices = sum(math.prod(shape) for shape in shapes if len([size for size in shape if size > 1]) > 1) // 2
     coded = [c for c in hop_two(workdir) if c["dtype"] == "u8"]
     for kind in ("all-to-all", "all-gather"):
         payloads = [c["payload_bytes"] for c in coded if c["kind"] == kind]
-        assert len(payloads) == 2 and sum(payloads) == matrices + 2 * 4 * 4
+        assert len(payloads) == 2 and sum(payloads) == matrices / 4
     assert len(coded) == 4
+    codec, x = OWN["codec"]["two_bit"](CompressionConfig()), [0.005, 0.0049, -0.006, 0, *(4 * [-1.0]), *(8 * [0.0])]
+    payload = codec.encode(jnp.float32([x]), jax.random.key(0))
+    assert bytes(payload[0]) == bytes([0b11_00_10_00, 0b10_10_10_10, 0, 0])
+    assert codec.decode(payload)[0].tolist() == pytest.approx([0.005, 0, -0.005, 0, *(4 * [-0.005]), *(8 * [0.0])])
 
 
 def a_method(workdir: Path) -> None:
@@ -322,7 +327,7 @@ def test_emulated_nodes_see_the_file() -> None:
 
 @pytest.mark.slow
 def test_the_planner_prices_the_file_s_codec_in_every_hop(capsys: pytest.CaptureFixture[str]) -> None:
-    codecs = [f"--config.compression.{key}=float8" for key in ("hop_two", "gather_inter", "hop_one_inter")]
+    codecs = [f"--config.compression.{key}=two_bit" for key in ("hop_two", "gather_inter", "hop_one_inter")]
     words = [f"--config={listed('A codec')}", *flags(sharding__partition_size=4), "--cluster=emulated", "--nodes=4"]
     assert planner.main(["planner", *words, *codecs]) == 0
     assert "mics(4)" in capsys.readouterr().out

@@ -118,19 +118,19 @@ def test_a_method_is_free_if_its_differences_reach_zero_on_both_tasks(monkeypatc
 
 
 def test_a_method_that_is_not_free_is_named_with_what_it_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    bits = [one_row(setting={"compression.hop_two": "one_bit", "a": str(i)}, mean=i / 10) for i in (3, 1, 2)]
-    local = {"local_sgd.outer_momentum": "0.6", "local_sgd.inner_steps": "5", "compression.hop_two": "one_bit"}
+    bits = [one_row(setting={"compression.hop_two": "statistical", "a": str(i)}, mean=i / 10) for i in (3, 1, 2)]
+    local = {"local_sgd.outer_momentum": "0.6", "local_sgd.inner_steps": "5", "compression.hop_two": "statistical"}
     rows = [*bits, one_row(setting=local, task="digits", mean=0.4), one_row(setting=local | {"optimizer.name": "muon"})]
     monkeypatch.setattr(losses, "rows", lambda: rows)
     about, runs = "its loss, over the dense run's", "in recorded runs of small models"
     page = "docs/compression_accuracy.md"
     none = "not recorded on digits"
     cost = f"{about} (adamw) {runs}: +0.100 to +0.300 on text, {none}; {page}"
-    assert described(compression__hop_two="one_bit", compression__gather_intra="int8") == [
-        f"compression.hop_two=one_bit is not free: {cost}",
+    assert described(compression__hop_two="statistical", compression__gather_intra="int8") == [
+        f"compression.hop_two=statistical is not free: {cost}",
         f"compression.gather_intra=int8 is not known to be free: {about} {runs}: not recorded on text, {none}; {page}",
     ]
-    muon = {"optimizer__name": "muon", "compression__hop_two": "one_bit", "local_sgd__inner_steps": 5}
+    muon = {"optimizer__name": "muon", "compression__hop_two": "statistical", "local_sgd__inner_steps": 5}
     cost = f"{about} (adamw) {runs}: not recorded on text, +0.400 on digits; {page}"
     assert described(**muon) == [f"local_sgd.inner_steps is not free: {cost}"]  # the momentum is another one
     cost = f"{about} (adamw) {runs} with the same keys: +0.200 on text, {none}; {page}"

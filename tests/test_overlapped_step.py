@@ -102,8 +102,8 @@ def test_hop_two_in_the_last_backward_pass(kind: str, strategy: str, accumulatio
         ("decoder", "int8", False, "mics(2)"),
         ("decoder", "int8", False, "node/node/all"),
         ("decoder", "int8", True, "mics(2)"),
-        pytest.param("decoder", "two_bit", False, "none/node/node", marks=pytest.mark.slow),
-        pytest.param("decoder", "one_bit", True, "mics(2)", marks=pytest.mark.slow),
+        pytest.param("decoder", "int4", False, "none/node/node", marks=pytest.mark.slow),
+        pytest.param("decoder", "statistical", True, "mics(2)", marks=pytest.mark.slow),
         (f"{LORA}nf4", "int8", False, "mics(2)"),
     ],
 )
@@ -222,7 +222,7 @@ scaled_backwards.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * fa
 
 @pytest.mark.parametrize(
     ("method", "strategy"),
-    [("int8", "node/node/all"), pytest.param("two_bit", "mics(2)", marks=pytest.mark.slow)],
+    [("int8", "node/node/all"), pytest.param("statistical", "mics(2)", marks=pytest.mark.slow)],
 )
 def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the_residuals(
     method: str, strategy: str

@@ -74,7 +74,7 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
 
 
 REFUSED = [
-    {"compression.hop_two": "one_bit"},
+    {"compression.hop_two": "statistical"},
     {"local_sgd.inner_steps": 10, "local_sgd.target_utilisation": 0.5},
     {"model.compute_dtype": "float16"},
     {"compression.hop_two": "int8", "compression.rounding": "stochastic"},

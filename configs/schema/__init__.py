@@ -46,6 +46,8 @@ from configs.schema.sections import (
     ShardingConfig,
 )
 
+GONE = ("compression.threshold",)  # keys of older versions, each of a method that has gone too
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
@@ -248,8 +250,9 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
 
 
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config, nested, with the defaults of the keys that its version did not have yet."""
-    return nested(flat(defaults(str(saved["model"]["kind"]))) | flat(saved))
+    """Returns a saved config, nested, with the defaults of the keys that its version did not have yet, without GONE."""
+    kept = {name: value for name, value in flat(saved).items() if name not in GONE}
+    return nested(flat(defaults(str(saved["model"]["kind"]))) | kept)
 
 
 def may_change(name: str) -> bool:

@@ -10,7 +10,7 @@ from configs.schema.keys import Section, key
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
 WITH_WARMUP = ("one_bit_adam", "dgc", "power_sgd")  # the values of hop_two that use warmup_steps
 METHODS = ("one_bit_adam", "dgc", "power_sgd", "sparse_loco", "demo")  # values of hop_two that are no codecs
-HOP_TWO = (*CODECS, "two_bit", "one_bit", "statistical", *METHODS)
+HOP_TWO = (*CODECS, "statistical", *METHODS)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
 
@@ -131,9 +131,8 @@ class CompressionConfig(Section, name="compression"):
     hop_one_intra: str = _codec("hop_one_intra", "gradients reduce-scattered inside a node")
     experts_inter: str = _codec("experts_inter", "tokens sent to experts between nodes, and of their gradients")
     experts_intra: str = _codec("experts_intra", "tokens sent to experts inside a node")
-    block: int = key(1024, "int8, int4, one_bit, statistical: values per scale; a multiple of 8", unit="values")
+    block: int = key(1024, "int8, int4, one_bit_adam, statistical: values per scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
-    threshold: float = key(0.5, "two_bit: magnitude sent for values at least as large", above=0, below=math.inf)
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
     sparsity: float = key(0.999, "dgc, sparse_loco, demo: share of values that are not sent", above=0, below=1)
     feedback_decay: float = key(0.95, "sparse_loco, demo: what was not sent is multiplied by it", least=0, most=1)

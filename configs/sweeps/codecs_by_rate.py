@@ -30,4 +30,4 @@ def get_config() -> ConfigDict:
 
 def sweep_codec() -> Iterable[Overrides]:
     """From the widest to the narrowest."""
-    return over("compression.hop_two", ("none", "bf16", "int8", "int4", "one_bit"))
+    return over("compression.hop_two", ("none", "bf16", "int8", "int4", "statistical"))

@@ -74,7 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     tasks = words(options.tasks, "tasks", TASKS)
     seeds = range(options.seeds)
-    keys = [{"task": task, "method": name, "seed": seed} for seed in seeds for task in tasks for name in methods(task)]
+    keys = [
+        {"task": task, "method": name, "seed": seed}
+        for seed in seeds
+        for task in tasks
+        for name in methods(task)
+        if name.rpartition(", ")[0] not in RUNS["examples"]
+    ]
     return run_missing(RESULTS, keys, measured)
 
 

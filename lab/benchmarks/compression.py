@@ -28,8 +28,7 @@ from lab.records import MEASURED
 
 RESULTS = MEASURED / "compression.jsonl"
 NODES, DEVICES = 4, 2
-NAMES = (*CODECS, "two_bit", "one_bit", "statistical", "dgc", "power_sgd")
-THRESHOLD = 1e-4  # of two_bit: about the magnitude of this workload's gradients
+NAMES = (*CODECS, "statistical", "dgc", "power_sgd")
 
 
 @program
@@ -51,7 +50,7 @@ def measured(key: Key) -> dict[str, Any]:
 
 def keys_of(name: str) -> dict[str, Any]:
     """Returns the keys of the config of a step with a codec, with the optimizer that it needs."""
-    keys = {"compression.hop_two": name, "compression.threshold": THRESHOLD, "batch.global_size": NODES * DEVICES}
+    keys = {"compression.hop_two": name, "batch.global_size": NODES * DEVICES}
     optimizer = method_named(name).takes_over  # otherwise AdamW
     return keys | ({"optimizer.name": optimizer} if optimizer else {})
 
