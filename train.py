@@ -25,6 +25,7 @@ from absl import flags
 from configs import command_line, losses
 from configs.schema import Config, defaults
 from files import run_directory
+from metrics.writer import import_ahead
 from runtime import launch
 from runtime.command_line import prepare_output
 from runtime.events import Event
@@ -165,6 +166,8 @@ def run(
     steps.await_rows()
     supervisor.enter(Phase.PREPARING)
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
+    if jax.process_index() == 0:
+        import_ahead()  # beside the compilation
     with announced("compiling the step", say):
         step_fn = steps.compile()
     supervisor.enter(Phase.COMPARING)

@@ -7,9 +7,11 @@
 # protobuf creates its classes at run time:
 # pyright: reportAttributeAccessIssue=false
 
+import importlib
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,6 +83,11 @@ class MetricsWriter:
             self._flushed_s = now
 
 
+def import_ahead() -> None:
+    """Begins to import TensorBoard's package in a thread: it imports torch, where that is installed, for seconds."""
+    threading.Thread(target=importlib.import_module, args=("tensorboardX",), name="tensorboard").start()
+
+
 def _opened_lines(path: Path, after: int) -> TextIO:
     """Returns the file, open for the lines of the steps after one; earlier attempts' lines of these are removed."""
     if after:
@@ -92,7 +99,7 @@ def _opened_lines(path: Path, after: int) -> TextIO:
 
 def _opened_events(folder: Path) -> "EventsWriter":
     """Returns a new event file."""
-    from tensorboardX.event_file_writer import EventsWriter  # takes seconds where torch is installed, which it imports
+    from tensorboardX.event_file_writer import EventsWriter  # see `import_ahead`
 
     folder.mkdir(exist_ok=True)
     return EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{len(os.listdir(folder))}")

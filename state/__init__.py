@@ -5,7 +5,8 @@ or Orbax. A checkpoint directory:
 
     DIR/100/                step 100: Orbax's files (state/, data/, config/) and manifest.json, which is written last
     DIR/unfinished/         saves in progress, the files of killed saves (removed by the next save; of another
-                            replica, once this step or a newer one is saved), and an empty file for each failed one
+                            replica, once this step or a newer one is saved), and, until the next start, an empty
+                            file in the place of each failed one
     DIR/set_aside/100-1/    a damaged step: moved here, never deleted by us
 
 A step appears in DIR by one rename, after its manifest is on disk. So a killed save never leaves a partial step there.

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from math import isnan, nan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any, Self
 
@@ -112,7 +112,7 @@ class Checkpointer:
         quiet_orbax()
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_unfinished()
+            self._remove_unfinished(blocks=True)
 
     def __enter__(self) -> Self:
         return self
@@ -261,31 +261,29 @@ class Checkpointer:
 
         A new one each time, because TensorStore may still be writing into that of a failed save.
         """
-        self._remove_unfinished(keep_blocks=True)
+        self._remove_unfinished()
         name = f"{self._own}{secrets.token_hex(8)}"
         (self.directory / manifest.UNFINISHED / name).mkdir(parents=True)
         return name
 
-    def _remove_unfinished(self, *, keep_blocks: bool = False) -> None:
+    def _remove_unfinished(self, *, blocks: bool = False) -> None:
         """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call.
 
-        A replica deletes its own, and those of the others that nobody needs: they may be in progress. `keep_blocks`:
-        not what `_discard` puts in their place.
+        A replica deletes its own, and those of the others that nobody needs: they may be in progress. `blocks`: also
+        what `_discard` put in their place.
         """
         unfinished, newest = self.directory / manifest.UNFINISHED, self.latest_step()
-        for save in unfinished.glob(f"{self._own}*"):
-            if save.is_dir():
-                shutil.rmtree(save, ignore_errors=True)
-            elif not keep_blocks:
-                with suppress(OSError):
-                    save.unlink()
+        with suppress(FileNotFoundError):
+            for save in [*unfinished.iterdir()]:
+                is_own = save.name.startswith(self._own)
+                if save.is_dir() and (is_own or (newest is not None and _least_step(save) <= newest)):
+                    shutil.rmtree(save, ignore_errors=True)
+                elif is_own and blocks:
+                    with suppress(OSError):
+                        save.unlink()
         if self._replica is None:
             with suppress(OSError):
                 unfinished.rmdir()
-        for save in unfinished.glob("*/*"):  # STEP, or STEP.orbax-checkpoint-tmp
-            step = save.name.partition(".")[0]
-            if newest is not None and step.isdecimal() and int(step) <= newest:
-                shutil.rmtree(save.parent, ignore_errors=True)
 
     def _discard(self, save: Path) -> None:
         """Deletes a failed save, and puts an empty file in its place (process 0).
@@ -455,6 +453,14 @@ def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise ValueError(f"the checkpoint's {name} must be JSON (dicts, lists, strings, numbers): {error}") from error
+
+
+def _least_step(save: Path) -> float:
+    """Returns the least step in a folder of DIR/unfinished: STEP, or STEP.orbax-checkpoint-tmp; infinity for none."""
+    with suppress(OSError):  # another replica may finish it meanwhile
+        names = [entry.name.partition(".")[0] for entry in save.iterdir()]
+        return min((int(name) for name in names if name.isdecimal()), default=inf)
+    return inf
 
 
 def kept_steps(manifests: Sequence[manifest.Manifest], config: CheckpointConfig) -> set[int]:

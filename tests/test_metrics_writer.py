@@ -122,6 +122,15 @@ def test_a_step_imports_nothing(tmp_path: Path) -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 
+def test_tensorboard_is_imported_ahead(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading; from metrics import writer; writer.import_ahead(); "
+        "[thread.join() for thread in threading.enumerate() if thread.name == 'tensorboard']; before = {*sys.modules}; "
+        f"writer.MetricsWriter({str(tmp_path)!r}); print({{*sys.modules}} - before)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
+
+
 def test_tensorboard_of_a_resumed_run_hides_the_repeated_steps(tmp_path: Path) -> None:
     with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(3, {"loss": 1.0})

@@ -5,9 +5,11 @@ Run as a program (`python tests/test_state_crash.py hashing|renaming|restore DIR
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +81,9 @@ def test_no_room_while_saving(
     assert len({*folders}) == 3, "late writes of the failed save would land in this one"
     check_refuses_late_writes(tmp_path / manifest.UNFINISHED / folders[1])
     checkpointer.close()
-    assert not (tmp_path / manifest.UNFINISHED).exists()
+    check_refuses_late_writes(tmp_path / manifest.UNFINISHED / folders[1])
     assert check_restores(tmp_path) == 2
+    assert not (tmp_path / manifest.UNFINISHED).exists(), "the next start removes it"
     assert "Traceback" not in capfd.readouterr().err  # they say nothing that the message does not
     del failure
     gc.collect()  # the dropped writes must not be reported in a later test
@@ -96,14 +99,32 @@ def test_a_save_that_fails_at_once_leaves_no_files_either(
         raise OSError("no room")
 
     unfinished = tmp_path / manifest.UNFINISHED
-    checkpointer = Checkpointer(tmp_path, KEEP_TWO, report=pytest.fail, replica=replica)
-    with monkeypatch.context() as patch, pytest.raises((CheckpointError, ResumableError), match="no room"):
+    error = CheckpointError if replica is None else ResumableError
+    with monkeypatch.context() as patch, pytest.raises(error, match="no room"):
         patch.setattr(ocp.AsyncCheckpointer, "save", fails)
-        checkpointer.save(1, state_of(1), data={}, config={})
+        with Checkpointer(tmp_path, KEEP_TWO, report=pytest.fail, replica=replica) as checkpointer:
+            checkpointer.save(1, state_of(1), data={}, config={})
     (save,) = unfinished.iterdir()
     check_refuses_late_writes(save)
     with Checkpointer(tmp_path, KEEP_TWO, report=pytest.fail, replica=replica):
         assert not [*unfinished.glob("*")], "the next attempt removes it"
+
+
+def test_what_is_written_while_a_failed_save_is_deleted_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, KEEP_TWO, report=pytest.fail)
+    save, rmtree, times = tmp_path / manifest.UNFINISHED / "ab", shutil.rmtree, iter(range(9))
+
+    def and_is_written(path: Path, **how: Any) -> None:
+        rmtree(path, **how)
+        if next(times) < 2:
+            (save / "1").mkdir(parents=True)
+
+    (save / "1").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", and_is_written)
+    checkpointer._discard(save)
+    assert [*save.parent.iterdir()] == [save] and save.is_file()
 
 
 @pytest.mark.parametrize("moment", ["hashing", "renaming"])

@@ -12,7 +12,6 @@ from test_train_bad_input import assert_matches, error_of
 import models
 from configs import quickstart
 from configs.base import typed
-from configs.schema import Config, with_defaults
 from input_pipeline.folder import validation_names
 from runtime.supervisor import Supervisor
 from training.resume import changed_keys
@@ -104,7 +103,6 @@ def test_a_key_that_has_gone_since_is_not_looked_at() -> None:
     config = typed(quickstart.get_config()).to_dict()
     older = {**config, "compression": {**config["compression"], "threshold": 0.5}}
     assert changed_keys(older, config) == {}
-    assert Config.from_dict(with_defaults(older)).to_dict() == config  # so its checkpoints can be read, too
 
 
 def test_workdir_of_another_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

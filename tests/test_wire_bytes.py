@@ -6,7 +6,6 @@ next one.
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -42,14 +41,12 @@ def keys_of(name: str, **changes: object) -> dict[str, object]:
     return {**MODEL, **sharding, "batch__global_size": 8, **changes}
 
 
-def carried_and_formula(
-    name: str, tmp_path: Path, of_steps: Callable[[list[float]], float] = median, **changes: object
-) -> tuple[list[float], float]:
+def carried_and_formula(name: str, tmp_path: Path, **changes: object) -> tuple[list[float], float]:
     """Trains on the emulated nodes; returns what node 0 sent and received in a step, and the bytes of the formula."""
     train(tmp_path, **keys_of(name, **changes))
     logged = rows(tmp_path / "run")[1:]
     num_trained = json.loads((tmp_path / "run" / "environment.json").read_text())["num_trained"]
-    carried = [of_steps([row[key] for row in logged]) for key in ("wire_tx_bytes", "wire_rx_bytes")]
+    carried = [median([row[key] for row in logged]) for key in ("wire_tx_bytes", "wire_rx_bytes")]
     return carried, link_bytes(name, CLUSTER, model_bytes=4 * num_trained, accum=2)
 
 

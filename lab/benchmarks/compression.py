@@ -28,6 +28,7 @@ from lab.records import MEASURED
 
 RESULTS = MEASURED / "compression.jsonl"
 NODES, DEVICES = 4, 2
+GONE = ("two_bit", "one_bit")  # recorded, and examples of docs/extending.md now
 NAMES = (*CODECS, "statistical", "dgc", "power_sgd")
 
 

@@ -59,7 +59,7 @@ def timed_steps() -> Iterator[Line]:
     lines = [line for line in every if line["strategy"] != COMPUTE]
     lines += [line for line in recorded(compression.RESULTS, superseded=True) if line["kind"] == "step"]
     for line in lines:
-        if "superseded" in line and line["commit"] != session:
+        if "superseded" in line and (line["commit"] != session or line.get("codec") in compression.GONE):
             continue
         if "codec" in line:
             name = f"mics(2), {line['codec']}, 1 micro-step"
