@@ -46,7 +46,7 @@ class RunLog:
         `start_step`, in a state of others: rows of steps before that one stay; and it goes on after a failed write.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
-        self._cannot_write = ResumableError if may_join else OSError
+        self._may_join, self._cannot_write = may_join, ResumableError if may_join else OSError
         self._last_step, self._num_steps, self._started_s = start_step, num_steps, started_s
         self._first: int | None = None  # the first step of this attempt
         self._written = start_step  # the last step with a row
@@ -57,10 +57,12 @@ class RunLog:
         self._crossing = 0  # steps in which they crossed
         if not enabled:
             return
-        for name, content in files.items():
-            _write_json(run_dir / name, content)
-        (run_dir / run_directory.SUMMARY).unlink(missing_ok=True)  # of an earlier attempt; a killed one must leave none
-        self._writer = MetricsWriter(run_dir, resume_step=None if may_join else start_step)
+        with self._explained():
+            for name, content in files.items():
+                _write_json(run_dir / name, content)
+            # of an earlier attempt; a killed one must leave none
+            (run_dir / run_directory.SUMMARY).unlink(missing_ok=True)
+            self._writer = MetricsWriter(run_dir, resume_step=None if may_join else start_step)
         self._progress = Progress(num_steps, start_step)
         self._sink: Any = None
         if sink == "wandb":
@@ -77,7 +79,7 @@ class RunLog:
         stopped = isinstance(error, KeyboardInterrupt)
         try:
             self.close("interrupted" if stopped else f"failed: {' '.join(str(error).split())}")
-        except (OSError, ResumableError) as failed:  # must not hide the error that ends the run
+        except Exception as failed:  # must not hide the error that ends the run
             error.add_note(f"the report could not be written: {failed}")
 
     def say(self, text: str) -> None:
@@ -101,8 +103,9 @@ class RunLog:
             return
         self._write_if_due()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
-        if "mfu" in row:
-            row["mfu"] /= row.get("replicas", 1)  # each a world of its own, which does its part of the step
+        if self._may_join and "mfu" in row:  # replicas, of which each does its part of the step; how many, its row says
+            mfu = row.pop("mfu")
+            row |= {"mfu": mfu / row["replicas"]} if "replicas" in row else {}
         self._crossed_until(step)
         if self._crossed:
             row["wire_tx_bytes"] = sum(one.tx_bytes for one in self._crossed) / self._crossing
@@ -166,17 +169,20 @@ class RunLog:
             if self._row is not None:
                 self._write_row()
         finally:
-            self._writer.close()
-        if sample is not None:
-            (self._run_dir / run_directory.SAMPLE).write_text(sample, encoding="utf-8")
-        if mesh_png is not None:
-            (self._run_dir / run_directory.MESH).write_bytes(mesh_png)
+            with self._explained():
+                self._writer.close()
+        with self._explained():
+            if sample is not None:
+                (self._run_dir / run_directory.SAMPLE).write_text(sample, encoding="utf-8")
+            if mesh_png is not None:
+                (self._run_dir / run_directory.MESH).write_bytes(mesh_png)
         summary: dict[str, Any] = {}
         for row in read_run(self._run_dir).rows:  # the last value of each key, earlier attempts included
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
             summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # of shards
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
-        _write_json(self._run_dir / run_directory.SUMMARY, summary)
+        with self._explained():
+            _write_json(self._run_dir / run_directory.SUMMARY, summary)
         if sample is not None:
             print(sample)
         print_summary(self._run_dir)

@@ -168,13 +168,14 @@ class Replicas:
                     if self._changed.wait_for(lambda: self.members.closed, ASK_S):
                         raise ConnectionError(LEAVES)
                 continue
-            found, why = {}, "none has it"
+            found, why = {}, "another process of this replica did not get its part" if begun else "none has it"
             try:
                 found = fetch_copies(self.members.connect, begun, step, sizes, self._progress) if begun else {}
             except PeerError as error:  # lost meanwhile, or further than it was thought
                 why = str(error)
             if all(self._agree(int(len(found) == len(sizes)))):
                 self._skip(step)
+                self.members.look(step)  # the steps in between were not done here, and say nothing of its speed
                 return step, [found[number] for number in range(len(sizes))]
             self._say(f"the others' state did not come ({why}): try {tries} of {FETCHES}")
             tries += 1
@@ -296,8 +297,11 @@ class Replicas:
     # -------------------------------------------------------------------------------------------------- asking others
     def _ask_always(self, member: Member) -> None:
         """Asks a member for what this one needs, until one of them is gone."""
-        for kind in ("sum", "total") * CONNECTIONS:  # while one waits, the others use the link
-            threading.Thread(target=self._pull, args=(member, kind), daemon=True).start()
+        try:
+            for kind in ("sum", "total") * CONNECTIONS:  # while one waits, the others use the link
+                threading.Thread(target=self._pull, args=(member, kind), daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            self.members.lose(member, str(error))
 
     def _do_without(self, number: int) -> None:
         """Divides among the others what a member was to do of steps in which it does not take part any more."""
@@ -328,8 +332,8 @@ class Replicas:
                     finally:
                         with self._lock:
                             self._under_way.discard((member.number, step, piece, node))
-        except (PeerError, ValueError) as error:
-            self.members.lose(member, str(error))
+        except Exception as error:  # else what the member has would be waited for without end
+            self.members.lose(member, str(error) or type(error).__name__)
 
     def _next(self, member: Member, kind: str) -> tuple[int, StepSums, int, Node | None] | None:
         """Returns what to ask a member for; waits for it, and returns None when the member is gone."""

@@ -19,6 +19,7 @@ from typing import Any
 from files import json_objects
 from replicas.members import NEVER, Member, read_addresses, write_address
 from runtime.blobs import Address, Connection, PeerError
+from runtime.exit_codes import ResumableError
 
 AHEAD = 2  # steps, at least, between the word of a joining member and its first shares
 ENTRY_S = 0.5  # for which the others may wait for it
@@ -53,7 +54,7 @@ class Membership:
         """`folder` has one folder for each member. The shares of a step are computed `late` steps before it is summed.
 
         `on_met` is called when a member appears; `on_change`, which holds `changed`, with the number of one of which
-        something was learnt.
+        something was learnt. ResumableError if its address cannot be written.
         """
         self.me, self.step = me, -1  # the step that is being summed, or the last that was
         self.closed = False
@@ -63,8 +64,12 @@ class Membership:
         self._members: dict[int, Member] = {}  # the others
         self._lost: dict[int, Member] = {}  # out of reach; they did not say that they leave
         self._foreign: Member | None = None  # one of another run
-        self._looked = 0.0, 0, 0  # when, with which step, and where the others were
-        write_address(folder, me, process)
+        self._looked: tuple[float, int, int] | None = None  # when, at which step, and where the others were
+        try:
+            write_address(folder, me, process)
+        except OSError as error:  # a disk without room may have some later
+            why = f"cannot write to {folder}: {error.strerror or error}"
+            raise ResumableError(f"{why}; see that the disk has room and can be written") from error
         threading.Thread(target=self._seek, name="lost replicas", daemon=True).start()
 
     @property
@@ -118,19 +123,26 @@ class Membership:
 
         The others do some steps until they know, and it needs not catch up with more of them than they would wait for.
         """
-        then_s, then, before = self._looked
-        spent_s = time.monotonic() - then_s
-        if not self._agree(int(spent_s > ASK_S))[0]:
+        looked = self._looked
+        if looked and not self._agree(int(time.monotonic() - looked[0] > ASK_S))[0]:
             return
-        self.tell()
-        ahead = self.newest_step()
-        self._looked = time.monotonic(), step, ahead
+        ahead = self.look(step)
         if ahead == NOBODY:
             self.enter(step)
+        if ahead == NOBODY or not looked:
             return
+        then_s, then, before = looked
+        spent_s = time.monotonic() - then_s
         own_s, others_s = (spent_s / max(steps, 1) for steps in (step - then, ahead - before))  # a step
         if self._agree(int(ahead <= step + 1 or (ahead - step) * own_s < ENTRY_S))[0]:
             self.enter(max(self._agree(max(ahead, step) + max(AHEAD, ceil(ENTRY_S / others_s)))))
+
+    def look(self, step: int) -> int:
+        """Asks the others where they are, and returns what `newest_step` does; `step` is where this member is."""
+        self.tell()
+        ahead = self.newest_step()
+        self._looked = time.monotonic(), step, ahead
+        return ahead
 
     def newest_step(self) -> int:
         """Returns the newest step that another member is at, as far as is known; NOBODY: there is none."""
@@ -153,9 +165,7 @@ class Membership:
             if changes:
                 self.me = self.me.changed(**changes)
                 self._changed.notify_all()  # who waits for what comes no more
-        for member in self.others:
-            if self.knows(member) and self._greet(member.address, self._silence_s):
-                self.lose(member, "does not answer")
+        self._greet_or_lose(self.others)
 
     def leave(self, step: int) -> None:
         """Leaves after `step` steps; waits until the others have what they need of this member, up to 30 s.
@@ -202,10 +212,16 @@ class Membership:
         known = [m.as_dict() for m in self.others if m.number != process]
         return memoryview(json.dumps({"member": self.me.as_dict(), "others": known}).encode())
 
-    def _greet_all(self, addresses: Sequence[Address]) -> list[str]:
+    def _greet_or_lose(self, members: Sequence[Member]) -> None:
+        """Greets members that are there, and goes on without those that do not answer."""
+        why = self._greet_all([member.address for member in members], self._silence_s)
+        for member in [member for member, reason in zip(members, why, strict=True) if reason]:
+            self.lose(member, "does not answer")
+
+    def _greet_all(self, addresses: Sequence[Address], patience_s: float = _CONNECT_S) -> list[str]:
         """Greets at once, since those that are gone may let their callers wait; returns of each why it is not there."""
         with ThreadPoolExecutor(_GREETINGS) as pool:
-            return [*pool.map(partial(self._greet, patience_s=_CONNECT_S), addresses)]
+            return [*pool.map(partial(self._greet, patience_s=patience_s), addresses)]
 
     def _greet(self, address: Address, patience_s: float) -> str:
         """Tells a member of this one, and learns of it and of those that it knows; returns why it is not there."""
@@ -250,15 +266,17 @@ class Membership:
     def _seek(self) -> None:
         """Greets now and then those that were lost: they may have been cut off, or stopped, for a while.
 
-        And those that do not take part: one that was cut off may have caught up, and not know that it had to. One that
-        knows nobody greets all that were ever there: its first greetings may have come to nothing.
+        And those that do not take part, or no longer: one that was cut off may have caught up, and not know that it had
+        to; and where one of them is gone nobody waits for it, and would notice. One that knows nobody greets all that
+        were ever there: its first greetings may have come to nothing.
         """
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self.closed, SEEK_S):
                     return
-                away = [*self._lost.values(), *(one for one in self._members.values() if one.first == NEVER)]
-                lost, is_alone = [member.address for member in away], not self._members
-            with suppress(OSError):  # of a folder that cannot be read now
+                idle = [one for one in self._members.values() if one.first == NEVER or one.last < self.step]
+                lost, is_alone = [member.address for member in self._lost.values()], not self._members
+            with suppress(OSError, RuntimeError):  # a folder that cannot be read now; no more threads
                 lost += read_addresses(self._folder, self.me.number, self._process) if is_alone else []
-            self._greet_all(lost)
+                self._greet_all(lost)
+                self._greet_or_lose(idle)

@@ -119,6 +119,8 @@ class Heartbeat:
         self._me, self._silence_s, self._beat_s = me, silence_s, min(_BEAT_S, silence_s / 4)
         self._stall_s = stall_s
         self._peers = list(peers)
+        for peer in self._peers:
+            peer.heard_s = time.monotonic()  # since it connected it has waited for the others to do so
         if peers:
             _delay_aborts()
             faulthandler.enable()  # prints the stack of an abort before its delay
@@ -170,7 +172,8 @@ class Heartbeat:
         try:
             self._watch_peers()
         except Exception:  # without this thread no loss would be detected
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
             _exit(1)
 
     def _watch_peers(self) -> None:
@@ -269,8 +272,9 @@ class Heartbeat:
                 else ""
             )
             said = f"error: {verdict.text}; last completed step: {self._last_steps()}{then}"
-            sys.stderr.write(f"{said}\n")  # in one write: jax's threads may print, too
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # of a file on a full disk, which may be the failure
+                sys.stderr.write(f"{said}\n")  # in one write: jax's threads may print, too
+                sys.stderr.flush()
         if verdict and (now_s >= self._exit_at_s or (self._exit_at_s < float("inf") and self._all_gone())):
             self._noting.join(_NOTE_S)
             _exit(verdict.code)
@@ -302,8 +306,9 @@ def _delay_aborts() -> None:
 
 
 def _exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 import jax
@@ -116,12 +116,14 @@ class Supervisor:
         code = ExitCode.RESUMABLE if isinstance(error, ResumableError) else self.phase.code_if_failed
         expected += (OSError, ResumableError)
         if not isinstance(error, (ValueError, *expected)):
-            traceback.print_exc()
+            with suppress(OSError):  # of a file on a full disk, which may be the failure: the others are to know
+                traceback.print_exc()
             return self.end(ExitCode.FAILED, one_line(f"{type(error).__name__}: {error}"))
-        if self.shows_tracebacks or not (code == ExitCode.BAD_INPUT or isinstance(error, expected)):
-            traceback.print_exc()
         said = one_line(str(error))
-        print(f"error: {said}", file=sys.stderr)
+        with suppress(OSError):
+            if self.shows_tracebacks or not (code == ExitCode.BAD_INPUT or isinstance(error, expected)):
+                traceback.print_exc()
+            print(f"error: {said}", file=sys.stderr, flush=True)
         return self.end(code, said)
 
     def _own_events(self) -> EventLog:

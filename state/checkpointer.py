@@ -123,7 +123,7 @@ class Checkpointer:
             return
         try:
             self.close()
-        except (CheckpointError, ResumableError) as failed:  # must not replace the error that stops the program
+        except Exception as failed:  # must not replace the error that stops the program
             error.add_note(str(failed))
             self._report(str(failed))
 
@@ -210,7 +210,9 @@ class Checkpointer:
         try:
             return self._restore(abstract_state, newer_than)
         except Exception as error:
-            there = manifest.step_numbers(self.directory)  # none if the file system is gone
+            there: list[int] = []  # none if the file system is gone
+            with suppress(OSError):
+                there = manifest.step_numbers(self.directory)
             if self._replica is not None and there and (gone := self._begun.difference(there)):
                 raise ResumableError(
                     f"another replica moved or deleted step {max(gone)} in {self.directory} while it was read: run the "
@@ -239,6 +241,12 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """Returns the newest committed step, or None."""
         return max(self.steps(), default=None)
+
+    def _newest_now(self) -> int | None:
+        """Returns what `latest_step` does, and None where a file system that is gone cannot be asked."""
+        with suppress(OSError):
+            return self.latest_step()
+        return None
 
     def wait(self) -> None:
         """Returns when the save in progress is committed. Raises what `_failed` does if it failed."""
@@ -272,8 +280,8 @@ class Checkpointer:
         A replica deletes its own, and those of the others that nobody needs: they may be in progress. `blocks`: also
         what `_discard` put in their place.
         """
-        unfinished, newest = self.directory / manifest.UNFINISHED, self.latest_step()
-        with suppress(FileNotFoundError):
+        unfinished, newest = self.directory / manifest.UNFINISHED, self._newest_now()
+        with suppress(OSError):
             for save in [*unfinished.iterdir()]:
                 is_own = save.name.startswith(self._own)
                 if save.is_dir() and (is_own or (newest is not None and _least_step(save) <= newest)):
@@ -434,7 +442,7 @@ class Checkpointer:
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
         if len(reason) > 300:  # TensorStore's messages begin with paths and end with the cause
             reason = f"{reason[:100]} ... {reason[-180:]}"
-        failed, newest = f"saving step {step} to {self.directory} failed: {reason}", self.latest_step()
+        failed, newest = f"saving step {step} to {self.directory} failed: {reason}", self._newest_now()
         if not (self._replica is not None and newest is not None and newest >= step):
             kind = CheckpointError if self._replica is None else ResumableError
             raise kind(

@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -191,7 +191,10 @@ class Snapshots:
         if not self._started:
             return
         self._started = False
-        saved = newest_checkpoint(self._workdir) if self._me == 0 else 0
+        saved = 0
+        if self._me == 0:
+            with suppress(OSError):  # of a file system that is gone for a moment: it is not needed yet
+                saved = newest_checkpoint(self._workdir)
         has_news = self._failed or saved > self._attempts.saved
         told = all_gather(new_key("snapshot"), [self._failed, saved] if has_news else None)
         said = [news for news in told if news]

@@ -23,7 +23,7 @@ from state.checkpointer import Checkpointer
 
 TESTS = Path(__file__).parent
 VARIABLES = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "JAX_PLATFORMS": "cpu"}
-HANG_S = 200.0
+HANG_S = 900.0
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
 
 
@@ -78,7 +78,7 @@ def run_two(file: str, *arguments: Path) -> list[str]:
     """
     command, port = [sys.executable, file], str(free_port())
     how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": {**os.environ, **VARIABLES}}
-    how["env"]["XLA_FLAGS"] = f"--xla_cpu_collective_timeout_seconds=60 {fast_compile.FLAGS}"
+    how["env"]["XLA_FLAGS"] = f"--xla_cpu_collective_timeout_seconds=300 {fast_compile.FLAGS}"
     processes = [subprocess.Popen([*command, port, rank, *map(str, arguments)], **how) for rank in ("0", "1")]
     deadline_s = time.monotonic() + HANG_S + 30
     while time.monotonic() < deadline_s and any(process.poll() is None for process in processes):
@@ -97,7 +97,7 @@ def as_one_of_two(act: Callable[..., None]) -> None:
     faulthandler.dump_traceback_later(HANG_S, exit=True)
     port, rank, *paths = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank), initialization_timeout=60)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank), initialization_timeout=300)
     try:
         act(int(rank), *map(Path, paths))
     except BaseException:

@@ -26,7 +26,7 @@ from training.hooks import Hook
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
-TIMEOUT_S = 240
+TIMEOUT_S = 1200
 IGNORED = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # in ml_collections
 SMALL: dict[str, Any] = {
     "num_steps": 10,

@@ -26,7 +26,7 @@ from lab.chaos.same import compare_losses, compare_parameters
 from runtime.events import Event, EventLog
 from state.checkpointer import Checkpointer
 
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 ENDS = {"node1": "by SIGKILL", "node2": "with 75", "node3": "with 75"}
 
 

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ports import free_port
@@ -19,7 +21,10 @@ from running import ROOT, finish
 
 from configs.schema import ElasticConfig
 from runtime import heartbeat
+from runtime.exit_codes import ResumableError
 from runtime.heartbeat import Heartbeat, Peer, moved_bytes
+from runtime.phases import Phase
+from runtime.supervisor import Supervisor
 
 RESUMABLE = 75
 HOST = socket.gethostname()
@@ -100,15 +105,34 @@ def test_a_process_dies() -> None:
     assert "Thread" not in outcomes[0][2]
 
 
+def test_peers_that_connected_long_before_the_last_one_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Heartbeat, "_watch", lambda self: None)
+    peer = Peer(process=1, host=HOST, connection=socket.socket(), heard_s=time.monotonic() - 100)
+    with peer.connection:
+        Heartbeat().start(0, [peer], 2.5, 3.0)
+    assert time.monotonic() - peer.heard_s < 50
+
+
+def test_others_learn_of_an_error_that_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the output goes to the full disk too, they would wait in a collective."""
+    monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115
+    told: list[tuple[int, str]] = []
+    one: Any = SimpleNamespace(phase=Phase.STEPPING, shows_tracebacks=True, _heartbeat=SimpleNamespace())
+    one._heartbeat.await_verdict = lambda error: None
+    one.end = lambda code, said: told.append((code, said))
+    Supervisor.fail(one, ResumableError("the disk is full"), ())
+    Supervisor.fail(one, KeyError("a bug"), ())
+    assert told == [(75, "the disk is full"), (1, "KeyError: 'a bug'")]
+
+
 def test_jax_aborts_before_the_loss_is_noticed() -> None:
     """Its threads see the end of process 0 at the same time as ours."""
     players = play([free_port()] * 2)
     players[1].send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
+    assert players[1].stderr
+    assert any("Fatal Python error: Aborted" in line for line in iter(players[1].stderr.readline, ""))
     players[0].kill()
-    outcomes = finish(*players)
-    check_ended(outcomes[1:], f"^error: process 0 on {HOST} died .*; {last_steps(1, 0)}")
-    assert "Fatal Python error: Aborted" in outcomes[1][2]
+    check_ended(finish(*players)[1:], f"^error: process 0 on {HOST} died .*; {last_steps(1, 0)}")
 
 
 STEP, READ = f"watch.enter(Phase.STEPPING)\n{WAIT}", f"watch.enter(Phase.READING)\n{WAIT}"
@@ -176,7 +200,7 @@ def test_a_process_fails() -> None:
 
 def test_all_fail_with_the_same_error() -> None:
     """Each is left to say it itself: nobody is blamed."""
-    fail = 'time.sleep(1); watch.end(2, failure="the vocabulary is too small")'
+    fail = 'heartbeat._GRACE_S = 60.0; time.sleep(1); watch.end(2, failure="the vocabulary is too small")'
     outcomes = finish(*play([free_port()] * 3, {0: fail, 1: f"time.sleep(0.1); {fail}", 2: fail}))
     assert [(code, err) for code, _, err in outcomes] == [(2, "")] * 3
 

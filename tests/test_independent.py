@@ -243,6 +243,8 @@ def test_the_rows_of_a_share_are_read_at_once(prefetch: int, at_once: int) -> No
     data: Any = Images()
     with one.read(data, 0):
         assert one._first.result(60)["x"].tolist() == [[0], [1]]
+        one._read(0, 0)
+        assert [*one._rows] == [0, 1], "what another replica computes is not read"
 
 
 def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:

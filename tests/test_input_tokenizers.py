@@ -158,7 +158,10 @@ def test_tokenizer_json_matches_its_library(corpus, tmp_path):
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
-    """A file of the source `folder` is one text; while none runs, the other processes take this one for lost."""
+    """A file of the source `folder` is one text; while none runs, the other processes take this one for lost.
+
+    In one of twenty tries: both cores may be others' meanwhile.
+    """
     ours, over, woken = HuggingFace(tokenizer_json(tmp_path / "tokenizer.json")), threading.Event(), [0]
 
     def wake() -> None:
@@ -167,10 +170,13 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=wake)
     thread.start()
-    before, _, after = woken[0], ours.encode("the quick brown fox jumps over 13 dogs\n" * 5000), woken[0]
+    found = [0]
+    while found[-1] <= 10 and len(found) <= 20:
+        before, _, after = woken[0], ours.encode("the quick brown fox jumps over 13 dogs\n" * 5000), woken[0]
+        found.append(after - before)
     over.set()
     thread.join()
-    assert after - before > 10
+    assert found[-1] > 10, found
 
 
 def test_bad_tokenizer_json_is_one_line(corpus, tmp_path):

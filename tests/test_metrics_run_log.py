@@ -57,6 +57,9 @@ def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_onl
         log.step(3, {"loss": 1.0})
         raise ValueError("an error before")
     assert "No space left on device" in failure.value.__notes__[0]  # it hides none
+    monkeypatch.setattr(run_log.MetricsWriter, "__init__", lambda *_, **__: full())
+    with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):  # when it starts again
+        make_log(tmp_path, enabled=True, may_join=may_join)
 
 
 def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,14 +93,16 @@ def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> None:
-    """The FLOPs are those of the whole step, the devices those of one of them."""
-    log = make_log(tmp_path, enabled=True)
+    """The FLOPs are the whole step's, the devices one replica's; a row that does not say how many has none."""
+    log = make_log(tmp_path, enabled=True, num_steps=4, may_join=True)
     log._timer = StepTimer(10, "tokens", flops_per_step=8.0, peak_flops_per_s=2.0)
     for step in range(1, 4):
         log.step(step, {"loss": 1.0, "replicas": 4})
+    log.step(4, {"grad_norm": 1.0})  # back from the others' state, with `delayed`
     log.close("finished")
-    *_, row = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    *_, row, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert row["mfu"] == pytest.approx(8 / 2 / 4 / row["step_time_s"])
+    assert "mfu" not in last and "step_time_s" in last
 
 
 @pytest.mark.parametrize("log_every", [1, 4, 5, 7])

@@ -25,7 +25,11 @@ def runs(cluster: Members, groups: str) -> Iterator[None]:
     return until(lambda: cluster.groups() == groups)
 
 
-@alone("abc", says="replica 3 starts on d|b: the program ended by SIGKILL|replica 1 starts on b|d is to go: replica 3")
+@alone(
+    "abc",
+    says="replica 3 starts on d|b: the program ended by SIGKILL|replica 1 starts on b|d is to go: replica 3",
+    STOP_S=60.0,
+)
 def test_each_node_has_a_replica_that_starts_again_by_itself(cluster: Members) -> Iterator[object]:
     yield from runs(cluster, "a0.0 b1.0 c2.0")
     assert cluster.by_node["b"].arguments[2] == [
@@ -153,7 +157,7 @@ def test_a_signal_ends_all_replicas(signals: int, tmp_path: Path) -> None:
         yield from runs(cluster, "a0.0 b1.0")
         cluster.by_node["b"].ignores = True
         signal.raise_signal(TERM)
-        yield from until(lambda: {("a", TERM), ("b", TERM)} == {*cluster.sent})
+        yield from until(lambda: {("a", TERM), ("b", TERM)} <= {*cluster.sent})
         if signals > 1:
             signal.raise_signal(TERM)
         yield from until(lambda: ("b", KILL) in cluster.sent)

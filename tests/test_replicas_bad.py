@@ -87,7 +87,7 @@ def test_bad_answers_lose_the_member_that_gives_them(
 ) -> None:
     bad = hostile(HOSTILE[kind], {})
     write_address(tmp_path, bad.member, 0)
-    loop = Loop(tmp_path, 0, steps=2, silence_s=2.0 if kind == "nothing" else 30.0).start()
+    loop = Loop(tmp_path, 0, steps=2, silence_s=5.0 if kind == "nothing" else 30.0).start()
     assert [member.number for member in loop.replicas.members.others] == [1]
     trained([loop])
     assert any("replica 1 is lost" in text for text in loop.said)
@@ -102,7 +102,7 @@ def test_bad_answers_of_parameters_or_a_state_are_not_taken(
     monkeypatch.setattr(group, "FETCHES", 1)
     bad = hostile(HOSTILE[kind], {})
     write_address(tmp_path, bad.member, 0)
-    loop = Loop(tmp_path, 0, silence_s=1.0 if kind == "nothing" else 30.0).start()
+    loop = Loop(tmp_path, 0, silence_s=5.0 if kind == "nothing" else 30.0).start()
     assert [member.number for member in loop.replicas.members.others] == [1]
     assert loop.replicas.agrees(0, "the hash")
     for copies_well in (False, True):

@@ -1,8 +1,9 @@
 """Replicas in threads, over loopback: the same bits however many there are, whoever comes and goes."""
 
-import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from replica_loop import NUM_SHARES, PATIENCE_S, STATE_BYTES, STEPS, TOKEN, Gone, Loop, started, trained
@@ -163,14 +164,21 @@ def test_closing_ends_what_waits(tmp_path: Path) -> None:
     loop, other = started(tmp_path, 2)
     other.before_step = lambda step: loop.replicas.close()
     requests = [{"op": "total", "step": 0, "piece": 0}, {"op": "state", "step": 5, "array": 0}]
+    requests += [{"op": "sum", "step": 9, "piece": 0, "lo": 0, "hi": 1}]
     loop.go()
-    with contextlib.ExitStack() as stack:
-        address, purpose = loop.replicas.members.me.address, f"{group.PURPOSE} 0"
-        open_ones = [stack.enter_context(Connection(address, TOKEN, purpose, 7, silence_s=20)) for _ in requests]
+    waiting = [threading.Event() for _ in requests]
+
+    def ask(request: dict[str, Any], waits: threading.Event) -> None:
+        with Connection(loop.replicas.members.me.address, TOKEN, f"{group.PURPOSE} 0", 7, silence_s=60) as connection:
+            connection.ask(request, 0, waits.set)
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        asked = [pool.submit(ask, *each) for each in zip(requests, waiting, strict=True)]
+        assert all(waits.wait(60) for waits in waiting)
         loop.replicas.close()
-        for connection, request in zip(open_ones, requests, strict=True):
+        for done in asked:
             with pytest.raises(PeerError, match="this replica leaves"):
-                connection.ask(request, 0)
+                done.result(60)
     with pytest.raises(ConnectionError, match="this replica leaves"):
         loop.end()
     other.go().end()

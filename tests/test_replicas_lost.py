@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ def check(totals: np.ndarray, number: int) -> None:
 def cut_off(one: Replicas, other: Replicas, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two members lose each other, and do not find each other again before the end."""
     with monkeypatch.context() as patch:
-        patch.setattr(Membership, "_greet_all", lambda *_: [])
+        patch.setattr(Membership, "_greet_all", lambda _, addresses, *how: ["a cut link"] * len(addresses))
         one.members.lose(other.members.me, "a cut link"), other.members.lose(one.members.me, "a cut link")
         yield
 
@@ -132,6 +133,7 @@ def test_those_that_others_can_reach_are_not_waited_for_again_and_again(
     make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each greeting of one behind a link that drops all may take as long as silence may."""
+    monkeypatch.setattr(membership, "SEEK_S", 600.0)
     here, _, _ = (make(number) for number in range(3))
     there = make(3)
     until(lambda: len(here.members.others) == 3)
@@ -139,8 +141,7 @@ def test_those_that_others_can_reach_are_not_waited_for_again_and_again(
 
     def reach(one: Membership, to: Address, *rest: Any) -> Connection:
         if {one.me.number, to.process} == {0, 3}:
-            if threading.current_thread() is threading.main_thread():
-                tried.append(to.process)
+            tried.append(to.process)
             raise PeerError("a cut link")
         return connect(one, to, *rest)
 
@@ -290,7 +291,8 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
     assert len(found[0]) == 1
     monkeypatch.setattr("replicas.group.fetch_copies", lambda *_: {0: memoryview(b"")})
     fetched = skips.fetch_state([0])
-    assert fetched
+    assert fetched is not None and skips.members._looked is not None
+    assert skips.members._looked[1] == fetched[0], "the steps that it skipped would count as its own"
     (at, _) = fetched
     skips.members.enter(at)
     for thread in (train(stays, *range(1, at + 1)), train(skips, at)):
@@ -377,8 +379,47 @@ def test_one_that_does_many_steps_a_second_enters_a_few_behind(
         newest_step=lambda: 130,
         enter=found.append,
     )
+    one.look = partial(Membership.look, one)
     Membership.choose_entry(one, step)
     assert found == entered and one._looked == (8.0, step, 130)
+    found.clear()
+    one._looked = None  # the first look, which says nothing of how fast they are
+    Membership.choose_entry(one, step)
+    assert not found and one._looked == (8.0, step, 130)
+
+
+def test_one_that_is_gone_while_it_takes_no_part_is_noticed(make: Callable[..., Replicas]) -> None:
+    """Nobody waits for it, so nobody else finds out; and the totals that it would need would be kept."""
+    stays, joins, leaves = make(0), make(1), make(2)
+    joins.members.tell(first=NEVER, begun=False)
+    leaves.members.tell(last=3)
+    for one in (joins, leaves):
+        one.close()
+    step(stays, 4)
+    until(lambda: not stays.members.others)
+
+
+def test_one_whose_address_cannot_be_written_is_to_be_started_again(
+    make: Callable[..., Replicas], tmp_path: Path
+) -> None:
+    (tmp_path / "0").touch()
+    with pytest.raises(ResumableError, match=f"cannot write to {tmp_path}: .*; see that the disk has room"):
+        make(0)
+
+
+def test_all_are_told_at_once(make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets this member's shares meanwhile: of two behind cut links the second must not wait for the first."""
+    here, _, _ = (make(number) for number in range(3))
+    monkeypatch.setattr(membership, "SEEK_S", 600.0)
+    both = threading.Barrier(2)
+
+    def drops(*_: Any, **how: Any) -> str:
+        both.wait(60)
+        return "silent"
+
+    monkeypatch.setattr(Membership, "_greet", drops)
+    here.members.tell()
+    assert not both.broken and not here.members.others
 
 
 def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:

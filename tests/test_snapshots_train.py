@@ -46,7 +46,7 @@ def test_killed_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capfd
     """SIGKILL while it trains; the run that goes on is the undisturbed one to the last bit."""
     memory, run = tmp_path / "memory", tmp_path / "run"
     args = with_memory(run, memory, every=3)
-    process = start(args, pause_s=0.5)
+    process = start(args, pause_s=3.0)
     wait_until(lambda: steps_logged(run) >= 7, process)
     process.kill()
     finish(process)

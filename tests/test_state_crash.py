@@ -131,7 +131,7 @@ def test_what_is_written_while_a_failed_save_is_deleted_goes_too(
 def test_killed_while_saving(tmp_path: Path, moment: str) -> None:
     """What is left is in nobody's way, complete or not: not in a restore's, nor in that of the next save."""
     with start(__file__, moment, tmp_path) as victim:
-        output, _ = victim.communicate(timeout=120)
+        output, _ = victim.communicate(timeout=600)
     assert victim.returncode == -signal.SIGKILL, output
     assert manifest.step_numbers(tmp_path) == [1]
     assert list((tmp_path / manifest.UNFINISHED).glob(f"*/2/{manifest.STATE_FILE}"))
@@ -152,7 +152,7 @@ def test_a_restore_holds_at_most_one_extra_copy(tmp_path: Path) -> None:
         checkpointer.save(1, state, data={}, config={})
     del state
     with start(__file__, "restore", tmp_path) as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     once, twice = map(float, output.split())
     print(f"peak memory of a restore, in copies of the local shards: {once:.2f}; when done twice: {twice:.2f}")

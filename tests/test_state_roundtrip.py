@@ -217,6 +217,24 @@ def test_a_group_whose_save_failed_ends_though_another_replica_has_saved(
             checkpointer._failed(5, OSError("no route to the file system"))
 
 
+def test_a_file_system_that_is_gone_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale mount cannot even be asked for its steps."""
+
+    def stale(directory: Path) -> list[int]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(directory))
+
+    with (
+        pytest.raises(ResumableError, match="the first error"),
+        Checkpointer(tmp_path, KEEP_ALL, report=pytest.fail, replica=1) as checkpointer,
+    ):
+        save_small(checkpointer, 5)
+        checkpointer.wait()
+        monkeypatch.setattr(manifest, "step_numbers", stale)
+        with pytest.raises(ResumableError, match=r"saving step 6 .* failed: no route; .*\(newest: None\)"):
+            checkpointer._failed(6, OSError("no route"))
+        raise ResumableError("the first error")
+
+
 def test_a_step_is_on_the_disk_before_an_older_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a machine that loses its power in between has neither."""
     there, sync = list[set[str]](), atomic.sync

@@ -60,7 +60,7 @@ def test_two_processes_stop_together_and_resume(tmp_path: Path, by_one: Path) ->
     """
     args, done = arguments(tmp_path, checkpoint__every=1, eval__every=4), 0
     for number in (signal.SIGTERM, signal.SIGINT):
-        two = start_together(args, 2, devices=2, pause_s=0.5)
+        two = start_together(args, 2, devices=2, pause_s=1.5)
         wait_until(lambda before=done: steps_logged(tmp_path) > before + 1, two[0])
         for process in two[number == signal.SIGTERM :]:
             process.send_signal(number)

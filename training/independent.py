@@ -145,8 +145,9 @@ class Independent:
     def close(self) -> None:
         """Ends reading, and the connections to the others."""
         if self._replicas:
-            if self._left is not None:  # while it saved a checkpoint the others have got most of what they need
-                self._replicas.members.leave(self._left)
+            left, self._left = self._left, None
+            if left is not None:  # while it saved a checkpoint the others have got most of what they need
+                self._replicas.members.leave(left)
             self._replicas.close()
         self._work.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -322,11 +323,10 @@ class Independent:
         self._longest_s = max(self._longest_s, time.perf_counter() - started_s - (self.wait_s - waited_s))
 
     def _read(self, step: int, number: int) -> HostBatch:
-        """Returns the rows of a share of a step of training, and begins to read those that are likely to be next."""
+        """Returns the rows of a share of a step of training, and begins to read those of the same share's next step."""
         index = step * self._ex.num_shares + number
         found = self._reading(index)
-        for ahead in (index + self._ex.num_shares, *([index + 1] if self._work.steps == 1 else [])):
-            self._reading(ahead)
+        self._reading(index + self._ex.num_shares)
         for old in [old for old in self._rows if old < index - self._ex.num_shares]:
             del self._rows[old]
         return found.result()
