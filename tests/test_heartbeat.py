@@ -115,7 +115,11 @@ def test_peers_that_connected_long_before_the_last_one_are_there(monkeypatch: py
 
 def test_others_learn_of_an_error_that_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the output goes to the full disk too, they would wait in a collective."""
-    monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=full))
     told: list[tuple[int, str]] = []
     one: Any = SimpleNamespace(phase=Phase.STEPPING, shows_tracebacks=True, _heartbeat=SimpleNamespace())
     one._heartbeat.await_verdict = lambda error: None
