@@ -393,9 +393,10 @@ def test_one_that_is_gone_while_it_takes_no_part_is_noticed(make: Callable[..., 
     stays, joins, leaves = make(0), make(1), make(2)
     joins.members.tell(first=NEVER, begun=False)
     leaves.members.tell(last=3)
+    stays.members.tell(begun=True)
+    stays.members.step = 4
     for one in (joins, leaves):
         one.close()
-    step(stays, 4)
     until(lambda: not stays.members.others)
 
 
