@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from configs.schema import CheckpointConfig
 from runtime.exit_codes import ResumableError
 from state import manifest
+from state.__main__ import ls
 from state.checkpointer import Checkpointer, CheckpointError
 
 KEEP_TWO = CheckpointConfig(every=1, keep_last=2)
@@ -106,6 +107,7 @@ def test_a_save_that_fails_at_once_leaves_no_files_either(
             checkpointer.save(1, state_of(1), data={}, config={})
     (save,) = unfinished.iterdir()
     check_refuses_late_writes(save)
+    assert ls(tmp_path) == 2, "there is nothing to list"
     with Checkpointer(tmp_path, KEEP_TWO, report=pytest.fail, replica=replica):
         assert not [*unfinished.glob("*")], "the next attempt removes it"
 
