@@ -4,7 +4,7 @@
     python -m lab.benchmarks.replicas --pytorch=PYTHON
 
 The standard workload (configs/standard.py) with one or four micro-steps on 4 nodes of 2 devices, a node a replica.
-`--pytorch` adds DDP, plain and with its hooks (pytorch_peer.py, with a Python that has torch). Adds lines to
+`--pytorch` adds DDP, plain and with its hooks, and FSDP2 hybrid (pytorch_peer.py, a Python with torch). Adds lines to
 results/measured/replicas.jsonl; needs root (docs/emulation.md).
 """
 
@@ -55,7 +55,7 @@ ALONE = "independent none dots alone"  # compute without hop two: each node a ru
 OURS += (ALONE,)
 # as many shares as replicas: with four micro-steps a codec's bytes are fewer than the sum's of four shares
 OURS += tuple(f"independent {codec} dots one_share" for codec in ("bf16", "int8"))
-PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd")
+PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd", "hsdp")
 STEPS, SKIPPED = 7, 2  # the first steps connect
 JOINING = 4  # more steps of replicas, which come one after the other
 
