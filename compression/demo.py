@@ -10,7 +10,7 @@ a momentum; without the schedule in it, a warm-up's gradients count as much as o
 layer all is sent, which leaves no momentum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -31,25 +31,23 @@ BLOCK = 64
 
 def by_frequency(plan: ShardingPlan, *, density: float, decay: float) -> Exchange:
     """Returns the exchange of shards that sends a share of their coefficients; the result is the sum's sign."""
-    exchange = sparse(plan, density=density, decay=decay)
+    exchange = sparse(plan, density=density, decay=1.0)
 
     def exchange_group(
         placements: Sequence[Placement], xs: Shards, kept: Shards | None, key: jax.Array
     ) -> tuple[Shards, Shards, Sequence[Counts]]:
-        def of_matrices(function: Callable[[jax.Array], jax.Array], xs: Shards) -> Shards:
-            return [x if p.is_vector else function(x) for p, x in zip(placements, xs, strict=True)]
-
-        def back(found: Shards | None) -> Shards:
-            assert found is not None
-            return [
-                y if p.is_vector else from_blocks(y, x.shape) for p, y, x in zip(placements, found, xs, strict=True)
-            ]
-
         assert kept is not None
-        totals, left, counts = exchange(placements, of_matrices(to_blocks, xs), of_matrices(to_blocks, kept), key)
-        totals, left = back(totals), back(left)
-        signs = [jnp.where(jnp.isfinite(x), jnp.sign(x), jnp.nan) for x in totals]  # for the guard downstream
-        return signs, left, counts
+        momenta = [x + decay * k for x, k in zip(xs, kept, strict=True)]
+        coefficients = [x if p.is_vector else to_blocks(x) for p, x in zip(placements, momenta, strict=True)]
+        totals, left, counts = exchange(placements, coefficients, [jnp.zeros_like(x) for x in coefficients], key)
+
+        def back(found: Shards) -> Shards:
+            each = zip(placements, found, xs, strict=True)
+            return [y if p.is_vector else from_blocks(y, x.shape) for p, y, x in each]
+
+        signs = [jnp.where(jnp.isfinite(x), jnp.sign(x), jnp.nan) for x in back(totals)]  # for the guard downstream
+        assert left is not None
+        return signs, back(left), counts
 
     return exchange_group
 
@@ -58,8 +56,8 @@ def to_blocks(x: jax.Array) -> jax.Array:
     """Returns the coefficients `[blocks, ...]` of `[..., rows, columns]`, of each block one after the other."""
     rows, columns = x.shape[-2:]
     a, b = _side(rows), _side(columns)
-    blocks = x.reshape(-1, rows // a, a, columns // b, b).transpose(0, 1, 3, 2, 4)
-    return fft.dctn(blocks, axes=(3, 4), norm="ortho").reshape(-1, a, b)
+    blocks = x.reshape(-1, rows // a, a, columns // b, b)
+    return _transformed("nicjd,ac,bd->nijab", blocks, a, b).reshape(-1, a, b)
 
 
 def from_blocks(coefficients: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -67,7 +65,13 @@ def from_blocks(coefficients: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     rows, columns = shape[-2:]
     _, a, b = coefficients.shape
     blocks = coefficients.reshape(-1, rows // a, columns // b, a, b)
-    return fft.idctn(blocks, axes=(3, 4), norm="ortho").transpose(0, 1, 3, 2, 4).reshape(shape)
+    return _transformed("nijab,ac,bd->nicjd", blocks, a, b).reshape(shape)
+
+
+def _transformed(which: str, blocks: jax.Array, a: int, b: int) -> jax.Array:
+    """Returns the products of blocks of `a x b` with the transform's matrices: many times faster than by FFTs."""
+    of_rows, of_columns = (fft.dct(jnp.eye(size), axis=0, norm="ortho") for size in (a, b))
+    return jnp.einsum(which, blocks, of_rows, of_columns, precision="highest")
 
 
 def _side(size: int) -> int:

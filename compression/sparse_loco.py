@@ -64,7 +64,9 @@ class Chunks:
         Values are in the order of their magnitudes, so that the place of a value says which of the two is its own.
         """
         chunks = jnp.pad(x, (0, self.number * self.length - self.size)).reshape(self.number, self.length)
-        sizes, where = lax.top_k(jnp.abs(chunks), self.count)
+        # without barriers XLA:CPU makes one slice of top_k's and those below, and sorts whole chunks: 80 times slower;
+        # with one around both it ends with a failed check (jax 0.10.2)
+        sizes, where = map(lax.optimization_barrier, lax.top_k(jnp.abs(chunks), self.count))
         signs = jnp.packbits(jnp.take_along_axis(chunks, where, axis=1) >= 0, axis=1)
         means = jnp.stack([part.mean(axis=1) for part in jnp.split(sizes, [self.count // 4], axis=1)], axis=1)
         first, second = where.reshape(self.number, -1, 2).transpose(2, 0, 1)  # two of 12 bits in three bytes

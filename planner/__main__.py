@@ -116,6 +116,8 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_integer("devices_per_node", None, "if not the cluster's", flag_values=values, lower_bound=1)
     about = "nodes that fail, of each in a day, if not the cluster's"
     flags.DEFINE_float("failures", None, about, flag_values=values, lower_bound=0)
+    about = "$ an hour of a node, if not the cluster's"
+    flags.DEFINE_float("price", None, about, flag_values=values, lower_bound=0)
     flags.DEFINE_boolean("json", False, "print JSON", flag_values=values)
     flags.DEFINE_string("xla_flags", "", "more flags for XLA", flag_values=values)
     return values
@@ -199,6 +201,10 @@ def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
         if not isfinite(values.failures):
             raise ValueError(f"--failures={values.failures}: give the nodes that fail, of each in a day, such as 0.01")
         cluster = replace(cluster, failures=values.failures)
+    if values.price is not None:
+        if not isfinite(values.price):
+            raise ValueError(f"--price={values.price}: give what an hour of a node costs, such as 55.04")
+        cluster = replace(cluster, on_demand=values.price, spot=None)
     return cluster, measured
 
 

@@ -203,11 +203,16 @@ class Membership:
             self._say(f"replica {member.number} is lost in step {self.step + 1}: {why}; the others do its part")
 
     def answer(self, request: dict[str, Any], process: int) -> memoryview:
-        """Answers what another member says of itself. ValueError for what is no member."""
+        """Answers what another member says of itself. ValueError for what is no member.
+
+        One that was lost may reach this one, and not be reached itself (a firewall): until `_seek` has greeted it, it
+        is not there, or all would wait for it each time that it speaks.
+        """
         member = Member.from_dict(request["member"])
         if member.number != process:
             raise ValueError("it speaks of another member")
-        if member.run == self.me.run:
+        lost = self._lost.get(member.number)
+        if member.run == self.me.run and not (lost and lost.address == member.address):
             self._register(member)
         known = [m.as_dict() for m in self.others if m.number != process]
         return memoryview(json.dumps({"member": self.me.as_dict(), "others": known}).encode())

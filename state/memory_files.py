@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -190,21 +190,25 @@ class MemoryFolder:
                 damaged.append(f"{file.name} is not used: {' '.join(str(error).split())}")
         return found, damaged
 
-    def damaged(self, snapshot: SnapshotManifest) -> list[int]:
-        """Returns the numbers of the pieces whose bytes do not match their hashes."""
+    def damaged(self, snapshot: SnapshotManifest, progress: Callable[[], object]) -> list[int]:
+        """Returns the numbers of the pieces whose bytes do not match their hashes; `progress` is called after each."""
         try:
-            hashes = self.hashes(snapshot)
+            hashes = self.hashes(snapshot, progress)
         except (OSError, ValueError):  # the file is missing or empty
             return [*range(len(snapshot.pieces))]
         return [number for number, piece in enumerate(snapshot.pieces) if piece.crc32 != hashes[number]]
 
-    def hashes(self, snapshot: SnapshotManifest) -> list[int]:
-        """Computes the hash of each piece from the data file."""
+    def hashes(self, snapshot: SnapshotManifest, progress: Callable[[], object] = lambda: None) -> list[int]:
+        """Computes the hash of each piece from the data file; `progress` is called after each."""
         if not snapshot.pieces:
             return []
         content = np.memmap(self.path / f"{snapshot.name}.data", np.uint8, mode="r").data
+        found = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            return list(pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces))
+            for value in pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces):
+                found.append(value)
+                progress()
+        return found
 
     def read(self, snapshot: SnapshotManifest, piece: Piece) -> np.ndarray:
         """Returns the array of a piece. It maps the file, so copy it before the slot is overwritten."""

@@ -50,13 +50,19 @@ class Found:
 
 
 def find(
-    folder: MemoryFolder, reads: bool, attempts: Attempts, saved: int, wanted: Mapping[str, tree.Wanted], report: Report
+    folder: MemoryFolder,
+    reads: bool,
+    attempts: Attempts,
+    saved: int,
+    wanted: Mapping[str, tree.Wanted],
+    report: Report,
+    progress: Callable[[], object],
 ) -> Found | None:
     """Returns the newest step that is complete and verifies, the same in every process; None if there is none.
 
     On each node, one process `reads` the folder. `saved` is the newest checkpoint, or one that was set aside. In
     process 0, `report` gets a line for each snapshot that is ignored, but none for an incomplete step: the newest one
-    may have been in progress.
+    may have been in progress. `progress` is called for each piece that is verified here.
     """
     own, damaged = folder.snapshots() if reads else ([], [])
     told = {"host": socket.gethostname(), "damaged": damaged, "snapshots": [x.as_json() for x in own]}
@@ -79,7 +85,7 @@ def find(
         if objection := objection or tree.difference("the snapshot", copies[0].snapshot.tree, wanted):
             report(f"the snapshots of step {step} are not used: {objection}")
         elif _complete(copies):
-            copies = _without_damaged(folder, copies, [said["host"] for said in everyone], report)
+            copies = _without_damaged(folder, copies, [said["host"] for said in everyone], report, progress)
             if by_path := _complete(copies):
                 return Found(snapshot=copies[0].snapshot, copies=by_path)
     return None
@@ -92,21 +98,22 @@ def load(
     reader: int,
     addresses: list[Address],
     token: str,
+    turn: int,
     progress: Callable[[], object],
 ) -> Any:
     """Returns the state with the shardings of `abstract_state`. OSError if a part cannot be fetched.
 
     Pieces of `reader`, the process that reads for this node, come from the local folder, all others from their
-    processes. `progress` is called before each array, and while one comes. Arrays with a row per replica are adapted to
-    the new number of replicas; their sum or mean is preserved. These programs need all processes: so an OSError comes
-    only after the last array.
+    processes: in another `turn` from others, if several have them. `progress` is called before each array, and while
+    one comes. Arrays with a row per replica are adapted to the new number of replicas; their sum or mean is preserved.
+    These programs need all processes: so an OSError comes only after the last array.
     """
     wanted = tree.flatten_abstract(abstract_state)
     saved = {leaf.path: leaf for leaf in found.snapshot.tree}
     with contextlib.ExitStack() as connections:
         to = lambda process: connect(addresses[process], token, jax.process_index())
         connection = functools.cache(lambda process: connections.enter_context(to(process)))
-        reading = _Reader(folder, reader, connection, progress)
+        reading = _Reader(folder, reader, connection, turn, progress)
         arrays = []
         for path, asked in wanted.items():
             progress()
@@ -126,6 +133,7 @@ class _Reader:
     folder: MemoryFolder
     reader: int  # the process that reads for this node
     connection: Callable[[int], Connection]  # to a process
+    turn: int
     progress: Callable[[], object]
     failed: list[OSError] = field(default_factory=list)  # after the first, nothing is read
 
@@ -153,9 +161,9 @@ class _Reader:
         return result
 
     def _nearest(self, copies: list[Copy]) -> Copy:
-        """Returns the copy on this node, if any; else one by the process index, which spreads the load."""
+        """Returns the copy on this node, if any; else one by the process index and the turn, which spreads the load."""
         here = [copy for copy in copies if copy.process == self.reader]
-        return here[0] if here else copies[jax.process_index() % len(copies)]
+        return here[0] if here else copies[(jax.process_index() + self.turn) % len(copies)]
 
     def _read(self, part: Region, copy: Copy) -> np.ndarray:
         if copy.process == self.reader:
@@ -208,11 +216,14 @@ def _learned(snapshot: SnapshotManifest) -> dict[str, Any]:
     return {key: value for key, value in snapshot.config.items() if key != "elastic"}
 
 
-def _without_damaged(folder: MemoryFolder, copies: list[Copy], hosts: list[str], report: Report) -> list[Copy]:
+def _without_damaged(
+    folder: MemoryFolder, copies: list[Copy], hosts: list[str], report: Report, progress: Callable[[], object]
+) -> list[Copy]:
     """Returns the copies whose bytes match their hashes; each process checks its own."""
     me = jax.process_index()
     own = {copy.snapshot.name: copy.snapshot for copy in copies if copy.process == me}
-    everyone = all_gather(new_key("damaged"), {name: folder.damaged(snapshot) for name, snapshot in own.items()})
+    damaged = {name: folder.damaged(snapshot, progress) for name, snapshot in own.items()}
+    everyone = all_gather(new_key("damaged"), damaged)
     good = [x for x in copies if x.number not in everyone[x.process][x.snapshot.name]]
     for process, found in enumerate(everyone):
         for name, numbers in found.items():

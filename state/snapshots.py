@@ -45,6 +45,7 @@ from state.recovery import Found, find, load
 from state.transfer import PURPOSE, Answers, connect, send_copy
 
 _HOST = "pinned_host"  # page-locked: devices copy to it on their own
+_TRIES = 3  # to fetch a step: what is not fetched is lost, since a new attempt deletes what it does not use
 _MEASURED = 3  # steps; and snapshots: the first two of an attempt are far slower, because they allocate their memory
 
 
@@ -106,10 +107,13 @@ class Snapshots:
         # A step set aside was there: what the last attempt recorded may be it, until this one records what is left.
         newest = lambda: max(newest_checkpoint(self._workdir), newest_set_aside(self._workdir))
         saved = broadcast(new_key("newest"), newest)
-        found = find(self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report)
+        found = find(
+            self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report, self._progress
+        )
         restored = checkpointer.restore(abstract_state, newer_than=found.snapshot.step if found else -1)
         if found and restored is None:
-            restored = self._load(found, abstract_state)
+            tries = (self._load(found, abstract_state, turn) for turn in range(_TRIES))
+            restored = next(filter(None, tries), None)
             if restored:
                 self._used = {copy.snapshot.name for copies in found.copies.values() for copy in copies}
             else:
@@ -244,18 +248,19 @@ class Snapshots:
         of_node = {node: [i for i, there in enumerate(self._nodes) if there == node] for node in (mine, other)}
         return of_node[other][of_node[mine].index(process) % len(of_node[other])]
 
-    def _load(self, found: Found, abstract_state: Any) -> Restored | None:
-        """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part."""
+    def _load(self, found: Found, abstract_state: Any, turn: int) -> Restored | None:
+        """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part in a turn."""
         error, state, snapshot = "", None, found.snapshot
         try:
             where = self._folder, self._reader, self._addresses, self._token
-            state = load(found, abstract_state, *where, self._progress)
+            state = load(found, abstract_state, *where, turn, self._progress)
         except OSError as failed:
             error = f"process {self._me} on {socket.gethostname()}: {failed}"
         errors = [said for said in all_gather(new_key("loaded"), error or None) if said]
         if errors:
             if self._me == 0:
-                self._report(f"the snapshots of step {snapshot.step} cannot be fetched ({errors[0]}): not used")
+                then = "not used" if turn + 1 == _TRIES else "trying again"
+                self._report(f"the snapshots of step {snapshot.step} cannot be fetched ({errors[0]}): {then}")
             return None
         return Restored(
             step=snapshot.step,

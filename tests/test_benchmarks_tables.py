@@ -111,14 +111,6 @@ def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimize
     assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
 
 
-def test_a_superseded_line_is_shown_until_there_is_a_newer_one() -> None:
-    old = coded("dgc", [1.0]) | {"superseded": "measured before a change"}
-    lines = [coded("none", [4.0]), old]
-    assert scores.newest(lines) == lines
-    newer = coded("dgc", [2.0])
-    assert scores.newest([*lines, newer]) == [lines[0], newer]
-
-
 def test_differences_of_losses_are_those_of_the_same_seed() -> None:
     """Dense runs from 1.4 to 1.9, in another order: int8 is 0.01 to 0.03 above the one of its own seed."""
     dense = [trained("dense, AdamW", seed, loss) for seed, loss in ((2, 1.9), (0, 1.4), (1, 1.5))]

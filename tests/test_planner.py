@@ -204,8 +204,11 @@ def test_a_probe_replaces_the_links(capsys: pytest.CaptureFixture[str], tmp_path
     assert intra[0]["gather"] == pytest.approx(intra[1]["gather"])
     inter["alpha_s"] = 1e-6
     probe.write_text(json.dumps(content))
-    (given,) = from_json(run(capsys, *WORDS, *EMULATED, f"--probe={probe}", "--rate=1gbit", "--json")[1])
-    (rated,) = from_json(run(capsys, *WORDS, *EMULATED, "--rate=1gbit", "--json")[1])
+    words = ("--rate=1gbit", "--price=9", "--json")
+    (given,) = from_json(run(capsys, *WORDS, *EMULATED, f"--probe={probe}", *words)[1])
+    (rated,) = from_json(run(capsys, *WORDS, *EMULATED, *words)[1])
+    assert plain.best.usd_on_demand is None and rated.best.tokens_per_s
+    assert rated.best.usd_on_demand == pytest.approx(9 * 4 * 1e9 / rated.best.tokens_per_s / 3600)
     assert given.best == rated.best and "links between nodes" not in given.notes[1], "--rate is of another link"
 
 
@@ -374,6 +377,7 @@ BAD = {
     "--search=maybe": "^error: --search=maybe: give true or false$",
     "--failures=few": "^error: --failures=few: give a number$",
     "--failures=nan": "^error: --failures=nan: give the nodes that fail, of each in a day, such as 0.01$",
+    "--price=nan": "^error: --price=nan: give what an hour of a node costs, such as 55.04$",
     "--xla_flags=foo": "^error: --xla_flags: foo is no flag; give --NAME=VALUE, several with spaces between$",
     "--xla_flags=--xla_cpu_enable_fast_math=maybe": "^error: --xla_flags: --xla_cpu_enable_fast_math=maybe is no value",
     "--spot_trace=nothere.csv": r"--spot_trace=nothere\.csv cannot be read \(No such file or directory\); give a CSV",

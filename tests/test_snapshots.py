@@ -223,7 +223,7 @@ def test_what_another_node_sends_is_progress(run: Run) -> None:
         copies[piece.region.path].append(Copy(process=0, snapshot=snapshot, number=number))
     service = BlobService(PURPOSE, Answers(folder, 0), process=0, count=2, token="a" * 64)
     where = MemoryFolder(run.memory, run.run_id, "standby"), 1, [service.address], "a" * 64
-    state = load(Found(snapshot=snapshot, copies=copies), abstract(), *where, lambda: calls.append(None))
+    state = load(Found(snapshot=snapshot, copies=copies), abstract(), *where, 0, lambda: calls.append(None))
     service.close()
     for name, value in values_of(1).items():
         assert np.asarray(state[name]).tobytes() == value.tobytes(), name

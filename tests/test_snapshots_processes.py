@@ -7,6 +7,7 @@ import re
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +215,12 @@ def a_fetch_that_fails(node: Node) -> None:
     with node.checkpoints() as checkpointer:
         checkpointer.save(1, place(values_of(1)), data={"step": 1}, config={})
     node.lost(1)
-    connect = recovery.connect
+    connect, tries = recovery.connect, []
 
-    def refused(*_: object) -> None:
+    def refused(*where: Any, most: int = 99) -> Any:
+        tries.append(where)
+        if len(tries) > most:
+            return connect(*where)
         raise OSError("a firewall")
 
     if node.rank == 1:
@@ -224,9 +228,14 @@ def a_fetch_that_fails(node: Node) -> None:
     for replicas in (2, 4):
         check(node.restore(replicas=replicas), 1, "its checkpoint", replicas)
         said = node.take_said()
-        assert len(said) == (node.rank == 0) and all("process 1" in x and "a firewall" in x for x in said), said
-    recovery.connect = connect
+        assert len(said) == 3 * (node.rank == 0) and all("process 1" in x and "a firewall" in x for x in said), said
+        assert [x.endswith("trying again") for x in said] == [True, True, False][: len(said)]
+    if node.rank == 1:
+        tries.clear()
+        recovery.connect = partial(refused, most=2)
     check(node.restore(), 2, "memory (1 of 2 nodes had it)")
+    assert len(tries) == 3 * (node.rank == 1) and len(node.take_said()) == 2 * (node.rank == 0)
+    recovery.connect = connect
 
 
 def what_a_partner_may_send(node: Node) -> None:

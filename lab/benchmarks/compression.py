@@ -1,6 +1,6 @@
 """Measures steps with each codec of hop two: their time and bytes on slow links.
 
-    python -m lab.benchmarks.compression [--rates=100mbit,1gbit] [--repetitions=1]
+    python -m lab.benchmarks.compression [--rates=100mbit,1gbit] [--repetitions=3]
 
 The standard workload (configs/standard.py) under mics(2) with one micro-step, on 4 emulated nodes of 2 devices. Only
 runs that are not recorded yet are done. Adds lines to results/measured/compression.jsonl; needs root
@@ -28,15 +28,16 @@ from lab.records import MEASURED
 
 RESULTS = MEASURED / "compression.jsonl"
 NODES, DEVICES = 4, 2
+STEPS = 6  # of a run; the first one is not timed
 GONE = ("two_bit", "one_bit")  # recorded, and examples of docs/extending.md now
-NAMES = (*CODECS, "statistical", "dgc", "power_sgd")
+NAMES = (*CODECS, "statistical", "dgc", "power_sgd", "demo")
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Does the missing runs; returns 1 if a run failed, 2 for bad arguments."""
     options = options_of(
-        __doc__, argv, rates=("100mbit", "of the links, as for tc"), repetitions=(1, "of each step, in turn")
+        __doc__, argv, rates=("100mbit", "of the links, as for tc"), repetitions=(3, "of each run, in turn")
     )
     rates = checked_rates(options.rates)
     return run_missing(RESULTS, alternating(options.repetitions, kind=["step"], rate=rates, codec=NAMES), measured)
@@ -51,7 +52,7 @@ def measured(key: Key) -> dict[str, Any]:
 
 def keys_of(name: str) -> dict[str, Any]:
     """Returns the keys of the config of a step with a codec, with the optimizer that it needs."""
-    keys = {"compression.hop_two": name, "batch.global_size": NODES * DEVICES}
+    keys = {"compression.hop_two": name, "batch.global_size": NODES * DEVICES, "num_steps": STEPS}
     optimizer = method_named(name).takes_over  # otherwise AdamW
     return keys | ({"optimizer.name": optimizer} if optimizer else {})
 

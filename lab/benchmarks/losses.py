@@ -17,6 +17,7 @@ from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, TASKS, WITHIN, by
 from configs.schema import LocalSGDConfig
 from files.pages import markdown
 from lab.benchmarks import accuracy, local_steps, time_to_loss
+from lab.benchmarks.names import on_pages
 from lab.benchmarks.runner import ROOT, config_words
 from lab.benchmarks.time_to_loss import DENSE
 from lab.benchmarks.time_to_loss_table import joined, steps_to
@@ -35,6 +36,7 @@ HEAD: tuple[str, ...] = (
     "record",
 )
 LOCAL = LocalSGDConfig()
+USUAL = {"momentum": 0.6, "rate": 0.7}  # of the outer step, where the name of a setting does not say it
 Pairs = Sequence[tuple[float, float]]  # last losses: of a run, and of the dense one with its seed
 Row = dict[str, Any]
 
@@ -191,14 +193,25 @@ def points(records: Records, task: str) -> list[Point]:
         if lines := records.lines("accuracy", task=task, method=name):
             smaller = method.times_smaller(lines[-1].get("hop_two_ratio", 1.0))
             last = {line["seed"]: line["validation_loss"] for line in lines}
-            found.append(Point(name=name, times_smaller=smaller, losses=last))
+            found.append(Point(name=on_pages(name), times_smaller=smaller, losses=last))
     for line in _of_task(records, dense=False) if task == "text" else []:
-        outer = f"momentum {line['momentum']:g}, rate {line['rate']:g}, codec {line['codec']}"
-        kept = ", mean state" if line.get("state") else ""
-        name = f"{line['inner_steps']} steps, {outer}, {line['optimizer']}{kept}"
+        name = _name_of(line)
         last = dict(enumerate(line["validation_losses"]))
         found.append(Point(name=name, times_smaller=line["times_smaller"], losses=last))
     return found
+
+
+def _name_of(line: Line) -> str:
+    """Returns how pages call a setting of local_steps.jsonl."""
+    optimizer = {"muon": "Muon", "adamw": "AdamW"}[line["optimizer"]]
+    outer = {"momentum": line["momentum"], "rate": line["rate"]}
+    averages = outer == {"momentum": 0.0, "rate": 1.0}
+    method = "averages" if averages else "MuLoCo" if optimizer == "Muon" else "DiLoCo"
+    other = [f"outer {key} {x:g}" for key, x in outer.items() if x != USUAL[key] and not averages]
+    codec = [line["codec"]] * (line["codec"] != "none")
+    kept = ["mean state"] * bool(line.get("state"))
+    trained = [optimizer] * (method != "MuLoCo")
+    return ", ".join([f"{method}({line['inner_steps']})", *other, *codec, *kept, *trained])
 
 
 def dominated(records: Records) -> str:

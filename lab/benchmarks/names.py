@@ -1,4 +1,4 @@
-"""The names of strategies in benchmarks: their config keys, and their bytes by the formulas of docs/concepts.md."""
+"""The names of strategies and methods in benchmarks: their config keys, bytes by docs/concepts.md, words on pages."""
 
 import re
 from dataclasses import dataclass
@@ -35,6 +35,21 @@ def sharding_of(name: str) -> dict[str, Any]:
         "partitioner": "auto" if "auto" in name.split() else "manual",
         **overlap,
     }
+
+
+# in records -> on pages, as docs/compression.md defines them: the number is that of the steps between meetings
+ON_PAGES = {
+    r"Muon(.*), DiLoCo, (\d+) steps, momentum 0\.6": r"MuLoCo(\2)\1",
+    r"momentum 0\.6, (\d+) steps(.*), Muon": r"MuLoCo(\1)\2",
+    r"DiLoCo, (\d+) steps, momentum 0\.6": r"DiLoCo(\1), outer rate 0.9",
+    r"DiLoCo, (\d+) steps": r"DiLoCo(\1), outer momentum 0.9",
+    r"(averages|local SGD|sparse_loco), (\d+) steps": r"\1(\2)",
+}
+
+
+def on_pages(name: str) -> str:
+    """Returns how pages call a method: `MuLoCo(10), statistical`; in records it may stand as what it consists of."""
+    return next((found for old, new in ON_PAGES.items() if (found := re.sub(old, new, name)) != name), name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,16 +126,6 @@ def sent_bytes(lines: Sequence[Line], name: str, key: str) -> float:
 # ------------------------------------------------------------------------------------------------------- codecs
 
 
-def newest(lines: Sequence[Line]) -> list[Line]:
-    """Returns the lines without those superseded ones for whose codec and rate there is a newer one."""
-
-    def what(line: Line) -> tuple[str, ...]:
-        return line["kind"], line["codec"], line.get("rate", "")
-
-    newer = {what(line) for line in lines if "superseded" not in line}
-    return [line for line in lines if "superseded" not in line or what(line) not in newer]
-
-
 def codecs_of(steps: Sequence[Line]) -> list[str]:
     """Returns the codecs: first `none`, then by bytes sent, most first."""
     sent = {line["codec"]: line["wire_tx_bytes"] for line in steps}

@@ -12,6 +12,7 @@ from lab.benchmarks import (
     accuracy,
     elastic,
     gpu,
+    hop_two,
     losses,
     overlap_table,
     planner_gpu,
@@ -26,6 +27,7 @@ from lab.benchmarks import (
     utilisation,
 )
 from lab.benchmarks.local_steps import run_of
+from lab.benchmarks.names import on_pages
 from lab.benchmarks.scores import (
     DENSE,
     PEER,
@@ -39,7 +41,6 @@ from lab.benchmarks.scores import (
     compute_s,
     faster_than_dense,
     names_of,
-    newest,
     optimizer_of,
     ours_of,
     paired,
@@ -136,19 +137,6 @@ def pytorch(lines: Sequence[Line]) -> str:
 # ------------------------------------------------------------------------------------------------------- codecs
 
 
-def codec_times(lines: Sequence[Line]) -> str:
-    """Returns what a codec costs without training steps."""
-    rows, crossings, dense_bytes = [], 2 * 3 / 4, 4 * 25 * 2**20  # of a value over the link in an exchange of 4 nodes
-    for line in lines:
-        saved_s = (dense_bytes - line["payload_bytes"]) * 8 / 1e9  # at 1 Gbit/s
-        once_s, of_exchange_s = line["encode_s"] + line["decode_s"], saved_s * crossings
-        cells = [f"{dense_bytes / line['payload_bytes']:.2f}", f"{line['encode_s']:.3f}", f"{line['decode_s']:.3f}"]
-        cells += [f"{once_s / saved_s:.1%}", f"{line['exchange_s']:.3f}", f"{line['exchange_s'] / of_exchange_s:.1%}"]
-        rows.append([line["codec"], *cells, f"{of_exchange_s / line['exchange_s']:.1f}"])
-    heads = ["codec", "times smaller", "encode, s", "decode, s", "both, share", "exchange, s", "share"]
-    return markdown([*heads, "pays below, Gbit/s"], rows)
-
-
 def codec_steps(steps: Sequence[Line]) -> str:
     """Returns the steps with each codec at one rate; times are compared between runs of one commit and optimizer."""
     runs = {name: [line for line in steps if line["codec"] == name] for name in codecs_of(steps)}
@@ -172,7 +160,7 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
         if not runs[name] or not runs[method.against]:
             continue
         smaller = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
-        cells = [name, f"{smaller:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
+        cells = [on_pages(name), f"{smaller:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
         cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
         pairs = paired(runs[name], runs[method.against])
         rows.append([*cells, "" if name == method.against else spread(pairs, "+z.3f")])
@@ -199,7 +187,7 @@ def local_steps(lines: Sequence[Line]) -> str:
             cells = [str(run[0]), ", ".join(map(str, run[1])), line["optimizer"] + kept, f"{line['learning_rate']:g}"]
             cells += [*settings, f"{line['times_smaller']:.0f}", spread(losses, ".3f"), spread(pairs, "+z.1%")]
             rows.append(cells)
-    heads = ["steps", "seeds", "optimizer", "rate", "interval", "outer momentum", "outer rate", "codec"]
+    heads = ["steps", "seeds", "optimizer", "learning rate", "H", "outer momentum", "outer rate", "codec"]
     return markdown([*heads, "times smaller", "validation loss", "minus dense AdamW, by seed"], rows)
 
 
@@ -310,11 +298,6 @@ def draw_bytes(lines: Sequence[Line], names: Sequence[str]) -> Figure:
     return draw_stacked(names, series, "MB that a node sends in a step, counted in the compiled program")
 
 
-def coded_lines(records: Records, kind: str) -> list[Line]:
-    """Returns the newest lines of codecs, of a kind: their times alone, or steps."""
-    return [line for line in newest(records.lines("compression", superseded=True)) if line["kind"] == kind]
-
-
 def drawn(lines: Sequence[Line]) -> list[Line]:
     """Returns the lines of strategies: one with and without overlap is a bar already."""
     return [line for line in lines if "overlap=" not in line["strategy"]]
@@ -350,7 +333,7 @@ def checkpoints(lines: Sequence[Line]) -> str:
 
 def tables(records: Records) -> dict[str, Callable[[], str]]:
     """Returns what gives each table as Markdown."""
-    strategies, codecs, steps = records.lines("strategies"), coded_lines(records, "codec"), coded_lines(records, "step")
+    strategies, steps = records.lines("strategies"), records.lines("compression")
     ours = by_themselves(strategies)
     accuracies, chaos = records.lines("accuracy"), records.lines("elastic", title=elastic.CHAOS)
     events = [line for line in records.lines("elastic") if line not in chaos]
@@ -361,7 +344,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         **{f"step times at {rate}": lambda rate=rate: step_times(ours, rate) for rate in rates_of(ours)},
         "the scale model": lambda: scale_model(records.lines("strategies", mode=SCALE_MODEL)),
         "PyTorch": lambda: pytorch(records.lines("strategies", mode=PEER)),
-        "times of codecs": lambda: codec_times(codecs),
+        "times of hop two": lambda: hop_two.table(records.lines("hop_two"), steps),
         **{
             f"steps with codecs at {rate}": lambda rate=rate: codec_steps([x for x in steps if x["rate"] == rate])
             for rate in rates_of(steps)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from files.pages import markdown
 from files.palette import GRID, INK, SERIES
+from lab.benchmarks.names import on_pages
 from lab.benchmarks.scores import PEER, bytes_per_s, turn_of
 from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
 from lab.plots import OUTSIDE, rate_in_words
@@ -154,7 +155,7 @@ def table(lines: Sequence[Line]) -> str:
             continue
         dense, steps, sent = found[DENSE].curves, reached(found, name), bytes_to_loss(found, name)
         apart = [one.curves[seed][1][-1] / dense[seed][1][-1] - 1 for seed in one.curves if seed in dense]
-        cells = [f"`{name}`", str(len(one.curves)), spread(apart, "+.2%") if apart and name != DENSE else ""]
+        cells = [f"`{on_pages(name)}`", str(len(one.curves)), spread(apart, "+.2%") if apart and name != DENSE else ""]
         cells += [spread([*steps.values()], ".0f") if steps else "not reached", f"{sent / 1e6:.1f}" if sent else NONE]
         times = [time_to_loss(found, name, rate) for rate in rates]
         rows.append([*cells, *(time.text(0) if time else NONE for time in times)])
@@ -170,7 +171,7 @@ def step_times(lines: Sequence[Line]) -> str:
         if one.step_bytes is not None:
             times = [one.step_s(rate) for rate in rates]
             cells = [time.text(2) if time else NONE for time in times]
-            rows.append([f"`{name}`", f"{one.step_bytes / 1e6:.3f}", *cells])
+            rows.append([f"`{on_pages(name)}`", f"{one.step_bytes / 1e6:.3f}", *cells])
     heads = [f"s a step at {rate_in_words(rate)}" for rate in rates]
     return markdown(["method", "MB that a node sends in a step", *heads], rows)
 
@@ -188,14 +189,22 @@ def choice(lines: Sequence[Line]) -> str:
     rates = rates_of(found)
     for rate in rates:
         sides = [fastest(found, rate, is_peer=is_peer) for is_peer in (False, True)]
-        cells = [rate_in_words(rate), f"{share_of_link(dense, rate, rates[-1]):.2g}"]
+        cells = [f"{share_of_link(dense, rate, rates[-1]):.2g}", rate_in_words(rate)]
         best = [_best(found, side, rate) if side else "" for side in sides]
         for side, name in zip(sides, best, strict=True):
             time = time_to_loss(found, name, rate) if name else None
-            cells += [", ".join(f"`{name}`" for name in side) or "none", time.text(0) if time else NONE]
+            cells += [", ".join(f"`{on_pages(name)}`" for name in side) or "none", time.text(0) if time else NONE]
         longer = times_as_long(found, best[1], best[0], rate) if all(sides) else None
         rows.append([*cells, longer.text(1) if longer else NONE])
-    heads = ["link", "f32 / rest", "choose", "seconds to the loss", "PyTorch's fastest", "seconds", "times as long"]
+    heads = [
+        "f32 / rest",
+        "link here",
+        "choose",
+        "seconds to the loss",
+        "PyTorch's fastest",
+        "seconds",
+        "times as long",
+    ]
     return markdown(heads, rows)
 
 
@@ -243,7 +252,7 @@ def picture(lines: Sequence[Line]) -> Figure:
             at, losses = one.curves[min(one.curves)]
             times = [spent(step, one.method, dense=dense.value, own=own.value) for step in at]
             style = "--" if name.startswith(PEER) else "-"
-            axes.plot(times, losses, style, color=colour, linewidth=1.6, label=name)
+            axes.plot(times, losses, style, color=colour, linewidth=1.6, label=on_pages(name))
         if found[DENSE].curves:
             seed = min(found[DENSE].curves)
             axes.axhline(WITHIN * found[DENSE].curves[seed][1][-1], color=INK, linewidth=0.8, linestyle=":")

@@ -90,9 +90,9 @@ def on_links(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns a row per setting: the share of the time in steps by part, seconds, and losses, also over the chosen's.
+    """Returns a row per setting: the speed in each part, seconds, and losses, also over the chosen's.
 
-    The share is what the steps took that hardly met, with the same seed, over what these took.
+    Speed is relative to that of the steps that hardly met, with the same seed.
     """
     ends = [0, *accumulate(steps for _, steps in PARTS)]
     by_seed = {(line["inner_steps"], line["target"], line["seed"]): line for line in lines}
@@ -114,7 +114,7 @@ def table(lines: Sequence[Line]) -> str:
         over = [loss / of["validation_loss"] - 1 for loss, of in zip(losses, chosen, strict=True) if of and not target]
         cells += [spread(seconds, ".0f"), spread(losses, ".3f")] if runs else ["-", "-"]
         rows.append([*cells, spread(over, "+z.1%") if over else ""])
-    heads = ["steps between meetings", *(f"in steps at {rate_in_words(rate)}" for rate, _ in PARTS)]
+    heads = ["steps between meetings", *(f"part {i}, {rate_in_words(rate)}" for i, (rate, _) in enumerate(PARTS, 1))]
     return markdown([*heads, "seconds", "validation loss", "over the chosen's"], rows)
 
 
