@@ -7,7 +7,8 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from lab.benchmarks import accuracy, overlap_table, planner_validation, scores, tables, utilisation
+from lab import pages
+from lab.benchmarks import accuracy, hop_two, overlap_table, planner_validation, scores, tables, utilisation
 from lab.benchmarks.runner import ROOT
 from lab.records import MEASURED, Range, recorded, same_until
 
@@ -109,6 +110,17 @@ def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimize
     assert "| int8 | 1 | b | adamw | 0.00 | 4.00 | 4.00 (2.00 to 6.00) | 2.00 (1.33 to 4.00) | 5.000, 4.000 |" in text
     assert "| int4 | 1 | c | adamw | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 4.000 |" in text
     assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
+
+
+def test_of_a_step_is_what_a_method_takes_more_than_none() -> None:
+    """Of one with the same codec, on nodes that share the cores too."""
+    lines = [
+        {"method": name, "seconds": s, "times_s": [s]} for name, s in (("none", 0.1), ("int8", 0.3), ("demo", 1.1))
+    ]
+    _, _, none, int8, demo = hop_two.table(lines, [coded("none", [8.0]), coded("int8", [4.0])]).splitlines()
+    assert none == "| `none` | 1 | 0.10 (0.10 to 0.10) |  | - |"
+    assert int8 == "| `int8` | 1 | 0.30 (0.30 to 0.30) | +0.20 | 5.0% |"
+    assert demo == "| `demo` | 1 | 1.10 (1.10 to 1.10) | +1.00 | - |"
 
 
 def test_differences_of_losses_are_those_of_the_same_seed() -> None:
@@ -234,3 +246,7 @@ def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
     first = [same_until(losses["fixed", seed], losses["fluctuating", seed])[0] for seed in range(3)]
     text = " ".join((ROOT / "docs" / "concepts.md").read_text().split())
     assert "on changing nodes from step {}, {} and {} on".format(*first) in text
+
+
+def test_pages_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pages.main(["--check"]) == 0, capsys.readouterr().err

@@ -45,18 +45,30 @@ def test_the_interval_follows_the_link() -> None:
     """By hand: 19 / 20 of the time in steps of 0.25 s takes 76 steps for a meeting of 1 s, 2 for one of 0.01 s."""
     link = Link(0.95, most=200, num_steps=2000)
     link.run(0, 2, 9.0)  # which connects
-    link.run(2, 4, 1.0)
-    assert link.met == [2, 4] and link.said[0].startswith("step 2: replicas meet after 2 steps more")
-    assert link.run(4, 4 + 76 * 3, 1.0) == pytest.approx(0.95)
+    link.run(2, 8, 1.0)  # three meetings tell what one takes
+    assert link.met == [2, 4, 6, 8] and link.said[0].startswith("step 2: replicas meet after 2 steps more")
+    assert link.run(8, 8 + 76 * 3, 1.0) == pytest.approx(0.95)
     link.now_s += 60  # a checkpoint
-    link.run(232, 384, 1.0)
-    assert link.met[2:] == [4 + 76 * n for n in range(1, 6)]
-    link.run(384, 384 + 2 * 76, 0.01)  # a fast link is noticed at the second meeting
-    assert link.run(536, 1000, 0.01) > 0.95 and link.met[-2:] == [998, 1000]
+    link.run(236, 388, 1.0)
+    assert link.met[4:] == [8 + 76 * n for n in range(1, 6)]
+    link.run(388, 388 + 2 * 76, 0.01)  # a fast link is noticed at the second meeting
+    assert link.run(540, 1000, 0.01) > 0.95 and link.met[-2:] == [998, 1000]
     link.run(1000, 1004, 20.0)
     assert "meet every 200 steps" in link.said[-1] and link.met[-1] == 1004
     link.run(1004, 2000, 20.0)
     assert link.met[-5:] == [1204, 1404, 1604, 1804, 2000]  # never later than inner_steps, and at the end of the run
+    assert not any(line.startswith("step 2000") for line in link.said)
+
+
+def test_one_meeting_that_stalled_says_nothing() -> None:
+    """Also the first that is measured; and what a run does after each meeting is no part of its steps."""
+    link = Link(0.95, most=200, num_steps=2000)
+    link.run(0, 2, 0.1)
+    link.run(2, 4, 60.0)
+    for first in (4, 6):
+        link.now_s += 1.0  # a row of the metrics
+        link.run(first, first + 2, 0.1)
+    assert link.met == [2, 4, 6, 8] and "every 8 steps" in link.said[-1]
 
 
 def test_what_agreeing_takes_is_a_part_of_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +80,8 @@ def test_what_agreeing_takes_is_a_part_of_the_meeting(monkeypatch: pytest.Monkey
         return [measured]
 
     monkeypatch.setattr("training.meetings.all_gather", agree)
-    link.run(0, 4 + 76, 0.5)
-    assert link.met == [2, 4, 80]
+    link.run(0, 8 + 76, 0.5)
+    assert link.met == [2, 4, 6, 8, 84]
 
 
 def intervals(*of_all: tuple[tuple[float, float], ...]) -> list[int]:
@@ -79,17 +91,18 @@ def intervals(*of_all: tuple[tuple[float, float], ...]) -> list[int]:
     return [meetings._chosen(10, measured) for measured in of_all]
 
 
-def test_a_meeting_takes_what_the_interval_does_beyond_its_steps() -> None:
-    """1 s beyond 10 steps of 0.25 s; it stays 1 s if all steps take twice as long, by a load that all have."""
-    usual, loaded = ((3.5, 0.25), (3.5, 0.25)), ((6.0, 0.5), (6.0, 0.5))
-    assert intervals(usual, usual, usual, loaded, loaded) == [76] * 5
+def test_a_meeting_takes_what_its_step_does_beyond_the_others() -> None:
+    """1 s beyond steps of 0.25 s; it stays 1 s if all steps take twice as long, by a load that all have."""
+    usual, loaded = ((1.25, 0.25), (1.25, 0.25)), ((1.5, 0.5), (1.5, 0.5))
+    assert intervals(usual, usual, usual, loaded, loaded) == [10, 10, 76, 76, 76]
 
 
-def test_waiting_for_who_is_slow_this_time_is_a_part_of_it_for_who_always_is_not() -> None:
-    always = ((3.5, 0.2), (3.5, 0.25))
-    assert intervals(always, always, always) == [76] * 3
-    usual, waiting = ((3.5, 0.25), (3.5, 0.25)), ((4.5, 0.35), (4.5, 0.25))  # 1.5 s beyond steps of 0.3 s
-    assert intervals(usual, usual, usual, waiting, usual, waiting) == [76, 76, 76, 76, 76, 114]
+def test_waiting_for_who_comes_last_is_no_part_of_it() -> None:
+    """It would grow with the interval, which would then grow with it."""
+    always = ((1.75, 0.2), (1.25, 0.25))
+    assert intervals(always, always, always) == [10, 10, 76]
+    usual, waiting = ((1.25, 0.25), (1.25, 0.25)), ((9.25, 0.25), (1.35, 0.35))  # for a second each step
+    assert intervals(usual, usual, usual, waiting, waiting) == [10, 10, 76, 76, 76]
 
 
 @pytest.mark.slow

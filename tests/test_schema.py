@@ -141,11 +141,11 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
         (
             {
                 "compression.hop_two": "power_sgd",
-                "compression.warmup_steps": 50,
+                "compression.warmup_steps": 10,
                 "local_sgd.inner_steps": 10,
-                "local_sgd.target_utilisation": 0.9,
+                "local_sgd.target_utilisation": 0.9,  # of a slow link
             },
-            "must be less than 50, the meetings in num_steps=100 with one every 2 steps:",
+            "must be less than 10, the meetings in num_steps=100 with one every 10 steps:",
         ),
         (
             {

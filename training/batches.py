@@ -133,11 +133,25 @@ class BatchLayout:
 def batches_of(config: Config, plan: ShardingPlan) -> tuple[BatchLayout, int]:
     """Returns the layout of a step's batch, and 1; with independent replicas that of a share, and their number.
 
-    ValueError if the rows of a step cannot be divided into shares.
+    ValueError if the rows of a step cannot be divided into shares, or leave a replica of local SGD without any.
     """
     batch, num_devices, num_shares = config.batch, plan.layout.shape.num_data_devices, 1
     if config.sharding.replicas == "independent":
         num_shares = shares_of(batch, config.sharding.shares, num_devices)
         batch = replace(batch, global_size=batch.global_size // num_shares)
     batch = fitted(batch, num_devices, config.rows_together)
-    return BatchLayout(config=batch, plan=plan, row_arrays=row_arrays(config.data)), num_shares
+    found = BatchLayout(config=batch, plan=plan, row_arrays=row_arrays(config.data))
+    if config.local_sgd.inner_steps and num_shares == 1:
+        _refuse_idle(found)
+    return found, num_shares
+
+
+def _refuse_idle(batches: BatchLayout) -> None:
+    """ValueError if a replica has no rows in any step: at a meeting of local SGD it would count like the others."""
+    replicas, rows = batches.plan.layout.num_replicas, batches.rows_per_micro_step
+    busy = -(-batches.global_size * replicas // rows) if batches.accumulation == 1 else replicas
+    if busy < replicas:
+        raise ValueError(
+            f"batch.global_size={batches.global_size} leaves {replicas - busy} of {replicas} replicas without rows, and "
+            f"local_sgd gives each the same weight; set batch.global_size={rows}, or take fewer nodes"
+        )

@@ -4,9 +4,8 @@ With a step of c seconds and a meeting of m more, H steps and a meeting put H c 
 after a meeting H is the least with which that is the target, from 2 to `local_sgd.inner_steps`: on a fast link the
 replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good.
 
-m is what H steps and their meeting took, less H steps of the processes' mean: so waiting for a process that was slow
-this time is a part of it, as it would not be without the meeting. Waiting for one that is always slower is not, as no
-interval mends that. It is the median of the last three: one process that paused once says little.
+m is what the step that meets takes beyond the other steps, of the process that comes to it last: the others wait for that
+one, and no interval mends that. It is the median of the last three, before which replicas stay at the least interval.
 """
 
 import time
@@ -38,10 +37,10 @@ class Meetings:
     ) -> None:
         self._config, self._num_steps, self._say, self._clock = config, num_steps, say, clock
         self._at = self._interval = 0  # 0: not read yet, and not chosen
-        self._since = 0, 0.0  # the step and the time of the last meeting
+        self._since = 0, 0.0  # the step of the last meeting, and when the next one began
         self._agreeing_s = 0.0  # on the interval after the last meeting
         self._steps_s: list[np.ndarray] = []  # of an interval: the mean step of each process, without the meeting
-        self._more_s: list[float] = []  # of an interval: what the meeting took
+        self._more_s: list[float] = []  # what each of the latest meetings took
 
     @property
     def last(self) -> int:
@@ -52,6 +51,8 @@ class Meetings:
         """Returns what `step_fn(state, batch)` does, of the step after `step` steps."""
         if not self._at:
             self._at = int(optax.tree.get(state.opt_state, "meets_at"))
+            self._since = step, 0.0
+        if step == self.last:  # what came in between, rows of the metrics and validations, is no part of a step
             self._since = step, self._clock()
         if step + 1 < self._at:
             return step_fn(state, batch)
@@ -59,30 +60,32 @@ class Meetings:
         begun_s, (first, since_s) = self._clock(), self._since
         state, metrics = jax.block_until_ready(step_fn(state, batch))
         ended_s = self._clock()
+        self._since = step + 1, ended_s
+        if step + 1 == self._num_steps:
+            return state, metrics
         mean_s = (begun_s - since_s) / (step - first) if step > first else 0.0
-        measured = ended_s - since_s + self._agreeing_s, mean_s
+        measured = ended_s - begun_s + self._agreeing_s, mean_s
         self._interval = self._chosen(step + 1, all_gather(new_key("meetings"), measured))
         self._at = min(step + 1 + self._interval, self._num_steps)
-        self._since = step + 1, self._clock()
-        self._agreeing_s = self._since[1] - ended_s
+        self._agreeing_s = self._clock() - ended_s
         return _meeting_at(state, self._at), metrics
 
     def _chosen(self, step: int, of_all: Sequence[tuple[float, float]]) -> int:
         """Returns the interval after the meeting that is `step`; `of_all` processes say what they have measured.
 
-        That is the time since the last meeting, with agreeing, and the mean step of it, 0 if there was none.
+        That is the step that met, with agreeing, and the mean step before it, 0 if there was none.
         """
         if not self._interval:  # until they have met, connections are made
             self._say(f"step {step}: replicas meet after {LEAST_INTERVAL} steps more, to see what a meeting takes")
             return LEAST_INTERVAL
-        whole_s, steps_s = np.array(of_all).T
+        meetings_s, steps_s = np.array(of_all).T
         if not steps_s.min():
             return self._interval
         self._steps_s = [*self._steps_s, steps_s][-INTERVALS:]
-        usual_s = np.median(self._steps_s, axis=0)
-        step_s = usual_s.max()  # of the slowest, for which all wait
-        more_s = whole_s.max() - (step - self._since[0]) * (step_s + (steps_s - usual_s).mean())
-        self._more_s = [*self._more_s, more_s][-LATEST:]
+        step_s = np.median(self._steps_s, axis=0).max()  # of the slowest, for which all wait
+        self._more_s = [*self._more_s, (meetings_s - steps_s).min()][-LATEST:]
+        if len(self._more_s) < LATEST:
+            return self._interval
         more_s = max(np.median(self._more_s), 0.0)
         interval = interval_of(self._config, step_s, more_s)
         if interval != self._interval:

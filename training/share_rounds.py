@@ -22,6 +22,7 @@ import numpy as np
 
 from compression.local_sgd import LocalState
 from configs.schema import Config
+from configs.schema.own import OWN
 from replicas.payloads import Float32, Payload, make_payload, pieces
 from sharding.gathers import to_parameter_scope
 from sharding.gradients import accumulated
@@ -179,7 +180,8 @@ def state_payload(config: Config) -> Payload:
     """Returns how the state of the inner optimizers travels: in bf16 a moment that falls more slowly would stay."""
     compression, optimizer = config.compression, config.optimizer
     left = max(optimizer.momentum, optimizer.b1, optimizer.b2) ** config.local_sgd.inner_steps
-    is_slow = 1 - left < LEAST_FALL or optimizer.name == "adafactor"  # whose decay nears 1 as the run goes on
+    # adafactor's decay nears 1 as the run goes on; of a registered optimizer it is not known
+    is_slow = 1 - left < LEAST_FALL or optimizer.name in ("adafactor", *OWN["optimizer"])
     is_exact = compression.hop_two == "none" or is_slow
     return make_payload("none" if is_exact else "bf16", compression.block)
 

@@ -107,11 +107,10 @@ class Config(Section):
             )
         local, hop_two, warmup_steps = self.local_sgd, self.compression.hop_two, self.compression.warmup_steps
         inner_steps = local.inner_steps
-        interval = LEAST_INTERVAL if local.target_utilisation else inner_steps  # the shortest one
-        if hop_two in WITH_WARMUP and warmup_steps >= (meetings := -(-self.num_steps // (interval or 1))):
+        if hop_two in WITH_WARMUP and warmup_steps >= (meetings := -(-self.num_steps // (inner_steps or 1))):
             most = f"num_steps={self.num_steps}"
-            if interval:
-                most = f"{meetings}, the meetings in {most} with one every {interval} steps"
+            if inner_steps:  # the longest interval, if they are chosen
+                most = f"{meetings}, the meetings in {most} with one every {inner_steps} steps"
             raise ValueError(
                 f"compression.warmup_steps={warmup_steps} must be less than {most}: the warm-up of "
                 f"compression.hop_two={hop_two} would never end"
