@@ -101,8 +101,8 @@ def test_waiting_for_who_comes_last_is_no_part_of_it() -> None:
     """It would grow with the interval, which would then grow with it."""
     always = ((1.75, 0.2), (1.25, 0.25))
     assert intervals(always, always, always) == [10, 10, 76]
-    usual, waiting = ((1.25, 0.25), (1.25, 0.25)), ((9.25, 0.25), (1.35, 0.35))  # for a second each step
-    assert intervals(usual, usual, usual, waiting, waiting) == [10, 10, 76, 76, 76]
+    usual, waiting = ((1.25, 0.25), (1.25, 0.25)), ((9.25, 0.25), (1.35, 0.35))  # 1.05 s beyond steps of 0.3 s
+    assert intervals(usual, usual, usual, waiting, waiting) == [10, 10, 76, 76, 80]
 
 
 @pytest.mark.slow

@@ -152,6 +152,6 @@ def _refuse_idle(batches: BatchLayout) -> None:
     busy = -(-batches.global_size * replicas // rows) if batches.accumulation == 1 else replicas
     if busy < replicas:
         raise ValueError(
-            f"batch.global_size={batches.global_size} leaves {replicas - busy} of {replicas} replicas without rows, and "
-            f"local_sgd gives each the same weight; set batch.global_size={rows}, or take fewer nodes"
+            f"batch.global_size={batches.global_size} leaves {replicas - busy} of {replicas} replicas without rows, "
+            f"and local_sgd gives each the same weight; set batch.global_size={rows}, or take fewer nodes"
         )

@@ -4,8 +4,9 @@ With a step of c seconds and a meeting of m more, H steps and a meeting put H c 
 after a meeting H is the least with which that is the target, from 2 to `local_sgd.inner_steps`: on a fast link the
 replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good.
 
-m is what the step that meets takes beyond the other steps, of the process that comes to it last: the others wait for that
-one, and no interval mends that. It is the median of the last three, before which replicas stay at the least interval.
+m is what the step that meets takes beyond the other steps, of the process that comes to it last: the others wait for
+that one, and no interval mends that. It is the median of the last three, before which replicas stay at the least
+interval.
 """
 
 import time
@@ -82,8 +83,11 @@ class Meetings:
         if not steps_s.min():
             return self._interval
         self._steps_s = [*self._steps_s, steps_s][-INTERVALS:]
-        step_s = np.median(self._steps_s, axis=0).max()  # of the slowest, for which all wait
-        self._more_s = [*self._more_s, (meetings_s - steps_s).min()][-LATEST:]
+        usual_s = np.median(self._steps_s, axis=0)
+        step_s = usual_s.max()  # of the slowest, for which all wait
+        last = np.argmin(meetings_s)  # to come; its own steps of this interval may have been slow for that reason
+        more_s = meetings_s[last] - (usual_s[last] + (steps_s - usual_s).mean())
+        self._more_s = [*self._more_s, more_s][-LATEST:]
         if len(self._more_s) < LATEST:
             return self._interval
         more_s = max(np.median(self._more_s), 0.0)
