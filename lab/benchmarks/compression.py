@@ -46,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measured(key: Key) -> dict[str, Any]:
     """Returns what the line of a key says."""
     keys = keys_of(key["codec"]) | emulated(NODES, DEVICES, key["rate"])
-    keys |= {"elastic.snapshot_every": 0, "repetition": key["repetition"]}  # snapshots cross the links too
+    keys |= {"num_steps": STEPS, "repetition": key["repetition"]}
+    keys |= {"elastic.snapshot_every": 0}  # snapshots cross the links too
     return steps_of(train("compression", "configs/standard.py", keys))
 
 
 def keys_of(name: str) -> dict[str, Any]:
     """Returns the keys of the config of a step with a codec, with the optimizer that it needs."""
-    keys = {"compression.hop_two": name, "batch.global_size": NODES * DEVICES, "num_steps": STEPS}
+    keys = {"compression.hop_two": name, "batch.global_size": NODES * DEVICES}
     optimizer = method_named(name).takes_over  # otherwise AdamW
     return keys | ({"optimizer.name": optimizer} if optimizer else {})
 
