@@ -175,7 +175,7 @@ class Replicas:
                 why = str(error)
             if all(self._agree(int(len(found) == len(sizes)))):
                 self._skip(step)
-                self.members.look(step)  # the steps in between were not done here, and say nothing of its speed
+                self.members.look(step, first=True)  # the steps in between say nothing of its speed
                 return step, [found[number] for number in range(len(sizes))]
             self._say(f"the others' state did not come ({why}): try {tries} of {FETCHES}")
             tries += 1

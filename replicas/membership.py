@@ -22,7 +22,8 @@ from runtime.blobs import Address, Connection, PeerError
 from runtime.exit_codes import ResumableError
 
 AHEAD = 2  # steps, at least, between the word of a joining member and its first shares
-ENTRY_S = 0.5  # for which the others may wait for it
+ENTRY_S = 0.5  # for which the others may wait for it, if it gets nearer to them
+PATIENCE_S = 2.0  # without getting nearer, after which they wait for it all the same: later it would take longer
 SEEK_S = 5.0  # between two looks for members that were lost
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
 MOST_BYTES = 1 << 20  # of what a member says of itself and of others
@@ -65,6 +66,7 @@ class Membership:
         self._lost: dict[int, Member] = {}  # out of reach; they did not say that they leave
         self._foreign: Member | None = None  # one of another run
         self._looked: tuple[float, int, int] | None = None  # when, at which step, and where the others were
+        self._nearest = 0.0, 0  # when this member was how many steps behind them, at the least
         try:
             write_address(folder, me, process)
         except OSError as error:  # a disk without room may have some later
@@ -122,26 +124,35 @@ class Membership:
         """Says from when on this member takes part, if after `step` steps what it lacks takes it less than a moment.
 
         The others do some steps until they know, and it needs not catch up with more of them than they would wait for.
+        It never would where a step's totals take longer than their steps: over a slow link, with one member that has
+        nobody to exchange with. So if it gets no nearer they wait for it.
         """
         looked = self._looked
         if looked and not self._agree(int(time.monotonic() - looked[0] > ASK_S))[0]:
             return
-        ahead = self.look(step)
+        ahead = self.look(step, first=not looked)
         if ahead == NOBODY:
             self.enter(step)
-        if ahead == NOBODY or not looked:
             return
-        then_s, then, before = looked
-        spent_s = time.monotonic() - then_s
-        own_s, others_s = (spent_s / max(steps, 1) for steps in (step - then, ahead - before))  # a step
-        if self._agree(int(ahead <= step + 1 or (ahead - step) * own_s < ENTRY_S))[0]:
+        own_s, others_s, stuck_s = 1.0, 1.0, 0.0  # of a step; for how long this member got no nearer
+        if looked:
+            then_s, then, before = looked
+            spent_s, stuck_s = (time.monotonic() - since_s for since_s in (then_s, self._nearest[0]))
+            own_s, others_s = (spent_s / max(steps, 1) for steps in (step - then, ahead - before))
+        is_near = ahead <= step + 1 or (bool(looked) and (ahead - step) * own_s < ENTRY_S)
+        if self._agree(int(is_near or stuck_s > PATIENCE_S))[0]:
             self.enter(max(self._agree(max(ahead, step) + max(AHEAD, ceil(ENTRY_S / others_s)))))
 
-    def look(self, step: int) -> int:
-        """Asks the others where they are, and returns what `newest_step` does; `step` is where this member is."""
+    def look(self, step: int, *, first: bool = False) -> int:
+        """Asks the others where they are, and returns what `newest_step` does; `step` is where this member is.
+
+        `first`: since it began, or has the others' state.
+        """
         self.tell()
         ahead = self.newest_step()
-        self._looked = time.monotonic(), step, ahead
+        self._looked = now_s, _, _ = time.monotonic(), step, ahead
+        if first or ahead - step < self._nearest[1]:
+            self._nearest = now_s, ahead - step
         return ahead
 
     def newest_step(self) -> int:

@@ -373,21 +373,49 @@ def test_one_that_does_many_steps_a_second_enters_a_few_behind(
     It came from step 100 to this one: 5 steps take it 0.2 s, 20 would take it 2 s.
     """
     monkeypatch.setattr(membership.time, "monotonic", lambda: 8.0)
-    found: list[int] = []
-    one: Any = SimpleNamespace(
-        _looked=(7.0, 100, 110),
-        _agree=lambda value: [value],
-        tell=lambda: None,
-        newest_step=lambda: 130,
-        enter=found.append,
-    )
-    one.look = partial(Membership.look, one)
+    one, found = catching_up(looked=(7.0, 100, 110), nearest=(7.0, 10), newest=130)
     Membership.choose_entry(one, step)
     assert found == entered and one._looked == (8.0, step, 130)
     found.clear()
-    one._looked = None  # the first look, which says nothing of how fast they are
+    one._looked = None  # the first look, which says nothing of how fast they are: only where it is near it enters
     Membership.choose_entry(one, step)
-    assert not found and one._looked == (8.0, step, 130)
+    assert found == ([132] if step == 129 else []) and one._looked == (8.0, step, 130)
+
+
+def test_one_that_gets_no_nearer_enters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Totals take it 5 s a step, as over a slow link, and the only other one a second: it never would catch up."""
+    clock = iter([15.0, 15.0, 15.0, 15.0, 16.0, 16.0, 16.0, 16.0])
+    monkeypatch.setattr(membership.time, "monotonic", lambda: next(clock))
+    one, found = catching_up(looked=(10.0, 100, 103), nearest=(10.0, 3), newest=108)
+    Membership.choose_entry(one, 101)
+    assert found == [110]
+    found.clear()
+    one._nearest = 10.0, 8  # it was further behind than now
+    Membership.choose_entry(one, 101)
+    assert not found and one._nearest == (16.0, 7)
+
+
+@pytest.mark.parametrize(("ahead", "entered"), [(0, [2]), (1, [3]), (2, [])])
+def test_one_that_begins_where_the_others_are_enters_at_once(ahead: int, entered: list[int]) -> None:
+    """All start together, and one is the first: the others need none of its state."""
+    one, found = catching_up(looked=None, nearest=(0.0, 0), newest=ahead)
+    Membership.choose_entry(one, 0)
+    assert found == entered
+
+
+def catching_up(*, looked: Any, nearest: Any, newest: int) -> tuple[Any, list[int]]:
+    """Returns a member that is behind the others, who are at the step `newest`, and at which step it enters."""
+    found: list[int] = []
+    one: Any = SimpleNamespace(
+        _looked=looked,
+        _nearest=nearest,
+        _agree=lambda value: [value],
+        tell=lambda: None,
+        newest_step=lambda: newest,
+        enter=found.append,
+    )
+    one.look = partial(Membership.look, one)
+    return one, found
 
 
 def test_one_that_is_gone_while_it_takes_no_part_is_noticed(make: Callable[..., Replicas]) -> None:
