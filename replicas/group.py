@@ -82,6 +82,7 @@ class Replicas:
         self._under_way: set[tuple[int, int, int, Node | None]] = set()  # member, step, piece, node that were asked for
         self._skipped = range(0)  # steps that this member did not end: it has the others' state after them
         self._behind: int | None = None  # the step of which the others no longer have the totals
+        self._has_fetched = False  # a state, since this member took part
         self._digests: dict[int, str] = {}  # of the last step that was compared
         self.copies = StateCopies(self._changed)
         # of those that took part in the last step to its end
@@ -150,8 +151,9 @@ class Replicas:
 
         Each of the others sends a part, at once. ResumableError if they do not; None if nobody is there any more, for
         which it waits where all of them leave: what this member has is as right as what they had, a few steps ago.
+        If it has fetched one before and did not catch up, they wait for it at that step: it would not now either.
         """
-        tries = 1
+        tries, takes_part, self._has_fetched = 1, self._has_fetched, True
         while tries <= FETCHES:
             self.members.tell(first=NEVER, begun=False)
             if (newest := self.members.newest_step()) == NOBODY:
@@ -160,7 +162,7 @@ class Replicas:
                     self._plans.clear()  # what is under way is to be computed here
                 return None
             step = newest + AHEAD * tries
-            self.members.tell(step=step)  # from which on they keep the totals
+            self.members.tell(step=step, first=step if takes_part else NEVER)  # from which on they keep the totals
             begun = [member.address for member in self.members.others if member.trains and member.last >= step]
             if not any(self._agree(len(begun))):
                 self._progress()  # they save a checkpoint, which may take minutes
@@ -256,6 +258,7 @@ class Replicas:
         with self._changed:
             me = self.members.me
             self.members.step, self.members.me = step - self._late, me.changed(begun=me.takes_part(step))
+            self._has_fetched &= not me.takes_part(step)
             rates = {m.number: m.rate for m in (me, *self.members.others) if m.takes_part(step)}
             plan = StepPlan(me=me.number, num_shares=self._num_shares, num_pieces=len(self._sizes), rates=rates)
             sums = self._steps.get(step) or StepSums(

@@ -23,7 +23,7 @@ from runtime.exit_codes import ResumableError
 
 AHEAD = 2  # steps, at least, between the word of a joining member and its first shares
 ENTRY_S = 0.5  # for which the others may wait for it, if it gets nearer to them
-PATIENCE_S = 2.0  # without getting nearer, after which they wait for it all the same: later it would take longer
+PATIENCE_S = 2.0  # without getting nearer, after which they wait for it all the same: it may never get there
 SEEK_S = 5.0  # between two looks for members that were lost
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
 MOST_BYTES = 1 << 20  # of what a member says of itself and of others
@@ -130,18 +130,21 @@ class Membership:
         looked = self._looked
         if looked and not self._agree(int(time.monotonic() - looked[0] > ASK_S))[0]:
             return
+        known = self.newest_step()
         ahead = self.look(step, first=not looked)
         if ahead == NOBODY:
             self.enter(step)
             return
-        own_s, others_s, stuck_s = 1.0, 1.0, 0.0  # of a step; for how long this member got no nearer
+        is_near, margin = known == ahead <= step + 1, AHEAD  # all begin together, with steps longer than a look
         if looked:
-            then_s, then, before = looked
-            spent_s, stuck_s = (time.monotonic() - since_s for since_s in (then_s, self._nearest[0]))
-            own_s, others_s = (spent_s / max(steps, 1) for steps in (step - then, ahead - before))
-        is_near = ahead <= step + 1 or (bool(looked) and (ahead - step) * own_s < ENTRY_S)
-        if self._agree(int(is_near or stuck_s > PATIENCE_S))[0]:
-            self.enter(max(self._agree(max(ahead, step) + max(AHEAD, ceil(ENTRY_S / others_s)))))
+            now_s, (then_s, then, before) = time.monotonic(), looked
+            own_s, others_s = ((now_s - then_s) / max(steps, 1) for steps in (step - then, ahead - before))  # a step
+            is_near = ahead <= step + 1 or (ahead - step) * own_s < ENTRY_S
+            if is_near:
+                margin = max(AHEAD, ceil(ENTRY_S / others_s))
+            is_near |= now_s - self._nearest[0] > PATIENCE_S
+        if self._agree(int(is_near))[0]:
+            self.enter(max(self._agree(max(ahead, step) + margin)))
 
     def look(self, step: int, *, first: bool = False) -> int:
         """Asks the others where they are, and returns what `newest_step` does; `step` is where this member is.
@@ -149,9 +152,9 @@ class Membership:
         `first`: since it began, or has the others' state.
         """
         self.tell()
-        ahead = self.newest_step()
-        self._looked = now_s, _, _ = time.monotonic(), step, ahead
-        if first or ahead - step < self._nearest[1]:
+        ahead, now_s = self.newest_step(), time.monotonic()
+        self._looked = now_s, step, ahead
+        if first or NOBODY < ahead < step + self._nearest[1]:
             self._nearest = now_s, ahead - step
         return ahead
 

@@ -1,6 +1,7 @@
 """Replicas in threads, over loopback: the same bits however many there are, whoever comes and goes."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,56 @@ def test_one_that_joins_takes_the_state_from_all_others(
     first = min(new.computed)
     assert first > new.fetched[0] and new.steps == first + 3
     assert [[len(loop.computed[step]) for loop in (*loops, new)] for step in range(first, first + 3)] == [[2, 2, 2]] * 3
+
+
+def test_one_that_gets_the_totals_slower_than_the_others_train_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over a slow link, with one that exchanges with nobody: it would fall behind for ever."""
+    monkeypatch.setattr(membership, "PATIENCE_S", 0.05)
+    (alone,) = started(tmp_path, 1, steps=400)
+    alone.before_step = lambda step: time.sleep(0.02)
+    alone.go()
+    until(lambda: alone.replicas.members.me.step >= 6)
+    new = Loop(tmp_path, 1, steps=NEVER).start(joins=True)
+    fetch = new.replicas._fetch  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(new.replicas, "_fetch", lambda *args: time.sleep(0.1) or fetch(*args))
+
+    def end(step: int, share: int) -> None:
+        for loop in (alone, new):
+            loop.steps = min(loop.steps, step + 3)
+
+    new.before_share = end
+    new.go()
+    for loop in (alone, new):
+        loop.end()
+    assert new.computed and alone.steps == new.steps < 400
+    assert [len(loop.computed[new.steps - 1]) for loop in (alone, new)] == [3, 3]
+
+
+def test_one_that_needs_the_state_a_second_time_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it fetches takes as long as more steps than the others keep: a third one would not help either."""
+    (alone,) = started(tmp_path, 1, steps=1000)
+    alone.before_step = lambda step: time.sleep(0.01)
+    alone.go()
+    until(lambda: alone.replicas.members.me.step >= 6)
+    new, fetch = Loop(tmp_path, 1, steps=NEVER).start(joins=True), group.fetch_copies
+
+    def slowly(*args: Any) -> Any:
+        found = fetch(*args)
+        time.sleep(1.5)
+        return found
+
+    def end(step: int, share: int) -> None:
+        for loop in (alone, new):
+            loop.steps = min(loop.steps, step + 3)
+
+    monkeypatch.setattr(group, "fetch_copies", slowly)
+    new.before_share = end
+    new.go()
+    for loop in (alone, new):
+        loop.end()
+    assert len(new.fetched) == 2 and min(new.computed) == new.fetched[1] and alone.steps < 1000
 
 
 def test_one_that_starts_anew_under_its_number_is_not_waited_for(late: int, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from waiting import until
 from replicas import group, membership, state_copies
 from replicas.group import BehindError, Replicas
 from replicas.members import FILE_NAME, NEVER, Member, write_address
-from replicas.membership import Membership
+from replicas.membership import NOBODY, Membership
 from replicas.payloads import Float32
 from replicas.state_copies import LEAVES, StateCopies
 from replicas.sums import StepSums
@@ -384,15 +384,17 @@ def test_one_that_does_many_steps_a_second_enters_a_few_behind(
 
 def test_one_that_gets_no_nearer_enters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Totals take it 5 s a step, as over a slow link, and the only other one a second: it never would catch up."""
-    clock = iter([15.0, 15.0, 15.0, 15.0, 16.0, 16.0, 16.0, 16.0])
-    monkeypatch.setattr(membership.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(membership.time, "monotonic", lambda: 15.0)
     one, found = catching_up(looked=(10.0, 100, 103), nearest=(10.0, 3), newest=108)
     Membership.choose_entry(one, 101)
     assert found == [110]
     found.clear()
-    one._nearest = 10.0, 8  # it was further behind than now
+    one._looked, one._nearest = (10.0, 100, 103), (10.0, 8)  # it was further behind than now
     Membership.choose_entry(one, 101)
-    assert not found and one._nearest == (16.0, 7)
+    assert not found and one._nearest == (15.0, 7)
+    one.newest_step = lambda: NOBODY  # out of reach for a moment
+    one.look(101)
+    assert one._nearest == (15.0, 7)
 
 
 @pytest.mark.parametrize(("ahead", "entered"), [(0, [2]), (1, [3]), (2, [])])
@@ -401,6 +403,11 @@ def test_one_that_begins_where_the_others_are_enters_at_once(ahead: int, entered
     one, found = catching_up(looked=None, nearest=(0.0, 0), newest=ahead)
     Membership.choose_entry(one, 0)
     assert found == entered
+    one._looked, heard = None, iter([0, 1])  # they do a step while they are asked: they would be past the entry
+    one.newest_step = lambda: next(heard)
+    found.clear()
+    Membership.choose_entry(one, 0)
+    assert not found
 
 
 def catching_up(*, looked: Any, nearest: Any, newest: int) -> tuple[Any, list[int]]:
