@@ -147,16 +147,16 @@ class Statistical:
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, the first highest, which are large, then magnitudes."""
         del key
-        sizes = jnp.abs(_blocks(x, self.block))
-        there = jnp.ones_like(sizes) if real is None else jnp.broadcast_to(_blocks(real, self.block), sizes.shape)
-
-        def mean(chosen: jax.Array) -> jax.Array:
-            shares = chosen / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), 1)
-            return jnp.sum(sizes * shares, axis=-1, keepdims=True)  # dividing before the sum avoids overflow
-
-        large = sizes > self.SPLIT * mean(there)
-        means = jnp.concatenate([mean(there * ~large), mean(there * large)], axis=-1)
-        return _packed([x >= 0, large.reshape(x.shape)], means)
+        sum_of = lambda values: jnp.sum(values, axis=-1, keepdims=True, dtype=jnp.float32)
+        sizes, count = jnp.abs(_blocks(x, self.block)) * (1 / self.block), self.block  # sums cannot overflow
+        if real is not None:
+            there = jnp.broadcast_to(_blocks(real, self.block), sizes.shape)
+            sizes, count = jnp.where(there, sizes, 0), sum_of(there)
+        large = sizes > self.SPLIT / jnp.maximum(count, 1) * sum_of(sizes)
+        num_large = sum_of(large)
+        of_small = sum_of(jnp.where(large, 0, sizes)) * (self.block / jnp.maximum(count - num_large, 1))
+        of_large = sum_of(jnp.where(large, sizes, 0)) * (self.block / jnp.maximum(num_large, 1))
+        return _packed([x >= 0, large.reshape(x.shape)], jnp.concatenate([of_small, of_large], axis=-1))
 
     def decode(self, payload: jax.Array) -> jax.Array:
         """Returns the values `f32 [..., N]` of a payload."""
