@@ -18,9 +18,9 @@ from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import pspecs
 from sharding.trees import Grads, GradsR, Params, Shards
 
-# (step and factors, a replica's gradients, what is kept of them by the field of State) -> the sums of their shares of
-# the mean in the optimizer's scope, the factors, what is kept, and the counts of each collective
-OnShards = Callable[[State, Shards, dict[str, Shards]], tuple[Shards, Any, dict[str, Any], Sequence[Counts]]]
+# (step and factors, a replica's gradients, what it has kept of them) -> the sums of their shares of the mean in the
+# optimizer's scope, the factors, what is kept, and the counts of each collective
+OnShards = Callable[[State, Shards, Shards | None], tuple[Shards, Any, Shards | None, Sequence[Counts]]]
 
 
 def exchange(
@@ -58,12 +58,12 @@ def by_groups(
         residual = zeros_R(layout.num_replicas, params) if error_feedback else ()
         return State(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
 
-    def on_shards(shared: State, grads: Shards, kept: dict[str, Shards]) -> tuple[Any, ...]:
+    def on_shards(shared: State, grads: Shards, kept: Shards | None) -> tuple[Any, ...]:
         key = jax.random.fold_in(jax.random.key(0), shared.step) if encodes else jax.random.key(0)
         shares = [(x.astype(jnp.float32) if encodes else x) / layout.num_replicas for x in grads]
         placements = plan.group(plan.placements, ()).placements
-        totals, residual, counts = primitive(placements, shares, kept.get("residual"), key)
-        return totals, (), dict.fromkeys(kept, residual), counts
+        totals, kept, counts = primitive(placements, shares, kept, key)
+        return totals, (), kept, counts
 
     @jax.named_scope("hop_two")
     def update(
@@ -73,7 +73,7 @@ def by_groups(
         if exchanged:
             out = own_copies(plan, exchanged.mean_R)
             finite = jnp.isfinite(optax.tree.norm(out))
-            kept_R = {"residual": jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)}
+            kept_R = jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)
             return out, _after(state, (), kept_R, Sent(*exchanged.counts)) if encodes else state
         if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
             return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
@@ -122,10 +122,10 @@ def _run(plan: ShardingPlan, function: OnShards, grads_R: GradsR, state: State) 
     """Returns the means of gradients `[R, ...]` in the optimizer's scope, by `function` on each device's shards."""
     leaves, tree = jax.tree.flatten(grads_R)
     specs_R = jax.tree.leaves(gradient_specs(plan))
-    kept_R = {name: jax.tree.leaves(field.tree) for name, field in state.kept.items()}
-    kept_specs = dict.fromkeys(kept_R, specs_R)
+    kept_R = jax.tree.leaves(state.residual.tree) if state.residual else None
+    kept_specs = specs_R if state.residual else None
 
-    def on_device(shared: State, grads_R: Shards, kept_R: dict[str, Shards]) -> tuple[Any, ...]:
+    def on_device(shared: State, grads_R: Shards, kept_R: Shards | None) -> tuple[Any, ...]:
         grads, kept = jax.tree.map(lambda x: x[0], (grads_R, kept_R))
         totals, factors, kept, counts = function(shared, grads, kept)
         out = [total.astype(g.dtype) for total, g in zip(totals, grads, strict=True)]
@@ -137,14 +137,15 @@ def _run(plan: ShardingPlan, function: OnShards, grads_R: GradsR, state: State) 
         in_specs=(PartitionSpec(), specs_R, kept_specs),
         out_specs=(jax.tree.leaves(pspecs(plan.placements, plan.layout.optimizer)), kept_specs, PartitionSpec()),
     )(State(step=state.step, factors=state.factors), leaves, kept_R)
-    kept_R = {name: tree.unflatten(xs) for name, xs in kept_R.items()}
+    kept_R = tree.unflatten(kept_R) if state.residual else None
     return tree.unflatten(out), _after(state, factors, kept_R, sent) if state.sent else state
 
 
-def _after(state: State, factors: Any, kept_R: dict[str, GradsR], sent: Sent) -> State:
+def _after(state: State, factors: Any, kept_R: GradsR | None, sent: Sent) -> State:
     """Returns the state after an exchange."""
-    kept = {name: replace(field, tree=kept_R[name]) for name, field in state.kept.items()}
-    return state._replace(step=jax.tree.map(lambda n: n + 1, state.step), factors=factors, sent=sent, **kept)
+    residual = replace(state.residual, tree=kept_R) if state.residual else ()
+    step = jax.tree.map(lambda n: n + 1, state.step)
+    return state._replace(step=step, factors=factors, residual=residual, sent=sent)
 
 
 def own_copies(plan: ShardingPlan, tree_R: GradsR) -> Grads:

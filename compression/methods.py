@@ -5,7 +5,6 @@ from typing import Any
 
 from compression.codecs import make_codec
 from compression.demo import DEMO
-from compression.dgc import DGC
 from compression.exchange import exchange
 from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
@@ -34,7 +33,7 @@ NONE = HopTwo(
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
 CODECS = map(with_codec, ("bf16", "int8", "int4", "statistical"))
-METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, DGC, POWER_SGD, SPARSE_LOCO, DEMO)
+METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, POWER_SGD, SPARSE_LOCO, DEMO)
 
 
 def method_named(name: str) -> HopTwo:

@@ -134,13 +134,14 @@ def _exchange_shards(
     matrices: Sequence[Matrix | None],
     shared: State,
     grads: Shards,
-    kept: dict[str, Shards],
-) -> tuple[Shards, PyTree, dict[str, Shards], list[Sent]]:
+    kept: Shards | None,
+) -> tuple[Shards, PyTree, Shards, list[Sent]]:
     """Exchanges this device's shards `[...]`: matrices by their factors, other parameters without compression."""
+    assert kept is not None
     layout, tree = plan.layout, jax.tree.structure(plan.placements, is_leaf=is_placement)
     out, residuals, new_factors, counts = [], [], [], []
     factors = tree.flatten_up_to(shared.factors)
-    for matrix, grad, residual, q in zip(matrices, grads, kept["residual"], factors, strict=True):
+    for matrix, grad, residual, q in zip(matrices, grads, kept, factors, strict=True):
         x = grad.astype(jnp.float32) / layout.num_replicas
         if matrix is None:
             out.append(lax.psum(x, layout.replica_axes))
@@ -155,7 +156,7 @@ def _exchange_shards(
         new_factors.append(new_q)
         layers, rows, *columns = matrix.shape
         counts.append(Sent(4 * layers * matrix.rank * (rows + prod(columns)), x.size, x.size))
-    return to_optimizer_scope(plan, out), tree.unflatten(new_factors), {"residual": residuals}, counts
+    return to_optimizer_scope(plan, out), tree.unflatten(new_factors), residuals, counts
 
 
 def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int) -> Matrix | None:

@@ -31,23 +31,14 @@ class State(NamedTuple):
 
     step: Any = ()  # int32 []: exchanges done
     factors: Any = ()  # PowerSGD's Q of each matrix, [layers, *columns, rank]; () for other parameters
-    # PerReplica, `[R, ...]`: what each replica has still to send, of DGC called v; and DGC's velocity u
-    residual: Any = ()
-    unsent: Any = ()
-    velocity: Any = ()
+    residual: Any = ()  # PerReplica, `[R, ...]`: what each replica has still to send
     sent: Any = ()  # the counts of the last exchange
 
-    @property
-    def kept(self) -> dict[str, PerReplica]:
-        """What each replica has for itself, by the field."""
-        fields = {"residual": self.residual, "unsent": self.unsent, "velocity": self.velocity}
-        return {name: field for name, field in fields.items() if field}
 
-
-def zeros_R(replicas: int, params: Params, label: str = "") -> PerReplica:
+def zeros_R(replicas: int, params: Params) -> PerReplica:
     """Returns f32 zeros `[R, ...]` like the parameters, of which the sum over R counts."""
     zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params)
-    return PerReplica(zeros, combine="sum", label=label)
+    return PerReplica(zeros, combine="sum")
 
 
 def nothing_sent() -> Sent:
@@ -94,7 +85,7 @@ def statistics(opt_state: PyTree, *, each: bool = False) -> dict[str, jax.Array]
         "hop_two_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
         "hop_two_fraction_sent": num_sent / jnp.maximum(num_values, 1),
     }
-    if leaves := jax.tree.leaves((state.residual, state.unsent)):
+    if leaves := jax.tree.leaves(state.residual):
         # first of each replica: XLA would sum tensor by tensor over the replicas, and gloo one scalar after the other
         of_replicas = sum(jnp.sum(x * x, axis=range(1, x.ndim)) for x in leaves)
         found[RESIDUAL_NORM] = jnp.sqrt(of_replicas if each else jnp.sum(of_replicas))

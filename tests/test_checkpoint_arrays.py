@@ -36,11 +36,19 @@ CASES: dict[str, dict[str, Any]] = {
         "compression.warmup_steps": 300,
         "optimizer.clip_norm": 0.0,
     },
-    "dgc": {"compression.hop_two": "dgc", "optimizer.name": "sgd"},
+    "demo": {"compression.hop_two": "demo", "optimizer.name": "sgd"},
+    "statistical": {"compression.hop_two": "statistical"},
     "power_sgd": {"compression.hop_two": "power_sgd"},
     "power_sgd with a warm-up": {"compression.hop_two": "power_sgd", "compression.warmup_steps": 10},
     "delayed": {"compression.delayed": True},
     "local SGD": {"local_sgd.inner_steps": 4},
+    "streaming local SGD": {"local_sgd.inner_steps": 4, "local_sgd.streaming": True},
+    "local SGD with a target of utilisation": {"local_sgd.inner_steps": 4, "local_sgd.target_utilisation": 0.95},
+    "sparse_loco": {
+        "compression.hop_two": "sparse_loco",
+        "local_sgd.inner_steps": 4,
+        "local_sgd.outer_momentum": 0.0,
+    },
 }
 
 

@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
     "sample.length": 0,
 }
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
-DGC = {"compression.hop_two": "dgc", "optimizer.name": "sgd"}
+DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}
 SPARSE_LOCO = {"compression.hop_two": "sparse_loco", "local_sgd.inner_steps": 2, "local_sgd.outer_momentum": 0.0}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
@@ -81,7 +81,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "outer momentum": {"local_sgd.outer_momentum": 0.9, "local_sgd.inner_steps": 2},
     "codec": {"compression.hop_two": "int8"},
     "linear method": {"compression.hop_two": "power_sgd"},
-    "replacing method": DGC,
+    "replacing method": DEMO,
     "whole method": {"compression.hop_two": "power_sgd"},
     "other optimizer": {"optimizer.name": "lamb"},
     "one replica": STRATEGY,
@@ -212,7 +212,7 @@ LAYOUTS: list[tuple[dict[str, Any], str]] = [
     ({"compression.hop_two": "bf16", "sharding.partition_size": 8}, "different nodes"),
     ({"compression.delayed": True, "sharding.partitioner": "auto"}, "one partition group"),
     ({"local_sgd.inner_steps": 2, "sharding.two_hop": False}, "one partition group"),
-    (DGC | {"mesh.devices_per_node": 8}, "different nodes"),
+    (DEMO | {"mesh.devices_per_node": 8}, "different nodes"),
     ({"compression.hop_two": "one_bit_adam"} | STRATEGY, "different nodes"),
     ({"compression.gather_inter": "int8"}, "gathers between nodes"),  # a group in a node
     ({"compression.gather_intra": "int8", "sharding.hierarchical": False} | STRATEGY, "gathers inside nodes only"),
@@ -236,8 +236,8 @@ def test_one_line_names_what_would_do() -> None:
         "local_sgd.inner_steps=2 does not go with compression.delayed=True: each replica has an optimizer of its own; "
         "set local_sgd.inner_steps=0, or set compression.delayed=False"
     )
-    assert error_of({"compression.hop_two": "dgc"}) == (
-        "compression.hop_two=dgc does not go with optimizer.name=adamw: the method takes the place of one optimizer; "
+    assert error_of({"compression.hop_two": "demo"}) == (
+        "compression.hop_two=demo does not go with optimizer.name=adamw: the method takes the place of one optimizer; "
         "set compression.hop_two=none or a codec, or set optimizer.name=sgd"
     )
     assert error_of({"local_sgd.inner_steps": 3, "num_steps": 11}).startswith("num_steps=11 must be a multiple of")

@@ -14,10 +14,10 @@ from checkpointing import KEEP_ALL, abstract
 from test_exchange_codecs import gradients
 
 from compression.codecs import OneBit
-from compression.dgc import DGCConfig, dgc
 from compression.exchange import exchange
 from compression.local_sgd import LocalSGD
 from compression.methods import method_named
+from compression.power_sgd import power_sgd
 from configs.schema import LocalSGDConfig
 from optimizers import guarded
 from sharding.plan import ShardingPlan
@@ -69,16 +69,15 @@ def test_what_is_restored_is_what_was_saved(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, restore(tmp_path, state), state)
 
 
-def test_residuals_of_another_hop_two_are_rejected(tmp_path: Path) -> None:
-    """By name: those of DGC are not an exchange's."""
+def test_a_checkpoint_without_what_a_hop_two_keeps_is_rejected(tmp_path: Path) -> None:
+    """By name: PowerSGD has factors beside residuals."""
 
-    def with_dgc(plan: ShardingPlan) -> optax.GradientTransformation:
-        config = DGCConfig(sparsity=0.9, warmup_steps=0, momentum=0.9, clip_norm=0.0)
-        return workload.chained(dgc(plan, config), workload.sgd())
+    def with_power_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
+        return workload.chained(power_sgd(plan, workload.TENSORS, 2), workload.sgd())
 
     save(tmp_path, first_state(4, with_codec), 1)
-    with pytest.raises(ValueError, match="opt_state.exchange.unsent.residual.* is absent in the checkpoint"):
-        restore(tmp_path, first_state(4, with_dgc))
+    with pytest.raises(ValueError, match="opt_state.exchange.factors.* is absent in the checkpoint"):
+        restore(tmp_path, first_state(4, with_power_sgd))
 
 
 def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) -> None:
@@ -116,12 +115,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "int4": dict(rounding="stochastic"),
     "statistical": {},
     "one_bit_adam": dict(warmup_steps=2),
-    "dgc": dict(sparsity=0.9, warmup_steps=3),
     "power_sgd": dict(warmup_steps=3),
     "sparse_loco": dict(sparsity=0.9, feedback_decay=1.0),
     "demo": dict(sparsity=0.9),
 }
-QUICK = ("int8", "one_bit_adam", "dgc", "power_sgd")  # the others keep what int8 keeps
+QUICK = ("int8", "one_bit_adam", "power_sgd")  # the others keep what int8 keeps
 CHANGES = {  # the layouts before and after; the number of replicas
     "4 to 2": (dict(nodes=4, strategy="mics", partition_size=2), dict(nodes=2, strategy="mics", partition_size=2)),
     "8 to 3": (dict(nodes=4, strategy="ddp"), dict(nodes=3, per_node=1, strategy="ddp")),
@@ -173,9 +171,6 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
     old, new = (x.exchange if late else x for x in (hop_two, found.hop_two if method == "demo" else following))
     mean = replicas(hop_two.waiting.tree if late else whole, lambda x_R: x_R.mean(0))
     handed_on = jax.tree.map(np.negative, moves)
-    field = "unsent" if method == "dgc" else "residual"
-    if method == "dgc":
-        mean = jax.tree.map(lambda u, g: 0.9 * u + g, owed(old.velocity.tree), mean)
     if method == "demo":
         handed_on = mean = jax.tree.map(np.zeros_like, mean)
     if method == "one_bit_adam":  # what it exchanges are momenta
@@ -185,6 +180,6 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
     def check(handed_on: Any, left: np.ndarray, came: np.ndarray, owed: np.ndarray) -> None:
         np.testing.assert_allclose(np.asarray(handed_on) + left, came + owed, atol=1e-6)
 
-    left, before = (owed(getattr(state, field).tree) for state in (new, old))
+    left, before = (owed(state.residual.tree) for state in (new, old))
     jax.tree.map(check, handed_on, left, mean, before)
     assert max(np.abs(x).max() for x in jax.tree.leaves(before)) > 1e-5

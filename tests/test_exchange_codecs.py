@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, Statistical
 from compression.demo import by_frequency
-from compression.dgc import DGCConfig, dgc
 from compression.exchange import by_groups, exchange
 from compression.hop_two import delayed
 from compression.one_bit_adam import one_bit_adam
@@ -287,7 +286,6 @@ class Signs:
 HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
     "none": exchange,
     "signs": lambda sh: exchange(sh, Signs()),
-    "dgc": lambda sh: dgc(sh, DGCConfig(sparsity=0.99, warmup_steps=0, momentum=0.9, clip_norm=0.0)),
     "power_sgd": lambda sh: power_sgd(sh, SPECS, 2),
     "one_bit_adam": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=1, b1=0.9, b2=0.95, eps=1e-8),
     "one_bit_adam, warm-up": lambda sh: one_bit_adam(sh, CODECS["one_bit"], warmup_steps=9, b1=0.9, b2=0.95, eps=1e-8),

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import workload
 from running import ROOT, arrays, manifest, rows, run_here, stop_after
+from test_exchange_codecs import LAYOUTS, gradients
 
 import models
 from configs.register import register
@@ -20,6 +24,7 @@ from configs.schema.own import OWN
 from lab.emulate import __main__ as emulate
 from planner import __main__ as planner
 from planner import compile as compiling
+from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sweeps.plan import plan
 from training.experiment import make_experiment
@@ -135,6 +140,15 @@ def a_method(workdir: Path) -> None:
         assert voted == pytest.approx(round(voted), rel=1e-6) and num_params / 4 < voted <= num_params
 
 
+def a_method_with_a_state(workdir: Path) -> None:
+    # values and places of 1 % cross nodes; momenta are in the checkpoint, of each replica its own
+    coded = [c for c in hop_two(workdir) if c["kind"] == "all-gather"]
+    assert {c["dtype"] for c in coded} == {"f32", "s32"}
+    assert all(0.01 <= row["hop_two_fraction_sent"] < 0.02 for row in rows(workdir))
+    found = {name: x for name, x in arrays(workdir, 3).items() if ".velocity." in name}
+    assert found and all(len(x) == 4 and np.abs(x).max() > 0 for x in found.values())
+
+
 def a_strategy(workdir: Path) -> None:
     sharding = Config.from_dict(json.loads((workdir / "config.json").read_text())).sharding
     by_hand = ShardingConfig(strategy="custom", parameters="node", gradients="node", optimizer="all")
@@ -173,6 +187,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "A tokenizer": a_tokenizer,
     "A codec": a_codec,
     "A method of hop two": a_method,
+    "A method with a state": a_method_with_a_state,
     "A strategy": a_strategy,
     "An optimizer": an_optimizer,
     "A schedule": a_schedule,
@@ -188,6 +203,7 @@ RUNS: dict[tuple[str, ...], dict[str, Any]] = {
         "sample__prompt": "the",
     },
     ("A method of hop two",): {},
+    ("A method with a state",): {},
     ("A strategy",): {},
 }
 # A config file with what each of the files changes in the quickstart's config.
@@ -217,10 +233,61 @@ def test_a_listing_trains_and_what_it_defines_is_used(titles: tuple[str, ...], t
     for title in titles:
         files.append(str(tmp_path / f"{title}.py"))
         Path(files[-1]).write_text(LISTINGS[title])
-        assert len(LISTINGS[title].splitlines()) < 40
+        assert len(LISTINGS[title].splitlines()) < 70
     assert train(LISTINGS[titles[0]] if len(titles) == 1 else TOGETHER.format(files=files), "run", **RUNS[titles]) == 0
     for title in titles:
         CHECKS[title](tmp_path / "run")
+
+
+def listed_dgc(tmp_path: Path, workers: ShardingPlan) -> Any:
+    """Returns the listing's transform, which sends a tenth."""
+    (tmp_path / "mine.py").write_text(LISTINGS["A method with a state"])
+    runpy.run_path(str(tmp_path / "mine.py"))
+    return OWN["hop_two"]["dgc"].transform(workload.setup(workers, "none", sparsity=0.9))
+
+
+@pytest.mark.parametrize("layout", ["mics(2)", "zero1", "tensor"])
+def test_the_listed_dgc_keeps_what_it_does_not_send_in_every_layout(layout: str, tmp_path: Path) -> None:
+    """What was sent and what is kept are the velocities' mean; a step with a bad value leaves all as it was."""
+    workers = workload.plan("tensors", **LAYOUTS[layout])
+    tx = listed_dgc(tmp_path, workers)
+    params, (grads_R, whole) = workload.params("tensors"), gradients(workers, 0)
+    mean, after = jax.jit(tx.update)(grads_R, tx.init(params))
+    jax.tree.map(
+        lambda m, kept_R, g_R: np.testing.assert_allclose(m + np.asarray(kept_R).sum(0), g_R.mean(0), atol=1e-6),
+        mean,
+        after[0].residual.tree,
+        whole,
+    )
+    leaves, tree = jax.tree.flatten(grads_R)
+    bad = tree.unflatten([leaves[0].at[(1,) + (0,) * (leaves[0].ndim - 1)].set(jnp.nan), *leaves[1:]])
+    mean, same = jax.jit(tx.update)(bad, after)
+    assert not np.isfinite(optax.tree.norm(mean))
+    jax.tree.map(np.testing.assert_array_equal, same, after)
+
+
+def test_the_listed_dgc_matches_numpy(tmp_path: Path) -> None:
+    """Twenty steps of four workers (algorithm 4 of the paper, without clipping)."""
+    workers = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
+    tx = listed_dgc(tmp_path, workers)
+    momentum = OptimizerConfig().momentum
+    state, update = tx.init(workload.params("tensors")), jax.jit(tx.update)
+    velocity = unsent = jax.tree.map(lambda p: np.zeros((4, *p.shape)), workload.params("tensors"))
+    for step in range(20):
+        grads_R, whole = gradients(workers, step)
+        mean, state = update(grads_R, state)
+        velocity = jax.tree.map(lambda u, g: momentum * u + g, velocity, whole)
+        unsent = jax.tree.map(lambda v, u: v + u / 4, unsent, velocity)
+
+        def check(got: jax.Array, v_R: np.ndarray, u_R: np.ndarray) -> None:
+            wanted = np.zeros(got.size)
+            for v, u in zip(v_R.reshape(4, -1), u_R.reshape(4, -1), strict=True):  # views
+                places = np.argsort(-np.abs(v))[: max(1, round(v.size * 0.1))]
+                wanted[places] += v[places]
+                v[places] = u[places] = 0
+            np.testing.assert_allclose(got, wanted.reshape(got.shape), atol=2e-6)
+
+        jax.tree.map(check, mean, unsent, velocity)
 
 
 def test_the_learning_rate_of_an_optimizer_with_its_own_is_not_logged(tmp_path: Path) -> None:
@@ -263,7 +330,7 @@ def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
         (("optimiser", "lion"), r"^register\('optimiser', 'lion'\): the topic must be optimizer, or another of"),
         (("optimizer", "adamw"), r"^register\('optimizer', 'adamw'\): optimizer.name=adamw exists already"),
         (("model", "my model"), r"^register\('model', 'my model'\): the name must be letters, digits and _"),
-        (("codec", "dgc"), "compression.hop_two=dgc exists already"),
+        (("codec", "demo"), "compression.hop_two=demo exists already"),
         (("codec", "mine"), "compression.hop_two=mine exists already"),
     ],
 )

@@ -68,17 +68,6 @@ def test_hop_two_sends_the_payload(codec: str) -> None:
     assert [c.payload_bytes for c in found] == 2 * [claimed(codec, NODES, (SIZE - VECTORS) // DEVICES)]
 
 
-def test_dgc_sends_values_and_places() -> None:
-    """A thousandth of each layer's matrices, 6 bytes a value and 4 for the block; vectors as they are."""
-    found = crossing(compiled_for_h100({"compression.hop_two": "dgc", "optimizer.name": "sgd"}))
-    stacks = [(1, EMBEDDING), *(4 * [(LAYERS, HIDDEN**2)]), *(3 * [(LAYERS, HIDDEN * MLP)])]
-    values = sum(layers * max(1, round(size / DEVICES / 1000)) for layers, size in stacks)
-    blocks = sum(-(-layers * size // DEVICES // 2**16) for layers, size in stacks)
-    assert sum(c.payload_bytes for c in found if c.dtype == "u8") == NODES * (6 * values + 4 * blocks)
-    assert {c.kind for c in found if c.dtype == "u8"} == {"all-gather"}
-    assert sum(c.payload_bytes for c in found if c.dtype != "u8") == 4 * VECTORS / DEVICES + 4  # and a count
-
-
 def test_power_sgd_sends_factors() -> None:
     found = crossing(compiled_for_h100({"compression.hop_two": "power_sgd"}))
     factors = 2 * (LAYERS * (4 * 2 * HIDDEN + 3 * (HIDDEN + MLP)) + 256 + HIDDEN)

@@ -125,7 +125,7 @@ STREAMING = {"local_sgd.inner_steps": 2, "local_sgd.streaming": True}
                 {"sharding.two_hop": False},
                 {"model.kind": "moe"},
                 {"model.kind": "resnet", "model.norm": "batch", "model.norm_rows": 2},
-                {"compression.hop_two": "dgc", "optimizer.name": "sgd"},
+                {"compression.hop_two": "demo", "optimizer.name": "sgd"},
                 {"local_sgd.inner_steps": 2},
                 LATE,
                 STREAMING,

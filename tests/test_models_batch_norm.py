@@ -258,7 +258,7 @@ HOP_TWO: dict[str, dict[str, Any]] = {
     "none": {},
     "int8": {},
     "power_sgd": {},
-    "dgc": {"compression__sparsity": 0.9, "optimizer__momentum": 0.9},
+    "demo": {"compression__sparsity": 0.9},
     "one_bit_adam": {"compression__warmup_steps": 1, "optimizer__name": "adamw", "optimizer__clip_norm": 0.0},
 }
 
@@ -275,13 +275,13 @@ def test_hop_two_sends_averages_as_they_are(method: str) -> None:
 
 
 def test_delayed_averages_are_one_step_late() -> None:
-    """And move towards zero in the first step, which has no values; but not where dgc takes the optimizer's place."""
+    """And move towards zero in the first step, which has no values; but not where demo takes the optimizer's place."""
     updates, _ = run_chain(make_tx(config(compression__delayed=True)), 3)
     averages = jax.tree.map(lambda a: 0.9 * a, FIRST[AVERAGES])
     for step in range(2):
         averages = jax.tree.map(lambda a, g: 0.9 * a - 0.1 * g.mean(0), averages, gradients(step)[AVERAGES])
     check_close(averages_after(updates), averages, atol=1e-4)
-    tx = make_tx(config(compression__delayed=True, compression__hop_two="dgc", **HOP_TWO["dgc"]))
+    tx = make_tx(config(compression__delayed=True, compression__hop_two="demo", **HOP_TWO["demo"]))
     check_close(averages_after(run_chain(tx, 3)[0]), expected_averages(3), atol=1e-4)
 
 
@@ -296,9 +296,9 @@ def test_averages_of_local_sgd_are_the_mean_of_the_replicas() -> None:
     assert isinstance(state[1].drift, PerReplica)
 
 
-@pytest.mark.parametrize("method", ["int8", "dgc", "one_bit_adam"])
+@pytest.mark.parametrize("method", ["int8", "demo", "one_bit_adam"])
 def test_a_skipped_step_leaves_what_hop_two_keeps_as_it_was(method: str) -> None:
-    """As a run has it: also where only an average is not finite, which goes past dgc and 1-bit Adam."""
+    """As a run has it: also where only an average is not finite, which goes past DeMo and 1-bit Adam."""
     tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]))
     params = jax.tree.map(jnp.asarray, FIRST)
     good = gradients(0)

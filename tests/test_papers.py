@@ -150,14 +150,6 @@ def test_compression_ratios_are_those_of_the_record(records: Records) -> None:
     assert gradients == pytest.approx(4 * (25_557_032 + 24 * 2049) / 2**20)
 
 
-def test_a_newer_run_of_dgc_counts_and_is_not_called_old(records: Records) -> None:
-    lines = records.lines("compression", superseded=True)
-    new = [{**x, "wire_tx_bytes": 1e6} for x in lines if x["codec"] == "dgc"]
-    del new[-1]["superseded"]
-    found = row(compression.ratios(changed(records, "compression", [*lines, *new])), "DGC 99.9 %: ResNet-50")
-    assert found.ours == pytest.approx(102_270_976 / (1e6 / 3), rel=1e-3)
-
-
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_power_sgd_epoch_is_the_factors_of_resnet_18(rank: int, records: Records) -> None:
     """[outputs, inputs k k] of 20 convolutions and the classifier; scales, biases and as many averages whole."""

@@ -246,10 +246,8 @@ def of_config_on(step: Step, config: Config) -> Step:
     return replace(step, experiment=replace(step.experiment, config=config))
 
 
-@pytest.mark.parametrize("method", ["power_sgd", "dgc"])
-def test_the_steps_behind_a_warm_up_are_priced(method: str) -> None:
-    changes = {"hop_two": method, "warmup_steps": 20} | ({"sparsity": 0.99} if method == "dgc" else {})
-    config = small(**{f"compression__{key}": value for key, value in changes.items()}, num_steps=100)
+def test_the_steps_behind_a_warm_up_are_priced() -> None:
+    config = small(compression__hop_two="power_sgd", compression__warmup_steps=20, num_steps=100)
     (word,) = (w for w in machine().request(of_config(config), config)["config"] if "compression.warmup_steps" in w)
     assert word == "--config.compression.warmup_steps=0"
 

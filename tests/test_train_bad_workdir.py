@@ -99,9 +99,10 @@ def test_a_key_that_an_older_version_did_not_have_counts_with_its_default() -> N
     assert changed_keys(older, packed) == {"data.packing": ("stream", "documents")}
 
 
-def test_a_key_that_has_gone_since_is_not_looked_at() -> None:
+@pytest.mark.parametrize("key", ["threshold", "sampled"])
+def test_a_key_that_has_gone_since_is_not_looked_at(key: str) -> None:
     config = typed(quickstart.get_config()).to_dict()
-    older = {**config, "compression": {**config["compression"], "threshold": 0.5}}
+    older = {**config, "compression": {**config["compression"], key: 0.5}}
     assert changed_keys(older, config) == {}
 
 

@@ -45,7 +45,7 @@ LARGE = SMALL | {"data__image_size": 32, "sharding__partition_size": 2, "data__p
     [
         pytest.param(
             "resnet110",
-            {"model__stage_blocks": "(1,)", "compression__hop_two": "dgc", "compression__sparsity": 0.9},
+            {"model__stage_blocks": "(1,)", "compression__hop_two": "demo", "compression__sparsity": 0.9},
             marks=pytest.mark.slow,
         ),
         pytest.param("resnet110", SMALL | {"local_sgd__inner_steps": 3}, marks=pytest.mark.slow),

@@ -85,18 +85,6 @@ def test_codecs_make_hop_two_smaller(codec: str, times: float, tmp_path: Path) -
 
 
 @pytest.mark.release
-def test_dgc_makes_the_matrices_250_times_smaller(tmp_path: Path) -> None:
-    """All that is counted, but the vectors, which stay dense: by the formula 1333 / R times for R nodes.
-
-    An all-reduce of N values sends 2 (R-1)/R 4 N bytes, the all-gather of N/1000 values of 6 bytes (R-1) 6 N/1000.
-    """
-    settings = {"compression__hop_two": "dgc", "compression__sparsity": 0.999, "optimizer__name": "sgd"}
-    carried, formula = carried_and_formula("mics(2)", tmp_path, **settings)
-    for found in carried:
-        assert (formula - VECTORS_BYTES) / (found - VECTORS_BYTES) > 250, (found, formula)
-
-
-@pytest.mark.release
 def test_zero_plus_plus_sends_a_quarter_of_zero3_in_bf16(tmp_path: Path) -> None:
     """0.75 M against 3 M, M being the model's bytes in bf16: a gather in int8 and a reduce-scatter in int4.
 

@@ -46,7 +46,7 @@ from configs.schema.sections import (
     ShardingConfig,
 )
 
-GONE = ("compression.threshold",)  # keys of older versions, each of a method that has gone too
+GONE = ("compression.threshold", "compression.sampled")  # keys of older versions, each of a method that has gone too
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "no feedback": _of("compression.error_feedback", False, True),
     "keeping method": _hop_two(
-        "`power_sgd`, `dgc`, `one_bit_adam`, `sparse_loco` or `demo`", lambda name: name in METHODS, "none or a codec"
+        "`power_sgd`, `one_bit_adam`, `sparse_loco` or `demo`", lambda name: name in METHODS, "none or a codec"
     ),
     "other payload": _hop_two(
         "hop two by another method than `none`, `bf16`, `int8` and `int4`",
@@ -141,12 +141,12 @@ FEATURES: dict[str, Feature] = {
     "sparse_loco": _of("compression.hop_two", "sparse_loco", "none or a codec"),
     "outer momentum": _other_than("local_sgd.outer_momentum", 0.0),
     "method": _hop_two(
-        "`power_sgd`, `dgc`, `one_bit_adam`, `sparse_loco`, `demo`, or a method of your own",
+        "`power_sgd`, `one_bit_adam`, `sparse_loco`, `demo`, or a method of your own",
         lambda name: name in METHODS or name in OWN["hop_two"],
         "none or a codec",
     ),
     "codec": _hop_two(
-        "hop two by a codec, `dgc`, `one_bit_adam`, `sparse_loco` or `demo`",
+        "hop two by a codec, `one_bit_adam`, `sparse_loco` or `demo`",
         lambda name: name not in ("none", "power_sgd") and name not in OWN["hop_two"],
         "none",
     ),
@@ -154,10 +154,10 @@ FEATURES: dict[str, Feature] = {
         "`power_sgd`, or a method of your own", lambda name: name == "power_sgd" or name in OWN["hop_two"], "none"
     ),
     "replacing method": _hop_two(
-        "`dgc`, `demo` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
+        "`demo` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
     ),
     "whole method": _hop_two(
-        "`power_sgd`, `dgc`, `demo` or `one_bit_adam`",
+        "`power_sgd`, `demo` or `one_bit_adam`",
         lambda _, by_group: not by_group,
         "none or a codec",
         "goes_by_group",
@@ -165,7 +165,7 @@ FEATURES: dict[str, Feature] = {
     "other optimizer": Feature(
         keys=("optimizer.name", "takes_over"),
         has=lambda name, replaced: replaced not in (None, name),
-        shown="another optimizer than `sgd` for `dgc` and `demo`, `adamw` for `one_bit_adam`",
+        shown="another optimizer than `sgd` for `demo`, `adamw` for `one_bit_adam`",
         instead="set optimizer.name={takes_over}",
     ),
     "one replica": Feature(

@@ -8,8 +8,8 @@ from configs.losses import DELAYED, INNER_STEPS, which_are_free
 from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
-WITH_WARMUP = ("one_bit_adam", "dgc", "power_sgd")  # the values of hop_two that use warmup_steps
-METHODS = ("one_bit_adam", "dgc", "power_sgd", "sparse_loco", "demo")  # values of hop_two that are no codecs
+WITH_WARMUP = ("one_bit_adam", "power_sgd")  # the values of hop_two that use warmup_steps
+METHODS = ("one_bit_adam", "power_sgd", "sparse_loco", "demo")  # values of hop_two that are no codecs
 HOP_TWO = (*CODECS, "statistical", *METHODS)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
@@ -134,13 +134,11 @@ class CompressionConfig(Section, name="compression"):
     block: int = key(1024, "int8, int4, one_bit_adam, statistical: values per scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
-    sparsity: float = key(0.999, "dgc, sparse_loco, demo: share of values that are not sent", above=0, below=1)
+    sparsity: float = key(0.999, "sparse_loco, demo: share of values that are not sent", above=0, below=1)
     feedback_decay: float = key(0.95, "sparse_loco, demo: what was not sent is multiplied by it", least=0, most=1)
-    sampled: float = key(1.0, "dgc: share of values sampled to find the largest; 1: exact", above=0, most=1)
     warmup_steps: int = key(
         0,
-        "dgc: steps from a sparsity of 0.75 to the final one; one_bit_adam: steps of plain Adam; power_sgd: exchanges "
-        "without compression",
+        "one_bit_adam: steps of plain Adam; power_sgd: exchanges without compression",
         least=0,
         unit="steps",
     )

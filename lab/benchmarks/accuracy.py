@@ -36,7 +36,7 @@ class Method:
     steps: int  # of the run
 
     def times_smaller(self, ratio: float) -> float:
-        """Returns f32 bytes over the bytes sent, from the `ratio` of a step; over the run, without dgc's warm-up."""
+        """Returns f32 bytes over the bytes sent, from the `ratio` of a step; over the run, without DGC's warm-up."""
         if "compression.gather_inter" in self.overrides:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
         match self.overrides.get("compression.hop_two", "none"):

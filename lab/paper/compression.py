@@ -42,7 +42,7 @@ def ratios(records: Records) -> Comparison:
     gradients = _newest(records, "step", "none")["compiled_inter_bytes"] / (2 * (NODES - 1) / NODES)
     run = _newest(records, "step", "dgc")
     dgc = gradients / (run["wire_tx_bytes"] / (NODES - 1))
-    name = "DGC 99.9 %, before its rewrite" if "superseded" in run else "DGC 99.9 %"
+    name = "DGC 99.9 %, before its rewrite"
     bound = PARAMETER_BYTES / (published.value("DGC", "encoding") * DGC_SHARE)
     adam = _on_wire(records, "one_bit") / 2  # against fp16
 
