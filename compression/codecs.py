@@ -7,6 +7,7 @@ can be read in the compiled program. Storing the encoding error is up to the cal
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ class OneBit:
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, the first highest, then scales."""
+        """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, then scales."""
         del key
         sizes = jnp.abs(_blocks(x, self.block))
         if real is None:
@@ -145,7 +146,7 @@ class Statistical:
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, the first highest, which are large, then magnitudes."""
+        """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, which are large, then magnitudes."""
         del key
         sum_of = lambda values: jnp.sum(values, axis=-1, keepdims=True, dtype=jnp.float32)
         sizes, count = jnp.abs(_blocks(x, self.block)) * (1 / self.block), self.block  # sums cannot overflow
@@ -197,9 +198,12 @@ def _blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def _packed(bits: Sequence[jax.Array], sizes: jax.Array) -> jax.Array:
-    """Returns bits `[..., N]`, the first of each highest, then sizes `f32 [..., blocks, n]`, as bytes."""
-    of_blocks = _to_bytes(sizes.reshape(*sizes.shape[:-2], -1))
-    return jnp.concatenate([*(jnp.packbits(b, axis=-1) for b in bits), of_blocks], axis=-1)
+    """Returns bits `[..., N]`, then sizes `f32 [..., blocks, n]`, as bytes.
+
+    A byte has a bit of each eighth of a row, the first one's lowest: neighbours in a byte would be strided access.
+    """
+    packed = [reduce(jnp.bitwise_or, (x << i for i, x in enumerate(jnp.split(_as_uint8(b), 8, axis=-1)))) for b in bits]
+    return jnp.concatenate([*packed, _to_bytes(sizes.reshape(*sizes.shape[:-2], -1))], axis=-1)
 
 
 def _unpacked(payload: jax.Array, block: int, count: int) -> tuple[list[jax.Array], jax.Array]:
@@ -207,8 +211,13 @@ def _unpacked(payload: jax.Array, block: int, count: int) -> tuple[list[jax.Arra
     blocks = payload.shape[-1] // (count * (block // 8 + SCALE_BYTES))
     bits, sizes = jnp.split(payload, [count * blocks * block // 8], axis=-1)
     shape = (*payload.shape[:-1], blocks)
-    found = [b.reshape(*shape, block) == 1 for b in jnp.split(jnp.unpackbits(bits, axis=-1), count, axis=-1)]
+    eighths = [jnp.concatenate([b >> i & 1 for i in range(8)], axis=-1) for b in jnp.split(bits, count, axis=-1)]
+    found = [x.reshape(*shape, block) == 1 for x in eighths]
     return found, _from_bytes(sizes, jnp.float32).reshape(*shape, count)
+
+
+def _as_uint8(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.uint8)
 
 
 def _signed(positive: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -52,9 +52,14 @@ def blockwise(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return sent, (integers * scales).reshape(x.shape).astype(np.float32)
 
 
+def packed(bits: np.ndarray) -> np.ndarray:
+    """A byte has a bit of each eighth of a row, the first one's lowest."""
+    return np.packbits(bits.reshape(len(bits), 8, -1), axis=1, bitorder="little")[:, 0]
+
+
 def one_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.abs(x).reshape(len(x), -1, BLOCK).mean(-1, dtype=np.float32)
-    sent = np.concatenate([np.packbits(x >= 0, axis=1), scales.view(np.uint8)], axis=1)
+    sent = np.concatenate([packed(x >= 0), scales.view(np.uint8)], axis=1)
     return sent, np.where(x >= 0, 1, -1) * np.repeat(scales, BLOCK, axis=1)
 
 
@@ -63,7 +68,7 @@ def statistical(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.abs(x).reshape(len(x), -1, BLOCK)
     large = sizes > np.float32(1.23) * sizes.mean(-1, keepdims=True)
     means = np.stack([np.ma.array(sizes, mask=mask).mean(-1).filled(0) for mask in (large, ~large)], axis=-1)
-    bits = [np.packbits(b.reshape(x.shape), axis=1) for b in (x >= 0, large)]
+    bits = [packed(b.reshape(x.shape)) for b in (x >= 0, large)]
     values = np.where(large, means[..., 1:], means[..., :1]).reshape(x.shape) * np.where(x >= 0, 1, -1)
     return np.concatenate([*bits, means.astype(np.float32).reshape(len(x), -1).view(np.uint8)], axis=1), values
 
