@@ -142,12 +142,15 @@ def test_local_sgd_is_beside_the_lowest_dense_runs_of_its_length_and_seeds() -> 
     of_task = [dense | {"validation_losses": [2.0, 2.0, x]} for x in (8.0, 2.0)]
     longer = {"num_steps": 2400, "seeds": [3], "state": None}
     lines = [dense | longer | {"validation_losses": [1.0]}, local | longer | {"validation_losses": [1.1]}, *of_task]
+    lines.append(local | longer | {"num_steps": 4800, "beside": 2400, "validation_losses": [0.9]})
     rows = tables.local_steps([*lines, local | {"validation_losses": [2.0, 2.2, 2.1], "state": "mean"}]).splitlines()
     assert rows[4:] == [
         "| 1000 | 0, 1, 2 | muon, mean state | 0.02 | 50 | 0.6 | 0.7 | int4 | 384 | 2.100 (2.000 to 2.200) "
         "| +5.0% (+0.0% to +10.0%) |",
         "| 2400 | 3 | adamw | 0.02 | dense |  |  |  | 1 | 1.000 (1.000 to 1.000) | +0.0% (+0.0% to +0.0%) |",
         "| 2400 | 3 | muon | 0.02 | 50 | 0.6 | 0.7 | int4 | 384 | 1.100 (1.100 to 1.100) | +10.0% (+10.0% to +10.0%) |",
+        "| 4800, beside 2400 | 3 | muon | 0.02 | 50 | 0.6 | 0.7 | int4 | 384 | 0.900 (0.900 to 0.900) "
+        "| -10.0% (-10.0% to -10.0%) |",
     ]
 
 

@@ -39,8 +39,9 @@ SETTINGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml
 NUM_STEPS, REPLICAS, SEEDS = TASKS["text"]["keys"]["num_steps"], 4, (0, 1, 2)
 OF_TASK = (NUM_STEPS, SEEDS)  # the run of accuracy.jsonl
 DENSE = {"inner_steps": 1, "momentum": 0.0, "rate": 1.0, "codec": "none"}  # with the gradients' mean
-# without them a setting has the task's length, those seeds, Muon's usual momentum, equal intervals and its own states
-NONE = dict.fromkeys(("num_steps", "seeds", "inner_momentum", "follows_rate", "state"))
+# without them a setting has the task's length, those seeds, Muon's usual momentum, equal intervals and its own states,
+# and stands beside dense runs of its own length
+NONE = dict.fromkeys(("num_steps", "seeds", "inner_momentum", "follows_rate", "state", "beside"))
 # (is it a matrix, a tensor's shares [R, ...], what is kept of them [R, ...]) -> what arrives [...], what is kept
 Compress = Callable[[bool, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -56,6 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_of(line: Key) -> tuple[int, tuple[int, ...]]:
     """Returns the length of a setting's runs, in steps, and their seeds."""
     return line.get("num_steps") or NUM_STEPS, tuple(line.get("seeds") or SEEDS)
+
+
+def dense_of(line: Key) -> tuple[int, tuple[int, ...]]:
+    """Returns what `run_of` does, of the dense runs that a setting stands beside."""
+    length, seeds = run_of(line)
+    return line.get("beside") or length, seeds
 
 
 @cache
@@ -78,7 +85,7 @@ def experiment(num_steps: int, seeds: Sequence[int]) -> tuple[Config, models.Mod
 
 
 def measured(key: Key) -> dict[str, Any]:
-    """Returns the validation losses, by seed, and how many times fewer bytes a node sends than with f32 every step."""
+    """Returns the validation losses, by seed, and how many times fewer bytes a node sends than in the dense runs."""
     config, model, params, train, validation = experiment(*run_of(key))
     values = config.to_dict()
     values["optimizer"] |= {"name": key["optimizer"], "learning_rate": key["learning_rate"]}
@@ -141,7 +148,7 @@ def measured(key: Key) -> dict[str, Any]:
     if key["state"] == "mean":
         kept = jax.tree.leaves(jax.eval_shape(tx.init, one_seed))
         meeting += sum(4 * x.size for x in kept if x.ndim) * 2 * (REPLICAS - 1) / REPLICAS
-    smaller = config.num_steps * f32 / (len(meetings) * meeting)
+    smaller = dense_of(key)[0] * f32 / (len(meetings) * meeting)
     return {"validation_losses": [float(x) for x in losses], "times_smaller": smaller}
 
 

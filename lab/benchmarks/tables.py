@@ -26,7 +26,7 @@ from lab.benchmarks import (
     time_to_loss_table,
     utilisation,
 )
-from lab.benchmarks.local_steps import run_of
+from lab.benchmarks.local_steps import dense_of, run_of
 from lab.benchmarks.names import on_pages
 from lab.benchmarks.scores import (
     DENSE,
@@ -169,13 +169,13 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
 
 
 def local_steps(lines: Sequence[Line]) -> str:
-    """Returns a row per setting of local SGD, beside the dense AdamW runs of lowest loss with its length and seeds."""
+    """Returns a row per setting of local SGD, beside the dense AdamW runs of lowest loss with its seeds."""
     rows = []
+    dense = [line for line in lines if line["dense"] and line["optimizer"] == "adamw"]
     for run in sorted(set(map(run_of, lines))):
         alike = [line for line in lines if run_of(line) == run]
-        dense = [line["validation_losses"] for line in alike if line["dense"] and line["optimizer"] == "adamw"]
-        best = min(dense, key=sum, default=[])
         for line in sorted(alike, key=lambda line: (line["optimizer"], not line["dense"], line["inner_steps"])):
+            best = min((x["validation_losses"] for x in dense if run_of(x) == dense_of(line)), key=sum, default=[])
             losses = line["validation_losses"]
             pairs = [(loss - other) / other for loss, other in zip(losses, best, strict=True)]
             settings = ["dense", "", "", ""]
@@ -184,7 +184,8 @@ def local_steps(lines: Sequence[Line]) -> str:
                 settings[0] += ", by rate" if line.get("follows_rate") else ""
             kept = ", mean state" if line.get("state") == "mean" else ""
             kept += f", momentum {line['inner_momentum']:g}" if line.get("inner_momentum") else ""
-            cells = [str(run[0]), ", ".join(map(str, run[1])), line["optimizer"] + kept, f"{line['learning_rate']:g}"]
+            length = f"{run[0]}, beside {line['beside']}" if line.get("beside") else str(run[0])
+            cells = [length, ", ".join(map(str, run[1])), line["optimizer"] + kept, f"{line['learning_rate']:g}"]
             cells += [*settings, f"{line['times_smaller']:.0f}", spread(losses, ".3f"), spread(pairs, "+z.1%")]
             rows.append(cells)
     heads = ["steps", "seeds", "optimizer", "learning rate", "H", "outer momentum", "outer rate", "codec"]
