@@ -13,6 +13,7 @@ from running import SMALL, arguments, arrays, rows, run_here, stop_after
 
 from configs import quickstart
 from configs.base import typed
+from configs.schema.own import OWN
 from input_pipeline import load
 from input_pipeline.batches import batch_at
 from optimizers import make_optimizer
@@ -157,6 +158,18 @@ def test_a_second_moment_falls_from_meeting_to_meeting(b2: float, inner_steps: i
         moment = payload.decode(payload.encode(moment * left), moment.size)
     np.testing.assert_allclose(moment, first * left**meetings, rtol=0.02)
     assert payload.bytes_per_value == (4 if b2 == 0.999 and inner_steps == 2 else 2)
+
+
+@pytest.mark.parametrize(("name", "is_exact"), [("adamw", False), ("adafactor", True), ("mine", True)])
+def test_a_state_of_unknown_pace_travels_in_f32(name: str, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a registered optimizer, or Adafactor: bf16 could round its changes off at every meeting."""
+    monkeypatch.setitem(OWN["optimizer"], "mine", None)
+    config = quickstart.get_config()
+    changes = {"compression.hop_two": "int8", "optimizer.name": name, "local_sgd.inner_steps": 100, "num_steps": 1000}
+    config.update_from_flattened_dict(changes)
+    payload, values = state_payload(typed(config)), np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    arrived = payload.decode(payload.encode(values), values.size)
+    assert np.array_equal(arrived, values) is is_exact and payload.bytes_per_value == (4 if is_exact else 2)
 
 
 @pytest.mark.parametrize("key", ["eval__every", "checkpoint__every"])

@@ -23,7 +23,7 @@ from sharding.step import Chain
 from training.optimizer_chain import watch
 
 PARTS = 3  # divides neither matrices nor vectors
-STEPS = 7
+STEPS = 20
 DILOCO = LocalSGDConfig(inner_steps=PARTS, outer_learning_rate=0.7, outer_momentum=0.9, streaming=True)
 MEAN = LocalSGDConfig(inner_steps=PARTS, outer_learning_rate=1.0, outer_momentum=0.0, streaming=True)
 

@@ -1,0 +1,95 @@
+"""What DeMo and 1-bit Adam send, in compiled programs: the numbers of docs/compression.md."""
+
+import re
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import workload
+from numpy_oracles import program, replicas_on
+from running import ROOT
+
+from compression.exchange import exchange
+from compression.methods import method_named
+from configs import base
+from sharding.hlo import Collective, read_collectives
+from sharding.plan import ShardingPlan
+from sharding.spec import ParamSpec, is_spec, place_all
+
+PAGE = " ".join((ROOT / "docs" / "compression.md").read_text().split())
+SPECS = {  # whole blocks of 64 x 64 for DeMo, of 1024 values for each of four replicas for 1-bit Adam
+    "layers": {"up": ParamSpec(shape=(2, 128, 192), dims=("layers", "embed", "mlp"))},
+    "table": ParamSpec(shape=(64, 128), dims=("vocab", "embed")),
+}
+SIZE = 2 * 128 * 192 + 64 * 128
+IS_FINITE = 4  # bytes of a sum that says whether all values are
+
+
+def claimed(pattern: str) -> list[float]:
+    """Returns the numbers that the page has in the place of the groups."""
+    found = re.search(pattern, PAGE)
+    assert found, pattern
+    return [float(number) for number in found.groups()]
+
+
+def plan_of(replicas: int) -> ShardingPlan:
+    plan = replicas_on(replicas)
+    return ShardingPlan(mesh=plan.mesh, layout=plan.layout, placements=place_all(SPECS, plan.layout))
+
+
+def sent(plan: ShardingPlan, hop_two: Any) -> list[Collective]:
+    """Returns the collectives of hop two's compiled program."""
+    params = jax.tree.map(lambda spec: jnp.ones(spec.shape), SPECS, is_leaf=is_spec)
+    states, update = program(plan, optax.chain(hop_two, optax.identity()), params)
+    grads = jax.tree.map(lambda p: jnp.ones((plan.layout.num_replicas, *p.shape)), params)
+    return read_collectives(update.lower(grads, states, params).compile().as_text() or "", plan.layout.shape)
+
+
+@cache
+def dense_bytes(replicas: int) -> float:
+    """Returns the bytes of an all-reduce in f32, which are those of the program without a codec."""
+    formula = 2 * (replicas - 1) / replicas * 4 * SIZE
+    assert sum(c.inter_bytes for c in sent(plan_of(replicas), exchange(plan_of(replicas)))) == formula
+    return formula
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block(replicas: int) -> None:
+    """To all nodes, and nothing else; of 64 of 4096 values it is as many times less than in f32 as the page says."""
+    times, sparsity = claimed(r"between R nodes (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)")
+    bits, scales = claimed(r"`1 - compression.sparsity` of the values at (\d+) bits each, and (\d+) bytes per block")
+    plan = plan_of(replicas)
+    found = sent(plan, method_named("demo").build(workload.setup(plan, "demo", sparsity=sparsity)))
+    coded, others = ([c for c in found if (c.dtype == "u8") is is_coded] for is_coded in (True, False))
+    payload = SIZE // 4096 * (64 * bits / 8 + scales)
+    assert [(c.kind, c.inter_bytes) for c in coded] == [("all-gather", (replicas - 1) * payload)]
+    assert sum(c.payload_bytes for c in others) == IS_FINITE
+    assert int(dense_bytes(replicas) / coded[0].inter_bytes * replicas) == times
+
+
+def one_bit_adam(plan: ShardingPlan, step: int) -> Any:
+    """Returns the method with a warm-up of 10 steps, in a program for one step alone."""
+    method = method_named("one_bit_adam").build(workload.setup(plan, "one_bit_adam", warmup_steps=10))
+    at_step = lambda grads, state, params: method.update(grads, state._replace(step=jnp.int32(step)), params)
+    return optax.GradientTransformation(method.init, at_step)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_one_bit_adam_sends_a_bit_for_each_value_behind_its_warm_up(replicas: int) -> None:
+    """And a scale a block, in both halves of the exchange; f32 before. With a warm-up as advised, the page's ratio."""
+    plan, block = plan_of(replicas), base.get_config().compression.block
+    warm_up, behind = (sent(plan, one_bit_adam(plan, step)) for step in (9, 10))
+    assert {c.dtype for c in warm_up} == {"f32"}
+    assert sum(c.inter_bytes for c in warm_up) == dense_bytes(replicas)
+    coded, others = ([c for c in behind if (c.dtype == "u8") is is_coded] for is_coded in (True, False))
+    assert {c.kind for c in coded} == {"all-to-all", "all-gather"}
+    moved = sum(c.inter_bytes for c in coded)
+    assert moved == 2 * (replicas - 1) / replicas * SIZE * (1 / 8 + 4 / block)
+    assert sum(c.payload_bytes for c in others) == IS_FINITE
+    least, most = claimed(r"with such a warm-up it sends ([\d.]+) to ([\d.]+) times less than f32")
+    short, long = (share / 100 for share in claimed(r"warm-up (\d+) to (\d+) % of the steps"))
+    ratios = [1 / (share + (1 - share) * moved / dense_bytes(replicas)) for share in (long, short)]
+    assert least <= ratios[0] < ratios[1] and round(ratios[1], 1) == most
