@@ -165,6 +165,30 @@ class Statistical:
         return _signed(positive, jnp.where(large, means[..., 1:], means[..., :1]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Marked:
+    """A user's codec, which may make numbers of NaN and infinity: a byte more a row says whether there are any.
+
+    All values of such a row become NaN. Hop two does without, as it asks all devices (compression/primitives.py).
+    """
+
+    codec: Codec
+
+    @property
+    def multiple(self) -> int:
+        """That of the codec."""
+        return self.codec.multiple
+
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+        """Returns `uint8 [..., M + 1]` of `f32 [..., N]`."""
+        is_bad = ~jnp.isfinite(x).all(axis=-1, keepdims=True)
+        return jnp.concatenate([self.codec.encode(x, key, real), is_bad.astype(jnp.uint8)], axis=-1)
+
+    def decode(self, payload: jax.Array) -> jax.Array:
+        """Returns the values `f32 [..., N]` of a payload."""
+        return jnp.where(payload[..., -1:] > 0, jnp.nan, self.codec.decode(payload[..., :-1]))
+
+
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
     """Returns the codec called `name`; None for `none`."""
     match name:
@@ -181,11 +205,15 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
 
 def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
     """Returns the codecs of gathers, of hop one (qwZ, qgZ of ZeRO++, arXiv 2306.10209) and of experts' tokens."""
-    found = {}
-    for hop in ("gather", "hop_one", "experts"):
-        names = {level: getattr(config, f"{hop}_{level}") for level in ("inter", "intra")}
-        found[hop] = LevelCodecs(**{level: make_codec(name, config) for level, name in names.items()})
-    return found["gather"], found["hop_one"], found["experts"]
+
+    def of(key: str) -> Codec | None:
+        name = getattr(config, key)
+        codec = make_codec(name, config)
+        return Marked(codec=codec) if codec and name in OWN["codec"] else codec
+
+    hops = ("gather", "hop_one", "experts")
+    gather, hop_one, experts = (LevelCodecs(inter=of(f"{hop}_inter"), intra=of(f"{hop}_intra")) for hop in hops)
+    return gather, hop_one, experts
 
 
 def _blocks(x: jax.Array, size: int) -> jax.Array:

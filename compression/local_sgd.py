@@ -42,6 +42,7 @@ class LocalState(NamedTuple):
     drift: PerReplica  # each replica's parameters minus the shared ones
     outer: PyTree
     meets_at: Any = ()  # int32 []: the step that ends with a meeting, where that is chosen while the run goes on
+    meets_every: Any = ()  # int32 []: the interval that was chosen; 0 until one was
 
 
 States = tuple[Any, LocalState]  # hop two's, and this
@@ -113,6 +114,7 @@ class LocalSGD:
             drift=spread(jax.tree.map(jnp.zeros_like, params)),
             outer=self.outer.init(part_averages(params)[0]),
             meets_at=jnp.asarray(LEAST_INTERVAL, jnp.int32) if self.config.target_utilisation else (),
+            meets_every=jnp.zeros((), jnp.int32) if self.config.target_utilisation else (),
         )
 
     def step(self, updates: GradsR, local: LocalState, params: Params) -> tuple[GradsR, LocalState]:

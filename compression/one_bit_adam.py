@@ -49,6 +49,7 @@ def one_bit_adam(
         return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
 
     def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, OneBitAdamState]:
+        @jax.named_scope("warm_up")  # which the planner leaves out (sharding/hlo.py)
         def warm_up() -> tuple[Grads, Grads, Any]:
             mean, _ = dense.update(updates, State(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)

@@ -138,10 +138,14 @@ def which_are_free(*methods: str) -> str:
 
 
 def methods_of(config: Mapping[str, Any]) -> list[str]:
-    """Returns the methods that a config (nested dicts) uses; a codec behind local SGD is a part of it."""
+    """Returns the methods that a config (nested dicts) uses; a codec behind local SGD is a part of it.
+
+    But one without error feedback is not, since no record of local SGD has that.
+    """
     compression = config["compression"]
     is_local = bool(config["local_sgd"]["inner_steps"])
-    coded = {name: compression[name] for name in (*([] if is_local else ["hop_two"]), *CODED)}
+    is_part = is_local and compression["error_feedback"]
+    coded = {name: compression[name] for name in (*([] if is_part else ["hop_two"]), *CODED)}
     without = {} if compression["error_feedback"] else {"hop_two": f" {NO_FEEDBACK}"}
     methods = [f"compression.{x}={y}{without.get(x, '')}" for x, y in coded.items() if y != "none"]
     return [*methods, *[DELAYED] * compression["delayed"], *[INNER_STEPS] * is_local]

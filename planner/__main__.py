@@ -339,13 +339,10 @@ def _answer(question: Question, nodes: int) -> Answer:
 def _stand_ins(step: Step) -> list[str]:
     """Returns notes of what is priced in the place of what a run has."""
     config, machine, notes = step.experiment.config, step.machine, list[str]()
-    model, length = config.model, config.data.seq_len
-    if config.compression.hop_two == "one_bit_adam":
-        first = config.compression.warmup_steps
-        notes.append(
-            f"1-bit Adam: priced as its warm-up, {first:,} of {config.num_steps:,} steps, whose exchange is in f32; "
-            "those after it send a 32nd"
-        )
+    model, length, compression = config.model, config.data.seq_len, config.compression
+    if False:
+        first = f"the first {compression.warmup_steps:,} exchanges, which send more"
+        notes.append(f"compression.hop_two={compression.hop_two}: priced as behind its warm-up, {first}")
     can_fuse = machine.target != compiling.CPU and machine.cluster.device.attention
     if not (can_fuse and isinstance(model, TransformerConfig)):
         return notes

@@ -9,7 +9,8 @@ from typing import Any
 
 from configs.losses import CODED as NOT_HOP_TWO
 from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
-from configs.schema import Config, MeshConfig
+from configs.schema import CompressionConfig, Config, LocalSGDConfig, MeshConfig
+from configs.schema.sections import HOP_TWO, USERS
 from planner.replay import NAMES
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
@@ -21,6 +22,7 @@ KEPT |= {key.partition(".")[2]: key for key in OUTER_STEP} | {"optimizer.name": 
 CODED = ("hop_two", *NOT_HOP_TWO)
 # the outer step of local SGD, unless an extra is another one: DiLoCo's costs more loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
+NO_OUTER_STEP = {name: str(getattr(LocalSGDConfig, name)) for name in AVERAGES}  # defaults
 OTHER_REMAT = {"full": "dots", "dots": "full"}
 # from what changes the result least to what changes it most; configs/losses.csv has what some of them cost
 CODECS = ("none", "bf16", "int8", "int4")
@@ -54,7 +56,8 @@ class Candidate:
     def change(self) -> dict[str, str]:
         """The config's keys that change the result of a step: codecs, what is later, another optimizer."""
         extras = {extra: value for extra, value in self.pairs.items() if extra not in (*SCOPES, "remat")}
-        extras = (AVERAGES if "inner_steps" in extras else {}) | extras
+        if "inner_steps" in extras:
+            extras = (NO_OUTER_STEP if extras["inner_steps"] == "0" else AVERAGES) | extras
         return {_key(extra): value for extra, value in extras.items()}
 
     @property
@@ -84,6 +87,9 @@ class Candidate:
             extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
         elif self.strategy != "custom":  # the scopes that it does not name are the config's
             keys |= {f"sharding.{name}": "" for name in SCOPES}
+        if (hop_two := extras["hop_two"]) in HOP_TWO:  # the keys are for the config's own, which may be another
+            unused = [key for key, users in USERS.items() if hop_two not in users]
+            keys |= {f"compression.{key}": getattr(CompressionConfig, key) for key in unused}
         texts = {_key(extra): value for extra, value in extras.items()} | self.change
         return keys | {key: _value(text) for key, text in texts.items()}
 

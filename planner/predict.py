@@ -16,7 +16,7 @@ from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
 from planner.clusters import MEMORY_SHARE, Cluster, Device, Network
 from planner.replay import Timeline, replay
-from sharding.hlo import read_collectives
+from sharding.hlo import Collective, behind_warm_up, program_collectives
 from sharding.hlo_program import Program, parse_program
 from training.batches import fitted
 from training.experiment import Experiment
@@ -165,8 +165,13 @@ class Step:
 
     @cached_property
     def program(self) -> Program:
-        """The compiled program, read once."""
-        return parse_program(self.compiled.text)
+        """The compiled program, read once, as it is behind the warm-up of hop two."""
+        return behind_warm_up(parse_program(self.compiled.text))
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """Its collectives."""
+        return program_collectives(self.program, self.compiled.shape)
 
     def timeline(self, device: Device | None = None, network: Network | None = None) -> Timeline:
         """Returns the replay, on the cluster's own device and network where none is given."""
@@ -196,10 +201,9 @@ class Step:
     def prediction(self) -> Prediction:
         """Returns all that is said of the step."""
         config, timeline, machine = self.experiment.config, self.timeline(), self.machine
-        found = read_collectives(self.compiled.text, self.compiled.shape)
         interval = self.interval(timeline)
         shares = {"hop_two": 1 / max(1, interval)}  # what of the program's traffic a step has
-        collectives = [(c, c.times * shares.get(c.label, 1.0)) for c in found]
+        collectives = [(c, c.times * shares.get(c.label, 1.0)) for c in self.collectives]
         step_s = self.seconds(timeline)
         rows_per_s = config.batch.global_size / step_s
         tokens_per_s = None if isinstance(config.model, ImageConfig) else rows_per_s * config.data.seq_len

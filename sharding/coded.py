@@ -20,7 +20,7 @@ class Codec(Protocol):
     """How values become the bytes that cross a network level (compression/codecs.py).
 
     It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., M]`, `decode` turns those into values again; N is
-    a multiple of `multiple`.
+    a multiple of `multiple`. A value that is not finite may become a number in a user's codec alone.
     """
 
     @property

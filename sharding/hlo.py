@@ -21,6 +21,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 # named scopes of the step
 LABELS = ("gather", "hop_one", "gradient_scope", "pipeline", "hop_two", "orthogonalise", "parameter_scope")
 LABELS += ("experts", "context")
+WARM_UP = "warm_up"  # named scope of what hop two does in its first steps alone
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 NOT_REPORTED = ("label", "loop_depth", "num_elements", "group_size", "group_nodes")
@@ -54,8 +55,20 @@ def read_collectives(hlo_text: str, shape: MeshShape) -> list[Collective]:
 
     ValueError names the instruction that cannot be read, or a loop around collectives whose trip count cannot be found.
     """
-    program = parse_program(hlo_text)
+    return program_collectives(parse_program(hlo_text), shape)
+
+
+def program_collectives(program: Program, shape: MeshShape) -> list[Collective]:
+    """Returns the same of a program that was parsed."""
     return _walk(program, Site(computation=program.entry), shape, times=1, depth=0)
+
+
+def behind_warm_up(program: Program) -> Program:
+    """Returns the program of the steps behind a warm-up: branches of conditionals that are of its scope are empty."""
+    found = (i for computation in program.computations.values() for i in computation.instructions)
+    branches = [program.called(name, i) for i in found if i.opcode == "conditional" for name in i.calls]
+    of_warm_up = [c.name for c in branches if any(WARM_UP in _scopes(i.op_name) for i in c.instructions)]
+    return replace(program, computations=program.computations | {name: Computation(name, ()) for name in of_warm_up})
 
 
 def bytes_per_step(collectives: Sequence[Collective]) -> dict[str, int]:
@@ -164,7 +177,12 @@ def _name_of_parts(instruction: Instruction, computation: Computation, program: 
 
 def _label(op_name: str) -> str:
     """Returns the innermost of LABELS in the name that jax gave the operation."""
-    return next((scope for scope in reversed(re.split(r"[/()]", op_name)) if scope in LABELS), "")
+    return next((scope for scope in reversed(_scopes(op_name)) if scope in LABELS), "")
+
+
+def _scopes(op_name: str) -> list[str]:
+    """Returns the named scopes in the name that jax gave an operation, the outermost first."""
+    return re.split(r"[/()]", op_name)
 
 
 def _groups(instruction: Instruction, kind: str, num_devices: int) -> list[list[int]]:

@@ -15,8 +15,10 @@ import models
 from compression.codecs import Blockwise, make_codecs
 from configs import base
 from configs.schema import CompressionConfig
+from configs.schema.own import OWN
 from sharding import hlo
-from sharding.coded import LevelCodecs, levels
+from sharding.coded import LevelCodecs, coded_all_to_all_rows, levels
+from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
 from sharding.gradients import accumulated, batch_gradients
 from sharding.mesh import INTER_AXES, inter_part, intra_part
 from sharding.plan import ShardingPlan
@@ -291,3 +293,49 @@ def test_codecs_by_the_config() -> None:
     assert gather_codecs == LevelCodecs(inter=Blockwise(bits=8, block=64)) and hop_one_codecs == LevelCodecs(
         inter=Blockwise(bits=4, block=64)
     )
+
+
+# ------------------------------------------------------------------------------------------------ a user's codec
+
+
+class Signs:
+    """It makes a number of every value."""
+
+    multiple = 8
+
+    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+        del key, real
+        return jnp.packbits(x > 0, axis=-1)
+
+    def decode(self, payload: jax.Array) -> jax.Array:
+        return jnp.where(jnp.unpackbits(payload, axis=-1) == 1, 1.0, -1.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("hop", "places"), [("gather", 8), ("hop_one", 1), ("experts", 1)])
+def test_a_users_codec_hides_no_value_that_is_not_finite(
+    hop: str, places: int, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 20 values that a device sends to one other, or to all: all 20 are NaN there, and all else as it was."""
+    monkeypatch.setitem(OWN["codec"], "signs", lambda config: Signs())
+    made = make_codecs(CompressionConfig(**{f"{hop}_inter": "signs"}))
+    plan = workload.plan("tensors", strategy="zero3", hierarchical=False)
+    scope = plan.layout.parameters
+    xs = np.random.default_rng(0).normal(size=(8, 8, 20)).astype(np.float32)  # [from, to, N]
+    xs[3, 5, 7] = bad
+
+    def arrived(codecs: LevelCodecs) -> np.ndarray:
+        def exchange(x: jax.Array) -> jax.Array:
+            if hop == "gather":
+                return all_gather_chunks(x[0, 5], scope, hierarchical=False, codecs=codecs)
+            if hop == "hop_one":
+                return reduce_scatter_chunks(x[0], scope, hierarchical=False, codecs=codecs)[None]
+            return coded_all_to_all_rows(x[0], scope, codecs.over(scope))
+
+        spec = jax.P(scope)
+        return np.asarray(jax.jit(jax.shard_map(exchange, mesh=plan.mesh, in_specs=spec, out_specs=spec))(xs))
+
+    found = arrived(made[("gather", "hop_one", "experts").index(hop)])
+    is_nan = np.isnan(found)
+    assert [*is_nan.sum(axis=-1)].count(20) == places and is_nan.sum() == 20 * places
+    np.testing.assert_array_equal(found[~is_nan], arrived(LevelCodecs(inter=Signs()))[~is_nan])

@@ -29,13 +29,14 @@ BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
     "mesh.devices_per_node": 2,
     "sharding.partition_size": 2,
     "optimizer.clip_norm": 0.0,
-    "compression.warmup_steps": 1,
     "batch.micro_size": 2,
     "sample.length": 0,
 }
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}
-SPARSE_LOCO = {"compression.hop_two": "sparse_loco", "local_sgd.inner_steps": 2, "local_sgd.outer_momentum": 0.0}
+ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 1}
+LOCAL = {"local_sgd.inner_steps": 4}
+SPARSE_LOCO = LOCAL | {"compression.hop_two": "sparse_loco", "local_sgd.outer_momentum": 0.0}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -47,7 +48,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "no feedback": {"compression.error_feedback": False},
     "keeping method": {"compression.hop_two": "power_sgd"},
     "other payload": {"compression.hop_two": "statistical"},
-    "random": {"compression.rounding": "stochastic"},
+    "random": {"compression.rounding": "stochastic", "compression.hop_two": "int8"},
+    "no rounding": {"compression.hop_two": "statistical"},
     "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},
     "stages": {"mesh.stages": 2},
     "context": {"mesh.context": 2},
@@ -68,17 +70,21 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "cudnn": {"model.attention": "cudnn", "model.compute_dtype": "bfloat16"},
     "sample": {"sample.length": 4},
     "delayed": {"compression.delayed": True},
-    "local SGD": {"local_sgd.inner_steps": 2},
+    "local SGD": LOCAL,
     "no local SGD": {"local_sgd.inner_steps": 0},
-    "streaming": {"local_sgd.streaming": True, "local_sgd.inner_steps": 2},
-    "utilisation": {"local_sgd.target_utilisation": 0.9, "local_sgd.inner_steps": 2},
+    "streaming": LOCAL | {"local_sgd.streaming": True},
+    "utilisation": LOCAL | {"local_sgd.target_utilisation": 0.9},
     "clipping": {"optimizer.clip_norm": 1.0},
+    "warm-up": {"compression.warmup_steps": 1, "compression.hop_two": "power_sgd"},
+    "no method with a warm-up": {"compression.hop_two": "int8"},
     "no warm-up": {"compression.warmup_steps": 0},
-    "one_bit_adam": {"compression.hop_two": "one_bit_adam"},
+    "one_bit_adam": ONE_BIT_ADAM,
     "method": {"compression.hop_two": "power_sgd"},
     "demo": {"compression.hop_two": "demo", "optimizer.name": "sgd"},
     "sparse_loco": SPARSE_LOCO,
-    "outer momentum": {"local_sgd.outer_momentum": 0.9, "local_sgd.inner_steps": 2},
+    "outer momentum": LOCAL | {"local_sgd.outer_momentum": 0.9},
+    "outer step's rate": LOCAL | {"local_sgd.outer_learning_rate": 0.5},
+    "outer step's momentum": LOCAL | {"local_sgd.outer_momentum": 0.5},
     "codec": {"compression.hop_two": "int8"},
     "linear method": {"compression.hop_two": "power_sgd"},
     "replacing method": DEMO,
@@ -107,6 +113,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 ALIKE = {*(f"{hop}_intra" for hop in HOPS), "clipping", "flat", "float32 sums", "sample", "cudnn", "layer gather"}
+ALIKE |= {"warm-up", "outer step's rate", "outer step's momentum"}
 DISTINCT = {
     str(sorted(changes.items())): name
     for name, changes in EXAMPLES.items()
@@ -213,7 +220,7 @@ LAYOUTS: list[tuple[dict[str, Any], str]] = [
     ({"compression.delayed": True, "sharding.partitioner": "auto"}, "one partition group"),
     ({"local_sgd.inner_steps": 2, "sharding.two_hop": False}, "one partition group"),
     (DEMO | {"mesh.devices_per_node": 8}, "different nodes"),
-    ({"compression.hop_two": "one_bit_adam"} | STRATEGY, "different nodes"),
+    (ONE_BIT_ADAM | STRATEGY, "different nodes"),
     ({"compression.gather_inter": "int8"}, "gathers between nodes"),  # a group in a node
     ({"compression.gather_intra": "int8", "sharding.hierarchical": False} | STRATEGY, "gathers inside nodes only"),
     ({"compression.hop_one_inter": "int4"}, "hop one between nodes"),
@@ -241,6 +248,17 @@ def test_one_line_names_what_would_do() -> None:
         "set compression.hop_two=none or a codec, or set optimizer.name=sgd"
     )
     assert error_of({"local_sgd.inner_steps": 3, "num_steps": 11}).startswith("num_steps=11 must be a multiple of")
+
+
+def test_what_is_registered_may_use_every_key_of_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codec gets the section, in whatever hop it is, and a method of hop two as well."""
+    unused = {"compression.rounding": "stochastic", "compression.warmup_steps": 1}
+    monkeypatch.setitem(OWN["codec"], "mine", None)
+    monkeypatch.setitem(OWN["hop_two"], "my_method", None)
+    for keys in ({"hop_two": "mine"}, {"hop_two": "my_method"}, {"gather_intra": "mine"}, {"hop_one_inter": "mine"}):
+        assert config(unused | {f"compression.{key}": name for key, name in keys.items()})
+    with pytest.raises(ValueError, match="^compression.rounding=stochastic .*=none: then nothing uses it; "):
+        config(unused)
 
 
 def test_a_model_with_an_objective_of_its_own_has_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sharding.hlo import as_report, bytes_per_step, read_collectives
+from sharding.hlo import as_report, behind_warm_up, bytes_per_step, program_collectives, read_collectives
 from sharding.hlo_program import Site, parse_program, trip_count
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 
@@ -142,6 +142,17 @@ def test_the_branch_of_a_conditional_that_sends_most_counts(branches: str) -> No
     more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {body}\n}}\n" for name, body in bodies.items())
     line = f"%c = f32[8] conditional(%i, %p, %p), {branches}"
     assert [c.num_elements for c in read_collectives(module(line, more=more), SHAPE)] == [200, 100]
+
+
+def test_behind_a_warm_up_its_branch_does_not_count() -> None:
+    """Though it sends more: its operations say whose they are."""
+    named = ', metadata={op_name="jit(step)/cond/branch_1_fun/warm_up/hop_two/psum"}'
+    larger = all_reduce("{}").replace("[100]", "[200]")
+    bodies = {"first": all_reduce("{}"), "second": larger + named}
+    more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {body}\n}}\n" for name, body in bodies.items())
+    text = module("%c = f32[8] conditional(%i, %p, %p), branch_computations={%first, %second}", larger, more=more)
+    for program, sizes in ((parse_program(text), [200, 200]), (behind_warm_up(parse_program(text)), [100, 200])):
+        assert [c.num_elements for c in program_collectives(program, SHAPE)] == sizes
 
 
 def run(function, spec_in: P, spec_out: P, shape: tuple[int, ...], dtype=jnp.float32):

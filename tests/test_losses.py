@@ -155,6 +155,10 @@ def test_a_method_that_is_not_free_is_named_with_what_it_cost(monkeypatch: pytes
     cost = f"{about} (adamw) {runs} with the same keys: +0.200 on text, {none}; {page}"
     assert described(**muon, local_sgd__outer_momentum=0.6) == [f"local_sgd.inner_steps is not free: {cost}"]
     assert described() == []
+    feedback, local = described(**muon, compression__error_feedback=False)
+    assert local.startswith("local_sgd.inner_steps is not free: ")
+    dropped = "compression.hop_two=statistical compression.error_feedback=False"
+    assert feedback == f"{dropped} is not known to be free: {about} {runs}: not recorded on text, {none}; {page}"
 
 
 def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,18 @@ from training.meetings import Meetings
 
 class Local(NamedTuple):
     meets_at: Any
+    meets_every: Any
 
 
 class Link:
     """Steps of 0.25 s on a clock of its own; meetings take as much more as the link needs."""
 
-    def __init__(self, target: float, most: int, num_steps: int) -> None:
+    def __init__(self, target: float, most: int, num_steps: int, *, at: int = 2, every: int = 0) -> None:
         self.now_s, self.said, self.met, self.meeting_s = 0.0, [], [], 0.0
         config = LocalSGDConfig(inner_steps=most, target_utilisation=target)
         self._meetings = Meetings(config, num_steps, self.said.append, clock=lambda: self.now_s)
-        self._state = TrainState(step=jnp.int32(0), params={}, hop_two=(), opt_state=Local(jnp.int32(2)))
+        local = Local(jnp.int32(at), jnp.int32(every))
+        self.state = TrainState(step=jnp.int32(0), params={}, hop_two=(), opt_state=local)
 
     def step_fn(self, state: TrainState, batch: int) -> tuple[TrainState, dict[str, Any]]:
         self.now_s += 0.25
@@ -37,7 +39,7 @@ class Link:
         """Does the steps after `first` and returns the share of the time that went into steps."""
         self.meeting_s, before_s = meeting_s, self.now_s
         for step in range(first, last):
-            self._state, _ = self._meetings(self.step_fn, self._state, step, step)
+            self.state, _ = self._meetings(self.step_fn, self.state, step, step)
         return 0.25 * (last - first) / (self.now_s - before_s)
 
 
@@ -58,6 +60,19 @@ def test_the_interval_follows_the_link() -> None:
     link.run(1004, 2000, 20.0)
     assert link.met[-5:] == [1204, 1404, 1604, 1804, 2000]  # never later than inner_steps, and at the end of the run
     assert not any(line.startswith("step 2000") for line in link.said)
+
+
+def test_a_run_that_resumes_goes_on_with_its_interval() -> None:
+    """From between two meetings, until three have told what they take; the first connects."""
+    link = Link(0.95, most=200, num_steps=2000)
+    link.run(0, 100, 1.0)
+    state = link.state.opt_state
+    assert (link.met[-1], int(state.meets_at), int(state.meets_every)) == (84, 160, 76)
+    link = Link(0.95, most=200, num_steps=2000, at=160, every=76)
+    link.run(100, 160, 9.0)
+    link.run(160, 312 + 152, 2.0)
+    assert link.met == [160, 236, 312, 464]
+    assert len(link.said) == 1 and link.said[0].endswith("every 152 steps")
 
 
 def test_one_meeting_that_stalled_says_nothing() -> None:

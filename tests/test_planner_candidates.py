@@ -1,5 +1,7 @@
 """Candidates of a plan: strategies by name, keys of the config, and what is known of each before it is compiled."""
 
+from typing import Any
+
 import pytest
 from planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
 from running import IGNORED
@@ -46,6 +48,26 @@ def test_extras_are_keys_of_the_config(name: str) -> None:
         "zero3+remat=dots": config.model.remat == "dots",
     }
     assert [one for one, holds in found.items() if holds] == [name]
+
+
+@pytest.mark.parametrize(
+    ("keys", "extra", "key", "value"),
+    [
+        ({"hop_two": "power_sgd", "warmup_steps": 5}, "hop_two=int8", "compression.warmup_steps", 0),
+        ({"hop_two": "int8", "rounding": "stochastic"}, "hop_two=none", "compression.rounding", "nearest"),
+        ({"hop_two": "int8", "rounding": "stochastic"}, "hop_two=int4", "compression.rounding", "stochastic"),
+        ({}, "inner_steps=0", "local_sgd.outer_learning_rate", 0.7),
+        ({}, "inner_steps=0", "local_sgd.outer_momentum", 0.9),
+    ],
+)
+def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(
+    keys: dict[str, Any], extra: str, key: str, value: object
+) -> None:
+    """Such keys would be refused beside another method, or without local SGD."""
+    local = {"local_sgd__inner_steps": 5, "local_sgd__outer_learning_rate": 0.5, "local_sgd__outer_momentum": 0.6}
+    config = small(**({} if keys else local), **{f"compression__{name}": own for name, own in keys.items()})
+    (candidate,) = of_strategies([f"mics(2)+{extra}"], config)
+    assert candidate.applied(config).values[key] == value
 
 
 def test_every_program_is_a_candidate_once() -> None:

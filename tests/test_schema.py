@@ -147,6 +147,10 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
             "must be less than 10, the meetings in num_steps=100 with one every 10 steps:",
         ),
         (
+            {"local_sgd.inner_steps": 2, "local_sgd.target_utilisation": 0.9},
+            "chooses intervals from 2 to local_sgd.inner_steps, which is 2; set it to the longest that the loss allows",
+        ),
+        (
             {
                 "num_steps": 1,
                 "optimizer.warmup_steps": 1,

@@ -6,11 +6,12 @@ replicas meet often, which costs the least loss; on a slow one never more rarely
 
 m is what the step that meets takes beyond the other steps, of the process that comes to it last: the others wait for
 that one, and no interval mends that. It is the median of the last three, before which replicas stay at the least
-interval.
+interval, or at the one of the state that a run resumes with.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -24,6 +25,7 @@ from sharding.step import TrainState
 
 INTERVALS = 9  # whose median a step's time is: one in which a checkpoint was saved says little
 LATEST = 3  # whose median a meeting's time is: a link that has changed is noticed at the second meeting
+IN_STATE = ("meets_at", "meets_every")  # of LocalState: a run that resumes goes on with its interval
 
 
 class Meetings:
@@ -51,7 +53,7 @@ class Meetings:
     def __call__(self, step_fn: Callable[..., Any], state: TrainState, batch: Any, step: int) -> tuple[TrainState, Any]:
         """Returns what `step_fn(state, batch)` does, of the step after `step` steps."""
         if not self._at:
-            self._at = int(optax.tree.get(state.opt_state, "meets_at"))
+            self._at, self._interval = (int(optax.tree.get(state.opt_state, name)) for name in IN_STATE)
             self._since = step, 0.0
         if step == self.last:  # what came in between, rows of the metrics and validations, is no part of a step
             self._since = step, self._clock()
@@ -69,7 +71,7 @@ class Meetings:
         self._interval = self._chosen(step + 1, all_gather(new_key("meetings"), measured))
         self._at = min(step + 1 + self._interval, self._num_steps)
         self._agreeing_s = self._clock() - ended_s
-        return _meeting_at(state, self._at), metrics
+        return _with_meetings(state, self._at, self._interval), metrics
 
     def _chosen(self, step: int, of_all: Sequence[tuple[float, float]]) -> int:
         """Returns the interval after the meeting that is `step`; `of_all` processes say what they have measured.
@@ -107,8 +109,8 @@ def interval_of(config: LocalSGDConfig, step_s: float, more_s: float) -> int:
     return min(max(wanted, LEAST_INTERVAL), config.inner_steps)
 
 
-def _meeting_at(state: TrainState, step: int) -> TrainState:
-    """Returns the state with the step of the next meeting."""
-    old = optax.tree.get(state.opt_state, "meets_at")
-    new = jax.make_array_from_callback((), old.sharding, lambda _: np.asarray(step, np.int32))
-    return jax.tree.map(lambda x: new if x is old else x, state)
+def _with_meetings(state: TrainState, *numbers: int) -> TrainState:
+    """Returns the state with other numbers IN_STATE: the step of the next meeting, and the interval before it."""
+    sharding = optax.tree.get(state.opt_state, IN_STATE[0]).sharding
+    arrays = (jax.make_array_from_callback((), sharding, lambda _, x=x: np.asarray(x, np.int32)) for x in numbers)
+    return replace(state, opt_state=optax.tree.set(state.opt_state, **dict(zip(IN_STATE, arrays, strict=True))))

@@ -115,7 +115,7 @@ class Config(Section):
                 f"compression.warmup_steps={warmup_steps} must be less than {most}: the warm-up of "
                 f"compression.hop_two={hop_two} would never end"
             )
-        if local.target_utilisation and 0 < inner_steps < LEAST_INTERVAL:
+        if local.target_utilisation and 0 < inner_steps <= LEAST_INTERVAL:
             raise ValueError(
                 f"local_sgd.target_utilisation={local.target_utilisation} chooses intervals from {LEAST_INTERVAL} to "
                 f"local_sgd.inner_steps, which is {inner_steps}; set it to the longest that the loss allows"

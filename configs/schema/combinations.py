@@ -6,12 +6,13 @@ A feature is read from keys of the config, and from facts that only devices, mod
 those, `Config` refuses what its keys alone show; `training.experiment.make_experiment` refuses the rest.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from configs.schema.keys import Section
 from configs.schema.own import OWN
-from configs.schema.sections import CODECS, METHODS
+from configs.schema.sections import CODECS, METHODS, USERS, LocalSGDConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,31 @@ def _other_than(key: str, value: object, shown: str = "") -> Feature:
     return Feature(keys=(key,), has=lambda v: v != value, shown=shown, instead=f"set {key}={value}")
 
 
+def _changed(section: type[Section], name: str) -> Feature:
+    """Returns the feature of a key that does not have its default."""
+    return _other_than(f"{section.SECTION}.{name}", getattr(section, name))
+
+
 def _hop_two(shown: str, has: Callable[..., bool], instead: str, *facts: str) -> Feature:
     """Returns the feature of some methods of hop two, by their names and facts."""
     return Feature(
         keys=("compression.hop_two", *facts), has=has, shown=shown, instead=f"set compression.hop_two={instead}"
+    )
+
+
+def _any_of(names: Sequence[str], mark: str = "") -> str:
+    *first, last = (f"{mark}{name}{mark}" for name in names)
+    return f"{', '.join(first)} or {last}"
+
+
+def _no_user(name: str) -> Feature:
+    """Returns the feature that hop two does not read a key of `compression`, and nothing of one's own may read it."""
+    users = USERS[name]
+    return Feature(
+        keys=("compression.hop_two", *CODED),
+        has=lambda *chosen: chosen[0] not in users and {*chosen}.isdisjoint({*OWN["codec"], *OWN["hop_two"]}),
+        shown=f"hop two by another method than {_any_of(users, '`')}",
+        instead=f"set compression.hop_two={_any_of(users)}",
     )
 
 
@@ -75,6 +97,7 @@ def _where(fact: str, value: object, said: str, instead: str, shown: str = "") -
 
 LEVELS = {"inter": "between nodes", "intra": "inside nodes only"}
 HOPS = {"gather": "gathers", "hop_one": "hop one", "experts": "tokens sent to experts"}
+CODED = tuple(f"compression.{hop}_{level}" for hop in HOPS for level in LEVELS)
 WIDER = "choose a smaller partition group, with sharding.two_hop=True and sharding.partitioner=manual"
 FEATURES: dict[str, Feature] = {
     "independent": _of("sharding.replicas", "independent", "one_world"),
@@ -98,6 +121,7 @@ FEATURES: dict[str, Feature] = {
         "none, bf16, int8 or int4",
     ),
     "random": _of("compression.rounding", "stochastic", "nearest"),
+    "no rounding": _no_user("rounding"),
     "several replicas": _where(
         "has_replicas", True, "several partition groups in one process", "set sharding.strategy=zero3"
     ),
@@ -135,11 +159,15 @@ FEATURES: dict[str, Feature] = {
     "streaming": _of("local_sgd.streaming", True, False),
     "utilisation": _other_than("local_sgd.target_utilisation", 0, "`local_sgd.target_utilisation` above 0"),
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
+    "warm-up": _other_than("compression.warmup_steps", 0, "`compression.warmup_steps` above 0"),
+    "no method with a warm-up": _no_user("warmup_steps"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
     "one_bit_adam": _of("compression.hop_two", "one_bit_adam", "none"),
     "demo": _of("compression.hop_two", "demo", "none or a codec"),
     "sparse_loco": _of("compression.hop_two", "sparse_loco", "none or a codec"),
     "outer momentum": _other_than("local_sgd.outer_momentum", 0.0),
+    "outer step's rate": _changed(LocalSGDConfig, "outer_learning_rate"),
+    "outer step's momentum": _changed(LocalSGDConfig, "outer_momentum"),
     "method": _hop_two(
         "`power_sgd`, `one_bit_adam`, `sparse_loco`, `demo`, or a method of your own",
         lambda name: name in METHODS or name in OWN["hop_two"],
@@ -235,6 +263,7 @@ class Rule:
 
 CHOSEN = "XLA chooses the collectives"
 EMPTY = "there is nothing to encode"
+UNUSED = "then nothing uses it"
 RULES: tuple[Rule, ...] = (
     Rule("independent", "stages", "each replica is a program of its own"),
     Rule("independent", "tensor", "jax takes callbacks only in programs without automatic axes"),
@@ -245,8 +274,8 @@ RULES: tuple[Rule, ...] = (
     Rule("independent", "utilisation", "it was not tried"),
     Rule("independent", "float16", "its scale would depend on what the others found"),
     Rule("independent", "other payload", "a step's bits may not depend on who takes part"),
-    Rule("independent", "residuals", "a lost replica's residual would be lost with it"),
     Rule("independent", "random", "a step's bits may not depend on who takes part"),
+    Rule("independent", "residuals", "a lost replica's residual would be lost with it"),
     Rule("independent", "several scopes", "a replica is one partition group"),
     Rule("independent", "several replicas", "a process is one replica, or a part of one"),
     Rule("shares", "one world", "its step is one program"),
@@ -292,6 +321,10 @@ RULES: tuple[Rule, ...] = (
     Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
     Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
     Rule("demo", "wider optimizer", "it needs them in the same scope"),
+    Rule("random", "no rounding", UNUSED),
+    Rule("warm-up", "no method with a warm-up", UNUSED),
+    Rule("outer step's rate", "no local SGD", UNUSED),
+    Rule("outer step's momentum", "no local SGD", UNUSED),
     Rule("no feedback", "keeping method", "the method is built on what it has not sent yet"),
     Rule("linear method", "one replica", EMPTY),
     Rule("codec", "replicas in a node", EMPTY),
