@@ -24,6 +24,7 @@ from compression.hop_two import HopTwo, Setup
 from compression.statistics import State, dense_sent
 from configs.schema import OptimizerConfig
 from sharding.coded import Codec
+from sharding.hlo import WARM_UP
 from sharding.plan import ShardingPlan
 from sharding.trees import Grads, GradsR, Params
 
@@ -49,7 +50,7 @@ def one_bit_adam(
         return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
 
     def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, OneBitAdamState]:
-        @jax.named_scope("warm_up")  # which the planner leaves out (sharding/hlo.py)
+        @jax.named_scope(WARM_UP)  # which the planner leaves out
         def warm_up() -> tuple[Grads, Grads, Any]:
             mean, _ = dense.update(updates, State(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)

@@ -87,8 +87,9 @@ class Candidate:
             extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
         elif self.strategy != "custom":  # the scopes that it does not name are the config's
             keys |= {f"sharding.{name}": "" for name in SCOPES}
-        if (hop_two := extras["hop_two"]) in HOP_TWO:  # the keys are for the config's own, which may be another
-            unused = [key for key, users in USERS.items() if hop_two not in users]
+        # the keys are for the config's own hop two, which may be another; what users registered may read them
+        if {extras[key] for key in CODED} <= {*HOP_TWO}:
+            unused = [key for key, users in USERS.items() if extras["hop_two"] not in users]
             keys |= {f"compression.{key}": getattr(CompressionConfig, key) for key in unused}
         texts = {_key(extra): value for extra, value in extras.items()} | self.change
         return keys | {key: _value(text) for key, text in texts.items()}

@@ -23,7 +23,8 @@ from runtime.exit_codes import ResumableError
 
 AHEAD = 2  # steps, at least, between the word of a joining member and its first shares
 ENTRY_S = 0.5  # for which the others may wait for it, if it gets nearer to them
-PATIENCE_S = 2.0  # without getting nearer, after which they wait for it all the same: it may never get there
+PATIENCE_S = 2.0  # while it falls behind, after which they wait for it all the same: it would never get there
+LONG_S = 300.0  # the same, where it only gets no nearer
 SEEK_S = 5.0  # between two looks for members that were lost
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
 MOST_BYTES = 1 << 20  # of what a member says of itself and of others
@@ -125,7 +126,7 @@ class Membership:
 
         The others do some steps until they know, and it needs not catch up with more of them than they would wait for.
         It never would where a step's totals take longer than their steps: over a slow link, with one member that has
-        nobody to exchange with. So if it gets no nearer they wait for it.
+        nobody to exchange with. So if it falls behind they wait for it.
         """
         looked = self._looked
         if looked and not self._agree(int(time.monotonic() - looked[0] > ASK_S))[0]:
@@ -142,7 +143,8 @@ class Membership:
             is_near = ahead <= step + 1 or (ahead - step) * own_s < ENTRY_S
             if is_near:
                 margin = max(AHEAD, ceil(ENTRY_S / others_s))
-            is_near |= now_s - self._nearest[0] > PATIENCE_S
+            falls_behind = ahead - step > self._nearest[1] + 1
+            is_near |= now_s - self._nearest[0] > (PATIENCE_S if falls_behind else LONG_S)
         if self._agree(int(is_near))[0]:
             self.enter(max(self._agree(max(ahead, step) + margin)))
 

@@ -382,10 +382,17 @@ def test_one_that_does_many_steps_a_second_enters_a_few_behind(
     assert found == ([132] if step == 129 else []) and one._looked == (8.0, step, 130)
 
 
-def test_one_that_gets_no_nearer_enters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_falls_behind_enters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Totals take it 5 s a step, as over a slow link, and the only other one a second: it never would catch up."""
     monkeypatch.setattr(membership.time, "monotonic", lambda: 15.0)
     one, found = catching_up(looked=(10.0, 100, 103), nearest=(10.0, 3), newest=108)
+    Membership.choose_entry(one, 101)
+    assert found == [110]
+    found.clear()
+    one._looked, one._nearest = (10.0, 100, 103), (10.0, 6)  # it gains less than a step at a time
+    Membership.choose_entry(one, 101)
+    assert not found
+    one._looked, one._nearest = (10.0, 100, 103), (-300.0, 6)
     Membership.choose_entry(one, 101)
     assert found == [110]
     found.clear()

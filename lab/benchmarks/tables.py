@@ -23,6 +23,7 @@ from lab.benchmarks import (
     replica_events,
     replica_links,
     replicas,
+    starts,
     time_to_loss_table,
     utilisation,
 )
@@ -361,6 +362,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "changing nodes": lambda: changing_nodes(records.lines("dynamic_training")),
         "the bubble": lambda: bubble(records.lines("pipelines")[-1]),
         "what overlaps": lambda: overlap_table.table(records.lines("overlap")),
+        "starts": lambda: starts.table(records.lines("starts")),
         "checkpoints": lambda: checkpoints(records.lines("checkpoints")),
         "replicas": lambda: replicas.table(records.lines("replicas")),
         "time to loss": lambda: time_to_loss_table.table(records.lines("time_to_loss")),
