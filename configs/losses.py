@@ -152,8 +152,11 @@ def methods_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def dense_optimizer(config: Mapping[str, Any]) -> str:
-    """Returns the optimizer of a config's run, if it is dense: the records are beside such runs; "" if it is not."""
-    return "" if methods_of(config) else config["optimizer"]["name"]
+    """Returns the optimizer of a config's run, if it is as the dense runs of the records; "" if it is not.
+
+    Those send all in every step, and train from scratch.
+    """
+    return "" if methods_of(config) or config["model"].get("weights") else config["optimizer"]["name"]
 
 
 def recorded(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Loss]:

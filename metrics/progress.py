@@ -6,7 +6,6 @@ No thread draws: `update` itself redraws, at most every half second, so that it 
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group
@@ -15,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from metrics.run_files import HEADLINES, headline, read_run
+from metrics.run_files import HEADLINES, RunFiles, headline
 from metrics.units import format_seconds
 
 DRAW_EVERY_S = 0.5
@@ -113,9 +112,8 @@ def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
     return pairs
 
 
-def print_summary(run_dir: Path) -> None:
-    """Prints the results of a run directory; unknown numbers are omitted."""
-    files = read_run(run_dir)
+def print_summary(files: RunFiles) -> None:
+    """Prints the results of a run; unknown numbers are omitted."""
     table = Table(title=Text(files.name), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", overflow="fold")

@@ -3,7 +3,6 @@
 `python -m metrics.report RUN_DIR` writes `RUN_DIR/report.html` and prints its path.
 """
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,10 +54,10 @@ PANELS = (
 )
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into a run directory and returns its path; ValueError if it is not a run directory."""
-    path = Path(run_dir) / run_directory.REPORT
-    atomic.replace(path, run_page(read_run(run_dir)))
+def write_report(run: RunFiles) -> Path:
+    """Writes `report.html` into a run's directory and returns its path."""
+    path = run.run_dir / run_directory.REPORT
+    atomic.replace(path, run_page(run))
     return path
 
 
@@ -217,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m metrics.report", description="Writes report.html into a run directory.")
     parser.add_argument("run_dir", help="the --workdir of a run")
     try:
-        print(write_report(parser.parse_args(arguments).run_dir))
+        print(write_report(read_run(parser.parse_args(arguments).run_dir)))
     except (ValueError, OSError) as error:
         return complain(error)
     return 0

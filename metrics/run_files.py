@@ -89,8 +89,11 @@ HEADLINES = {
 }
 
 
-def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
-    """Reads a run directory; ValueError if it has neither `config.json` nor `metrics.jsonl`."""
+def read_run(run_dir: str | os.PathLike[str], *, rows: bool = True) -> RunFiles:
+    """Reads a run directory; ValueError if it has neither `config.json` nor `metrics.jsonl`.
+
+    Of a run of a million steps the rows alone are a gigabyte.
+    """
     folder = Path(run_dir)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; pass the --workdir of a run")
@@ -104,7 +107,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFiles:
         environment=_read_object(folder / run_directory.ENVIRONMENT, problems),
         collectives=_read_object(folder / run_directory.COLLECTIVES, problems),
         summary=_read_object(folder / run_directory.SUMMARY, problems),
-        rows=_read_rows(folder / run_directory.METRICS, problems),
+        rows=_read_rows(folder / run_directory.METRICS, problems) if rows else (),
         events=tuple(EventReader(folder).new()),
         sample=None if sample is None else sample.decode("utf-8", errors="replace"),
         mesh_png=_read_bytes(folder / run_directory.MESH, problems),

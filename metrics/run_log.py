@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -176,8 +177,8 @@ class RunLog:
                 (self._run_dir / run_directory.SAMPLE).write_text(sample, encoding="utf-8")
             if mesh_png is not None:
                 (self._run_dir / run_directory.MESH).write_bytes(mesh_png)
-        summary: dict[str, Any] = {}
-        for row in read_run(self._run_dir).rows:  # the last value of each key, earlier attempts included
+        run, summary = read_run(self._run_dir), dict[str, Any]()  # once: the rows may be a gigabyte
+        for row in run.rows:  # the last value of each key, earlier attempts included
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
             summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # of shards
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
@@ -185,8 +186,10 @@ class RunLog:
             _write_json(self._run_dir / run_directory.SUMMARY, summary)
         if sample is not None:
             print(sample)
-        print_summary(self._run_dir)
-        print(f"report: {write_report(self._run_dir)}")
+        problems = {name: problem for name, problem in run.problems.items() if name != run_directory.SUMMARY}
+        run = replace(run, summary=summary, problems=problems)
+        print_summary(run)
+        print(f"report: {write_report(run)}")
         if self._sink:
             with self._sink_or_warning():
                 self._sink.finish()

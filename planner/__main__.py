@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from configs import command_line
 from configs.losses import dense_optimizer
-from configs.schema import WITH_WARMUP, Config, TransformerConfig
+from configs.schema import USERS, Config, TransformerConfig
 from files import atomic
 from metrics.units import format_bytes, format_count
 from planner import clusters, probes
@@ -340,7 +340,7 @@ def _stand_ins(step: Step) -> list[str]:
     """Returns notes of what is priced in the place of what a run has."""
     config, machine, notes = step.experiment.config, step.machine, list[str]()
     model, length, compression = config.model, config.data.seq_len, config.compression
-    if compression.warmup_steps and compression.hop_two in WITH_WARMUP:
+    if compression.warmup_steps and compression.hop_two in USERS["warmup_steps"]:
         first = f"the first {compression.warmup_steps:,} exchanges, which send more"
         notes.append(f"compression.hop_two={compression.hop_two}: priced as behind its warm-up, {first}")
     can_fuse = machine.target != compiling.CPU and machine.cluster.device.attention

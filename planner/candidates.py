@@ -22,7 +22,6 @@ KEPT |= {key.partition(".")[2]: key for key in OUTER_STEP} | {"optimizer.name": 
 CODED = ("hop_two", *NOT_HOP_TWO)
 # the outer step of local SGD, unless an extra is another one: DiLoCo's costs more loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
-NO_OUTER_STEP = {name: str(getattr(LocalSGDConfig, name)) for name in AVERAGES}  # defaults
 OTHER_REMAT = {"full": "dots", "dots": "full"}
 # from what changes the result least to what changes it most; configs/losses.csv has what some of them cost
 CODECS = ("none", "bf16", "int8", "int4")
@@ -56,8 +55,8 @@ class Candidate:
     def change(self) -> dict[str, str]:
         """The config's keys that change the result of a step: codecs, what is later, another optimizer."""
         extras = {extra: value for extra, value in self.pairs.items() if extra not in (*SCOPES, "remat")}
-        if "inner_steps" in extras:
-            extras = (NO_OUTER_STEP if extras["inner_steps"] == "0" else AVERAGES) | extras
+        if extras.get("inner_steps", "0") != "0":
+            extras = AVERAGES | extras
         return {_key(extra): value for extra, value in extras.items()}
 
     @property
@@ -91,6 +90,8 @@ class Candidate:
         if {extras[key] for key in CODED} <= {*HOP_TWO}:
             unused = [key for key, users in USERS.items() if extras["hop_two"] not in users]
             keys |= {f"compression.{key}": getattr(CompressionConfig, key) for key in unused}
+        if extras.get("inner_steps") == "0":
+            keys |= {f"local_sgd.{key}": value for key, value in vars(LocalSGDConfig()).items()}
         texts = {_key(extra): value for extra, value in extras.items()} | self.change
         return keys | {key: _value(text) for key, text in texts.items()}
 

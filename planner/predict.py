@@ -110,8 +110,6 @@ class Machine:
             "mesh.num_cpu_devices": 0,
             "mesh.devices_per_node": self.cluster.devices_per_node,
         }
-        if config.compression.hop_two == "power_sgd":  # the steps behind the warm-up; 1-bit Adam needs one
-            keys["compression.warmup_steps"] = 0
         if isinstance(config.model, TransformerConfig):
             keys["model.attention"] = self.attention(config.model, config.data.seq_len)
         return {

@@ -28,6 +28,7 @@ PURPOSE = "replicas"
 KEPT_STEPS = 64  # of which totals are kept, at most, for members that catch up
 FETCHES = 5  # of the state
 CONNECTIONS = 2  # to each of the others, for sums; as many for totals
+MOST_CONNECTIONS = 64 * (2 * CONNECTIONS + 1)  # at once, where this member is new to 64: with a greeting each
 LOOK_S = 0.02  # between two looks for what one of a member's processes may want
 _GONE = "the step is gone"
 _SKIPPED = "the step was not done here"
@@ -66,8 +67,8 @@ class Replicas:
         Of a member of several processes each has its own part of the gradients, and others that it asks: those with
         its number. `agree` returns the values of all of them, by number; they call all methods together.
 
-        `saved` returns the steps done in the newest checkpoint. `progress` is called while the others' state comes, or
-        what they say of a step; `agree` while their sums do.
+        `saved` returns the steps done in the newest checkpoint. `progress` is called while what others say of a step
+        comes; `agree` while their sums do.
         """
         self._num_shares, self._payloads, self._sizes = num_shares, payloads, sizes
         zeros = (np.zeros(size, np.float32) for size in sizes)
@@ -89,7 +90,7 @@ class Replicas:
         self.count = 1
         self.is_first = True  # it does what all would do alike
         purpose = f"{PURPOSE} {process}"
-        self._service = BlobService(purpose, self._answer, process=number, count=64, token=token)
+        self._service = BlobService(purpose, self._answer, process=number, count=MOST_CONNECTIONS, token=token)
         address = self._service.address
         self.members = Membership(
             Member(number=number, host=address.host, port=address.port, run=run),
@@ -146,8 +147,12 @@ class Replicas:
         with self.members.connect(member.address) as connection:
             return connection.ask(request, MOST_BYTES, self._progress)
 
-    def fetch_state(self, sizes: Sequence[int]) -> tuple[int, list[memoryview]] | None:
+    def fetch_state(
+        self, sizes: Sequence[int], progress: Callable[[], object] = lambda: None
+    ) -> tuple[int, list[memoryview]] | None:
         """Returns a step soon to come and the state after it: of arrays of `sizes` bytes each their bytes.
+
+        `progress` is called now and then, in several threads; an error of it ends this.
 
         Each of the others sends a part, at once. ResumableError if they do not; None if nobody is there any more, for
         which it waits where all of them leave: what this member has is as right as what they had, a few steps ago.
@@ -165,14 +170,14 @@ class Replicas:
             self.members.tell(step=step, first=step if takes_part else NEVER)  # from which on they keep the totals
             begun = [member.address for member in self.members.others if member.trains and member.last >= step]
             if not any(self._agree(len(begun))):
-                self._progress()  # they save a checkpoint, which may take minutes
+                progress()  # they save a checkpoint, which may take minutes
                 with self._changed:
                     if self._changed.wait_for(lambda: self.members.closed, ASK_S):
                         raise ConnectionError(LEAVES)
                 continue
             found, why = {}, "another process of this replica did not get its part" if begun else "none has it"
             try:
-                found = fetch_copies(self.members.connect, begun, step, sizes, self._progress) if begun else {}
+                found = fetch_copies(self.members.connect, begun, step, sizes, progress) if begun else {}
             except PeerError as error:  # lost meanwhile, or further than it was thought
                 why = str(error)
             if all(self._agree(int(len(found) == len(sizes)))):
@@ -307,7 +312,12 @@ class Replicas:
             self.members.lose(member, str(error))
 
     def _do_without(self, number: int) -> None:
-        """Divides among the others what a member was to do of steps in which it does not take part any more."""
+        """Divides among the others what a member was to do of steps in which it does not take part any more.
+
+        For one that is lost no copies are kept.
+        """
+        if number not in (member.number for member in self.members.others):
+            self.copies.drop(number)
         for step in self._plans:
             if not self.members.takes_part(number, step):
                 self._leave_out(number, step)
@@ -394,7 +404,7 @@ class Replicas:
         if op == "member":
             return self.members.answer(request, process)
         if op in ("copy", "state"):
-            return self.copies.answer(request)
+            return self.copies.answer(request, process)
         if op == "digest":
             step, here = request["step"], self.members
             with self._changed:

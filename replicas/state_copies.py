@@ -2,11 +2,10 @@
 
 The joining member names a step soon to come, and of each of the others the arrays that it wants of it. At that step
 each copies those to its host's memory, which takes the time of the copy alone, and sends them while it trains. A copy
-is dropped when all that wanted it have it; that for a member that was lost, when `STEPS` newer steps were copied.
+is dropped when all that wanted it have it, are lost, or want another step.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +16,6 @@ from runtime.blobs import Address, Connection
 
 PASSED = "that step has passed"
 LEAVES = "this replica leaves"
-STEPS = 4  # of which copies are kept, at most
 
 
 class StateCopies:
@@ -26,7 +24,7 @@ class StateCopies:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._step = -1  # the last step whose state could be copied
-        self._wanted: dict[int, Counter[int]] = {}  # step: how many members still want each array, by its number
+        self._wanted: dict[int, dict[int, set[int]]] = {}  # step: what each member still wants, by their numbers
         self._copies: dict[int, dict[int, np.ndarray]] = {}
         self._closed = False
 
@@ -40,15 +38,32 @@ class StateCopies:
         """Copies what is wanted of the state after `step` steps; `arrays` are those of this process' devices."""
         with self._changed:
             self._step = step
-            wanted = [*self._wanted.get(step, ())]
+            wanted = set[int]().union(*self._wanted.get(step, {}).values())
         copies = {number: np.array(arrays[number]) for number in wanted if 0 <= number < len(arrays)}
         if not copies:
             return
         with self._changed:
             self._copies[step] = copies
-            for old in sorted(self._copies)[:-STEPS]:
-                del self._copies[old], self._wanted[old]
+            self._tidy()  # somebody may be lost by now
             self._changed.notify_all()
+
+    def drop(self, member: int) -> None:
+        """Drops what a member wanted, and has not got."""
+        with self._changed:
+            for wants in self._wanted.values():
+                wants.pop(member, None)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Drops the copies that nobody wants any more."""
+        for step, wants in [*self._wanted.items()]:
+            wanted = set[int]().union(*wants.values())
+            if not wanted:
+                del self._wanted[step]
+            if step in self._copies:
+                self._copies[step] = {number: x for number, x in self._copies[step].items() if number in wanted}
+        for step in [step for step, copies in self._copies.items() if not copies]:
+            del self._copies[step]
 
     def close(self) -> None:
         """Ends the waiting of all that wait for a step: ConnectionError. What was copied can still be had."""
@@ -56,23 +71,23 @@ class StateCopies:
             self._closed = True
             self._changed.notify_all()
 
-    def answer(self, request: dict[str, Any]) -> memoryview:
+    def answer(self, request: dict[str, Any], member: int) -> memoryview:
         """Answers `copy`: a step and arrays, and `state`: the bytes of one of them. LookupError if it is too late."""
         step = request["step"]
         with self._changed:
             if request["op"] == "copy":
                 if step <= self._step:
                     raise LookupError(PASSED)
-                self._wanted.setdefault(step, Counter()).update(int(number) for number in request["arrays"])
+                self.drop(member)
+                self._wanted.setdefault(step, {})[member] = {int(number) for number in request["arrays"]}
                 return memoryview(b"")
             number = request["array"]
             self._changed.wait_for(lambda: self._closed or step in self._copies or self._step > step)
             if self._closed and step not in self._copies:
                 raise ConnectionError(LEAVES)
             content = self._copies[step][number]
-            self._wanted[step][number] -= 1
-            if not self._wanted[step][number]:
-                del self._copies[step][number]
+            self._wanted[step].get(member, set()).discard(number)
+            self._tidy()
             return content.reshape(-1).view(np.uint8).data
 
 

@@ -32,6 +32,13 @@ _TOKEN = re.compile(r"[0-9a-f]{64}")
 _LINE_BYTES = 1000
 _HANDSHAKE_S = 10.0  # for the whole handshake
 _RETRY_S = 0.1
+# the options of a connection that ends when its other end has not answered for two minutes
+_ALIVE = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 60,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 6,
+}
 
 
 def shared_token(workdir: Path) -> str:
@@ -128,20 +135,29 @@ class Acceptor:
                 if len(self._strangers) > self._at_most:
                     with contextlib.suppress(OSError):  # it is closed already; else its own thread closes it
                         self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
+            except RuntimeError:  # no more threads, until others end
+                self._forget(connection)
+                connection.close()
 
     def _meet(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option, value in _ALIVE.items():  # a host that vanishes says nothing, and who waits for it never ends
+                connection.setsockopt(*option, value)
             process, host = admit(connection, self._token, self._purpose)
         except (OSError, ValueError):  # an error of an unauthenticated peer is not reported
             connection.close()
             return
         finally:
-            with self._lock:
-                if connection in self._strangers:
-                    self._strangers.remove(connection)
+            self._forget(connection)
         self._admitted(connection, process, host)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            if connection in self._strangers:
+                self._strangers.remove(connection)
 
 
 def admit(connection: socket.socket, token: str, purpose: str) -> tuple[int, str]:

@@ -98,7 +98,8 @@ class Members:
         self.sent: list[tuple[str, int]] = []
         self.dropped: list[str] = []
         self.warmed = 0
-        self.metrics = workdir / "metrics.jsonl"
+        self.metrics, self.checkpoints = workdir / "metrics.jsonl", workdir / "checkpoints"
+        (self.checkpoints / "0").mkdir(parents=True)  # without metrics a program ends at step 0
         self._kind = kind
         for host in hosts:
             self.join(host)

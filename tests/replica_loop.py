@@ -80,7 +80,6 @@ class Loop:
             sizes=SIZES,
             silence_s=silence_s,
             late=late,
-            progress=lambda: self.blocks.append(None),
             say=self.said.append,
             **processes,
         )
@@ -117,7 +116,7 @@ class Loop:
                 if step - self.late >= first:
                     self._sum(step - self.late)
             except BehindError:
-                fetched = self.replicas.fetch_state(STATE_BYTES)
+                fetched = self.replicas.fetch_state(STATE_BYTES, lambda: self.blocks.append(None))
                 assert fetched
                 step, arrays = fetched
                 first = step

@@ -52,14 +52,15 @@ def blockwise(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return sent, (integers * scales).reshape(x.shape).astype(np.float32)
 
 
-def packed(bits: np.ndarray) -> np.ndarray:
-    """A byte has a bit of each eighth of a row, the first one's lowest."""
-    return np.packbits(bits.reshape(len(bits), 8, -1), axis=1, bitorder="little")[:, 0]
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """A byte has a code of each part of a row, the first one's lowest."""
+    parts = codes.astype(np.uint8).reshape(len(codes), 8 // bits, -1)
+    return np.bitwise_or.reduce([parts[:, i] << bits * i for i in range(8 // bits)])
 
 
 def one_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.abs(x).reshape(len(x), -1, BLOCK).mean(-1, dtype=np.float32)
-    sent = np.concatenate([packed(x >= 0), scales.view(np.uint8)], axis=1)
+    sent = np.concatenate([packed(x >= 0, 1), scales.view(np.uint8)], axis=1)
     return sent, np.where(x >= 0, 1, -1) * np.repeat(scales, BLOCK, axis=1)
 
 
@@ -68,9 +69,9 @@ def statistical(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.abs(x).reshape(len(x), -1, BLOCK)
     large = sizes > np.float32(1.23) * sizes.mean(-1, keepdims=True)
     means = np.stack([np.ma.array(sizes, mask=mask).mean(-1).filled(0) for mask in (large, ~large)], axis=-1)
-    bits = [packed(b.reshape(x.shape)) for b in (x >= 0, large)]
+    codes = packed((x >= 0) + 2 * large.reshape(x.shape), 2)
     values = np.where(large, means[..., 1:], means[..., :1]).reshape(x.shape) * np.where(x >= 0, 1, -1)
-    return np.concatenate([*bits, means.astype(np.float32).reshape(len(x), -1).view(np.uint8)], axis=1), values
+    return np.concatenate([codes, means.astype(np.float32).reshape(len(x), -1).view(np.uint8)], axis=1), values
 
 
 ORACLES = {

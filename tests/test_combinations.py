@@ -10,7 +10,7 @@ from running import ROOT
 
 from configs import base, digits
 from configs.base import typed
-from configs.schema import Config, DecoderConfig, flat
+from configs.schema import USERS, Config, DecoderConfig, flat
 from configs.schema.combinations import FEATURES, HOPS, RULES, Rule, table
 from configs.schema.own import OWN
 from models import Decoder
@@ -49,7 +49,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "keeping method": {"compression.hop_two": "power_sgd"},
     "other payload": {"compression.hop_two": "statistical"},
     "random": {"compression.rounding": "stochastic", "compression.hop_two": "int8"},
+    "rounding": {"compression.rounding": "stochastic", "compression.hop_two": "int8"},
     "no rounding": {"compression.hop_two": "statistical"},
+    "sparsity": DEMO | {"compression.sparsity": 0.9},
+    "no sparsity": {"compression.hop_two": "int8"},
+    "feedback_decay": DEMO | {"compression.feedback_decay": 0.9},
+    "no feedback_decay": {"compression.hop_two": "int8"},
+    "rank": {"compression.rank": 1, "compression.hop_two": "power_sgd"},
+    "no rank": {"compression.hop_two": "int8"},
     "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},
     "stages": {"mesh.stages": 2},
     "context": {"mesh.context": 2},
@@ -75,8 +82,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "streaming": LOCAL | {"local_sgd.streaming": True},
     "utilisation": LOCAL | {"local_sgd.target_utilisation": 0.9},
     "clipping": {"optimizer.clip_norm": 1.0},
-    "warm-up": {"compression.warmup_steps": 1, "compression.hop_two": "power_sgd"},
-    "no method with a warm-up": {"compression.hop_two": "int8"},
+    "warmup_steps": {"compression.warmup_steps": 1, "compression.hop_two": "power_sgd"},
+    "no warmup_steps": {"compression.hop_two": "int8"},
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": ONE_BIT_ADAM,
     "method": {"compression.hop_two": "power_sgd"},
@@ -113,7 +120,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 ALIKE = {*(f"{hop}_intra" for hop in HOPS), "clipping", "flat", "float32 sums", "sample", "cudnn", "layer gather"}
-ALIKE |= {"warm-up", "outer step's rate", "outer step's momentum"}
+ALIKE |= {*USERS, "outer step's rate", "outer step's momentum"}
 DISTINCT = {
     str(sorted(changes.items())): name
     for name, changes in EXAMPLES.items()
@@ -257,7 +264,7 @@ def test_what_is_registered_may_use_every_key_of_compression(monkeypatch: pytest
     monkeypatch.setitem(OWN["hop_two"], "my_method", None)
     for keys in ({"hop_two": "mine"}, {"hop_two": "my_method"}, {"gather_intra": "mine"}, {"hop_one_inter": "mine"}):
         assert config(unused | {f"compression.{key}": name for key, name in keys.items()})
-    with pytest.raises(ValueError, match="^compression.rounding=stochastic .*=none: then nothing uses it; "):
+    with pytest.raises(ValueError, match="^compression.warmup_steps=1 .*=none: then nothing uses it; "):
         config(unused)
 
 

@@ -8,7 +8,7 @@ from test_planner_table import tiny_config
 
 from compression.methods import METHODS
 from configs.base import typed
-from configs.schema.sections import HOP_TWO, WITH_WARMUP
+from configs.schema.sections import HOP_TWO, USERS
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
@@ -24,7 +24,7 @@ def states_of(changes: dict[str, Any]) -> tuple[Any, Any]:
 
 def test_config_choices_of_hop_two_are_the_implemented_methods() -> None:
     assert {method.name for method in METHODS} == set(HOP_TWO) and len(METHODS) == len(HOP_TWO)
-    assert set(WITH_WARMUP) <= set(HOP_TWO)
+    assert {name for users in USERS.values() for name in users} <= {*HOP_TWO}
 
 
 DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}

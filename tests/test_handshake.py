@@ -90,6 +90,26 @@ def test_strangers_who_only_wait(port: Port) -> None:
         stranger.close()
 
 
+def test_no_more_threads(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes to nothing, and others are met again; a host that vanishes then does not keep its thread for ever."""
+    start, refusals = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def limited(thread: threading.Thread) -> None:
+        if refusals:
+            raise refusals.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with port.stranger() as stranger:
+        assert is_closed(stranger) and not refusals
+    with port.stranger() as connection:
+        introduce(connection, "secret", "tests", 1, TIMEOUT_S)
+        admitted, *_ = port.admitted.get(timeout=TIMEOUT_S)
+        assert admitted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert admitted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+        admitted.close()
+
+
 def test_a_stranger_who_dawdles(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a time for all that it says, not for each byte."""
     monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.5)

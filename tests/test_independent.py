@@ -24,7 +24,7 @@ from configs.base import typed
 from configs.schema import CompressionConfig
 from files.run_directory import CHECKPOINTS, REPLICAS
 from replicas.group import BehindError, Replicas
-from replicas.members import Member
+from replicas.members import NEVER, Member
 from replicas.payloads import Float32
 from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
@@ -202,6 +202,16 @@ def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
     )
     stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == wanted and told == announced
+
+
+def test_one_that_waits_for_the_others_state_can_be_stopped() -> None:
+    """Over a slow link that takes minutes; it saves nothing, since the others have what it lacks."""
+    one: Any = SimpleNamespace(_asked=False, _enter=lambda phase: None, _stop_requested=lambda: True)
+    one._done = lambda state, step: Independent._fetching(one)
+    assert Independent.__call__(one, cast(Any, None), 3) is None and one._asked
+    members = SimpleNamespace(me=SimpleNamespace(first=NEVER, step=3))
+    one._whole, one.replicas = lambda state: state, SimpleNamespace(members=members, is_first=True)
+    assert Independent.to_save(one, cast(Any, SimpleNamespace(to_keep="old"))) is None
 
 
 def test_a_replicas_speed_is_that_of_its_slowest_share(monkeypatch: pytest.MonkeyPatch) -> None:

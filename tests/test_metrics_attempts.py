@@ -78,7 +78,7 @@ def test_goodput_counts_each_step_once(elastic: Path) -> None:
 def nodes_over_time(folder: Path, events: list[str]) -> list[list[str]]:
     """Returns the rows of the table of attempts on the page of a run with these events."""
     (folder / "events.jsonl").write_text("\n".join(events) + "\n")
-    section = write_report(folder).read_text().partition("Nodes over time")[2].partition("</section>")[0]
+    section = write_report(read_run(folder)).read_text().partition("Nodes over time")[2].partition("</section>")[0]
     return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>((?:<td.*?</td>)+)</tr>", section)]
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from metrics import progress as progress_module
 from metrics.progress import Progress, print_summary
+from metrics.run_files import read_run
 
 SCALARS = {
     "loss": 2.34567,
@@ -99,7 +100,7 @@ def test_what_is_printed_into_a_pipe_is_plain_and_says_what_is_known(
         ("summary.json", json.dumps(summary)),
     ):
         (tmp_path / name).write_text(content)
-    print_summary(tmp_path)
+    print_summary(read_run(tmp_path))
     out = capsys.readouterr().out
     assert [" ".join(line.split()) for line in out.splitlines() if line.strip(" ─")] == [
         "[red]small",

@@ -143,7 +143,7 @@ class Page(HTMLParser):
 
 
 def report(folder: Path) -> tuple[str, Page]:
-    path = write_report(folder)
+    path = write_report(read_run(folder))
     assert path == folder / "report.html"
     html = path.read_text(encoding="utf-8")
     return html, Page(html)

@@ -58,14 +58,17 @@ def test_extras_are_keys_of_the_config(name: str) -> None:
         ({"hop_two": "int8", "rounding": "stochastic"}, "hop_two=int4", "compression.rounding", "stochastic"),
         ({}, "inner_steps=0", "local_sgd.outer_learning_rate", 0.7),
         ({}, "inner_steps=0", "local_sgd.outer_momentum", 0.9),
+        ({}, "inner_steps=0", "local_sgd.streaming", False),
+        ({"hop_two": "power_sgd", "rank": 4}, "hop_two=int8", "compression.rank", 2),
     ],
 )
 def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(
     keys: dict[str, Any], extra: str, key: str, value: object
 ) -> None:
     """Such keys would be refused beside another method, or without local SGD."""
-    local = {"local_sgd__inner_steps": 5, "local_sgd__outer_learning_rate": 0.5, "local_sgd__outer_momentum": 0.6}
-    config = small(**({} if keys else local), **{f"compression__{name}": own for name, own in keys.items()})
+    local = {"inner_steps": 5, "outer_learning_rate": 0.5, "outer_momentum": 0.6, "streaming": True}
+    local = {} if keys else {f"local_sgd__{name}": own for name, own in local.items()}
+    config = small(**local, **{f"compression__{name}": own for name, own in keys.items()})
     (candidate,) = of_strategies([f"mics(2)+{extra}"], config)
     assert candidate.applied(config).values[key] == value
 

@@ -132,6 +132,23 @@ def test_a_run_whose_last_replica_is_lost_goes_on(cluster: Members) -> Iterator[
     yield from runs(cluster, "a0.0 b1.0")
 
 
+@alone("ab", says="the checkpoint of step 5 is missing: the group that was to save it was lost")
+def test_a_run_goes_on_until_its_last_checkpoint_is_there(cluster: Members) -> Iterator[object]:
+    """The group that was to save it is lost in the meantime, with its node."""
+    yield from runs(cluster, "a0.0 b1.0")
+    folder = cluster.metrics.parent / "replicas" / "1"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 5}\n')
+    cluster.drop("a", "")
+    yield from turns()
+    attempt = cluster.by_node["b"].attempt
+    cluster.by_node["b"].code = 0
+    yield from until(lambda: cluster.by_node["b"].attempt > attempt)
+    (cluster.checkpoints / "5").mkdir()
+    cluster.by_node["b"].code = 0
+    yield
+
+
 @alone("ab", code=1, says="replica 0 ended on a with exit code 1: error: no space left")
 def test_a_run_whose_last_replica_cannot_save_has_failed(cluster: Members) -> Iterator[object]:
     yield from runs(cluster, "a0.0 b1.0")

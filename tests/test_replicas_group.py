@@ -111,8 +111,8 @@ def test_one_that_joins_takes_the_state_from_all_others(
         loop.before_share = lambda step, share: joined.wait(PATIENCE_S) if step == 6 else None
         loop.before_step = lambda step, loop=loop: has_met(loop) if step == 9 else None
         answer = loop.replicas.copies.answer
-        loop.replicas.copies.answer = lambda request, number=loop.number, answer=answer: (
-            asked.add(number) or answer(request)
+        loop.replicas.copies.answer = lambda request, member, number=loop.number, answer=answer: (
+            asked.add(number) or answer(request, member)
         )
         loop.go()
     until(lambda: min(loop.replicas.members.me.step for loop in loops) >= 6 - late)

@@ -15,7 +15,7 @@ import pytest
 from replica_loop import NUM_SHARES, PATIENCE_S, started
 from waiting import until
 
-from replicas import group, membership, state_copies
+from replicas import group, membership
 from replicas.group import BehindError, Replicas
 from replicas.members import FILE_NAME, NEVER, Member, write_address
 from replicas.membership import NOBODY, Membership
@@ -471,23 +471,32 @@ def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:
     """The second one is there before the first has all of its own: it lost them, and both began again for ever."""
     copies = StateCopies(threading.Condition())
     arrays = [np.arange(3.0), np.array(7)]
-    for step in (2, 5):
-        copies.answer({"op": "copy", "step": step, "arrays": [0, 1]})
+    for member, step in ((1, 2), (2, 5)):
+        copies.answer({"op": "copy", "step": step, "arrays": [0, 1]}, member)
         copies.at_step(step, [x + step for x in arrays])
-    for number, step in ((0, 2), (1, 5), (1, 2), (0, 5)):
-        sent = copies.answer({"op": "state", "step": step, "array": number})
+    for member, number, step in ((1, 0, 2), (2, 1, 5), (1, 1, 2), (2, 0, 5)):
+        sent = copies.answer({"op": "state", "step": step, "array": number}, member)
         np.testing.assert_array_equal(np.frombuffer(sent, arrays[number].dtype), np.ravel(arrays[number] + step))
     assert not any(copies._copies.values())  # nobody keeps what all have
     with pytest.raises(LookupError):
-        copies.answer({"op": "state", "step": 2, "array": 0})
+        copies.answer({"op": "state", "step": 2, "array": 0}, 1)
 
 
-def test_copies_for_those_that_were_lost_are_dropped() -> None:
-    copies = StateCopies(threading.Condition())
-    for step in range(state_copies.STEPS + 3):
-        copies.answer({"op": "copy", "step": step, "arrays": [0]})
-        copies.at_step(step, [np.zeros(2)])
-    assert [*copies._copies] == [*range(3, state_copies.STEPS + 3)]
+def test_copies_that_nobody_waits_for_are_dropped() -> None:
+    """Those of a member that asks again, for a later step, or is lost; what another one wants stays."""
+    copies, arrays = StateCopies(threading.Condition()), [np.zeros(2), np.ones(2)]
+    for step in range(3):
+        copies.answer({"op": "copy", "step": step, "arrays": [0, 1]}, 1)
+        copies.at_step(step, arrays)
+        assert [*copies._copies] == [step]
+    copies.answer({"op": "copy", "step": 3, "arrays": [1]}, 2)
+    copies.answer({"op": "copy", "step": 3, "arrays": [0]}, 3)
+    copies.drop(3)
+    copies.at_step(3, arrays)
+    copies.drop(1)
+    assert {step: [*of] for step, of in copies._copies.items()} == {3: [1]}
+    assert copies.answer({"op": "state", "step": 3, "array": 1}, 2).tobytes() == arrays[1].tobytes()
+    assert not copies._copies and not copies._wanted
 
 
 def test_one_that_leaves_is_not_asked_for_the_state_after_its_last_step(
@@ -584,7 +593,7 @@ def test_one_that_leaves_waits_for_nobody_that_others_can_help(
 def test_nobody_waits_for_what_one_that_has_left_will_not_have(make: Callable[..., Replicas]) -> None:
     """A state, and what its parameters are: it may live on for minutes, while it saves a checkpoint."""
     stays, leaves = make(0), make(1)
-    leaves.copies.answer({"op": "copy", "step": 3, "arrays": [0]})
+    leaves.copies.answer({"op": "copy", "step": 3, "arrays": [0]}, 1)
     leaves.copies.at_step(3, [np.arange(2)])
     requests = [{"op": "state", "step": 4, "array": 0}, {"op": "digest", "step": 4}]
 

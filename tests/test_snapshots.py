@@ -165,6 +165,21 @@ def test_no_room(run: Run, room: int) -> None:
     assert len(run.said) == 1
 
 
+def test_a_folder_that_was_emptied_between_two_snapshots(run: Run) -> None:
+    """As by the last logout of its user: that is a warning, and the run goes on."""
+    with run.attempt() as snapshots:
+        snapshots.begin(0)
+        for step in (1, 2):
+            keep(snapshots, step, state_of(step))
+        assert snapshots._saving
+        snapshots._saving.result()
+        shutil.rmtree(next(run.memory.glob("mics-jax-*")))
+        keep(snapshots, 3, state_of(3))
+        snapshots.wait()
+        snapshots.end(finished=False)
+    assert len(run.said) == 1 and "warning: the snapshot of step 3" in run.said[0], run.said
+
+
 def test_a_partner_that_cannot_be_reached(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(*_: object) -> None:
         raise PeerError("process 1 at node-b:34567: timed out")

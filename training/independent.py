@@ -22,6 +22,7 @@ from input_pipeline import Dataset
 from input_pipeline.batches import Batch as HostBatch
 from input_pipeline.batches import batch_at
 from replicas.group import BehindError, Replicas
+from replicas.members import NEVER
 from replicas.payloads import Payload
 from runtime.handshake import shared_token
 from runtime.phases import Phase
@@ -40,7 +41,7 @@ RATE_STEP, RATE_MEMORY = 1.1, 0.5
 
 
 class StoppedError(Exception):
-    """The run is to stop, within a round."""
+    """The run is to stop, within a round or before it has the others' state."""
 
 
 @dataclass
@@ -168,7 +169,7 @@ class Independent:
             process=jax.process_index(),
             agree=self._agreed,
             saved=lambda: max(step_numbers(self._workdir / CHECKPOINTS), default=0) // self._work.steps,
-            progress=partial(self._enter, Phase.STEPPING),  # a state that comes over a slow link is no hang
+            progress=partial(self._enter, Phase.STEPPING),
             say=say,
         )
         self._work.begin(self._replicas.close)
@@ -185,10 +186,17 @@ class Independent:
             say(f"{idle}: {has}; {count} need {wanted}batch.global_size={least} or more")
 
     def __call__(self, state: TrainState, step: int) -> Done | None:
-        """Returns the state after a step, the metrics, and the steps done; None if it is to stop within a round.
+        """Returns the state after a step, the metrics, and the steps done; None if it is to stop before that.
 
         A replica that joins, or was away for too long, takes the others' state first.
         """
+        try:
+            return self._done(state, step)
+        except StoppedError:
+            return None
+
+    def _done(self, state: TrainState, step: int) -> Done:
+        """Returns what a call does. StoppedError within a round, and while the others' state comes."""
         self._enter(Phase.STEPPING)
         at = step // self._work.steps
         is_due = at == self._compared[0] or at % max(COMPARED_EVERY // self._work.steps, 1) == 0
@@ -204,8 +212,6 @@ class Independent:
                 break
             except BehindError:
                 at, state = self._fetched(at, state)
-            except StoppedError:
-                return None
             except ConnectionError as error:  # closed where taking what a share has handed out failed
                 raise self._gradients.error or error from error
         state, metrics = self._ex.block((state, metrics))
@@ -252,13 +258,24 @@ class Independent:
 
     def _fetched(self, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
-        found = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.to_keep)])
+        found = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.to_keep)], self._fetching)
         if found is None:
             self.replicas.members.enter(step)
             return step, state
         self._late = None
         # of a round that is stopped the state before it is saved
         return found[0], with_shards(state, found[1], consume=self._work.steps == 1)
+
+    def _fetching(self) -> None:
+        """Is called while the others' state comes: over a slow link that is no hang, and may be stopped.
+
+        Not of several processes, which would have to agree on when.
+        """
+        self._enter(Phase.STEPPING)
+        if jax.process_count() == 1:
+            self._asked |= self._stop_requested()
+            if self._asked:
+                raise StoppedError
 
     def may_stop(self, step: int, *, asked: bool) -> bool:
         """One step after it has told the others: they need not do again what this replica has begun.
@@ -286,14 +303,15 @@ class Independent:
     def to_save(self, state: TrainState) -> TrainState | None:
         """The one with the lowest number saves it: the others would save the same.
 
-        None that is behind, and none with other parameters than most, which takes theirs before its next step.
+        None that is behind or lacks the others' state, and none with other parameters than most, which takes theirs
+        before its next step.
         """
         try:
             state = self._whole(state)
         except BehindError:  # as the next step will say again
             return None
         me = self.replicas.members.me
-        if me.takes_part(me.step) and not self._agrees(me.step, state):
+        if me.first == NEVER or (me.takes_part(me.step) and not self._agrees(me.step, state)):
             return None
         return state.to_keep if self.replicas.is_first else None
 

@@ -14,6 +14,7 @@ from files import run_directory
 from metrics.run_files import RunFiles, read_run
 from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
+from runtime.progress import read_progress
 from sharding.scopes import WorldTooSmallError
 from state import latest_config
 from state.checkpointer import Checkpointer, Restored, Source, damage
@@ -86,7 +87,7 @@ def is_finished(config: Config, workdir: Path) -> bool:
 
 
 def _says_finished(config: Config, workdir: Path) -> bool:
-    files = read_run(workdir) if has_begun(workdir) else RunFiles(run_dir=workdir)
+    files = read_run(workdir, rows=False) if has_begun(workdir) else RunFiles(run_dir=workdir)
     checkpoints = workdir / run_directory.CHECKPOINTS
     of_newest = latest_config(checkpoints)
     saved = of_newest or files.config  # there is no checkpoint if it stopped early
@@ -145,11 +146,8 @@ def restore(
         check_same_run(restored.config, experiment.config, workdir)
         _check_same_data(restored, experiment, workdir, fingerprints)
 
-    def newest_logged() -> int:
-        rows = read_run(workdir).rows if has_begun(workdir) else ()
-        return int(rows[-1]["step"]) if rows else 0
-
-    return Start(restored=restored, logged=broadcast(new_key("logged"), newest_logged))
+    logged = broadcast(new_key("logged"), lambda: read_progress(workdir).step)
+    return Start(restored=restored, logged=logged)
 
 
 def _check_same_data(

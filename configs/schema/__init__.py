@@ -33,7 +33,7 @@ from configs.schema.model import (  # noqa: F401
 )
 from configs.schema.sections import (
     LEAST_INTERVAL,
-    WITH_WARMUP,
+    USERS,
     BatchConfig,
     CheckpointConfig,
     CompressionConfig,
@@ -107,7 +107,7 @@ class Config(Section):
             )
         local, hop_two, warmup_steps = self.local_sgd, self.compression.hop_two, self.compression.warmup_steps
         inner_steps = local.inner_steps
-        if hop_two in WITH_WARMUP and warmup_steps >= (meetings := -(-self.num_steps // (inner_steps or 1))):
+        if hop_two in USERS["warmup_steps"] and warmup_steps >= (meetings := -(-self.num_steps // (inner_steps or 1))):
             most = f"num_steps={self.num_steps}"
             if inner_steps:  # the longest interval, if they are chosen
                 most = f"{meetings}, the meetings in {most} with one every {inner_steps} steps"

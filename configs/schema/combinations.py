@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.schema.keys import Section
 from configs.schema.own import OWN
-from configs.schema.sections import CODECS, METHODS, USERS, LocalSGDConfig
+from configs.schema.sections import CODECS, METHODS, USERS, CompressionConfig, LocalSGDConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def _hop_two(shown: str, has: Callable[..., bool], instead: str, *facts: str) ->
 
 def _any_of(names: Sequence[str], mark: str = "") -> str:
     *first, last = (f"{mark}{name}{mark}" for name in names)
-    return f"{', '.join(first)} or {last}"
+    return " or ".join([", ".join(first)] * bool(first) + [last])
 
 
 def _no_user(name: str) -> Feature:
@@ -121,7 +121,6 @@ FEATURES: dict[str, Feature] = {
         "none, bf16, int8 or int4",
     ),
     "random": _of("compression.rounding", "stochastic", "nearest"),
-    "no rounding": _no_user("rounding"),
     "several replicas": _where(
         "has_replicas", True, "several partition groups in one process", "set sharding.strategy=zero3"
     ),
@@ -159,8 +158,6 @@ FEATURES: dict[str, Feature] = {
     "streaming": _of("local_sgd.streaming", True, False),
     "utilisation": _other_than("local_sgd.target_utilisation", 0, "`local_sgd.target_utilisation` above 0"),
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
-    "warm-up": _other_than("compression.warmup_steps", 0, "`compression.warmup_steps` above 0"),
-    "no method with a warm-up": _no_user("warmup_steps"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
     "one_bit_adam": _of("compression.hop_two", "one_bit_adam", "none"),
     "demo": _of("compression.hop_two", "demo", "none or a codec"),
@@ -227,6 +224,8 @@ FEATURES: dict[str, Feature] = {
         "`model.kind=resnet`, `vit` or `moe`",
     ),
 }
+for _name in USERS:
+    FEATURES |= {_name: _changed(CompressionConfig, _name), f"no {_name}": _no_user(_name)}
 for _hop, _what in HOPS.items():
     for _level, _words in LEVELS.items():
         _name = f"{_hop}_{_level}"
@@ -321,8 +320,7 @@ RULES: tuple[Rule, ...] = (
     Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
     Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
     Rule("demo", "wider optimizer", "it needs them in the same scope"),
-    Rule("random", "no rounding", UNUSED),
-    Rule("warm-up", "no method with a warm-up", UNUSED),
+    *(Rule(name, f"no {name}", UNUSED) for name in USERS),
     Rule("outer step's rate", "no local SGD", UNUSED),
     Rule("outer step's momentum", "no local SGD", UNUSED),
     Rule("no feedback", "keeping method", "the method is built on what it has not sent yet"),

@@ -8,9 +8,14 @@ from configs.losses import DELAYED, INNER_STEPS, which_are_free
 from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
-WITH_WARMUP = ("one_bit_adam", "power_sgd")  # the values of hop_two that use warmup_steps
-ROUNDED = ("int8", "int4")  # those that use rounding
-USERS = {"warmup_steps": WITH_WARMUP, "rounding": ROUNDED}  # of keys of `compression` that hop two alone reads
+SPARSE = ("sparse_loco", "demo")
+USERS = {  # of keys of `compression` that hop two alone reads: the values of hop_two that use them
+    "warmup_steps": ("one_bit_adam", "power_sgd"),
+    "rounding": ("int8", "int4"),
+    "sparsity": SPARSE,
+    "feedback_decay": SPARSE,
+    "rank": ("power_sgd",),
+}
 METHODS = ("one_bit_adam", "power_sgd", "sparse_loco", "demo")  # values of hop_two that are no codecs
 HOP_TWO = (*CODECS, "statistical", *METHODS)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compression.methods import method_named
-from configs.schema.sections import CODECS
+from configs.schema.sections import CODECS, USERS
 from lab.benchmarks.runner import (
     Key,
     alternating,
@@ -31,6 +31,7 @@ NODES, DEVICES = 4, 2
 STEPS = 6  # of a run; the first one is not timed
 GONE = ("two_bit", "one_bit", "dgc")  # recorded, and examples of docs/extending.md now
 NAMES = (*CODECS, "statistical", "power_sgd", "demo")
+SPARSITY = 0.984  # of what sends the largest values
 
 
 @program
@@ -54,6 +55,7 @@ def measured(key: Key) -> dict[str, Any]:
 def keys_of(name: str) -> dict[str, Any]:
     """Returns the keys of the config of a step with a codec, with the optimizer that it needs."""
     keys = {"compression.hop_two": name, "batch.global_size": NODES * DEVICES}
+    keys |= {"compression.sparsity": SPARSITY} if name in USERS["sparsity"] else {}
     optimizer = method_named(name).takes_over  # otherwise AdamW
     return keys | ({"optimizer.name": optimizer} if optimizer else {})
 

@@ -23,6 +23,7 @@ from compression.hop_two import Setup
 from compression.methods import METHODS, method_named
 from configs import base, standard
 from files.pages import markdown
+from lab.benchmarks.compression import SPARSITY
 from lab.benchmarks.runner import Key, alternating, options_of, program, run_missing
 from lab.benchmarks.scores import DENSE, rates_of
 from lab.plots import rate_in_words
@@ -36,7 +37,6 @@ RESULTS = MEASURED / "hop_two.jsonl"
 DEVICES = 8
 SKIPPED, TIMED = 3, 5  # calls; the first ones compile, and are of a method's warm-up
 SIZE = 1e-4  # of a gradient
-SPARSITY = 0.984  # of what sends the largest values
 
 
 @program

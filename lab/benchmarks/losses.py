@@ -17,7 +17,8 @@ from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, TASKS, WITHIN, by
 from configs.schema import LocalSGDConfig
 from files.pages import markdown
 from lab.benchmarks import accuracy, local_steps, time_to_loss
-from lab.benchmarks.names import on_pages
+from lab.benchmarks.compression import GONE
+from lab.benchmarks.names import in_times, on_pages
 from lab.benchmarks.runner import ROOT, config_words
 from lab.benchmarks.time_to_loss import DENSE
 from lab.benchmarks.time_to_loss_table import joined, steps_to
@@ -159,8 +160,13 @@ def steps_over_dense(curves: Mapping[int, Any], targets: Mapping[int, Any]) -> f
 def free(records: Records) -> str:
     """Returns a row per method: the lowest and highest mean over the dense runs, by task, and whether it is free."""
     found, words = by_method(read(text(records))), {True: "yes", False: "no", None: "not known"}
+    about = {f"compression.hop_two={name}": " (removed)" for name in GONE} | {INNER_STEPS: ", any codec"}
     cells = [
-        [f"`{method}`", *(cost_on(task, rows) or "-" for task in TASKS), words[is_free(rows)]]
+        [
+            f"`{method}`{about.get(method.split()[0], '')}",
+            *(cost_on(task, rows) or "-" for task in TASKS),
+            words[is_free(rows)],
+        ]
         for method, rows in found.items()
     ]
     return markdown(["method", *(f"on {task}" for task in TASKS), "free"], cells)
@@ -182,8 +188,7 @@ class Point:
 
     def cells(self) -> list[str]:
         """Returns the cells of a row."""
-        smaller = f"{self.times_smaller:.3g}" if self.times_smaller < 100 else f"{self.times_smaller:,.0f}"
-        return [self.name, smaller, spread([*self.losses.values()], ".3f")]
+        return [self.name, in_times(self.times_smaller), spread([*self.losses.values()], ".3f")]
 
 
 def points(records: Records, task: str) -> list[Point]:

@@ -14,6 +14,11 @@ def config_file(name: str) -> str:
     return f"configs/{file}.py{colon}{argument}"
 
 
+def in_times(smaller: float) -> str:
+    """Returns how many times smaller something is, as pages have it."""
+    return f"{smaller:.3g}" if smaller < 100 else f"{smaller:,.0f}"
+
+
 def remat_of(name: str) -> str:
     """Returns `model.remat`: `mics(2) dots` stores the results of matrix products for the backward pass."""
     return "dots" if "dots" in name else "full"

@@ -57,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measured(key: Key) -> dict[str, Any]:
     """Returns the seconds until the first step and of the whole command."""
     folder = WORKDIR / "starts" / str(key["repetition"]) / str(key["case"]).replace(" ", "_")
-    if key["cache"] == "empty":
-        shutil.rmtree(folder, ignore_errors=True)
-    elif not folder.exists():
+    shutil.rmtree(folder, ignore_errors=True)
+    if key["cache"] == "filled":
         timed(key, folder)
     return timed(key, folder)
 

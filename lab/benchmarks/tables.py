@@ -28,7 +28,7 @@ from lab.benchmarks import (
     utilisation,
 )
 from lab.benchmarks.local_steps import dense_of, run_of
-from lab.benchmarks.names import on_pages
+from lab.benchmarks.names import in_times, on_pages
 from lab.benchmarks.scores import (
     DENSE,
     PEER,
@@ -161,7 +161,7 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
         if not runs[name] or not runs[method.against]:
             continue
         smaller = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
-        cells = [on_pages(name), f"{smaller:.3g}", spread([line["validation_loss"] for line in runs[name]], ".3f")]
+        cells = [on_pages(name), in_times(smaller), spread([line["validation_loss"] for line in runs[name]], ".3f")]
         cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
         pairs = paired(runs[name], runs[method.against])
         rows.append([*cells, "" if name == method.against else spread(pairs, "+z.3f")])
@@ -187,7 +187,7 @@ def local_steps(lines: Sequence[Line]) -> str:
             kept += f", momentum {line['inner_momentum']:g}" if line.get("inner_momentum") else ""
             length = f"{run[0]}, beside {line['beside']}" if line.get("beside") else str(run[0])
             cells = [length, ", ".join(map(str, run[1])), line["optimizer"] + kept, f"{line['learning_rate']:g}"]
-            cells += [*settings, f"{line['times_smaller']:.0f}", spread(losses, ".3f"), spread(pairs, "+z.1%")]
+            cells += [*settings, in_times(line["times_smaller"]), spread(losses, ".3f"), spread(pairs, "+z.1%")]
             rows.append(cells)
     heads = ["steps", "seeds", "optimizer", "learning rate", "H", "outer momentum", "outer rate", "codec"]
     return markdown([*heads, "times smaller", "validation loss", "minus dense AdamW, by seed"], rows)
