@@ -127,7 +127,7 @@ def _refuse(message: str) -> None:
 def _source(folder: Path, about: Mapping[str, Any]) -> str:
     """Returns the text of a template. ValueError if there is none."""
     if (file := folder / TEMPLATE_FILE).is_file():
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     found = about.get("chat_template")
     if isinstance(found, list):  # several by name
         found = next((one.get("template") for one in found if one.get("name") == "default"), None)

@@ -108,12 +108,17 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str
     digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, Progress()
     of = f" of {size_bytes / 1e6:.1f}" if size_bytes else ""
     with open(to, "wb") as file:
-        for text in filter(None, texts):
-            ids = tokenizer.document(text)
+        for number, text in enumerate(texts):
+            if not text:
+                continue
+            try:
+                ids, size = tokenizer.document(text), len(text.encode())
+            except ValueError as error:  # half of a surrogate pair, which JSON can have
+                raise ValueError(f"{name}: document {number}, counted from 0: {error}") from error
             payload = ids.astype(dtype).tobytes()
             file.write(payload)
             digest.update(payload)
             num_tokens += len(ids)
-            text_bytes += len(text.encode()) + 1
+            text_bytes += size + 1
             progress.say("%s: %.1f%s MB of text are tokenised", name, text_bytes / 1e6, of)
     return Shard(name=name, num_tokens=num_tokens, text_bytes=text_bytes, dtype=dtype.str, sha256=digest.hexdigest())

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,11 +69,22 @@ def rendezvous(key: str, among: Sequence[Any]) -> list[Any]:
     return sorted(among, key=lambda one: hashlib.sha256(f"{key} {one}".encode()).digest(), reverse=True)
 
 
+def maker_of(name: str, nodes: Iterable[str]) -> str:
+    """Returns the node that tokenises a file."""
+    return rendezvous(name, sorted({*nodes}))[0]
+
+
 class Peers:
     """The other nodes of the run, for one process of it."""
 
-    def __init__(self, me: int, nodes: Sequence[str], addresses: Sequence[Address], token: str) -> None:
-        """`nodes` and `addresses` are those of each process; processes that share a cache are one node."""
+    def __init__(
+        self, me: int, nodes: Sequence[str], addresses: Sequence[Address], token: str, *, tokenised: bool = False
+    ) -> None:
+        """`nodes` and `addresses` are those of each process; processes that share a cache are one node.
+
+        `tokenised`: the nodes have made the shards themselves, `maker_of` each, and the store has none.
+        """
+        self._tokenised = tokenised
         self._me, self._token, self.node = me, token, nodes[me]
         self.addresses: dict[str, list[Address]] = {}
         for node, address in zip(nodes, addresses, strict=True):
@@ -85,14 +96,16 @@ class Peers:
         """Returns the nodes to ask for a shard, in turn, and whether each shall download it if it has to.
 
         Those before this node in rendezvous order shall. `downloads`: this node shall itself, on behalf of another
-        one, so it only asks who has it. If no node gives it, this node downloads it.
+        one, so it only asks who has it. If no node gives it, this node downloads it. Who made it is asked first.
         """
         order = rendezvous(shard.sha256, self.nodes)
         mine = order.index(self.node)
         before, behind = order[:mine], order[mine + 1 :]
+        maker = maker_of(shard.name, self.nodes)
+        made = [(maker, False)] if self._tokenised and maker != self.node else []
         if downloads:
-            return [(node, False) for node in [*before, *behind][:ASKED]]
-        return [(node, True) for node in before] + [(node, False) for node in behind[:ASKED]]
+            return made + [(node, False) for node in [*before, *behind][:ASKED]]
+        return made + [(node, True) for node in before] + [(node, False) for node in behind[:ASKED]]
 
     def fetch(self, node: str, shard: Shard, to: Path, *, download: bool) -> None:
         """Writes a node's copy of a shard to a file. PeerError if the node does not give it, or is avoided."""

@@ -67,6 +67,11 @@ class ShardWindows(index.Windows):
         return sum(sizes[: 2 * self._per_block])
 
     @property
+    def num_shards(self) -> int:
+        """The shards that have a window."""
+        return len(self._parts)
+
+    @property
     def shuffled_together(self) -> int:
         return sum(sorted(self._counts, reverse=True)[: self._per_block])
 

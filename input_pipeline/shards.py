@@ -20,14 +20,15 @@ from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_index import Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
-from input_pipeline.shard_tiers import PURPOSE, OpenShards, Peers, Tiers, rendezvous
-from input_pipeline.shard_windows import ShardWindows, parts
+from input_pipeline.shard_tiers import PURPOSE, OpenShards, Peers, Tiers, maker_of, rendezvous
+from input_pipeline.shard_windows import Part, ShardWindows, parts
 from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
 
 ROUND_S = 600.0  # of tokenising, between two agreements, by which all hear of what fails in one
+LEFT_OUT = 0.01  # of the tokens: more of them in no example are said
 _GB = 10**9
 _log = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ class ShardSet:
             self.index = listing.index
         self._by_hash = {shard.sha256: shard for shard in self.index.shards}
         if world.count > 1:
-            self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token)
+            raw = self._raw is not None
+            self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token, tokenised=raw)
         self._is_open.set()
 
     def _meet(self) -> tuple[list[str], list[Address]]:
@@ -190,7 +192,7 @@ class ShardSet:
 
     def _worker(self, name: str) -> int:
         """Returns the process that tokenises a file: of the first node in rendezvous order."""
-        node = rendezvous(name, sorted({*self._nodes}))[0]
+        node = maker_of(name, self._nodes)
         return rendezvous(name, [process for process, other in enumerate(self._nodes) if other == node])[0]
 
     def windows(self, split: str) -> ShardWindows:
@@ -205,12 +207,28 @@ class ShardSet:
                 f"data.path {self._store.url} has {tokens} tokens in {len(self.index.shards)} files, and in its "
                 f"{split} split no example of data.seq_len={config.seq_len}: lower data.seq_len or add text"
             )
+        self._say_what_is_left_out(split, of, windows)
         self.needed_bytes += windows.needed_bytes
         check_room([self])
         self._held.callback(opened.close)
         self._held.callback(self._store.close)  # before that: the threads may wait for it
         self._held.callback(opened.stop)
         return windows
+
+    def _say_what_is_left_out(self, split: str, of: Sequence[Part], windows: ShardWindows) -> None:
+        """Warns of tokens that no example has: the last ones of each file, since no example reaches into the next."""
+        tokens, seq_len = sum(part.stop - part.start for part in of), self.config.seq_len
+        left = 1 - len(windows) * seq_len / tokens
+        if left > LEFT_OUT and self._world.process == 0:
+            short = f"{len(of) - windows.num_shards} of {len(of)} files are shorter than data.seq_len={seq_len}"
+            _log.warning(
+                "%s: %.1f %% of the tokens of the %s split are in no example, which never reaches into the next file, "
+                "and %s: join small files, or lower data.seq_len",
+                self._store.url,
+                100 * left,
+                split,
+                short,
+            )
 
 
 def check_room(sets: Sequence[ShardSet]) -> None:

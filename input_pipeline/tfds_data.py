@@ -99,7 +99,11 @@ def _prepared_builder(name: str, data_dir: str) -> Any:
         if not builder.is_prepared():
             with cache.lock(cache_dir() / f".tfds-{name.replace('/', '-')}.lock"):
                 builder = tfds.builder(name, data_dir=where, file_format="array_record")
-                builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+                try:
+                    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+                except OSError:  # another node, whose cache folder has another lock, may have been first
+                    if not (builder := tfds.builder(name, data_dir=where)).is_prepared():
+                        raise
         return builder
     except tfds.core.DatasetNotFoundError as error:
         known = difflib.get_close_matches(name, tfds.list_builders(with_community_datasets=False), n=1, cutoff=0.5)

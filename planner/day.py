@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import jax
+import numpy as np
 
 from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
 from input_pipeline import row_arrays
@@ -23,6 +24,7 @@ from sharding.spec import nbytes
 from sharding.state import by_name
 
 DAY_S = 86_400.0
+STORED = 4  # bytes of a token in storage, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +93,8 @@ def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
     """Returns what a day of a planned step loses."""
     config, nodes, kept = step.experiment.config, step.machine.nodes, kept_of(step)
     every, snapshot_every, evaluation = config.checkpoint.every, snapshot_interval(step, step_s), config.eval
-    data = config.batch.global_size * sum(
-        prod(array.shape) * array.dtype().itemsize for array in row_arrays(config.data).values()
-    )
+    read, *_ = row_arrays(config.data).values()  # targets and weights are made of it
+    data = config.batch.global_size * prod(read.shape) * (STORED if read.dtype == np.int32 else 1)
     forward_s = step_s * forward_share(step.experiment)
     waits_s = max(0.0, kept.written_s - every * step_s)
     written = f"{format_bytes(kept.state_bytes)}, written in {format_seconds(kept.written_s)} beside the steps"
@@ -101,7 +102,12 @@ def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
         ("checkpoints", every, kept.copied_s + waits_s, written),
         ("snapshots", snapshot_every, kept.copied_s, f"{format_bytes(kept.device_bytes)} of each device, at most"),
         ("validations", evaluation.every, evaluation.num_batches * forward_s, f"{evaluation.num_batches} batches"),
-        ("data", 1, max(0.0, data / kept.storage_bandwidth - step_s), f"{format_bytes(data)} a step, read ahead"),
+        (
+            "data",
+            1,
+            max(0.0, data / kept.storage_bandwidth - step_s),
+            f"at most {format_bytes(data)} a step",
+        ),
     ]
     failure = _failure(step, step_s, snapshot_every, kept)
     failures = step.machine.cluster.failures * nodes

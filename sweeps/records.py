@@ -31,9 +31,13 @@ class Record:
     run: Run
     state: State
     error: str
-    files: RunFiles
     results: Mapping[str, float | None]  # the headline numbers
     metric: float | None  # NaN where it diverged
+
+    @property
+    def files(self) -> RunFiles:
+        """Its files, read anew: the rows of hundreds of runs would take gigabytes."""
+        return _files_of(self.run)
 
 
 def is_finished(run: Run) -> bool:
@@ -47,17 +51,21 @@ def is_finished(run: Run) -> bool:
 
 def record(run: Run, state: State, error: str, metric: str) -> Record:
     """Reads the files of the run, if it has written any; `metric` is a headline or has the median of its rows."""
-    try:
-        files = read_run(run.run_dir)
-    except ValueError:
-        files = RunFiles(run_dir=run.run_dir)
+    files = _files_of(run)
     results = results_of(files)
     if metric in results:
         value = results[metric]
     else:
         values = [value for _, value in series(files.rows, metric) if math.isfinite(value)]
         value = median(values) if values else None
-    return Record(run=run, state=state, error=error, files=files, results=results, metric=value)
+    return Record(run=run, state=state, error=error, results=results, metric=value)
+
+
+def _files_of(run: Run) -> RunFiles:
+    try:
+        return read_run(run.run_dir)
+    except ValueError:
+        return RunFiles(run_dir=run.run_dir)
 
 
 def missing_metric(record: Record, metric: str) -> str:
@@ -66,7 +74,7 @@ def missing_metric(record: Record, metric: str) -> str:
     known = [*dict.fromkeys([*names, *(key for row in record.files.rows for key in row)])] or [*record.results]
     if metric in known:
         return ""
-    return f"METRIC={metric!r} is not in {record.files.run_dir}; the nearest there is {nearest(metric, known)!r}"
+    return f"METRIC={metric!r} is not in {record.run.run_dir}; the nearest there is {nearest(metric, known)!r}"
 
 
 def best(records: list[Record], goal: str) -> Record | None:

@@ -139,6 +139,7 @@ def search(
     """
     with claimed(workdir) as lock:
         going = Search(file=file, study=_study(file, workdir), plan=plan)
+        _check_same_runs(going, workdir)
         with stopped_at_end(going.jobs, show):
             while going.done() < count or running(going.jobs):
                 for job in running(going.jobs):
@@ -186,6 +187,22 @@ def _check_same_search(file: SweepFile, study: optuna.Study, workdir: Path) -> N
             raise ValueError(
                 f"{workdir} holds a search with SEARCH[{key!r}] from {old}; choose another --workdir"
             ) from error
+
+
+def _check_same_runs(search: Search, workdir: Path) -> None:
+    """Raises ValueError if the trials that have a value have it of another METRIC, GOAL or base config."""
+    file, study = search.file, search.study
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    for key, now in (("METRIC", file.metric), ("GOAL", file.goal)):
+        if complete and (old := study.user_attrs.get(key, now)) != now:
+            raise ValueError(f"{workdir} holds a search with {key}={old!r}; choose another --workdir")
+        study.set_user_attr(key, now)
+    runs = [search.plan(_values(file, trial.params)).run_dir for trial in complete]
+    if runs and not any(run.exists() for run in runs):  # their names have a hash of all values
+        raise ValueError(
+            f"{workdir} holds a search with another base config, or without its runs: there is no {runs[0].name}; "
+            "choose another --workdir"
+        )
 
 
 def _distributions(file: SweepFile) -> dict[str, BaseDistribution]:

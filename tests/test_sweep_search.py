@@ -150,6 +150,26 @@ def test_a_study_of_another_search_is_refused(edited: str, tmp_path: Path, capsy
     assert len(started(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(
+    ("goal", "steps", "message"),
+    [("max", 20, "with GOAL='min'"), ("min", 30, r"with another base config, .*: there is no seed=0-\w+")],
+)
+def test_a_search_goes_on_with_the_same_goal_and_config(
+    goal: str, steps: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would go on minimising, or report runs that are not there."""
+
+    def file(goal: str, num_steps: int) -> str:
+        return sweep_file(tmp_path, f"GOAL = '{goal}'\nSEARCH = {{'seed': choice(0)}}\n", num_steps=num_steps)
+
+    assert run_sweep(tmp_path, file("min", 20), "--search=1") == 0
+    capsys.readouterr()
+    assert run_sweep(tmp_path, file(goal, steps), "--search=2") == 2
+    error = capsys.readouterr().err.strip()
+    assert re.fullmatch(rf"error: .*runs holds a search {message}; choose another --workdir", error), error
+    assert run_sweep(tmp_path, file("min", 20), "--search=2") == 0
+
+
 MISTAKES = {
     "an end that is not allowed": (
         "SEARCH = {'optimizer.learning_rate': uniform(-1, 1)}",

@@ -184,6 +184,10 @@ class Independent:
             least = count * self._ex.batches.rows_per_micro_step
             has = f"a step has {shares} share{'s' if shares > 1 else ''}"
             say(f"{idle}: {has}; {count} need {wanted}batch.global_size={least} or more")
+        each, coded = -(-shares // count), payloads[0].bytes_per_value
+        if count > 1 and self._work.steps == 1 and coded < 4 <= each * coded:  # StepSums.nodes_to_send
+            how = f"as their sum in f32, not in {self._ex.config.compression.hop_two}"
+            say(f"a replica's {each} shares of a step travel {how}: with sharding.shares={count} it would send less")
 
     def __call__(self, state: TrainState, step: int) -> Done | None:
         """Returns the state after a step, the metrics, and the steps done; None if it is to stop before that.
