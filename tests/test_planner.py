@@ -185,7 +185,7 @@ def test_hop_two_is_priced_with_the_bytes_that_its_page_claims(method: str) -> N
 
 @pytest.mark.slow
 def test_power_sgd_is_priced_behind_its_warm_up() -> None:
-    """Its bytes are those of a run without one, but for a number, and its time is below that of the exact means."""
+    """Its bytes are those of a run without one, but for a number: what it sends at first is more."""
     sent = []
     for steps in (0, 20):
         keys = WHOLE | {"compression.hop_two": "power_sgd", "compression.warmup_steps": steps, "num_steps": 100}
@@ -194,8 +194,6 @@ def test_power_sgd_is_priced_behind_its_warm_up() -> None:
         found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
         sent.append(sum(c.inter_bytes * c.times for c in found.collectives if c.label == "hop_two"))
     assert abs(sent[0] - sent[1]) <= 4 and sent[1] < sent_in_hop_two(found)
-    whole = replay(parse_program(found.compiled.text), found.compiled.shape, *of_emulated(found)).use("hop_two").busy_s
-    assert 2 * found.timeline().use("hop_two").busy_s < whole
 
 
 def of_emulated(step: Step) -> tuple[clusters.Device, clusters.Network]:
