@@ -225,9 +225,11 @@ class Engine(ABC):
             if not attempt.why_stopped and failures.another(step) > self._max_failures:
                 say(f"error: {attempt.title}: {failures.count} failures in a row without a new step; it said: {said}")
                 code = ExitCode.FAILED
-        if code == ExitCode.FINISHED and attempt.group is not None and not (self._attempts or self._has_saved(step)):
-            say(f"the checkpoint of step {step} is missing: the group that was to save it was lost")
-            code = ExitCode.RESUMABLE
+        if code == ExitCode.FINISHED and attempt.group is not None and not self._attempts:
+            last = max(each.progress().step for each in self._failures.values())  # one may have come after that
+            if self._saved() < last:
+                say(f"the checkpoint of step {last} is missing: the group that was to save it was lost")
+                code = ExitCode.RESUMABLE
         if self._is_misfit(attempt, code):
             say(f"{len(attempt.nodes)} nodes are left out of the choice: with other numbers of nodes it has trained")
             code = ExitCode.RESUMABLE
@@ -236,9 +238,11 @@ class Engine(ABC):
         if code == ExitCode.FINISHED or not self._attempts:  # the last to end may be the group that saves
             self._code = None if code == ExitCode.RESUMABLE and not self._signals else code
 
-    def _has_saved(self, step: int) -> bool:
-        """Whether the groups have saved a checkpoint of a step."""
-        return (self._workdir / run_directory.CHECKPOINTS / str(step)).is_dir()
+    def _saved(self) -> int:
+        """Returns the newest step of which the groups have saved a checkpoint, 0 if there is none."""
+        folder = self._workdir / run_directory.CHECKPOINTS
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return max((int(name) for name in names if name.isdecimal()), default=0)
 
     # -------------------------------------------------------------------------------------------------------- telling
 

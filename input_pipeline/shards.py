@@ -220,14 +220,11 @@ class ShardSet:
         tokens, seq_len = sum(part.stop - part.start for part in of), self.config.seq_len
         left = 1 - len(windows) * seq_len / tokens
         if left > LEFT_OUT and self._world.process == 0:
-            short = f"{len(of) - windows.num_shards} of {len(of)} files are shorter than data.seq_len={seq_len}"
+            none = len(of) - windows.num_shards
             _log.warning(
-                "%s: %.1f %% of the tokens of the %s split are in no example, which never reaches into the next file, "
-                "and %s: join small files, or lower data.seq_len",
-                self._store.url,
-                100 * left,
-                split,
-                short,
+                "%s: %.1f %% of the tokens of the %s split are in no example of data.seq_len=%d, since none reaches "
+                "into the next file, and %d of its %d files have no example: %slower data.seq_len",
+                *(self._store.url, 100 * left, split, seq_len, none, len(of), "join small files, or " * (len(of) > 1)),
             )
 
 

@@ -8,6 +8,7 @@ the block of `BLOCK` queries (or of keys, for their gradients) of one head, and 
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.sharding import PartitionSpec
 
 from sharding.experts import keep
 
+TENSOR = "tensor"  # the axis of a mesh over which heads are cut
+HEADS, LOGS, WHOLE = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR), PartitionSpec()
 BLOCK = 64  # of queries and of keys
 HIDDEN = -1e30  # a score that is masked; finite, so that a wholly hidden block changes nothing
 
@@ -47,27 +51,60 @@ def _forward(
     cap: float,
 ) -> tuple[Array, tuple[Array | None, ...]]:  # fmt: skip
     assert causal or window is None
-    B, T, N, H = q_BTNH.shape
-    block = block_of(T, H)
-    row = pl.BlockSpec((None, block, None, H), lambda b, n, i: (b, i, n, 0))
-    whole = pl.BlockSpec((None, T, None, H), lambda b, n, i: (b, 0, n * k_BTKH.shape[2] // N, 0))
-    log_row = pl.BlockSpec((None, None, block), lambda b, n, i: (b, n, i))
-    out_BTNH, log_BNT = _call(
-        partial(_forward_kernel, block=block, causal=causal, cap=cap),
-        (B, N, T // block),
-        [row, whole, whole, _segments_spec(segments_BT), _window_spec(window)],
-        [(row, q_BTNH.shape, q_BTNH.dtype), (log_row, (B, N, T), jnp.float32)],
-    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, T))
+    out_BTNH, log_BNT = _on_own_heads(
+        partial(_run_forward, causal=causal, cap=cap), [HEADS, HEADS, HEADS, WHOLE, WHOLE], (HEADS, LOGS)
+    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, q_BTNH.shape[1]))
     out_BTNH, log_BNT = keep(out_BTNH), keep(log_BNT)
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT)
 
 
 def _backward(causal: bool, cap: float, kept: tuple[Any, ...], d_out_BTNH: Array) -> tuple[Array | None, ...]:
     q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT = kept
-    B, T, N, H = q_BTNH.shape
-    K, block = k_BTKH.shape[2], block_of(T, H)
     # sum over a row of p * dp: `delta` of the paper's algorithm 2
     delta_BNT = jnp.einsum("btnh,btnh->bnt", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
+    specs = [HEADS, HEADS, HEADS, WHOLE, WHOLE, HEADS, LOGS, LOGS]
+    d_qkv = _on_own_heads(partial(_run_backward, causal=causal, cap=cap), specs, (HEADS, HEADS, HEADS))(
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, q_BTNH.shape[1]), d_out_BTNH, log_BNT, delta_BNT
+    )
+    return *d_qkv, *(None if x is None else jnp.zeros_like(x) for x in (segments_BT, window))
+
+
+flash_attention.defvjp(_forward, _backward)
+
+
+def _on_own_heads(run: Callable[..., Any], specs: Sequence[PartitionSpec], out: Any) -> Callable[..., Any]:
+    """Returns a function that each device of a mesh with `tensor` runs on its own heads.
+
+    XLA cannot cut a kernel, and would gather all of them.
+    """
+    if jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) == 1:
+        return run
+    return jax.shard_map(run, in_specs=tuple(specs), out_specs=out, axis_names={TENSOR})
+
+
+def _run_forward(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window_1: Array | None, *, causal: bool,
+    cap: float,
+) -> tuple[Array, Array]:  # fmt: skip
+    B, T, N, H = q_BTNH.shape
+    block = block_of(T, H)
+    row = pl.BlockSpec((None, block, None, H), lambda b, n, i: (b, i, n, 0))
+    whole = pl.BlockSpec((None, T, None, H), lambda b, n, i: (b, 0, n * k_BTKH.shape[2] // N, 0))
+    log_row = pl.BlockSpec((None, None, block), lambda b, n, i: (b, n, i))
+    return _call(
+        partial(_forward_kernel, block=block, causal=causal, cap=cap),
+        (B, N, T // block),
+        [row, whole, whole, _segments_spec(segments_BT), _window_spec(window_1)],
+        [(row, q_BTNH.shape, q_BTNH.dtype), (log_row, (B, N, T), jnp.float32)],
+    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, window_1)
+
+
+def _run_backward(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segments_BT: Array | None, window_1: Array | None, d_out_BTNH: Array,
+    log_BNT: Array, delta_BNT: Array, *, causal: bool, cap: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    B, T, N, H = q_BTNH.shape
+    K, block = k_BTKH.shape[2], block_of(T, H)
 
     def spec(rows: int, per: int = 1) -> pl.BlockSpec:
         """A block of rows, or all of them, of a head; `per` heads of the queries share one of the keys."""
@@ -76,8 +113,8 @@ def _backward(causal: bool, cap: float, kept: tuple[Any, ...], d_out_BTNH: Array
     def log_spec(rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, rows), lambda b, n, i: (b, n, i if rows < T else 0))
 
-    arguments = (q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, T), d_out_BTNH, log_BNT, delta_BNT)
-    grid, masks = (B, N, T // block), [_segments_spec(segments_BT), _window_spec(window)]
+    arguments = (q_BTNH, k_BTKH, v_BTKH, segments_BT, window_1, d_out_BTNH, log_BNT, delta_BNT)
+    grid, masks = (B, N, T // block), [_segments_spec(segments_BT), _window_spec(window_1)]
     (dq_BTNH,) = _call(
         partial(_queries_kernel, block=block, causal=causal, cap=cap),
         grid,
@@ -91,10 +128,7 @@ def _backward(causal: bool, cap: float, kept: tuple[Any, ...], d_out_BTNH: Array
         [(spec(block), q_BTNH.shape, k_BTKH.dtype)] * 2,
     )(*arguments)
     dk_BTKH, dv_BTKH = (d.reshape(B, T, K, N // K, H).sum(3).astype(d.dtype) for d in (dk_BTNH, dv_BTNH))
-    return dq_BTNH, dk_BTKH, dv_BTKH, *(None if x is None else jnp.zeros_like(x) for x in (segments_BT, window))
-
-
-flash_attention.defvjp(_forward, _backward)
+    return dq_BTNH, dk_BTKH, dv_BTKH
 
 
 def block_of(length: int, head_dim: int) -> int:

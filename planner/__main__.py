@@ -346,10 +346,10 @@ def _stand_ins(step: Step) -> list[str]:
     can_fuse = machine.target != compiling.CPU and machine.cluster.device.attention
     if not (can_fuse and isinstance(model, TransformerConfig)):
         return notes
-    if machine.attention(model, length) == "xla" != model.attention:
+    if machine.attention(config) == "xla" != model.attention:
         notes.append(
-            f"no fused attention for heads of {model.head_size} in rows of {length:,} compiles without a GPU: it is "
-            "priced as XLA's, slower, with all scores in memory"
+            f"no fused attention for heads of {model.head_size} in rows of {length:,} with this sharding compiles "
+            "without a GPU: it is priced as XLA's, slower, with all scores in memory"
         )
     return notes
 

@@ -24,7 +24,7 @@ from sharding.spec import nbytes
 from sharding.state import by_name
 
 DAY_S = 86_400.0
-STORED = 4  # bytes of a token in storage, at most
+STORED = 4  # bytes of a token in storage, at most; of a pixel about one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
             "data",
             1,
             max(0.0, data / kept.storage_bandwidth - step_s),
-            f"at most {format_bytes(data)} a step",
+            f"about {format_bytes(data)} a step, read ahead",
         ),
     ]
     failure = _failure(step, step_s, snapshot_every, kept)

@@ -111,7 +111,7 @@ class Machine:
             "mesh.devices_per_node": self.cluster.devices_per_node,
         }
         if isinstance(config.model, TransformerConfig):
-            keys["model.attention"] = self.attention(config.model, config.data.seq_len)
+            keys["model.attention"] = self.attention(config)
         return {
             "config": (*self.config_words, *(f"--config.{key}={value}" for key, value in keys.items())),
             "nodes": self.nodes,
@@ -121,19 +121,22 @@ class Machine:
             "memory_bytes": 0 if self.target == compiling.CPU else self.cluster.device.memory_bytes,
         }
 
-    def attention(self, model: TransformerConfig, length: int) -> str:
-        """Returns the attention that the program is compiled with: models/flash.py in the place of cuDNN's.
+    def attention(self, config: Config) -> str:
+        """Returns the attention that a program is compiled with: models/flash.py in the place of cuDNN's.
 
         cuDNN's needs a GPU to compile. Neither holds scores in memory; both are priced by their operations.
         ValueError for a kernel that the GPU does not run.
         """
-        gpu = self.cluster.device
+        gpu, model = self.cluster.device, config.model
+        assert isinstance(model, TransformerConfig)
         if model.attention == "pallas" and self.cluster.is_gpu and not gpu.attention:
             raise ValueError(f"model.attention=pallas: no rate of it on {gpu.name} is known; set model.attention=xla")
         is_fused = model.attention == "cudnn" or (model.attention == "auto" and model.compute_dtype == "bfloat16")
         if not (self.cluster.is_gpu and (is_fused or model.attention == "pallas")):
             return model.attention
-        return "pallas" if gpu.attention and self.target != compiling.CPU and model.takes_flash(length) else "xla"
+        is_cut = config.sharding.partitioner == "auto"  # by XLA, which cannot cut this kernel
+        can_stand_in = not is_cut and model.takes_flash(config.data.seq_len, config.mesh.tensor)
+        return "pallas" if gpu.attention and self.target != compiling.CPU and can_stand_in else "xla"
 
     def device(self, config: Config) -> Device:
         """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32.

@@ -24,7 +24,7 @@ class StateCopies:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._step = -1  # the last step whose state could be copied
-        self._wanted: dict[int, dict[int, set[int]]] = {}  # step: what each member still wants, by their numbers
+        self._wants: dict[int, tuple[int, set[int]]] = {}  # of each member a step, and the arrays that it lacks of that
         self._copies: dict[int, dict[int, np.ndarray]] = {}
         self._closed = False
 
@@ -32,13 +32,13 @@ class StateCopies:
         """Whether somebody wants a copy of the state after `step` steps: from now on nobody can ask for it."""
         with self._changed:
             self._step = step
-            return bool(self._wanted.get(step))
+            return bool(self._wanted(step))
 
     def at_step(self, step: int, arrays: Sequence[Any]) -> None:
         """Copies what is wanted of the state after `step` steps; `arrays` are those of this process' devices."""
         with self._changed:
             self._step = step
-            wanted = set[int]().union(*self._wanted.get(step, {}).values())
+            wanted = self._wanted(step)
         copies = {number: np.array(arrays[number]) for number in wanted if 0 <= number < len(arrays)}
         if not copies:
             return
@@ -50,20 +50,20 @@ class StateCopies:
     def drop(self, member: int) -> None:
         """Drops what a member wanted, and has not got."""
         with self._changed:
-            for wants in self._wanted.values():
-                wants.pop(member, None)
+            self._wants.pop(member, None)
             self._tidy()
+
+    def _wanted(self, step: int) -> set[int]:
+        """Returns the arrays of a step that somebody wants."""
+        return set[int]().union(*(numbers for at, numbers in self._wants.values() if at == step))
 
     def _tidy(self) -> None:
         """Drops the copies that nobody wants any more."""
-        for step, wants in [*self._wanted.items()]:
-            wanted = set[int]().union(*wants.values())
-            if not wanted:
-                del self._wanted[step]
-            if step in self._copies:
-                self._copies[step] = {number: x for number, x in self._copies[step].items() if number in wanted}
-        for step in [step for step, copies in self._copies.items() if not copies]:
-            del self._copies[step]
+        for step, copies in [*self._copies.items()]:
+            wanted = self._wanted(step)
+            self._copies[step] = {number: x for number, x in copies.items() if number in wanted}
+            if not self._copies[step]:
+                del self._copies[step]
 
     def close(self) -> None:
         """Ends the waiting of all that wait for a step: ConnectionError. What was copied can still be had."""
@@ -78,15 +78,17 @@ class StateCopies:
             if request["op"] == "copy":
                 if step <= self._step:
                     raise LookupError(PASSED)
-                self.drop(member)
-                self._wanted.setdefault(step, {})[member] = {int(number) for number in request["arrays"]}
+                self._wants[member] = step, {int(number) for number in request["arrays"]}
+                self._tidy()
                 return memoryview(b"")
             number = request["array"]
             self._changed.wait_for(lambda: self._closed or step in self._copies or self._step > step)
             if self._closed and step not in self._copies:
                 raise ConnectionError(LEAVES)
             content = self._copies[step][number]
-            self._wanted[step].get(member, set()).discard(number)
+            at, numbers = self._wants.get(member, (step, set[int]()))
+            if at == step:
+                numbers.discard(number)
             self._tidy()
             return content.reshape(-1).view(np.uint8).data
 

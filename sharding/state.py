@@ -26,12 +26,12 @@ def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, j
     """Returns which parameter an array of the optimizer state belongs to, "" for none.
 
     The array has the parameter's shape (behind R, if each replica has its own), and its path ends in the parameter's
-    name (without `layers/` where an optimizer acts on each layer by itself).
+    name: where an optimizer acts on each layer of a stack by itself, the stack's name may stand further in front.
     """
     shape = x.shape[1:] if replica_key(path) else x.shape
     keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     names = ["/".join(keys[start:]) for start in range(len(keys))]
-    names += [f"layers/{name}" for name in names]
+    names += [f"{stack}/{name}" for i, stack in enumerate(keys) for name in names[i + 1 :]]
     return next((name for name in names if name in params and params[name].shape == shape), "")
 
 

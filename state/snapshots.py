@@ -208,7 +208,7 @@ class Snapshots:
         self._slot = "b" if self._slot == "a" else "a"
         if self._reader == self._me:  # snapshots of earlier attempts are older
             ours = f"{self._attempt}-"
-            with suppress(OSError):  # of a folder that was emptied: the next snapshot warns of it
+            with suppress(FileNotFoundError):  # of a folder that was emptied: the next snapshot warns of it
                 self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))
 
     def end(self, *, finished: bool) -> None:

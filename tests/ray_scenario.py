@@ -99,7 +99,6 @@ class Members:
         self.dropped: list[str] = []
         self.warmed = 0
         self.metrics, self.checkpoints = workdir / "metrics.jsonl", workdir / "checkpoints"
-        (self.checkpoints / "0").mkdir(parents=True)  # without metrics a program ends at step 0
         self._kind = kind
         for host in hosts:
             self.join(host)

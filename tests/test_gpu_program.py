@@ -118,6 +118,13 @@ def test_without_codecs_the_formula_is_sent(name: str) -> None:
     assert sum(c.inter_bytes * c.times for c in found) == payload_bytes * (NODES - 1) / NODES
 
 
+def test_each_device_runs_the_kernel_of_attention_on_its_own_heads() -> None:
+    """XLA cannot cut a kernel: it gathered all heads over `tensor`, and each device computed them."""
+    changes = {"mesh.tensor": 2, "model.attention": "pallas", "model.compute_dtype": "bfloat16"}
+    over_tensor = [c for c in compiled_for_h100(ZERO3 | changes) if c.axes == ("tensor",)]
+    assert {c.kind for c in over_tensor} == {"all-reduce"}
+
+
 PIPELINED = [f"--xla_gpu_enable_pipelined_{kind}=true" for kind in ("all_gather", "reduce_scatter", "all_reduce")]
 SCHEDULED = "--xla_gpu_enable_latency_hiding_scheduler=true"
 DOUBLE = "--xla_gpu_enable_while_loop_double_buffering=true"

@@ -24,7 +24,7 @@ from configs.base import typed
 from configs.schema import CompressionConfig
 from files.run_directory import CHECKPOINTS, REPLICAS
 from replicas.group import BehindError, Replicas
-from replicas.members import NEVER, Member
+from replicas.members import Member
 from replicas.payloads import Float32
 from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
@@ -79,7 +79,8 @@ def test_a_replica_with_other_keys_than_the_others_is_a_mistake(
 
 
 BEYOND = "1 of 2 replicas have nothing to compute: a step has 1 share; 2 need sharding.shares=2 and "
-SUMMED = "a replica's 2 shares of a step travel as their sum in f32, not in bf16: with sharding.shares=2 it would send "
+SUMMED = "a replica's 2 shares of a step travel as their sum in f32, not in bf16: "
+SUMMED += "sharding.shares, as many as replicas, sends less"
 CODED = {"compression__hop_two": "bf16", "compression__error_feedback": False}
 
 
@@ -88,7 +89,10 @@ CODED = {"compression__hop_two": "bf16", "compression__error_feedback": False}
     ("changes", "wanted"),
     [
         ({"sharding__shares": 1}, BEYOND + "batch.global_size=16 or more"),
-        ({"sharding__shares": 4, "batch__micro_size": 1, "batch__global_size": 32} | CODED, SUMMED + "less"),
+        (
+            {"sharding__shares": 4, "batch__micro_size": 1, "batch__global_size": 32} | CODED,
+            SUMMED,
+        ),
         ({"sharding__shares": 2, "batch__micro_size": 1} | CODED, ""),
     ],
 )
@@ -103,7 +107,7 @@ def test_shares_that_do_not_fit_the_replicas_are_said(
         patched.setattr("training.independent.fingerprint", lambda *_: "")
         with closing(Replicas(number=1, folder=folder, token=token, **about)):
             assert run_here(*args) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "sharding.shares=" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "sharding.shares" in line]
     assert said == [wanted] * bool(wanted)
 
 
@@ -221,12 +225,15 @@ def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
 
 def test_one_that_waits_for_the_others_state_can_be_stopped() -> None:
     """Over a slow link that takes minutes; it saves nothing, since the others have what it lacks."""
-    one: Any = SimpleNamespace(_asked=False, _enter=lambda phase: None, _stop_requested=lambda: True)
-    one._done = lambda state, step: Independent._fetching(one)
-    assert Independent.__call__(one, cast(Any, None), 3) is None and one._asked
-    members = SimpleNamespace(me=SimpleNamespace(first=NEVER, step=3))
-    one._whole, one.replicas = lambda state: state, SimpleNamespace(members=members, is_first=True)
-    assert Independent.to_save(one, cast(Any, SimpleNamespace(to_keep="old"))) is None
+    one: Any = SimpleNamespace(
+        _asked=False, _enter=lambda phase: None, _stop_requested=lambda: True, _lacks_state=False
+    )
+    one._fetching = lambda: Independent._fetching(one)
+    one.replicas = SimpleNamespace(fetch_state=lambda sizes, progress: progress(), is_first=True)
+    one._done = lambda state, step: Independent._fetched(one, step, state)
+    state: Any = SimpleNamespace(to_keep={})
+    assert Independent.__call__(one, state, 3) is None and one._asked
+    assert Independent.to_save(one, state) is None
 
 
 def test_a_replicas_speed_is_that_of_its_slowest_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +314,7 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
         raise BehindError
 
     one: Any = SimpleNamespace(
+        _lacks_state=False,
         _whole=behind,
         _enter=lambda phase: None,
         _work=SimpleNamespace(steps=1),
@@ -339,6 +347,7 @@ def test_one_with_other_parameters_than_the_others_does_not_save_them(monkeypatc
     me = Member(number=0, host="", port=1, step=50, first=0)
     asked: list[tuple[int, str]] = []
     one: Any = SimpleNamespace(
+        _lacks_state=False,
         _whole=lambda state: state,
         _compared=(-1, True),
         replicas=SimpleNamespace(

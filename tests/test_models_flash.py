@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from three_steps import OTHERS, SMALL, STEPS, assert_equal_steps, three_steps
+from three_steps import OTHERS, SMALL, STEPS, TENSOR, assert_equal_steps, three_steps
 from workload import FLAGS
 
 from configs import base, quickstart
@@ -61,7 +61,9 @@ GEMMA = {f"model.{name}": value for name, value in FLAGS.items()} | {"model.head
 GEMMA |= {"model.num_layers": 4}  # two in a stage: the interpreter of the kernel wants a window that is one everywhere
 
 
+PACKED = {"data.packing": "documents", "data.source": "stdlib_text"}
 RUN = [*((strategy, {}) for strategy in STEPS), ("mics(2)", GEMMA), ("stages", GEMMA)]
+RUN += [("tensor", GEMMA), ("tensor", PACKED)]
 
 
 @pytest.mark.slow
@@ -94,15 +96,15 @@ def test_attention_of_cudnn_is_computed_again_with_full_alone(monkeypatch: pytes
     assert counts == {"full": 2, "dots": 1, "none": 1}
 
 
-PACKED = {"data.packing": "documents", "data.source": "stdlib_text"}
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, "cudnn"),
         (PACKED, "pallas"),
         (PACKED | {"data.seq_len": 96}, "xla"),  # no rows that it takes
+        (PACKED | TENSOR, "pallas"),
+        (PACKED | TENSOR | {"model.num_kv_heads": 1}, "xla"),  # no head for each device
+        (PACKED | {"sharding.partitioner": "auto"}, "xla"),  # which cannot cut it
         ({"model.window": 16}, "pallas"),
         ({"model.head_dim": 256}, "pallas"),  # too large for cuDNN before Hopper
         ({"model.head_dim": 100}, "xla"),  # no multiple of 8
@@ -125,6 +127,10 @@ def test_auto_is_a_fused_kernel_on_gpus(
     ("changes", "message"),
     [
         ({"data.seq_len": 96}, "data.seq_len=96: model.attention=pallas needs 16, 32 or a multiple of 64"),
+        (
+            TENSOR | {"model.num_kv_heads": 1},
+            "mesh.tensor=2 does not divide the heads, as model.attention=pallas needs; set model.attention=xla",
+        ),
         ({"model.head_dim": 24}, "model.head_dim = 24: attention = 'pallas' needs a power of two from 16 on"),
         ({"model.hidden": 96}, "model.hidden / num_heads = 24: attention = 'pallas' needs a power of two from 16 on"),
     ],

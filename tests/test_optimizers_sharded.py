@@ -22,7 +22,7 @@ from sharding.plan import ShardingPlan, gradient_specs
 from sharding.redistribute import on_whole_tensors
 from sharding.scopes import make_layout
 from sharding.spec import is_placement, place_all
-from sharding.state import state_shardings
+from sharding.state import owner, state_shardings
 from sharding.step import Chain, TrainState, first_state
 from training.experiment import make_experiment
 
@@ -116,3 +116,13 @@ def test_the_step_of_a_run_sends_nothing_but_hop_two_between_nodes() -> None:
     sent = hlo.bytes_per_step(hlo.read_collectives(text, layout.shape))["collective_inter_bytes"]
     shard_bytes, replicas = 4 * experiment.model.num_params / layout.partition_size, layout.num_replicas
     assert sent == pytest.approx(2 * shard_bytes * (replicas - 1) / replicas, rel=1e-3)
+
+
+@pytest.mark.parametrize("stack", ["layers", "blocks"])
+def test_a_stack_of_any_name_has_its_state_where_it_is(stack: str) -> None:
+    """Muon's momentum of it lies under keys of optax, which stand between the name of the stack and the parameter's."""
+    shape = jax.ShapeDtypeStruct((2, 4, 4), np.float32)
+    path = tuple(map(jax.tree_util.DictKey, (stack, "muon", "muon", "up", "weight")))
+    assert owner(path, shape, {f"{stack}/up/weight": shape, "up/weight": shape}) == "up/weight"
+    assert owner(path, shape, {f"{stack}/up/weight": shape}) == f"{stack}/up/weight"
+    assert owner(path, shape, {f"{stack}/up/weight": jax.ShapeDtypeStruct((4, 4), np.float32)}) == ""

@@ -12,7 +12,7 @@ import pytest
 from planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
 from running import IGNORED
 
-from configs.schema import Config, TransformerConfig
+from configs.schema import Config
 from planner import __main__ as program
 from planner import clusters
 from planner import compile as compiling
@@ -77,11 +77,13 @@ def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
 def test_our_attention_is_compiled_where_cudnns_would_run(cluster: str, target: str, asked: str, expected: str) -> None:
     there = Machine(cluster=clusters.CLUSTERS[cluster], nodes=1, config_words=(), target=target)
     dtype = "float32" if cluster == "emulated" else "bfloat16"
-    model = small(model__attention=asked, model__compute_dtype=dtype, model__hidden=64).model
-    assert isinstance(model, TransformerConfig)
-    assert there.attention(model, 64) == expected
-    if target != "cpu":
-        assert there.attention(model, 100) == "xla"  # no rows that it takes
+    keys: dict[str, Any] = {"model__attention": asked, "model__compute_dtype": dtype, "model__hidden": 64}
+    assert there.attention(small(**keys)) == expected
+    if target != "cpu" and asked == "auto":
+        # no rows that it takes; no whole heads for each device; XLA's to cut
+        for others in ({"data__seq_len": 100}, {"mesh__tensor": 8}, {"sharding__partitioner": "auto"}):
+            assert there.attention(small(**keys, **others)) == "xla"
+        assert there.attention(small(**keys, mesh__tensor=2)) == expected
 
 
 def test_the_backward_pass_of_our_own_attention_costs_seven_products_for_five() -> None:

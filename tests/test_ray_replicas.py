@@ -134,11 +134,12 @@ def test_a_run_whose_last_replica_is_lost_goes_on(cluster: Members) -> Iterator[
 
 @alone("ab", says="the checkpoint of step 5 is missing: the group that was to save it was lost")
 def test_a_run_goes_on_until_its_last_checkpoint_is_there(cluster: Members) -> Iterator[object]:
-    """The group that was to save it is lost in the meantime, with its node."""
+    """The group that was to save it is lost in the meantime, with its node; one that ends later came after that."""
     yield from runs(cluster, "a0.0 b1.0")
-    folder = cluster.metrics.parent / "replicas" / "1"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 5}\n')
+    for replica, step in (("0", 5), ("1", 3)):
+        (folder := cluster.metrics.parent / "replicas" / replica).mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    (cluster.checkpoints / "4").mkdir(parents=True)
     cluster.drop("a", "")
     yield from turns()
     attempt = cluster.by_node["b"].attempt

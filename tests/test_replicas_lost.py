@@ -496,7 +496,22 @@ def test_copies_that_nobody_waits_for_are_dropped() -> None:
     copies.drop(1)
     assert {step: [*of] for step, of in copies._copies.items()} == {3: [1]}
     assert copies.answer({"op": "state", "step": 3, "array": 1}, 2).tobytes() == arrays[1].tobytes()
-    assert not copies._copies and not copies._wanted
+    assert not copies._copies
+
+
+def test_one_that_is_lost_while_its_copy_is_made_keeps_none() -> None:
+    copies = StateCopies(threading.Condition())
+
+    class Lost:
+        """An array whose copy takes a while, in which the member that wants it is lost."""
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            copies.drop(1)
+            return np.zeros(2)
+
+    copies.answer({"op": "copy", "step": 1, "arrays": [0]}, 1)
+    copies.at_step(1, [Lost()])
+    assert not copies._copies
 
 
 def test_one_that_leaves_is_not_asked_for_the_state_after_its_last_step(

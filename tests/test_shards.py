@@ -162,6 +162,7 @@ def test_settings_that_cannot_work_are_one_line(texts, changes, message):
         ("a.jsonl", b'{"text": "a"}\n{"body": "a"}\n', "a.jsonl .* after 1 documents: it has no field 'text'"),
         ("a.jsonl", b'{"text": "a"}\nnonsense\n', "a.jsonl .* after 1 documents: a line is not JSON: Expecting value"),
         ("a.jsonl", b'{"text": 5}\n', "'text' is of type int, and no text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', "a.jsonl: document 1, .*surrogates not allowed"),
         ("a.jsonl.gz", b'{"text": "a"}\n', "a.jsonl.gz cannot be read as jsonl"),
         ("a.txt", b"\xff\xfe", "a.txt cannot be read as txt: after 0 documents: 'utf-8' codec"),
     ],
@@ -197,6 +198,20 @@ def test_secrets_in_a_mixture_are_refused_before_anything_of_it_is_shown(mixture
     assert "s3cret" not in str(caught.value)
     fine = settings("", source="stdlib_text", mixture="1 shards:s3://bucket/x, 2 folder:/data/a@b?#")
     assert [component.path for component in fine.components] == ["s3://bucket/x", "/data/a@b?#"]
+
+
+def test_tokens_that_no_example_has_are_said(texts, caplog):
+    """A window never reaches into the next file: of small ones much is left out."""
+    lengths = [len(text.encode()) + 1 for name, text in TEXTS.items() if name not in validation_names(sorted(TEXTS))]
+    seq_len = sorted(lengths)[1]  # two files have not one token more
+    used = sum((length - 1) // seq_len * seq_len for length in lengths)
+    none = sum(length <= seq_len for length in lengths)
+    with ShardSet(settings(texts, seq_len=seq_len)) as shards:
+        caplog.clear()
+        shards.windows("train")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f": {100 * (1 - used / sum(lengths)):.1f} % of the tokens of the train split are in no example" in said
+    assert f"and {none} of its {len(lengths)} files have no example: join small files, or lower" in said
 
 
 def test_second_start_reads_no_file_of_documents_that_is_as_it_was(texts, cache_folder, monkeypatch, caplog):

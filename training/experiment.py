@@ -220,8 +220,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
     """
     if config.sink == "wandb":
         check_installed("wandb", "sink=wandb")
-    packs = config.data.packing != "stream"
-    section = _resolved(config.model, packs=packs, length=config.data.seq_len)
+    section = _resolved(config)
     model = next((one.model for one in like if one.model.config == section), None) or models.build(section)
     nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
     layout = make_layout(
@@ -271,19 +270,21 @@ def without_hop_two(config: Config) -> Config:
     return replace(config, compression=replace(config.compression, hop_two="none"))
 
 
-def _resolved(model: ModelConfig, *, packs: bool, length: int) -> ModelConfig:
+def _resolved(config: Config) -> ModelConfig:
     """Returns the model section with `attention=auto` resolved: on GPUs in bfloat16 a fused kernel, else XLA.
 
-    That is cuDNN's, for heads that it takes; for others, with windows or capped scores, and for rows of `length` tokens
-    that are packed with documents, our own, if it takes them.
+    That is cuDNN's, for heads that it takes; for others, with windows or capped scores, and for rows that are packed
+    with documents, our own, if it takes them and XLA need not cut it.
     """
+    model, packs = config.model, config.data.packing != "stream"
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
     if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
         return replace(model, attention="xla")
-    ours = "pallas" if model.takes_flash(length) else "xla"
+    is_ours = config.sharding.partitioner != "auto" and model.takes_flash(config.data.seq_len, config.mesh.tensor)
     has_cudnn_heads = model.head_size % 8 == 0 and model.head_size <= 128
-    return replace(model, attention="cudnn" if has_cudnn_heads and model.is_plain and not packs else ours)
+    other = "pallas" if is_ours else "xla"
+    return replace(model, attention="cudnn" if has_cudnn_heads and model.is_plain and not packs else other)
 
 
 def _overlaps(config: Config) -> bool:

@@ -22,7 +22,6 @@ from input_pipeline import Dataset
 from input_pipeline.batches import Batch as HostBatch
 from input_pipeline.batches import batch_at
 from replicas.group import BehindError, Replicas
-from replicas.members import NEVER
 from replicas.payloads import Payload
 from runtime.handshake import shared_token
 from runtime.phases import Phase
@@ -121,6 +120,7 @@ class Independent:
         self._late: Late | None = None
         self._left: int | None = None  # after how many steps of the replicas
         self._compared = -1, True  # the last step that was, and whether this replica agreed
+        self._lacks_state = False  # it was to take the others', and they did not come
         self._replicas: Replicas | None = None
         self.ends_interval = True
 
@@ -187,7 +187,7 @@ class Independent:
         each, coded = -(-shares // count), payloads[0].bytes_per_value
         if count > 1 and self._work.steps == 1 and coded < 4 <= each * coded:  # StepSums.nodes_to_send
             how = f"as their sum in f32, not in {self._ex.config.compression.hop_two}"
-            say(f"a replica's {each} shares of a step travel {how}: with sharding.shares={count} it would send less")
+            say(f"a replica's {each} shares of a step travel {how}: sharding.shares, as many as replicas, sends less")
 
     def __call__(self, state: TrainState, step: int) -> Done | None:
         """Returns the state after a step, the metrics, and the steps done; None if it is to stop before that.
@@ -262,7 +262,9 @@ class Independent:
 
     def _fetched(self, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
+        self._lacks_state = True
         found = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.to_keep)], self._fetching)
+        self._lacks_state = False
         if found is None:
             self.replicas.members.enter(step)
             return step, state
@@ -310,12 +312,14 @@ class Independent:
         None that is behind or lacks the others' state, and none with other parameters than most, which takes theirs
         before its next step.
         """
+        if self._lacks_state:  # what it has may be gone
+            return None
         try:
             state = self._whole(state)
         except BehindError:  # as the next step will say again
             return None
         me = self.replicas.members.me
-        if me.first == NEVER or (me.takes_part(me.step) and not self._agrees(me.step, state)):
+        if me.takes_part(me.step) and not self._agrees(me.step, state):
             return None
         return state.to_keep if self.replicas.is_first else None
 

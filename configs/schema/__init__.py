@@ -149,6 +149,11 @@ class Config(Section):
         context, length = self.mesh.context, self.data.seq_len
         if model.attention == "pallas" and not model.takes_flash(length):
             raise ValueError(f"data.seq_len={length}: model.attention=pallas needs 16, 32 or a multiple of 64")
+        if model.attention == "pallas" and not model.takes_flash(length, self.mesh.tensor):
+            raise ValueError(
+                f"mesh.tensor={self.mesh.tensor} does not divide the heads, as model.attention=pallas needs; set "
+                "model.attention=xla"
+            )
         if length > model.max_len:
             raise ValueError(
                 f"data.seq_len={length} is longer than model.max_len={model.max_len}; raise model.max_len, "

@@ -113,9 +113,10 @@ class TransformerConfig(ModelConfig):
         """Whether models/flash.py takes heads of this size."""
         return self.head_size >= 16 and self.head_size.bit_count() == 1
 
-    def takes_flash(self, length: int) -> bool:
-        """Whether models/flash.py takes these heads and sequences of `length` tokens."""
-        return self.has_flash_heads and (length in (16, 32) or length % 64 == 0)
+    def takes_flash(self, length: int, tensor: int = 1) -> bool:
+        """Whether models/flash.py takes rows of `length` tokens, and these heads divided among `tensor` devices."""
+        are_whole = getattr(self, "num_kv_heads", self.num_heads) % tensor == 0
+        return self.has_flash_heads and are_whole and (length in (16, 32) or length % 64 == 0)
 
     @property
     def padded_vocab(self) -> int:
