@@ -117,8 +117,8 @@ class OneBit:
             shares = 1 / self.block
         else:
             there = _blocks(real, self.block)
-            shares = there / jnp.maximum(_sums(there), 1)
-        scales = _sums(sizes * shares)  # the mean; dividing before the sum avoids overflow
+            shares = there / jnp.maximum(jnp.sum(there, axis=-1, keepdims=True), 1)
+        scales = jnp.sum(sizes * shares, axis=-1, keepdims=True)  # the mean; dividing before the sum avoids overflow
         return _packed(_as_uint8(x >= 0), 1, scales)
 
     def decode(self, payload: jax.Array) -> jax.Array:
@@ -147,14 +147,15 @@ class Statistical:
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, which are large, then magnitudes."""
         del key
+        sum_of = lambda values: jnp.sum(values, axis=-1, keepdims=True, dtype=jnp.float32)
         sizes, count = jnp.abs(_blocks(x, self.block)) * (1 / self.block), self.block  # sums cannot overflow
         if real is not None:
             there = jnp.broadcast_to(_blocks(real, self.block), sizes.shape)
-            sizes, count = jnp.where(there, sizes, 0), _sums(there)
-        large = sizes > self.SPLIT / jnp.maximum(count, 1) * _sums(sizes)
-        num_large = _sums(large)
-        of_small = _sums(jnp.where(large, 0, sizes)) * (self.block / jnp.maximum(count - num_large, 1))
-        of_large = _sums(jnp.where(large, sizes, 0)) * (self.block / jnp.maximum(num_large, 1))
+            sizes, count = jnp.where(there, sizes, 0), sum_of(there)
+        large = sizes > self.SPLIT / jnp.maximum(count, 1) * sum_of(sizes)
+        num_large = sum_of(large)
+        of_small = sum_of(jnp.where(large, 0, sizes)) * (self.block / jnp.maximum(count - num_large, 1))
+        of_large = sum_of(jnp.where(large, sizes, 0)) * (self.block / jnp.maximum(num_large, 1))
         codes = _as_uint8(x >= 0) | _as_uint8(large).reshape(x.shape) << 1
         return _packed(codes, 2, jnp.concatenate([of_small, of_large], axis=-1))
 
@@ -222,18 +223,6 @@ def _blocks(x: jax.Array, size: int) -> jax.Array:
     the scales four times slower.
     """
     return lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, size))
-
-
-def _sums(x: jax.Array) -> jax.Array:
-    """Returns the sums `f32 [..., 1]` of the last dim; on CPUs half by half: XLA's own loop is seven times slower."""
-    whole = lambda x: jnp.sum(x, axis=-1, keepdims=True)
-
-    def by_halves(x: jax.Array) -> jax.Array:
-        while x.shape[-1] % 2 == 0:
-            x = reduce(jnp.add, jnp.split(x, 2, axis=-1))
-        return whole(x)
-
-    return lax.platform_dependent(x.astype(jnp.float32), cpu=by_halves, default=whole)
 
 
 def _packed(codes: jax.Array, bits: int, sizes: jax.Array) -> jax.Array:
