@@ -28,6 +28,7 @@ PATIENCE_S = 540.0  # below the default of elastic.stall_s, so that the message 
 FIRST_S = 20.0  # for which a store that never answered is waited for
 FETCHES = 3  # of a damaged object, before it is an error
 SAY_AFTER_S = 1.0  # a shorter failure is not worth a line
+BROKEN = 5  # answers to one request that break off after more than _ANSWERED_S end it
 _ANSWERED_S = 60.0  # an attempt that gets no answer is shorter
 _PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts; the last one repeats
 _OPTIONS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "24h"}
@@ -334,9 +335,10 @@ class _Waiting:
     def for_answer(self, what: str, attempt: Callable[[], T]) -> T:
         """Returns `attempt()`, which reads the URL `what`, repeated while it raises `_AwayError`.
 
-        StoreAwayError when the patience is over; StoreError before that if nothing ever answered.
+        StoreAwayError when the patience is over, or BROKEN answers broke off after a while; StoreError before that if
+        nothing ever answered.
         """
-        me, failures, answers = object(), 0, False
+        me, failures, broken, answers = object(), 0, 0, False
         try:
             while True:
                 begun_s = time.monotonic()
@@ -345,6 +347,12 @@ class _Waiting:
                     answers = self.reached = True
                     return found
                 except _AwayError as error:
+                    broken += time.monotonic() - begun_s > _ANSWERED_S
+                    if broken == BROKEN:
+                        raise StoreAwayError(
+                            f"{what}: {BROKEN} answers broke off, each after more than {_ANSWERED_S:g} s ({error}); "
+                            "a proxy that ends connections? the same command tries again"
+                        ) from None
                     self._failed(me, what, error, begun_s)
                 if self.ended.wait(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)]):
                     raise StoreAwayError(f"{self._url}: reading ended while the store was away")

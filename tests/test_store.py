@@ -249,6 +249,22 @@ def test_patience_is_for_the_time_without_answers(web, monkeypatch, tmp_path):
         source.fetch("part01.txt", tmp_path / "part01.txt")
 
 
+def test_answers_that_always_break_off_after_minutes_end_the_wait(web, monkeypatch, tmp_path):
+    """As behind a proxy that ends each connection after five: none of them would ever come."""
+    now_s = [0.0]
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(store, "_PAUSES_S", (0.0,))
+
+    def breaks_off(self: RemoteStore, name: str, to: Path) -> Any:
+        now_s[0] += 300.0
+        raise store._AwayError("half an answer")
+
+    monkeypatch.setattr(RemoteStore, "_stream", breaks_off)
+    with one_line(StoreAwayError, "5 answers broke off, each after more than 60 s .half an answer.; a proxy"):
+        RemoteStore(web.url).fetch("part01.txt", tmp_path / "part01.txt")
+    assert now_s[0] == 5 * 300.0
+
+
 def test_closing_ends_the_waiting_of_other_threads(web):
     web.away()
     source, errors = RemoteStore(web.url), []
