@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}
 ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 1}
-LOCAL = {"local_sgd.inner_steps": 4}
+LOCAL = {"local_sgd.inner_steps": 5}
 SPARSE_LOCO = LOCAL | {"compression.hop_two": "sparse_loco", "local_sgd.outer_momentum": 0.0}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
@@ -44,7 +44,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "shares": {"sharding.shares": 2},
     "one world": {"sharding.replicas": "one_world"},
     "float16": {"model.compute_dtype": "float16"},
-    "batch norm": {"model.norm": "batch", "model.kind": "resnet"},
+    "batch norm": {"model.norm": "batch", "model.norm_rows": 2, "model.kind": "resnet"},
     "residuals": {"compression.hop_two": "int8", "compression.error_feedback": True},
     "no feedback": {"compression.error_feedback": False},
     "keeping method": {"compression.hop_two": "power_sgd"},
@@ -76,7 +76,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "other remat": {"model.remat": "dots"},
     "packing": {"data.packing": "documents"},
     "cudnn": {"model.attention": "cudnn", "model.compute_dtype": "bfloat16"},
-    "pallas": {"model.attention": "pallas"},
+    "pallas": {"model.attention": "pallas", "model.num_heads": 2, "model.num_kv_heads": 2},
     "sample": {"sample.length": 4},
     "delayed": {"compression.delayed": True},
     "local SGD": LOCAL,
