@@ -110,6 +110,7 @@ def run(
     independent replica, which has a directory of its own in `workdir`.
     """
     started_s = time.perf_counter()
+    resume.check_not_weights(config, workdir)
     whole, (config, workdir) = workdir, groups.of_group(config, workdir, group)
 
     # ------------------------------------------------------------------------------------------- devices and processes
@@ -144,7 +145,7 @@ def run(
 
     # ----------------------------------------------------------------------------------------------------------- resume
     supervisor.enter(Phase.RESTORING)
-    supervisor.hold(workdir_lock(workdir))
+    supervisor.hold(workdir_lock(workdir, others_go_on=group is not None))
     if group is None and resume.is_finished(config, workdir):  # by the attempt before
         return True
     resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)
@@ -188,7 +189,7 @@ def run(
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
         advice = (*unused_gpus(config), *ex.batches.described, *losses.described(config.to_dict(), defaults()))
-        at_start = (*taken, *advice, start.described(config.num_steps, workdir))
+        at_start = (*taken, *advice, start.described(config.num_steps, workdir, may_join=group is not None))
         for line in (*at_start, *sampler.warnings, *data.described(examples)):
             log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this one world's metrics have no later step

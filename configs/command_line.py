@@ -223,6 +223,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def config_name(values: flags.FlagValues) -> str:
-    """Returns the name of the config file, with its argument."""
-    name, _, arg = Path(values.config).name.partition(":")
-    return name.removesuffix(".py") + (f"-{arg}" if arg else "")
+    """Returns the name of the config file, with its argument; a path's parts are joined by `-`."""
+    file, _, arg = values.config.partition(":")
+    return "-".join([Path(file).name.removesuffix(".py"), *filter(None, arg.split("/"))])

@@ -9,7 +9,6 @@ docs/elasticity_engines.md describes the parts.
 """
 
 import argparse
-import importlib.util
 import os
 import shutil
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from configs import command_line
 from engines.ray_engine import OneWorld, ReplicaGroups
 from engines.ray_plan import Limits
-from runtime.command_line import OneLineParser, complain, prepare_output, split
+from runtime.command_line import OneLineParser, check_installed, complain, prepare_output, split
 from runtime.events import EventLog
 from runtime.progress import workdir_of
 
@@ -32,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
         limits = Limits(
             min_nodes=options.min_nodes, max_nodes=options.max_nodes, nodes_per_group=options.nodes_per_group
         )
-        if not importlib.util.find_spec("ray"):
-            raise ValueError("Ray is not installed; `make .venv/ray-installed` does it")
+        check_installed("ray", "engines.ray")
         return run(options, limits, command, workdir)
     except (ValueError, OSError) as error:
         return complain(error)

@@ -225,9 +225,10 @@ class Engine(ABC):
             if not attempt.why_stopped and failures.another(step) > self._max_failures:
                 say(f"error: {attempt.title}: {failures.count} failures in a row without a new step; it said: {said}")
                 code = ExitCode.FAILED
+                failures.count = 0  # another host may have the group's number then
         if code == ExitCode.FINISHED and attempt.group is not None and not self._attempts:
             last = max(each.progress().step for each in self._failures.values())  # one may have come after that
-            if self._saved() < last:
+            if max(run_directory.step_numbers(self._workdir / run_directory.CHECKPOINTS), default=0) < last:
                 say(f"the checkpoint of step {last} is missing: the group that was to save it was lost")
                 code = ExitCode.RESUMABLE
         if self._is_misfit(attempt, code):
@@ -237,12 +238,6 @@ class Engine(ABC):
             self._members.give_back([node for node in failed if node in self._members.by_node])
         if code == ExitCode.FINISHED or not self._attempts:  # the last to end may be the group that saves
             self._code = None if code == ExitCode.RESUMABLE and not self._signals else code
-
-    def _saved(self) -> int:
-        """Returns the newest step of which the groups have saved a checkpoint, 0 if there is none."""
-        folder = self._workdir / run_directory.CHECKPOINTS
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        return max((int(name) for name in names if name.isdecimal()), default=0)
 
     # -------------------------------------------------------------------------------------------------------- telling
 
@@ -312,7 +307,8 @@ class ReplicaGroups(Engine):
 
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
         size, taken = self._limits.nodes_per_group, {attempt.group for attempt in self._attempts}
-        for first in range(0, len(free) - size + 1, size):
+        most = self._limits.max_nodes - sum(len(attempt.nodes) for attempt in self._attempts)
+        for first in range(0, min(len(free), most) - size + 1, size):
             host = self._name(free[first])
             number = self._numbers.get(host)
             if number is None or number in taken:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engines.ray_agent import STARTING_S, Agent, News
@@ -158,7 +158,7 @@ class Members:
         """Takes an answer and asks again; False if the agent has ended instead."""
         try:
             member.news = ray.get(member.asked)
-        except (RayActorError, RayTaskError, ActorUnschedulableError) as error:  # the last: it died before it started
+        except RayError as error:  # its node died, memory ran out, or it could not start
             if member.news is None:
                 self._unusable.add(member.node)
             why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,7 @@
-"""The names of what is in the directory of a run (`--workdir`)."""
+"""What is in the directory of a run (`--workdir`)."""
+
+import re
+from pathlib import Path
 
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
@@ -14,3 +17,11 @@ SUMMARY = "summary.json"
 SAMPLE = "sample.txt"
 MESH = "mesh.png"
 REPORT = "report.html"
+
+
+def step_numbers(directory: Path) -> list[int]:
+    """Returns the steps that have a folder in `directory`, ascending, damaged ones included."""
+    if not directory.is_dir():
+        return []
+    names = (entry.name for entry in directory.iterdir() if entry.is_dir())
+    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))

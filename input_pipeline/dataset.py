@@ -56,7 +56,7 @@ def _load_text(
         assert isinstance(tokenizer, HuggingFace)  # the config says so
         windows = chats.load_rows(config, split, tokenizer)
     elif config.source == "shards":
-        opened = next((one for one in shards if one.path == config.path), None) or ShardSet(config, tokenizer)
+        opened = next((one for one in shards if one.config.path == config.path), None) or ShardSet(config, tokenizer)
         windows = opened.windows(split)
     else:
         source = _text_source(config, split)

@@ -8,6 +8,7 @@ is not whole. A second call stores what is missing or damaged.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,10 +21,12 @@ from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
 from input_pipeline.shard_index import INDEX_FILE, Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards, split_file
-from input_pipeline.store import Store, StoreError, open_store
+from input_pipeline.store import LocalStore, Store, StoreError, open_store
 from input_pipeline.tokenizers import make_tokenizer
 from runtime.command_line import OneLineParser, prepare_output
 from runtime.exit_codes import ExitCode, ResumableError
+
+KEYS = ("pattern", "tokenizer", "tokenizer_path", "text_field")  # of `data`, which are options here
 
 
 def prepare(config: DataConfig, out: str) -> int:
@@ -34,7 +37,7 @@ def prepare(config: DataConfig, out: str) -> int:
         raise ValueError(f"--out={out}: an HTTP server stores nothing; give a folder, or a URL of s3:// or gs://")
     path, file = split_file(config.path)
     source = open_store(path)
-    if target.url.rstrip("/") == source.url.rstrip("/"):
+    if _place(target) == _place(source):
         raise ValueError(f"--out={out} is --path: its index would hide the files there; choose another --out")
     with ExitStack() as held, explained(cache_dir() / "shards"):
         for store in (source, target):
@@ -52,6 +55,11 @@ def prepare(config: DataConfig, out: str) -> int:
         index = ShardIndex(tokenizer=tokenizer.identity, shards=tuple(shards))
         target.put(INDEX_FILE, (json.dumps(index.as_json(), indent=1) + "\n").encode())
         return len(shards)
+
+
+def _place(store: Store) -> str:
+    """Returns what two names of the same folder, or URL, have in common."""
+    return str(store.root.resolve()) if isinstance(store, LocalStore) else store.url.rstrip("/")
 
 
 def _stored(raw: RawShards, name: str, target: Store, cache: ShardCache) -> Shard:
@@ -82,23 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m input_pipeline.prepare", description="Tokenises a set of files once.")
     parser.add_argument("--path", required=True, help="the files: data.path")
     parser.add_argument("--out", required=True, help="where the token shards go: a folder, s3:// or gs://")
-    for name in ("pattern", "tokenizer", "tokenizer_path", "text_field"):
+    for name in KEYS:
         parser.add_argument(f"--{name}", default=getattr(DataConfig(), name), help=f"as data.{name}")
     prepare_output()
     try:
         options = parser.parse_args(argv)
         refuse_secrets("--path", options.path)
-        config = DataConfig(
-            source="shards",
-            path=options.path,
-            pattern=options.pattern,
-            tokenizer=options.tokenizer,
-            tokenizer_path=options.tokenizer_path,
-            text_field=options.text_field,
-        )
+        config = DataConfig(source="shards", path=options.path, **{name: getattr(options, name) for name in KEYS})
         count = prepare(config, options.out)
     except (ValueError, OSError, ResumableError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        asked = re.sub(rf"\bdata\.({'|'.join(['path', *KEYS])})\b", r"--\1", str(error))  # not by keys of a config
+        print(f"error: {asked}", file=sys.stderr)
         return ExitCode.RESUMABLE if isinstance(error, ResumableError) else ExitCode.BAD_INPUT
     print(f"{count} token shards and {INDEX_FILE} are in {options.out}")
     return ExitCode.FINISHED

@@ -68,7 +68,6 @@ class ShardSet:
         was_reached: bool = False,
     ) -> None:
         """Opens the set; every process of `world` must. `was_reached`: the store is known to exist, so waited for."""
-        self.path = config.path
         self.config, self._world, self._was_reached = config, world, was_reached
         self.needed_bytes = 0  # of the cache, for two blocks of every split that is read
         self._tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
@@ -102,14 +101,13 @@ class ShardSet:
             self.tiers = Tiers(self.cache, self._raw.download, lambda shard: f"{self._store.url}/{shard.name}")
             self.index = self._indexed(self._raw)
         else:
-            self._raw = None
             fetched = lambda shard, to: self._store.fetch(shard.file, to).size
             self.tiers = Tiers(self.cache, fetched, lambda shard: f"{self._store.url}/{shard.file}")
             self.index = listing.index
         self._by_hash = {shard.sha256: shard for shard in self.index.shards}
         if world.count > 1:
-            raw = self._raw is not None
-            self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token, tokenised=raw)
+            is_raw = listing.index is None
+            self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token, tokenised=is_raw)
         self._is_open.set()
 
     def _meet(self) -> tuple[list[str], list[Address]]:
@@ -144,8 +142,7 @@ class ShardSet:
             return found[0]
         if not said["index"]:
             return Listing(items=tuple(Item(**item) for item in said["items"]))
-        index = read_index(self._store, self.config, self._tokenizer, said["index"])
-        return Listing(index=index, index_sha256=said["index"])
+        return Listing(index=read_index(self._store, self.config, self._tokenizer, said["index"]))
 
     def _indexed(self, raw: RawShards) -> ShardIndex:
         """Returns the index of files of documents, tokenised by all nodes if no process has it yet."""

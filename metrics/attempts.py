@@ -50,6 +50,8 @@ def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str = "") -> list[
             attempt.steps_again = int(event.get("steps_again", 0))
         elif kind == Event.FIRST_STEP and attempt.first_step_s is None:
             attempt.first_step_s = time_s
+            skipped = int(event.get("after", 0)) - attempt.start_step  # by a replica that took the others' state
+            attempt.steps_again = max(0, attempt.steps_again - max(0, skipped))
         elif kind in ENDS and not attempt.end:
             attempt.end = str(event.get("why", ""))
     if found and found[-1].source and not found[-1].end:  # before it restores, the summary is of the one before

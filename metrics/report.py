@@ -111,9 +111,14 @@ def _about(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles, attempts: Sequence[Attempt]) -> list[tuple[str, str, str]]:
-    """Returns the headline numbers, and the goodput of a run of several attempts if it is known."""
+    """Returns the headline numbers, and the goodput of a run of several attempts if it is known.
+
+    That of an independent replica is not: while it was away the others did steps, which its rows do not tell from its.
+    """
     tiles = [(label[0].upper() + label[1:], value, detail) for label, value, detail in headline(run)]
-    if (share := goodput(attempts, run.rows)) is not None:
+    sharding = run.config.get("sharding")
+    is_replica = isinstance(sharding, Mapping) and sharding.get("replicas") == "independent"
+    if not is_replica and (share := goodput(attempts, run.rows)) is not None:
         whole = f"of {format_seconds(span_s(attempts))} went into steps that count"
         tiles.append(("Goodput", format_percent(share), whole))
     return tiles

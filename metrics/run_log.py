@@ -126,8 +126,12 @@ class RunLog:
             self._progress.update(step, {})
 
     def _crossed_until(self, step: int) -> None:
-        """Counts the wire bytes since the step before, or since what was `spent` after it."""
-        if wire := self._wire.delta() if self._wire else None:
+        """Counts the wire bytes since the step before, or since what was `spent` after it.
+
+        Not those until the first step of one that may have joined: the state of others is among them, and no step.
+        """
+        wire = self._wire.delta() if self._wire else None
+        if wire and not (self._may_join and self._first is None):
             self._crossed.append(wire)
             self._crossing += step - self._last_step
         self._last_step = step
@@ -189,7 +193,9 @@ class RunLog:
         problems = {name: problem for name, problem in run.problems.items() if name != run_directory.SUMMARY}
         run = replace(run, summary=summary, problems=problems)
         print_summary(run)
-        print(f"report: {write_report(run)}")
+        with self._explained():
+            report = write_report(run)
+        print(f"report: {report}")
         if self._sink:
             with self._sink_or_warning():
                 self._sink.finish()

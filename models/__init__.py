@@ -7,7 +7,6 @@ from models.encoder import Encoder
 from models.experts import Moe
 from models.model import Classifier, Gather, Model, Params  # noqa: F401
 from models.resnet import ResNet
-from models.transformer import Transformer  # noqa: F401
 from models.vit import ViT
 
 KINDS = {"decoder": Decoder, "moe": Moe, "encoder": Encoder, "resnet": ResNet, "vit": ViT}

@@ -228,12 +228,12 @@ class Moe(Decoder):
         of_expert = (3 if c.activation in GATED else 2) * c.hidden * c.intermediate
         return c.num_moe_layers * (c.num_experts - c.experts_per_token) * of_expert
 
-    def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
-        """Returns float32 logits `[B, T, V]` of the next token at each position; padding ids get probability 0."""
-        embed_values = gather("embed", params["embed"])
+    def run(
+        self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None
+    ) -> Array:
+        """Returns the last layer's output `[B, T, D]`, of tokens that all count."""
         ones_BT = jnp.ones(tokens_BT.shape)
-        x_BTD, _ = self._run(params, embed_values, tokens_BT, gather, segments_BT, ones_BT, ones_BT)
-        return self.project(gather("head", params["head"]), embed_values, x_BTD)
+        return self._run(params, embed_values, tokens_BT, gather, segments_BT, ones_BT, ones_BT)[0]
 
     def _run(
         self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None,
@@ -278,10 +278,7 @@ class Moe(Decoder):
 
     def warning(self, metrics: Mapping[str, float]) -> str:
         """Returns a line if a step dropped more than `max_dropped`."""
-        c, dropped = (
-            self.config,
-            metrics.get("dropped_share", 0.0),
-        )  # not known in the first step of a start, if delayed
+        c, dropped = self.config, metrics.get("dropped_share", 0.0)  # unknown in a start's first step, if delayed
         if dropped <= c.max_dropped:
             return ""
         return (

@@ -266,12 +266,12 @@ class Weights:
 def _open(folder: Path) -> dict[str, _File]:
     """Returns the open file of each tensor by name. ValueError for a missing or damaged file."""
     if not (folder / INDEX_FILE).exists():
-        file = _open_file(folder / SINGLE_FILE, f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
+        file = open_file(folder / SINGLE_FILE, f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
         return dict.fromkeys(file[1].keys(), file)
     path = folder / INDEX_FILE
     places = _places(path)
     files = {
-        name: _open_file(folder / name, f"{path} names {name}, which is not there") for name in set(places.values())
+        name: open_file(folder / name, f"{path} names {name}, which is not there") for name in set(places.values())
     }
     inside = {name: set(handle.keys()) for name, (_, handle) in files.items()}
     for name, place in places.items():
@@ -294,7 +294,8 @@ def _places(path: Path) -> dict[str, str]:
     return places
 
 
-def _open_file(path: Path, if_missing: str) -> _File:
+def open_file(path: Path, if_missing: str) -> _File:
+    """Returns a safetensors file with its handle. ValueError for a damaged one; `if_missing` for none."""
     try:
         return path, safe_open(path, framework="numpy")
     except FileNotFoundError as error:

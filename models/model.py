@@ -206,8 +206,8 @@ CUDNN = "dot_product_attention_fwd"  # the primitive of jax.nn.dot_product_atten
 def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
     """Returns a layer whose backward pass recomputes what `policy` selects; `in_scan`: the layer is a scan's body.
 
-    `full` recomputes everything from the layer's inputs; `dots` everything but the products with weights, cuDNN's
-    attention, and what is exchanged between experts; `none` nothing, so that the gathered parameters
+    `full` recomputes everything from the layer's inputs; `dots` everything but products with weights, the attention of
+    kernels (cuDNN's and ours), and what is exchanged between experts; `none` nothing, so that the gathered parameters
     stay in memory.
     """
     prevent_cse = not in_scan  # in a scan, XLA cannot merge the two computations anyway

@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
 from files import atomic, json_objects
-from models.hugging_face import Tensor, tensors
+from models.hugging_face import Tensor, open_file, tensors
 from models.lora import ADAPTERS
 from models.model import Model, Params
 from sharding.spec import path_name
@@ -45,12 +44,7 @@ class Adapters:
         self._folder, c = Path(folder).expanduser(), model.config
         _check_config(self._folder / CONFIG_FILE, c)
         file = self._folder / WEIGHTS_FILE
-        try:
-            self._file: Any = safe_open(file, framework="numpy")
-        except FileNotFoundError as error:
-            raise ValueError(f"{self._folder} has no {WEIGHTS_FILE}") from error
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+        _, self._file = open_file(file, f"{self._folder} has no {WEIGHTS_FILE}")
         self._tensors = _adapted(model)
         base = (self._file.metadata() or {}).get("base")
         if base not in (None, base_hash(model)):

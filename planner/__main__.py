@@ -316,7 +316,8 @@ def _answer(question: Question, nodes: int) -> Answer:
     padding = _padding(config, [prediction for prediction, _ in found.steps], machine.num_devices)
     shown = found.steps[: SHOWN if question.is_search else None]
     more = [f"the {SHOWN} fastest are shown, of {len(found.steps)} that fit"] * (len(shown) < len(found.steps))
-    notes = (*question.notes, *independent_text(step, best.step_s), *_stand_ins(step), *padding, *more)
+    alone = independent_text(step, best.step_s, question.config.batch.micro_size)
+    notes = (*question.notes, *alone, *_stand_ins(step), *padding, *more)
     plan = Plan(
         title=f"{question.name}, {size}, on {_of_nodes(nodes)} of {where}",
         cluster=cluster.name,

@@ -29,32 +29,40 @@ class Independent:
     hidden_s: float  # of that, beside the last backward pass
 
 
-def independent(step: Step) -> Independent | None:
-    """Returns the step of a program's replicas as worlds of their own; None where they cannot be.
+def independent(step: Step, shares: int = 1) -> Independent | None:
+    """Returns the step of a program's replicas as worlds of their own; None if there can be none.
 
-    With local SGD it is the mean of the steps from one meeting to the next.
+    Each has so many `shares`, a power of two: others are no subtree, and travel in several parts. With local SGD it is
+    the mean of the steps from one meeting to the next.
     """
-    config, layout = step.experiment.config, step.experiment.plan.layout
+    config, layout, batches = step.experiment.config, step.experiment.plan.layout, step.experiment.batches
     per_node, group = layout.shape.devices_per_node, layout.shape.size(layout.parameters)
     if layout.num_replicas == 1 or group % per_node or complaint(config.values | AS_REPLICAS):
         return None
     if not layout.parameters == layout.gradients == layout.optimizer:
         return None
+    rows = shares * layout.shape.num_data_devices * batches.config.micro_size
+    if batches.global_size % rows:  # `training.batches.shares_of` refuses
+        return None
     timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
     values = step.experiment.model.num_trained
-    payload = make_payload(config.compression.hop_two, config.compression.block)
-    encoded = values * payload.bytes_per_value
+    travel = [(values, make_payload(config.compression.hop_two, config.compression.block).bytes_per_value)]
     if local:  # the mean of the optimizers' states travels too
-        kept, form = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas, state_payload(config)
-        encoded, values = encoded + kept * form.bytes_per_value, values + kept
-    sent_bytes = 2 * (1 - 1 / layout.num_replicas) * encoded * per_node / group  # by a node
+        kept = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas
+        travel.append((kept, state_payload(config).bytes_per_value))
+        values += kept
+    # a replica's shares travel encoded, or as their sum in f32 (replicas/sums.py); totals come back encoded
+    out = lambda each: each if shares == 1 else min(shares * each, 4)
+    there_and_back = sum(count * (out(each) + each) for count, each in travel)
+    sent_bytes = (1 - 1 / layout.num_replicas) * there_and_back * per_node / group  # by a node
     sending_s = sent_bytes / network.node_bandwidth
-    compute_s = timeline.compute_s / step.experiment.batches.accumulation
+    compute_s = timeline.compute_s / batches.accumulation
     # beside the backward pass of the last micro-step, after which the last piece comes; delayed, all of the next step
     hides_s = min((1 - forward_share(step.experiment)) * compute_s, sending_s * (1 - 1 / PIECES))
     hidden_s = min(timeline.compute_s, sending_s) if config.compression.delayed else 0.0 if local else hides_s
     device, together = step.machine.cluster.device, step.machine.num_devices
-    copies_s = 2 * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)
+    copies = shares + 1  # of all shares to the host, of the totals to the devices
+    copies_s = copies * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)
     alone_s = timeline.step_s - timeline.use("hop_two").exposed_s
     return Independent(
         step_s=alone_s + (sending_s - hidden_s + copies_s) / max(local, 1),
@@ -64,8 +72,11 @@ def independent(step: Step) -> Independent | None:
     )
 
 
-def independent_text(step: Step, step_s: float) -> list[str]:
-    """Returns a note of the step as independent replicas beside that of one world, if they can be."""
+def independent_text(step: Step, step_s: float, micro_size: int) -> list[str]:
+    """Returns a note of the step as independent replicas beside that of one world, if they can be.
+
+    `micro_size` is that of the config, before it was fitted to the devices.
+    """
     if (found := independent(step)) is None:
         return []
     than = "less" if found.step_s < step_s else "more"
@@ -73,9 +84,20 @@ def independent_text(step: Step, step_s: float) -> list[str]:
     meets = f" every {config.local_sgd.inner_steps} steps" if config.local_sgd.inner_steps else ""
     beside = "the next step" if config.compression.delayed else "the last backward pass"
     hidden = "" if meets else f", {format_seconds(found.hidden_s)} of it beside {beside}"
-    encodes = config.compression.hop_two != "none" and config.compression.error_feedback
-    needs = ", with compression.error_feedback=False" if encodes else ""
+    needs = f" with {', '.join(found_needs)}" if (found_needs := _needs(step, micro_size)) else ""
     return [
         f"as independent replicas ({PAGE}){needs} a step takes {format_seconds(found.step_s)}, {than} than in one "
         f"world: each node sends {format_bytes(found.sent_bytes)} in {format_seconds(found.sending_s)}{meets}{hidden}"
     ]
+
+
+def _needs(step: Step, micro_size: int) -> list[str]:
+    """Returns the keys that such a run needs besides, for one share each."""
+    ex, needs = step.experiment, []
+    if ex.config.compression.hop_two != "none" and ex.config.compression.error_feedback:
+        needs.append("compression.error_feedback=False")
+    if micro_size != ex.batches.config.micro_size:
+        needs.append(f"batch.micro_size={ex.batches.config.micro_size}")
+    if ex.batches.accumulation > 1:
+        needs.append(f"sharding.shares={ex.plan.layout.num_replicas}")
+    return needs

@@ -4,6 +4,7 @@ Members tell each other of themselves, and of those that they know. Nothing is a
 computes which share of a step, is a guess (replicas/group.py).
 """
 
+import itertools
 import json
 import threading
 import time
@@ -26,6 +27,7 @@ ENTRY_S = 0.5  # for which the others may wait for it, if it gets nearer to them
 PATIENCE_S = 2.0  # while it falls behind, after which they wait for it all the same: it would never get there
 LONG_S = 300.0  # the same, where it only gets no nearer
 SEEK_S = 5.0  # between two looks for members that were lost
+RARELY = 12  # of so many looks one greets those that are not known too
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
 MOST_BYTES = 1 << 20  # of what a member says of itself and of others
 _CONNECT_S = 5.0
@@ -288,16 +290,19 @@ class Membership:
         """Greets now and then those that were lost: they may have been cut off, or stopped, for a while.
 
         And those that do not take part, or no longer: one that was cut off may have caught up, and not know that it had
-        to; and where one of them is gone nobody waits for it, and would notice. One that knows nobody greets all that
-        were ever there: its first greetings may have come to nothing.
+        to; and where one of them is gone nobody waits for it, and would notice. And all
+        others that have a file: a link may have been cut when both sides began. One that knows nobody does so each
+        time, others each RARELY-th.
         """
-        while True:
+        for turn in itertools.count(1):
             with self._changed:
                 if self._changed.wait_for(lambda: self.closed, SEEK_S):
                     return
                 idle = [one for one in self._members.values() if one.first == NEVER or one.last < self.step]
-                lost, is_alone = [member.address for member in self._lost.values()], not self._members
+                lost = [member.address for member in self._lost.values()]
+                known = {member.address for member in (*self._members.values(), *self._lost.values())}
+                is_due = not self._members or turn % RARELY == 0
             with suppress(OSError, RuntimeError):  # a folder that cannot be read now; no more threads
-                lost += read_addresses(self._folder, self.me.number, self._process) if is_alone else []
-                self._greet_all(lost)
+                there = read_addresses(self._folder, self.me.number, self._process) if is_due else []
+                self._greet_all([*lost, *(address for address in there if address not in known)])
                 self._greet_or_lose(idle)

@@ -27,7 +27,7 @@ class Event(StrEnum):
     # step, source (nothing, memory or checkpoint), steps_again (steps that are repeated); with memory also
     # source_nodes (nodes whose memory held a part of the state) and nodes (of the attempt)
     RESTORED = "restored"
-    FIRST_STEP = "first_step"  # step
+    FIRST_STEP = "first_step"  # step, after (the step before, or the last one of the round before)
     SNAPSHOT_BEGUN = "snapshot_begun"  # step; its arrays are copied, but not yet committed by all processes
     CHECKPOINT_BEGUN = "checkpoint_begun"  # step; the checkpoint is complete when `checkpoints/STEP` exists
     LOST_PEER = "lost_peer"  # peers, why

@@ -32,6 +32,7 @@ _TOKEN = re.compile(r"[0-9a-f]{64}")
 _LINE_BYTES = 1000
 _HANDSHAKE_S = 10.0  # for the whole handshake
 _RETRY_S = 0.1
+_WRITTEN_S = 1.0  # from when a token's file is there until the token is
 # the options of a connection that ends when its other end has not answered for two minutes
 _ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
@@ -59,12 +60,21 @@ def shared_token(workdir: Path) -> str:
 
 
 def _make_token(file: Path) -> None:
-    """Writes a token if the file is missing, or empty since an attempt was killed. Attempts may do this at once."""
+    """Writes a token if the file is missing, or empty since an attempt was killed. Attempts may do this at once.
+
+    Of several one makes the file, on file systems without locks too, and the others wait a moment for its token.
+    """
     try:
-        if file.exists() and file.stat().st_size:
-            return
         file.parent.mkdir(parents=True, exist_ok=True)
-        opened = open(file, "r+", opener=private.opener)  # noqa: SIM115 (closed below)
+        try:
+            opened = open(file, "x+", opener=private.opener)  # noqa: SIM115 (closed below)
+        except FileExistsError:
+            until_s = time.monotonic() + _WRITTEN_S
+            while not file.stat().st_size and time.monotonic() < until_s:
+                time.sleep(_RETRY_S)
+            if file.stat().st_size:
+                return
+            opened = open(file, "r+", opener=private.opener)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ValueError(f"{file} cannot be made ({error.strerror}); choose another --workdir") from error
     with opened:

@@ -1,5 +1,6 @@
 """The lock of a work directory: only one train.py of this host uses it at a time."""
 
+import errno
 import socket
 import sys
 from collections.abc import Iterator
@@ -9,23 +10,25 @@ from pathlib import Path
 from files import locks
 from runtime.command_line import make_folder
 from runtime.consensus import broadcast, new_key
+from runtime.exit_codes import ResumableError
 
 _WAIT_S = 90.0  # for the previous attempt: `engines/ray_standby.py` kills an orphaned one after 60 s
 
 
 @contextmanager
-def workdir_lock(workdir: Path) -> Iterator[None]:
+def workdir_lock(workdir: Path, *, others_go_on: bool = False) -> Iterator[None]:
     """Keeps other train.py of this host out of a run's directory while the context is open. Every process calls it.
 
-    Waits for another one to end; ValueError if it does not. There is one lock per host: an attempt on a host that was
+    Waits for another one to end; ValueError if it does not. Without room for the lock, ResumableError if `others_go_on`
+    meanwhile. There is one lock per host: an attempt on a host that was
     cut off from the network ends by itself, and must not block the next attempt on this host.
     """
     with ExitStack() as held:
-        broadcast(new_key("workdir-lock"), lambda: _hold(workdir, held))
+        broadcast(new_key("workdir-lock"), lambda: _hold(workdir, held, others_go_on))
         yield
 
 
-def _hold(workdir: Path, held: ExitStack) -> None:
+def _hold(workdir: Path, held: ExitStack, others_go_on: bool) -> None:
     """Locks this host's file in `workdir` until `held` is closed."""
     file = workdir / f"lock-{socket.gethostname()}"
     another = f"another train.py on this host is in {workdir}"
@@ -41,4 +44,6 @@ def _hold(workdir: Path, held: ExitStack) -> None:
     except locks.NoLocksError as error:
         print(f"warning: {file} cannot be locked ({error.strerror}): start train.py here once", file=sys.stderr)
     except OSError as error:
+        if others_go_on and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResumableError(f"{file} cannot be made ({error.strerror}); see that the disk has room") from error
         raise ValueError(f"{file} cannot be made ({error.strerror}); choose another --workdir") from error

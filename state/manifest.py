@@ -10,7 +10,6 @@ import hashlib
 import heapq
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from files import atomic, json_objects
+from files.run_directory import step_numbers
 
 FILE_NAME = "manifest.json"
 CONFIG_FILE = "config/metadata"  # the files of the items `config` and `data`, by Orbax's JSON handler
@@ -83,14 +83,6 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         return sum(file.size for file in self.files)
-
-
-def step_numbers(directory: Path) -> list[int]:
-    """Returns the steps that have a folder in `directory`, ascending, damaged ones included."""
-    if not directory.is_dir():
-        return []
-    names = (entry.name for entry in directory.iterdir() if entry.is_dir())
-    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 
 def committed(directory: Path) -> list[Manifest]:

@@ -192,21 +192,17 @@ class MemoryFolder:
 
     def damaged(self, snapshot: SnapshotManifest, progress: Callable[[], object]) -> list[int]:
         """Returns the numbers of the pieces whose bytes do not match their hashes; `progress` is called after each."""
-        try:
-            hashes = self.hashes(snapshot, progress)
-        except (OSError, ValueError):  # the file is missing or empty
-            return [*range(len(snapshot.pieces))]
-        return [number for number, piece in enumerate(snapshot.pieces) if piece.crc32 != hashes[number]]
-
-    def hashes(self, snapshot: SnapshotManifest, progress: Callable[[], object] = lambda: None) -> list[int]:
-        """Computes the hash of each piece from the data file; `progress` is called after each."""
         if not snapshot.pieces:
             return []
-        content = np.memmap(self.path / f"{snapshot.name}.data", np.uint8, mode="r").data
+        try:
+            content = np.memmap(self.path / f"{snapshot.name}.data", np.uint8, mode="r").data
+        except (OSError, ValueError):  # the file is missing or empty
+            return [*range(len(snapshot.pieces))]
         found = []
         with ThreadPoolExecutor(_THREADS) as pool:
-            for value in pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces):
-                found.append(value)
+            hashes = pool.map(lambda p: zlib.crc32(content[p.offset : p.offset + p.size]), snapshot.pieces)
+            for number, (piece, crc32) in enumerate(zip(snapshot.pieces, hashes, strict=True)):
+                found += [number] * (piece.crc32 != crc32)
                 progress()
         return found
 
@@ -259,13 +255,6 @@ class MemoryFolder:
     def names(self) -> set[str]:
         """Returns the names of all snapshots with a file here, incomplete ones included."""
         return {file.stem for file in self.path.iterdir() if _NAME.fullmatch(file.stem)}
-
-    def commit(self, snapshot: SnapshotManifest) -> SnapshotManifest:
-        """Hashes the data of a snapshot and writes its description; returns it with the hashes."""
-        pieces = zip(snapshot.pieces, self.hashes(snapshot), strict=True)
-        snapshot = replace(snapshot, pieces=tuple(replace(piece, crc32=crc32) for piece, crc32 in pieces))
-        self.describe(snapshot)
-        return snapshot
 
     def describe(self, snapshot: SnapshotManifest) -> None:
         """Writes the description of a snapshot, whose data and hashes are complete."""

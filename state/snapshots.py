@@ -289,10 +289,8 @@ class Snapshots:
         """Turns a lack of room, on the RAM disk or for the copies, into a warning."""
         try:
             yield
-        except OSError as error:
-            self._warn(step, error)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             self._warn(step, error)
 

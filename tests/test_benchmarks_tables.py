@@ -123,6 +123,13 @@ def test_of_a_step_is_what_a_method_takes_more_than_none() -> None:
     assert demo == "| `demo` | 1 | 1.10 (1.10 to 1.10) | +1.00 | - |"
 
 
+def test_of_a_step_is_told_for_each_rate() -> None:
+    lines = [{"method": name, "seconds": s, "times_s": [s]} for name, s in (("none", 0.1), ("int8", 0.3))]
+    slow = {**coded("int8", [10.0]), "rate": "10mbit"}
+    head, _, _, int8 = hop_two.table(lines, [coded("int8", [1.0]), slow]).splitlines()
+    assert head.count("of a step at") == 2 and {*int8.split(" | ")[-2:]} == {"20.0%", "2.0% |"}
+
+
 def test_differences_of_losses_are_those_of_the_same_seed() -> None:
     """Dense runs from 1.4 to 1.9, in another order: int8 is 0.01 to 0.03 above the one of its own seed."""
     dense = [trained("dense, AdamW", seed, loss) for seed, loss in ((2, 1.9), (0, 1.4), (1, 1.5))]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from running import ROOT
 from test_imports import our_files
 
 import sweep
+from configs import command_line
 from lab.benchmarks import accuracy
 from lab.chaos import __main__ as chaos
 from lab.emulate import __main__ as emulate
@@ -155,12 +157,22 @@ def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.
         assert str(error.value) == said
     with pytest.raises(ValueError, match="file is a file; choose another --workdir"):  # of the program
         emulate.named_paths(["train.py", f"--workdir={file}"])
+    both = f"--config.data.mixture=3 folder:{tmp_path}, 1 folder:{file}"
+    assert {tmp_path, file} <= {*emulate.named_paths(["train.py", both])}
     check_file(file, "--out")
     check_file(tmp_path / "new", "--out")
     assert file.read_text() == "precious" and not (tmp_path / "new").exists()
     monkeypatch.setattr(os, "access", lambda *_: False)  # as on a disk that is mounted read-only
     with pytest.raises(ValueError, match="cannot be written; change that, or choose another --out"):
         make_folder(tmp_path, "--out")
+
+
+def test_a_path_behind_the_config_file_is_no_folder_of_the_run() -> None:
+    """Else `--config=mine.py:runs/new` would make runs/new its directory, where the weights are."""
+    names = {"a/mine.py:runs/new": "mine-runs-new", "other.py:/models/new": "other-models-new", "q.py:tiny": "q-tiny"}
+    for config, name in names.items():
+        values: Any = SimpleNamespace(config=config)
+        assert command_line.config_name(values) == name
 
 
 @pytest.mark.parametrize(("program", "command", "option"), WRITERS[:3])

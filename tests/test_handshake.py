@@ -1,10 +1,14 @@
 """Who may connect to a process of a run: those who know its token; strangers get nothing, and take nothing away."""
 
+import contextlib
+import errno
 import itertools
+import os
 import queue
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -233,6 +237,29 @@ def test_the_token_of_a_work_directory(tmp_path: Path) -> None:
 def test_a_start_that_finds_an_empty_token(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a start that was killed before it wrote one; or of one that writes it while this one waits for its lock."""
     (file := tmp_path / "token").touch(mode=0o600)
+    monkeypatch.setattr("runtime.handshake._WRITTEN_S", 0.0)
     monkeypatch.setattr("fcntl.flock", lambda *_: file.write_text(other))
     token = shared_token(tmp_path)
     assert len(token) == 64 and token == file.read_text() and token == (other or token)
+
+
+def test_starts_at_once_have_one_token_where_files_have_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group of independent replicas reads it but once: with another one it could reach nobody."""
+    both, count = threading.Barrier(2), itertools.count()
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def token(_: int) -> str:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)  # another start is as far, if it makes one too
+        return str(next(count)) * 64
+
+    monkeypatch.setattr("runtime.handshake._WRITTEN_S", TIMEOUT_S)
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr("secrets.token_hex", token)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(shared_token, [tmp_path, tmp_path])
+    assert first == second == (tmp_path / "token").read_text() and next(count) == 1

@@ -89,6 +89,15 @@ def test_a_restored_run_does_not_read_the_weights_again(tmp_path: Path, capsys: 
     assert "model.weights was" in capsys.readouterr().err
 
 
+def test_the_folder_of_the_weights_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's config.json would take the place of the model's."""
+    folder = changed(FOLDER / "llama", tmp_path / "weights")
+    before = (folder / "config.json").read_bytes()
+    assert run_here(*flags("llama", folder), f"--workdir={folder}/../weights") == 2
+    assert "is model.weights, whose files the run would replace" in capsys.readouterr().err
+    assert (folder / "config.json").read_bytes() == before and not [*folder.glob("lock-*")]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -75,6 +75,23 @@ def test_goodput_counts_each_step_once(elastic: Path) -> None:
     assert goodput(found, []) is None and goodput([], rows) is None
 
 
+@pytest.mark.parametrize(("step", "again"), [(56, 5), (58, 3), (203, 0)])
+def test_a_replica_that_takes_the_state_of_others_does_fewer_steps_again(step: int, again: int) -> None:
+    """It had done 60 steps, and restored the checkpoint of step 55."""
+    lines = (*first(1, 1, 55, again=5), line(2, Event.FIRST_STEP, step=step + 9, after=step - 1))  # a round of ten
+    events = [json.loads(each) | {"time_s": 0.0} for each in lines]
+    assert [attempt.steps_again for attempt in attempts_of(events)] == [again]
+
+
+def test_the_goodput_of_a_replica_is_not_known(elastic: Path) -> None:
+    """What the others did while it was away is between its rows."""
+    file = elastic / "config.json"
+    for replicas, there in (("one_world", True), ("independent", False)):
+        file.write_text(json.dumps({"sharding": {"replicas": replicas}}))
+        assert nodes_over_time(elastic, EVENTS)
+        assert ("Goodput" in (elastic / "report.html").read_text()) == there
+
+
 def nodes_over_time(folder: Path, events: list[str]) -> list[list[str]]:
     """Returns the rows of the table of attempts on the page of a run with these events."""
     (folder / "events.jsonl").write_text("\n".join(events) + "\n")

@@ -62,8 +62,23 @@ def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_onl
         make_log(tmp_path, enabled=True, may_join=may_join)
 
 
-def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes and the time of a validation or a checkpoint before the step are excluded; rows may be of several."""
+def test_a_report_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_log, "write_report", full)
+    log = make_log(tmp_path, enabled=True, may_join=True)
+    log.step(1, {"loss": 1.0})
+    with pytest.raises(ResumableError, match=f"cannot write to {tmp_path}: No space left on device"):
+        log.close("interrupted")
+
+
+@pytest.mark.parametrize("may_join", [False, True])
+def test_wire_bytes_count_only_the_step(may_join: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes and the time of a validation or a checkpoint before the step are excluded; rows may be of several.
+
+    Those before the first step of a replica may be of the state that it took, and of no step.
+    """
     statistics = tmp_path / "net" / "eth0" / "statistics"
     statistics.mkdir(parents=True)
     sent = 0
@@ -76,7 +91,7 @@ def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.Monk
 
     send(5)
     monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
-    log = make_log(tmp_path, enabled=True, num_steps=4)
+    log = make_log(tmp_path, enabled=True, num_steps=4, may_join=may_join)
     for step in (1, 2, 3, 4):
         send(100 * step)
         if step == 3:
@@ -89,7 +104,7 @@ def test_wire_bytes_count_only_the_step(tmp_path: Path, monkeypatch: pytest.Monk
         log.spent("checkpoint_s", 0.0)
     log.close("finished")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["wire_tx_bytes"] for row in rows] == [100, 200, (300 + 400) / 2]
+    assert [row.get("wire_tx_bytes") for row in rows] == [None if may_join else 100, 200, (300 + 400) / 2]
 
 
 def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Independent replicas by the planner: what each node sends, and what of it the last backward pass hides."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ from running import IGNORED
 from planner import clusters
 from planner.bounds import forward_share
 from planner.candidates import of_strategies
-from planner.independent import independent, independent_text
+from planner.independent import PAGE, independent, independent_text
 from planner.predict import Step
+from replicas.payloads import make_payload
+from replicas.sums import StepSums
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
@@ -37,10 +40,27 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     copies_s = 8 * values / 2 / (UNPINNED / 8)
     without = slow.timeline().step_s - slow.timeline().use("hop_two").exposed_s
     assert found.step_s == pytest.approx(without + found.sending_s - found.hidden_s + copies_s)
-    (text,) = independent_text(slow, slow.timeline().step_s)
+    (text,) = independent_text(slow, slow.timeline().step_s, 1)
     assert "less than in one world" in text
-    (text,) = independent_text(slow, found.step_s / 2)
+    (text,) = independent_text(slow, found.step_s / 2, 1)
     assert "more than in one world" in text
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, name: str, shares: int) -> None:
+    """4 shares of a replica in int8 are a sum in f32 and a total in int8 (replicas/sums.py)."""
+    ex = make_experiment(small(compression__hop_two=name))
+    wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
+    found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
+    payload = make_payload(name, ex.config.compression.block)
+    lock = threading.RLock()
+    sums = StepSums(4 * shares, [payload, payload], [1, 1], lock, threading.Condition(lock))
+    nodes = sums.nodes_to_send([(0, shares)], 0)
+    out = sum(payload.bytes_per_value if stop - start == 1 else 4 for start, stop in nodes)
+    assert found and found.sent_bytes == pytest.approx(3 / 4 * (out + payload.bytes_per_value) * ex.model.num_trained)
+    odd = replace(ex.batches, config=replace(ex.batches.config, micro_size=3, global_size=64))
+    assert independent(replace(step, experiment=replace(ex, batches=odd)), shares) is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +82,7 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
     slow = replace(on(step, 1e5), experiment=replace(step.experiment, config=delayed))
     found = independent(slow)
     assert found and found.hidden_s == pytest.approx(min(slow.timeline().compute_s, found.sending_s))
-    assert "beside the next step" in independent_text(slow, 1.0)[0]
+    assert "beside the next step" in independent_text(slow, 1.0, 1)[0]
     local = make_experiment(step.candidate.applied(small(local_sgd__inner_steps=5)))
     met = replace(on(step, 1e5), experiment=local)
     found = independent(met)
@@ -70,7 +90,7 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
     copies_s = 8 * 3 * values / 2 / (UNPINNED / 8)
     alone_s = met.timeline().step_s - met.timeline().use("hop_two").exposed_s
     assert found.step_s == pytest.approx(alone_s + (found.sending_s + copies_s) / 5)
-    assert "every 5 steps" in independent_text(met, 1.0)[0]
+    assert "every 5 steps" in independent_text(met, 1.0, 1)[0]
 
 
 REFUSED = [
@@ -84,15 +104,19 @@ REFUSED = [
 @pytest.mark.parametrize("changes", REFUSED)
 def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, changes: dict[str, object]) -> None:
     here = make_experiment(small(**{key.replace(".", "__"): value for key, value in changes.items()}))
-    assert independent_text(replace(step, experiment=here), 1.0) == []
+    assert independent_text(replace(step, experiment=here), 1.0, 1) == []
     for strategy in ("zero3", "custom+parameters=node+gradients=node+optimizer=all"):
         other = replace(step, experiment=experiment(*of_strategies([strategy], small())))
-        assert independent_text(other, 1.0) == []
+        assert independent_text(other, 1.0, 1) == []
 
 
 def test_what_replicas_need_besides_is_said(step: Step) -> None:
+    """16 rows on 8 devices are two micro-steps of one, by themselves two shares each."""
     encoded = make_experiment(small(compression__hop_two="int8"))
-    (text,) = independent_text(replace(step, experiment=encoded), 1.0)
-    assert "with compression.error_feedback=False a step takes" in text
-    (text,) = independent_text(step, 1.0)
-    assert "error_feedback" not in text
+    (text,) = independent_text(replace(step, experiment=encoded), 1.0, 1)
+    assert "with compression.error_feedback=False, sharding.shares=4 a step takes" in text
+    (text,) = independent_text(step, 1.0, 4)
+    assert "with batch.micro_size=1, sharding.shares=4 a step takes" in text
+    whole = make_experiment(small(batch__global_size=8))
+    (text,) = independent_text(replace(step, experiment=whole), 1.0, 1)
+    assert f"({PAGE}) a step takes" in text

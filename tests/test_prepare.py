@@ -82,6 +82,21 @@ def test_tokens_that_a_run_has_made_are_used(texts: Path, tmp_path: Path, monkey
     check_whole(tmp_path / "set")
 
 
+def test_the_files_folder_by_another_name_is_no_out(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(texts)
+    assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'link'}"]) == 2
+    assert "link is --path: its index would hide" in capsys.readouterr().err and not (texts / "index.json").exists()
+
+
+def test_errors_name_its_own_options(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--path=/nope"], [f"--path={texts}", "--tokenizer=hugging_face", "--tokenizer_path=/nope"]):
+        assert prepare.main([*words, f"--out={tmp_path / 'set'}"]) == 2
+        said = capsys.readouterr().err
+        assert words[-1].partition("=")[0] in said and "data." not in said, said
+
+
 def test_a_mistake_in_a_flag_is_one_line(capsys: Any) -> None:
     assert prepare.main(["--path=x", "--out=y", "--tokeniser=z"]) == 2
     said = capsys.readouterr().err

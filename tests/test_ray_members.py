@@ -45,7 +45,9 @@ def test_a_agent_that_never_begins_keeps_no_node_out(members: Any) -> None:
     assert list(members.by_node) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("kind", ["RayActorError", "RayTaskError", "ActorUnschedulableError"])
+@pytest.mark.parametrize(
+    "kind", ["RayActorError", "RayTaskError", "ActorUnschedulableError", "OutOfMemoryError", "NodeDiedError"]
+)
 def test_a_agent_that_fails_is_dropped(
     kind: str, members: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +55,8 @@ def test_a_agent_that_fails_is_dropped(
         "RayActorError": (),
         "RayTaskError": ("news", "no memory", OSError()),
         "ActorUnschedulableError": ("",),
+        "OutOfMemoryError": ("low on memory",),  # Ray's memory monitor ended it
+        "NodeDiedError": ("dead",),
     }
     error = getattr(ray_members.ray.exceptions, kind)(*arguments[kind])
 

@@ -108,6 +108,31 @@ def test_a_replica_that_gets_nowhere_is_given_up(cluster: Members) -> Iterator[o
         cluster.by_node["a"].code = -9
 
 
+@alone("abc", max_failures=1)
+def test_the_next_host_does_not_inherit_the_failures_of_one_that_was_given_back(cluster: Members) -> Iterator[object]:
+    yield from runs(cluster, "a0.0 b1.0 c2.0")
+    for attempt in (1, 4):
+        yield from until(lambda attempt=attempt: cluster.by_node["a"].attempt == attempt)
+        cluster.by_node["a"].code = -9
+    yield from until(lambda: cluster.dropped == ["a"])
+    cluster.join("d")
+    yield from runs(cluster, "b1.0 c2.0 d0.0")
+    cluster.by_node["d"].code = -9
+    yield from until(lambda: cluster.by_node["d"].attempt == 6)
+    assert cluster.dropped == ["a"]
+
+
+@alone("abc", most=2)
+def test_no_more_nodes_train_than_were_asked_for(cluster: Members) -> Iterator[object]:
+    """One whose agent is late may come when another node has taken its place."""
+    a = cluster.by_node["a"]
+    a.has_begun = a.answers = False
+    yield from runs(cluster, "a b0.0 c1.0")
+    a.has_begun = a.answers = True
+    yield from turns(5)
+    assert cluster.groups() == "a b0.0 c1.0"
+
+
 @alone("abc")
 def test_a_run_that_has_finished_is_not_started_again(cluster: Members) -> Iterator[object]:
     """However its other groups end, but for the last."""

@@ -129,6 +129,25 @@ def test_members_that_meet_again_share_the_work_again(
         loop.end()
 
 
+def test_those_that_begin_on_two_sides_of_a_cut_link_find_each_other(
+    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side has lost the other, and on neither is anybody alone."""
+    connect = Membership.connect
+
+    def reach(one: Membership, to: Address, *rest: Any) -> Connection:
+        if one.me.number // 2 != to.process // 2:
+            raise PeerError("a cut link")
+        return connect(one, to, *rest)
+
+    with monkeypatch.context() as cut:
+        cut.setattr(Membership, "connect", reach)
+        made = [make(number) for number in range(4)]
+        until(lambda: all(member.members.others for member in made))
+        assert [[one.number for one in member.members.others] for member in made] == [[1], [0], [3], [2]]
+    until(lambda: all(len(member.members.others) == 3 for member in made))
+
+
 def test_those_that_others_can_reach_are_not_waited_for_again_and_again(
     make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
 ) -> None:

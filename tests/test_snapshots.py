@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import socket
+import zlib
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
@@ -102,7 +103,7 @@ def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
     run.keep(1)
     folder = MemoryFolder(run.memory, run.run_id, "standby")
     (kept,) = folder.snapshots()[0]
-    folder.commit(replace(kept, name="0-1-a", step=2, pieces=()))
+    folder.describe(replace(kept, name="0-1-a", step=2, pieces=()))
     check(run.restore(), 1)
     assert run.said == []
 
@@ -119,7 +120,8 @@ def test_copies_that_differ_are_not_used(run: Run, flipped: int, changes: dict[s
     content = bytearray((folder.path / f"{newest.name}.data").read_bytes())
     content[0] ^= flipped
     (folder.path / "0-1-a.data").write_bytes(content)
-    folder.commit(replace(newest, name="0-1-a", **changes))
+    pieces = tuple(replace(p, crc32=zlib.crc32(content[p.offset : p.offset + p.size])) for p in newest.pieces)
+    folder.describe(replace(newest, name="0-1-a", pieces=pieces, **changes))
     check(run.restore(), 1)
     assert len(run.said) == 1 and re.search(f"step 2 are not used: .*{said}", run.said[0])
 

@@ -1,6 +1,8 @@
 """train.py with the memory tier: a run that is killed goes on from its last snapshot as if nothing had happened."""
 
+import errno
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -21,6 +23,7 @@ from running import (
 )
 
 from runtime import workdir_lock
+from runtime.exit_codes import ResumableError
 
 RESUMABLE = 75
 
@@ -122,6 +125,16 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "elastic.snapshot_every=-2 must be at least -1" in capsys.readouterr().err
     assert run_here(*args, "--config.sharding.partition_size=16") == 2
     assert "needs 8 nodes of 2, 4 more than are here" in capsys.readouterr().err
+
+
+def test_a_lock_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(workdir_lock.locks, "locked", full)
+    for others_go_on, error in ((True, ResumableError), (False, ValueError)):
+        with pytest.raises(error, match="No space left on device"):
+            workdir_lock.workdir_lock(tmp_path, others_go_on=others_go_on).__enter__()
 
 
 def test_two_in_one_directory(

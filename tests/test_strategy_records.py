@@ -1,4 +1,4 @@
-"""What lab/benchmarks/results/measured/strategies.jsonl says was measured: formulas, losses, the README's numbers."""
+"""What lab/benchmarks/results/measured/strategies.jsonl says was measured: formulas, losses, commands."""
 
 import re
 import shlex

@@ -10,6 +10,7 @@ import jax
 
 from configs.schema import Config
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
+from input_pipeline.dataset import SPLITS
 from input_pipeline.shards import ShardSet, World, check_room
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.consensus import all_gather, new_key
@@ -71,7 +72,7 @@ def load_datasets(
         for data in stored:
             shards.append(ShardSet(data, tokenizer, world, was_reached=has_begun(workdir)))
             hold(shards[-1])
-    train, validation = (load(config.data, split, config.seed, shards, tokenizer) for split in ("train", "validation"))
+    train, validation = (load(config.data, split, config.seed, shards, tokenizer) for split in SPLITS)
     if shards:
         check_room(shards)
     _check(experiment, train, validation)

@@ -174,7 +174,9 @@ class Report:
             if self._warned == 1:
                 self._log.say(f"step {step}: {warning}; said once, counted at the end")
         if self._reported == 1:
-            self._supervisor.events.write(Event.FIRST_STEP, step=step)
+            config = self._ex.config
+            size = config.local_sgd.inner_steps if config.sharding.replicas == "independent" else 0  # of a round
+            self._supervisor.events.write(Event.FIRST_STEP, step=step, after=step - max(size, 1))
         if in_a_row >= self._ex.config.optimizer.max_skipped:
             raise NonFiniteError(
                 f"{in_a_row:.0f} updates in a row were not finite, the last at step {step}; the parameters "

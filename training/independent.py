@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from files.run_directory import CHECKPOINTS
+from files.run_directory import CHECKPOINTS, step_numbers
 from files.run_directory import REPLICAS as FOLDER
 from input_pipeline import Dataset
 from input_pipeline.batches import Batch as HostBatch
@@ -27,7 +27,6 @@ from runtime.handshake import shared_token
 from runtime.phases import Phase
 from sharding.step import TrainState
 from sharding.trees import Batch, GradsR
-from state.manifest import step_numbers
 from training.experiment import Experiment
 from training.replica_state import digest_of, own_shards, waiting_in, with_shards, with_waiting
 from training.share_gradients import Gradients, Put

@@ -50,13 +50,14 @@ class Start:
         """Number of logged steps that are repeated."""
         return max(0, self.logged - self.step)
 
-    def described(self, num_steps: int, workdir: Path) -> str:
-        """Returns the message for the user, one line."""
+    def described(self, num_steps: int, workdir: Path, *, may_join: bool = False) -> str:
+        """Returns the message for the user, one line; a run that may join others may take their later state yet."""
         at = f"step {self.step} of {num_steps} in {workdir}"
+        again = f"steps done again: {'at most ' * (may_join and self.steps_again > 0)}{self.steps_again}"
         if not self.restored:
-            lost = f": no checkpoint and no snapshot is left; steps done again: {self.logged}" if self.logged else ""
+            lost = f": no checkpoint and no snapshot is left; {again}" if self.logged else ""
             return f"starting{' again' if lost else ''} at {at}{lost}"
-        return f"resumed at {at}, from {self.restored.source_text}; steps done again: {self.steps_again}"
+        return f"resumed at {at}, from {self.restored.source_text}; {again}"
 
 
 def has_begun(workdir: Path) -> bool:
@@ -155,7 +156,7 @@ def _check_same_data(
 ) -> None:
     check_same_base(restored.data, fingerprints, workdir)
     for key, what in (("fingerprint", "trained"), ("validation_fingerprint", "validated")):
-        if restored.data.get(key, fingerprints[key]) != fingerprints[key]:  # earlier versions saved only the first
+        if restored.data.get(key, fingerprints[key]) != fingerprints[key]:  # an imported run has none
             raise ValueError(
                 f"{workdir} was {what} on other data: {experiment.config.data.origin} has changed since "
                 f"step {restored.step}; choose another --workdir"
@@ -172,6 +173,15 @@ def check_same_base(saved: Mapping[str, Any], now: Mapping[str, str], workdir: P
             f"{workdir} trained adapters beside other weights: the files in its model.weights have changed since; "
             "put the old ones back"
         )
+
+
+def check_not_weights(config: Config, workdir: Path) -> None:
+    """Raises ValueError if the run's directory is that of its weights, whose config.json it would replace."""
+    for key in ("weights", "lora_weights"):
+        if (folder := getattr(config.model, key, "")) and Path(folder).expanduser().resolve() == workdir.resolve():
+            raise ValueError(
+                f"--workdir={workdir} is model.{key}, whose files the run would replace; choose another one"
+            )
 
 
 def check_writable(*folders: Path) -> None:

@@ -32,7 +32,7 @@ class ModelConfig(Section, name="model"):
     )
     remat: str = key(
         "full",
-        "what is recomputed: layers; all but products, convolutions, cuDNN's attention, experts' tokens; nothing",
+        "what is recomputed: layers; all but products, convolutions, kernels' attention, experts' tokens; nothing",
         choices=("full", "dots", "none"),
         resumable=True,
     )

@@ -3,9 +3,9 @@
     python sweep.py --config=configs/sweeps/codecs_by_rate.py
 
 Hardware: any machine with 2 CPU cores, and root or user namespaces for the emulated cluster (docs/emulation.md).
-Expected: 12 minutes. Hop two sends 4 times fewer bytes with int8 and 8 times fewer with int4 than with none. At
-1 Gbit/s no codec is faster than none; at 50 Mbit/s a step takes 2.6 s with none, 1.1 s with int8, 0.9 s with int4
-(docs/sweeps.md; statistical was not timed). Ten steps say nothing about accuracy.
+Expected: 12 minutes. Hop two sends 4 times fewer bytes with int8 and 8 times fewer with int4 than with none, which
+shortens steps the more, the slower the link is (docs/compression_accuracy.md has steps at 100 Mbit/s). Ten steps say
+nothing about accuracy.
 """
 
 from collections.abc import Iterable

@@ -94,17 +94,19 @@ def transform_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def table(lines: Sequence[Line], steps: Sequence[Line]) -> str:
-    """Returns the time of each method, and its share of a step on emulated nodes, which share the cores as well."""
+    """Returns the time of each method and, by rate, its share of a step on emulated nodes, which share the cores."""
     of = {name: [x for x in lines if x["method"] == name] for name in dict.fromkeys(x["method"] for x in lines)}
     plain, rows = _seconds(of[DENSE]), []
     for name, runs in of.items():
         found = _seconds(runs)
         more = found.value - plain.value
-        step_s = [line["step_time_s"] for line in steps if line["codec"] == name]
-        share = f"{more / median(step_s):.1%}" if step_s and name != DENSE else "-"
-        rows.append([f"`{name}`", str(len(runs)), found.text(2), "" if name == DENSE else f"{more:+.2f}", share])
-    rate = " and ".join(rate_in_words(rate) for rate in rates_of(steps))
-    return markdown(["hop two", "runs", "seconds", f"more than `{DENSE}`", f"of a step at {rate}"], rows)
+        shares = []
+        for rate in rates_of(steps):
+            step_s = [x["step_time_s"] for x in steps if (x["codec"], x["rate"]) == (name, rate)]
+            shares.append(f"{more / median(step_s):.1%}" if step_s and name != DENSE else "-")
+        rows.append([f"`{name}`", str(len(runs)), found.text(2), "" if name == DENSE else f"{more:+.2f}", *shares])
+    of_steps = [f"of a step at {rate_in_words(rate)}" for rate in rates_of(steps)]
+    return markdown(["hop two", "runs", "seconds", f"more than `{DENSE}`", *of_steps], rows)
 
 
 def _seconds(runs: Sequence[Line]) -> Range:

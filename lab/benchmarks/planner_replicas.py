@@ -51,9 +51,10 @@ def predicted(run: Line) -> dict[str, float]:
     """Returns the seconds of a step by the planner, what a node sends, how long that takes, and what is exposed."""
     cluster = clusters.with_rate(clusters.EMULATED, Links(rate=run["rate"]).rate_bits())
     one_world = {"sharding.replicas": "one_world", "sharding.shares": 0, "mesh.devices_per_node": DEVICES}
-    keys = replicas.keys_of(run) | one_world
-    step = on_cluster(cluster, NODES, "standard", keys)
-    if found := independent(step) if "independent" in run["run"] else None:
+    keys = replicas.keys_of(run)
+    shares = keys.get("sharding.shares") or MICRO_STEPS[run["mode"]] * NODES
+    step = on_cluster(cluster, NODES, "standard", keys | one_world)
+    if found := independent(step, shares // NODES) if "independent" in run["run"] else None:
         return {
             "predicted_s": found.step_s,
             "predicted_bytes": found.sent_bytes,

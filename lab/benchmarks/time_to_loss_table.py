@@ -10,6 +10,7 @@ from statistics import fmean, median
 
 from matplotlib.figure import Figure
 
+from configs.losses import WITHIN
 from files.pages import markdown
 from files.palette import GRID, INK, SERIES
 from lab.benchmarks.names import on_pages
@@ -18,7 +19,6 @@ from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
 from lab.plots import OUTSIDE, rate_in_words
 from lab.records import Line, Range, spread
 
-WITHIN = 1.005  # of the dense run's final loss
 NONE = "-"
 
 

@@ -9,6 +9,7 @@ docs/emulation.md describes the nodes and the environment of the program.
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -158,7 +159,7 @@ def named_paths(command: Sequence[str]) -> list[Path]:
         if argument.startswith("--workdir="):
             make_folder(Path(argument.split("=", 1)[1]), "--workdir")
         value = argument.split("=", 1)[-1]
-        texts = (argument, value, *value.partition(":")[::2])  # the last two of --config=FILE:DIR
+        texts = (argument, value, value.partition(":")[2], *re.split("[:,]", value))  # of FILE:DIR, of a data.mixture
         named = [Path(text) for text in dict.fromkeys(texts) if os.path.exists(text)]
         environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]
