@@ -45,7 +45,7 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
     if batches.global_size % rows:  # `training.batches.shares_of` refuses
         return None
     timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
-    values = step.experiment.model.num_trained
+    values = float(step.experiment.model.num_trained)
     travel = [(values, make_payload(config.compression.hop_two, config.compression.block).bytes_per_value)]
     if local:  # the mean of the optimizers' states travels too
         kept = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas

@@ -23,12 +23,11 @@ from planner.predict import Step
 from sharding.mesh import inter_part
 from sharding.replicas import replica_key
 
-# Seconds without training after an event, on 4 emulated nodes with a model of 6.4 M parameters: superseded lines of
-# elastic.jsonl; docs/elasticity_measured.md has 0.1, 3.7 and 7.9 s less now. Most are compilation and imports; a
-# large model's state takes longer to read.
-LEFT_S = 16.8  # announced preemption of a node, pause; a killed node took 14.6 s, once
-JOINED_S = 23.5  # a node joins, pause
-FROM_CHECKPOINT_S = 34.1  # all nodes killed, from the first kill to the next step, once
+# Seconds without training after an event, on 4 emulated nodes with a model of 6.4 M parameters: medians of
+# elastic.jsonl (docs/elasticity_measured.md). Most are compilation and imports; a large model's state takes longer.
+LEFT_S = 20.3  # announced preemption of a node, pause
+JOINED_S = 24.0  # a node joins, pause
+FROM_CHECKPOINT_S = 37.8  # all nodes killed, from the first kill to the next step
 ROUNDING = 1e-6  # steps
 FORMAT = "give a CSV with the columns seconds,nodes"
 

@@ -1,10 +1,12 @@
 """Runs on spot nodes, worked out by hand; traces that cannot be read."""
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 from running import ROOT
 
+from lab.records import MEASURED, recorded
 from planner.spot import (
     FROM_CHECKPOINT_S,
     JOINED_S,
@@ -34,6 +36,16 @@ def cost(*changes: tuple[float, int], run: Run = RUN, worlds: tuple[World, ...] 
     parts = found.useful_s + found.lost_s + found.restart_s + found.waiting_s
     assert found.total_s == pytest.approx(parts)
     return found
+
+
+def test_pauses_are_the_medians_of_those_that_were_recorded() -> None:
+    lines = recorded(MEASURED / "elastic.jsonl")
+    for seconds, title, key in (
+        (LEFT_S, "announced preemption of a node", "pause_s"),
+        (JOINED_S, "a node joins", "pause_s"),
+        (FROM_CHECKPOINT_S, "all nodes killed", "next_step_s"),
+    ):
+        assert seconds == round(median(line[key] for line in lines if line["title"] == title), 1)
 
 
 def test_without_losses_it_is_the_run_on_demand() -> None:

@@ -40,7 +40,7 @@ PAPER = "--config=configs/mics_paper.py:bert_10b"
 ADAPTERS = ["--config=configs/fine_tune.py:llama_70b", "--nodes=2", "--rate=10gbit"]
 STRATEGIES = "hsdp,zero3,mics(64),custom+parameters=node+gradients=node+optimizer=all"
 WORDS = {
-    "example": [PAPER, "--nodes=16", "--search"],
+    "example": [PAPER, "--nodes=16", "--search", "--compile=6"],
     "spot": [PAPER, "--nodes=8,16"],
     "loss": [
         *("--config=configs/gpu_decoder.py:1.3b", "--config.num_steps=10000", "--config.batch.global_size=256"),
