@@ -307,7 +307,7 @@ class ReplicaGroups(Engine):
 
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
         size, taken = self._limits.nodes_per_group, {attempt.group for attempt in self._attempts}
-        most = self._limits.max_nodes - sum(len(attempt.nodes) for attempt in self._attempts)
+        most = self._limits.max_nodes - sum(len(attempt.nodes) for attempt in self._attempts if not attempt.why_stopped)
         for first in range(0, min(len(free), most) - size + 1, size):
             host = self._name(free[first])
             number = self._numbers.get(host)

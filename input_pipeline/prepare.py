@@ -32,7 +32,10 @@ KEYS = ("pattern", "tokenizer", "tokenizer_path", "text_field")  # of `data`, wh
 def prepare(config: DataConfig, out: str) -> int:
     """Writes the token shards of `config` and their index to `out`; returns the number of shards."""
     refuse_secrets("--out", out)
-    target = open_store(out)
+    try:
+        target = open_store(out)
+    except (ValueError, StoreError) as error:
+        raise type(error)(str(error).replace("data.path", "--out")) from error
     if not target.can_list:
         raise ValueError(f"--out={out}: an HTTP server stores nothing; give a folder, or a URL of s3:// or gs://")
     path, file = split_file(config.path)

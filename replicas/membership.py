@@ -290,9 +290,8 @@ class Membership:
         """Greets now and then those that were lost: they may have been cut off, or stopped, for a while.
 
         And those that do not take part, or no longer: one that was cut off may have caught up, and not know that it had
-        to; and where one of them is gone nobody waits for it, and would notice. And all
-        others that have a file: a link may have been cut when both sides began. One that knows nobody does so each
-        time, others each RARELY-th.
+        to; and where one of them is gone nobody waits for it, and would notice. And all others that have a file: a link
+        may have been cut when both sides began. One that knows nobody does so each time, others each RARELY-th.
         """
         for turn in itertools.count(1):
             with self._changed:

@@ -19,9 +19,9 @@ _WAIT_S = 90.0  # for the previous attempt: `engines/ray_standby.py` kills an or
 def workdir_lock(workdir: Path, *, others_go_on: bool = False) -> Iterator[None]:
     """Keeps other train.py of this host out of a run's directory while the context is open. Every process calls it.
 
-    Waits for another one to end; ValueError if it does not. Without room for the lock, ResumableError if `others_go_on`
-    meanwhile. There is one lock per host: an attempt on a host that was
-    cut off from the network ends by itself, and must not block the next attempt on this host.
+    Waits for another one to end; ValueError if it does not. Without room for the lock: ResumableError if
+    `others_go_on`, since there may be room later, else ValueError. There is one lock per host: an attempt on a host
+    that was cut off from the network ends by itself, and must not block the next attempt on this host.
     """
     with ExitStack() as held:
         broadcast(new_key("workdir-lock"), lambda: _hold(workdir, held, others_go_on))
@@ -36,7 +36,15 @@ def _hold(workdir: Path, held: ExitStack, others_go_on: bool) -> None:
     def say() -> None:
         print(f"{another}: waiting up to {_WAIT_S:g} s for its end", file=sys.stderr)
 
-    make_folder(workdir, "--workdir")
+    def check_room(error: BaseException | None) -> None:
+        if others_go_on and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResumableError(f"{file} cannot be made ({error.strerror}); see that the disk has room") from error
+
+    try:
+        make_folder(workdir, "--workdir")
+    except ValueError as error:
+        check_room(error.__cause__)
+        raise
     try:
         held.enter_context(locks.locked(file, wait_s=_WAIT_S, waits=say, is_private=True))
     except BlockingIOError as error:
@@ -44,6 +52,5 @@ def _hold(workdir: Path, held: ExitStack, others_go_on: bool) -> None:
     except locks.NoLocksError as error:
         print(f"warning: {file} cannot be locked ({error.strerror}): start train.py here once", file=sys.stderr)
     except OSError as error:
-        if others_go_on and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResumableError(f"{file} cannot be made ({error.strerror}); see that the disk has room") from error
+        check_room(error)
         raise ValueError(f"{file} cannot be made ({error.strerror}); choose another --workdir") from error

@@ -23,6 +23,7 @@ from training.experiment import make_experiment
 
 STRATEGIES = {
     "ddp": dict(strategy="ddp"),
+    "hsdp": dict(strategy="hsdp"),
     # hop two reduce-scatters over all devices, over the nodes, or inside the node and all-reduces between nodes
     "zero1": dict(strategy="zero1"),
     "node/node/all": dict(strategy="custom", parameters="node", gradients="node", optimizer="all"),
@@ -36,6 +37,13 @@ STRATEGIES = {
 LAYERS = 3
 HOPS = ("gather", "hop_one")
 CODEC = dict(block=16)  # small rows would mostly be filled up
+
+
+def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
+    """The losses of five steps with hop two in the last backward pass."""
+    plan = workload.plan(kind, overlap=True, **STRATEGIES[strategy])
+    early = workload.early(plan, "none")
+    return workload.losses(kind, plan, accumulation=accumulation, early=early)
 
 
 def crossing(collectives: list[Collective]) -> list[Collective]:

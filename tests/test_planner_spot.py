@@ -38,6 +38,7 @@ def cost(*changes: tuple[float, int], run: Run = RUN, worlds: tuple[World, ...] 
     return found
 
 
+@pytest.mark.document
 def test_pauses_are_the_medians_of_those_that_were_recorded() -> None:
     lines = recorded(MEASURED / "elastic.jsonl")
     for seconds, title, key in (
@@ -127,7 +128,7 @@ def test_a_trace_begins_again_and_may_be_hopeless() -> None:
 
 def test_the_text() -> None:
     text = spot_text(cost((0, 4), (105, 0), (305, 4)), "t.csv")
-    assert "on spot nodes, t.csv: 1.00 G tokens in 20m 59s, 1 $ (1 $/Gtoken)" in text
+    assert "on spot nodes, t.csv: 1.00 G tokens in 21m 03s, 1 $ (1 $/Gtoken)" in text
     assert "losses of the run's nodes: 1, back to a checkpoint: 1" in text
     assert "on demand, never interrupted: 16m 40s, 3 $ (3 $/Gtoken)" in text
     assert spot_text(replay_spot(trace((0, 4)), (FOUR,), RUN), "t.csv").count("$") == 0

@@ -95,6 +95,8 @@ def test_errors_name_its_own_options(texts: Path, tmp_path: Path, capsys: pytest
         assert prepare.main([*words, f"--out={tmp_path / 'set'}"]) == 2
         said = capsys.readouterr().err
         assert words[-1].partition("=")[0] in said and "data." not in said, said
+    assert prepare.main([f"--path={texts}", "--out=ftp://x"]) == 2
+    assert "error: --out ftp://x is no" in capsys.readouterr().err
 
 
 def test_a_mistake_in_a_flag_is_one_line(capsys: Any) -> None:

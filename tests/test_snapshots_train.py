@@ -131,10 +131,11 @@ def test_a_lock_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, mon
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(workdir_lock.locks, "locked", full)
-    for others_go_on, error in ((True, ResumableError), (False, ValueError)):
-        with pytest.raises(error, match="No space left on device"):
-            workdir_lock.workdir_lock(tmp_path, others_go_on=others_go_on).__enter__()
+    for owner, name in ((workdir_lock.locks, "locked"), (Path, "mkdir")):  # the lock; its folder
+        for others_go_on, error in ((True, ResumableError), (False, ValueError)):
+            with monkeypatch.context() as patch, pytest.raises(error, match="No space left on device"):
+                patch.setattr(owner, name, full)
+                workdir_lock.workdir_lock(tmp_path, others_go_on=others_go_on).__enter__()
 
 
 def test_two_in_one_directory(

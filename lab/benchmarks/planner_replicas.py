@@ -54,7 +54,9 @@ def predicted(run: Line) -> dict[str, float]:
     keys = replicas.keys_of(run)
     shares = keys.get("sharding.shares") or MICRO_STEPS[run["mode"]] * NODES
     step = on_cluster(cluster, NODES, "standard", keys | one_world)
-    if found := independent(step, shares // NODES) if "independent" in run["run"] else None:
+    if "independent" in run["run"]:
+        found = independent(step, shares // NODES)
+        assert found
         return {
             "predicted_s": found.step_s,
             "predicted_bytes": found.sent_bytes,
