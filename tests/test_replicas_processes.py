@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from replica_loop import NUM_SHARES, PATIENCE_S, STEPS, Loop, trained
-from test_shard_peers import Meeting, in_threads
+from shard_nodes import Meeting, in_threads
 from waiting import until
 
 from replicas import membership

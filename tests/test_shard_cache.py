@@ -21,6 +21,11 @@ def size_of(file: Path) -> int:
         return 0
 
 
+def test_each_folder_has_an_identity_which_stays(tmp_path):
+    one, other = (ShardCache(tmp_path / name, 0) for name in "ab")
+    assert one.node() == ShardCache(one.folder, 0).node() != other.node()
+
+
 def test_cache_keeps_its_limit_and_drops_the_least_recently_used(texts, cache_folder):
     def there() -> set[str]:
         return {file.name for file in (cache_folder / "shards").glob("*.tokens")}

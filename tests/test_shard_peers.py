@@ -3,82 +3,22 @@
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from shard_nodes import TOKEN, caches, in_threads, opened
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import of_folder
 
 from configs.schema import DataConfig
-from input_pipeline import load, prepare, shard_tiers, shards
+from input_pipeline import load, prepare, shard_tiers
 from input_pipeline.shard_tiers import Peers, maker_of, rendezvous
 from input_pipeline.shard_windows import parts
-from input_pipeline.shards import ShardSet, World
+from input_pipeline.shards import ShardSet
 from runtime import blobs
 from runtime.blobs import Address, RefusedError
-
-TOKEN = "a" * 64
-here = threading.local()
-
-
-class Meeting:
-    """An all_gather of threads."""
-
-    def __init__(self, count: int) -> None:
-        self.barrier, self.values = threading.Barrier(count, timeout=120), [None] * count
-
-    def all_gather(self, process: int, value: Any) -> list[Any]:
-        self.values[process] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThreadWorld(World):
-    """A process that is a thread."""
-
-    meeting: Any
-
-    def all_gather(self, topic: str, value: Any) -> list[Any]:
-        return self.meeting.all_gather(self.process, value)
-
-    def broadcast(self, topic: str, answer: Callable[[], Any]) -> Any:
-        return self.meeting.all_gather(self.process, answer() if self.process == 0 else None)[0]
-
-
-def in_threads(actions: list[Callable[[], Any]]) -> list[Any]:
-    """Returns what the actions return, each in a thread of its own; raises the first error."""
-    with ThreadPoolExecutor(len(actions)) as pool:
-        return [done.result(300) for done in [pool.submit(action) for action in actions]]
-
-
-def open_together(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns the set, or the error, of each of several processes with a cache folder each."""
-    monkeypatch.setattr(shards, "cache_dir", lambda: here.cache)
-    meeting = Meeting(len(caches))
-
-    def make(process: int) -> ShardSet | Exception:
-        here.cache = caches[process]
-        try:
-            return ShardSet(config, world=ThreadWorld(process=process, count=len(caches), token=TOKEN, meeting=meeting))
-        except (OSError, RuntimeError) as error:
-            return error
-
-    return in_threads([lambda process=process: make(process) for process in range(len(caches))])
-
-
-@contextmanager
-def opened(config: DataConfig, caches: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShardSet]]:
-    """Gives the sets, open."""
-    with ExitStack() as held:
-        yield [held.enter_context(one) for one in open_together(config, caches, monkeypatch)]
 
 
 def epoch_of(one: ShardSet, config: DataConfig) -> list[bytes]:
@@ -92,10 +32,6 @@ def web(texts: Path, tmp_path: Path) -> Any:
     assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
     with of_folder(tmp_path / "set") as server:
         yield server
-
-
-def caches(tmp_path: Path, count: int) -> list[Path]:
-    return [tmp_path / f"node{number}" for number in range(count)]
 
 
 def test_shards_leave_the_store_once_for_four_nodes(web, tmp_path, monkeypatch):
@@ -116,7 +52,6 @@ def test_shards_leave_the_store_once_for_four_nodes(web, tmp_path, monkeypatch):
         hashes = {part.shard.sha256 for part in parts(sets[0].index.shards, "train")}
         downloads = Counter(rendezvous(key, nodes)[0] for key in hashes)
         assert [one.tiers.counters.store_hits for one in sets] == [downloads[node] for node in nodes]
-    assert len(set(nodes)) == 4
 
 
 def test_files_of_documents_are_tokenised_once_by_all_nodes(texts, tmp_path, monkeypatch):

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shard_nodes import caches, in_threads, open_together
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import Server, of_folder, served
-from test_shard_peers import caches, in_threads, open_together
 
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shards import ShardSet
