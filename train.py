@@ -25,6 +25,7 @@ from absl import flags
 from configs import command_line, losses
 from configs.schema import Config, defaults
 from files import run_directory
+from files.paths import user_path
 from metrics.writer import import_ahead
 from runtime import launch
 from runtime.command_line import prepare_output
@@ -83,7 +84,7 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
     supervisor.shows_tracebacks = values.debug
     if values.workdir == "":
         raise ValueError("--workdir= names no folder; give one, or leave --workdir out")
-    workdir = Path(values.workdir or Path("runs") / command_line.config_name(values))
+    workdir = user_path(values.workdir or Path("runs") / command_line.config_name(values))
     check_path(workdir)
     address = launch.Address(
         coordinator=values.coordinator, num_processes=values.num_processes, process_id=values.process_id

@@ -29,6 +29,7 @@ from configs.schema import (
     sections,
     unknown_key,
 )
+from files.paths import user_path
 
 HELP = ("--help", "-help", "-h")
 WANTED = {  # by what absl says of a flag's value
@@ -155,12 +156,13 @@ def _config_of_file(given: str) -> dict[str, Any]:
     file, colon, argument = given.partition(":")
     if not file:
         raise ValueError(f"give --config=configs/NAME.py; experiments are {', '.join(_experiments())}")
-    if not Path(file).is_file():
+    path = user_path(file)
+    if not path.is_file():
         near = get_close_matches(Path(file).stem, _experiments(), n=1)
         hint = f"did you mean configs/{near[0]}.py?" if near else f"experiments are {', '.join(_experiments())}"
         raise ValueError(f"--config={file}: there is no such file; {hint}")
     try:
-        module = _load(file)
+        module = _load(str(path))
         if not hasattr(module, "get_config"):
             raise ValueError(f"{file}: it lacks get_config(), which returns the config")
         if colon and not inspect.signature(module.get_config).parameters:

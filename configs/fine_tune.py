@@ -12,11 +12,10 @@ Not run yet on GPUs; by the planner (lab/benchmarks/planner_configs.py):
     llama_70b: 2 p4d.24xlarge (16 GPUs), 31.1 GB of 38.1 GB a GPU, 34.3 s a step, $209 for its 500 steps on demand
 """
 
-from pathlib import Path
-
 from ml_collections import ConfigDict
 
 from configs import base, gemma, hugging_face, llama, mistral, qwen
+from files.paths import user_path
 
 SIZES = {
     f"{file.__name__.rpartition('.')[2]}_{size}": (file, size)
@@ -27,9 +26,9 @@ SIZES = {
 
 def get_config(arg: str = "llama_8b") -> ConfigDict:
     """Returns a run that adapts the model in the folder `arg`, or the plan of one. ValueError if there is none."""
-    config = base.get_config()
-    if (Path(arg) / hugging_face.CONFIG_FILE).exists():
-        config.model = hugging_face.model(arg)
+    config, folder = base.get_config(), user_path(arg)
+    if (folder / hugging_face.CONFIG_FILE).exists():
+        config.model = hugging_face.model(folder)
     elif arg in SIZES:
         file, size = SIZES[arg]
         config.model = file.get_config(size).model
@@ -39,7 +38,7 @@ def get_config(arg: str = "llama_8b") -> ConfigDict:
     config.num_steps = 500
     config.model.update({"compute_dtype": "bfloat16", "lora_rank": 16, "lora_alpha": 32.0})
     config.data.update({"source": "chats", "packing": "whole", "tokenizer": "hugging_face"})
-    config.data.tokenizer_path = str(Path(arg) / "tokenizer.json")
+    config.data.tokenizer_path = str(folder / "tokenizer.json")
     config.data.update({"path": "chats.jsonl", "seq_len": min(4096, config.to_dict()["model"]["max_len"])})
     config.batch.update({"global_size": 64, "micro_size": 1})
     config.sharding.strategy = "hsdp"  # a partition group is a node

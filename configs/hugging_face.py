@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from configs.schema import MODELS, DecoderConfig, TransformerConfig, defaults
 from configs.schema.keys import keys_of
 from files import json_objects
+from files.paths import user_path
 
 Values = Mapping[str, Any]
 CONFIG_FILE = "config.json"
@@ -469,7 +470,7 @@ def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
 
     ValueError for a missing or damaged file, an unknown architecture, and what we cannot compute.
     """
-    path = Path(folder).expanduser() / CONFIG_FILE
+    path = user_path(folder) / CONFIG_FILE
     try:
         values = json_objects.read(path)
     except OSError as error:
@@ -502,7 +503,7 @@ def check_same(config: TransformerConfig, folder: str | Path) -> Architecture:
     architecture, section = read(folder)
     differences = _differences(config, architecture, section)
     if differences:
-        path = Path(folder) / CONFIG_FILE
+        path = user_path(folder) / CONFIG_FILE
         raise ValueError(
             f"the config and {path} are of different models: "
             + ", ".join(f"model.{key}={ours!r}, but {theirs!r} there" for key, (ours, theirs) in differences.items())

@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
+from files.paths import user_path
+
 ENVIRONMENT_KEY = "MICS_JAX_CACHE"
 
 
 def cache_dir() -> Path:
     """Returns $MICS_JAX_CACHE, or ~/.cache/mics-jax."""
-    return Path(os.environ.get(ENVIRONMENT_KEY) or "~/.cache/mics-jax").expanduser()
+    return user_path(os.environ.get(ENVIRONMENT_KEY) or "~/.cache/mics-jax")

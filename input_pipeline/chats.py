@@ -16,6 +16,7 @@ import numpy as np
 
 from configs.schema import DataConfig
 from files import json_objects
+from files.paths import user_path
 from input_pipeline import cache, folder, packing
 from input_pipeline.chat_template import ChatTemplate, Messages
 from input_pipeline.shard_index import Progress
@@ -116,7 +117,7 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
     Validation has the conversations whose line hashes into the lowest 5 %, at least one, so equal ones are in one
     split. Raises ValueError, which names file and line, for one that cannot be read or rendered, or has no answer.
     """
-    path, template = Path(config.path).expanduser(), ChatTemplate(Path(config.tokenizer_path).expanduser())
+    path, template = user_path(config.path), ChatTemplate(user_path(config.tokenizer_path))
     files = _files(path)
     name = f"data.path {path}"
     root = path if path.is_dir() else path.parent

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from files.paths import user_path
 from input_pipeline.shard_formats import matches
 from input_pipeline.streams import TextSource
 
@@ -22,7 +23,7 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
     split `all` is every file whole.
     Raises ValueError for a folder that is missing, unreadable or empty, and for a file that is not UTF-8 (when read).
     """
-    root = Path(path).expanduser()
+    root = user_path(path)
     names = [name for name in text_files(root) if matches(name, pattern) and (root / name).stat().st_size]
     if not names:
         that = f" that match data.pattern={pattern!r}" if pattern else ""

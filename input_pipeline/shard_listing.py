@@ -4,11 +4,12 @@ import hashlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from configs.schema import DataConfig
 from files import json_objects
+from files.paths import user_path
 from input_pipeline.shard_formats import KNOWN, format_of, matches
 from input_pipeline.shard_index import INDEX_FILE, Progress, ShardIndex
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
@@ -27,7 +28,7 @@ class Listing:
 def split_file(path: str) -> tuple[str, str]:
     """Returns the folder and the name of a path that names one file by its ending; the path and "" otherwise."""
     folder, slash, name = path.rpartition("/")
-    is_file = format_of(name) and (is_url(path) or Path(path).expanduser().is_file())
+    is_file = format_of(name) and (is_url(path) or user_path(path).is_file())
     return (folder or slash or ".", name) if is_file else (path, "")
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from files import atomic
+from files.paths import user_path
 from input_pipeline.folder import text_files
 from runtime.exit_codes import ResumableError
 
@@ -102,7 +103,7 @@ class LocalStore:
     can_list = True  # an HTTP server cannot, and stores nothing
 
     def __init__(self, path: str) -> None:
-        self.root = Path(path).expanduser()
+        self.root = user_path(path)
         self.url = str(self.root)
 
     def list(self) -> list[Item]:

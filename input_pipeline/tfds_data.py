@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from files.cache import cache_dir
+from files.paths import user_path
 from input_pipeline import cache
 from input_pipeline.folder import VALIDATION_SHARE, signature, text_files
 from input_pipeline.streams import TextSource
@@ -93,7 +94,7 @@ def _prepared_builder(name: str, data_dir: str) -> Any:
     """Returns the builder of a prepared data set. ValueError if TFDS does not know it or cannot prepare it."""
     import tensorflow_datasets as tfds
 
-    where = str(Path(data_dir).expanduser()) if data_dir else None
+    where = str(user_path(data_dir)) if data_dir else None
     try:
         builder = tfds.builder(name, data_dir=where)
         if not builder.is_prepared():

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.schema.own import OWN
+from files.paths import user_path
 
 UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
 MAX_IDS = 1 << 24  # of a vocabulary file (real ones: up to 262,000); memory grows with the highest id
@@ -205,7 +206,7 @@ def make_tokenizer(kind: str, path: str, vocab_size: int = MAX_IDS) -> Tokenizer
         return Bytes()
     if kind in OWN["tokenizer"]:
         return OWN["tokenizer"][kind](path)
-    file = Path(path).expanduser()
+    file = user_path(path)
     if kind == "hugging_face":
         return HuggingFace(file, vocab_size)
     return {"sentencepiece": SentencePiece, "tiktoken": Tiktoken}[kind](file)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from files import atomic, run_directory
+from files.paths import user_path
 from metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes_chart, span_s
 from metrics.charts import Chart, Curve, curve_chart
 from metrics.page import render
@@ -219,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the report of the run directory given on the command line."""
     prepare_output()
     parser = OneLineParser(prog="python -m metrics.report", description="Writes report.html into a run directory.")
-    parser.add_argument("run_dir", help="the --workdir of a run")
+    parser.add_argument("run_dir", type=user_path, help="the --workdir of a run")
     try:
         print(write_report(read_run(parser.parse_args(arguments).run_dir)))
     except (ValueError, OSError) as error:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from configs.hugging_face import Architecture, check_same
 from configs.schema import TransformerConfig
 from files import json_objects
+from files.paths import user_path
 from models.lora import ADAPTERS, IN_BLOCKS, decode, encode, in_blocks
 from models.model import Model, Params
 from sharding.spec import ParamSpec, path_name
@@ -122,7 +123,7 @@ class Weights:
         another shape, of no float dtype, or not part of the model.
         """
         assert isinstance(model.config, TransformerConfig)
-        self.folder, self._config = Path(folder).expanduser(), model.config
+        self.folder, self._config = user_path(folder), model.config
         architecture = check_same(model.config, self.folder)
         self._files = _open(self.folder)
         self._tensors = tensors(model, architecture)

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
 from files import atomic, json_objects
+from files.paths import user_path
 from models.hugging_face import Tensor, open_file, tensors
 from models.lora import ADAPTERS
 from models.model import Model, Params
@@ -41,7 +42,7 @@ class Adapters:
         to another base, and a tensor that is missing, of another shape, or not part of the model.
         """
         assert isinstance(model.config, TransformerConfig)
-        self._folder, c = Path(folder).expanduser(), model.config
+        self._folder, c = user_path(folder), model.config
         _check_config(self._folder / CONFIG_FILE, c)
         file = self._folder / WEIGHTS_FILE
         _, self._file = open_file(file, f"{self._folder} has no {WEIGHTS_FILE}")

@@ -29,6 +29,7 @@ from configs import command_line
 from configs.losses import dense_optimizer
 from configs.schema import USERS, Config, TransformerConfig
 from files import atomic
+from files.paths import user_path
 from metrics.units import format_bytes, format_count
 from planner import clusters, probes
 from planner import compile as compiling
@@ -161,7 +162,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
         raise ValueError(f"--png={values.png}: the picture is a PNG; give a name that ends in .png")
     for name in ("png", "html"):
         if file := values[name].value:
-            check_file(Path(file), f"--{name}")
+            check_file(user_path(file), f"--{name}")
     system = str(values["as"].value)
     lacks_it = cluster.device.name == "V100" and config.model.compute_dtype == "bfloat16"
     no_bfloat16 = clusters.NO_BFLOAT16_NOTE if lacks_it else ""
@@ -191,7 +192,7 @@ def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
     if values.devices_per_node:
         cluster = clusters.with_devices(cluster, values.devices_per_node)
     if values.probe:
-        cluster, measured = probes.with_probe(cluster, Path(values.probe), has_other_link=bool(values.rate))
+        cluster, measured = probes.with_probe(cluster, user_path(values.probe), has_other_link=bool(values.rate))
     cluster = clusters.with_system(cluster, str(values["as"].value))  # whose attention a probe did not measure
     if values.rate:
         cluster = clusters.with_rate(cluster, _rate(values, "rate"))
@@ -239,7 +240,7 @@ def _notes(cluster: clusters.Cluster, *, is_search: bool) -> list[str]:
 
 def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValues) -> None:
     """Prints the plans and writes their files; for several numbers of nodes, an error is in the place of its plan."""
-    trace, spot = read_trace(Path(values.spot_trace)) if values.spot_trace else None, ""
+    trace, spot = read_trace(user_path(values.spot_trace)) if values.spot_trace else None, ""
     if trace:
         run_of(question.config)  # raises ValueError if nothing can be said of it
         if values.json:
@@ -267,7 +268,8 @@ def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValue
         said.append(spot)
     if values.png:
         is_one = len(found) == 1
-        (_timeline(question, found[0].step) if is_one else _curves(question, found)).savefig(values.png, dpi=110)
+        figure = _timeline(question, found[0].step) if is_one else _curves(question, found)
+        figure.savefig(user_path(values.png), dpi=110)
         said.append(f"{'timeline' if is_one else 'curves'}: {values.png}")
     if values.html:
         command = shlex.join(["python", "-m", "planner", *argv[1:]])
@@ -275,7 +277,7 @@ def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValue
         if len(plans) > 1:
             pictures["curves"] = _png(_curves(question, found))
         page = plan_page(question.name, plans, question.nodes, pictures, command, spot)
-        atomic.replace(Path(values.html), page)
+        atomic.replace(user_path(values.html), page)
         said.append(f"page: {values.html}")
     print(to_json([answer.plan for answer in found]) if values.json else "\n\n".join(said))
 

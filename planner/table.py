@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 from absl import flags
@@ -19,6 +18,7 @@ from absl import flags
 from configs import command_line
 from configs.schema import Config
 from files.pages import columns
+from files.paths import user_path
 from metrics.units import format_bytes, format_count
 from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
         config = command_line.parse(argv, values)
         if values.png:
-            check_file(Path(values.png), "--png")
+            check_file(user_path(values.png), "--png")
         experiment = _described(start_devices(config, values.devices, values.devices_per_node))
         print(table_text(experiment))
         if values.png:
-            Path(values.png).write_bytes(drawing.mesh_png(experiment.plan.layout))
+            user_path(values.png).write_bytes(drawing.mesh_png(experiment.plan.layout))
             print(f"\npicture of the mesh: {values.png}")
     except (ValueError, OSError) as error:
         return complain(ValueError(error))

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from files.paths import user_path
 from runtime.exit_codes import ExitCode
 
 FIRST, LAST = 600, 300  # characters of a long error that are shown
@@ -73,7 +74,7 @@ def named_path(text: str) -> Path:
     """Returns the path that a command-line option names; an empty one, as of an unset variable, is a mistake."""
     if not text:
         raise argparse.ArgumentTypeError("it names nothing; give a path, or leave it out")
-    return Path(text)
+    return user_path(text)
 
 
 def make_folder(folder: Path, option: str) -> None:

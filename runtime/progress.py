@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from files import json_lines, run_directory
+from files.paths import user_path
 
 TAIL_BYTES = 1 << 16  # at the end of metrics.jsonl: many lines
 
@@ -21,7 +22,7 @@ class Progress:
 def workdir_of(command: Sequence[str]) -> Path | None:
     """Returns the directory of a command's last `--workdir=`; None if it has none."""
     given = [argument.split("=", 1)[1] for argument in command if argument.startswith("--workdir=")]
-    return Path(given[-1]) if given else None
+    return user_path(given[-1]) if given else None
 
 
 def read_progress(workdir: Path) -> Progress:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from files import run_directory
+from files.paths import user_path
 from runtime.command_line import prepare_output
 from runtime.exit_codes import ExitCode
 from state import manifest
@@ -80,10 +81,13 @@ def main() -> int:
     prepare_output()
     parser = argparse.ArgumentParser(prog="python -m state", description="Looks at a checkpoint directory.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("verify", help="read every file and compare it with the manifests").add_argument("directory")
-    commands.add_parser("ls", help="list the steps").add_argument("directory")
+    for name, meaning in {
+        "verify": "read every file and compare it with the manifests",
+        "ls": "list the steps",
+    }.items():
+        commands.add_parser(name, help=meaning).add_argument("directory", type=user_path)
     arguments = parser.parse_args()
-    directory = Path(arguments.directory)
+    directory: Path = arguments.directory
     if not directory.is_dir():
         print(f"{directory} is not a folder", file=sys.stderr)
         return ExitCode.BAD_INPUT

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from files import atomic, json_objects, private
+from files.paths import user_path
 from state.attempts import RUN_ID
 from state.manifest import Leaf
 
@@ -142,7 +143,7 @@ class MemoryFolder:
         the same in all processes, and different in each attempt.
         """
         self.run_id = run_id
-        self._memory = Path(memory_dir).absolute()
+        self._memory = user_path(memory_dir).absolute()
         if not self._memory.is_dir():
             raise ValueError(
                 f"elastic.memory_dir={memory_dir} is not a folder of this machine; name its RAM disk, or turn the "
@@ -278,7 +279,8 @@ class MemoryFolder:
 def remove_run(memory_dir: str | Path, run_id: str) -> None:
     """Deletes the snapshots of a run on this node."""
     name = f"mics-jax-{os.getuid()}"
-    for folder in [Path(memory_dir, name, run_id), *Path(memory_dir).glob(f"{name}-*/{run_id}")]:
+    memory = user_path(memory_dir)
+    for folder in [memory / name / run_id, *memory.glob(f"{name}-*/{run_id}")]:
         if _is_private(folder.parent) and _is_private(folder):
             shutil.rmtree(folder, ignore_errors=True)  # what cannot be deleted must not fail a finished run
             if folder.parent.name != name:

@@ -26,7 +26,7 @@ class SavedArrays:
         self.step = steps[-1] if step is None else step
         if self.step not in steps:
             raise ValueError(f"{directory} holds no step {step}; its steps are {', '.join(map(str, steps))}")
-        self._folder = directory / str(self.step)
+        self._folder = directory.absolute() / str(self.step)  # Orbax takes no relative path
         try:
             found = manifest.verify(self._folder)
         except manifest.DamagedError as error:

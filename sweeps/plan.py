@@ -14,6 +14,7 @@ from typing import Any
 from configs import command_line
 from configs.overrides import Choice, Overrides, Range, product
 from configs.schema import defaults, flat, nearest
+from files.paths import user_path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Options of `python -m lab.emulate` that a sweep may set; it sets the work directory itself.
@@ -59,10 +60,11 @@ class Run:
 
 def load_file(path: str) -> SweepFile:
     """Reads a sweep file; ValueError if it is missing, fails or is not a sweep file."""
-    if not Path(path).is_file():
+    file = user_path(path)
+    if not file.is_file():
         raise ValueError(f"--config={path}: no such file")
     try:
-        names = runpy.run_path(path)
+        names = runpy.run_path(str(file))
     except (Exception, SystemExit) as error:  # the file is the user's code and may raise anything
         raise ValueError(command_line.with_line(error, path)) from error
     sweeps: dict[str, Any] = {
@@ -79,7 +81,7 @@ def load_file(path: str) -> SweepFile:
     if goal not in GOALS:
         raise ValueError(f"{path}: GOAL={goal!r} must be one of {', '.join(GOALS)}")
     return SweepFile(
-        path=Path(path).resolve(),
+        path=file.resolve(),
         about=(names.get("__doc__") or "").strip(),
         metric=names.get("METRIC", "validation_loss"),
         goal=goal,
@@ -156,7 +158,7 @@ def _resolve(config: str, overrides: Overrides, workdir: Path, common: Mapping[s
     words = re.sub(r"[^\w.=,+-]+", "_", describe(overrides)).encode()[:NAME_BYTES].decode(errors="ignore")
     name = known[0].name if known else f"{words or Path(file).stem}-{digest}"
     run_dir = (workdir / name).resolve()
-    base = f"{_short(Path(file).resolve())}{argument}"
+    base = f"{_short(user_path(file).resolve())}{argument}"
     command = (sys.executable, program, f"--config={base}", f"--workdir={_short(run_dir)}", *flags)
     return Run(
         name=name,

@@ -13,6 +13,7 @@ Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else
 """
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from configs import command_line
 from configs.hugging_face import CONFIG_FILE
 from configs.schema import MODELS, Config, TransformerConfig, with_defaults
 from files import json_objects, run_directory
+from files.paths import user_path
 from input_pipeline import tokenizers
 from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
 from models import hugging_face, hugging_face_export, lora, peft
@@ -61,21 +63,21 @@ def main(argv: Sequence[str]) -> int:
         elif any(word.lstrip("-").startswith("from_hugging_face") for word in argv[1:]):
             config = command_line.parse(argv, values)
             _refuse(values, "to_hugging_face", "to_peft", "workdir", "step", "max_file_gb")
-            import_run(config, Path(values.from_hugging_face), Path(_given(values, "out")))
+            import_run(config, _given(values, "from_hugging_face"), _given(values, "out"))
         else:
             if rest := values(list(argv))[1:]:
                 raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
             _refuse(values, "config", "out")  # the config is the run's
             if values.to_peft:
                 _refuse(values, "to_hugging_face", "max_file_gb")
-                export_adapters(Path(_given(values, "workdir")), Path(values.to_peft), step=values.step)
+                export_adapters(_given(values, "workdir"), _given(values, "to_peft"), step=values.step)
                 return 0
-            folder = Path(_given(values, "to_hugging_face"))
+            folder = _given(values, "to_hugging_face")
             max_file_gb = MAX_FILE_GB if values.max_file_gb is None else values.max_file_gb
             if not max_file_gb > 0:
                 raise ValueError(f"--max_file_gb={max_file_gb} must be above 0")
             max_bytes = int(max_file_gb * 1e9)
-            export_run(Path(_given(values, "workdir")), folder, step=values.step, max_file_bytes=max_bytes)
+            export_run(_given(values, "workdir"), folder, step=values.step, max_file_bytes=max_bytes)
     except flags.Error as error:
         return complain(ValueError(str(error)))
     except (ValueError, OSError) as error:
@@ -114,7 +116,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
     built = models.build(model)
     read, dtype = _reader(saved, built, workdir)
     tokenizer = template = None
-    file = Path(data["tokenizer_path"]).expanduser()
+    file = user_path(data["tokenizer_path"])
     if data["tokenizer"] == "hugging_face":
         tokenizer = tokenizers.HuggingFace(file)
         if data["source"] == "chats" or "chats:" in data["mixture"]:
@@ -130,7 +132,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
     )
     if tokenizer:
         _write_tokenizer(tokenizer, file, model.max_len, folder, template)
-    generation = Path(model.weights).expanduser() / GENERATION_FILE
+    generation = user_path(model.weights) / GENERATION_FILE
     if model.weights and generation.is_file():
         shutil.copyfile(generation, folder / GENERATION_FILE)
     print(f"{folder}: step {saved.step} of {workdir} in {len(written)} file{'s' if len(written) > 1 else ''}")
@@ -143,7 +145,7 @@ def export_adapters(workdir: Path, folder: Path, *, step: int | None) -> None:
         raise ValueError(f"{workdir} trained all parameters, no adapters; use --to_hugging_face")
     make_folder(folder, "--to_peft")
     read = lambda path: saved.read(_saved_name(path))[0]
-    peft.write(models.build(model), folder, read, base=model.weights)
+    peft.write(models.build(model), folder, read, base=os.path.expanduser(model.weights))
     print(f"{folder}: adapters of step {saved.step} of {workdir}")
 
 
@@ -191,7 +193,7 @@ def _saved_name(path: str) -> str:
 
 def _token_ids(weights: str) -> dict[str, Any]:
     """Returns the ids of special tokens by the config.json of the weights, if they are there: those end answers."""
-    file = Path(weights).expanduser() / CONFIG_FILE
+    file = user_path(weights) / CONFIG_FILE
     found = json_objects.read(file) if weights and file.is_file() else {}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: found[name] for name in names if found.get(name) is not None}
@@ -211,11 +213,12 @@ def _write_tokenizer(
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
 
 
-def _given(values: flags.FlagValues, name: str) -> str:
+def _given(values: flags.FlagValues, name: str) -> Path:
+    """Returns the path of a flag that the command needs. ValueError without one."""
     value = values[name].value
     if not value:
         raise ValueError(f"--{name} is missing; python -m training.convert --help shows the commands")
-    return value
+    return user_path(value)
 
 
 def _refuse(values: flags.FlagValues, *names: str) -> None:

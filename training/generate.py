@@ -14,12 +14,12 @@ flag or a file; 1 anything else.
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 from absl import flags
 
 from configs.schema import SampleConfig
+from files.paths import user_path
 from input_pipeline.chat_template import ChatTemplate
 from input_pipeline.folder import read_text
 from input_pipeline.tokenizers import HuggingFace
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     def run() -> None:
         if values.prompt is not None and values.prompts:
             raise ValueError("give either --prompt=TEXT or --prompts=FILE")
-        text = read_text(Path(values.prompts)) if values.prompts else ""
+        text = read_text(user_path(values.prompts)) if values.prompts else ""
         lines = [prompt for line in text.split("\n") if (prompt := line.removesuffix("\r"))]
         if values.prompts and not lines:
             raise ValueError(f"--prompts={values.prompts} is empty; write a prompt per line")
@@ -82,7 +82,7 @@ def generate(
         return
     if not isinstance(tokenizer, HuggingFace):
         raise ValueError(f"data.tokenizer={model.config.data.tokenizer} has no chat template; leave out --chat")
-    template = ChatTemplate(Path(model.config.data.tokenizer_path).expanduser())
+    template = ChatTemplate(user_path(model.config.data.tokenizer_path))
     for prompt in prompts:
         ids, _ = tokenizer.encode_template(template.render([{"role": "user", "content": prompt}], asks=True))
         answer = continued(ids, prompt)[len(ids) :]

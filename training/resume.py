@@ -11,6 +11,7 @@ import jax
 
 from configs.schema import Config, flat, known_keys, may_change, with_defaults
 from files import run_directory
+from files.paths import user_path
 from metrics.run_files import RunFiles, read_run
 from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
@@ -178,7 +179,7 @@ def check_same_base(saved: Mapping[str, Any], now: Mapping[str, str], workdir: P
 def check_not_weights(config: Config, workdir: Path) -> None:
     """Raises ValueError if the run's directory is that of its weights, whose config.json it would replace."""
     for key in ("weights", "lora_weights"):
-        if (folder := getattr(config.model, key, "")) and Path(folder).expanduser().resolve() == workdir.resolve():
+        if (folder := getattr(config.model, key, "")) and user_path(folder).resolve() == workdir.resolve():
             raise ValueError(
                 f"--workdir={workdir} is model.{key}, whose files the run would replace; choose another one"
             )

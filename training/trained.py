@@ -17,6 +17,7 @@ import models
 from configs import command_line, hugging_face
 from configs.schema import Config, defaults, with_defaults
 from files import run_directory
+from files.paths import user_path
 from input_pipeline.tokenizers import Tokenizer
 from runtime.command_line import complain
 from sharding.frozen import joined
@@ -129,10 +130,10 @@ def named(values: flags.FlagValues, *, data: Mapping[str, Any] = {}) -> Trained:
     if bool(values.workdir) == bool(values.hugging_face):
         raise ValueError("give either --workdir=DIR, of a run, or --hugging_face=DIR")
     if values.workdir:
-        return of_run(Path(values.workdir), values.step, data=data)
+        return of_run(user_path(values.workdir), values.step, data=data)
     if values.step is not None:
         raise ValueError("--step belongs to --workdir")
-    return of_hugging_face(Path(values.hugging_face), data=data)
+    return of_hugging_face(user_path(values.hugging_face), data=data)
 
 
 def program(argv: Sequence[str], usage: str, values: flags.FlagValues, run: Callable[[], None]) -> int:

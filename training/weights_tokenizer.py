@@ -7,6 +7,7 @@ import jax
 
 from configs.schema import Config, TransformerConfig
 from files import json_objects
+from files.paths import user_path
 from input_pipeline.tokenizers import HuggingFace, SentencePiece, Tokenizer
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -24,7 +25,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     model, data = config.model, config.data
     if not isinstance(model, TransformerConfig) or not model.weights:
         return
-    folder = Path(model.weights).expanduser()
+    folder = user_path(model.weights)
     theirs, there, unreadable = _tokenizer_of(folder, data.tokenizer)
     if theirs and (why := difference(tokenizer, theirs)):
         kind = "sentencepiece" if isinstance(theirs, SentencePiece) else "hugging_face"

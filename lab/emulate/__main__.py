@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from files.paths import user_path
 from lab.emulate import namespaces
 from lab.emulate.control import Control, ask, check_name
 from lab.emulate.job import Job
@@ -157,10 +158,10 @@ def named_paths(command: Sequence[str]) -> list[Path]:
     paths = [Path(sys.prefix)]
     for argument in command:
         if argument.startswith("--workdir="):
-            make_folder(Path(argument.split("=", 1)[1]), "--workdir")
+            make_folder(user_path(argument.split("=", 1)[1]), "--workdir")
         value = argument.split("=", 1)[-1]
         texts = (argument, value, value.partition(":")[2], *re.split("[:,]", value))  # of FILE:DIR, of a data.mixture
-        named = [Path(text) for text in dict.fromkeys(texts) if os.path.exists(text)]
+        named = [path for path in map(user_path, dict.fromkeys(texts)) if path.exists()]
         environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]
     return paths
