@@ -3,10 +3,11 @@
     torchrun --nproc_per_node=4 lab/benchmarks/pytorch_on_text.py '{"data": "data.npz", "out": "FOLDER", ...}'
 
 One process per device, configured by torchrun's variables, on gloo. `mode`: ddp, with its `hook` if one is named; hsdp
-(FSDP2, sharded inside a node); local_sgd, which averages the parameters after every `inner_steps` steps. AdamW with our
-defaults, without clipping; with `muon` PyTorch's Muon, with a `momentum`, for the blocks' matrices. The file has
-`tokens` [steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates` [steps], times `times_rate`, and the
-parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
+(FSDP2, sharded inside a node); local_sgd, which averages the parameters after every `inner_steps` steps, with `half` by
+their changes in fp16. Fused AdamW with our defaults, without clipping; with `muon` PyTorch's Muon, with a `momentum`,
+for the blocks' matrices. The file has `tokens` [steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates`
+[steps], times `times_rate`, and the parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as
+train.py's.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -39,7 +40,18 @@ def optimizers_of(model: torch.nn.Module, *, muon: bool, momentum: float) -> lis
         {"params": [left[name] for name in left if decays[name] == is_decayed], "weight_decay": DECAY * is_decayed}
         for is_decayed in (True, False)
     ]
-    return [*found, torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)]
+    return [*found, torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)]
+
+
+@torch.no_grad()
+def average_changes(model: torch.nn.Module, synced: list[torch.Tensor]) -> None:
+    """Adds the ranks' mean change since `synced` to `synced` and to the model's parameters; fp16 on the wire."""
+    params = list(model.parameters())
+    changes = torch.cat([(p - old).flatten() for p, old in zip(params, synced, strict=True)]).half()
+    dist.all_reduce(changes)
+    means = (changes.float() / dist.get_world_size()).split([p.numel() for p in params])
+    for p, old, mean in zip(params, synced, means, strict=True):
+        p.copy_(old.add_(mean.view_as(old)))
 
 
 def main(options: dict[str, Any]) -> None:
@@ -61,6 +73,7 @@ def main(options: dict[str, Any]) -> None:
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
         return model(rows[:, :-1].long(), rows[:, 1:].long())
 
+    synced = [p.detach().clone() for p in model.parameters()] if options["half"] else []
     out = Path(options["out"]) / "metrics.jsonl"
     last_s, sent = time.perf_counter(), sent_bytes()
     for step in range(1, len(tokens) + 1):
@@ -72,7 +85,10 @@ def main(options: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if inner and step % inner == 0:
-            average_parameters(model.parameters(), dist.group.WORLD)
+            if options["half"]:
+                average_changes(model, synced)
+            else:
+                average_parameters(model.parameters(), dist.group.WORLD)
         row = {"step": step, "loss": loss.item(), "step_time_s": time.perf_counter() - last_s}
         row |= {"wire_tx_bytes": sent_bytes() - sent}
         if options["validate_every"] and step % options["validate_every"] == 0:

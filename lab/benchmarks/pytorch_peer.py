@@ -1,7 +1,7 @@
 """Our decoders in PyTorch, for lab/benchmarks/strategies.py and lab/benchmarks/gpu.py: DDP, or FSDP2, full or hybrid.
 
     python -m lab.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
-        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] [fp16|power_sgd] \
+        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] [fp16|fp8|power_sgd] \
         [accum=1] [steps=3] [skipped=1]
     PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py zero3 kept '{"layers": 12, "hidden": 768, "heads": 12, ...}'
 
@@ -10,14 +10,15 @@ layers of 512, f32, AdamW, activation checkpointing, one sequence per device, 4 
 all-reduces between nodes at the last micro-step only, like MiCS. With sizes, of configs/gpu_decoder.py: parameters in
 f32 and compute in bf16, tied head, fused AdamW, gradients clipped to norm 1, torch.compile on GPUs (on a CPU it runs
 uncompiled, to try the program). `kept`: layers stay gathered for the backward pass; `dots`: products with weights are
-stored for it; `fp16` and `power_sgd` (rank 4, from step 2 on): DDP's hooks. Tokens are random. Rank 0 prints one line:
-RESULT and a JSON object.
+stored for it; `fp16` and `power_sgd` (rank 4, from step 2 on): DDP's hooks; `fp8`: the hook below. AdamW is fused and
+glibc keeps freed memory, as in train.py. Tokens are random. Rank 0 prints one line: RESULT and a JSON object.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # PyTorch is the peer, no dependency: it is in an environment of its own.
 
+import ctypes
 import json
 import os
 import statistics
@@ -40,6 +41,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 STANDARD = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 256, "seq_len": 256, "rows": 1, "accum": 4, "steps": 3}
 STANDARD |= {"skipped": 1, "low_precision": False}
 PRODUCTS = [torch.ops.aten.mm.default]
+HOOKS = ("fp16", "fp8", "power_sgd")
+ONE_BUCKET = ("fp8", "power_sgd")  # with several, callbacks start collectives in different orders, which gloo confuses
+FP8 = torch.float8_e4m3fn
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of an emulated node
 
 
@@ -98,8 +102,7 @@ def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_l
     `kept` layers stay gathered for the backward pass.
     """
     if mode == "ddp":
-        # of several buckets, power_sgd's callbacks start collectives in different orders, which gloo mistakes
-        bucket_mb = 1000 if hook == "power_sgd" else None
+        bucket_mb = 1000 if hook in ONE_BUCKET else None
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if mode == "hsdp":
@@ -117,9 +120,39 @@ def add_hook(model: Any, name: str, *, rank: int = 4, start: int = 2) -> None:
     """Makes DDP's gradients travel as the hook `name` sends them, power_sgd from step `start` on; "" for none."""
     if name == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "fp8":
+        model.register_comm_hook(None, fp8_hook)
     elif name == "power_sgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def fp8_encoded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float8 e4m3 codes `[parts, n]` of float32 `[parts, n]`, as bytes, and a scale per part `[parts, 1]`."""
+    scales = values.abs().amax(1, keepdim=True).clamp_min(1e-30) / torch.finfo(FP8).max
+    return (values / scales).to(FP8).view(torch.uint8), scales
+
+
+def fp8_decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns float32 `[parts, n]` of what `fp8_encoded` returned."""
+    return codes.view(FP8).float() * scales
+
+
+def fp8_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket in float8 on the wire: an all-to-all of parts, means in float32, an all-gather of these."""
+    world, values = dist.get_world_size(), bucket.buffer()
+    parts = F.pad(values, (0, -len(values) % world)).view(world, -1)
+    codes, scales = fp8_encoded(parts)
+    mine, my_scales = torch.empty_like(codes), torch.empty_like(scales)
+    dist.all_to_all_single(mine, codes)
+    dist.all_to_all_single(my_scales, scales)
+    code, scale = fp8_encoded(fp8_decoded(mine, my_scales).mean(0, keepdim=True))
+    gathered, all_scales = torch.empty_like(codes), torch.empty_like(scales)
+    dist.all_gather(list(gathered.split(1)), code)
+    dist.all_gather(list(all_scales.split(1)), scale)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(fp8_decoded(gathered, all_scales).view(-1)[: len(values)])
+    return done
 
 
 def sent_bytes() -> int:
@@ -137,10 +170,8 @@ class Trainer:
         if dist.is_initialized():
             model = shard(model, mode, self.device, kept=kept, is_low=self.is_low, hook=hook)
             add_hook(model, hook)
-        options = (
-            {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": self.device.type == "cuda"} if self.is_low else {}
-        )
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **options)
+        options = {"betas": (0.9, 0.95), "weight_decay": 0.1} if self.is_low else {}
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, **options)
         self.model = model
         self.run = torch.compile(model) if self.device.type == "cuda" else model
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -168,7 +199,12 @@ class Trainer:
 
 
 def own_device() -> torch.device:
-    """Returns the device of this process: a GPU, or the CPU with one thread if there are several processes."""
+    """Returns the device of this process: a GPU, or the CPU with one thread if there are several processes.
+
+    glibc keeps freed memory from then on, by the values of training/devices.py.
+    """
+    for option, value in ((-4, 0), (-1, -1), (-8, 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX
+        ctypes.CDLL(None).mallopt(option, value)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.set_float32_matmul_precision("high")
@@ -191,7 +227,7 @@ def main(mode: str, sizes: dict[str, Any], words: list[str]) -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     torch.manual_seed(0)
-    hook = next((word for word in words if word in ("fp16", "power_sgd")), "")
+    hook = next((word for word in words if word in HOOKS), "")
     trainer = Trainer(mode, sizes, kept="kept" in words, dots="dots" in words, hook=hook)
     times, sent, losses = [], [], []
     for _ in range(sizes["steps"]):

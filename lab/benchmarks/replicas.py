@@ -55,7 +55,7 @@ ALONE = "independent none dots alone"  # compute without hop two: each node a ru
 OURS += (ALONE,)
 # as many shares as replicas: with four micro-steps a codec's bytes are fewer than the sum's of four shares
 OURS += tuple(f"independent {codec} dots one_share" for codec in ("bf16", "int8"))
-PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots power_sgd", "hsdp")
+PYTORCH = ("ddp", "ddp dots", "ddp dots fp16", "ddp dots fp8", "ddp dots power_sgd", "hsdp")
 STEPS, SKIPPED = 7, 2  # the first steps connect
 JOINING = 4  # more steps of replicas, which come one after the other
 

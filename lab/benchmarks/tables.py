@@ -51,10 +51,9 @@ from lab.benchmarks.scores import (
     sent_bytes,
     step_time,
 )
-from lab.plots import draw_bars, draw_stacked, rate_in_words
+from lab.plots import draw_bars, draw_headline, draw_stacked, rate_in_words
 from lab.records import SAME, Line, Range, Records, middle, same_until, spread
 
-IN_README = ("mics(2)", "mics(4)", "zero3", "zero3 auto", "zero2", "zero1", "ddp")  # its chart, in this order
 LEVELS = ("inter", "intra")
 NOT_SHOWN = ("--events", "--seed", "--workdir", "--reference")  # of chaos: those are shown in any case, these never
 TITLE = "seconds a step, measured on emulated nodes"
@@ -300,6 +299,19 @@ def draw_bytes(lines: Sequence[Line], names: Sequence[str]) -> Figure:
     return draw_stacked(names, series, "MB that a node sends in a step, counted in the compiled program")
 
 
+def draw_readme(records: Records, *, is_dark: bool) -> Figure:
+    """Draws the README's picture: bytes on the wire per step with ZeRO-3, MiCS, and MiCS with int8 gradients."""
+    full = sent_bytes(ours_of(records.lines("strategies")), "zero3", "wire_tx_bytes")
+    replicas = records.lines("replicas", mode="four micro-steps")
+    plain, int8 = (
+        median(line["sent_bytes"] for line in replicas if line["run"] == f"one_world {codec}")
+        for codec in ("none", "int8")
+    )
+    sent = {"ZeRO-3 (FSDP)": full, "MiCS": plain, "MiCS, int8 gradients": int8}
+    title = "sent by each node to other nodes, per optimizer step"
+    return draw_headline({name: size / 1e6 for name, size in sent.items()}, title, is_dark=is_dark)
+
+
 def drawn(lines: Sequence[Line]) -> list[Line]:
     """Returns the lines of strategies: one with and without overlap is a bar already."""
     return [line for line in lines if "overlap=" not in line["strategy"]]
@@ -308,7 +320,8 @@ def drawn(lines: Sequence[Line]) -> list[Line]:
 CHARTS: Mapping[str, Callable[[Records], Figure]] = {
     "strategies_step_time": lambda x: draw_step_times(drawn(by_themselves(x.lines("strategies")))),
     "strategies_bytes": lambda x: draw_bytes(ours := drawn(ours_of(x.lines("strategies"))), names_of(ours)),
-    "readme_bytes": lambda x: draw_bytes(ours_of(x.lines("strategies")), IN_README),
+    "readme_bytes": lambda x: draw_readme(x, is_dark=False),
+    "readme_bytes_dark": lambda x: draw_readme(x, is_dark=True),
     "replica_events": lambda x: replica_events.picture(x.lines("replica_events")),
     "time_to_loss": lambda x: time_to_loss_table.picture(x.lines("time_to_loss")),
     "planner_curves": lambda _: planner_records.curves(),

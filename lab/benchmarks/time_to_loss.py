@@ -104,7 +104,7 @@ def methods() -> dict[str, Method]:
             keys=keys, steps=steps, inner_steps=inner, dense_steps=dense_steps, losses=name, times=same
         )
     for name, own in RUNS["pytorch"].items():
-        peer = {"mode": "ddp", "hook": "", "rank": 0, "inner_steps": 0, "dense_steps": 0}
+        peer = {"mode": "ddp", "hook": "", "rank": 0, "inner_steps": 0, "dense_steps": 0, "half": False}
         peer |= {"muon": False, "momentum": 0.95, "times_rate": 1.0} | own
         steps = peer.pop("num_steps", TASK["num_steps"])
         peer["dense_steps"] = round(peer["dense_steps"] * steps)
