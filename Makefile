@@ -11,14 +11,14 @@ EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(
 # A worker that dies is not replaced: xdist would give the test that it died in to the next one, and that again.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
 
-.PHONY: train gpu test test-gpu test-jax test-all test-release slurm coverage lint format constraints clean
+.PHONY: train gpu test test-gpu test-jax test-slow test-all test-release slurm coverage lint format constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 
 gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (docs/gpu.md)
 
-test: $(VENV)/installed $(VENV)/moto/installed
+test: $(VENV)/installed  ## the quick tests: no network, no other processes, at most 5 minutes on 2 cores
 	$(PYTEST)
 
 test-gpu: $(VENV)/gpu-installed  ## on a machine with an NVIDIA GPU: what it computes, beside a CPU (docs/gpu.md)
@@ -28,8 +28,10 @@ test-gpu: $(VENV)/gpu-installed  ## on a machine with an NVIDIA GPU: what it com
 test-jax: $(VENV)/installed  ## with another jax: make test-jax PYTHON=python3.12 VENV=.venv-py312
 	$(PYTEST) -m "jax and not slow and not release and not gpu"
 
-test-all: $(EVERYTHING) $(VENV)/gpu-checked
-	$(PYTEST) -m "not release and not slurm and not gpu"
+test-all: test test-slow
+
+test-slow: $(EVERYTHING) $(VENV)/gpu-checked  ## whole runs, emulated clusters, Ray, programs compiled for H100
+	$(PYTEST) -m "slow and not release and not slurm and not gpu"
 
 test-release: $(EVERYTHING)  ## pages, records, and the combinations beyond those of test-all
 	$(PYTEST) -m release
@@ -74,7 +76,7 @@ $(VENV)/gpu-checked: requirements.txt requirements/gpu.txt $(CONSTRAINTS) | $(VE
 	touch $@
 
 $(VENV)/moto/installed: requirements/moto.txt | $(VENV)/installed  ## an S3 server, for tests of object storage
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/moto -r $<
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --upgrade --target $(VENV)/moto -r $<
 	touch $@
 
 $(VENV)/h100/installed: requirements/h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one

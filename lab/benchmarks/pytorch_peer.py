@@ -138,7 +138,7 @@ def fp8_decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.view(FP8).float() * scales
 
 
-def fp8_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fp8_hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket in float8 on the wire: an all-to-all of parts, means in float32, an all-gather of these."""
     world, values = dist.get_world_size(), bucket.buffer()
     parts = F.pad(values, (0, -len(values) % world)).view(world, -1)
