@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from files.palette import DARK, FILL, GRID, INK, SERIES, SERIES_ON_DARK
+from files.palette import FILL, GRID, INK, SERIES, SERIES_ON_DARK
 from lab.records import Range
 
 DPI = 120
@@ -79,10 +79,11 @@ def draw_stacked(labels: Sequence[str], series: Mapping[str, Sequence[float]], t
 
 
 def draw_headline(values: Mapping[str, float], title: str, *, is_dark: bool) -> Figure:
-    """Returns the figure of one bar per label with its value at the end, for a page with a light or dark ground."""
-    ground, ink, colour = (DARK, GRID, SERIES_ON_DARK[0]) if is_dark else ("white", INK, SERIES[0])
-    figure = Figure(figsize=(9, 0.5 * len(values) + 0.7), layout="constrained", facecolor=ground)
-    axes = figure.add_subplot(facecolor=ground)
+    """Returns the figure of one bar per label with its value at the end, on white, or transparent for dark pages."""
+    ground, ink, colour = ("none", GRID, SERIES_ON_DARK[0]) if is_dark else ("white", INK, SERIES[0])
+    figure = Figure(figsize=(9, 0.5 * len(values) + 0.8), facecolor=ground)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
+    axes = figure.add_subplot(facecolor="none")
     bars = axes.barh(range(len(values)), list(values.values()), 0.65, color=colour)
     axes.bar_label(bars, fmt="{:.0f} MB", padding=5, fontsize=12, color=ink)
     axes.set_yticks(range(len(values)), list(values), fontsize=12, color=ink)
