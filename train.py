@@ -186,7 +186,8 @@ def run(
     else:
         with announced("making the initial state", say):
             state = ex.init_state()
-    log = make_log(ex, data.train, workdir, start.step, step_fn, started_s)  # one world drops rows of steps done again
+    config_file = command_line.config_file(words)
+    log = make_log(ex, data.train, workdir, start.step, step_fn, started_s, config_file)
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
         advice = (*unused_gpus(config), *ex.batches.described, *losses.described(config.to_dict(), defaults()))

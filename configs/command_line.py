@@ -7,7 +7,8 @@ import shlex
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -151,39 +152,56 @@ def _split(argv: Sequence[str]) -> tuple[str, list[tuple[str, str | bool]], list
     return "".join(files), overrides, others
 
 
+def config_file(words: Sequence[str]) -> str:
+    """Returns the absolute path of the config file in the words of a command line; "" if they have none."""
+    file = _split(["", *words])[0].partition(":")[0]
+    return str(user_path(file).absolute()) if file else ""
+
+
 def _config_of_file(given: str) -> dict[str, Any]:
     """Returns the config that `FILE[:arg]` describes. ValueError with the line of the file that fails."""
     file, colon, argument = given.partition(":")
     if not file:
         raise ValueError(f"give --config=configs/NAME.py; experiments are {', '.join(_experiments())}")
-    path = user_path(file)
-    if not path.is_file():
-        near = get_close_matches(Path(file).stem, _experiments(), n=1)
-        hint = f"did you mean configs/{near[0]}.py?" if near else f"experiments are {', '.join(_experiments())}"
-        raise ValueError(f"--config={file}: there is no such file; {hint}")
-    try:
-        module = _load(str(path))
+    module = import_file(file)
+    with _explained(file):
         if not hasattr(module, "get_config"):
             raise ValueError(f"{file}: it lacks get_config(), which returns the config")
         if colon and not inspect.signature(module.get_config).parameters:
             raise ValueError(f"{file} takes no :arg; remove :{argument}")
         config = module.get_config(*[argument] * bool(colon))
-    except (Exception, SystemExit) as error:  # it is user code and can raise any exception
-        message = _one_line(error)
-        raise ValueError(message if Path(file).name in message else with_line(error, file)) from error
     if not isinstance(config, ConfigDict):
         raise ValueError(f"{file}: get_config must return the config; it returned {config!r}")
     return config.to_dict()
 
 
-def _load(file: str) -> Any:
-    """Returns the module of a config file, executed anew; it stays in `sys.modules` for the annotations in it."""
-    loader = SourceFileLoader("config_file", file)
+def import_file(file: str) -> Any:
+    """Returns the module of a config file, executed anew; it stays in `sys.modules` for the annotations in it.
+
+    ValueError if there is no such file, or with the line of the file that fails.
+    """
+    path = user_path(file)
+    if not path.is_file():
+        near = get_close_matches(path.stem, _experiments(), n=1)
+        hint = f"did you mean configs/{near[0]}.py?" if near else f"experiments are {', '.join(_experiments())}"
+        raise ValueError(f"--config={file}: there is no such file; {hint}")
+    loader = SourceFileLoader("config_file", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec
     module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    with _explained(file):
+        loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _explained(file: str) -> Iterator[None]:
+    """Turns an error in a config file, which is user code and can raise any exception, into a ValueError."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        message = _one_line(error)
+        raise ValueError(message if Path(file).name in message else with_line(error, file)) from error
 
 
 def _experiments() -> list[str]:

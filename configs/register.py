@@ -8,9 +8,11 @@
 A config file calls it when it is imported, so the name is known wherever the same `--config` is given.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from configs.schema import known_keys, nearest
+from configs.schema import flat, known_keys, nearest
+from configs.schema.mixture import parse
 from configs.schema.own import OWN
 
 
@@ -40,3 +42,12 @@ def register(topic: str, name: str, value: Any) -> None:
         if topic in declared.topics and name in taken:
             raise ValueError(f"register({topic!r}, {name!r}): {key}={name} exists already; choose another name")
     OWN[topic][name] = value
+
+
+def unknown_names(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names in sections of a saved config that are neither built in nor registered, by their keys."""
+    given, known = flat(values), known_keys("decoder")
+    names = [(key, given[key], declared) for key, declared in known.items() if declared.topics and key in given]
+    sources = (component.source for component in parse(given.get("data.mixture", "")))
+    names += [("data.mixture", source, known["data.source"]) for source in sources]
+    return {key: name for key, name, declared in names if not declared.is_choice(name)}

@@ -27,6 +27,7 @@ from planner import compile as compiling
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sweeps.plan import plan
+from training import convert, evaluate, generate, trained
 from training.experiment import make_experiment
 from training.hooks import Hook
 
@@ -96,6 +97,8 @@ def a_model(workdir: Path) -> None:
     # the override of a key that only the file declares counts: a table of 300 by 300 and nothing else
     assert json.loads((workdir / "environment.json").read_text())["num_params"] == 300 * 300
     assert rows(workdir)[0]["loss"] == pytest.approx(math.log(300), abs=0.02)
+    OWN["model"].clear()  # as in another process: the run remembers the file
+    assert evaluate.evaluate(trained.of_run(workdir))["validation_loss"] == pytest.approx(math.log(300), abs=0.02)
 
 
 def a_data_set(workdir: Path) -> None:
@@ -301,6 +304,25 @@ def test_a_model_that_cannot_be_sampled_says_so(tmp_path: Path, capsys: pytest.C
     assert train(LISTINGS["A model"], "run", model=False, num_steps=1, sample__length=8) == 0
     said = "warning: no sample: model.kind=bigram cannot be sampled; "
     assert capsys.readouterr().out.count(said) == 1 and not (tmp_path / "run" / "sample.txt").exists()
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_run_remembers_the_file_that_registered_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"data__source": "folder", "data__path": "corpus", "num_steps": 1}
+    assert train(LISTINGS["A tokenizer"], "run", **changes) == 0
+    file, measure = Path("elsewhere", "mine.py"), ["", "--workdir=run", "--num_batches=1"]
+    OWN["tokenizer"].clear()  # as in another process
+    assert evaluate.main(measure) == 0
+    OWN["tokenizer"].clear()
+    Path("run", "replicas", "0").mkdir(parents=True)  # replicas have directories of their own for such files
+    Path("run", "environment.json").rename("run/replicas/0/environment.json")
+    assert trained.of_run(tmp_path / "run").tokenizer().decode(np.int32([2, 3])) == "ab"
+    OWN["tokenizer"].clear()
+    file.rename("other.py")
+    assert evaluate.main(measure) == 2
+    assert "run was trained with data.tokenizer=letters, which " in capsys.readouterr().err
+    assert generate.main(["", "--workdir=run", "--config=other.py", "--prompt=a", "--length=2"]) == 0
+    assert convert.main(["", "--to_hugging_face=out", "--workdir=run"]) == 0
 
 
 # ---------------------------------------------------------------------------------------------- names, and mistakes

@@ -5,9 +5,10 @@
 
 Without --path, the data of the run's own validation, and as many batches, are measured: `validation_loss` is what
 train.py logs at that step. With --path, it is all text below FOLDER, or all chats of a file that ends with .jsonl, in
-windows of the run's data.seq_len. The newest checkpoint is read, or that of step N. Works on all local devices, in one
-process; JAX_NUM_CPU_DEVICES=8 plays several. Exit codes: 0 done; 2 a mistake in a flag, the data or a file; 1 anything
-else.
+windows of the run's data.seq_len. The newest checkpoint is read, or that of step N. If the run's config file registered
+the model, the data or the tokenizer, that file is loaded again, or the one given as --config=FILE. Works on all local
+devices, in one process; JAX_NUM_CPU_DEVICES=8 plays several. Exit codes: 0 done; 2 a mistake in a flag, the data or a
+file; 1 anything else.
 """
 
 import json

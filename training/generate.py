@@ -7,8 +7,9 @@ Prompt, length (tokens, fewer where model.max_len is reached), temperature (0: a
 are those of the run's own sample by default, its length 200 if it has none. FILE has one prompt per line; for each, a
 JSON object with `prompt` and `text` is printed. With --chat, a prompt is a user's message in the tokenizer's chat
 template, and only the answer is printed, up to its first special token. The newest checkpoint is read, or that of step
-N. Works on all local devices, in one process; JAX_NUM_CPU_DEVICES=8 plays several. Exit codes: 0 done; 2 a mistake in a
-flag or a file; 1 anything else.
+N. If the run's config file registered the model or the tokenizer, that file is loaded again, or the one given as
+--config=FILE. Works on all local devices, in one process; JAX_NUM_CPU_DEVICES=8 plays several. Exit codes: 0 done; 2 a
+mistake in a flag or a file; 1 anything else.
 """
 
 import json

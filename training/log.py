@@ -19,12 +19,19 @@ from sharding import hlo
 from sharding.mesh import MeshShape
 from training.experiment import Experiment
 from training.overlap import users_xla_flags
+from training.registered import CONFIG_FILE
 
 
 def make_log(
-    experiment: Experiment, data: Dataset, workdir: Path, start: int, step_fn: jax.stages.Compiled, started_s: float
+    experiment: Experiment,
+    data: Dataset,
+    workdir: Path,
+    start: int,
+    step_fn: jax.stages.Compiled,
+    started_s: float,
+    config_file: str,
 ) -> RunLog:
-    """Returns the log of the run, with the collectives of the compiled step.
+    """Returns the log of the run, with the collectives of the compiled step; `config_file` is the path of its --config.
 
     What fills up rows of whole documents counts neither as tokens nor as FLOPs.
     """
@@ -55,6 +62,7 @@ def make_log(
             run_directory.CONFIG: config.to_dict(),
             run_directory.ENVIRONMENT: environment(
                 {
+                    CONFIG_FILE: config_file,
                     "devices": f"{shape.num_devices} x {device.device_kind}",
                     "processes": jax.process_count(),
                     "mesh": shape.sizes,

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, flat, known_keys, may_change, with_defaults
+from configs.register import unknown_names
+from configs.schema import Config, flat, may_change, with_defaults
 from files import run_directory
 from files.paths import user_path
 from metrics.run_files import RunFiles, read_run
@@ -109,13 +110,11 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> N
     """Raises ValueError, naming the differences, if `saved` is the config of another run."""
     changed = changed_keys(saved, config.to_dict())
     if changed:
-        for name, (old, _) in changed.items():
-            declared = known_keys(config.model.kind).get(name)
-            if declared and declared.topics and old not in declared.every_choice and not str(old).startswith("tfds:"):
-                raise ValueError(
-                    f"{workdir} holds a run with {name}={old}, which this --config does not register; give the "
-                    "config file that does, or choose another --workdir"
-                )
+        for name, value in unknown_names(saved).items():
+            raise ValueError(
+                f"{workdir} holds a run with {name}={value}, which this --config does not register; give the config "
+                "file that does, or choose another --workdir"
+            )
         changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
 

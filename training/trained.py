@@ -27,6 +27,7 @@ from state.saved_arrays import SavedArrays
 from training.datasets import tokenizer_of
 from training.devices import use_compilation_cache
 from training.experiment import Experiment, make_experiment
+from training.registered import register_names
 from training.resume import check_same_base
 from training.weights_tokenizer import TOKENIZER_FILE
 
@@ -58,13 +59,20 @@ class Trained:
 
 
 def of_run(
-    workdir: Path, step: int | None = None, *, data: Mapping[str, Any] = {}, devices: Sequence[Any] = ()
+    workdir: Path,
+    step: int | None = None,
+    *,
+    config_file: str = "",
+    data: Mapping[str, Any] = {},
+    devices: Sequence[Any] = (),
 ) -> Trained:
     """Returns the model of a run's checkpoint, the newest by default; `data` are other values of that section.
 
+    `config_file` registers the names in the run's config (default: the file that the run had).
     ValueError if there is no such step, or if it is damaged.
     """
     saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
+    register_names(saved.config, workdir, config_file)
     experiment = _experiment(with_defaults(saved.config), data, devices)
     check_same_base(saved.data, experiment.base_fingerprint, workdir)
     trained = saved.place({"params": experiment.state_shapes.params})["params"]
@@ -120,6 +128,7 @@ def new_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "directory of a run", flag_values=values)
     flags.DEFINE_integer("step", None, "step of its checkpoint", flag_values=values)
+    flags.DEFINE_string("config", None, "config file with the run's registered names", flag_values=values)
     flags.DEFINE_string("hugging_face", None, "folder of a Hugging Face checkpoint", flag_values=values)
     return values
 
@@ -130,9 +139,12 @@ def named(values: flags.FlagValues, *, data: Mapping[str, Any] = {}) -> Trained:
     if bool(values.workdir) == bool(values.hugging_face):
         raise ValueError("give either --workdir=DIR, of a run, or --hugging_face=DIR")
     if values.workdir:
-        return of_run(user_path(values.workdir), values.step, data=data)
-    if values.step is not None:
-        raise ValueError("--step belongs to --workdir")
+        return of_run(
+            user_path(values.workdir), values.step, config_file=(values.config or "").partition(":")[0], data=data
+        )
+    for name in ("step", "config"):
+        if values[name].value is not None:
+            raise ValueError(f"--{name} belongs to --workdir")
     return of_hugging_face(user_path(values.hugging_face), data=data)
 
 

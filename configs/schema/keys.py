@@ -66,6 +66,10 @@ class Key:
         """The allowed choices, with commas; "" if any value is allowed."""
         return ", ".join(map(str, self.every_choice))
 
+    def is_choice(self, value: Any) -> bool:
+        """Whether a value is one of the choices, or a name that the config file registered."""
+        return any(_is_choice(value, choice) for choice in self.every_choice)
+
     def parse(self, text: str) -> Any:
         """Returns the value that a text on the command line means; other text as it is, which `check` refuses."""
         try:
@@ -77,7 +81,7 @@ class Key:
         """Raises ValueError if `value` is not allowed for the key, whose full name is `name`."""
         if not _has_type(value, self.type):
             raise ValueError(f"{name}={value!r} must be {TYPES[self.type][1]}, like {self.default!r}")
-        if self.choices and not any(_is_choice(value, choice) for choice in self.every_choice):
+        if self.choices and not self.is_choice(value):
             if isinstance(self.default, int):
                 raise ValueError(f"{name}={value} must be {' or '.join(map(str, self.choices))}")
             choices = [str(choice) for choice in self.every_choice]
