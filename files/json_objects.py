@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from files.regular import open_regular
+
 _MOST_BYTES = 1 << 28  # of a file; the index of a million token shards has about 200 MB
 _MOST_LEVELS = 100  # far below Python's own limit, because what is read is also written, compared and printed
 _MOST_DIGITS = 20  # of an integer: 64 bits and a sign
@@ -20,8 +22,8 @@ def read(file: Path, *, lenient: bool = False) -> dict[str, Any]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """Returns the content of a file of JSON. ValueError if it is too large for one."""
-    with file.open("rb") as opened:
+    """Returns the content of a file of JSON. ValueError if it is too large for one, or not a regular file."""
+    with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         if size > _MOST_BYTES:
             raise ValueError(f"{file} has {size} bytes: too large for JSON")

@@ -23,7 +23,7 @@ from input_pipeline.shard_index import INDEX_FILE, Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards, split_file
 from input_pipeline.store import LocalStore, Store, StoreError, open_store
 from input_pipeline.tokenizers import make_tokenizer
-from runtime.command_line import OneLineParser, prepare_output
+from runtime.command_line import OneLineParser, prepare_output, printable
 from runtime.exit_codes import ExitCode, ResumableError
 
 KEYS = ("pattern", "tokenizer", "tokenizer_path", "text_field")  # of `data`, which are options here
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = prepare(config, options.out)
     except (ValueError, OSError, ResumableError) as error:
         asked = re.sub(rf"\bdata\.({'|'.join(['path', *KEYS])})\b", r"--\1", str(error))  # not by keys of a config
-        print(f"error: {asked}", file=sys.stderr)
+        print(f"error: {printable(asked)}", file=sys.stderr)
         return ExitCode.RESUMABLE if isinstance(error, ResumableError) else ExitCode.BAD_INPUT
     print(f"{count} token shards and {INDEX_FILE} are in {options.out}")
     return ExitCode.FINISHED

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from input_pipeline.tokenizers import Tokenizer
+from runtime.command_line import printable
 
 FORMAT = "mics-jax token shards 1"
 INDEX_FILE = "index.json"
@@ -33,7 +34,7 @@ class Progress:
     def say(self, line: str, *values: object) -> None:
         """Logs a line, as `logging` has it, if the last one is long enough ago."""
         if (now_s := time.monotonic()) >= self._said_s + SAY_S:
-            logging.getLogger(__name__).warning(line, *values)
+            logging.getLogger(__name__).warning("%s", printable(line % values))
             self._said_s = now_s
 
 

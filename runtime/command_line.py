@@ -15,6 +15,7 @@ from files.paths import user_path
 from runtime.exit_codes import ExitCode
 
 FIRST, LAST = 600, 300  # characters of a long error that are shown
+_USER = re.compile(r"(\w://)\S*@")  # of a URL: a user name and a password
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -60,7 +61,7 @@ def prepare_output() -> None:
 
 def complain(error: ValueError | OSError) -> int:
     """Prints an error as one line and returns the exit code: 2 for a user's mistake, else 1."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
 
 
@@ -107,12 +108,22 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), list(argv[at + 1 :])
 
 
+def printable(text: str) -> str:
+    """Returns a text that is safe to show, whoever wrote the names in it.
+
+    Control characters other than newlines, such as a terminal's escape sequences, become `\\x1b`; URLs lose user names
+    and passwords.
+    """
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return _USER.sub(r"\1***@", shown)
+
+
 def one_line(text: str, rest_in: str = "--debug shows") -> str:
-    """Returns a message as one line. A long message loses its middle: the cause comes first, and the remedy last.
+    """Returns a message as one printable line. A long one loses its middle: the cause is first, and the remedy last.
 
     `rest_in` tells the user where to find the complete message.
     """
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     left_out = len(line) - FIRST - LAST
     if left_out <= 0:
         return line

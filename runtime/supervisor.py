@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from runtime import launch
-from runtime.command_line import one_line
+from runtime.command_line import one_line, printable
 from runtime.consensus import broadcast, new_key
 from runtime.descriptors import raise_limit
 from runtime.events import Event, EventLog
@@ -117,12 +117,12 @@ class Supervisor:
         expected += (OSError, ResumableError)
         if not isinstance(error, (ValueError, *expected)):
             with suppress(OSError):  # of a file on a full disk, which may be the failure: the others are to know
-                traceback.print_exc()
+                _print_traceback()
             return self.end(ExitCode.FAILED, one_line(f"{type(error).__name__}: {error}"))
         said = one_line(str(error))
         with suppress(OSError):
             if self.shows_tracebacks or not (code == ExitCode.BAD_INPUT or isinstance(error, expected)):
-                traceback.print_exc()
+                _print_traceback()
             print(f"error: {said}", file=sys.stderr, flush=True)
         return self.end(code, said)
 
@@ -137,6 +137,10 @@ class Supervisor:
         if lost:
             events.write(Event.LOST_PEER, peers=lost, why=verdict.text)
         self._note_exit(events, verdict.code, verdict.text)
+
+
+def _print_traceback() -> None:
+    print(printable(traceback.format_exc()), file=sys.stderr, end="", flush=True)
 
 
 def supervise(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from files import run_directory
 from files.paths import user_path
-from runtime.command_line import prepare_output
+from runtime.command_line import prepare_output, printable
 from runtime.exit_codes import ExitCode
 from state import manifest
 
@@ -26,7 +26,7 @@ def verify(directory: Path) -> int:
         found = _looked_at(directory / str(step), manifest.verify)
         if isinstance(found, str):
             all_good = False
-            print(f"step {step}: {found}")
+            print(printable(f"step {step}: {found}"))
         elif found:
             print(f"step {step}: good: {len(found.files)} files, {_size(found.total_bytes)}")
     return 0 if all_good else 1
@@ -41,12 +41,13 @@ def ls(directory: Path) -> int:
     for step in steps:
         found = _looked_at(directory / str(step), manifest.read)
         if isinstance(found, str):
-            print(f"step {step:>8}  {found}")
+            print(printable(f"step {step:>8}  {found}"))
         elif found:
             metrics = " ".join(f"{name}={value:.6g}" for name, value in found.metrics.items())
-            print(f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}".rstrip())
+            row = f"step {step:>8}  {found.saved_at}  {_size(found.total_bytes):>9}  committed  {metrics}"
+            print(printable(row.rstrip()))
     for kind, entry in aside:
-        print(f"{kind.replace('_', ' ')}: {entry}")
+        print(printable(f"{kind.replace('_', ' ')}: {entry}"))
     return 0
 
 

@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 
 from configs.schema import CheckpointConfig
 from files import atomic, json_objects
+from runtime.command_line import printable
 from runtime.consensus import TIMEOUT_S, Key, all_gather, barrier, broadcast, gather, new_key
 from runtime.exit_codes import ResumableError
 from state import check_path, manifest, tree
@@ -103,7 +104,8 @@ class Checkpointer:
         check_path(directory)
         self.directory = Path(directory).absolute()
         self.config = config
-        self._report, self._is_same_run, self._replica = report, is_same_run, replica
+        self._report = lambda line: report(printable(line))
+        self._is_same_run, self._replica = is_same_run, replica
         self._begun: set[int] = set()  # steps that the restore in progress has begun to read
         self._own = "" if replica is None else f"{replica}-"  # how its folders' names in DIR/unfinished begin
         self._has_saved = False

@@ -8,8 +8,10 @@ read files that it did not write.
 
 import hashlib
 import heapq
+import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from files import atomic, json_objects
+from files.regular import NotRegularError, open_regular
 from files.run_directory import step_numbers
 
 FILE_NAME = "manifest.json"
@@ -30,6 +33,9 @@ SET_ASIDE = "set_aside"
 _FORMAT = 1
 _HASHING_THREADS = 4
 _NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST = 1 << 63  # sizes and steps are below it
+_MOST_NAME_BYTES = 255  # of a file name
 
 
 class DamagedError(Exception):
@@ -52,6 +58,13 @@ class File:
     size: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that `describe` never gives, such as a path that leaves the folder."""
+        if not _is_below(self.path):
+            raise ValueError(f"it lists {self.path!a:.200}, which does not name a file below its folder")
+        if not _is_natural(self.size) or not isinstance(self.sha256, str) or not _SHA256.fullmatch(self.sha256):
+            raise ValueError(f"its entry for {self.path} has no size or no hash that can be right")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
@@ -61,9 +74,15 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: str
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that no array has."""
+        texts = (self.path, self.dtype)
+        if not all(isinstance(x, str) and x.isprintable() for x in texts) or not all(map(_is_natural, self.shape)):
+            raise ValueError(f"it describes an array {self.path!a:.200} that cannot exist")
+
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Leaf":
-        """Returns the leaf of a description. LookupError or TypeError for any other value."""
+        """Returns the leaf of a description. LookupError, TypeError or ValueError for any other value."""
         return cls(path=content["path"], shape=tuple(content["shape"]), dtype=content["dtype"])
 
     def __str__(self) -> str:
@@ -79,6 +98,15 @@ class Manifest:
     metrics: dict[str, float]
     tree: tuple[Leaf, ...]
     files: tuple[File, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that `build` never gives."""
+        if not _is_natural(self.step) or not isinstance(self.saved_at, str):
+            raise ValueError("its step or its date cannot be right")
+        if not isinstance(self.metrics, dict) or not all(type(x) in (int, float) for x in self.metrics.values()):
+            raise ValueError("its metrics are not numbers")
+        if len({file.path for file in self.files}) < len(self.files):
+            raise ValueError("it lists a file twice")
 
     @property
     def total_bytes(self) -> int:
@@ -104,7 +132,9 @@ def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]
     """
 
     def hashed(path: Path) -> File:
-        sha256, size = _hash_file(path, sync=True)
+        with open_regular(path) as file:
+            os.fsync(file.fileno())
+            sha256, size = _hash_file(file), file.tell()
         return File(path=path.relative_to(folder).as_posix(), size=size, sha256=sha256)
 
     of_writers = [folder / "state" / f"ocdbt.process_{writer}" for writer in range(count)]
@@ -146,37 +176,19 @@ def read(folder: Path) -> Manifest:
     Raises DamagedError, UnknownFormatError or UnreadableError.
     """
     path = folder / FILE_NAME
-    damaged = DamagedError(f"{FILE_NAME} is damaged: it does not match its own hash")
     try:
         raw = json_objects.read_bytes(path)
-        content = json_objects.parse(raw, path, lenient=True)  # a metric may be NaN
-    except ValueError as error:
-        raise damaged from error
+        manifest = _decode(raw, path)
+    except UnknownFormatError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise DamagedError(f"{FILE_NAME} is damaged: {why}") from error
     except OSError as error:
         if isinstance(error, _NOT_A_FILE) and os.path.isdir(folder):
             missing = f"{FILE_NAME} is missing: the step was copied partly, or never written by us"
             raise DamagedError(missing) from None
         raise _unreadable(path, error) from error
-    try:
-        if content["format"] != _FORMAT and content.pop("sha256") == _hash_of(content):
-            raise UnknownFormatError(
-                f"{path} has format {content['format']} and this program reads format {_FORMAT}: use the version of "
-                "mics-jax that wrote it, or another directory"
-            )
-        manifest = Manifest(
-            step=content["step"],
-            saved_at=content["saved_at"],
-            metrics=content["metrics"],
-            tree=tuple(map(Leaf.from_json, content["tree"])),
-            files=tuple(File(**x) for x in content["files"]),
-        )
-        encoded = _encode(manifest)
-    except UnknownFormatError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged from error
-    if encoded != raw:  # compares every byte; the hash is part of the encoding
-        raise damaged
     if folder.name.isdecimal() and manifest.step != int(folder.name):
         raise DamagedError(f"{FILE_NAME} belongs to step {manifest.step}")
     _check_finished(manifest.files)
@@ -201,6 +213,29 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
     return manifest
 
 
+def _decode(raw: bytes, path: Path) -> Manifest:
+    """Returns the manifest that `raw`, the content of `path`, encodes.
+
+    Raises UnknownFormatError; ValueError, LookupError or TypeError if it is damaged.
+    """
+    content = json_objects.parse(raw, "it", lenient=True)  # a metric may be NaN
+    if content["format"] != _FORMAT and content.pop("sha256") == _hash_of(content):
+        raise UnknownFormatError(
+            f"{path} has format {content['format']!a:.40} and this program reads format {_FORMAT}: use the version of "
+            "mics-jax that wrote it, or another directory"
+        )
+    manifest = Manifest(
+        step=content["step"],
+        saved_at=content["saved_at"],
+        metrics=content["metrics"],
+        tree=tuple(map(Leaf.from_json, content["tree"])),
+        files=tuple(File(**x) for x in content["files"]),
+    )
+    if _encode(manifest) != raw:  # compares every byte; the hash is part of the encoding
+        raise ValueError("it does not match its own hash")
+    return manifest
+
+
 def _encode(manifest: Manifest) -> bytes:
     """Returns the canonical encoding of `manifest`, which includes a hash of the other fields."""
     content: dict[str, Any] = {"format": _FORMAT, **asdict(manifest)}
@@ -213,12 +248,22 @@ def _hash_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _hash_file(path: Path, *, sync: bool = False) -> tuple[str, int]:
-    """Returns the sha256 of a file and the number of bytes read."""
-    with path.open("rb", buffering=0) as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+def _hash_file(file: io.FileIO) -> str:
+    """Returns the sha256 of an open file."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_natural(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_below(path: object) -> bool:
+    """Whether a value is the path of a file below a folder, as `describe` writes it."""
+    if not isinstance(path, str) or not path.isprintable():
+        return False
+    parts = PurePosixPath(path).parts
+    is_plain = "/".join(parts) == path and ".." not in parts and path not in ("", FILE_NAME)
+    return is_plain and all(len(part.encode()) <= _MOST_NAME_BYTES for part in parts)
 
 
 def _check_finished(files: Sequence[File]) -> None:
@@ -259,13 +304,17 @@ def _share(files: Sequence[File], process: int, count: int) -> list[File]:
 def _check(folder: Path, file: File) -> None:
     """Raises DamagedError if a file is missing or has changed, UnreadableError if it cannot be read now."""
     try:
-        sha256, size = _hash_file(folder / file.path)
+        with open_regular(folder / file.path) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.size:
+                raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
+            sha256 = _hash_file(opened)
+    except NotRegularError as error:
+        raise DamagedError(f"{file.path} is a device or a pipe, not a regular file") from error
     except OSError as error:
         if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still there
             raise DamagedError(f"{file.path} is missing") from error
         raise _unreadable(folder / file.path, error) from error
-    if size != file.size:
-        raise DamagedError(f"{file.path} has {size} bytes and should have {file.size}")
     if sha256 != file.sha256:
         raise DamagedError(f"{file.path} does not match its hash: its content changed after it was saved")
 

@@ -1,5 +1,8 @@
 """Random and mutated JSON for every reader of files: the right value, or one line of ours, and never another error."""
 
+import contextlib
+import hashlib
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -25,7 +28,10 @@ from input_pipeline.shard_listing import list_shards
 from input_pipeline.store import open_store
 from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace
 from models.hugging_face import INDEX_FILE, SINGLE_FILE
+from runtime.command_line import complain
+from runtime.supervisor import supervise
 from sharding.state import by_name
+from state import __main__ as state_command
 from state import attempts, manifest
 
 BOUNDED = dict(deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
@@ -115,15 +121,76 @@ def a_manifest(folder: Path) -> bytes:
     return (folder / "7" / manifest.FILE_NAME).read_bytes()
 
 
-@quick
+def hashed_again(content: bytes) -> bytes:
+    """Returns a manifest with the hash of its content, as a stranger would write it; anything else as it is."""
+    try:
+        document = json_objects.parse(content, "it", lenient=True)
+        document["sha256"] = ""
+        del document["sha256"]
+        digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+        return (json.dumps(document | {"sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
+    except ValueError:
+        return content
+
+
+@settings(max_examples=200, **BOUNDED)
 @given(data=st.data())
 def test_a_manifest(folder: Path, a_manifest: bytes, data: st.DataObject) -> None:
+    """Also with a hash that is right: no value of a stranger's manifest gives more than a line."""
     content = data.draw(hostile(a_manifest))
-    (folder / "7" / manifest.FILE_NAME).write_bytes(content)
-    got, line = said(lambda: manifest.read(folder / "7"), manifest.DamagedError)
-    assert (str(got) == str(MANIFEST)) == (content == a_manifest) and (got is None) == line.startswith(
-        manifest.FILE_NAME
+    is_hashed_again = data.draw(st.booleans())
+    (folder / "7" / manifest.FILE_NAME).write_bytes(hashed_again(content) if is_hashed_again else content)
+    got, line = said(
+        lambda: manifest.read(folder / "7"), manifest.DamagedError, manifest.UnknownFormatError, ValueError
     )
+    if not is_hashed_again:
+        assert (str(got) == str(MANIFEST)) == (content == a_manifest)
+    assert (got is None) == bool(line)
+    for command in (state_command.verify, state_command.ls):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert command(folder) in (0, 1)
+        assert (
+            out.getvalue().startswith("step") and out.getvalue().count("\n") == 1 and out.getvalue()[:-1].isprintable()
+        )
+
+
+NOT_BELOW = ("/dev/zero", "../x", "a/../b", "a//b", "", ".", "a\x1b[2J", "\ud800", "a\0", 7, None, "x" * 300)
+ODD_ENTRIES = [
+    *(({"path": path}, "does not name a file below") for path in NOT_BELOW),
+    *(({"size": size}, "no size or no hash") for size in (-1, True, "5", 1 << 70, None)),
+    ({"sha256": "z"}, "no size or no hash"),
+    ({"path": manifest.DATA_FILE}, "lists a file twice"),
+    ({"more": 1}, "unexpected keyword"),
+]
+
+
+def test_an_entry_of_a_manifest_that_leaves_its_folder_or_cannot_be(folder: Path, a_manifest: bytes) -> None:
+    lines = {}
+    for number, (change, why) in enumerate(ODD_ENTRIES):
+        document = json.loads(a_manifest)
+        document["files"][0] |= change
+        (folder / "7" / manifest.FILE_NAME).write_bytes(hashed_again(json.dumps(document).encode()))
+        _, line = said(lambda: manifest.read(folder / "7"), manifest.DamagedError)
+        if not (line.startswith(f"{manifest.FILE_NAME} is damaged: ") and why in line and line.isprintable()):
+            lines[number] = line
+    assert not lines
+
+
+def test_names_of_strangers_cannot_steer_a_terminal_and_passwords_are_not_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hostile_name = "\x1b]0;owned\x07\u202ename\r\n at s3://me:pass@word/x and http://u:p@h:1/y"
+
+    def fail(kind: type[Exception]) -> bool:
+        raise kind(hostile_name)
+
+    complain(ValueError(hostile_name))
+    for kind in (ValueError, OSError, KeyError):  # a mistake, a failure, and a bug, which has a traceback
+        assert supervise(lambda _, kind=kind: fail(kind)) in (1, 2)
+    shown = capsys.readouterr().err
+    wanted = "error: \\x1b]0;owned\\x07\\u202ename at s3://***@word/x and http://***@h:1/y"
+    assert shown.splitlines().count(wanted) == 3 and shown.isascii()
+    assert not any(secret in shown for secret in ("\x1b", "\r", "pass", "u:p"))
 
 
 ATTEMPTS = {"run_id": "0123456789abcdef", "folder": 0, "began_at": [0, 4], "saved": 3}
