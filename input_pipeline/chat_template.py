@@ -4,39 +4,19 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import meta, nodes
-from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from files import json_objects
+from input_pipeline.rendering import BEGIN, END, TODAY, Renderer
 
 Messages = Sequence[Mapping[str, Any]]  # each with `role` and `content`
 Span = tuple[int, int]  # characters from, to
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters "for internal use", around what `{% generation %}` renders
-TODAY = datetime(2026, 1, 1)  # for `strftime_now`: a batch depends on nothing but the seed and the step
+MOST_BYTES = 1 << 20  # of a template's file
+RENDERER = Renderer()
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class _Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: puts marks around what it renders."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{BEGIN}{caller()}{END}"
 
 
 class ChatTemplate:
@@ -57,11 +37,9 @@ class ChatTemplate:
         tokens = {name: _content(token) for name, token in about.items() if name.endswith("_token")}
         self.tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
         self._marks_answers = bool(_GENERATION.search(self.source))
-        environment = _environment()
         try:
-            self._template = environment.from_string(self.source)
-            used = meta.find_undeclared_variables(environment.parse(self.source))
-        except TemplateError as error:
+            used = RENDERER.undeclared(self.source)
+        except ValueError as error:
             raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
         lacking = sorted(name for name in used if name.endswith("_token"))
         if lacking and not (folder / CONFIG_FILE).exists():  # jinja renders them as nothing
@@ -100,43 +78,35 @@ class ChatTemplate:
             raise ValueError("a message has one of the noncharacters U+FDD0 and U+FDD1")
         how = {"tools": None, "documents": None, "add_generation_prompt": asks}
         try:
-            return self._template.render(messages=plain, **how, **self.tokens)
-        except Exception as error:  # a template is a program and can raise any exception
+            return RENDERER.render(self.source, {"messages": plain, **how, **self.tokens})
+        except ValueError as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns what transformers gives to a template, but for the date, which is TODAY."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    """Returns JSON; jinja's own filter escapes what HTML needs escaped."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
 
 
 def _source(folder: Path, about: Mapping[str, Any]) -> str:
     """Returns the text of a template. ValueError if there is none."""
     if (file := folder / TEMPLATE_FILE).is_file():
-        return file.read_text(encoding="utf-8")
+        return _text_of(file)
     found = about.get("chat_template")
     if isinstance(found, list):  # several by name
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+        named = [one for one in found if isinstance(one, dict)]
+        found = next((one.get("template") for one in named if one.get("name") == "default"), None)
     if not isinstance(found, str):
         raise ValueError(
             f"{folder} has no chat template: data.source=chats needs {TEMPLATE_FILE} there, or chat_template in "
             f"{CONFIG_FILE}, as instruction-tuned models have them"
         )
     return found
+
+
+def _text_of(file: Path) -> str:
+    """Returns the text of a template's file. ValueError if it is not UTF-8, or too large for a template."""
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{file} has {size} bytes: too large for a chat template")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error.reason}") from error
 
 
 def _content(token: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Chat templates of strangers: each that loops, grows or nests without limit is one line, and the next one works."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from input_pipeline.chat_template import CONFIG_FILE, MOST_BYTES, TEMPLATE_FILE, ChatTemplate
+from input_pipeline.rendering import Renderer
+
+LATE, LARGE, DEEP = "it takes more than 0.3 s", "it needs more than 1024 MiB of memory", "it is nested too deeply"
+LOOP = "{% for _ in range(99999) %}"
+HOSTILE = [
+    (LOOP * 3 + "{% endfor %}" * 3, LATE),
+    ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}", LATE),
+    ("{{ 9 ** (9 ** 9) }}", LATE),  # folded when it is compiled
+    ("{{ 'x' * 10 ** 11 }}", LARGE),
+    ("{{ 'x'.ljust(10 ** 11) }}", LARGE),
+    ("{{ '%99999999999d' | format(1) }}", "it "),
+    ("{% set n = namespace(x='xx') %}{% for _ in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "it "),
+    ("{{ 'x' * (2 ** 24 + 1) }}", "it makes a text of 16777217 characters"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", DEEP),
+    ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, DEEP),
+    ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", DEEP),
+    ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+    ("{{ raise_exception('\x1b[2J') }}", "\x1b[2J"),
+    ("{% what %}", "unknown tag"),
+    ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ("{{ messages.x.y }}", "has no attribute"),
+]
+
+
+@pytest.fixture(scope="module", name="renderer")
+def a_renderer() -> Iterator[Renderer]:
+    renderer = Renderer(seconds=0.3)
+    yield renderer
+    renderer.close()
+
+
+def test_a_template_without_limits_is_one_line_and_the_next_one_works(renderer: Renderer) -> None:
+    wrong = {}
+    for source, wanted in HOSTILE:
+        with pytest.raises(ValueError, match=r"^[^\n]+\Z") as caught:
+            renderer.render(source, {"messages": []})
+        if wanted not in str(caught.value):
+            wrong[source[:60]] = str(caught.value)
+        assert renderer.render("{{ x }}", {"x": "\ud800 \ufdd0"}) == "\ud800 \ufdd0"
+    assert not wrong
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(
+    pieces=st.lists(st.sampled_from(["{%", "%}", "{{", "}}", " for a in messages ", " if ", "(", "[", "'", "|", "a"]))
+)
+def test_any_text_is_a_template_or_one_line(renderer: Renderer, pieces: list[str]) -> None:
+    for ask in (renderer.undeclared, lambda source: renderer.render(source, {"messages": []})):
+        try:
+            ask("".join(pieces))
+        except ValueError as error:
+            assert str(error)
+
+
+ODD_FILES = [
+    (TEMPLATE_FILE, b"\xff", "is not UTF-8"),
+    (TEMPLATE_FILE, b" " * (MOST_BYTES + 1), "too large for a chat template"),
+    (TEMPLATE_FILE, b"{% what %}", "cannot be read: "),
+    (CONFIG_FILE, json.dumps({"chat_template": [1, {"name": "default"}]}).encode(), "has no chat template"),
+    (CONFIG_FILE, b'{"chat_template": ' + b"[" * 100_000, "is not JSON"),
+]
+
+
+def test_a_file_that_holds_no_template_is_one_line(tmp_path: Path) -> None:
+    for number, (name, content, why) in enumerate(ODD_FILES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{folder}[^\n]*{why}[^\n]*\Z"):
+            ChatTemplate(folder / "tokenizer.json")
