@@ -176,7 +176,7 @@ def run(
     with resume.goes_on_with_more_nodes(workdir):
         needs = snapshots.needs(ex.state_shapes.to_keep)
         taken = check_step_fits(ex, step_fn, needs, restored=start.restored is not None)
-    supervisor.enter(Phase.PREPARING)
+    supervisor.enter(Phase.LOADING)
     if start.restored:
         state = start.restored.state
         start = replace(start, restored=replace(start.restored, state=None))  # a replica that joins takes another one
@@ -186,6 +186,7 @@ def run(
     else:
         with announced("making the initial state", say):
             state = ex.init_state()
+    supervisor.enter(Phase.PREPARING)
     config_file = command_line.config_file(words)
     log = make_log(ex, data.train, workdir, start.step, step_fn, started_s, config_file)
     with log, checkpointer, snapshots, batches:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from sharding.state import by_name
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")  # BERT's, RoBERTa's
 SLICE_VALUES = 1 << 22  # read at once: safetensors holds Python's lock meanwhile, and heartbeats must go on
 Index = tuple[slice, ...]
 
@@ -99,8 +101,12 @@ def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
 
 def ignored(model: Model, architecture: Architecture, name: str) -> bool:
     """Whether a tensor of a checkpoint is none of the model's: buffers, heads of other tasks, copies of a tied head."""
-    tied = getattr(model.config, "tied_head", True) and name == "lm_head.weight"
-    return tied or re.fullmatch(architecture.ignored, name) is not None
+    return copies_embedding(model, name) or re.fullmatch(architecture.ignored, name) is not None
+
+
+def copies_embedding(model: Model, name: str) -> bool:
+    """Whether a tensor of a checkpoint is the head of a model whose head is the embedding."""
+    return getattr(model.config, "tied_head", True) and name in TIED_HEADS
 
 
 def spellings(architecture: Architecture, name: str) -> tuple[str, ...]:
@@ -138,6 +144,8 @@ class Weights:
                 self._check(name, tensor)
                 self._names[path, layer] = name
                 unused.discard(name)
+        for name in filter(partial(copies_embedding, model), self._files):
+            self._check_copy(name)
         if unused:
             first = min(unused)
             shape, more = _times(self._slice(first).get_shape()), f" and {len(unused) - 1} more" * (len(unused) > 1)
@@ -252,6 +260,19 @@ class Weights:
 
     def _slice(self, name: str) -> Any:
         return self._files[name][1].get_slice(name)
+
+    def _check_copy(self, name: str) -> None:
+        """Raises ValueError if a tied head is not a copy of the embedding: the model would lose it."""
+        copy, embedding = self._slice(name), self._slice(self._names["embed/token", None])
+        (rows, columns), most = embedding.get_shape(), max(1, SLICE_VALUES // embedding.get_shape()[1])
+        parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
+        is_same = lambda part: np.array_equal(copy[part], embedding[part], equal_nan=True)
+        if copy.get_shape() != [rows, columns] or not all(map(is_same, parts)):
+            raise ValueError(
+                f"{self.folder} has a {name} that differs from the embedding, but its config.json ties the two; if the "
+                "head was trained apart, set tie_word_embeddings to false there and model.tied_head=False, else remove "
+                "the tensor"
+            )
 
     def _check(self, name: str, tensor: Tensor) -> None:
         found = self._slice(name)

@@ -51,7 +51,7 @@ class _NewFile:
         with np.errstate(over="ignore"):
             content = np.ascontiguousarray(value, self._dtype)
         if not (np.isfinite(content.min()) and np.isfinite(content.max())):
-            raise ValueError(f"{self.path}: {name} has a number beyond {self._dtype}, in which the base is stored")
+            raise ValueError(f"{self.path}: {name} has a number beyond {self._dtype}, in which the model is written")
         self._file.seek(self._data + self._begins[name])
         self._file.write(content.view(np.uint8).data)
 

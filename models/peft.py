@@ -18,7 +18,7 @@ from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
 from files import atomic, json_objects
 from files.paths import user_path
-from models.hugging_face import Tensor, open_file, tensors
+from models.hugging_face import FLOATS, Tensor, open_file, tensors
 from models.lora import ADAPTERS
 from models.model import Model, Params
 from sharding.spec import path_name
@@ -36,10 +36,10 @@ class Adapters:
     """A folder of adapters that fits a model."""
 
     def __init__(self, model: Model, folder: str | Path) -> None:
-        """Opens the files and reads their headers.
+        """Opens the files and checks every tensor.
 
         ValueError for a missing or damaged file, another rank or alpha, adapters that we do not compute or that belong
-        to another base, and a tensor that is missing, of another shape, or not part of the model.
+        to another base, and a tensor that is missing, of another shape, not finite, or not part of the model.
         """
         assert isinstance(model.config, TransformerConfig)
         self._folder, c = user_path(folder), model.config
@@ -65,18 +65,27 @@ class Adapters:
             parent, _, name = path_name(path).rpartition("/")
             tensor = self._tensors[f"{parent}/weight"]
             names = [_name(tensor, layer, ENDS[ADAPTERS.index(name)]) for layer in tensor.layers]
-            whole = np.stack([self._file.get_tensor(name).astype(np.float32).T for name in names])
+            whole = np.stack([self._read(name) for name in names])
             return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
 
         return jax.tree_util.tree_map_with_path(load, abstract)
+
+    def _read(self, name: str) -> np.ndarray:
+        """Returns an adapter of one layer as we keep it, float32."""
+        with np.errstate(over="ignore"):  # a float64 may become infinite
+            return self._file.get_tensor(name).astype(np.float32).T
 
     def _check(self, file: Path, name: str, shape: tuple[int, ...], left: set[str], path: str) -> None:
         if name not in left:
             raise ValueError(f"{file} has no tensor {name}; model.lora_targets names {path.split('/')[1]}")
         left.remove(name)
-        found = tuple(self._file.get_slice(name).get_shape())
-        if found != shape:
+        tensor = self._file.get_slice(name)
+        if (found := tuple(tensor.get_shape())) != shape:
             raise ValueError(f"{file}: {name} has shape {found}, but {shape} in the model")
+        if (dtype := tensor.get_dtype()) not in FLOATS:
+            raise ValueError(f"{file}: {name} has dtype {dtype}; adapters are {', '.join(FLOATS.values())}")
+        if not np.isfinite(self._read(name)).all():
+            raise ValueError(f"{file}: {name} has a NaN or an infinity, with which no model can be trained")
 
 
 def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: str) -> Path:

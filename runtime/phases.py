@@ -19,6 +19,7 @@ class Phase(Enum):
     RESTORING = "restoring", ExitCode.BAD_INPUT, "restores"
     READING_FIRST = "reading the first batch", ExitCode.BAD_INPUT, "reads a batch"  # before anything is compiled
     COMPARING = "comparing memory", ExitCode.BAD_INPUT, "compares its memory"  # with the others'
+    LOADING = "loading weights", ExitCode.BAD_INPUT
     PREPARING = "preparing", ExitCode.FAILED
     READING = "reading", ExitCode.FAILED, "reads a batch"
     STEPPING = "stepping", ExitCode.FAILED, "is in a step"

@@ -323,6 +323,23 @@ def test_damage_is_one_line_that_names_it(name: str, damage: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("name", "head"),
+    [("llama", "lm_head.weight"), ("bert", "cls.predictions.decoder.weight"), ("roberta", "lm_head.decoder.weight")],
+)
+def test_a_head_tied_to_the_embedding_must_be_a_copy_of_it(name: str, head: str, tmp_path: Path) -> None:
+    folder = changed(FOLDER / name, tmp_path / name, tie_word_embeddings=True)
+    model = models.build(section(folder))
+    ends = ("embed_tokens.weight", "word_embeddings.weight")
+    embedding = next(x.copy() for key, x in tensors_of(folder).items() if key.endswith(ends))
+    rewrite(folder, lambda found: found.update({head: embedding}))
+    Weights(model, folder)
+    embedding[-1, 0] += 1
+    rewrite(folder, lambda found: found.update({head: embedding}))
+    with pytest.raises(ValueError, match=f"has a {head} that differs from the embedding, but its config.json ties"):
+        Weights(model, folder)
+
+
+@pytest.mark.parametrize(
     ("dtype", "number", "what"),
     [
         (np.float32, np.nan, "a NaN or an infinity"),

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hugging_face_reference import FOLDER, reference
 from running import ROOT, SMALL, arrays, losses, run_here
+from safetensors.numpy import save_file
 from test_hugging_face_files import tensors_of
 from test_hugging_face_models import changed, section
 
@@ -115,6 +117,17 @@ def test_bad_weights_are_refused_before_anything_is_written(
     assert not (tmp_path / "run" / "events.jsonl").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
+def test_weights_with_a_nan_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = changed(FOLDER / "llama", tmp_path / "weights")
+    weights = tensors_of(folder)
+    weights["model.norm.weight"][0] = np.nan
+    save_file(weights, folder / "model.safetensors")
+    assert run_here(*flags("llama", folder), f"--workdir={tmp_path / 'run'}") == 2
+    err = capsys.readouterr().err
+    assert "model.norm.weight has a NaN or an infinity" in err and err.count("\n") == 1
+
+
 def test_convert_in_and_out_again_is_bit_by_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, workdir, out = FOLDER / "gpt2", tmp_path / "run", tmp_path / "out"
     args = flags("gpt2", model__weights="")
@@ -133,11 +146,22 @@ def test_convert_in_and_out_again_is_bit_by_bit(tmp_path: Path, capsys: pytest.C
     assert before.keys() == after.keys() and all(x.tobytes() == after[name].tobytes() for name, x in before.items())
     assert run_convert(*command) == 2
     assert "holds weights already" in capsys.readouterr().err
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
     (state,) = (workdir / "checkpoints" / "0" / "state").glob("manifest.ocdbt")
     state.write_bytes(state.read_bytes()[:-1])
     assert run_convert("convert", f"--to_hugging_face={tmp_path / 'b'}", f"--workdir={workdir}") == 2
     assert "is damaged: " in capsys.readouterr().err
+
+
+def test_a_model_is_written_in_the_dtype_in_which_it_computes(tmp_path: Path) -> None:
+    args = flags("gpt2", model__weights="", model__compute_dtype="bfloat16")
+    assert run_convert("convert", f"--from_hugging_face={FOLDER / 'gpt2'}", f"--out={tmp_path / 'run'}", *args) == 0
+    assert run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={tmp_path / 'run'}") == 0
+    after = tensors_of(tmp_path / "out")
+    for name, x in tensors_of(FOLDER / "gpt2").items():
+        assert after[name].tobytes() == x.astype(ml_dtypes.bfloat16).tobytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,20 @@ def without_a_tensor(folder: Path) -> None:
     save_file(tensors, file)
 
 
+def with_value(number: float, dtype: Any = np.float32) -> Any:
+    """Returns a function that sets one value of a tensor of the adapters in a folder."""
+
+    def change(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        found = load_file(file)
+        name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+        found[name] = found[name].astype(dtype)
+        found[name][0, 0] = number
+        save_file(found, file)
+
+    return change
+
+
 def configured(**changes: Any) -> Any:
     def change(folder: Path) -> None:
         file = folder / "adapter_config.json"
@@ -198,6 +212,8 @@ def configured(**changes: Any) -> Any:
         (None, {"model__lora_alpha": 5}, "has lora_alpha=4.0, but model.lora_alpha=5.0; set it to that"),
         (None, {"model__lora_targets": "query"}, "for which model.lora_targets has no place"),
         (other_base, {}, "holds adapters of another base: its names or shapes are not those of this model"),
+        (with_value(np.nan), {}, "self_attn.v_proj.lora_B.weight has a NaN or an infinity, with which no model can be"),
+        (with_value(1, np.int8), {}, "self_attn.v_proj.lora_B.weight has dtype I8; adapters are float32, float16"),
         (without_a_tensor, {}, "has no tensor base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"),
         (configured(use_dora=True), {}, "use_dora=True is not supported; False is"),
         (configured(alora_invocation_tokens=[5]), {}, "alora_invocation_tokens=[5] is not supported; None is"),

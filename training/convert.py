@@ -6,9 +6,9 @@
 
 The first writes step 0 of a run: `train.py` with the same config and `--workdir` goes on from there. (A run can also
 start from DIR itself, with `model.weights`, and then on several machines.) The second writes the parameters of the
-newest checkpoint, or of step N, the run's tokenizer if that is a tokenizer.json, and of the weights that it began with
-generation_config.json and the ids of special tokens; adapters of LoRA are merged into their base, in the dtype of its
-files. The third writes the adapters alone, in PEFT's layout. All are programs of one process.
+newest checkpoint, or of step N, in model.compute_dtype, the run's tokenizer if that is a tokenizer.json, and of the
+weights that it began with generation_config.json and the ids of special tokens; adapters of LoRA are merged into their
+base, in the dtype of its files. The third writes the adapters alone, in PEFT's layout. All are programs of one process.
 Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else.
 """
 
@@ -161,9 +161,10 @@ def _read(workdir: Path, step: int | None) -> tuple[SavedArrays, TransformerConf
 
 
 def _reader(saved: SavedArrays, model: models.Model, workdir: Path) -> tuple[Callable[[str], np.ndarray], str]:
-    """Returns what reads a parameter `[...]` by its path, and the dtype in which it is to be written: float32.
+    """Returns the function that reads a parameter `[...]` by its path, and the dtype in which the model is written.
 
-    Of a run with adapters, it is the base's with them merged into it, in the dtype of the base's files.
+    The dtype is model.compute_dtype, in which the model has used its parameters. After a run with adapters the function
+    returns the base with the adapters merged into it, and the dtype is that of the base's files.
 
     ValueError for a base that came of the seed, or that is no longer there, or no longer the same.
     """
@@ -171,7 +172,7 @@ def _reader(saved: SavedArrays, model: models.Model, workdir: Path) -> tuple[Cal
     assert isinstance(config, TransformerConfig)
     of_checkpoint = lambda path: saved.read(_saved_name(path))[0]
     if not config.lora_rank:
-        return of_checkpoint, "float32"
+        return of_checkpoint, config.compute_dtype
     if not config.weights:
         raise ValueError("model.weights is empty: the base of these adapters is random; --to_peft writes them alone")
     base, targets = hugging_face.Weights(model, config.weights), config.lora_targets.split()
