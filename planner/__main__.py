@@ -47,7 +47,7 @@ from runtime.exit_codes import ExitCode
 from training import batches
 
 SHOWN = 10  # of a search
-LOOKED_AT = 4  # programs of a search, unless --compile says otherwise
+LOOKED_AT = 6  # programs of a search, unless --compile says otherwise
 DEFAULT = "p4d.24xlarge"  # cluster
 QUICK = "a search compiles what fits without fused norms: quicker, its steps 1 to 2 % longer than --strategy plans them"
 RATE = {"mbit": 1e6, "gbit": 1e9}

@@ -60,6 +60,11 @@ class Candidate:
         return {_key(extra): value for extra, value in extras.items()}
 
     @property
+    def has_other_optimizer(self) -> bool:
+        """Whether it trains with another optimizer than the config."""
+        return "optimizer.name" in self.pairs
+
+    @property
     def is_mics(self) -> bool:
         """Whether its partition groups are smaller than the cluster."""
         return self.strategy in ("mics", "hsdp")
@@ -233,6 +238,7 @@ class Change:
 
 
 NO_CHANGE = Change()
+INT8 = Change(codec=CODECS.index("int8"))
 
 
 def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Candidate]]:

@@ -27,8 +27,12 @@ ABOUT_LOSS = (
 TO_LOSS = "the cheapest way to the config's loss (that of its own result at the end, and 0.5 % above):"
 ABOUT_STEPS = (
     "steps: the config's, times what recorded runs of small models needed of a dense run's, where all records of a "
-    "setting get there; the one that needs most is named. Another optimizer has a learning rate of its own there "
-    "(Muon 2e-2, beside AdamW's 4e-3). That another model needs as many is an assumption"
+    "setting get there; the one that needs most is named. That another model needs as many is an assumption"
+)
+OTHER = "*"  # marks another optimizer than the config's
+ABOUT_OTHER = (
+    f"{OTHER} another optimizer than the config's, listed last: its learning rate has to be tuned (in the records Muon "
+    "has 2e-2, AdamW 4e-3)"
 )
 DAY = "what a day loses besides:"
 SHOWN = 1e-3  # of a step: what takes less is in the page's table, not in its bar
@@ -104,7 +108,7 @@ def plan_text(plan: Plan) -> str:
     blocks = [
         _wrapped(plan.title),
         "\n".join(_folded(candidate_rows(plan))),
-        "\n".join([CHANGED, *_folded(changed_rows(plan)), _wrapped(ABOUT_LOSS)]) if plan.changed else "",
+        "\n".join([CHANGED, *_folded(changed_rows(plan)), _wrapped(about_loss(plan))]) if plan.changed else "",
         to_loss_text(plan),
         _wrapped(plan.error_bar),
         f"{about}\n  {format_bytes(best.memory.total)} of {format_bytes(best.memory.capacity)}: {memory}",
@@ -130,24 +134,39 @@ def changed_rows(plan: Plan) -> list[Sequence[str]]:
     """Returns a row for each prediction whose result is another one, with its recorded cost in loss, below the names.
 
     Of several records it is that with the highest mean. `shorter` is by what the step is shorter than the best
-    one with the config's result.
+    one with the config's result. Other optimizers are last and marked.
     """
     head = ("", "strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss", "recorded on")
     rows: list[Sequence[str]] = [head]
-    for number, p in enumerate(plan.changed, 1):
+    for number, p in enumerate(sorted(plan.changed, key=lambda p: p.candidate.has_other_optimizer), 1):
         step = format_seconds(p.step_s), format_percent(1 - p.step_s / plan.best.step_s)
         cells = [COLUMNS[name](p) for name in ("strategy", "micro", "gather", "memory")]
         worst = max(rows_of(p.candidate.change, plan.optimizer), key=lambda row: row.mean, default=None)
         recorded = (str(worst), worst.size) if worst else ("not recorded", "")
-        rows.append((str(number), *cells, *step, COLUMNS["exposed"](p), *recorded))
+        rows.append((_number(number, p), *cells, *step, COLUMNS["exposed"](p), *recorded))
     return rows
+
+
+def about_loss(plan: Plan) -> str:
+    """Returns the note below the rows of another result."""
+    return "; ".join([ABOUT_LOSS, *[ABOUT_OTHER] * any(p.candidate.has_other_optimizer for p in plan.changed)])
+
+
+def about_steps(plan: Plan) -> str:
+    """Returns the note below the ways to the config's loss."""
+    marked = any(row[0].endswith(OTHER) for row in to_loss_rows(plan))
+    return "; ".join([ABOUT_STEPS, *[ABOUT_OTHER] * marked])
+
+
+def _number(number: int, p: Prediction) -> str:
+    return f"{number}{OTHER if p.candidate.has_other_optimizer else ''}"
 
 
 def to_loss_rows(plan: Plan) -> list[list[str]]:
     """Returns a row for the best step with the config's result, and each whose recorded runs reach its loss.
 
-    The cheapest is first: with the fewest steps times seconds of a step. Below the names of the columns; no row if the
-    config's is the only one.
+    The cheapest is first: with the fewest steps times seconds of a step. Other optimizers are last and marked. Below
+    the names of the columns; no row if the config's is the only one.
     """
     found = [(plan.steps * plan.best.step_s, plan.best, plan.steps, "")]
     for p in plan.changed:
@@ -156,9 +175,10 @@ def to_loss_rows(plan: Plan) -> list[list[str]]:
             most = max(records, key=lambda row: row.steps or 0)
             found.append((plan.steps * steps * p.step_s, p, round(plan.steps * steps), most.where))
     rows: list[list[str]] = [["", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on"]]
-    for number, (seconds, p, steps, where) in enumerate(sorted(found, key=lambda row: row[0]), 1):
+    ordered = sorted(found, key=lambda row: (row[1].candidate.has_other_optimizer, row[0]))
+    for number, (seconds, p, steps, where) in enumerate(ordered, 1):
         cells = [p.candidate.name, str(p.candidate.micro_size), format_seconds(p.step_s), f"{steps:,}"]
-        rows.append([str(number), *cells, format_seconds(seconds), _price(p, seconds), where])
+        rows.append([_number(number, p), *cells, format_seconds(seconds), _price(p, seconds), where])
     if not rows[1][6]:  # without a price
         rows = [[*row[:6], row[7]] for row in rows]
     return rows if len(found) > 1 else []
@@ -174,7 +194,7 @@ def _price(p: Prediction, seconds: float) -> str:
 def to_loss_text(plan: Plan) -> str:
     """Returns the table of ways to the config's loss, with what it means; "" without one."""
     rows = to_loss_rows(plan)
-    return "\n".join([TO_LOSS, *_folded(rows), _wrapped(ABOUT_STEPS)]) if rows else ""
+    return "\n".join([TO_LOSS, *_folded(rows), _wrapped(about_steps(plan))]) if rows else ""
 
 
 def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:
@@ -287,9 +307,9 @@ def plan_page(
         scaling=scaling_rows(plans, nodes) if len(plans) > 1 else None,
         candidates=candidate_rows(plan),
         changed=changed_rows(plan) if plan.changed else None,
-        about_loss=ABOUT_LOSS,
+        about_loss=about_loss(plan),
         to_loss=to_loss_rows(plan),
-        about_steps=ABOUT_STEPS,
+        about_steps=about_steps(plan),
         memory=_memory(best),
         times=_times(best),
         pictures=pictures,

@@ -5,9 +5,9 @@ What is discarded before it is compiled: what is not legal, what needs more memo
 learned from programs that did not fit), and what the bound on its time says is slower than the best so far. The rest is
 compiled in the order of an estimate of its time, what is estimated to fit before what is not; one program of a strategy
 at a time, because what it needs corrects the estimates of the others.
-What changes the result of a step is a list of its own: each change where it is fastest, if a milder one does not do.
-Of two changes, the faster is the one that by the estimate is sooner at the loss of the config's own run, where records
-say in how many steps (configs/losses.py).
+Candidates that change the result of a step form a second list: int8 between nodes with the two best strategies first,
+then each other change where it is fastest, if a milder change is not as fast. Another optimizer is last in the list. A
+change with records (configs/losses.py) is compared by the estimated time to the loss of the config's own run.
 """
 
 from collections import deque
@@ -22,6 +22,7 @@ from configs.schema import Config
 from metrics.units import format_bytes, format_seconds
 from planner.bounds import SLACK, Bounds, bounds
 from planner.candidates import (
+    INT8,
     NO_CHANGE,
     Candidate,
     Change,
@@ -39,8 +40,10 @@ from training.experiment import Experiment, make_experiment
 from training.memory import Memory, state_bytes
 
 AT_ONCE = 2  # programs that are compiled, each in a process of its own that is busy with one core and takes 1 GB
+Strategy = tuple[str, int]  # with the devices of a partition group
 WHY = ("too_large", "too_slow", "no_gain", "from_cache")
 GAIN = 0.95  # of a step's estimate, at the most, is what a change of the result must take
+NUM_INT8 = 2  # strategies that are compiled with int8, whatever the estimate of its gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +148,7 @@ class _Search:
         self._failed: list[tuple[_Option, Memory]] = []
         self._errors: list[ValueError] = []  # of programs that XLA refuses
         self._more: dict[str, float] = {}  # than was estimated the programs of a strategy needed, at the most
+        self._slower: dict[Strategy, float] = {}  # than was estimated steps with the config's result were, at the most
         self._seen: dict[str, int] = dict.fromkeys(WHY, 0)
         if is_search:
             self._discard("too_large", [o for o in options if o.bounds.least_bytes > machine.capacity])
@@ -158,6 +162,8 @@ class _Search:
             large = [o for o in self._waiting if _cannot_fit(o.candidate, self._failed, self._machine.capacity)]
             self._discard("too_large", large)
             self._discard("too_slow", [option for option in slow if option not in large])
+            if sum(option.change == INT8 for option in [*self._tried(), *running]) >= NUM_INT8:
+                self._discard("no_gain", [option for option in self._waiting if option.change == INT8])
         # of one strategy one at a time: what it needs tells about the others
         names = {option.candidate.name for option in running}
         free = [option for option in self._waiting if option.candidate.name not in names]
@@ -177,8 +183,15 @@ class _Search:
             self._failed.append((option, memory))
             if self._is_search or memory.total > self._machine.device_bytes:
                 return _too_large(option.candidate, memory, self._machine)
-        self._steps.append((option, step.prediction(), step))
-        return f"{option.candidate}: {format_seconds(self._steps[-1][1].step_s)}"
+        prediction = step.prediction()
+        self._steps.append((option, prediction, step))
+        if _is_exact(option):
+            slower = prediction.step_s / option.bounds.estimate_s
+            self._slower[_strategy(option)] = max(self._slower.get(_strategy(option), 1.0), slower)
+        return f"{option.candidate}: {format_seconds(prediction.step_s)}"
+
+    def _tried(self) -> list[_Option]:
+        return [option for option, *_ in (*self._steps, *self._failed)]
 
     def refuse(self, option: _Option, error: ValueError) -> str:
         """Takes a program that XLA refuses; returns what is said of it."""
@@ -222,10 +235,12 @@ class _Search:
         """Returns a key: the config's own, exact ones for a half of all programs, changes, other exact ones.
 
         Of exact ones, what should fit goes first, then the best MiCS and the best of the config's strategy, so that
-        neither is judged by the config's micro-batch. Of changes, those with a recorded cost go first, then those of
-        one kind. Then what is estimated to be fastest, has the fewest extras, and is the smallest.
+        neither is judged by the config's micro-batch. Of changes, int8 goes first: where it is estimated to be
+        fastest, corrected by the time of the same strategy without it, if known. Then those that reach the config's
+        loss by the records, with its optimizer before another one, then those with a recorded cost, then those of one
+        kind. Then what is estimated to be fastest, has the fewest extras, and is the smallest.
         """
-        tried = [option for option, *_ in (*self._steps, *self._failed)] + [*running]
+        tried = [*self._tried(), *running]
         enough = sum(map(_is_exact, tried)) >= self.most - self.most // 2
         favoured: list[_Option] = []
         for is_one in (lambda one: True, lambda one: one.is_mics, lambda one: one.name == self._own.name):
@@ -239,8 +254,11 @@ class _Search:
             fits, first = self._should_fit(option), option in favoured
             if _is_exact(option):
                 return (3 if enough else 1, not fits, not first, *_speed(option))
-            unsure = not option.steps, not option.is_recorded, not option.change.is_pure
-            return (2, not fits, *unsure, *_speed(option))
+            if option.change == INT8:
+                estimate_s, *others = _speed(option)
+                return (2, not fits, 0, estimate_s * self._slower.get(_strategy(option), 1.0), *others)
+            unsure = not option.is_recorded, not option.change.is_pure
+            return (2, not fits, 1, not option.steps, option.candidate.has_other_optimizer, *unsure, *_speed(option))
 
         return key
 
@@ -250,7 +268,8 @@ class _Search:
     def _without_gain(self) -> list[_Option]:
         """Returns the options with a change that is not worth it: it is faster elsewhere, or something milder does.
 
-        What is known to reach the loss is compared with what is milder and does, too.
+        What is known to reach the loss is compared with what is milder and does, too. int8 stays with each strategy:
+        estimates count much of the traffic as hidden, which the programs of some strategies do not hide.
         """
         fit = [option for option in self._waiting if self._should_fit(option)]
         exact_s = min((option.bounds.estimate_s for option in fit if _is_exact(option)), default=inf)
@@ -263,7 +282,11 @@ class _Search:
             one, milder = best[change], [best[other] for other in kept if other.is_milder(change)]
             if all(_speed(one)[0] < GAIN * _speed(other)[0] for other in milder if other.steps or not one.steps):
                 kept.append(change)
-        return [o for o in self._waiting if not _is_exact(o) and (o.change not in kept or best[o.change] is not o)]
+        int8: dict[Strategy, _Option] = {}
+        for option in sorted((o for o in fit if o.change == INT8), key=lambda o: (not o.is_recorded, _speed(o))):
+            int8.setdefault(_strategy(option), option)
+        stay = [*int8.values(), *(best[change] for change in kept if change != INT8)]
+        return [option for option in self._waiting if not _is_exact(option) and option not in stay]
 
 
 def _too_large(candidate: Candidate, memory: Memory, machine: Machine) -> str:
@@ -273,8 +296,13 @@ def _too_large(candidate: Candidate, memory: Memory, machine: Machine) -> str:
     return f"{candidate}: may not fit, {sizes}; the device has {format_bytes(machine.device_bytes)}"
 
 
-def _by_speed(found: tuple[Prediction, Step]) -> tuple[bool, float]:
-    return not found[0].memory.fits, found[0].step_s
+def _by_speed(found: tuple[Prediction, Step]) -> tuple[bool, bool, float]:
+    """Returns a key: what fits first, another optimizer last, then the seconds of a step."""
+    return not found[0].memory.fits, found[0].candidate.has_other_optimizer, found[0].step_s
+
+
+def _strategy(option: _Option) -> Strategy:
+    return option.candidate.strategy, option.candidate.partition_size
 
 
 def _is_exact(option: _Option) -> bool:

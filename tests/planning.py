@@ -11,10 +11,12 @@ from running import SMALL as TWO_LAYERS
 from configs import base, quickstart
 from configs.losses import Loss
 from configs.schema import Config
+from lab.benchmarks.planner_records import RECORDS
 from planner import clusters
 from planner import compile as compiling
 from planner.candidates import Candidate, of_config
 from planner.predict import Machine, Step, compiled_step
+from planner.report import Plan, from_json
 from training.experiment import Experiment, make_experiment
 
 # with two layers no loop over them is left, and XLA merges the gathers of all micro-steps
@@ -44,6 +46,12 @@ def machine(cluster: clusters.Cluster = clusters.EMULATED, nodes: int = 4) -> Ma
 
 def experiment(candidate: Candidate) -> Experiment:
     return make_experiment(candidate.applied(small()))
+
+
+def recorded_plan() -> Plan:
+    """The plan of the page's example."""
+    (plan,) = from_json(RECORDS["example"].read_text())
+    return plan
 
 
 def one_row(**columns: Any) -> Loss:

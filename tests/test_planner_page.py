@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning import FILE, WORDS, own_cache  # noqa: F401 (fixture)
+from parsed_page import EVIL, PIXEL, Page
+from planning import FILE, WORDS, own_cache, recorded_plan  # noqa: F401 (fixture)
 from running import IGNORED
-from test_metrics_report import EVIL, PIXEL, Page
 
 from lab.benchmarks.planner_records import RECORDS
 from metrics.units import format_bytes
 from planner import __main__ as planner
-from planner.report import Plan, candidate_rows, from_json, plan_page, scaling_rows, time_rows
+from planner.report import Plan, candidate_rows, changed_rows, from_json, plan_page, scaling_rows, time_rows
 
 pytestmark = IGNORED
 
@@ -25,7 +25,7 @@ def page_of(plans: list[Plan | str], nodes: list[int], spot: str = "") -> Page:
 
 
 def test_a_plan_of_several_candidates() -> None:
-    (plan,) = from_json(RECORDS["example"].read_text())
+    plan = recorded_plan()
     page = page_of([plan], [plan.nodes])
     for row in [*candidate_rows(plan), *time_rows(plan.best)]:
         assert " | ".join(cell for cell in row if cell) in page.text, row
@@ -34,6 +34,8 @@ def test_a_plan_of_several_candidates() -> None:
     assert plan.counts and f"{plan.counts.candidates} candidates" in page.text and plan.error_bar in page.text
     assert page.tags.count("img") == 1  # the timeline
     assert "Scaling with nodes" not in page.text
+    for head, *rows in (candidate_rows(plan), changed_rows(plan)):  # on a phone a cell is beside its column's name
+        assert {cell for row in rows for cell in zip(head, row, strict=True) if cell[1]} <= {*page.cells}
 
 
 def test_plans_of_several_numbers_of_nodes() -> None:
@@ -47,7 +49,7 @@ def test_plans_of_several_numbers_of_nodes() -> None:
 
 
 def test_a_bar_is_as_long_as_its_parts() -> None:
-    (plan,) = from_json(RECORDS["example"].read_text())
+    plan = recorded_plan()
     html = plan_page("x", [plan], [16], {"timeline": PIXEL}, "", "")
     memory, times = [part.partition("</div>")[0] for part in html.split('<div class="bar">')[1:]]
     widths = [sum(float(width.partition("%")[0]) for width in bar.split("width:")[1:]) for bar in (memory, times)]
@@ -57,7 +59,7 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
 
 
 def test_names_are_escaped() -> None:
-    (plan,) = from_json(RECORDS["example"].read_text())
+    plan = recorded_plan()
     page = page_of([replace(plan, title=EVIL, notes=(EVIL,), error_bar=EVIL)], [16], spot=EVIL)
     assert "script" not in page.tags and page.text.count("alert") == 4
 

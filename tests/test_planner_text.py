@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from planning import one_row, small
+from planning import one_row, recorded_plan, small
 from running import IGNORED
 
 from configs import losses
-from lab.benchmarks.planner_records import RECORDS
 from planner import clusters
 from planner.candidates import of_strategies
 from planner.predict import Prediction
 from planner.rates import rows
-from planner.report import Plan, from_json, plan_text, scaling_text, to_loss_rows
+from planner.report import Plan, changed_rows, plan_text, scaling_text, to_loss_rows
 
 pytestmark = IGNORED
 
@@ -21,8 +20,7 @@ LONG = "hop_two=int8+gather_inter=int8+hop_one_inter=int8+inner_steps=50"
 
 
 def example() -> Plan:
-    (plan,) = from_json(RECORDS["example"].read_text())
-    return replace(plan, notes=())
+    return replace(recorded_plan(), notes=())
 
 
 def named(words: Sequence[str], seconds: Sequence[float]) -> tuple[Prediction, ...]:
@@ -76,8 +74,11 @@ def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeyp
     rows += [one_row(setting=AVERAGES, steps=1.4), one_row(setting=delayed, steps=0.1), one_row(setting=delayed)]
     monkeypatch.setattr(losses, "rows", lambda: rows)
     plan = replace(example(), predictions=named(["hsdp"], [10.0]), steps=100, optimizer="adamw")
+    muon = {"compression.hop_two": "int4", "optimizer.name": "muon"}
+    rows += [one_row(setting=muon, steps=0.5)]
     words = ["hsdp+hop_two=int8", "hsdp+inner_steps=10", "hsdp+delayed=True", "hsdp+hop_two=bf16"]
-    plan = replace(plan, changed=named(words, [8.0, 5.0, 1.0, 1.0]))
+    words.insert(0, "hsdp+hop_two=int4+optimizer.name=muon")
+    plan = replace(plan, changed=named(words, [1.0, 8.0, 5.0, 1.0, 1.0]))
     head, *found = to_loss_rows(plan)
     assert head == ["", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on"]
     usd_per_s = clusters.CLUSTERS["p4d.24xlarge"].on_demand * 16 / 3600
@@ -86,10 +87,16 @@ def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeyp
         ("hsdp+inner_steps=10", "140", "11m 40s", 700, "text, 2 M parameters, 3 seeds"),
         ("hsdp", "100", "16m 40s", 1000, ""),
         ("hsdp+hop_two=int8", "150", "20m 00s", 1200, "text, 0.3 M parameters, 1 seed"),
+        ("hsdp+hop_two=int4+optimizer.name=muon", "50", "50.0 s", 50, "text, 2 M parameters, 3 seeds"),  # the fastest
     ]
     assert [(row[1], *row[4:6], row[7]) for row in found] == [(*row[:3], row[4]) for row in expected]
     assert [row[6] for row in found] == [f"{usd_per_s * row[3]:,.0f} $" for row in expected]
+    assert [row[0] for row in found] == ["1", "2", "3", "4*"] and [row[0] for row in changed_rows(plan)][-1] == "5*"
     assert max(map(len, plan_text(plan).splitlines())) <= 120
+    text = " ".join(plan_text(plan).split())
+    assert text.count("* another optimizer than the config's, listed last") == 2  # below both tables
+    own = replace(plan, changed=plan.changed[1:])
+    assert "another optimizer" not in plan_text(own) and [row[0] for row in changed_rows(own)][-1] == "4"
     assert to_loss_rows(replace(plan, optimizer="sgd")) == [] == to_loss_rows(replace(plan, changed=()))
 
 
