@@ -18,6 +18,9 @@ _FORMATS = {
 }
 KNOWN = ".array_record, .parquet, .jsonl, .txt (the last two also with .gz or .zst)"
 _RECORDS = 256  # read at a time
+# A packed file may unpack to this size, or to so many times its own: text is packed to a tenth, rarely to a fiftieth.
+MOST_UNPACKED_BYTES = 64 << 20
+MOST_RATIO = 100
 
 
 def format_of(name: str) -> str:
@@ -71,10 +74,22 @@ def _text_of_record(record: bytes, text_field: str) -> Any:
 def _parquet(path: Path, name: str, text_field: str) -> Iterator[Any]:
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    with parquet.ParquetFile(path, read_dictionary=[text_field]) as file:
         _field(dict.fromkeys(file.schema_arrow.names), text_field)
+        _check_unpacked(file.metadata, text_field)
         for batch in file.iter_batches(_RECORDS, columns=[text_field]):
-            yield from batch.column(0).to_pylist()
+            for value in batch.column(0):  # not a list of all, which may be a large one many times
+                yield value.as_py()
+
+
+def _check_unpacked(metadata: Any, column: str) -> None:
+    """Raises ValueError if a column of a parquet file says that it unpacks to more than text can."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for part in (group.column(i) for i in range(group.num_columns)):
+            most = _most_unpacked(part.total_compressed_size)
+            if part.path_in_schema == column and part.total_uncompressed_size > most:
+                raise ValueError(f"{column!r} unpacks to more than {most >> 20} MiB and {MOST_RATIO} times its size")
 
 
 def _jsonl(path: Path, name: str, text_field: str) -> Iterator[Any]:
@@ -105,4 +120,30 @@ def _opened(path: Path, name: str) -> Any:
     import pyarrow as pa
 
     compression = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(name).suffix)
-    return io.BufferedReader(pa.input_stream(str(path), compression=compression))
+    stream = pa.input_stream(str(path), compression=compression)
+    return io.BufferedReader(_Unpacked(stream, _most_unpacked(path.stat().st_size)) if compression else stream)
+
+
+def _most_unpacked(size: int) -> int:
+    """Returns the bytes to which a packed file of `size` bytes may unpack."""
+    return max(MOST_UNPACKED_BYTES, MOST_RATIO * size)
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a packed file. ValueError where it is longer than text can be."""
+
+    def __init__(self, stream: Any, most: int) -> None:
+        self._stream, self._most, self._count = stream, most, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = self._stream.readinto(buffer)
+        self._count += count
+        if self._count > self._most:
+            raise ValueError(
+                f"it unpacks to more than {self._most >> 20} MiB and {MOST_RATIO} times its size; if it is yours, "
+                "unpack it first"
+            )
+        return count
