@@ -74,7 +74,7 @@ def test_a_restored_run_does_not_read_the_weights_again(tmp_path: Path, capsys: 
     args = flags("llama", folder, checkpoint__every=1)
     assert run_here(*args, f"--workdir={workdir}") == 0
     assert run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={workdir}") == 0
-    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [1, 3]
     np.testing.assert_allclose(losses(workdir)[0], batch_loss("llama"), **SAME)
     before = arrays(workdir, 2)

@@ -147,6 +147,9 @@ def test_what_is_written_for_transformers_chats_as_the_run(
     """Weights, tokenizer, special tokens and chat template go with it."""
     assert convert.main(["convert", f"--to_hugging_face={tmp_path}", f"--workdir={run}"]) == 0
     assert (tmp_path / "chat_template.jinja").read_text() == CHATML
+    vocabulary = HuggingFace(tmp_path / "tokenizer.json").vocabulary
+    ends = [vocabulary["</s>"], vocabulary["<|im_end|>"]]  # a text's, and an answer's by the template
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": ends}
     about = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert about.items() >= {"bos_token": "<s>", "eos_token": "</s>"}.items()
     flags = ["--prompt=the", "--temperature=0", "--length=12", "--chat"]

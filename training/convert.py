@@ -6,17 +6,18 @@
 
 The first writes step 0 of a run: `train.py` with the same config and `--workdir` goes on from there. (A run can also
 start from DIR itself, with `model.weights`, and then on several machines.) The second writes the parameters of the
-newest checkpoint, or of step N, in model.compute_dtype, the run's tokenizer if that is a tokenizer.json, and of the
-weights that it began with generation_config.json and the ids of special tokens; adapters of LoRA are merged into their
-base, in the dtype of its files. The third writes the adapters alone, in PEFT's layout. All are programs of one process.
-Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else.
+newest checkpoint, or of step N, in model.compute_dtype, and the run's tokenizer if that is a tokenizer.json. It copies
+generation_config.json and the ids of special tokens from the weights that the run began with; after a run on chats the
+token that ends an answer is one of the ids that end a text. Adapters of LoRA are merged into their base, in the dtype
+of its files. The third writes the adapters alone, in PEFT's layout. All are programs of one process. Exit codes: 0
+done; 2 a mistake in a flag, the config or a file; 1 anything else.
 """
 
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from runtime.command_line import complain, make_folder, prepare_output
 from state import check_path
 from state.checkpointer import Checkpointer
 from state.saved_arrays import SavedArrays
+from training.answer_ends import end_of_answers
 from training.devices import use_cpu_devices
 from training.experiment import BASE, make_experiment
 from training.resume import check_same_base, is_same_run
@@ -121,20 +123,21 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
         tokenizer = tokenizers.HuggingFace(file)
         if data["source"] == "chats" or "chats:" in data["mixture"]:
             template = ChatTemplate(file)
+    end = end_of_answers(tokenizer, template) if tokenizer and template else None
     make_folder(folder, "--to_hugging_face")
+    token_ids = ({"eos_token_id": tokenizer.separator} if tokenizer else {}) | _token_ids(model.weights)
     written = hugging_face_export.write(
         built,
         folder,
         read,
         dtype=dtype,
         max_file_bytes=max_file_bytes,
-        token_ids=({"eos_token_id": tokenizer.separator} if tokenizer else {}) | _token_ids(model.weights),
+        token_ids=token_ids,
     )
     if tokenizer:
         _write_tokenizer(tokenizer, file, model.max_len, folder, template)
-    generation = user_path(model.weights) / GENERATION_FILE
-    if model.weights and generation.is_file():
-        shutil.copyfile(generation, folder / GENERATION_FILE)
+    if generation := _generation(model.weights, token_ids, end):
+        (folder / GENERATION_FILE).write_text(json.dumps(generation, indent=2) + "\n")
     print(f"{folder}: step {saved.step} of {workdir} in {len(written)} file{'s' if len(written) > 1 else ''}")
 
 
@@ -198,6 +201,19 @@ def _token_ids(weights: str) -> dict[str, Any]:
     found = json_objects.read(file) if weights and file.is_file() else {}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: found[name] for name in names if found.get(name) is not None}
+
+
+def _generation(weights: str, token_ids: Mapping[str, Any], end: int | None) -> dict[str, Any]:
+    """Returns the generation_config.json of the weights, {} without one, in which `end` is one of the ids that end.
+
+    A base model knows only the end of a document; chats have taught it the end of an answer.
+    """
+    file = user_path(weights) / GENERATION_FILE
+    found = json_objects.read(file, lenient=True) if weights and file.is_file() else {}
+    known = (found.get("eos_token_id"), token_ids.get("eos_token_id"), [])
+    ids = next(one for one in known if one is not None)
+    ids = ids if isinstance(ids, list) else [ids]
+    return found if end is None or end in ids else found | {"eos_token_id": [*ids, end]}
 
 
 def _write_tokenizer(

@@ -15,6 +15,7 @@ from input_pipeline.shards import ShardSet, World, check_room
 from input_pipeline.tokenizers import Tokenizer, make_tokenizer
 from runtime.consensus import all_gather, new_key
 from runtime.handshake import shared_token
+from training import answer_ends
 from training.experiment import Experiment
 from training.resume import has_begun
 
@@ -50,6 +51,7 @@ class Datasets:
         if self.train.filled < 1:
             lines.append(f"rows of whole documents: {self.train.filled:.2%} of the positions hold tokens")
         assert not isinstance(self.validation, ImageDataset)
+        lines += answer_ends.warnings(self.train)
         summaries = {"training": self.train.summary, "validation": self.validation.summary}
         return lines + [f"{what}: {summary}" for what, summary in summaries.items() if summary]
 
