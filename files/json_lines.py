@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from files import json_objects
+from files.regular import open_regular, read_regular
 
 Row = Mapping[str, Any]
 
@@ -24,7 +25,7 @@ def append(file: Path, row: Row) -> None:
 def read(file: Path) -> list[dict[str, Any]]:
     """Returns the objects of a file of which every line must be one. ValueError names a line that is none."""
     rows = []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_regular(file).splitlines(), 1):
         if (row := parsed(line)) is None:
             raise ValueError(f"{file}:{number} is no JSON object")
         rows.append(row)
@@ -33,7 +34,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def read_tail(file: Path, size_bytes: int) -> list[dict[str, Any]]:
     """Returns the objects whose lines are whole in the last `size_bytes` of a file; cheap while that grows."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size_bytes))
         return [row for line in opened.read().splitlines() if (row := parsed(line)) is not None]
 

@@ -17,3 +17,9 @@ def open_regular(path: Path) -> io.FileIO:
         file.close()
         raise NotRegularError(f"{path} is not a regular file, but a device or a pipe")
     return file
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns the content of a regular file. NotRegularError for any other kind."""
+    with open_regular(path) as file:
+        return file.read()

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from files import atomic
 from files.paths import user_path
+from files.regular import NotRegularError, open_regular, read_regular
 from input_pipeline.folder import text_files
 from runtime.exit_codes import ResumableError
 
@@ -122,7 +123,7 @@ class LocalStore:
         The version is "" here: another node may have a copy of its own, with other times.
         """
         with _explained(self.root / name):
-            source = open(self.root / name, "rb")  # noqa: SIM115 (closed below)
+            source = open_regular(self.root / name)
         with source, open(to, "wb") as file:
             shutil.copyfileobj(source, file, _BLOCK_BYTES)
             return Item(name=name, size=file.tell(), version="")
@@ -130,7 +131,7 @@ class LocalStore:
     def read(self, name: str) -> bytes:
         """Returns a small object."""
         with _explained(self.root / name):
-            return (self.root / name).read_bytes()
+            return read_regular(self.root / name)
 
     def put(self, name: str, content: Path | bytes) -> None:
         """Stores an object, whole or not at all."""
@@ -166,6 +167,8 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingError(f"{path} does not exist") from error
+    except NotRegularError as error:
+        raise StoreError(str(error)) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from configs.schema.own import OWN
 from files.paths import user_path
+from files.regular import read_regular
 
 UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
 MAX_IDS = 1 << 24  # of a vocabulary file (real ones: up to 262,000); memory grows with the highest id
@@ -232,7 +233,7 @@ def _decoded(ids: np.ndarray, known: Sequence[int], decode: Callable[[list[int]]
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise ValueError(f"data.tokenizer_path {path} cannot be read: {error.strerror}") from error
 

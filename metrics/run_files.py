@@ -10,6 +10,7 @@ from statistics import fmean, harmonic_mean, median
 from typing import Any, NamedTuple
 
 from files import json_lines, run_directory
+from files.regular import NotRegularError, read_regular
 from metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
 from runtime.command_line import one_line
 from runtime.events import EventReader
@@ -175,9 +176,11 @@ def mean_over_steps(rows: Sequence[Row], key: str) -> float | None:
 
 def _read_bytes(path: Path, problems: dict[str, str]) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         problems[path.name] = "is missing"
+    except NotRegularError:
+        problems[path.name] = "is not a regular file"
     except OSError as error:
         problems[path.name] = f"cannot be read ({error.strerror})"
     return None

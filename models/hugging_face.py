@@ -29,6 +29,7 @@ from configs.hugging_face import Architecture, check_same
 from configs.schema import TransformerConfig
 from files import json_objects
 from files.paths import user_path
+from files.regular import open_regular
 from models.lora import ADAPTERS, IN_BLOCKS, decode, encode, in_blocks
 from models.model import Model, Params
 from sharding.spec import ParamSpec, path_name
@@ -319,6 +320,7 @@ def _places(path: Path) -> dict[str, str]:
 def open_file(path: Path, if_missing: str) -> _File:
     """Returns a safetensors file with its handle. ValueError for a damaged one; `if_missing` for none."""
     try:
+        open_regular(path).close()  # a pipe would be waited for
         return path, safe_open(path, framework="numpy")
     except FileNotFoundError as error:
         raise ValueError(if_missing) from error

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,13 +22,14 @@ from test_hugging_face_models import changed, loaded, section
 from test_input_tokenizers import tokenizer_json
 
 from configs import hugging_face
-from configs.schema import DataConfig
-from files import json_objects, run_directory
+from configs.schema import DataConfig, flat, with_defaults
+from files import json_lines, json_objects, run_directory
 from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards
-from input_pipeline.store import open_store
+from input_pipeline.store import StoreError, open_store
 from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace
-from models.hugging_face import INDEX_FILE, SINGLE_FILE
+from metrics.run_files import read_run
+from models.hugging_face import INDEX_FILE, SINGLE_FILE, open_file
 from runtime.command_line import complain
 from runtime.supervisor import supervise
 from sharding.state import by_name
@@ -230,6 +232,38 @@ def test_a_shard_index(folder: Path, data: st.DataObject) -> None:
     else:
         rows = json.loads(content)["shards"]
         assert [asdict(shard) for shard in got.index.shards] == sorted(rows, key=lambda row: row["name"])
+
+
+@quick
+@given(data=st.data())
+def test_a_saved_config(data: st.DataObject) -> None:
+    """Of a checkpoint: its keys with the defaults, or one line."""
+    content = data.draw(hostile(json.dumps({"model": {"kind": "gpt2"}, "data": {"seq_len": 9}, "seed": 3}).encode()))
+    saved, _ = said(lambda: json_objects.parse(content, "it", lenient=True), ValueError)
+    got, line = said(lambda: with_defaults(saved or {}), ValueError)
+    assert got is not None or line
+    assert got is None or flat(saved).items() <= flat(got).items()
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    """For a writer, that is, who never comes."""
+    readers: dict[str, Callable[[Path], Any]] = {
+        "config.json": lambda file: hugging_face.read(file.parent),
+        "tokenizer.json": HuggingFace,
+        "manifest.json": lambda file: manifest.read(file.parent),
+        "rows.jsonl": json_lines.read,
+        "last_rows.jsonl": lambda file: json_lines.read_tail(file, 9),
+        SINGLE_FILE: lambda file: open_file(file, "missing"),
+        "a.txt": lambda file: open_store(str(file.parent)).fetch(file.name, tmp_path / "copy"),
+        "index.json": lambda file: open_store(str(file.parent)).read(file.name),
+    }
+    for name, read in readers.items():
+        os.mkfifo(tmp_path / name)
+        with pytest.raises((ValueError, StoreError, manifest.DamagedError), match=f"{name} is not a regular file|pipe"):
+            read(tmp_path / name)
+    os.mkfifo(tmp_path / run_directory.SUMMARY)
+    (tmp_path / run_directory.METRICS).touch()
+    assert read_run(tmp_path).problems[run_directory.SUMMARY] == "is not a regular file"
 
 
 @quick

@@ -254,9 +254,15 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
 
 
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config, nested, with the defaults of the keys that its version did not have yet, without GONE."""
+    """Returns a saved config, nested, with the defaults of the keys that its version did not have yet, without GONE.
+
+    ValueError if it is not a config.
+    """
     kept = {name: value for name, value in flat(saved).items() if name not in GONE}
-    return nested(flat(defaults(str(saved["model"]["kind"]))) | kept)
+    try:
+        return nested(flat(defaults(str(saved["model"]["kind"]))) | kept)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the saved config is not one of ours: it lacks model.kind, or a section ({error})") from error
 
 
 def may_change(name: str) -> bool:
