@@ -10,6 +10,7 @@ are not those of the records; 2 a record or a table is missing.
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -33,6 +34,12 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
     return measured.tables(records) | papers.tables(records)
 
 
+def with_note(records: Records, table: Callable[[], str]) -> str:
+    """Returns a table, with a note if it reads lines whose commit is gone."""
+    records.read_lost.clear()
+    return "\n\n".join(filter(None, [table(), records.lost_note()]))
+
+
 def main(argv: Sequence[str] | None = None, docs: Path = DOCS) -> int:
     """Fills or checks the pages in a folder; returns the exit code."""
     parser = OneLineParser(prog="python -m lab.pages", description="Fills the pages from the records.")
@@ -42,7 +49,9 @@ def main(argv: Sequence[str] | None = None, docs: Path = DOCS) -> int:
         records = read_records()
         stale = update({FILE: losses.text(records)}, FILE.parents[1], COMMAND, check=check)
         rows.cache_clear()  # the planner's tables read the file
-        found = tables(records)
+        records.read_lost.clear()
+        found = {name: partial(with_note, records, table) for name, table in tables(records).items()}
+        assert not records.read_lost, f"{[*records.read_lost]} are read before their tables, which would lack the note"
         texts = {page: filled(page.read_text(), found) for page in sorted(docs.rglob("*.md"))}
         charts = {} if check else {name: png(draw(records)) for name, draw in CHARTS.items()}
     except ValueError as error:

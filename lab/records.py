@@ -4,12 +4,16 @@ What is in `MEASURED` depends on a machine and a moment: seconds, losses, bytes 
 outdated one gets the key `superseded`, with the reason, and nothing else of it changes (tests/test_records.py). What is
 in `DERIVED` a commit gives on every machine: bytes of compiled programs, replays, counted calls. Each of its lines
 stands once and names its commit; a deleted one is computed again.
+
+A new line is refused unless its commit is an ancestor of HEAD. Older lines whose commit a rebase removed have the key
+`commit_lost`, with the reason, and each table of a page that reads them says so (`lost_note`).
 """
 
 import json
 import os
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -19,16 +23,38 @@ from metrics.environment import environment
 
 RESULTS = Path(__file__).resolve().parent / "benchmarks" / "results"
 MEASURED, DERIVED = RESULTS / "measured", RESULTS / "derived"
+SUPERSEDED, COMMIT_LOST = "superseded", "commit_lost"  # marks of a line, with the reason as their values
 SAME = 1e-5  # losses that differ by less, relatively, count as equal
 Line = dict[str, Any]
 
-add = json_lines.append
+
+def add(file: Path, line: Mapping[str, Any]) -> None:
+    """Adds a line to a record. ValueError if its commit is not an ancestor of HEAD."""
+    check_commits(file, [line])
+    json_lines.append(file, line)
+
+
+def check_commits(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """ValueError, with the line, if the commit of a line of a record here is not an ancestor of HEAD, and unmarked.
+
+    Nothing is checked outside of a repository, such as in a copy on a machine with GPUs.
+    """
+    root = RESULTS.parents[2]
+    if not file.is_relative_to(RESULTS) or not (root / ".git").exists():
+        return
+    for commit, line in {line.get("commit"): line for line in lines if COMMIT_LOST not in line}.items():
+        command = ["git", "-C", root, "merge-base", "--is-ancestor", str(commit), "HEAD"]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            raise ValueError(
+                f"{file.name}: a line is refused, because its commit ({commit and commit[:7]}) is not an ancestor of "
+                f"HEAD; run it again at a commit that stays. The line: {json.dumps(line)}"
+            )
 
 
 def recorded(file: Path, *, superseded: bool = False) -> list[Line]:
     """Returns the lines of a record, those marked `superseded` only if asked for; none if there is no file yet."""
     lines = json_lines.read(file) if file.exists() else []
-    return [line for line in lines if superseded or "superseded" not in line]
+    return [line for line in lines if superseded or SUPERSEDED not in line]
 
 
 def is_recorded(file: Path, key: Mapping[str, Any]) -> bool:
@@ -38,7 +64,9 @@ def is_recorded(file: Path, key: Mapping[str, Any]) -> bool:
 
 
 def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Makes these the lines of a derived record."""
+    """Makes these the lines of a derived record. ValueError if the commit of one is not an ancestor of HEAD."""
+    lines = list(lines)
+    check_commits(file, lines)
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic.replace(file, "".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -62,13 +90,23 @@ class Records:
     """The lines of each record, by its name."""
 
     files: Mapping[str, Sequence[Line]]
+    read_lost: dict[str, set[int]] = field(default_factory=dict)  # numbers of the lines with COMMIT_LOST that were read
 
     def lines(self, name: str, /, *, superseded: bool = False, **key: Any) -> list[Line]:
         """Returns the lines of a record that have these values. ValueError if there is no such record."""
         if name not in self.files:
             raise ValueError(f"{name}.jsonl is missing; python -m lab.benchmarks.{name} writes it")
-        lines = (line for line in self.files[name] if superseded or "superseded" not in line)
-        return [line for line in lines if key.items() <= line.items()]
+        numbered = enumerate(self.files[name], 1)
+        lines = [(n, line) for n, line in numbered if superseded or SUPERSEDED not in line]
+        found = [(n, line) for n, line in lines if key.items() <= line.items()]
+        if lost := {n for n, line in found if COMMIT_LOST in line}:
+            self.read_lost.setdefault(name, set()).update(lost)
+        return [line for _, line in found]
+
+    def lost_note(self) -> str:
+        """Returns a sentence about the lines read so far whose commit is gone; "" without any."""
+        counts = [f"{len(numbers)} of `{name}.jsonl`" for name, numbers in sorted(self.read_lost.items())]
+        return f"Lines whose commit a rebase removed are among the records: {', '.join(counts)}." if counts else ""
 
     def line(self, name: str, /, **key: Any) -> Line:
         """Returns the one line that has these values. ValueError if there is not exactly one."""

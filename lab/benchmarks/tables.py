@@ -350,7 +350,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
     """Returns what gives each table as Markdown."""
     strategies, steps = records.lines("strategies"), records.lines("compression")
     ours = by_themselves(strategies)
-    accuracies, chaos = records.lines("accuracy"), records.lines("elastic", title=elastic.CHAOS)
+    chaos = records.lines("elastic", title=elastic.CHAOS)
     events = [line for line in records.lines("elastic") if line not in chaos]
     sessions = {name: records.lines("planner", timed=name) for name in planner_validation.SESSIONS}
     return {
@@ -364,7 +364,10 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
             f"steps with codecs at {rate}": lambda rate=rate: codec_steps([x for x in steps if x["rate"] == rate])
             for rate in rates_of(steps)
         },
-        **{f"accuracy on {task}": lambda task=task: codec_accuracy(task, accuracies) for task in accuracy.TASKS},
+        **{
+            f"accuracy on {task}": lambda task=task: codec_accuracy(task, records.lines("accuracy", task=task))
+            for task in accuracy.TASKS
+        },
         "local SGD, tuned": lambda: local_steps(records.lines("local_steps")),
         "a target utilisation": lambda: utilisation.table(records.lines("utilisation")),
         "what is free": lambda: losses.free(records),
