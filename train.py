@@ -76,6 +76,7 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
     flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
     flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
     flags.DEFINE_integer("group", None, "number of this replica (sharding.replicas=independent)", flag_values=values)
+    flags.DEFINE_boolean("extend", False, "num_steps may be above that of the run in workdir", flag_values=values)
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
     if command_line.asks_for_help(argv):
         print(command_line.help_text(__doc__ or "", argv, values))
@@ -91,7 +92,8 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
     )
     words = command_line.words_of_config(argv)
     group = groups.number(config, values.group)
-    return run(config, workdir, supervisor, address=address, words=words, group=group, **parts)
+    one_run = {"address": address, "words": words, "group": group, "extends": values.extend}
+    return run(config, workdir, supervisor, **one_run, **parts)
 
 
 def run(
@@ -102,13 +104,14 @@ def run(
     address: launch.Address = launch.FROM_ENVIRONMENT,
     words: Sequence[str] = (),
     group: int | None = None,
+    extends: bool = False,
     hooks: Sequence[Hook] = (),
     make: Callable[[Config], Experiment] = make_experiment,
 ) -> bool:
     """Trains, from where `workdir` is, and returns whether the run is finished; if not, it was asked to stop.
 
     `words` of the command line describe the config: other programs take them too. `group` is the number of an
-    independent replica, which has a directory of its own in `workdir`.
+    independent replica, which has a directory of its own in `workdir`. `extends`: num_steps may have been raised since.
     """
     started_s = time.perf_counter()
     resume.check_not_weights(config, workdir)
@@ -125,7 +128,7 @@ def run(
         is_awaited=group is not None,
     )
     use_compilation_cache()
-    if group is None and resume.is_finished(config, workdir):
+    if group is None and resume.is_finished(config, workdir, extends=extends):
         return True
 
     # --------------------------------------------------- build: mesh, model, optimizer and data, checked but not made
@@ -147,19 +150,19 @@ def run(
     # ----------------------------------------------------------------------------------------------------------- resume
     supervisor.enter(Phase.RESTORING)
     supervisor.hold(workdir_lock(workdir, others_go_on=group is not None))
-    if group is None and resume.is_finished(config, workdir):  # by the attempt before
+    if group is None and resume.is_finished(config, workdir, extends=extends):  # by the attempt before
         return True
     resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)
     checkpointer = Checkpointer(
         whole / run_directory.CHECKPOINTS,
         config.checkpoint,
-        is_same_run=resume.is_same_run,
+        is_same_run=partial(resume.is_same_run, extends=extends),
         replica=group,
     )
     restores = partial(supervisor.enter, Phase.RESTORING)
     snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)
     fingerprints = {**data.fingerprints, **ex.base_fingerprint}
-    start = resume.restore(ex, workdir, checkpointer, snapshots, fingerprints)
+    start = resume.restore(ex, workdir, checkpointer, snapshots, fingerprints, extends)
     if not (start.restored or ex.base_fingerprint):  # the initial state is made of them
         ex.same_weights()
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
@@ -196,7 +199,7 @@ def run(
         for line in (*at_start, *sampler.warnings, *data.described(examples)):
             log.say(line)
         supervisor.events.write(Event.RESTORED, **start.event)  # after this one world's metrics have no later step
-        snapshots.begin(start.step)
+        snapshots.begin(start.step, start.extension(config.num_steps))
         supervisor.completed(start.step)
 
         # ------------------------------------------------------------------------------------- loop, with its hooks

@@ -19,6 +19,15 @@ RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Extension:
+    """The step at which a run was given more steps (`--extend`), and its `num_steps` before and after."""
+
+    step: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attempts:
     """The content of `attempts.json`."""
 
@@ -26,6 +35,7 @@ class Attempts:
     folder: int  # inode of the work directory: a copy of the directory is another run
     began_at: tuple[int, ...] = ()  # the first step of each attempt
     saved: int = 0  # the newest checkpoint at the time of writing
+    extended: tuple[Extension, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that no attempt writes: the id names a folder that is deleted at the end."""
@@ -33,6 +43,8 @@ class Attempts:
             raise ValueError(f"run_id is {self.run_id!r}")
         if not all(isinstance(number, int) for number in (self.folder, self.saved, *self.began_at)):
             raise ValueError(f"numbers are {self.folder!r}, {self.saved!r}, {self.began_at!r}")
+        if not all(isinstance(number, int) for one in self.extended for number in asdict(one).values()):
+            raise ValueError(f"extended is {self.extended!r}")
 
     def have_left(self, history: tuple[int, ...], step: int) -> bool:
         """Whether the run has discarded a step of an attempt whose `began_at` was `history`.
@@ -95,4 +107,5 @@ def _from_json(content: Mapping[str, Any]) -> Attempts:
     began_at = content["began_at"]
     if not isinstance(began_at, list | tuple):
         raise ValueError(f"began_at is {began_at!r}")
-    return Attempts(**{**content, "began_at": tuple(began_at)})
+    extended = tuple(Extension(**one) for one in content.get("extended", ()))
+    return Attempts(**{**content, "began_at": tuple(began_at), "extended": extended})

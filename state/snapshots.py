@@ -29,7 +29,7 @@ from runtime.blobs import Address, BlobService, PeerError, RefusedError
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 from state import tree
-from state.attempts import newest_checkpoint, newest_set_aside, read_attempts, write_attempts
+from state.attempts import Extension, newest_checkpoint, newest_set_aside, read_attempts, write_attempts
 from state.checkpointer import Checkpointer, Restored, Source, print_to_stderr
 from state.manifest import Leaf
 from state.memory_files import (
@@ -139,13 +139,16 @@ class Snapshots:
             is_in_memory=self._folder.is_in_memory,
         )
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, extension: Extension | None = None) -> None:
         """Begins the attempt at `step`, and deletes all snapshots but the one that was restored.
 
-        An attempt without snapshots is recorded, too: it makes the later steps of earlier attempts invalid.
+        An attempt without snapshots is recorded, too: it makes the later steps of earlier attempts invalid. `extension`
+        is recorded with it.
         """
-        began_at = (*self._attempts.began_at, step)
-        self._attempts = write_attempts(self._workdir, replace(self._attempts, began_at=began_at))
+        known = self._attempts
+        extended = known.extended if extension is None else (*known.extended, extension)
+        known = replace(known, began_at=(*known.began_at, step), extended=extended)
+        self._attempts = write_attempts(self._workdir, known)
         if self._every:
             if self._reader == self._me:
                 self._folder.remove(self._folder.names() - self._used)

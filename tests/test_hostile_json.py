@@ -196,6 +196,7 @@ def test_names_of_strangers_cannot_steer_a_terminal_and_passwords_are_not_shown(
 
 
 ATTEMPTS = {"run_id": "0123456789abcdef", "folder": 0, "began_at": [0, 4], "saved": 3}
+ATTEMPTS |= {"extended": [{"step": 4, "before": 4, "after": 8}]}
 
 
 @quick
@@ -208,7 +209,7 @@ def test_attempts(folder: Path, data: st.DataObject) -> None:
     if got is None:
         assert line.startswith(f"{folder / run_directory.ATTEMPTS} is damaged (")
     elif (written := json.loads(content))["folder"] == known["folder"]:
-        assert json.loads(json.dumps(asdict(got))) == {"saved": 0} | written
+        assert json.loads(json.dumps(asdict(got))) == {"saved": 0, "extended": []} | written
     else:  # a copy of the folder is another run
         assert got.began_at == () and got.folder == known["folder"]
 

@@ -19,9 +19,12 @@ from runtime.exit_codes import ResumableError
 from runtime.progress import read_progress
 from sharding.scopes import WorldTooSmallError
 from state import latest_config
+from state.attempts import Extension
 from state.checkpointer import Checkpointer, Restored, Source, damage
 from state.snapshots import Snapshots
 from training.experiment import BASE, Experiment
+
+LENGTH = "num_steps"  # the key that --extend may raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,11 @@ class Start:
         """Number of logged steps that are repeated."""
         return max(0, self.logged - self.step)
 
+    def extension(self, num_steps: int) -> Extension | None:
+        """Returns how the run was extended to `num_steps` after the restored step was saved; None if it was not."""
+        before = self.restored.config[LENGTH] if self.restored else num_steps
+        return None if before == num_steps else Extension(step=self.step, before=before, after=num_steps)
+
     def described(self, num_steps: int, workdir: Path, *, may_join: bool = False) -> str:
         """Returns the message for the user, one line; a run that may join others may take their later state yet."""
         at = f"step {self.step} of {num_steps} in {workdir}"
@@ -59,7 +67,9 @@ class Start:
         if not self.restored:
             lost = f": no checkpoint and no snapshot is left; {again}" if self.logged else ""
             return f"starting{' again' if lost else ''} at {at}{lost}"
-        return f"resumed at {at}, from {self.restored.source_text}; {again}"
+        extension = self.extension(num_steps)
+        longer = f"; extended from {extension.before} steps" if extension else ""
+        return f"resumed at {at}, from {self.restored.source_text}; {again}{longer}"
 
 
 def has_begun(workdir: Path) -> bool:
@@ -78,9 +88,12 @@ def goes_on_with_more_nodes(workdir: Path) -> Iterator[None]:
         raise ResumableError(str(error)) from error
 
 
-def is_finished(config: Config, workdir: Path) -> bool:
-    """Whether `workdir` holds this run, finished; prints so. ValueError if it holds another, or no checkpoint."""
-    done = broadcast(new_key("finished"), lambda: _says_finished(config, workdir))
+def is_finished(config: Config, workdir: Path, *, extends: bool = False) -> bool:
+    """Whether `workdir` holds this run, finished; prints so. ValueError if it holds another, or no checkpoint.
+
+    `extends`: the run may have more steps than it had.
+    """
+    done = broadcast(new_key("finished"), lambda: _says_finished(config, workdir, extends))
     if done:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
         last = workdir / run_directory.CHECKPOINTS / str(config.num_steps)
         done = damage(last, new_key("finished-checkpoint")) is None
@@ -89,14 +102,14 @@ def is_finished(config: Config, workdir: Path) -> bool:
     return done
 
 
-def _says_finished(config: Config, workdir: Path) -> bool:
+def _says_finished(config: Config, workdir: Path, extends: bool) -> bool:
     files = read_run(workdir, rows=False) if has_begun(workdir) else RunFiles(run_dir=workdir)
     checkpoints = workdir / run_directory.CHECKPOINTS
     of_newest = latest_config(checkpoints)
     saved = of_newest or files.config  # there is no checkpoint if it stopped early
     if not saved:
         return False
-    check_same_run(saved, config, workdir)
+    check_same_run(saved, config, workdir, extends=extends)
     ended = files.summary.get("exit_reason") == "finished"
     if ended and not of_newest:
         raise ValueError(
@@ -106,9 +119,12 @@ def _says_finished(config: Config, workdir: Path) -> bool:
     return ended and (checkpoints / str(config.num_steps)).exists()
 
 
-def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> None:
-    """Raises ValueError, naming the differences, if `saved` is the config of another run."""
-    changed = changed_keys(saved, config.to_dict())
+def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path, *, extends: bool = False) -> None:
+    """Raises ValueError, naming the differences, if `saved` is the config of another run.
+
+    `extends`: the run may have more steps than it had.
+    """
+    changed = changed_keys(saved, config.to_dict(), extends=extends)
     if changed:
         for name, value in unknown_names(saved).items():
             raise ValueError(
@@ -116,22 +132,29 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path) -> N
                 "file that does, or choose another --workdir"
             )
         changes = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
-        raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir")
+        is_longer = changed.keys() == {LENGTH} and not changed_keys(saved, config.to_dict(), extends=True)
+        longer = ", or train this run for longer by --extend" if is_longer else ""
+        raise ValueError(f"{workdir} holds a run of another config: {changes}; choose another --workdir{longer}")
 
 
-def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_keys(
+    saved: Mapping[str, Any], config: Mapping[str, Any], *, extends: bool = False
+) -> dict[str, tuple[Any, Any]]:
     """Returns the (old, new) values of the keys that differ but must not differ within one run.
 
-    A key that there was not yet when `saved` was written counts with its default.
+    A key that there was not yet when `saved` was written counts with its default. `extends`: more steps are allowed.
     """
     old, new = flat(with_defaults(saved)), flat(config)
     keys = [key for key in sorted({*old, *new}) if not may_change(key)]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+    changed = {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+    if extends and new[LENGTH] > old[LENGTH]:
+        del changed[LENGTH]
+    return changed
 
 
-def is_same_run(saved: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether two configs may belong to one run."""
-    return not changed_keys(saved, config)
+def is_same_run(saved: Mapping[str, Any], config: Mapping[str, Any], *, extends: bool = False) -> bool:
+    """Whether two configs may belong to one run; `extends`: the second may have more steps."""
+    return not changed_keys(saved, config, extends=extends)
 
 
 def restore(
@@ -140,11 +163,12 @@ def restore(
     checkpointer: Checkpointer,
     snapshots: Snapshots,
     fingerprints: Mapping[str, str],
+    extends: bool = False,
 ) -> Start:
     """Restores the newest step of the run, from memory or a checkpoint. ValueError if it is of another run or data."""
     restored = snapshots.restore(experiment.state_shapes.to_keep, checkpointer)
     if restored:  # `is_finished` does not check snapshots in memory
-        check_same_run(restored.config, experiment.config, workdir)
+        check_same_run(restored.config, experiment.config, workdir, extends=extends)
         _check_same_data(restored, experiment, workdir, fingerprints)
 
     logged = broadcast(new_key("logged"), lambda: read_progress(workdir).step)

@@ -56,7 +56,7 @@ class Config(Section):
     seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0, most=2**63 - 1)
     num_steps: int = key(
         100,
-        "optimizer steps of the run and of the learning rate's schedule",
+        "optimizer steps of the run and of the learning rate's schedule; only --extend raises it",
         least=1,
         most=2**31 - 1,  # of an int32, in the state
         unit="steps",
