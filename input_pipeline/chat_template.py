@@ -3,18 +3,21 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from files import json_objects
+from input_pipeline import tokenizer_config
 from input_pipeline.rendering import BEGIN, END, TODAY, Renderer
+from input_pipeline.tokenizer_config import CONFIG_FILE
 
 Messages = Sequence[Mapping[str, Any]]  # each with `role` and `content`
 Span = tuple[int, int]  # characters from, to
 
-CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # of a template's file
+LONG = 16  # messages; rendering each prefix of fewer ones takes no longer than rendering their turns
 RENDERER = Renderer()
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -29,13 +32,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer_path: Path) -> None:
         folder = tokenizer_path.parent
-        try:
-            about = json_objects.read(folder / CONFIG_FILE, lenient=True)
-        except FileNotFoundError:
-            about = {}
-        self.source = _source(folder, about)
-        tokens = {name: _content(token) for name, token in about.items() if name.endswith("_token")}
-        self.tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        config = tokenizer_config.read(folder)
+        self.source = _source(folder, config)
+        self.tokens = tokenizer_config.named_tokens(config)
         self._marks_answers = bool(_GENERATION.search(self.source))
         try:
             used = RENDERER.undeclared(self.source)
@@ -60,17 +59,73 @@ class ChatTemplate:
         text, spans = _unmarked(self._rendered(messages))
         if self._marks_answers:
             return text, spans
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self.render(messages[:number], asks=True)
-                until = self.render(messages[: number + 1])
-                if not (until.startswith(before) and text.startswith(until)):
-                    raise ValueError(
-                        f"the template renders message {number + 1} in another way before other messages, or without "
-                        "its answer: mark the answers in the template by {% generation %} and {% endgeneration %}"
-                    )
-                spans.append((len(before), len(until)))
-        return text, spans
+        if len(messages) > LONG and (found := self._answers_by_turns(messages, text)):
+            return text, found
+        return text, [self._answer(messages, text, n) for n, one in enumerate(messages) if one["role"] == "assistant"]
+
+    def _answer(self, messages: Messages, text: str, number: int) -> Span:
+        """Returns the characters of an answer, from renderings of all messages before it."""
+        before = self.render(messages[:number], asks=True)
+        until = self.render(messages[: number + 1])
+        if not (until.startswith(before) and text.startswith(until)):
+            raise ValueError(
+                f"the template renders message {number + 1} in another way before other messages, or without "
+                "its answer: mark the answers in the template by {% generation %} and {% endgeneration %}"
+            )
+        return len(before), len(until)
+
+    def _answers_by_turns(self, messages: Messages, text: str) -> list[Span]:
+        """Returns the characters of the answers in a time that grows with the conversation, not with its square.
+
+        Each turn is rendered after the first question alone. [] if the text is not these turns, one after another:
+        then the template looks further back.
+        """
+        first, *others = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        spans, last = [self._answer(messages, text, first)], first
+        try:
+            for number in others:
+                begin = [*messages[:first], messages[last]]
+                turn = [*begin, *messages[last + 1 : number]]
+                known = len(self.render(begin))
+                before, until = self.render(turn, asks=True), self.render([*turn, messages[number]])
+                end = spans[-1][1]
+                if not until.startswith(before) or not text.startswith(until[known:], end):
+                    return []
+                spans.append((end + len(before) - known, end + len(until) - known))
+                last = number
+        except ValueError:
+            return []
+        return spans
+
+    def unrendered(self, messages: Messages) -> set[tuple[int, str]]:
+        """Returns (message, field) of the fields without which the text is the same. ValueError if it is refused.
+
+        For each role, a template leaves out a field of all messages, or of those before some message.
+        """
+        marked = self._rendered(messages)
+        holders: dict[tuple[str, str], list[int]] = {}
+        for number, name in _fields_to_check(messages, _unmarked(marked)[0]):
+            holders.setdefault((messages[number]["role"], name), []).append(number)
+        found: set[tuple[int, str]] = set()
+        for (_, name), numbers in holders.items():
+
+            def shows(count: int, name: str = name, numbers: list[int] = numbers) -> bool:
+                return self._shows(messages, {(number, name) for number in numbers[:count]}, marked)
+
+            count = len(numbers) if not shows(len(numbers)) else bisect_left(range(len(numbers)), True, key=shows) - 1
+            found |= {(number, name) for number in numbers[: max(0, count)]}
+        return found
+
+    def _shows(self, messages: Messages, left_out: Set[tuple[int, str]], marked: str) -> bool:
+        """Returns whether a conversation without some fields is another text, or refused."""
+        rest = [
+            {name: value for name, value in message.items() if (number, name) not in left_out}
+            for number, message in enumerate(messages)
+        ]
+        try:
+            return self._rendered(rest) != marked
+        except ValueError:
+            return True
 
     def _rendered(self, messages: Messages, asks: bool = False) -> str:
         plain = [{name: value for name, value in one.items() if value is not None} for one in messages]
@@ -83,11 +138,24 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
 
-def _source(folder: Path, about: Mapping[str, Any]) -> str:
+def _fields_to_check(messages: Messages, text: str) -> Iterator[tuple[int, str]]:
+    """Yields (message, field) for values that may not be in the text: all but roles, and contents found in order."""
+    at = 0
+    for number, message in enumerate(messages):
+        content = (message.get("content") or "").strip()
+        place = text.find(content, at)
+        if place < 0:
+            yield number, "content"
+        else:
+            at = place + len(content)
+        yield from ((number, name) for name, value in message.items() if value and name not in ("role", "content"))
+
+
+def _source(folder: Path, config: Mapping[str, Any]) -> str:
     """Returns the text of a template. ValueError if there is none."""
     if (file := folder / TEMPLATE_FILE).is_file():
         return _text_of(file)
-    found = about.get("chat_template")
+    found = config.get("chat_template")
     if isinstance(found, list):  # several by name
         named = [one for one in found if isinstance(one, dict)]
         found = next((one.get("template") for one in named if one.get("name") == "default"), None)
@@ -107,10 +175,6 @@ def _text_of(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8: {error.reason}") from error
-
-
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _unmarked(marked: str) -> tuple[str, list[Span]]:

@@ -2,13 +2,15 @@
 
 A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, or a prompt and its answer, `{"prompt": ..., "answer":
 ...}`. The chat template of the tokenizer makes a text of it; a row holds whole conversations, which do not see each
-other.
+other. `"weight": 0` or `"train": false` in an answer excludes it from the loss. The summary of the rows names every
+other field that has no effect.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +20,17 @@ from configs.schema import DataConfig
 from files import json_objects
 from files.paths import user_path
 from input_pipeline import cache, folder, packing
-from input_pipeline.chat_template import ChatTemplate, Messages
+from input_pipeline.chat_template import ChatTemplate, Messages, Span
 from input_pipeline.shard_index import Progress
 from input_pipeline.text import TextDataset
-from input_pipeline.tokenizers import HuggingFace, Tokenizer
+from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
 
-FORMAT = 1  # version of the files in the cache; part of the folder's name
+FORMAT = 2  # version of the files in the cache; part of the folder's name
+RULE = 1  # version of the rows that follow from these files; part of the fingerprint
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = ("answer", "completion", "response")  # the names of an answer beside a `prompt`
+MASKS = ("weight", "train")  # fields of a message that exclude its answer from the loss
+OTHER_FILES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow")  # endings of files without JSON lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,8 @@ class ChatTokens:
     ends: np.ndarray  # int64 [C], of the conversations
     sha256: str  # of these three, conversation by conversation
     bytes_per_token: float  # of the answers
-    unread: tuple[str, ...]  # names of fields that were not read
+    masked: int  # answers that `weight` or `train` excludes from the loss
+    unused: tuple[str, ...]  # fields that have no effect, with their numbers, in words
 
 
 class Row(NamedTuple):
@@ -57,18 +63,26 @@ class ChatRows(packing.PackedRows):
     def __init__(self, name: str, chats: ChatTokens, seq_len: int, padding: int) -> None:
         starts = np.append(0, chats.ends[:-1])
         stops = np.minimum(chats.ends, starts + seq_len + 1)
-        counts = np.array([np.count_nonzero(chats.is_answer[a:b]) for a, b in zip(starts, stops, strict=True)])
+        counts = _counts(chats.is_answer, starts, stops)
+        is_trained = _counts(chats.is_answer, starts, chats.ends) > 0
+        if not is_trained.any():
+            raise ValueError(f"{name}: `weight` or `train` excludes every answer from the loss")
         if not counts.any():
             raise ValueError(f"{name}: no answer begins within data.seq_len={seq_len} tokens; raise data.seq_len")
         self._found = np.stack([starts, stops], axis=1)[counts > 0]
         self._chats, self._padding, self.bytes_per_token = chats, padding, chats.bytes_per_token
-        cut, left_out = np.count_nonzero((stops < chats.ends) & (counts > 0)), np.count_nonzero(counts == 0)
+        parts = {
+            "longer than a row were cut": (stops < chats.ends) & (counts > 0),
+            "more had no answer within a row and were left out": is_trained & (counts == 0),
+            "more had no answer of weight 1 and were left out": ~is_trained,
+        }
+        numbers = {text: int(np.count_nonzero(which)) for text, which in parts.items()}
+        numbers |= {"answers have weight 0 or train false": chats.masked}
         total = np.diff(self._found).sum()
         self.summary = f"{name}: {len(self._found)} conversations, {counts.sum()} of their {total} tokens are answers"
-        self.summary += f"; {cut} longer than a row were cut" if cut else ""
-        self.summary += f"; {left_out} more had no answer within a row and were left out" if left_out else ""
-        self.summary += f"; fields not read: {', '.join(chats.unread)}" if chats.unread else ""
-        rule = f"chats {FORMAT} {packing.FORMAT} {chats.sha256} {seq_len}"
+        self.summary += "".join(f"; {count} {text}" for text, count in numbers.items() if count)
+        self.summary += f"; without effect: {', '.join(chats.unused)}" if chats.unused else ""
+        rule = f"chats {RULE} {packing.FORMAT} {chats.sha256} {seq_len}"
         super().__init__(hashlib.sha256(rule.encode()).hexdigest(), seq_len + 1)
 
     def find_pieces(self) -> np.ndarray:
@@ -93,12 +107,22 @@ class ChatRows(packing.PackedRows):
         )
 
 
+def _counts(is_answer: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Returns int [C]: the number of tokens of answers in each range."""
+    return np.array([np.count_nonzero(is_answer[a:b]) for a, b in zip(starts, stops, strict=True)])
+
+
 class ChatDataset(TextDataset):
     """Examples of rows of conversations, as those of TextDataset: weights are 1 where the target is of an answer."""
 
     def __init__(self, rows: ChatRows, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
         super().__init__(rows, tokenizer, config, seed)
         self._rows = rows
+
+    def identity_of(self, tokenizer: Tokenizer) -> str:
+        """Returns the identity of the vocabulary, because the template begins and ends a conversation."""
+        assert isinstance(tokenizer, HuggingFace)
+        return tokenizer.file_identity
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         row = self._rows.row(self._rows.window_of(int(i), self.seed))
@@ -123,7 +147,7 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
     root = path if path.is_dir() else path.parent
     signature = folder.signature(f"chats {split}", root, [file.relative_to(root).as_posix() for file in files])
     key = hashlib.sha256(
-        f"{FORMAT}\n{signature}\n{tokenizer.identity}\n{tokenizer.num_ids}\n{template.identity}".encode()
+        f"{FORMAT}\n{signature}\n{tokenizer.file_identity}\n{tokenizer.num_ids}\n{template.identity}".encode()
     ).hexdigest()[:32]
 
     def write(to: Path) -> None:
@@ -136,8 +160,9 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
         is_answer=np.memmap(found / "answers.bin", dtype=np.bool_, mode="r"),
         ends=np.load(found / "ends.npy"),
         sha256=meta["sha256"],
-        bytes_per_token=meta["answer_bytes"] / meta["answer_tokens"],
-        unread=tuple(meta["unread"]),
+        bytes_per_token=meta["answer_bytes"] / max(1, meta["answer_tokens"]),
+        masked=meta["masked"],
+        unused=tuple(meta["unused"]),
     )
     return ChatRows(name, chats, config.seq_len, tokenizer.separator)
 
@@ -158,18 +183,57 @@ def messages_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("its messages are no list of objects")
     for number, message in enumerate(messages, start=1):
-        if (role := message.get("role")) not in ROLES:
-            raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
-        if not isinstance(content := message.get("content"), str):
-            raise ValueError(f"message {number} has a content of type {type(content).__name__}, and no text")
+        _check_message(number, message)
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("it has no answer: no message has the role assistant")
     return messages, sorted(set(record) - read)
 
 
+def _check_message(number: int, message: Mapping[str, Any]) -> None:
+    """Raises ValueError for a message without a known role and a text, or with a mask of another kind."""
+    if (role := message.get("role")) not in ROLES:
+        raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
+    content = message.get("content")
+    if not isinstance(content, str) and not (role == "assistant" and content is None):
+        raise ValueError(f"message {number} has a content of type {type(content).__name__}: write one string")
+    if message.get("weight") not in (None, 0, 1):
+        raise ValueError(f"message {number} has the weight {message['weight']!r}; it may be 0 or 1")
+    if message.get("train") not in (None, False, True):
+        raise ValueError(f"message {number} has train={message['train']!r}; it may be true or false")
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether the loss counts a message, if it is an answer."""
+    return all(message.get(name) is None or message[name] for name in MASKS)
+
+
+def _for_template(messages: Messages) -> Messages:
+    """Returns the messages as the template gets them: without masks, and with a content that is "" instead of null."""
+    plain = [{name: value for name, value in message.items() if name not in MASKS} for message in messages]
+    return [message | {"content": message.get("content") or ""} for message in plain]
+
+
+def unused_fields(messages: Messages, template: ChatTemplate) -> Counter[str]:
+    """Returns how many messages have each field that has no effect. ValueError for an answer without content."""
+    unrendered = template.unrendered(_for_template(messages))
+    found = Counter(f"{name} of {messages[number]['role']}" for number, name in unrendered)
+    for number, message in enumerate(messages):
+        names = {name for name, value in message.items() if value is not None}
+        if message["role"] != "assistant":
+            found.update(f"{name} of {message['role']}" for name in names & {*MASKS})
+        elif not (message.get("content") or "").strip() and _is_trained(message):
+            others = names - {"role", "content", *MASKS}
+            if all((number, name) in unrendered for name in others):
+                also = f": the chat template does not render its {' and '.join(sorted(others))}" if others else ""
+                raise ValueError(f"message {number + 1} is an answer without content{also}")
+    return found
+
+
 def _files(path: Path) -> list[Path]:
     """Returns the file, or those below a folder that end with .jsonl. ValueError if there are none."""
     if path.is_file():
+        if path.suffix in OTHER_FILES:
+            raise ValueError(f"data.path {path} is no file of JSON lines: unpack or convert it to .jsonl")
         return [path]
     if not path.is_dir():
         raise ValueError(
@@ -205,10 +269,26 @@ def _chosen(name: str, files: list[Path], split: str) -> Iterator[tuple[str, byt
     yield from (line for line, wanted in zip(_lines(files), chosen, strict=True) if wanted)
 
 
+@dataclass(kw_only=True)
+class _Totals:
+    """Sums over the conversations of a split."""
+
+    answer_tokens: int = 0
+    answer_bytes: int = 0
+    masked: int = 0  # answers
+    unread: Counter[str] = field(default_factory=Counter)  # lines, by the name of a field
+    unused: Counter[str] = field(default_factory=Counter)  # messages, by field and role
+
+    def in_words(self) -> list[str]:
+        """Returns the fields that have no effect."""
+        lines = [f"{name} in {count} lines" for name, count in sorted(self.unread.items())]
+        return lines + [f"{name} in {count} messages" for name, count in sorted(self.unused.items())]
+
+
 def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: HuggingFace, template: ChatTemplate) -> None:
     """Writes the tokens of a split's conversations, which of them are of answers, and where conversations end."""
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
-    digest, progress, ends, unread, answer_tokens, answer_bytes = hashlib.sha256(), Progress(), [0], set(), 0, 0
+    digest, progress, ends, totals = hashlib.sha256(), Progress(), [0], _Totals()
     with open(to / "tokens.bin", "wb") as tokens, open(to / "answers.bin", "wb") as answers:
         for where, line in _chosen(name, files, split):
             try:
@@ -216,35 +296,60 @@ def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: Huggin
             except ValueError as error:  # such as a list of all conversations
                 raise ValueError(f"{error}; write each conversation as an object on a line of its own") from error
             try:
-                messages, others = messages_of(record)
-                ids, is_answer, text_bytes = encode(messages, tokenizer, template)
+                ids, is_answer = _encode_record(record, tokenizer, template, totals)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             for file, values in ((tokens, ids.astype(dtype)), (answers, is_answer)):
                 file.write(payload := values.tobytes())
                 digest.update(payload)
             ends.append(ends[-1] + len(ids))
-            unread.update(others)
-            answer_tokens += int(is_answer.sum())
-            answer_bytes += text_bytes
             progress.say("%s: %d conversations of the %s split are tokenised", name, len(ends) - 1, split)
     np.save(to / "ends.npy", np.array(ends[1:], np.int64))
-    meta = {"dtype": dtype.str, "sha256": digest.hexdigest(), "unread": sorted(unread)}
-    meta |= {"answer_tokens": answer_tokens, "answer_bytes": answer_bytes}
+    meta = {"dtype": dtype.str, "sha256": digest.hexdigest(), "masked": totals.masked, "unused": totals.in_words()}
+    meta |= {"answer_tokens": totals.answer_tokens, "answer_bytes": totals.answer_bytes}
     (to / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _encode_record(
+    record: Mapping[str, Any], tokenizer: HuggingFace, template: ChatTemplate, totals: _Totals
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a conversation's ids [N], and whether each is of an answer [N]; adds to the totals."""
+    messages, unread = messages_of(record)
+    totals.unused.update(unused_fields(messages, template))
+    ids, is_answer, text_bytes = encode(messages, tokenizer, template)
+    totals.unread.update(unread)
+    totals.masked += sum(message["role"] == "assistant" and not _is_trained(message) for message in messages)
+    totals.answer_tokens += int(is_answer.sum())
+    totals.answer_bytes += text_bytes
+    return ids, is_answer
 
 
 def encode(messages: Messages, tokenizer: HuggingFace, template: ChatTemplate) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns a conversation's ids [N], whether each is of an answer [N], and the UTF-8 bytes of the answers.
 
-    A token that an answer shares with what is beside it counts. ValueError if none does.
+    Answers that the loss does not count are not among these. A token that an answer shares with what is beside it
+    counts. ValueError if the template makes no token of an answer.
     """
-    text, spans = template.answers(messages)
+    text, spans = template.answers(_for_template(messages))
+    utf8(text)
+    spans = _trained(messages, spans)
     ids, characters = tokenizer.encode_template(text)
-    is_answer = np.zeros(len(ids), np.bool_)
-    for start, end in spans:
-        is_answer |= (characters[:, 0] < end) & (characters[:, 1] > start)
+    starts, ends = np.array([*spans, (len(text), len(text) + 1)]).T  # the last one is beyond all characters
+    is_answer = starts[np.searchsorted(ends, characters[:, 0], "right")] < characters[:, 1]
     is_answer[:1] = False
-    if not is_answer.any():
+    if spans and not is_answer.any():
         raise ValueError("it has no answer: the chat template makes no token of one")
     return ids, is_answer, sum(len(text[start:end].encode()) for start, end in spans)
+
+
+def _trained(messages: Messages, spans: Sequence[Span]) -> Sequence[Span]:
+    """Returns the spans of the answers that the loss counts. ValueError if a span cannot be told to be of one."""
+    trained = [_is_trained(message) for message in messages if message["role"] == "assistant"]
+    if all(trained):
+        return spans
+    if len(spans) != len(trained):
+        raise ValueError(
+            f"the chat template marks {len(spans)} answers in {len(trained)} messages of the assistant: it must mark "
+            "each of them for `weight` or `train` to exclude one"
+        )
+    return [span for span, counts in zip(spans, trained, strict=True) if counts]

@@ -11,7 +11,7 @@ from input_pipeline.mixture import MixedDataset
 from input_pipeline.shards import ShardSet
 from input_pipeline.synthetic import SyntheticImages, SyntheticWindows
 from input_pipeline.text import StreamWindows, TextDataset
-from input_pipeline.tokenizers import HuggingFace, Tokenizer, make_tokenizer
+from input_pipeline.tokenizers import HuggingFace, Tokenizer, tokenizer_for
 
 Split = Literal["train", "validation", "all"]  # `all`, the two together, of data.source=folder and chats alone
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -30,7 +30,7 @@ def load(
     """
     if config.objective == "classify":
         return ImageDataset(_images(config, split), config, seed, training=split == "train")
-    tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
+    tokenizer = tokenizer or tokenizer_for(config)
     if components := config.components:
         examples = [_load_text(config.alone(component), split, seed, shards, tokenizer) for component in components]
         return MixedDataset(examples, [one.name for one in components], [one.weight for one in components])

@@ -9,6 +9,7 @@ from files.paths import user_path
 from input_pipeline.shard_formats import matches
 from input_pipeline.streams import TextSource
 
+RULE = "folder, without byte order marks"  # what a document is; another rule makes other tokens of the same files
 VALIDATION_SHARE = 0.05  # of the files (or of the bytes, if there is only one file)
 
 
@@ -40,7 +41,7 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
 
     return TextSource(
         name=f"data.path {root}",
-        signature=signature(f"folder {split}" if is_single else "folder", root, chosen),
+        signature=signature(f"{RULE} {split}" if is_single else RULE, root, chosen),
         documents=documents,
         size_bytes=sum((root / name).stat().st_size for name in chosen),
     )
@@ -80,9 +81,12 @@ def _share(name: str) -> float:
 
 
 def read_text(path: Path) -> str:
-    """Returns a file's text, without conversion of newlines. Raises ValueError if it cannot be read as UTF-8."""
+    """Returns a file's text, without a byte order mark and without conversion of newlines.
+
+    Raises ValueError if it cannot be read as UTF-8.
+    """
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -22,11 +22,12 @@ from input_pipeline.shard_cache import ShardCache, mapped
 from input_pipeline.shard_index import INDEX_FILE, Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards, split_file
 from input_pipeline.store import LocalStore, Store, StoreError, open_store
-from input_pipeline.tokenizers import make_tokenizer
+from input_pipeline.tokenizers import tokenizer_for
 from runtime.command_line import OneLineParser, prepare_output, printable
 from runtime.exit_codes import ExitCode, ResumableError
 
-KEYS = ("pattern", "tokenizer", "tokenizer_path", "text_field")  # of `data`, which are options here
+# keys of `data`, which are options here
+KEYS = ("pattern", "tokenizer", "tokenizer_path", "add_bos", "eos_token", "text_field")
 
 
 def prepare(config: DataConfig, out: str) -> int:
@@ -45,7 +46,7 @@ def prepare(config: DataConfig, out: str) -> int:
     with ExitStack() as held, explained(cache_dir() / "shards"):
         for store in (source, target):
             held.callback(store.close)
-        tokenizer = make_tokenizer(config.tokenizer, config.tokenizer_path)
+        tokenizer = tokenizer_for(config)
         cache = ShardCache(cache_dir() / "shards", 0)
         listing = list_shards(source, file, config, tokenizer)
         if listing.index:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from files import json_objects
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_formats import documents
+from input_pipeline.shard_formats import documents, format_of
 from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, write_tokens
 from input_pipeline.store import FETCHES, Item, Store, StoreError
 from input_pipeline.tokenizers import Tokenizer
@@ -33,6 +33,7 @@ class RawShards:
         """Returns a hash that changes with the tokens of a file."""
         item = self._items[name]
         what = [FORMAT, self._store.url, name, item.size, item.version, self._tokenizer.identity, self._text_field]
+        what += ["without a byte order mark"] * (format_of(name) == "txt")
         return sha256(json.dumps(what).encode()).hexdigest()
 
     def index(self) -> ShardIndex | None:

@@ -1,6 +1,7 @@
 """Files of documents ("shards"): array_record, parquet, JSON lines and plain text, by the end of their names."""
 
 import contextlib
+import gzip
 import io
 import re
 from collections.abc import Iterator, Mapping
@@ -101,7 +102,7 @@ def _jsonl(path: Path, name: str, text_field: str) -> Iterator[Any]:
 
 def _txt(path: Path, name: str, text_field: str) -> Iterator[Any]:
     with _opened(path, name) as file:
-        yield file.read().decode()
+        yield file.read().decode("utf-8-sig")  # without a byte order mark
 
 
 _READERS = {"array_record": _array_record, "parquet": _parquet, "jsonl": _jsonl, "txt": _txt}
@@ -119,9 +120,12 @@ def _opened(path: Path, name: str) -> Any:
     """Returns a file of bytes, unpacked while it is read."""
     import pyarrow as pa
 
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(PurePosixPath(name).suffix)
-    stream = pa.input_stream(str(path), compression=compression)
-    return io.BufferedReader(_Unpacked(stream, _most_unpacked(path.stat().st_size)) if compression else stream)
+    is_packed = name.endswith((".gz", ".zst"))
+    if name.endswith(".gz"):  # Arrow's reader refuses the zeros with which tape blocks are filled
+        stream: Any = gzip.GzipFile(path)
+    else:
+        stream = pa.input_stream(str(path), compression="zstd" if is_packed else None)
+    return io.BufferedReader(_Unpacked(stream, _most_unpacked(path.stat().st_size)) if is_packed else stream)
 
 
 def _most_unpacked(size: int) -> int:
@@ -137,6 +141,10 @@ class _Unpacked(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
     def readinto(self, buffer: Any, /) -> int:
         count = self._stream.readinto(buffer)

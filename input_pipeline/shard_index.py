@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline.tokenizers import Tokenizer
+from input_pipeline.tokenizers import Tokenizer, utf8
 from runtime.command_line import printable
 
 FORMAT = "mics-jax token shards 1"
@@ -113,8 +113,8 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str
             if not text:
                 continue
             try:
-                ids, size = tokenizer.document(text), len(text.encode())
-            except ValueError as error:  # half of a surrogate pair, which JSON can have
+                size, ids = len(utf8(text)), tokenizer.document(text)
+            except ValueError as error:
                 raise ValueError(f"{name}: document {number}, counted from 0: {error}") from error
             payload = ids.astype(dtype).tobytes()
             file.write(payload)

@@ -26,9 +26,9 @@ class Listing:
 
 
 def split_file(path: str) -> tuple[str, str]:
-    """Returns the folder and the name of a path that names one file by its ending; the path and "" otherwise."""
+    """Returns the folder and the name of a path that names one file, in a URL by its ending; else the path and ""."""
     folder, slash, name = path.rpartition("/")
-    is_file = format_of(name) and (is_url(path) or user_path(path).is_file())
+    is_file = format_of(name) if is_url(path) else user_path(path).is_file()
     return (folder or slash or ".", name) if is_file else (path, "")
 
 

@@ -23,7 +23,7 @@ from input_pipeline.shard_listing import Listing, list_shards, read_index, split
 from input_pipeline.shard_tiers import PURPOSE, OpenShards, Peers, Tiers, maker_of, rendezvous
 from input_pipeline.shard_windows import Part, ShardWindows, parts
 from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
-from input_pipeline.tokenizers import Tokenizer, make_tokenizer
+from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
 
@@ -70,7 +70,7 @@ class ShardSet:
         """Opens the set; every process of `world` must. `was_reached`: the store is known to exist, so waited for."""
         self.config, self._world, self._was_reached = config, world, was_reached
         self.needed_bytes = 0  # of the cache, for two blocks of every split that is read
-        self._tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.tokenizer_path)
+        self._tokenizer = tokenizer or tokenizer_for(config)
         self._held = ExitStack()
         try:
             with explained(cache_dir() / "shards"):

@@ -33,8 +33,9 @@ class TextDataset:
     An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
     {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
     Causal: targets are the next tokens, weights are 1. Masked: targets are the original tokens, weights are 1
-    where the model must predict them and 0 elsewhere. With a `data.packing` of documents, `segments` int32 [T] numbers
-    the documents, and weights are 0 where the target is not of the same document.
+    where the model must predict them and 0 elsewhere. A causal window that begins inside a document begins with the
+    tokenizer's bos, if documents do, in place of its first token. With a `data.packing` of documents, `segments`
+    int32 [T] numbers the documents, and weights are 0 where the target is not of the same document.
     """
 
     threads = 1  # that prepare batches; cutting windows is cheap
@@ -51,7 +52,7 @@ class TextDataset:
         self.filled, self.summary = windows.filled, windows.summary
         settings = {
             "content": windows.content,
-            "tokenizer": tokenizer.identity,
+            "tokenizer": self.identity_of(tokenizer),
             "seq_len": config.seq_len,
             "objective": config.objective,
             "mask_rate": config.mask_rate if config.objective == "masked" else None,
@@ -59,6 +60,10 @@ class TextDataset:
         settings |= {"packing": config.packing} if self._packs else {}
         # Equal fingerprints and seeds mean equal examples.
         self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def identity_of(self, tokenizer: Tokenizer) -> str:
+        """Returns the identity of a tokenizer as far as it affects the examples."""
+        return tokenizer.identity
 
     def __len__(self) -> int:
         """Returns the number of windows in an epoch."""
@@ -69,7 +74,7 @@ class TextDataset:
         separator = self.tokenizer.separator
         segments = {"segments": packing.segments(window[: self.seq_len], separator)} if self._packs else {}
         if self._objective == "causal":
-            tokens, weights = window[:-1], np.ones(self.seq_len, np.float32)
+            tokens, weights = self._with_bos(window[:-1]), np.ones(self.seq_len, np.float32)
             if self._packs:
                 weights[tokens == separator] = 0
             return {"tokens": tokens, "targets": window[1:].copy(), "weights": weights} | segments
@@ -83,3 +88,14 @@ class TextDataset:
         if self._pads:
             weights[packing.is_padding(window, separator)] = 0
         return {"tokens": tokens, "targets": window, "weights": weights} | segments
+
+    def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the inputs int32 [T] of a causal model, where a part of a document begins as the document does.
+
+        The token that bos replaces is the last target of the window before, so the loss counts it there.
+        """
+        bos, separator = self.tokenizer.document_bos, self.tokenizer.separator
+        if bos is None:
+            return tokens
+        starts = np.append(True, tokens[:-1] == separator) & (tokens != separator)
+        return np.where(starts, np.int32(bos), tokens)

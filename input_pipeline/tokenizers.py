@@ -4,16 +4,19 @@ import abc
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from configs.schema import DataConfig
 from configs.schema.own import OWN
 from files.paths import user_path
 from files.regular import read_regular
+from input_pipeline import tokenizer_config
+from input_pipeline.tokenizer_config import CONFIG_FILE
 
 UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
 MAX_IDS = 1 << 24  # of a vocabulary file (real ones: up to 262,000); memory grows with the highest id
@@ -21,8 +24,10 @@ MAX_IDS = 1 << 24  # of a vocabulary file (real ones: up to 262,000); memory gro
 # How GPT-2 splits text before merging (from its tokenizer's source; tiktoken calls it r50k).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# The special tokens of a tokenizer.json that end a document, and the one that stands for a masked token.
-SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[EOS]")
+# Names of special tokens of a tokenizer.json without a tokenizer_config.json that names them: the end and the beginning
+# of a text, and the token that stands for a masked one.
+EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[EOS]")
+BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<BOS_TOKEN>", "[BOS]")
 MASKS = ("<mask>", "[MASK]")
 
 
@@ -31,7 +36,8 @@ class Tokenizer(abc.ABC):
 
     num_ids: int
     separator: int
-    identity: str  # changes whenever the meaning of an id changes
+    bos: int | None = None  # begins documents and prompts, if the model was trained with it
+    identity: str  # changes whenever the meaning of an id changes, or what begins and ends a document
 
     @property
     def mask_id(self) -> int:
@@ -41,9 +47,18 @@ class Tokenizer(abc.ABC):
         """Returns how many ids a model needs for `data.objective`: with the mask, if it predicts masked tokens."""
         return max(self.num_ids, self.mask_id + 1) if objective == "masked" else self.num_ids
 
+    @property
+    def document_bos(self) -> int | None:
+        """The id that begins a document; None also where the separator of the document before it is the same id."""
+        return None if self.bos == self.separator else self.bos
+
     def document(self, text: str) -> np.ndarray:
-        """Returns the ids of a document with its separator. ValueError for an id that the tokenizer must not give."""
-        ids = np.append(self.encode(text), self.separator)
+        """Returns the ids of a document, from its bos, if any, to its separator.
+
+        ValueError for an id that the tokenizer must not give.
+        """
+        begin = [] if self.document_bos is None else [self.document_bos]
+        ids = np.concatenate([np.asarray(begin, np.int32), self.encode(text), [self.separator]])
         if ids.min() < 0 or ids.max() >= self.num_ids:
             wrong = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(
@@ -51,9 +66,18 @@ class Tokenizer(abc.ABC):
             )
         return ids
 
+    def prompt(self, text: str) -> np.ndarray:
+        """Returns the int32 ids [N] of a text to continue, which begins with bos, if any."""
+        ids = self.encode(text)
+        return ids if self.bos is None else np.append(np.int32(self.bos), ids)
+
+    def continued(self, ids: np.ndarray) -> str:
+        """Returns the text of a prompt and its continuation, without bos."""
+        return self.decode(ids if self.bos is None else ids[1:])
+
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Returns int32 ids [N], without a separator."""
+        """Returns int32 ids [N], without bos and separator."""
 
     @abc.abstractmethod
     def decode(self, ids: np.ndarray) -> str:
@@ -73,9 +97,12 @@ class Bytes(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model; its end-of-sentence id separates documents. Most models write a newline as a space."""
+    """A SentencePiece model; its end-of-sentence id separates documents. Most models write a newline as a space.
 
-    def __init__(self, path: Path) -> None:
+    `add_bos`: `always`, `never`, or `auto`: as a tokenizer_config.json next to the model says.
+    """
+
+    def __init__(self, path: Path, add_bos: str = "auto") -> None:
         import sentencepiece
 
         content = _read(path)
@@ -90,6 +117,11 @@ class SentencePiece(Tokenizer):
         if self.separator < 0:
             raise ValueError(f"data.tokenizer_path {path} has no end-of-sentence id: train the model with eos_id >= 0")
         self.identity = f"sentencepiece {hashlib.sha256(content).hexdigest()}"
+        if add_bos == "always" or (add_bos == "auto" and tokenizer_config.adds_bos(tokenizer_config.read(path.parent))):
+            self.bos = self._model.bos_id()
+            if self.bos < 0:
+                raise ValueError(f"data.tokenizer_path {path} has no beginning-of-sentence id: set data.add_bos=never")
+            self.identity += " with bos"
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._model.encode(text, out_type=int), np.int32)
@@ -125,38 +157,82 @@ class Tiktoken(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library; separator and mask are special tokens that it has by name.
+    """A tokenizer.json of the `tokenizers` library; separator, bos and mask are special tokens that it has by name.
+
+    The separator is `eos_token` or, if that is "", the `eos_token` of the tokenizer_config.json next to the file, else
+    its `sep_token`, else the first of `EOS`. `add_bos`: `always`, `never`, or `auto`: as these files say.
 
     `vocabulary` has the id of each token; `special_ids` are those of special tokens. Of these, ids from `vocab_size` on
-    do not count: models of text have none for the images of others that share their tokenizer.
+    do not count: models of text have none for the images of others that share their tokenizer. `file_identity` is that
+    of the vocabulary alone. `bos_is_unclear`: there is a bos, and no file says whether texts begin with it.
     """
 
-    def __init__(self, path: Path, vocab_size: int = MAX_IDS) -> None:
+    def __init__(self, path: Path, vocab_size: int = MAX_IDS, *, add_bos: str = "auto", eos_token: str = "") -> None:
         import tokenizers
 
-        content = _read(path)
+        content, config = _read(path), tokenizer_config.read(path.parent)
         with _explained(f"data.tokenizer_path {path} is not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # the name of a separator in a text is text
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        special = {x.content for x in self._tokenizer.get_added_tokens_decoder().values() if x.special}
-        self.special_ids = sorted(ids[name] for name in special)
-        self.separator_token = next((name for name in SEPARATORS if name in special), "")
-        self.mask_token = next((name for name in MASKS if name in special), "")
-        if not self.separator_token:
-            raise ValueError(
-                f"data.tokenizer_path {path} has no special token that ends a document; one of {', '.join(SEPARATORS)} "
-                "would do"
-            )
-        self._path, self.vocabulary = path, ids
-        if (most := max(ids.values())) >= MAX_IDS:
+        self._path, named = path, tokenizer_config.named_tokens(config)
+        self.vocabulary = ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if (most := max(ids.values(), default=0)) >= MAX_IDS:
             raise ValueError(f"data.tokenizer_path {path} has a token with the id {most}: ids may be below {MAX_IDS}")
-        optional = special - {self.separator_token, self.mask_token}
+        special = {x.content for x in self._tokenizer.get_added_tokens_decoder().values() if x.special}
+        self.separator_token = self._end(eos_token, named, special)
+        self._tokenizer.add_special_tokens([self.separator_token])  # some files do not mark it as one
+        special.add(self.separator_token)
+        self.bos_token = named.get("bos_token") or _first(BOS, special)
+        said = tokenizer_config.adds_bos(config)
+        said = said if said is not None else (True if self._post_processor_adds_bos() else None)
+        self.adds_bos = self._adds_bos(add_bos, said)
+        self.bos_is_unclear = add_bos == "auto" and said is None and self.bos_token in ids
+        self._tokenizer.post_processor = None  # it may leave the spaces out of a token's characters
+        self.mask_token = _first(MASKS, special)
+        self.special_ids = sorted(ids[name] for name in special)
+        optional = special - {self.separator_token, self.mask_token, self.bos_token if self.adds_bos else ""}
         counted = (number for name, number in ids.items() if number < vocab_size or name not in optional)
         self.num_ids, self.separator = max(counted) + 1, ids[self.separator_token]
-        self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
+        self.bos = ids[self.bos_token] if self.adds_bos else None
+        self.file_identity = self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
+        if self.separator_token != _first(EOS, special):
+            self.identity += f" eos {self.separator_token}"
+        if self.document_bos is not None:
+            self.identity += f" bos {self.bos_token}"
+
+    def _end(self, eos_token: str, named: Mapping[str, str], special: Set[str]) -> str:
+        """Returns the token that ends a document. ValueError if there is none."""
+        name = next((name for name in ("eos_token", "sep_token") if named.get(name)), "")
+        token = eos_token or named.get(name, "") or _first(EOS, special)
+        source = f"data.eos_token={eos_token!r}" if eos_token else f"{name}={token!r} of {CONFIG_FILE} there"
+        if not token:
+            raise ValueError(
+                f"data.tokenizer_path {self._path} has no special token that ends a document by its name, and no "
+                f"{CONFIG_FILE} there names an eos_token: set data.eos_token"
+            )
+        if token not in self.vocabulary:
+            raise ValueError(
+                f"{source} is not a token of data.tokenizer_path {self._path}: set data.eos_token to a token that "
+                "ends a document"
+            )
+        return token
+
+    def _adds_bos(self, wanted: str, said: bool | None) -> bool:
+        """Returns whether documents and prompts begin with bos. ValueError if they would and there is none."""
+        adds = wanted == "always" or (wanted == "auto" and bool(said))
+        if adds and self.bos_token not in self.vocabulary:
+            name = f"the bos_token {self.bos_token!r}" if self.bos_token else "a bos_token"
+            raise ValueError(
+                f"data.add_bos={wanted}: data.tokenizer_path {self._path} lacks {name}: set data.add_bos=never"
+            )
+        return adds
+
+    def _post_processor_adds_bos(self) -> bool:
+        with _explained(f"data.tokenizer_path {self._path} cannot encode an empty text"):
+            tokens = self._tokenizer.encode("", add_special_tokens=True).tokens
+        return bool(self.bos_token) and tokens[:1] == [self.bos_token]
 
     @property
     def mask_id(self) -> int:
@@ -198,8 +274,10 @@ class HuggingFace(Tokenizer):
             return _decoded(ids, [*self.vocabulary.values()], decode)
 
 
-def make_tokenizer(kind: str, path: str, vocab_size: int = MAX_IDS) -> Tokenizer:
-    """Returns the tokenizer of `data.tokenizer`, for a model of so many ids.
+def make_tokenizer(
+    kind: str, path: str, vocab_size: int = MAX_IDS, *, add_bos: str = "auto", eos_token: str = ""
+) -> Tokenizer:
+    """Returns the tokenizer of `data.tokenizer`, for a model of so many ids; `tokenizer_for` reads a config.
 
     Raises ValueError for a vocabulary file that cannot be used.
     """
@@ -209,8 +287,30 @@ def make_tokenizer(kind: str, path: str, vocab_size: int = MAX_IDS) -> Tokenizer
         return OWN["tokenizer"][kind](path)
     file = user_path(path)
     if kind == "hugging_face":
-        return HuggingFace(file, vocab_size)
-    return {"sentencepiece": SentencePiece, "tiktoken": Tiktoken}[kind](file)
+        return HuggingFace(file, vocab_size, add_bos=add_bos, eos_token=eos_token)
+    return SentencePiece(file, add_bos) if kind == "sentencepiece" else Tiktoken(file)
+
+
+def tokenizer_for(data: DataConfig, vocab_size: int = MAX_IDS) -> Tokenizer:
+    """Returns the tokenizer of a config's section, as `make_tokenizer`."""
+    names = {"add_bos": data.add_bos, "eos_token": data.eos_token}
+    return make_tokenizer(data.tokenizer, data.tokenizer_path, vocab_size, **names)
+
+
+def utf8(text: str) -> bytes:
+    """Returns the bytes of a text. ValueError for half of a surrogate pair, which JSON can hold."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(
+            f"character {error.start} is {half!r}, half of a surrogate pair: write the whole pair, or remove it"
+        ) from error
+
+
+def _first(names: Sequence[str], among: Set[str]) -> str:
+    """Returns the first of the names that is there, "" if none is."""
+    return next((name for name in names if name in among), "")
 
 
 @contextmanager

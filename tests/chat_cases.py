@@ -74,6 +74,9 @@ def template(name: str, *, marks: bool) -> str:
     return TEMPLATES[name].replace("ANSWER", begin).replace("END", end)
 
 
+CHATML = template("chatml", marks=False)
+
+
 def messages(name: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in CHATS[name]]
 
@@ -93,6 +96,19 @@ def write_tokenizer(folder: Path, template: str = "", **about: Any) -> Path:
     about |= {"chat_template": template} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder / "tokenizer.json"
+
+
+def write_chats(file: Path, count: int = 60) -> list[dict[str, Any]]:
+    """Writes conversations of different lengths, one twice, and returns them."""
+    records = []
+    for number in range(count):
+        turns = [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "the" * (1 + number % 5)}]
+        records.append(
+            {"messages": turns * (1 + number % 2)} if number % 3 else {"prompt": "on", "answer": f"{number}"}
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n\n" for record in [*records, records[0]]))
+    return [*records, records[0]]
 
 
 def of_transformers(folder: Path) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from test_hugging_face_models import changed, loaded, section
-from test_input_tokenizers import tokenizer_json
+from tokenizer_files import tokenizer_json
 
 from configs import hugging_face
 from configs.schema import DataConfig, flat, with_defaults

@@ -87,7 +87,7 @@ def test_an_exported_run_loads_in_transformers_and_computes_our_logits(name: str
 
 def test_an_exported_run_brings_its_tokenizer(tmp_path: Path) -> None:
     import transformers
-    from test_input_tokenizers import tokenizer_json
+    from tokenizer_files import tokenizer_json
 
     vocabulary = tokenizer_json(tmp_path / "tokenizer.json")
     run, out, text = tmp_path / "run", tmp_path / "out", "def main(): return 42\n"

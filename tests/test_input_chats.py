@@ -1,4 +1,4 @@
-"""Conversations: ids and masks against transformers, whole in their rows, split by line; what is refused."""
+"""Conversations: ids and masks against transformers, whole in their rows, split by line; refusals."""
 
 import json
 from collections import Counter
@@ -10,41 +10,49 @@ from typing import Any
 import chat_cases
 import numpy as np
 import pytest
-from chat_cases import messages, template, write_tokenizer
+import tokenizers
+from chat_cases import CHATML, messages, template, write_chats, write_tokenizer
 from shard_texts import own_cache  # noqa: F401 (a fixture)
+from tables import check_rows, raised
 
 from configs.schema import DataConfig
-from input_pipeline import Batches, MixedDataset, load
+from input_pipeline import Batches, MixedDataset, chat_template, load
 from input_pipeline.chat_template import ChatTemplate
-from input_pipeline.chats import ChatDataset, encode, messages_of
+from input_pipeline.chats import ChatDataset, encode, messages_of, unused_fields
 from input_pipeline.dataset import Split
 from input_pipeline.tokenizers import HuggingFace
 
 CASES = [json.loads(line) for line in chat_cases.FILE.read_text().splitlines()]
-CHATML = template("chatml", marks=False)
 NEED_A_QUESTION = ("llama 3", "gemma")  # before an answer, or they do not begin as they should
 LENGTH = 48
+Message = dict[str, Any]
 
 
-@pytest.mark.parametrize("marks", [True, False], ids=["marks", "prefixes"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['template']}: {case['chat']}")
-def test_ids_and_answers_are_those_of_transformers(case: dict[str, Any], marks: bool, tmp_path: Path) -> None:
+def user(content: str, **others: Any) -> Message:
+    return {"role": "user", "content": content, **others}
+
+
+def answer(content: str | None, **others: Any) -> Message:
+    return {"role": "assistant", "content": content, **others}
+
+
+def test_ids_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
     """Whether the template marks them by `{% generation %}`, which transformers needs, or not."""
-    path = write_tokenizer(tmp_path, template(case["template"], marks=marks))
-    arguments = messages(case["chat"]), HuggingFace(path), ChatTemplate(path)
-    if "refused" in case:
-        with pytest.raises(ValueError) as refused:
-            encode(*arguments)
-        assert str(refused.value) == f"the chat template refuses it: {case['refused']}"
-        return
-    if case["chat"] == "assistant first" and case["template"] in NEED_A_QUESTION and not marks:
-        with pytest.raises(ValueError, match=r"mark the answers in the template|refuses it: .* no element 0"):
-            encode(*arguments)
-        return
-    ids, is_answer, _ = encode(*arguments)
-    np.testing.assert_array_equal(ids, case["ids"])
-    np.testing.assert_array_equal(is_answer, case["mask"])
-    assert 0 < is_answer.sum() < len(ids)
+
+    def check(name: str, chat: str, marks: bool, case: dict[str, Any]) -> None:
+        path = write_tokenizer(tmp_path, template(name, marks=marks))
+        encoded = lambda: encode(messages(chat), HuggingFace(path), ChatTemplate(path))
+        if "refused" in case:
+            assert raised(encoded) == f"the chat template refuses it: {case['refused']}"
+        elif chat == "assistant first" and name in NEED_A_QUESTION and not marks:
+            assert any(text in raised(encoded) for text in ("mark the answers in the template", "no element 0"))
+        else:
+            ids, is_answer, _ = encoded()
+            np.testing.assert_array_equal(ids, case["ids"])
+            np.testing.assert_array_equal(is_answer, case["mask"])
+            assert 0 < is_answer.sum() < len(ids)
+
+    check_rows(((case["template"], case["chat"], marks, case) for case in CASES for marks in (True, False)), check)
 
 
 def test_a_template_may_be_a_file_or_one_of_several_and_has_a_fixed_date(tmp_path: Path) -> None:
@@ -56,26 +64,18 @@ def test_a_template_may_be_a_file_or_one_of_several_and_has_a_fixed_date(tmp_pat
     assert one.render(messages("one turn")) == "01 Jan 2026 the one?<s>"
     (tmp_path / "chat_template.jinja").write_text("{{ messages | tojson }}")
     other = ChatTemplate(path)
-    assert other.render([{"role": "user", "content": "<é>", "name": None}]) == '[{"role": "user", "content": "<é>"}]'
+    assert other.render([user("<é>", name=None)]) == '[{"role": "user", "content": "<é>"}]'
     assert one.identity != other.identity
 
 
-def test_the_sandbox_keeps_templates_from_the_program(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path, "{{ messages.append(1) }}{{ raise_exception.__globals__ }}")
-    with pytest.raises(ValueError, match="the chat template refuses it: access to attribute 'append'"):
-        ChatTemplate(path).render(messages("one turn"))
-
-
 def test_a_template_that_changes_earlier_turns_must_mark_the_answers(tmp_path: Path) -> None:
-    """As templates do that leave out what a model thought in earlier turns."""
+    """As templates do that leave out the reasoning of earlier turns."""
     shown = "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
     last = "{% for m in messages %}{{ m.role }}" + shown + "{% endfor %}"
-    path = write_tokenizer(tmp_path, last)
-    with pytest.raises(ValueError, match=r"renders message 3 in another way .*: mark the answers .*endgeneration %}"):
-        ChatTemplate(path).answers(messages("three turns"))
-    assert ChatTemplate(path).answers(messages("one turn"))[1] == [
-        (len("userthe one?"), len("userthe one?assistantthe two"))
-    ]
+    one = ChatTemplate(write_tokenizer(tmp_path, last))
+    for turns in (messages("three turns"), messages("three turns")[1:] * 9):
+        assert "in another way" in raised(lambda turns=turns: one.answers(turns))
+    assert one.answers(messages("one turn"))[1] == [(len("userthe one?"), len("userthe one?assistantthe two"))]
 
 
 def test_the_first_token_of_a_conversation_is_no_answer(tmp_path: Path) -> None:
@@ -85,24 +85,85 @@ def test_the_first_token_of_a_conversation_is_no_answer(tmp_path: Path) -> None:
     assert is_answer.tolist() == [False] + [True] * (len(ids) - 1) and text_bytes == len("Is the user on?")
 
 
-def test_records_of_prompt_and_answer() -> None:
-    wanted = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for name in ("answer", "completion", "response"):
-        assert messages_of({"prompt": "a", name: "b", "id": 3}) == (wanted, ["id"])
-    assert messages_of({"prompt": "x", "messages": wanted}) == (wanted, ["prompt"])
+def test_a_long_conversation_is_rendered_in_time_that_grows_with_its_length(tmp_path: Path, monkeypatch: Any) -> None:
+    """Not with the square of it, and with the spans that rendering every prefix gives."""
+    rendered: list[int] = []
+    render = chat_template.RENDERER.render
+
+    def counted(source: str, variables: Any) -> str:
+        rendered.append(len(variables["messages"]))
+        return render(source, variables)
+
+    monkeypatch.setattr(chat_template.RENDERER, "render", counted)
+    turns = [{"role": "system", "content": "the"}]
+    turns += [one for n in range(40) for one in (user(f"{n}"), answer(f" the {n} \n"), user("on"), answer("is"))]
+    for name in ("chatml", "llama 3", "words"):
+        one = ChatTemplate(write_tokenizer(tmp_path, template(name, marks=False)))
+        rendered.clear()
+        text, spans = one.answers(turns)
+        assert sum(rendered) < 20 * len(turns)
+        monkeypatch.setattr(chat_template, "LONG", len(turns))
+        assert one.answers(turns) == (text, spans) and len(spans) == 80
+        monkeypatch.undo()
+        monkeypatch.setattr(chat_template.RENDERER, "render", counted)
 
 
-def write_chats(file: Path, count: int = 60) -> list[dict[str, Any]]:
-    """Writes conversations of different lengths, one twice, and returns them."""
-    records = []
-    for number in range(count):
-        turns = [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "the" * (number % 5)}]
-        records.append(
-            {"messages": turns * (1 + number % 2)} if number % 3 else {"prompt": "on", "answer": f"{number}"}
-        )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(record) + "\n\n" for record in [*records, records[0]]))
-    return [*records, records[0]]
+def test_weight_and_train_exclude_an_answer_from_the_loss(tmp_path: Path) -> None:
+    turns = [user("the"), answer("on"), user("is"), answer("the two"), user("a"), answer("b")]
+    for marks in (True, False):
+        path = write_tokenizer(tmp_path, template("chatml", marks=marks))
+        tokenizer, chat = HuggingFace(path), ChatTemplate(path)
+
+        def counted(*masks: dict[str, Any], tokenizer: Any = tokenizer, chat: Any = chat) -> list[str]:
+            ids, is_answer, size = encode(
+                [turn | mask for turn, mask in zip(turns, masks, strict=True)], tokenizer, chat
+            )
+            text = tokenizer.decode(ids[is_answer])
+            assert size == len(text)
+            return text.split("<|im_end|>\n")[:-1]
+
+        assert counted({}, {"weight": 1}, {}, {"train": True}, {}, {"weight": None}) == ["on", "the two", "b"]
+        assert counted({}, {"weight": 0}, {}, {}, {}, {"train": False}) == ["the two"]
+        assert counted({}, {"weight": 0, "train": True}, {}, {"weight": 0.0}, {}, {}) == ["b"]
+        assert counted({}, {"weight": 0}, {}, {"weight": 0}, {}, {"weight": 0}) == []
+    path = write_tokenizer(tmp_path, "{% generation %}{{ messages | tojson }}{% endgeneration %}")
+    encoded = lambda: encode([*turns[:-1], answer("b", weight=0)], HuggingFace(path), ChatTemplate(path))
+    assert "marks 1 answers in 3 messages of the assistant" in raised(encoded)
+
+
+LAST_REASONING = """{% for m in messages %}{{ m.role }}
+{% if loop.last %}{{ m.reasoning }}{% endif %}{{ m.content | upper }}{{ m.calls }}{% endfor %}"""
+
+
+def test_a_field_without_effect_is_counted(tmp_path: Path) -> None:
+    """Whatever the template does not render, for each role; a field may be left out of earlier messages alone."""
+    called = [user("a", name="x"), answer(None, calls=[1], reasoning="r"), user("b"), answer("c", reasoning="s")]
+    rows: list[tuple[str, list[Message], dict[str, int]]] = [
+        (CHATML, messages("three turns"), {}),
+        (CHATML, [user("a", weight=1), answer("b", reasoning="r", id=7, none=None, weight=0)], {"weight of user": 1}),
+        (CHATML, [user("a"), answer("b", reasoning="r")] * 20, {"reasoning of assistant": 20}),
+        (LAST_REASONING, called, {"name of user": 1, "reasoning of assistant": 1}),
+        (LAST_REASONING, [user("a"), answer("b", reasoning="s")] * 9, {"reasoning of assistant": 8}),
+        (template("words", marks=False), [{"role": "system", "content": "z"}, *messages("one turn")], {}),
+    ]
+    rows[1][2].update({"reasoning of assistant": 1, "id of assistant": 1})
+    rows[5][2].update({"content of system": 1})
+
+    def check(source: str, turns: list[Message], expected: dict[str, int]) -> None:
+        assert unused_fields(turns, ChatTemplate(write_tokenizer(tmp_path, source))) == expected
+
+    check_rows(rows, check)
+
+
+@pytest.mark.parametrize("trims", [True, False])
+def test_a_token_of_spaces_at_the_edge_of_an_answer_counts(tmp_path: Path, trims: bool) -> None:
+    """Also if the tokenizer's post-processor leaves the spaces out of a token's characters."""
+    path = write_tokenizer(tmp_path, CHATML)
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trims)
+    made.save(str(path))
+    ids, is_answer, _ = encode([user("a "), answer("  b  ")], HuggingFace(path), ChatTemplate(path))
+    assert HuggingFace(path).decode(ids[is_answer]) == "  b  <|im_end|>\n"
 
 
 def config_of(chats: Path, vocabulary: Path, **changes: Any) -> DataConfig:
@@ -118,6 +179,11 @@ def dataset(path: Path, split: Split = "train", **changes: Any) -> ChatDataset:
     found = load(config_of(path, tokenizer / "tokenizer.json", **changes), split, 0)
     assert isinstance(found, ChatDataset)
     return found
+
+
+def written(file: Path, *records: dict[str, Any]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
 
 
 def conversations(data: ChatDataset) -> Counter[tuple[str, tuple[str, ...]]]:
@@ -169,43 +235,42 @@ def test_rows_hold_whole_conversations_and_count_their_answers(tmp_path: Path) -
 
 
 def test_batches_depend_on_nothing_but_seed_and_step(tmp_path: Path) -> None:
-    """Not on the processes, on the step they begin with, on the file's name, or on the day."""
+    """Not on the processes, on the step they begin with, on the file's name, on the day, or on keys of documents."""
     write_chats(tmp_path / "one" / "chats.jsonl")
     write_chats(tmp_path / "two" / "others.jsonl")
-    one, two = dataset(tmp_path / "one" / "chats.jsonl"), dataset(tmp_path / "two")
+    one, two = dataset(tmp_path / "one" / "chats.jsonl"), dataset(tmp_path / "two", add_bos="always", eos_token="<s>")
     assert one.fingerprint == two.fingerprint
     with Batches(one, global_size=6, rows=range(6), start_step=0, prefetch=2) as batches:
         whole = [next(batches) for _ in range(4)]
     with Batches(two, global_size=6, rows=(1, 4, 7), start_step=3, prefetch=1) as batches:
         part = next(batches)
-    for name, values in part.items():
-        np.testing.assert_array_equal(values[:2], whole[3][name][[1, 4]])
-        assert not values[2].any()
+    for name in ("targets", "weights", "segments"):
+        counts = whole[3]["weights"][[1, 4]] > 0 if name == "targets" else slice(None)
+        np.testing.assert_array_equal(part[name][:2][counts], whole[3][name][[1, 4]][counts])
+        assert not part[name][2].any()
     assert dataset(tmp_path / "two", seq_len=LENGTH + 1).fingerprint != one.fingerprint
     marked = " + '\\n' }}{% endgeneration %}"
     fewer = template("chatml", marks=True).replace(marked, " }}{% endgeneration %}{{ '\\n' }}")
     (tmp_path / "model" / "chat_template.jinja").write_text(fewer)
     other = dataset(tmp_path / "two")  # the same ids, of which fewer count
-    np.testing.assert_array_equal(other[0]["tokens"], two[0]["tokens"])
-    assert other.fingerprint != two.fingerprint
+    assert (other[0]["weights"] <= two[0]["weights"]).all() and other.fingerprint != two.fingerprint
 
 
 def test_where_conversations_end_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     """ChatML of two turns is that of two conversations."""
-    turns = [messages("one turn"), [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    turns = [messages("one turn"), [user("a"), answer("b")]]
     prints = []
     for name, chats in {"one": [turns[0] + turns[1]], "two": turns}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-        data = dataset(tmp_path / f"{name}.jsonl", "all")
+        data = dataset(written(tmp_path / f"{name}.jsonl", *({"messages": chat} for chat in chats)), "all")
         prints.append((data[0]["tokens"].tolist(), data.fingerprint))
     assert prints[0][0] == prints[1][0] and prints[0][1] != prints[1][1]
 
 
-def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
-    file = tmp_path / "chats.jsonl"
-    long = {"prompt": "short", "answer": "x" * 100}
-    hopeless = {"prompt": "x" * 100, "answer": "short", "id": 1}
-    file.write_text("".join(json.dumps(one | {"n": n}) + "\n" for n, one in enumerate([long, hopeless, long])))
+def test_the_summary_counts_what_a_row_does_not_hold(tmp_path: Path) -> None:
+    long, hopeless = {"prompt": "short", "answer": "x" * 100}, {"prompt": "x" * 100, "answer": "short", "id": 1}
+    bad = {"messages": [user("a"), answer("b", train=False)]}
+    chats = [one | {"n": n} for n, one in enumerate([long, hopeless, long])]
+    file = written(tmp_path / "chats.jsonl", *chats, bad)
     assert len(dataset(file, "all", seq_len=1000)) == 1
     data = dataset(file, "all")
     assert len(data) == 2 and data.filled == 1
@@ -213,11 +278,13 @@ def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
     assert data[0]["weights"].sum() == data.tokenizer.decode(data[0]["targets"]).count("x") > 20
     assert data.summary == (
         f"data.path {file}: 2 conversations, {2 * int(data[0]['weights'].sum())} of their {2 * (LENGTH + 1)} tokens "
-        "are answers; 2 longer than a row were cut; 1 more had no answer within a row and were left out; fields not "
-        "read: id, n"
+        "are answers; 2 longer than a row were cut; 1 more had no answer within a row and were left out; 1 more had no "
+        "answer of weight 1 and were left out; 1 answers have weight 0 or train false; without effect: id in 1 lines, "
+        "n in 3 lines"
     )
-    with pytest.raises(ValueError, match=r"no answer begins within data.seq_len=4 tokens; raise data.seq_len\Z"):
-        dataset(file, "all", seq_len=4)
+    assert raised(lambda: dataset(file, "all", seq_len=4)).endswith("within data.seq_len=4 tokens; raise data.seq_len")
+    file = written(tmp_path / "bad.jsonl", bad)
+    assert raised(lambda: dataset(file, "all")).endswith("`weight` or `train` excludes every answer from the loss")
 
 
 def test_a_mixture_with_text(tmp_path: Path, corpus: Path) -> None:
@@ -231,87 +298,121 @@ def test_a_mixture_with_text(tmp_path: Path, corpus: Path) -> None:
     assert sum(is_chat) == 48 and data.summary == chats.summary
 
 
-LINE = json.dumps({"prompt": "a", "answer": "b"})
-GPT = '{"messages": [{"role": "gpt", "content": ""}]}'
-ASKED = '{"messages": [{"role": "user", "content": "a"}]}'
-BAD = {
-    "no JSON": ("{", " is not JSON: .*"),
-    "no object": ("[1]", " is not a JSON object, but of type list; write each conversation as an object on a line .*"),
-    "other fields": (
-        '{"text": 1}',
-        ": it has text, but neither messages nor prompt and answer, completion or response",
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+NO_CALLS = "message 2 is an answer without content: the chat template does not render its tool_calls"
+LINES: list[tuple[Any, str]] = [  # a line, and what an error says of it; "" for none
+    ({"prompt": "a", "completion": "b"}, ""),
+    ({"prompt": "a", "response": "b"}, ""),
+    ({"prompt": "x", "messages": [user("a"), answer("b")]}, ""),
+    ({"messages": [user("hello"), answer("b", reasoning_content="r")]}, ""),
+    ("\ufeff" + json.dumps({"prompt": "a", "answer": "b"}), ""),
+    ("{", " is not JSON: "),
+    ("[1]", " is not a JSON object, but of type list; write each conversation as an object on a line of its own"),
+    (json.dumps({"prompt": "a", "answer": "b"}).encode("utf-16"), " is not JSON: it is not UTF-8"),
+    ({"text": 1}, ": it has text, but neither messages nor prompt and answer, completion or response"),
+    ({}, ": it has nothing, but neither "),
+    ({"instruction": "q", "input": "", "output": "a"}, ": it has input, instruction, output, but neither "),
+    ({"conversations": [{"from": "human", "value": "q"}]}, ": it has conversations, but neither "),
+    ({"messages": "a"}, ": its messages are no list of objects"),
+    ({"messages": [{"role": "gpt", "content": ""}]}, ": message 1 has the role 'gpt'; known are system, "),
+    ({"prompt": 3, "answer": "b"}, ": message 1 has a content of type int: write one string"),
+    ({"prompt": [user("q")], "completion": [answer("a")]}, ": message 1 has a content of type list: write one string"),
+    (
+        {"messages": [user("q"), answer("a") | {"content": [{"type": "text", "text": "a"}]}]},
+        ": message 2 has a content",
     ),
-    "no field": ("{}", ": it has nothing, but neither .*"),
-    "no list": ('{"messages": "a"}', ": its messages are no list of objects"),
-    "another role": (GPT, ": message 1 has the role 'gpt'; known are system, .*"),
-    "no text": ('{"prompt": 3, "answer": "b"}', ": message 1 has a content of type int, and no text"),
-    "no answer": (ASKED, ": it has no answer: no message has the role assistant"),
-    "a mark": (LINE.replace("a", "\ufdd0", 1), ": a message has one of the noncharacters .*"),
-}
+    ({"messages": [user("a"), {"role": "tool", "content": None}]}, ": message 2 has a content of type NoneType"),
+    ({"messages": [user("a")]}, ": it has no answer: no message has the role assistant"),
+    ({"prompt": "\ufdd0", "answer": "b"}, ": a message has one of the noncharacters "),
+    ({"prompt": "a \ud83d", "answer": "b"}, "is '\\ud83d', half of a surrogate pair: write the whole pair, or remove"),
+    ({"prompt": "a", "answer": " "}, ": message 2 is an answer without content"),
+    ({"messages": [user("a"), answer(None)]}, ": message 2 is an answer without content"),
+    ({"messages": [user("a"), answer(None, tool_calls=[CALL])]}, f": {NO_CALLS}"),
+    ({"messages": [user("a"), answer("", tool_calls=[CALL]), answer("b")], "tools": [1]}, f": {NO_CALLS}"),
+    ({"messages": [user("a"), answer("b", weight=0.5)]}, ": message 2 has the weight 0.5; it may be 0 or 1"),
+    ({"messages": [user("a"), answer("b", train="no")]}, ": message 2 has train='no'; it may be true or false"),
+]
 
 
-@pytest.mark.parametrize(("line", "message"), BAD.values(), ids=BAD.keys())
-def test_a_bad_line_is_named_and_nothing_is_kept(line: str, message: str, tmp_path: Path, cache_folder: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(f"{LINE}\n\n{line}\n")
-    with pytest.raises(ValueError, match=rf"\A{tmp_path}/chats.jsonl, line 3{message}\Z"):
-        dataset(tmp_path / "chats.jsonl", "all")
-    assert [path.suffix for path in (cache_folder / "chats").iterdir()] == [".lock"]
+def test_a_bad_line_is_named_and_nothing_is_kept(tmp_path: Path, cache_folder: Path) -> None:
+    def check(line: Any, message: str) -> None:
+        file = tmp_path / "chats.jsonl"
+        line = line if isinstance(line, bytes) else line if isinstance(line, str) else json.dumps(line)
+        first = json.dumps({"prompt": "good", "answer": "line"}).encode()
+        file.write_bytes(first + b"\n\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+        if message:
+            text = raised(lambda: dataset(file, "all"))
+            assert text.startswith(f"{file}, line 3") and message in text
+            assert not [path for path in (cache_folder / "chats").iterdir() if path.suffix != ".lock"]
+        else:
+            assert len(conversations(dataset(file, "all"))) == 2
+            for path in (cache_folder / "chats").iterdir():
+                path.rename(tmp_path / f"{path.name}-{len([*tmp_path.iterdir()])}")
+
+    check_rows(LINES, check)
+
+
+def test_an_answer_of_a_tool_call_alone_counts_if_the_template_renders_it(tmp_path: Path) -> None:
+    """And the fields of a line that no template gets are named."""
+    shown = CHATML.replace("message['content'] +", "(message.content or message.tool_calls | tojson) +")
+    assert shown != CHATML
+    write_tokenizer(tmp_path / "model", shown)
+    turns = [user("a"), answer(None, tool_calls=[CALL]), {"role": "tool", "content": "3", "tool_call_id": "1"}]
+    file = written(tmp_path / "chats.jsonl", {"messages": [*turns, answer("3 degrees")], "tools": [1]})
+    data = dataset(file, "all", seq_len=300)
+    ((_, answers),) = conversations(data)
+    assert answers == (json.dumps([CALL]), "3 degrees", "")
+    assert data.summary.endswith("; without effect: tools in 1 lines, tool_call_id of tool in 1 messages")
 
 
 def rewritten(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content)
 
 
+LINE = json.dumps({"prompt": "a", "answer": "b"})
 TEMPLATE = "model/chat_template.jinja"
-FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (rewritten("chats.jsonl", "\n"), "has 0 different conversations; training and validation need one each"),
-    "one line": (rewritten("chats.jsonl", f"{LINE}\n{LINE}\n"), "has 1 different conversations; training and .*"),
-    "missing": (lambda folder: (folder / "chats.jsonl").unlink(), "does not exist; set it to a file of JSON lines, .*"),
-    "no template": (
-        rewritten("model/tokenizer_config.json", "{}"),
-        "/model has no chat template: data.source=chats .*",
-    ),
-    "nobody names its tokens": (
+FILES: list[tuple[Callable[[Path], object], str]] = [
+    (rewritten("chats.jsonl", "\n"), "has 0 different conversations; training and validation need one each"),
+    (rewritten("chats.jsonl", f"{LINE}\n{LINE}\n"), "has 1 different conversations; training and "),
+    (lambda folder: (folder / "chats.jsonl").unlink(), "does not exist; set it to a file of JSON lines, "),
+    (rewritten("model/tokenizer_config.json", "{}"), "/model has no chat template: data.source=chats "),
+    (
         lambda folder: (folder / "model/tokenizer_config.json").rename(folder / TEMPLATE).write_text("{{ bos_token }}"),
         "/model has no tokenizer_config.json, and the chat template uses its bos_token",
     ),
-    "no such syntax": (rewritten(TEMPLATE, "{% x %}"), "the chat template in .* cannot be read: .*'x'.*"),
-    "refuses": (rewritten(TEMPLATE, "{{ raise_exception('No!') }}"), "line 2: the chat template refuses it: No!"),
-    "shows no answer": (
-        rewritten(TEMPLATE, "{% generation %}{% endgeneration %}a"),
+    (rewritten(TEMPLATE, "{% x %}"), "cannot be read: Encountered unknown tag 'x'"),
+    (rewritten(TEMPLATE, "{{ raise_exception('No!') }}"), "line 2: the chat template refuses it: No!"),
+    (rewritten(TEMPLATE, "{{ messages.append(1) }}"), "line 2: the chat template refuses it: access to attribute"),
+    (
+        rewritten(TEMPLATE, "{{ messages }}{% generation %}{% endgeneration %}"),
         "line 2: it has no answer: the chat template makes no token of one",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("change", "message"), FILES.values(), ids=FILES.keys())
-def test_bad_files_are_one_line(change: Callable[[Path], object], message: str, tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_text(f"{LINE}\n{LINE.replace('b', 'c')}\n")
-    tokenizer = write_tokenizer(tmp_path / "model", CHATML)
-    change(tmp_path)
-    with pytest.raises(ValueError, match=message + r"\Z"):
-        load(config_of(tmp_path / "chats.jsonl", tokenizer), "train", 0)
+def test_bad_files_are_one_line(tmp_path: Path) -> None:
+    def check(change: Callable[[Path], object], message: str) -> None:
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        tokenizer = write_tokenizer(folder / "model", CHATML)
+        (folder / "chats.jsonl").write_text(f"{LINE}\n{LINE.replace('b', 'c')}\n")
+        change(folder)
+        assert message in raised(lambda: load(config_of(folder / "chats.jsonl", tokenizer), "train", 0))
 
-
-def test_a_folder_without_chats_is_one_line(tmp_path: Path) -> None:
+    check_rows(FILES, check)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"folder has no files that end with .jsonl\Z"):
-        dataset(tmp_path / "folder")
+    assert raised(lambda: dataset(tmp_path / "folder")).endswith("folder has no files that end with .jsonl")
+    for name in ("chats.jsonl.gz", "chats.parquet"):
+        (tmp_path / name).write_bytes(b"PAR1")
+        assert raised(lambda name=name: dataset(tmp_path / name)).endswith("unpack or convert it to .jsonl")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"path": ""}, "data.path is empty: data.source='chats' needs a file of conversations, one JSON object per .*"),
-        (
-            {"tokenizer": "bytes", "tokenizer_path": ""},
-            "'bytes': .* needs data.tokenizer='hugging_face', a tokenizer.*",
-        ),
-        ({"packing": "documents"}, "data.packing='documents': data.source='chats' needs data.packing='whole', rows .*"),
-        ({"objective": "masked"}, "data.objective='masked': data.source='chats' needs data.objective='causal', .*"),
-        ({"pattern": "*"}, r"data.pattern is '\*' but data.source='chats' reads no files by name: .*"),
-    ],
-)
-def test_settings_that_do_not_go_with_chats(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message + r"\Z"):
-        config_of(Path("chats.jsonl"), Path("tokenizer.json"), **changes)
+def test_settings_that_do_not_go_with_chats() -> None:
+    rows = [
+        ({"path": ""}, "data.path is empty: data.source='chats' needs a file of conversations, one JSON object per "),
+        ({"tokenizer": "bytes", "tokenizer_path": ""}, "needs data.tokenizer='hugging_face', a tokenizer"),
+        ({"packing": "documents"}, "data.packing='documents': data.source='chats' needs data.packing='whole', rows "),
+        ({"objective": "masked"}, "data.objective='masked': data.source='chats' needs data.objective='causal', "),
+        ({"pattern": "*"}, "data.pattern is '*' but data.source='chats' reads no files by name: "),
+    ]
+    of = lambda changes: config_of(Path("chats.jsonl"), Path("tokenizer.json"), **changes)
+    check_rows(rows, lambda changes, message: raised(lambda: of(changes)).index(message))

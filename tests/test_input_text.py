@@ -6,32 +6,18 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from shard_texts import own_cache  # noqa: F401 (a fixture)
+from text_streams import settings, text_of
 
-from configs.schema import DataConfig
 from input_pipeline import cache, load, shard_index, stdlib_text, streams
 from input_pipeline.dataset import SPLITS, Split
 from input_pipeline.tokenizers import Bytes
 
 # Names that each alone would be put into the validation split.
 HELD_OUT_NAMES = [name for name in map(str, range(99)) if hashlib.sha256(name.encode()).hexdigest() < "0c"][:2]
-
-
-def settings(corpus: Path | str, **changes: Any) -> DataConfig:
-    return DataConfig(**{"source": "folder", "path": str(corpus), "seq_len": 1, "objective": "masked"} | changes)
-
-
-def ids_of(config: DataConfig, split: Split) -> np.ndarray:
-    """The stream of a split, which the tests of the examples cut into windows."""
-    return np.array(load(config, split, 0)._windows._tokens)  # pyright: ignore
-
-
-def text_of(config: DataConfig, split: Split) -> bytes:
-    return ids_of(config, split).astype(np.uint8).tobytes()
 
 
 def test_folder_is_split_by_file_with_stable_assignment(corpus):

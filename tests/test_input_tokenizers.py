@@ -1,21 +1,29 @@
-"""Tokenizers: bytes, SentencePiece and tiktoken, and the streams of ids that they give."""
+"""Tokenizers: bytes, SentencePiece, tiktoken, tokenizer.json; the streams of ids, their beginnings and ends."""
 
-import base64
 import json
 import threading
 import tracemalloc
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from planning import small
 from shard_texts import own_cache  # noqa: F401 (a fixture)
-from test_input_text import ids_of, settings, text_of
+from tables import check_rows, raised
+from text_streams import ids_of, settings, text_of
+from tokenizer_files import tiktoken_file, tokenizer_json, with_image_token, word_level
 
+from configs.schema import flat, nested, with_defaults
 from input_pipeline import load
 from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace, make_tokenizer
+from training import generate
+from training.datasets import tokenizer_of
 
 
 def test_bytes_tokenizer_round_trips():
@@ -55,12 +63,6 @@ def test_sentencepiece_matches_its_library(corpus, sentencepiece_model):
     np.testing.assert_array_equal(ids_of(config, "train"), by_hand)
     assert dataset.bytes_per_token == pytest.approx(length / len(by_hand))
     assert dataset.tokenizer.decode(np.array([*model.encode("the fox"), pieces, *model.encode("dog")])) == "the fox�dog"
-
-
-def tiktoken_file(path: Path, merges: list[bytes]) -> Path:
-    pieces = [bytes([byte]) for byte in range(256)] + merges
-    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)))
-    return path
 
 
 def test_tiktoken_matches_its_library(corpus, tmp_path):
@@ -105,27 +107,7 @@ def test_ids_of_large_vocabularies_do_not_overflow(corpus, tmp_path):
     assert ids_of(config, "train").max() == dataset.tokenizer.separator > 2**16
 
 
-def tokenizer_json(path: Path, special: Sequence[str] = ("<|endoftext|>", "<mask>")) -> Path:
-    """Writes a byte-level BPE tokenizer of at most 260 ids, with special tokens, truncation and padding."""
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=260, special_tokens=[*special], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["the quick brown fox the the quick"] * 10, trainer)
-    made.enable_truncation(4)
-    made.enable_padding(length=16, pad_token=special[0] if special else "a")
-    made.save(str(path))
-    return path
-
-
 def test_tokenizer_json_matches_its_library(corpus, tmp_path):
-    import tokenizers
-
     vocabulary = tokenizer_json(tmp_path / "tokenizer.json")
     config = settings(corpus, tokenizer="hugging_face", tokenizer_path=str(vocabulary))
     dataset = load(config, "train", 0)
@@ -157,6 +139,7 @@ def test_tokenizer_json_matches_its_library(corpus, tmp_path):
     assert load(config, "train", 0).fingerprint != first
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     """A file of the source `folder` is one text; while none runs, the other processes take this one for lost.
 
@@ -179,39 +162,190 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     assert found[-1] > 10, found
 
 
-def test_bad_tokenizer_json_is_one_line(corpus, tmp_path):
+def test_bad_tokenizer_files_are_one_line(corpus: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    config = settings(corpus, tokenizer="hugging_face", tokenizer_path=str(path))
-    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: No such file"):
-        load(config, "train", 0)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: [^\n]*$"):
-        load(config, "train", 0)
-    tokenizer_json(path, ())
-    with pytest.raises(
-        ValueError, match=r"has no special token that ends a document; one of <\|endoftext\|>, .* would"
-    ):
-        load(config, "train", 0)
-    tokenizer_json(path, ("[SEP]",))
-    assert load(replace(config, objective="causal"), "train", 0).tokenizer.separator == 0
-    with pytest.raises(
-        ValueError, match=r"has no special token <mask> or \[MASK\], which data.objective='masked' needs$"
-    ):
-        load(replace(config, objective="masked"), "train", 0)
+    tokens = lambda *names, **named: (tokenizer_json(path, names), config_file(tmp_path, **named))
+    causal = {"objective": "causal"}
+    rows: list[tuple[Callable[[], object], dict[str, str], str]] = [
+        (lambda: None, {}, "tokenizer.json cannot be read: No such file"),
+        (lambda: path.write_text("{}"), {}, "tokenizer.json is not a tokenizer.json: "),
+        (tokens, causal, "and no tokenizer_config.json there names an eos_token: set data.eos_token"),
+        (
+            lambda: tokens("</s>", eos_token="<e>"),
+            causal,
+            "eos_token='<e>' of tokenizer_config.json there is not",
+        ),
+        (
+            lambda: tokens("</s>"),
+            causal | {"eos_token": "<e>"},
+            "data.eos_token='<e>' is not a token of data.",
+        ),
+        (lambda: tokens("</s>"), causal | {"add_bos": "always"}, "add_bos=always: data.tokenizer_path"),
+        (
+            lambda: tokens("</s>", add_bos_token=True, bos_token="<b>"),
+            causal,
+            "lacks the bos_token '<b>': set",
+        ),
+        (lambda: tokens("[SEP]"), {}, "has no special token <mask> or [MASK], which data.objective='masked' needs"),
+        (lambda: (tmp_path / "tokenizer_config.json").write_text("["), causal, "tokenizer_config.json is not JSON: "),
+        (lambda: word_level(path, {"<|endoftext|>": 0, "the": 1}), {}, "tokenizer.json cannot encode 'file "),
+    ]
+
+    def check(write: Callable[[], object], changes: dict[str, str], message: str) -> None:
+        (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+        write()
+        config = settings(corpus, tokenizer="hugging_face", tokenizer_path=str(path), **changes)
+        assert message in raised(lambda: load(config, "train", 0))
+
+    check_rows(rows, check)
 
 
-def word_level(path: Path, vocabulary: dict[str, int], **model: Any) -> Path:
-    """Writes a tokenizer.json whose tokens are whole words, `<|endoftext|>` the special one."""
-    special = {"id": vocabulary["<|endoftext|>"], "content": "<|endoftext|>", "special": True}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content = {
-        "version": "1.0",
-        "added_tokens": [special | flags],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"} | model,
-    }
-    path.write_text(json.dumps(content))
-    return path
+def config_file(folder: Path, **content: Any) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+
+
+def test_settings_that_do_not_go_with_a_tokenizer() -> None:
+    rows = [
+        ({"add_bos": "always"}, "data.add_bos='always': data.tokenizer='bytes' has no <bos>; leave it at auto"),
+        ({"eos_token": "x", "tokenizer": "sentencepiece", "tokenizer_path": "m"}, "leave data.eos_token empty"),
+        ({"add_bos": "yes"}, "data.add_bos=yes is not known; one of auto, always, never"),
+    ]
+    check_rows(rows, lambda changes, message: raised(lambda: settings("a", **changes)).index(message))
+
+
+FILES = Path(__file__).parent / "data" / "tokenizers"
+DOCUMENTS = [  # folder, changes, and what begins and ends a document
+    ("bos_added_by_its_own_file", {}, "<bos>", "<eos>"),
+    ("bos_added_by_its_own_file", {"add_bos": "never"}, "", "<eos>"),
+    ("gemma", {}, "", "<eos>"),  # no file there says that texts begin with <bos>
+    ("gemma", {"add_bos": "always"}, "<bos>", "<eos>"),
+    ("gemma", {"eos_token": "<end_of_turn>"}, "", "<end_of_turn>"),
+    ("chatml_only", {}, "", "<|im_end|>"),
+    ("cohere", {}, "", "<|END_OF_TURN_TOKEN|>"),
+    ("cohere", {"add_bos": "always"}, "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    ("eod", {}, "", "<EOT>"),
+    ("eod", {"eos_token": "<|endofdocument|>"}, "", "<|endofdocument|>"),
+    ("llama3_eot", {"add_bos": "always"}, "<|begin_of_text|>", "<|eot_id|>"),
+    ("two", {}, "", "</s>"),
+    ("two", {"eos_token": "<|endoftext|>"}, "", "<|endoftext|>"),
+]
+
+
+def in_file(name: str, **changes: Any) -> HuggingFace:
+    tokenizer = make_tokenizer("hugging_face", str(FILES / name / "tokenizer.json"), **changes)
+    assert isinstance(tokenizer, HuggingFace)
+    return tokenizer
+
+
+def test_documents_and_prompts_begin_and_end_as_the_tokenizer_s_files_say() -> None:
+    """The eos_token of tokenizer_config.json ends a document, whatever other special tokens there are."""
+
+    def check(name: str, changes: dict[str, str], bos: str, eos: str) -> None:
+        ours = in_file(name, **changes)
+        library = tokenizers.Tokenizer.from_file(str(FILES / name / "tokenizer.json"))
+        text = library.encode("hello <eos>", add_special_tokens=False).ids
+        text = [*library.encode("hello ", add_special_tokens=False).ids, *ours.encode("<eos>").tolist()]
+        begin = [library.token_to_id(bos)] if bos else []
+        assert ours.prompt("hello <eos>").tolist() == [*begin, *text]
+        assert ours.document("hello <eos>").tolist() == [*begin, *text, library.token_to_id(eos)]
+        assert ours.continued(ours.prompt("hello <eos>")) == "hello <eos>"
+        assert ours.prompt("").tolist() == begin
+
+    check_rows(DOCUMENTS, check)
+    identities = {in_file(name, **changes).identity for name, changes, _, _ in DOCUMENTS}
+    assert len(identities) == len(DOCUMENTS)
+
+
+def test_tokenizer_config_says_whether_documents_begin_with_bos(tmp_path: Path) -> None:
+    """Before the post-processor of tokenizer.json does; what both leave open is reported."""
+    path = tmp_path / "tokenizer.json"
+    rows = [
+        ("bos_added_by_its_own_file", {"add_bos_token": False, "bos_token": "<bos>"}, False, False),
+        ("bos_added_by_its_own_file", {}, True, False),
+        ("gemma", {"add_bos_token": True, "bos_token": {"content": "<start_of_turn>"}}, True, False),
+        ("gemma", {"add_bos_token": None, "bos_token": "<bos>"}, False, True),
+        ("eod", {}, False, False),
+        ("eod", {"add_bos_token": True, "bos_token": "<EOT>", "eos_token": "<EOT>"}, True, False),
+    ]
+
+    def check(name: str, content: dict[str, Any], adds: bool, is_unclear: bool) -> None:
+        path.write_bytes((FILES / name / "tokenizer.json").read_bytes())
+        config_file(tmp_path, **{"eos_token": "<EOT>" if name == "eod" else "<eos>"} | content)
+        ours = HuggingFace(path)
+        assert (ours.adds_bos, ours.bos_is_unclear) == (adds, is_unclear)
+        if ours.bos == ours.separator:  # the separator of the document before is in front of a document already
+            assert ours.document("a").tolist() == [*ours.encode("a"), ours.separator]
+            assert ours.prompt("a").tolist() == [ours.separator, *ours.encode("a")]
+
+    check_rows(rows, check)
+
+
+def test_sentencepiece_begins_with_bos_as_a_file_next_to_it_says(sentencepiece_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.model"
+    path.write_bytes(sentencepiece_model.read_bytes())
+    of = lambda **changes: make_tokenizer("sentencepiece", str(path), **changes)
+    plain = of()
+    assert plain.bos is None and of(add_bos="always").bos == 1
+    config_file(tmp_path, add_bos_token=True)
+    assert of().document("the").tolist() == [1, *plain.document("the")]
+    assert of(add_bos="never").identity == plain.identity != of().identity
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "whole"])
+def test_each_part_of_a_document_begins_with_bos(packing: str, tmp_path: Path) -> None:
+    """Also in a window that begins inside a document; each token is still a target as often as without bos."""
+    texts = ["hello " * 30, "one", "two three " * 9, "a"]
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    file = FILES / "bos_added_by_its_own_file" / "tokenizer.json"
+    base = {"seq_len": 16, "tokenizer": "hugging_face", "tokenizer_path": str(file), "objective": "causal"}
+    of = lambda **changes: load(settings(tmp_path / "texts", packing=packing, **base, **changes), "all", 0)
+    data = of()
+    bos, eos = data.tokenizer.bos, data.tokenizer.separator
+    counted: Counter[int] = Counter()
+    for row in (data[i] for i in range(len(data))):
+        inputs, targets, weights = row["tokens"], row["targets"], row["weights"]
+        assert inputs[0] in (bos, eos)
+        begins = np.flatnonzero((inputs[:-1] == eos) & (inputs[1:] != eos)) + 1
+        assert (inputs[begins] == bos).all()
+        assert ((inputs[1:] == targets[:-1]) | (inputs[1:] == bos)).all()
+        counted.update(targets[(weights > 0) & (targets != bos)].tolist())
+    expected = Counter(token for text in texts for token in data.tokenizer.document(text)[1:].tolist())
+    assert counted == expected if packing == "whole" else not counted - expected
+    prints = {of(add_bos=add_bos).fingerprint for add_bos in ("auto", "never")}
+    assert len(prints) == 2
+
+
+def test_generate_and_samples_begin_with_bos_and_do_not_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, asked = in_file("bos_added_by_its_own_file"), []
+
+    class Continuation:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def room(self, prompt: np.ndarray, what: str) -> int:
+            return 9
+
+        def __call__(self, params: object, prompt: np.ndarray, length: int) -> np.ndarray:
+            asked.append(prompt.tolist())
+            return np.append(prompt, tokenizer.encode(" two"))
+
+    monkeypatch.setattr(generate, "Continuation", Continuation)
+    model: Any = SimpleNamespace(tokenizer=lambda: tokenizer, experiment=None, params=None)
+    options = {"length": 3, "temperature": 0.0, "seed": 0, "chat": False}
+    assert [*generate.generate(model, ["one", ""], **options)] == ["one two", " two"]
+    assert asked == [[tokenizer.bos, *tokenizer.encode("one")], [tokenizer.bos]]
+    data = settings("a", objective="causal", tokenizer="hugging_face", tokenizer_path=str(tokenizer._path))
+    config = replace(small(), data=data)
+    assert tokenizer_of(replace(config, model=replace(config.model, vocab_size=400))).bos == tokenizer.bos  # evaluate
+
+
+def test_a_run_of_a_version_without_these_keys_has_no_bos() -> None:
+    saved = flat(small().to_dict())
+    del saved["data.add_bos"], saved["data.eos_token"]
+    data = with_defaults(nested(saved))["data"]
+    assert (data["add_bos"], data["eos_token"]) == ("never", "")
+    assert with_defaults(small().to_dict())["data"]["add_bos"] == "auto"
 
 
 def test_an_id_that_no_vocabulary_has_is_refused_before_memory_grows_with_it(tmp_path: Path) -> None:
@@ -229,16 +363,6 @@ def test_an_id_that_no_vocabulary_has_is_refused_before_memory_grows_with_it(tmp
     assert tokenizer.decode(np.array([70_000, 69_999, 0])) == "far\ufffd<|endoftext|>"
 
 
-def with_image_token(path: Path) -> Path:
-    """Adds a special token behind all others, as Gemma 3 has one that its models of text lack."""
-    import tokenizers
-
-    made = tokenizers.Tokenizer.from_file(str(path))
-    made.add_special_tokens(["<image_soft_token>"])
-    made.save(str(path))
-    return path
-
-
 def test_special_tokens_that_a_model_lacks_do_not_count(tmp_path: Path) -> None:
     path = str(with_image_token(tokenizer_json(tmp_path / "tokenizer.json", ("<mask>", "</s>"))))
     assert make_tokenizer("hugging_face", path).num_ids == 261
@@ -252,15 +376,6 @@ def test_special_tokens_that_a_model_lacks_do_not_count(tmp_path: Path) -> None:
     assert make_tokenizer("hugging_face", path, 259).num_ids == 260  # an ordinary token
     special = {"<|endoftext|>": 9, "[UNK]": 1}
     assert make_tokenizer("hugging_face", str(word_level(tmp_path / "words.json", special)), 5).num_ids == 10  # an end
-
-
-def test_tokenizer_that_cannot_encode_is_one_line(corpus: Path, tmp_path: Path) -> None:
-    path = word_level(tmp_path / "tokenizer.json", {"<|endoftext|>": 0, "the": 1})
-    config = settings(corpus, tokenizer="hugging_face", tokenizer_path=str(path))
-    with pytest.raises(
-        ValueError, match=r"tokenizer.json cannot encode 'file \d+: the .*: WordLevel .*\[UNK\][^\n]*\Z"
-    ):
-        load(config, "train", 0)
 
 
 @pytest.mark.parametrize(("shift", "wrong"), [(200, 297), (-98, -1)])

@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from chat_cases import template, write_tokenizer
+from chat_cases import CHATML, template, write_chats, write_tokenizer
 from hugging_face_reference import FOLDER
 from planning import small
 from running import ROOT, arguments, rows, run_here
 from test_hugging_face_models import our_logits
 from test_hugging_face_runs import flags
-from test_input_chats import CHATML, write_chats
-from test_input_tokenizers import tokenizer_json, with_image_token
+from tokenizer_files import tokenizer_json, with_image_token
 
 from configs import digits
 from input_pipeline import index
@@ -192,7 +191,7 @@ def test_perplexity_of_a_hugging_face_folder_on_chats(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the answers alone."""
-    chats = [{"prompt": "a", "answer": "the"}, {"prompt": "b", "answer": "quick fox"}, {"prompt": "c", "answer": ""}]
+    chats = [{"prompt": "a", "answer": "the"}, {"prompt": "b", "answer": "quick fox"}, {"prompt": "c", "answer": "c"}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     flags = [f"--hugging_face={folder}", f"--path={tmp_path / 'chats.jsonl'}"]
     found = evaluated(capsys, *flags)

@@ -14,7 +14,7 @@ from hugging_face_reference import FOLDER
 from planning import small
 from running import run_here
 from test_hugging_face_runs import flags, run_convert
-from test_input_tokenizers import tokenizer_json, word_level
+from tokenizer_files import tokenizer_json, word_level
 
 from configs.schema import DataConfig, TransformerConfig
 from input_pipeline.tokenizers import make_tokenizer
@@ -114,13 +114,21 @@ def test_doubts_are_one_line(folder: Path, tmp_path: Path, caplog: pytest.LogCap
     assert said.endswith(f"model.weights={empty}: it has 256 ids, and they have vocab_size=50257") and "\n" not in said
     assert "data.tokenizer=bytes may not be the tokenizer of" in said
     no_limit = {"model_max_length": int(1e30)}  # transformers writes it where a tokenizer has none
-    (folder / "tokenizer_config.json").write_text(json.dumps({**no_limit, "eos_token": {"content": "<|im_end|>"}}))
-    (said,) = doubts(caplog, folder, "hugging_face", folder / "tokenizer.json")
-    assert said.endswith("documents end with '<|endoftext|>', and tokenizer_config.json there says '<|im_end|>'")
-    chats = {"source": "chats", "path": "chats.jsonl", "packing": "whole"}  # an instruct model's own
-    assert doubts(caplog, folder, "hugging_face", folder / "tokenizer.json", **chats) == []
-    (folder / "tokenizer_config.json").write_text("no JSON")
+    (folder / "tokenizer_config.json").write_text(json.dumps({**no_limit, "eos_token": {"content": "<mask>"}}))
     assert doubts(caplog, folder, "hugging_face", folder / "tokenizer.json") == []
+    ours = shutil.copy(folder / "tokenizer.json", empty)  # alone, without the file that names its eos_token
+    (said,) = doubts(caplog, folder, "hugging_face", ours)
+    assert said.endswith("documents end with '<|endoftext|>', and tokenizer_config.json there says '<mask>'")
+    chats = {"source": "chats", "path": "chats.jsonl", "packing": "whole"}  # an instruct model's own
+    assert doubts(caplog, folder, "hugging_face", ours, **chats) == []
+    for said, adds_bos in (("no file says whether", {}), ("begin with '<mask>' by", {"add_bos_token": True})):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<mask>"} | adds_bos))
+        path = ours if adds_bos else folder / "tokenizer.json"
+        (doubt,) = doubts(caplog, folder, "hugging_face", path)
+        assert said in doubt and doubt.count("set data.add_bos") == 1
+    (folder / "tokenizer_config.json").write_text("no JSON")
+    (said,) = doubts(caplog, folder, "hugging_face", ours)
+    assert "they could not be compared" in said
 
 
 def test_a_tokenizer_that_cannot_encode_is_doubted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,7 @@ from configs.hugging_face import CONFIG_FILE
 from configs.schema import MODELS, Config, TransformerConfig, with_defaults
 from files import json_objects, run_directory
 from files.paths import user_path
-from input_pipeline import tokenizers
+from input_pipeline import tokenizer_config, tokenizers
 from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
 from models import hugging_face, hugging_face_export, lora, peft
 from runtime.command_line import complain, make_folder, prepare_output
@@ -42,7 +42,7 @@ from training.answer_ends import end_of_answers
 from training.devices import use_cpu_devices
 from training.experiment import BASE, make_experiment
 from training.resume import check_same_base, is_same_run
-from training.weights_tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, check_tokenizer
+from training.weights_tokenizer import TOKENIZER_FILE, check_tokenizer
 
 MAX_FILE_GB = 5.0
 GENERATION_FILE = "generation_config.json"  # of transformers; says which tokens end an answer
@@ -101,7 +101,7 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
         use_cpu_devices(config.mesh.num_cpu_devices)
     experiment = make_experiment(replace(config, model=replace(config.model, weights=str(folder))))
     experiment.open_weights()  # a config.json of other sizes is told before another tokenizer
-    check_tokenizer(experiment.config, tokenizers.make_tokenizer(config.data.tokenizer, config.data.tokenizer_path))
+    check_tokenizer(experiment.config, tokenizers.tokenizer_for(config.data))
     state = experiment.init_state()
     make_folder(workdir, "--out")
     with Checkpointer(directory, config.checkpoint, is_same_run=is_same_run) as checkpointer:
@@ -120,7 +120,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
     tokenizer = template = None
     file = user_path(data["tokenizer_path"])
     if data["tokenizer"] == "hugging_face":
-        tokenizer = tokenizers.HuggingFace(file)
+        tokenizer = tokenizers.HuggingFace(file, add_bos=data["add_bos"], eos_token=data["eos_token"])
         if data["source"] == "chats" or "chats:" in data["mixture"]:
             template = ChatTemplate(file)
     end = end_of_answers(tokenizer, template) if tokenizer and template else None
@@ -224,10 +224,12 @@ def _write_tokenizer(
     special = {"eos_token": tokenizer.separator_token, "mask_token": tokenizer.mask_token}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
     about |= {name: token for name, token in special.items() if token}
+    if tokenizer.adds_bos:
+        about |= {"bos_token": tokenizer.bos_token, "add_bos_token": True}
     if template:
         about |= template.tokens
         (folder / TEMPLATE_FILE).write_text(template.source)
-    (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
+    (folder / tokenizer_config.CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
 
 
 def _given(values: flags.FlagValues, name: str) -> Path:

@@ -12,7 +12,7 @@ from configs.schema import Config
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
 from input_pipeline.dataset import SPLITS
 from input_pipeline.shards import ShardSet, World, check_room
-from input_pipeline.tokenizers import Tokenizer, make_tokenizer
+from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.consensus import all_gather, new_key
 from runtime.handshake import shared_token
 from training import answer_ends
@@ -84,7 +84,7 @@ def load_datasets(
 def tokenizer_of(config: Config) -> Tokenizer:
     """Returns the tokenizer of a model of text. ValueError if the model has too few ids for it."""
     data, size = config.data, config.values["model.vocab_size"]
-    tokenizer = make_tokenizer(data.tokenizer, data.tokenizer_path, size)
+    tokenizer = tokenizer_for(data, size)
     _check_size(config, "vocab_size", tokenizer.vocab_size(data.objective), f"ids of data.tokenizer={data.tokenizer}")
     return tokenizer
 

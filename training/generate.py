@@ -79,7 +79,7 @@ def generate(
         return samples(model.params, ids, min(length, room))
 
     if not chat:
-        yield from (tokenizer.decode(continued(tokenizer.encode(prompt), prompt)) for prompt in prompts)
+        yield from (tokenizer.continued(continued(tokenizer.prompt(prompt), prompt)) for prompt in prompts)
         return
     if not isinstance(tokenizer, HuggingFace):
         raise ValueError(f"data.tokenizer={model.config.data.tokenizer} has no chat template; leave out --chat")

@@ -183,8 +183,18 @@ def _check_same_data(
         if restored.data.get(key, fingerprints[key]) != fingerprints[key]:  # an imported run has none
             raise ValueError(
                 f"{workdir} was {what} on other data: {experiment.config.data.origin} has changed since "
-                f"step {restored.step}; choose another --workdir"
+                f"step {restored.step}; {_remedy(restored.config, experiment.config)}choose another --workdir"
             )
+
+
+def _remedy(saved: Mapping[str, Any], config: Config) -> str:
+    """Returns what may restore the data of a run that began before documents had a bos; "" for other runs."""
+    if "data.add_bos" in flat(saved) or config.data.tokenizer not in ("hugging_face", "sentencepiece"):
+        return ""
+    return (
+        "an earlier version began this run: set data.add_bos=never, and data.eos_token to the token that ended its "
+        "documents (docs/weights.md#tokenizers), or "
+    )
 
 
 def check_same_base(saved: Mapping[str, Any], now: Mapping[str, str], workdir: Path) -> None:

@@ -70,7 +70,7 @@ class Sampler:
                 self.warnings.append(f"warning: no sample: model.kind={kind} cannot be sampled; set sample.length=0")
             return
         assert tokenizer
-        self._tokenizer, self._prompt = tokenizer, tokenizer.encode(config.prompt)
+        self._tokenizer, self._prompt = tokenizer, tokenizer.prompt(config.prompt)
         seed = experiment.config.seed
         self._continue = Continuation(experiment, temperature=config.temperature, seed=seed)
         try:
@@ -85,4 +85,4 @@ class Sampler:
 
     def __call__(self, params: object) -> str:
         """Returns the prompt continued by the model with `params`."""
-        return self._tokenizer.decode(self._continue(params, self._prompt, self._length))
+        return self._tokenizer.continued(self._continue(params, self._prompt, self._length))

@@ -6,11 +6,12 @@ from pathlib import Path
 import jax
 
 from configs.schema import Config, TransformerConfig
-from files import json_objects
 from files.paths import user_path
+from input_pipeline import tokenizer_config
+from input_pipeline.tokenizer_config import CONFIG_FILE
 from input_pipeline.tokenizers import HuggingFace, SentencePiece, Tokenizer
 
-TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 # words, digits, accents, another script, an emoji, indented code: whose ids tell one tokenizer from another
 PROBE = "The year 1984: na\u00efve caf\u00e9s in \u6771\u4eac \U0001f600\n\tdef square(x):\n        return x**2\n"
@@ -75,17 +76,21 @@ def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, config: Conf
     vocab_size = config.values["model.vocab_size"]
     if theirs is None and ours.num_ids < LEAST_USED * vocab_size:
         return f"it has {ours.num_ids} ids, and they have vocab_size={vocab_size}"
-    ends = "" if config.data.source == "chats" else _end_token(folder)  # chats end as their template has it
-    if isinstance(ours, HuggingFace) and ends and ends != ours.separator_token:
-        return f"documents end with {ours.separator_token!r}, and {TOKENIZER_CONFIG_FILE} there says {ends!r}"
+    if not isinstance(ours, HuggingFace) or config.data.source == "chats":  # chats begin and end by their template
+        return ""
+    if (ends := _end_token(folder)) and ends != ours.separator_token:
+        return f"documents end with {ours.separator_token!r}, and {CONFIG_FILE} there says {ends!r}"
+    if isinstance(theirs, HuggingFace) and theirs.adds_bos and config.data.add_bos == "auto" and not ours.adds_bos:
+        return f"documents and prompts begin with {theirs.bos_token!r} by the files there; set data.add_bos=always"
+    if ours.bos_is_unclear:
+        return f"no file says whether texts begin with {ours.bos_token!r}; set data.add_bos to always or never"
     return ""
 
 
 def _end_token(folder: Path) -> str:
     """Returns the token that ends a text by `tokenizer_config.json`, "" if that does not say."""
     try:
-        said = json_objects.read(folder / TOKENIZER_CONFIG_FILE, lenient=True)  # model_max_length is often int(1e30)
-        token = said.get("eos_token") or said.get("sep_token") or ""
-        return str(token["content"] if isinstance(token, dict) else token)
-    except (OSError, ValueError, AttributeError, LookupError):
+        named = tokenizer_config.named_tokens(tokenizer_config.read(folder))
+    except ValueError:
         return ""
+    return named.get("eos_token") or named.get("sep_token") or ""

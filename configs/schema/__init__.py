@@ -48,6 +48,8 @@ from configs.schema.sections import (
 
 GONE = ("compression.threshold", "compression.sampled")  # keys of older versions, each of a method that has gone too
 
+BEFORE = {"data.add_bos": "never"}  # what versions without these keys did, where that is not the default
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
@@ -254,13 +256,13 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
 
 
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config, nested, with the defaults of the keys that its version did not have yet, without GONE.
+    """Returns a saved config, nested, without GONE, with keys that its version lacked: as in BEFORE, or the default.
 
     ValueError if it is not a config.
     """
     kept = {name: value for name, value in flat(saved).items() if name not in GONE}
     try:
-        return nested(flat(defaults(str(saved["model"]["kind"]))) | kept)
+        return nested(flat(defaults(str(saved["model"]["kind"]))) | BEFORE | kept)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the saved config is not one of ours: it lacks model.kind, or a section ({error})") from error
 

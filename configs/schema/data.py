@@ -44,6 +44,17 @@ class DataConfig(Section, name="data"):
     )
     tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))
     tokenizer_path: str = key("", "vocabulary file of sentencepiece or tiktoken, or tokenizer.json", resumable=True)
+    add_bos: str = key(
+        "auto",
+        "whether documents and prompts begin with the tokenizer's bos token; auto: as its files say",
+        choices=("auto", "always", "never"),
+        resumable=True,
+    )
+    eos_token: str = key(
+        "",
+        "hugging_face: token that ends a document; by default the eos_token of tokenizer_config.json",
+        resumable=True,
+    )
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
     objective: str = key(
         "causal", "task: causal or masked for text, classify for images", choices=("causal", "masked", "classify")
@@ -105,6 +116,13 @@ class DataConfig(Section, name="data"):
             raise ValueError(
                 f"data.tokenizer_path is {self.tokenizer_path!r} but data.tokenizer='bytes' reads no file: "
                 "set data.tokenizer to the kind of that file, or leave data.tokenizer_path empty"
+            )
+        if self.add_bos == "always" and self.tokenizer not in ("sentencepiece", "hugging_face"):
+            raise ValueError(f"data.add_bos='always': data.tokenizer={self.tokenizer!r} has no <bos>; leave it at auto")
+        if self.eos_token and self.tokenizer != "hugging_face":
+            raise ValueError(
+                f"data.eos_token is {self.eos_token!r} but data.tokenizer={self.tokenizer!r} has an end of its own: "
+                "leave data.eos_token empty"
             )
         if self.source == "synthetic" and self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer is {self.tokenizer!r}: data.source='synthetic' works with 'bytes' only")
