@@ -65,7 +65,8 @@ def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
 
 # What only programs of ours start, and what writes a page of docs/.
 NOT_FOR_USERS = """lab/emulate/node_init.py lab/emulate/ray_nodes.py engines/ray_standby.py sweeps/ray_child.py
-    training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py"""
+    training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py
+    configs/show.py input_pipeline/rendering.py"""
 
 
 def test_every_program_for_users_prepares_its_output() -> None:

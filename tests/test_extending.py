@@ -414,6 +414,17 @@ def test_emulated_nodes_see_the_file() -> None:
     assert {file, file.parent} <= {*emulate.named_paths(["train.py", f"--config={file}:{file.parent}"])}
 
 
+def test_emulated_nodes_see_what_the_file_names(tmp_path: Path) -> None:
+    """But not its RAM disk, of which each node has its own."""
+    (tmp_path / "chats").mkdir()
+    changes = f"config.data.mixture = '1 folder:{tmp_path}/chats, 1 stdlib_text'; config.elastic.memory_dir = '/tmp'"
+    source = f"from configs import quickstart\ndef get_config():\n config = quickstart.get_config(); {changes}\n"
+    Path("mine.py").write_text(f"{source} return config\n")
+    found = emulate.named_paths(["train.py", "--config=mine.py", f"--config.sample.prompt={'x' * 300}"])
+    assert tmp_path / "chats" in found and not {Path("/tmp"), Path("/dev/shm")} & {*found}
+    assert tmp_path / "chats" not in emulate.named_paths(["train.py", "--config=mine.py", "--config.sead=1"])
+
+
 @pytest.mark.slow
 def test_the_planner_prices_the_file_s_codec_in_every_hop(capsys: pytest.CaptureFixture[str]) -> None:
     codecs = [f"--config.compression.{key}=two_bit" for key in ("hop_two", "gather_inter", "hop_one_inter")]

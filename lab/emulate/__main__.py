@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from lab.emulate.nodes import MAX_NODES, Cluster
 from lab.emulate.table import Monitor, shown
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output, split
 
+ROOT = Path(__file__).resolve().parents[2]  # of the repository
 POLL_S = 0.05
 NODE_VERBS = {
     "cut": "drop all packets from and to a node: peers see silence",
@@ -151,20 +153,39 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> in
 
 
 def named_paths(command: Sequence[str]) -> list[Path]:
-    """Returns the files and folders that a command names, which the nodes must share.
+    """Returns the files and folders that a command or its config names, which the nodes must share.
 
     Its `--workdir` is among them, and the whole environment of a Python.
     """
     paths = [Path(sys.prefix)]
-    for argument in command:
+    for argument in (*command, *texts_in_config(command)):
         if argument.startswith("--workdir="):
             make_folder(user_path(argument.split("=", 1)[1]), "--workdir")
         value = argument.split("=", 1)[-1]
         texts = (argument, value, value.partition(":")[2], *re.split("[:,]", value))  # of FILE:DIR, of a data.mixture
-        named = [path for path in map(user_path, dict.fromkeys(texts)) if path.exists()]
+        named = [path for path in map(user_path, dict.fromkeys(texts)) if os.path.exists(path)]
         environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]
     return paths
+
+
+def texts_in_config(command: Sequence[str]) -> list[str]:
+    """Returns the texts in the config of a command, [] if it has none; not the RAM disk, of which each node has one.
+
+    A program of its own reads the config, because the modules that a config file imports may start threads.
+    """
+    words = [word for word in command if re.match("--?(no)?config[.=]", word)]
+    if not words:
+        return []
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    show = [sys.executable, "-m", "configs.show", *words]
+    shown = subprocess.run(show, check=False, capture_output=True, env={**os.environ, "PYTHONPATH": search})
+    if shown.returncode:  # the program itself will say what is wrong
+        return []
+    config = json.loads(shown.stdout)
+    del config["elastic"]["memory_dir"]
+    parts = (part.values() for part in config.values() if isinstance(part, dict))
+    return [value for values in parts for value in values if isinstance(value, str) and value]
 
 
 def perform(request: Any, job: Job, monitor: Monitor) -> str:
