@@ -16,13 +16,14 @@ from typing import Any, BinaryIO, Self
 from configs.schema import DataConfig
 from files.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline.cache import explained
+from input_pipeline.patience import StoreAwayError
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_index import Progress, Shard, ShardIndex
 from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
 from input_pipeline.shard_tiers import PURPOSE, OpenShards, Peers, Tiers, maker_of, rendezvous
 from input_pipeline.shard_windows import Part, ShardWindows, parts
-from input_pipeline.store import Item, StoreAwayError, StoreError, open_store
+from input_pipeline.store import Item, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, broadcast, new_key

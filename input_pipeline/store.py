@@ -1,9 +1,10 @@
 """Objects below a URL (`s3://`, `gs://`, `http(s)://`) or in a local folder: listed, fetched, stored.
 
 A store that is away (no connection, time-outs, 5xx, half an answer) is waited for, up to `PATIENCE_S`; one line says
-so, and one that it goes on. One that never answered is more likely a mistake: an error after `FIRST_S`. What waiting
-cannot cure (401, 403, 404) is an error at once. Messages name the URL, and neither headers nor query strings nor what
-the library said, so that no credentials can be in them.
+so, and another that it answers again. The pauses are random, and as long as an HTTP server asks for. A store that never
+answered is more likely a mistake: an error after `FIRST_S`. Failures that waiting cannot cure (401, 403, 404, a
+redirect to another host) are errors at once. Messages name the URL, without headers, query strings or texts of the
+library, so that no credentials can be in them.
 """
 
 import contextlib
@@ -13,26 +14,24 @@ import logging
 import os
 import re
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
 
+from configs.schema.mixture import refuse_secrets
 from files import atomic
 from files.paths import user_path
 from files.regular import NotRegularError, open_regular, read_regular
 from input_pipeline.folder import text_files
-from runtime.exit_codes import ResumableError
+from input_pipeline.patience import AwayError, MissingError, Patience, StoreError
+from input_pipeline.redirects import NO_PROXY_LISTENS, REDIRECT_HOSTS, ask_headers, client_options, retry_after_s
 
 PATIENCE_S = 540.0  # below the default of elastic.stall_s, so that the message is ours
 FIRST_S = 20.0  # for which a store that never answered is waited for
 FETCHES = 3  # of a damaged object, before it is an error
-SAY_AFTER_S = 1.0  # a shorter failure is not worth a line
-BROKEN = 5  # answers to one request that break off after more than _ANSWERED_S end it
-_ANSWERED_S = 60.0  # an attempt that gets no answer is shorter
-_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts; the last one repeats
+_MOST_READ_BYTES = 1 << 28  # of an object that is read into memory, such as an index
 _OPTIONS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "24h"}
 _BLOCK_BYTES = 4 << 20
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -52,27 +51,8 @@ _HELP = {
     "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to the file of an account that may use it",
     "http": "HTTP servers are read without credentials: let it give this to everybody, or use s3:// or gs://",
 }
+
 T = TypeVar("T")
-
-
-class StoreError(OSError):
-    """A store that refuses, lacks or damages something; the text is the whole message."""
-
-
-class MissingError(StoreError):
-    """There is no such object, bucket or folder."""
-
-
-class StoreAwayError(ResumableError):
-    """A store did not come back; the same command goes on when it does."""
-
-
-class _AwayError(Exception):
-    """A failure that waiting may cure. With a remedy nothing answered: if nothing ever did, that is what to check."""
-
-    def __init__(self, reason: str, remedy: str = "") -> None:
-        super().__init__(reason)
-        self.remedy = remedy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,23 +157,25 @@ class RemoteStore:
     """The objects of an object store, or of an HTTP server, which cannot list them."""
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
-        """Takes credentials from the environment. ValueError for a URL of no known kind."""
+        """Takes credentials from the environment. ValueError for a URL of no known kind, or with credentials."""
         from obstore.store import from_url
 
+        refuse_secrets("data.path", url)
         self.url = url.rstrip("/")
         self.scheme = url.partition("://")[0].replace("https", "http")
         if self.scheme not in _HELP:
             raise ValueError(f"data.path {url} is no folder, and no URL of s3://, gs://, http:// or https://")
         self.can_list = self.scheme != "http"
         self._help = _HELP[self.scheme]
-        options: Any = _OPTIONS | {"allow_http": self.scheme == "http" or _has_plain_endpoint()}
+        options: Any = _OPTIONS | client_options(self.url)
         try:
             self._store: Any = from_url(self.url, client_options=options, retry_config={"max_retries": 0})
         except Exception as error:  # any type; its text may quote a key
             remedy = "check data.path" if self.scheme == "http" else self._help
             raise StoreError(f"{url} cannot be used as a store; {remedy}") from error
-        self._waiting = _Waiting(self.url, patience_s)
+        self.patience = Patience(self.url, patience_s, FIRST_S)
         self._reads_for_versions = False
+        self._may_say_when = self.scheme == "http"  # to ask again; not after it did not
 
     def list(self) -> list[Item]:
         import obstore
@@ -234,7 +216,15 @@ class RemoteStore:
     def read(self, name: str) -> bytes:
         import obstore
 
-        return self._patiently(f"{self.url}/{name}", lambda: bytes(obstore.get(self._store, name).bytes()))
+        def whole() -> tuple[int, bytes]:
+            answer = obstore.get(self._store, name)
+            size = answer.meta["size"]
+            return size, bytes(answer.bytes()) if size <= _MOST_READ_BYTES else b""
+
+        size, content = self._patiently(f"{self.url}/{name}", whole)
+        if size > _MOST_READ_BYTES:
+            raise StoreError(f"{self.url}/{name} has {size} bytes, too many for an index; check data.path")
+        return content
 
     def put(self, name: str, content: Path | bytes) -> None:
         import obstore
@@ -242,10 +232,10 @@ class RemoteStore:
         self._patiently(f"{self.url}/{name}", lambda: obstore.put(self._store, name, content), writes=True)
 
     def assume_reached(self) -> None:
-        self._waiting.reached = True
+        self.patience.reached = True
 
     def close(self) -> None:
-        self._waiting.ended.set()
+        self.patience.ended.set()
 
     def _stream(self, name: str, to: Path) -> Item:
         import obstore
@@ -259,7 +249,7 @@ class RemoteStore:
                 if not item.version:
                     digest.update(block)
         if size != item.size:
-            raise _AwayError(_KINDS["Interrupted"])
+            raise AwayError(_KINDS["Interrupted"])
         return item if item.version else replace(item, version=f"sha256 {digest.hexdigest()}")
 
     def _patiently(self, what: str, action: Callable[[], T], *, writes: bool = False) -> T:
@@ -268,28 +258,30 @@ class RemoteStore:
         def attempt() -> T:
             try:
                 return action()
-            except _AwayError:
+            except AwayError:
                 raise
             except Exception as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # of the local disk; the store's have no number
                 raise self._explained(what, error, writes) from None  # its text may hold what nobody should read
 
-        return self._waiting.for_answer(what, attempt)
+        return self.patience.for_answer(what, attempt)
 
     def _explained(self, what: str, error: Exception, writes: bool) -> Exception:
-        """Returns what an error of the library means: `_AwayError` if waiting may cure it."""
+        """Returns what an error of the library means: `AwayError` if waiting may cure it."""
         said, _, details = str(error).partition("Debug source:")
         key = "--out" if writes else "data.path"  # prepare.py alone stores
         remedy = f"check {key}" if self.scheme == "http" else f"check {key}, and {self._help}"
         if self.scheme != "http" and _METADATA.search(str(error)):
-            return _AwayError("no credentials, neither in the environment nor from this machine", self._help)
+            return AwayError("no credentials, neither in the environment nor from this machine", self._help)
         if (status := found[1] if (found := _STATUS.search(said)) else "") or isinstance(error, FileNotFoundError):
             return self._refused(what, status or "404", writes, remedy)
         if "MissingContentLength" in details:
             remedy = "let another one serve the files as they are, not packed on the way"
             return StoreError(f"{what}: the server does not say how long it is (Content-Length); {remedy}")
         kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""
+        if NO_PROXY_LISTENS in details:
+            return self._redirected(what)
         if "redirect" in said:
             why = "the store redirects to nowhere, or in a circle"
         elif "Parse(" in details:
@@ -298,16 +290,16 @@ class RemoteStore:
             place = "".join(found.groups()) if (found := _HOST.search(details)) else self.url
             reason = next((f": {text}" for sign, text in _CONNECT.items() if sign in details), "")
             variable = " and AWS_ENDPOINT_URL" if self.scheme == "s3" else ""
-            return _AwayError(f"no connection to {place}{reason}", f"check {key}{variable}, and the network")
+            return AwayError(f"no connection to {place}{reason}", f"check {key}{variable}, and the network")
         elif "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
-            return _AwayError(_KINDS.get(kind, "no whole answer"))
+            return AwayError(_KINDS.get(kind, "no whole answer"))
         else:
             why = f"the store cannot be used ({type(error).__name__})"
         return StoreError(f"{what}: {why}; {remedy}")
 
     def _refused(self, what: str, status: str, writes: bool, remedy: str) -> Exception:
         """Returns what an HTTP status means."""
-        self._waiting.reached = True
+        self.patience.reached = True
         if status in ("401", "403"):
             refuses = "to write below --out" if writes else "access"
             clock = "; or set this machine's clock, if it is minutes off" if self.scheme == "s3" else ""  # it is signed
@@ -318,84 +310,33 @@ class RemoteStore:
             named = "" if is_whole else ", or the index.json that names it"
             return MissingError(f"{what}: there is no such {missing} (404); {remedy.partition(',')[0]}{named}")
         if status.startswith("5") or status in ("408", "429"):
-            return _AwayError(f"it answers {status}")
+            return AwayError(f"it answers {status}", pause_s=self._pause_s(what, status))
         return StoreError(f"{what}: the store answers {status}; {remedy}")
+
+    def _pause_s(self, what: str, status: str) -> float:
+        """Returns the seconds for which a server that is asked too often wants to be left alone, 0 if not known."""
+        if status not in ("429", "503") or not self._may_say_when:
+            return 0.0
+        pause_s = retry_after_s(ask_headers(self._quoted(what)))
+        self._may_say_when = pause_s > 0
+        return pause_s
+
+    def _redirected(self, what: str) -> Exception:
+        """Returns the error of a redirect to a host that is neither the store's nor named by the user."""
+        place = urlsplit(ask_headers(self._quoted(what)).get("Location", "") if self.scheme == "http" else "")
+        is_known = bool(place.hostname) and place.hostname != urlsplit(self.url).hostname
+        target = f"{place.scheme}://{place.hostname}" if is_known else "another host"
+        return StoreError(
+            f"{what}: the store redirects to {target}, which is not followed; if you trust that host, set "
+            f"{REDIRECT_HOSTS}={place.hostname if is_known else 'HOST'}"
+        )
+
+    def _quoted(self, what: str) -> str:
+        """Returns the URL of an object as it is sent."""
+        return self.url + quote(what.removeprefix(self.url))
 
 
 Store = LocalStore | RemoteStore
-
-
-class _Waiting:
-    """Waits for one store, on behalf of all threads: says once that it is away, and once that it answers all again."""
-
-    def __init__(self, url: str, patience_s: float) -> None:
-        self._url, self._patience_s = url, patience_s
-        self._lock = threading.Lock()
-        self._failing: dict[object, float] = {}  # what waits, and since when
-        self._said_s = 0.0  # since when it is away, as was said; 0: nothing was said
-        self.reached = False  # it answered once
-        self.ended = threading.Event()
-
-    def for_answer(self, what: str, attempt: Callable[[], T]) -> T:
-        """Returns `attempt()`, which reads the URL `what`, repeated while it raises `_AwayError`.
-
-        StoreAwayError when the patience is over, or BROKEN answers broke off after a while; StoreError before that if
-        nothing ever answered.
-        """
-        me, failures, broken, answers = object(), 0, 0, False
-        try:
-            while True:
-                begun_s = time.monotonic()
-                try:
-                    found = attempt()
-                    answers = self.reached = True
-                    return found
-                except _AwayError as error:
-                    broken += time.monotonic() - begun_s > _ANSWERED_S
-                    if broken == BROKEN:
-                        raise StoreAwayError(
-                            f"{what}: {BROKEN} answers broke off, each after more than {_ANSWERED_S:g} s ({error}); "
-                            "a proxy that ends connections? the same command tries again"
-                        ) from None
-                    self._failed(me, what, error, begun_s)
-                if self.ended.wait(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)]):
-                    raise StoreAwayError(f"{self._url}: reading ended while the store was away")
-                failures += 1
-        finally:
-            self._ended(me, answers)
-
-    def _failed(self, me: object, what: str, error: _AwayError, begun_s: float) -> None:
-        reason = str(error)
-        with self._lock:
-            now_s = time.monotonic()
-            since_s = self._failing.setdefault(me, now_s)
-            if now_s - begun_s > _ANSWERED_S:  # in that time the store was not away
-                since_s = self._failing[me] = min(since_s + now_s - begun_s, now_s)
-            remedy = "" if self.reached else error.remedy
-            patience_s = min(FIRST_S, self._patience_s) if remedy else self._patience_s
-            if remedy and now_s - since_s > patience_s:
-                raise StoreError(
-                    f"{what}: the store was never reached, in {now_s - since_s:.0f} s ({reason}); {remedy}"
-                )
-            if now_s - since_s > patience_s:
-                raise StoreAwayError(
-                    f"{what}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
-                    "goes on when it is back"
-                )
-            if now_s - since_s >= SAY_AFTER_S and not self._said_s:
-                self._said_s = since_s
-                logging.getLogger(__name__).warning(
-                    "%s: the store is away (%s): waiting up to %.0f s", self._url, reason, patience_s
-                )
-
-    def _ended(self, me: object, answers: bool) -> None:
-        with self._lock:
-            self._failing.pop(me, None)
-            if self._failing or not self._said_s:
-                return
-            away_s, self._said_s = time.monotonic() - self._said_s, 0.0
-            if answers:  # else what was waited for never came, and the error says so
-                logging.getLogger(__name__).warning("%s: the store answers again after %.0f s", self._url, away_s)
 
 
 def sha256(path: Path) -> str:
@@ -408,7 +349,3 @@ def _item(name: str, found: Any) -> Item:
     """Returns what an answer says of an object; its version is "" without a strong ETag (RFC 9110, section 8.8)."""
     tag = found["e_tag"] or ""
     return Item(name=name, size=found["size"], version="" if tag.startswith("W/") else tag.strip('"'))
-
-
-def _has_plain_endpoint() -> bool:
-    return any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))

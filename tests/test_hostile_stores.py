@@ -5,6 +5,7 @@ and GET say is the whole.
 """
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pytest
 from shard_texts import settings as of_shards
 from stores import Server, raw, served
 
-from input_pipeline import store
+from input_pipeline import patience, store
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore
 from runtime.exit_codes import ResumableError
@@ -55,7 +56,7 @@ class Answer:
 def a_server_for_which_nobody_waits() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patched, served(lambda *_: b"") as server:
         patched.setattr(store, "FIRST_S", 0.0)
-        patched.setattr(store, "_PAUSES_S", (0.0,))
+        patched.setattr(patience, "PAUSES_S", (0.0,))
         patched.setattr(RemoteStore.__init__, "__defaults__", (0.0,))
         yield server
 
@@ -94,16 +95,18 @@ RUNS: list[list[tuple[Answer, list[Answer]]]] = [
 ]
 
 
-@pytest.mark.parametrize("runs", RUNS, ids=range(len(RUNS)))
-@pytest.mark.parametrize(("last", "tag"), [(0, None), (1, HASHED), (2, 'W/"1"')])
-def test_tokens_are_of_what_is_served_now(server: Server, runs: Any, last: int, tag: str | None) -> None:
+TRUTHS = [(0, None), (1, HASHED), (2, 'W/"1"')]  # the content and the tag of a server that tells the truth
+
+
+def test_tokens_are_of_what_is_served_now(server: Server) -> None:
     """Of a file, in one cache; whatever came before, a server that tells the truth gets its tokens."""
-    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
-        patched.setenv("MICS_JAX_CACHE", folder)
-        for head, answers in runs:
-            serve(server, head, answers)
-            whole = [CONTENTS[answer.content] + b"\0" for answer in answers if answer.is_whole()]
-            found = outcome(f"{server.url}/a.txt")
-            assert found is None or (len(found) == 1 and found[0] in whole), found
-        serve(server, Answer(last, tag=tag), [Answer(last, tag=tag)])
-        assert outcome(f"{server.url}/a.txt") == [CONTENTS[last] + b"\0"]
+    for runs, (last, tag) in itertools.product(RUNS, TRUTHS):
+        with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
+            patched.setenv("MICS_JAX_CACHE", folder)
+            for head, answers in runs:
+                serve(server, head, answers)
+                whole = [CONTENTS[answer.content] + b"\0" for answer in answers if answer.is_whole()]
+                found = outcome(f"{server.url}/a.txt")
+                assert found is None or (len(found) == 1 and found[0] in whole), found
+            serve(server, Answer(last, tag=tag), [Answer(last, tag=tag)])
+            assert outcome(f"{server.url}/a.txt") == [CONTENTS[last] + b"\0"]

@@ -9,9 +9,10 @@ from shard_nodes import caches, in_threads, open_together
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import Server, of_folder, served
 
+from input_pipeline.patience import StoreAwayError
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shards import ShardSet
-from input_pipeline.store import RemoteStore, StoreAwayError, StoreError
+from input_pipeline.store import RemoteStore, StoreError
 
 
 def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> None:

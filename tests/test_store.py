@@ -2,23 +2,20 @@
 
 import errno
 import json
-import logging
 import os
 import shutil
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ports import free_port
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from stores import BUCKET, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, of_folder, send
-from waiting import until
+from stores import BUCKET, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, of_folder, raw, send, served
 
-from input_pipeline import load, prepare, store
+from input_pipeline import load, patience, prepare, store
+from input_pipeline.patience import StoreAwayError, StoreError
+from input_pipeline.redirects import REDIRECT_HOSTS, client_options
 from input_pipeline.shards import ShardSet
-from input_pipeline.store import LocalStore, RemoteStore, StoreAwayError, StoreError
+from input_pipeline.store import LocalStore, RemoteStore
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +47,7 @@ def one_line(kind: type[Exception], message: str):
 
 
 @NEEDS_MOTO
+@pytest.mark.slow
 def test_s3_gives_what_the_folder_gives_and_each_file_once(bucket, texts, tmp_path, monkeypatch):
     path = f"s3://{BUCKET}/texts"
     with ShardSet(settings(path)) as shards:
@@ -69,6 +67,7 @@ def test_s3_gives_what_the_folder_gives_and_each_file_once(bucket, texts, tmp_pa
 
 
 @NEEDS_MOTO
+@pytest.mark.slow
 def test_set_is_prepared_in_the_bucket_and_read_from_there(bucket, tmp_path, monkeypatch, capsys):
     here, there = f"s3://{BUCKET}/texts", f"s3://{BUCKET}/tokens"
     assert prepare.main(["--path", here, "--out", there]) == 0
@@ -96,37 +95,31 @@ def test_set_is_prepared_in_the_bucket_and_read_from_there(bucket, tmp_path, mon
     assert SECRET not in out
 
 
-@NEEDS_MOTO
-@pytest.mark.parametrize(
-    ("path", "fault", "message"),
-    [
-        (f"s3://{BUCKET}/texts", 403, rf"s3://{BUCKET}/texts.*refuses access \(403\); set AWS_ACCESS_KEY_ID.*clock"),
-        ("s3://no-such-bucket/texts", None, "s3://no-such-bucket/texts: there is no such object or bucket"),
-        (f"s3://{BUCKET}/nothing", None, f"data.path s3://{BUCKET}/nothing has no file of a known format"),
-        (f"ftp://{BUCKET}/texts", None, "is no folder, and no URL of s3://"),
-    ],
-)
-def test_refusals_are_one_line_at_once(bucket, path, fault, message):
-    bucket.fault = lambda path: fault
-    with one_line((StoreError, ValueError), message) as caught:  # pyright: ignore
-        ShardSet(settings(path))
-    assert SECRET not in str(caught.value)
+REFUSALS = [  # a set, a status for all paths with a text, and the line
+    (f"s3://{BUCKET}/texts", 403, "", rf"s3://{BUCKET}/texts.*refuses access \(403\); set AWS_ACCESS_KEY_ID.*clock"),
+    ("s3://no-such-bucket/texts", None, "", "s3://no-such-bucket/texts: there is no such object or bucket"),
+    (f"s3://{BUCKET}/nothing", None, "", f"data.path s3://{BUCKET}/nothing has no file of a known format"),
+]
+REFUSALS_TO_STORE = [
+    (f"s3://{BUCKET}/tokens", 403, "the store refuses to write below --out (403); set AWS_ACCESS_KEY_ID"),
+    (f"s3://{BUCKET}/tokens", 400, "the store answers 400; check --out, and set AWS_ACCESS_KEY_ID"),
+    ("s3://no-such-bucket/tokens", None, "there is no such bucket (404); check --out"),
+]
 
 
 @NEEDS_MOTO
-@pytest.mark.parametrize(
-    ("out", "fault", "message"),
-    [
-        (f"s3://{BUCKET}/tokens", 403, "the store refuses to write below --out (403); set AWS_ACCESS_KEY_ID"),
-        (f"s3://{BUCKET}/tokens", 400, "the store answers 400; check --out, and set AWS_ACCESS_KEY_ID"),
-        ("s3://no-such-bucket/tokens", None, "there is no such bucket (404); check --out"),
-    ],
-)
-def test_refusal_to_store_names_out(bucket, out, fault, message, capsys):
-    bucket.fault = lambda path: fault if "/tokens" in path else None
-    assert prepare.main(["--path", f"s3://{BUCKET}/texts", "--out", out]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: {out}/") and message in error and SECRET not in error
+@pytest.mark.slow
+def test_refusals_are_one_line_at_once(bucket, capsys):
+    for path, fault, text, message in REFUSALS:
+        bucket.fault = lambda asked, fault=fault, text=text: fault if text in asked else None
+        with one_line((StoreError, ValueError), message) as caught:  # pyright: ignore
+            ShardSet(settings(path))
+        assert SECRET not in str(caught.value)
+    for out, fault, message in REFUSALS_TO_STORE:
+        bucket.fault = lambda asked, fault=fault: fault if "/tokens" in asked else None
+        assert prepare.main(["--path", f"s3://{BUCKET}/texts", "--out", out]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {out}/") and message in error and SECRET not in error
 
 
 def test_what_the_library_cannot_even_ask_is_an_error_at_once(monkeypatch):
@@ -138,149 +131,127 @@ def test_what_the_library_cannot_even_ask_is_an_error_at_once(monkeypatch):
     assert SECRET not in str(caught.value)
 
 
-def test_store_that_fails_for_a_while_is_waited_for_and_said_once(web, caplog):
-    """Errors, half a body, no answer and a closed port, in turn; several threads wait, and one line says so."""
-    url, failures = f"{web.url}", iter([500, 503, "half", "hang", 429])
-    web.fault = lambda path: next(failures, None)
-    source = RemoteStore(url)
-    with caplog.at_level(logging.WARNING):
-        assert source.read("part01.txt") == TEXTS["part01.txt"].encode()
-    assert next(failures, None) is None
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and said[0].startswith(f"{url}: the store is away (") and "answers again after" in said[1]
-
-    caplog.clear()
-    web.away()
-    got: list[bytes] = []
-    threads = [threading.Thread(target=lambda n=n: got.append(source.read(n))) for n in ("part02.txt", "part03.txt")]
-    with caplog.at_level(logging.WARNING):
-        for thread in threads:
-            thread.start()
-        until(lambda: caplog.records)
-        web.back()
-        for thread in threads:
-            thread.join(60)
-    assert sorted(got) == sorted(TEXTS[name].encode() for name in ("part02.txt", "part03.txt"))
-    said = [record.getMessage() for record in caplog.records]
-    refused = f"no connection to {url}: connection refused"
-    assert said[0] == f"{url}: the store is away ({refused}): waiting up to 540 s"
-    assert len(said) == 2 and f"{url}: the store answers again after" in said[1]
+@pytest.fixture(name="at_once")
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails is asked again at once, and given up at the second failure."""
+    monkeypatch.setattr(patience, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(store, "FIRST_S", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("http://127.0.0.1:{port}/set", r"http://127.0.0.1:{port}: connection refused.; check data.path, and the net"),
-        ("http://no-such-host.invalid/set", "http://no-such-host.invalid: its name does not resolve"),
-        ("s3://bucket/set", r"http://127.0.0.1:{port}: connection refused.; check data.path and AWS_ENDPOINT_URL, and"),
-    ],
-)
-def test_store_that_never_answered_is_a_mistake_and_soon_told(url, reason, monkeypatch):
+def test_failures_are_waited_for_as_long_as_the_server_asks(web):
+    """Errors, half a body, no answer and too many questions, in turn."""
+    faults, pauses_s = iter([500, "half", "hang", 429, 503]), list[float]()
+    web.fault = lambda path: next(faults, None)
+    source = RemoteStore(web.url)
+    source.patience = patience.Patience(web.url, 540.0, 20.0, pause=lambda seconds: bool(pauses_s.append(seconds)))
+    assert source.read("part01.txt") == TEXTS["part01.txt"].encode()
+    assert next(faults, None) is None and max(pauses_s) < 5.0
+
+    throttled = raw("429 Too Many Requests", Retry_After=60)
+    answer, answers = web.answer, iter([throttled] * 4)  # two to GET, two to HEAD
+    web.answer = lambda *asked: next(answers, None) or answer(*asked)
+    pauses_s.clear()
+    source = RemoteStore(web.url)
+    source.patience = patience.Patience(web.url, 540.0, 20.0, pause=lambda seconds: bool(pauses_s.append(seconds)))
+    assert source.read("part01.txt") == TEXTS["part01.txt"].encode()
+    assert [int(pause_s) for pause_s in pauses_s] == [60, 60]
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/set", "s3://bucket/set"])
+def test_store_that_never_answered_is_a_mistake_and_soon_told(url, monkeypatch):
     """It is waited for if it answered before, if only another process or an attempt before this one."""
-    port = str(free_port())
-    url, reason = url.replace("{port}", port), reason.replace("{port}", port)
-    for name, value in credentials(f"http://127.0.0.1:{port}").items():
+    for name, value in credentials("http://127.0.0.1:1").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(store, "FIRST_S", 0.3)
-    with one_line(StoreError, f"{url}/part01.txt: the store was never reached, in .* s .no connection to {reason}"):
+    remedy = "check data.path and AWS_ENDPOINT_URL, and" if url.startswith("s3") else "check data.path, and the net"
+    reason = f"no connection to http://127.0.0.1:1: connection refused.; {remedy}"
+    with one_line(StoreError, f"{url}/part01.txt: the store was never reached, in .* s .{reason}"):
         RemoteStore(url).read("part01.txt")
-    known = RemoteStore(url, patience_s=0.3)
+    known = RemoteStore(url, patience_s=0.0)
     known.assume_reached()
     with one_line(StoreAwayError, "part01.txt: the store has been away for .* s .no connection .*; the same command"):
         known.read("part01.txt")
 
 
-def test_plain_server_behind_https_is_told_so(web, monkeypatch):
+@pytest.mark.slow
+def test_name_that_does_not_resolve_is_told(monkeypatch):
     monkeypatch.setattr(store, "FIRST_S", 0.3)
+    with one_line(StoreError, "no connection to http://no-such-host.invalid: its name does not resolve"):
+        RemoteStore("http://no-such-host.invalid/set").read("part01.txt")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_plain_server_behind_https_is_told_so(web):
     with one_line(StoreError, "it speaks no TLS, so perhaps http:// is meant"):
         RemoteStore(web.url.replace("http", "https")).read("part01.txt")
 
 
+@pytest.mark.usefixtures("at_once")
 def test_missing_credentials_are_told_before_anybody_waits(monkeypatch):
     """Without them obstore asks the machine for some, and nothing is there."""
-    monkeypatch.setattr(store, "FIRST_S", 0.3)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     with one_line(StoreError, r"s3://bucket/set/index.json: .*no credentials, neither .*; set AWS_ACCESS_KEY_ID"):
         RemoteStore("s3://bucket/set").read("index.json")
 
 
-def test_object_that_fails_while_others_do_not_ends_the_patience(web, caplog, monkeypatch):
-    monkeypatch.setattr(store, "SAY_AFTER_S", 0.0)
-    web.fault = lambda path: 500 if path == "/part01.txt" else None
-    source = RemoteStore(web.url, patience_s=2.0)
-    stop, read = threading.Event(), []
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_redirects_stay_on_the_host_or_lead_to_hosts_that_the_user_named(kind, monkeypatch):
+    """The session token of S3 would go along; a query of the new place may hold a signature."""
+    asked = list[tuple[str, str | None]]()
 
-    def read_others() -> None:
-        while not stop.wait(0.05):
-            read.append(source.read("part02.txt"))
+    def answer(method: str, path: str, headers: Any, body: bytes) -> bytes:
+        asked.append((headers["Host"], headers.get("x-amz-security-token")))
+        if "old" in path:
+            return raw("302 Found", Location=f"http://{place}:{server.port}/{path.rpartition('/')[2]}?signature=x")
+        return raw("200 OK", b"content", ETag='"1"', Last_Modified="Wed, 21 Oct 2015 07:28:00 GMT")
 
-    others = threading.Thread(target=read_others)
-    others.start()
-    with (
-        caplog.at_level(logging.WARNING),
-        one_line(StoreAwayError, "the store has been away for .* s .it answers 500."),
-    ):
-        source.read("part01.txt")
-    stop.set()
-    others.join(60)
-    source.read("part02.txt")  # another object's answer does not say that the one given up is back
-    assert len(read) > 2 and ["is away" in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_patience_is_for_the_time_without_answers(web, monkeypatch, tmp_path):
-    """A file may come for many minutes, and the connection break more than once."""
-    now_s, took_s = [0.0], iter([600.0, 600.0, 600.0, 1.0])
-    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(store, "_PAUSES_S", (0.0,))
-    stream = RemoteStore._stream
-
-    def slow(self: RemoteStore, name: str, to: Path) -> Any:
-        now_s[0] += next(took_s, 30.0)
-        if now_s[0] != 1801.0:
-            raise store._AwayError("half an answer")
-        return stream(self, name, to)
-
-    monkeypatch.setattr(RemoteStore, "_stream", slow)
-    source = RemoteStore(web.url)
-    assert source.fetch("part01.txt", tmp_path / "part01.txt").size == len(TEXTS["part01.txt"])
-    with one_line(StoreAwayError, "the store has been away for 570 s .half an answer.; the same command"):
-        source.fetch("part01.txt", tmp_path / "part01.txt")
+    with served(answer) as server:
+        for name, value in (credentials(server.url) | {"AWS_SESSION_TOKEN": SECRET}).items():
+            monkeypatch.setenv(name, value)
+        url = f"{server.url}/old" if kind == "http" else "s3://bucket/old"
+        place = "localhost"
+        known = "localhost" if kind == "http" else "another host"
+        with one_line(StoreError, f"{url}/a b.txt: the store redirects to .*{known}, which is not followed; .*set "):
+            RemoteStore(url).read("a b.txt")
+        assert {host for host, _ in asked} == {f"127.0.0.1:{server.port}"}
+        place = "169.254.169.254"
+        with one_line(StoreError, "the store redirects to "):
+            RemoteStore(url).fetch("a.txt", Path(os.devnull))
+        if kind == "s3":
+            with one_line(StoreError, "the store redirects to "):
+                RemoteStore(url).list()
+        place = "127.0.0.1"
+        assert RemoteStore(url).read("a.txt") == b"content"
+        place = "localhost"
+        monkeypatch.setenv(REDIRECT_HOSTS, "other.example, localhost")
+        assert RemoteStore(url).read("a.txt") == b"content" and asked[-1][0] == f"localhost:{server.port}"
 
 
-def test_answers_that_always_break_off_after_minutes_end_the_wait(web, monkeypatch, tmp_path):
-    """As behind a proxy that ends each connection after five: none of them would ever come."""
-    now_s = [0.0]
-    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(store, "_PAUSES_S", (0.0,))
+def test_https_is_never_left_and_credentials_are_asked_of_no_plain_server(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "HTTP", "http", "no_", "NO_"))]:
+        monkeypatch.delenv(name)
+    assert client_options("http://h:1/x") == {
+        "allow_http": True,
+        "proxy_url": "http://127.0.0.1:0",
+        "proxy_excludes": "h",
+    }
+    assert not client_options("https://h/x")["allow_http"] and not client_options("gs://b")["allow_http"]
+    assert client_options("s3://b")["proxy_excludes"].split(",")[:2] == ["us-east-1.amazonaws.com", "169.254.169.254"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:pass@minio:9000")
+    assert client_options("s3://b")["proxy_excludes"] == "minio"  # its role's credentials are for Amazon alone
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    assert client_options("https://h/x") == {"allow_http": False}  # the proxy decides
+    monkeypatch.setenv("no_proxy", "h")
+    assert client_options("https://h/x")["proxy_excludes"] == "h"
 
-    def breaks_off(self: RemoteStore, name: str, to: Path) -> Any:
-        now_s[0] += 300.0
-        raise store._AwayError("half an answer")
 
-    monkeypatch.setattr(RemoteStore, "_stream", breaks_off)
-    with one_line(StoreAwayError, "5 answers broke off, each after more than 60 s .half an answer.; a proxy"):
-        RemoteStore(web.url).fetch("part01.txt", tmp_path / "part01.txt")
-    assert now_s[0] == 5 * 300.0
-
-
-def test_closing_ends_the_waiting_of_other_threads(web):
-    web.away()
-    source, errors = RemoteStore(web.url), []
-
-    def read() -> None:
-        try:
-            source.read("part01.txt")
-        except StoreAwayError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    source.close()
-    thread.join(60)
-    assert not thread.is_alive() and "ended while the store was away" in str(errors[0])
-    web.back()
+def test_passwords_in_a_url_are_refused_and_not_shown():
+    for url in ("http://user:pa/ss@127.0.0.1:1/x", "s3://key:pass@bucket", "https://h/x?signature=pass"):
+        with one_line(ValueError, "data.path is a URL with a query, or with a user name or password") as caught:
+            RemoteStore(url)
+        assert "ss" not in str(caught.value).replace("password", "")
 
 
 def test_http_server_needs_a_list_or_the_url_of_one_file(web, texts):
@@ -307,13 +278,12 @@ def prepared(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return texts
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated"])
-def test_damaged_object_is_fetched_again_and_then_named(web, prepared, damage):
+def test_damaged_object_is_fetched_again_and_then_named(web, prepared):
     with ShardSet(settings(web.url)) as shards:
         shard = shards.index.shards[3]
         file = prepared / shard.file
         whole = file.read_bytes()
-        file.write_bytes(whole[:-2] if damage == "truncated" else bytes([whole[0] ^ 1]) + whole[1:])
+        file.write_bytes(whole[:-2])
         with one_line(
             StoreError,
             f"{web.url}/{shard.file}: the tokens of part03.txt are damaged: "
@@ -340,15 +310,14 @@ def test_damage_on_the_way_is_repaired_silently(web, prepared):
         assert len(times) == 2
 
 
-@pytest.mark.parametrize("headers", [{"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}, {"ETag": 'W/"1"'}])
-def test_other_content_of_the_same_size_is_never_given_for_the_old(web, texts, headers, caplog):
+def test_other_content_of_the_same_size_is_never_given_for_the_old(web, texts, caplog):
     """Without a strong ETag files are read to tell whether they changed, which a line says; tokens are made once."""
     (texts / "index.json").write_text('["part05.txt", "part01.txt"]')
     answer = web.answer
 
     def without_tag(*request: Any) -> Any:
         status, said, content = answer(*request)
-        return status, {"X-Size": said.get("X-Size", "0")} | headers, content
+        return status, {"X-Size": said.get("X-Size", "0"), "ETag": 'W/"1"'}, content
 
     web.answer = without_tag
     for text in (TEXTS["part05.txt"], TEXTS["part05.txt"], TEXTS["part05.txt"].upper()):

@@ -8,7 +8,7 @@ import pytest
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import BUCKET, NEEDS_MOTO, SECRET, Server, as_gcs, moto, send
 
-from input_pipeline import prepare, store
+from input_pipeline import prepare, redirects
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import MissingError, StoreError
 
@@ -28,7 +28,7 @@ def s3() -> Iterator[str]:
 def a_bucket(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """The server, named by an account's file in the environment; plain HTTP is for tests alone."""
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-    monkeypatch.setattr(store, "_has_plain_endpoint", lambda: True)
+    monkeypatch.setattr(redirects, "_is_plain", lambda *_: True)
     with as_gcs(s3, tmp_path / "account.json") as server:
         yield server
 

@@ -1,6 +1,7 @@
 """What a user reads when a plain HTTP server does not give what it should: one line with what, where and a remedy."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 from stores import of_folder, raw
 
-from input_pipeline import prepare, store
+from input_pipeline import patience, prepare, store
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore
 
@@ -32,8 +33,9 @@ def a_server(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """Of the texts in `texts` and their prepared set in `set`; nobody waits long for it."""
     assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'set'}"]) == 0
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
-    monkeypatch.setattr(store, "FIRST_S", 0.3)
-    monkeypatch.setattr(RemoteStore.__init__, "__defaults__", (0.3,))
+    monkeypatch.setattr(store, "FIRST_S", 0.0)
+    monkeypatch.setattr(patience, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(RemoteStore.__init__, "__defaults__", (0.0,))
     with of_folder(tmp_path) as server:
         of_files = server.answer
 
@@ -79,77 +81,82 @@ NEITHER = "/index.json is neither an index of token shards nor a list of names: 
 LENGTH = "the server does not say how long it is (Content-Length); let another one serve the files as they are"
 
 
-@pytest.mark.parametrize(
-    ("path", "answer", "message"),
-    [
-        ("nowhere", nothing, f"/nowhere/index.json is empty or missing (404); {MAKE_ONE}"),
-        ("set", say(ok(PAGE), "json"), f"{NEITHER}'<html>Not what you want</html>'; {MAKE_ONE}"),
-        ("set", say(ok(b'["/etc/passwd"]'), "json"), "json lists '/etc/passwd', which is no file below .*/set"),
-        (ONE, say(ok()), "/texts/part01.txt is empty: the store answers with 0 bytes, or with a status"),
-        ("set", say(ok(b'["../a.txt"]'), "json"), "json lists '../a.txt', which is no file below .*/set"),
-        ("set", say(ok(b'["./a.txt"]'), "json"), "json lists './a.txt', which is no file below .*/set"),
-        ("set", say(ok(b'["http://a/b.txt"]'), "json"), "lists 'http://a/b.txt', which is no file below"),
-        (
-            "set",
-            say(ok(b'["a.txt"]'), "json"),
-            "/set/a.txt: there is no such file (404); check data.path",
-        ),
-        (
-            "set",
-            say(ok(OF_SET.encode()), "json"),
-            "/set/index.json is not an index of token shards (it lacks 'shards'): prepare the set again",
-        ),
-        (
-            "set",
-            say(raw("404 Not Found"), ".tokens"),
-            ".tokens: there is no such file (404); check data.path, or the",
-        ),
-        ("texts/no.txt", nothing, "/texts/no.txt: there is no such file (404); check data.path"),
-        ("set", say(raw("403 Forbidden", PAGE)), f"/set/index.json: the store refuses access (403); {EVERYBODY}"),
-        ("set", say(raw("401 No", PAGE), ".tokens"), f".tokens: the store refuses access (401); {EVERYBODY}"),
-        ("set", say(raw("400 Bad", PAGE)), "/set/index.json: the store answers 400; check data.path"),
-        (
-            "set",
-            say(raw("500 Oh", PAGE)),
-            "/set/index.json: the store has been away for .* s (it answers 500); the same",
-        ),
-        (
-            "set",
-            say(ok(b"x", Content_Length=9)),
-            "json: the store has been away for .* s (half an answer);",
-        ),
-        ("set", say(ok(b"x", Content_Length=None)), f"/set/index.json: {LENGTH}"),
-        (
-            "set",
-            say(ok(b"1\r\nx\r\n0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked")),
-            f"/set/index.json: {LENGTH}",
-        ),
-        (
-            "set",
-            lambda method, path: raw("302 Found", Location=path),
-            "/set/index.json: the store redirects to nowhere, or in a circle; check data.path",
-        ),
-        (
-            "set",
-            say(b"SSH-2.0-server\r\n\r\n"),
-            "/set/index.json: what answers there speaks no HTTP; check data.path",
-        ),
-        (
-            ONE,
-            then(ok(b"x", ETag='"1"'), LISTED),
-            f"{ONE} came with 1 bytes, version '1', 3 times",
-        ),
-        (ONE, then(ok(TEXT, ETag='"2"'), LISTED), f"{ONE} came with {len(TEXT)} bytes, version '2', 3 times"),
-        (ONE, then(ok(TEXT), LISTED), f"{ONE} came with {len(TEXT)} bytes, version 'sha256 .*', 3 times"),
-        ("set?key=1", nothing, "data.path is a URL with a query, or with a user name or password"),
-    ],
-)
-def test_every_mistake_is_one_line_that_says_where(web: Folder, path: str, answer: Answer, message: str) -> None:
-    web.tell(answer)
-    pattern = message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[").replace("]", r"\]")
-    with pytest.raises((ValueError, OSError, RuntimeError), match=pattern + r"[^\n]*\Z") as caught:
-        opened(f"{web.url}/{path}")
-    assert ("?" in path) != str(caught.value).startswith(f"{web.url}/{path}")
+MISTAKES: list[tuple[str, Answer, str]] = [
+    ("nowhere", nothing, f"/nowhere/index.json is empty or missing (404); {MAKE_ONE}"),
+    ("set", say(ok(PAGE), "json"), f"{NEITHER}'<html>Not what you want</html>'; {MAKE_ONE}"),
+    ("set", say(ok(b'["/etc/passwd"]'), "json"), "json lists '/etc/passwd', which is no file below .*/set"),
+    (ONE, say(ok()), "/texts/part01.txt is empty: the store answers with 0 bytes, or with a status"),
+    ("set", say(ok(b'["../a.txt"]'), "json"), "json lists '../a.txt', which is no file below .*/set"),
+    ("set", say(ok(b'["./a.txt"]'), "json"), "json lists './a.txt', which is no file below .*/set"),
+    ("set", say(ok(b'["http://a/b.txt"]'), "json"), "lists 'http://a/b.txt', which is no file below"),
+    (
+        "set",
+        say(ok(b'["a.txt"]'), "json"),
+        "/set/a.txt: there is no such file (404); check data.path",
+    ),
+    (
+        "set",
+        say(ok(OF_SET.encode()), "json"),
+        "/set/index.json is not an index of token shards (it lacks 'shards'): prepare the set again",
+    ),
+    (
+        "set",
+        say(raw("404 Not Found"), ".tokens"),
+        ".tokens: there is no such file (404); check data.path, or the",
+    ),
+    ("texts/no.txt", nothing, "/texts/no.txt: there is no such file (404); check data.path"),
+    ("set", say(raw("403 Forbidden", PAGE)), f"/set/index.json: the store refuses access (403); {EVERYBODY}"),
+    ("set", say(raw("401 No", PAGE), ".tokens"), f".tokens: the store refuses access (401); {EVERYBODY}"),
+    ("set", say(raw("400 Bad", PAGE)), "/set/index.json: the store answers 400; check data.path"),
+    (
+        "set",
+        say(raw("500 Oh", PAGE)),
+        "/set/index.json: the store has been away for .* s (it answers 500); the same",
+    ),
+    (
+        "set",
+        say(ok(b"x", Content_Length=9)),
+        "json: the store has been away for .* s (half an answer);",
+    ),
+    ("set", say(ok(b"x", Content_Length=None)), f"/set/index.json: {LENGTH}"),
+    (
+        "set",
+        say(ok(b"1\r\nx\r\n0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked")),
+        f"/set/index.json: {LENGTH}",
+    ),
+    (
+        "set",
+        lambda method, path: raw("302 Found", Location=path),
+        "/set/index.json: the store redirects to nowhere, or in a circle; check data.path",
+    ),
+    (
+        "set",
+        say(b"SSH-2.0-server\r\n\r\n"),
+        "/set/index.json: what answers there speaks no HTTP; check data.path",
+    ),
+    (
+        ONE,
+        then(ok(b"x", ETag='"1"'), LISTED),
+        f"{ONE} came with 1 bytes, version '1', 3 times",
+    ),
+    (ONE, then(ok(TEXT, ETag='"2"'), LISTED), f"{ONE} came with {len(TEXT)} bytes, version '2', 3 times"),
+    (ONE, then(ok(TEXT), LISTED), f"{ONE} came with {len(TEXT)} bytes, version 'sha256 .*', 3 times"),
+    ("set?key=1", nothing, "data.path is a URL with a query, or with a user name or password"),
+]
+
+
+def test_every_mistake_is_one_line_that_says_where(web: Folder) -> None:
+    wrong = {}
+    for number, (path, answer, message) in enumerate(MISTAKES):
+        web.tell(answer)
+        pattern = message.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[").replace("]", r"\]")
+        with pytest.raises((ValueError, OSError, RuntimeError)) as caught:
+            opened(f"{web.url}/{path}")
+        line = str(caught.value)
+        says_where = ("?" in path) != line.startswith(f"{web.url}/{path}")
+        if not (says_where and re.search(pattern + r"[^\n]*\Z", line)):
+            wrong[number] = line
+    assert not wrong
 
 
 def test_a_url_may_end_in_a_slash_and_redirect(web: Folder) -> None:
@@ -160,17 +167,17 @@ def test_a_url_may_end_in_a_slash_and_redirect(web: Folder) -> None:
     assert opened(f"{web.url}/old") == wanted
 
 
-@pytest.mark.parametrize("name", ["ü ï+and&more", "what?", "a#b", "50%"])
-def test_names_may_have_any_letter(web: Folder, name: str, tmp_path: Path) -> None:
+def test_names_may_have_any_letter(web: Folder, tmp_path: Path) -> None:
     """In a URL those that mean something in one are quoted, in index.json none is."""
-    folder, files = tmp_path / name, [f"{name}.txt", "other.txt"]
-    folder.mkdir()
-    for file in files:
-        (folder / file).write_text(TEXTS["part01.txt"])
-    (folder / "index.json").write_text(json.dumps(files))
-    assert opened(f"{web.url}/{quote(name)}") == sorted(files)
-    if name[-2:] not in ("t?", "#b", "0%"):
-        assert opened(f"{web.url}/{name}") == sorted(files)
+    for name in ["ü ï+and&more", "what?", "a#b", "50%"]:
+        folder, files = tmp_path / name, [f"{name}.txt", "other.txt"]
+        folder.mkdir()
+        for file in files:
+            (folder / file).write_text(TEXTS["part01.txt"])
+        (folder / "index.json").write_text(json.dumps(files))
+        assert opened(f"{web.url}/{quote(name)}") == sorted(files)
+        if name[-2:] not in ("t?", "#b", "0%"):
+            assert opened(f"{web.url}/{name}") == sorted(files)
 
 
 def test_what_is_no_address_is_told_so() -> None:

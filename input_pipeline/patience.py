@@ -1,0 +1,128 @@
+"""Waits for a store that is away: how long, with which pauses, and what is logged."""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from runtime.exit_codes import ResumableError
+
+SAY_AFTER_S = 1.0  # a shorter failure is not worth a line
+BROKEN = 5  # answers to one request that break off after more than _ANSWERED_S end it
+_ANSWERED_S = 60.0  # an attempt that gets no answer is shorter
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts, times 0.5 to 1.5; the last one repeats
+T = TypeVar("T")
+
+
+class StoreError(OSError):
+    """A store that refuses, lacks or damages something; the text is the whole message."""
+
+
+class MissingError(StoreError):
+    """There is no such object, bucket or folder."""
+
+
+class StoreAwayError(ResumableError):
+    """A store did not come back; the same command goes on when it does."""
+
+
+class AwayError(Exception):
+    """A failure that waiting may cure. With a remedy nothing answered: if nothing ever did, that is what to check."""
+
+    def __init__(self, reason: str, remedy: str = "", pause_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.remedy, self.pause_s = remedy, pause_s
+
+
+class Patience:
+    """Waits for one store, on behalf of all threads: says once that it is away, and once that it answers all again."""
+
+    def __init__(
+        self,
+        url: str,
+        patience_s: float,
+        first_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], bool] | None = None,
+    ) -> None:
+        """Takes seconds: `patience_s` for a store that has answered, `first_s` for one that may be a mistake.
+
+        `pause(seconds)` waits, and returns whether waiting has ended; by default until `ended` is set.
+        """
+        self._url, self._patience_s, self._first_s, self._clock = url, patience_s, first_s, clock
+        self._lock = threading.Lock()
+        self._failing: dict[object, float] = {}  # what waits, and since when
+        self._said_s = 0.0  # since when it is away, as was said; 0: nothing was said
+        self.reached = False  # it answered once
+        self.ended = threading.Event()
+        self._pause = pause or self.ended.wait
+
+    def for_answer(self, what: str, attempt: Callable[[], T]) -> T:
+        """Returns `attempt()`, which reads the URL `what`, repeated while it raises `AwayError`.
+
+        StoreAwayError when the patience is over, or BROKEN answers broke off after a while; StoreError before that if
+        nothing ever answered.
+        """
+        me, failures, broken, answers = object(), 0, 0, False
+        try:
+            while True:
+                begun_s = self._clock()
+                try:
+                    found = attempt()
+                    answers = self.reached = True
+                    return found
+                except AwayError as error:
+                    broken += self._clock() - begun_s > _ANSWERED_S
+                    if broken == BROKEN:
+                        raise StoreAwayError(
+                            f"{what}: {BROKEN} answers broke off, each after more than {_ANSWERED_S:g} s ({error}); "
+                            "a proxy that ends connections? the same command tries again"
+                        ) from None
+                    pause_s = min(error.pause_s, self._patience_s) + backoff_s(failures)
+                    self._failed(me, what, error, begun_s, pause_s)
+                if self._pause(pause_s):
+                    raise StoreAwayError(f"{self._url}: reading ended while the store was away")
+                failures += 1
+        finally:
+            self._ended(me, answers)
+
+    def _failed(self, me: object, what: str, error: AwayError, begun_s: float, pause_s: float) -> None:
+        reason = str(error)
+        with self._lock:
+            now_s = self._clock()
+            since_s = self._failing.setdefault(me, now_s)
+            if now_s - begun_s > _ANSWERED_S:  # in that time the store was not away
+                since_s = self._failing[me] = min(since_s + now_s - begun_s, now_s)
+            remedy = "" if self.reached else error.remedy
+            patience_s = min(self._first_s, self._patience_s) if remedy else self._patience_s
+            if remedy and now_s - since_s > patience_s:
+                raise StoreError(
+                    f"{what}: the store was never reached, in {now_s - since_s:.0f} s ({reason}); {remedy}"
+                )
+            if now_s - since_s > patience_s:
+                raise StoreAwayError(
+                    f"{what}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
+                    "goes on when it is back"
+                )
+            if now_s - since_s + pause_s >= SAY_AFTER_S and not self._said_s:
+                self._said_s = since_s
+                logging.getLogger(__name__).warning(
+                    "%s: the store is away (%s): waiting up to %.0f s", self._url, reason, patience_s
+                )
+
+    def _ended(self, me: object, answers: bool) -> None:
+        with self._lock:
+            self._failing.pop(me, None)
+            if self._failing or not self._said_s:
+                return
+            away_s, self._said_s = self._clock() - self._said_s, 0.0
+            if answers:  # else what was waited for never came, and the error says so
+                logging.getLogger(__name__).warning("%s: the store answers again after %.0f s", self._url, away_s)
+
+
+def backoff_s(failures: int) -> float:
+    """Returns the seconds to wait after the last of several failures; random, so that processes spread out."""
+    return PAUSES_S[min(failures, len(PAUSES_S) - 1)] * random.uniform(0.5, 1.5)
