@@ -1,7 +1,7 @@
-"""Optax's optimizers and schedules by name, downstream of hop two and a guard against non-finite gradients.
+"""Optax's optimizers and schedules by name, after the replica all-reduce and a guard against non-finite gradients.
 
-What an optimizer derives from a whole tensor (trust ratios, factors, orthogonalisation) it derives layer by layer, as
-if the layers were not stacked. Muon orthogonalises the matrices between hidden dims, and convolutions as matrices of
+Statistics of whole tensors (trust ratios, factors, orthogonalisation) are computed layer by layer, as if layers were
+not stacked. Muon orthogonalises the matrices between hidden dims, and convolutions as matrices of
 outputs by all else; embeddings, heads, positions, norms and biases get Adam, as its authors advise. Weight decay is
 decoupled, `learning_rate * weight_decay * p`, except where the method itself puts it into the gradient (sgd, lars) or
 under the trust ratio (lamb).
@@ -31,14 +31,14 @@ OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *s
 OnWhole = Callable[..., Stacks]
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Muon's x, x^3, x^5
 PRODUCTS = jnp.bfloat16  # operands of Muon's products, which are float32
-AVERAGE_RATE = 0.1  # of what a running average becomes, the share of the step's value (torch's `momentum`)
+AVERAGE_RATE = 0.1  # weight of the step's value in a running average (torch's `momentum`)
 
 
 class GuardState(NamedTuple):
     """State of `guarded`; the counters are int32 scalars."""
 
     inner: PyTree
-    grad_norm: jax.Array  # global norm of what hop two hands on, before clipping; running averages do not count
+    grad_norm: jax.Array  # global norm of the averaged gradient before clipping, without running averages
     skipped_in_a_row: jax.Array
     skipped: jax.Array
 
@@ -84,7 +84,7 @@ def make_optimizer(
     specs: PyTree,
     on_whole: OnWhole = on_one_device,
 ) -> Transform:
-    """Returns the chain behind hop two, on plain gradients: guard, clipping, the optimizer.
+    """Returns the chain after the replica all-reduce, on plain gradients: guard, clipping, optimizer.
 
     `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `on_whole` runs a
     function on whole tensors, wherever their shards lie.
@@ -113,7 +113,7 @@ def follows_schedule(config: OptimizerConfig, specs: PyTree) -> bool:
     tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_one_device), specs)
     params = _map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
     state = jax.eval_shape(tx.init, params)
-    asked.clear()  # what it took before the first update is a constant
+    asked.clear()  # whole tensors read before the first update are constants
     jax.eval_shape(tx.update, params, state, params)
     return bool(asked)
 
@@ -147,7 +147,7 @@ def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree,
 def muon(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_whole: OnWhole) -> Transform:
     """Returns optax's Muon for the hidden matrices of `specs`, with the same state.
 
-    That has a place for the Adam of other tensors, of which there are none here: checkpoints contain its counters.
+    optax's state has a place for the Adam of other tensors. It is empty here, but checkpoints contain its counters.
     """
     chain = optax.chain(
         scale_by_muon(config, specs, on_whole),
@@ -185,7 +185,7 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
         assert all(is_cut[0])
         return function(stacks_R, each=True), is_cut[0]
 
-    # the vmap nearest to it is over layers where there are any, one outside of that over the replicas of local SGD
+    # the innermost vmap is over layers, if the model has any; the next one is over the replicas of local SGD
     orthogonalise = (_in_stacks if any("layers" in spec.dims for spec in matrices) else _alone)(of_stacks)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, contrib.MuonState]:
@@ -203,9 +203,9 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
 def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
     """Orthogonalises each tensor of `[n, *shape]` as a matrix and scales it by `sqrt(max(1, outputs / inputs))`.
 
-    The dim of the outputs is one side of the matrix, all others but those of a batch are the other. The five steps of
-    Muon's authors (kellerjordan.github.io/posts/muon), whose result is near the nearest orthogonal matrix. Operands of
-    a product are rounded to bfloat16; unlike in the authors' code, products and what is iterated stay in float32.
+    The dim of the outputs is one side of the matrix; all others, except batch dims, are the other side. These are the
+    five steps of Muon's authors (kellerjordan.github.io/posts/muon); their result is near an orthogonal matrix.
+    Operands of a product are rounded to bfloat16; unlike in the authors' code, products and iterates stay in float32.
     """
     batch_dims, output_dim = kind
     outputs = 1 + output_dim - batch_dims
@@ -232,12 +232,12 @@ def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _alone(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stacks]:
-    """Returns a function of stacks `[n, ...]` as one of single tensors."""
+    """Returns a function of single tensors that calls `function` with stacks `[1, ...]`."""
     return lambda tensors: [x[0] for x in function([x[None] for x in tensors])]
 
 
 def _in_stacks(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stacks]:
-    """Returns a function of stacks `[n, ...]` as one of single tensors, which vmap calls with the stacks, once."""
+    """Returns a function of single tensors whose vmap calls `function` once, with whole stacks `[n, ...]`."""
     of_tensors = jax.custom_batching.custom_vmap(_alone(function))
 
     @of_tensors.def_vmap
@@ -300,7 +300,7 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
 
 
 def beside_averages(trained: Transform, averages: Callable[[PyTree, PyTree], PyTree]) -> Transform:
-    """Runs `trained` on all but the running averages; what becomes of those, `averages(updates, params)` says."""
+    """Runs `trained` on all parameters except running averages, whose updates are `averages(updates, params)`."""
 
     def init(params: PyTree) -> PyTree:
         return trained.init(part_averages(params)[0])
@@ -321,8 +321,8 @@ def move_averages(grads: PyTree, averages: PyTree) -> PyTree:
 def guarded(inner: Transform) -> Transform:
     """Runs `inner`; a step whose gradient is not finite only counts as skipped.
 
-    The gradient alone decides: to look at the update too, new moments would be kept beside the old ones until all
-    updates are there, for half as much temporary memory again.
+    Only the gradient is checked. To check the update as well, old and new moments would have to be held together until
+    all updates exist, which takes half as much temporary memory again.
     """
 
     def init(params: PyTree) -> GuardState:

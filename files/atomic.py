@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their place, then renamed over what is there."""
+"""Files that exist whole or not at all: each is written under another name, then renamed."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from files import private
 
 
 def replace(path: Path, content: str | bytes, *, durable: bool = False, is_private: bool = False) -> None:
-    """Makes `content` that of a file in one move: who reads it finds the old content or the new one, whole.
+    """Replaces a file's content atomically: readers find the whole old content or the whole new one.
 
     It is written to `path` with the suffix `.partial`, which a kill may leave and the next call removes. `durable`: it
     is on the disk when this returns, so a machine that fails afterwards does not lose it. `is_private`: mode 0600.

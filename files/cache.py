@@ -1,4 +1,4 @@
-"""The folder of what a later run finds again: prepared data, compiled programs."""
+"""The cache folder that runs share: prepared data and compiled programs."""
 
 import os
 from pathlib import Path

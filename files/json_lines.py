@@ -1,6 +1,6 @@
 """Files of JSON objects, one a line, which one program appends to while others read.
 
-A line that is being written, or that a kill cut, never passes for a whole one: the beginning of an object is no JSON.
+A line that is being written, or that a kill cut, is never taken for a whole one: a truncated object is invalid JSON.
 """
 
 import json

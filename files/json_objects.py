@@ -1,4 +1,4 @@
-"""JSON that came from outside this process: its object, or one ValueError that says where and why there is none.
+"""Reads JSON from outside this process: returns an object, or raises one ValueError with place and reason.
 
 `json.loads` alone lets a RecursionError through, takes NaN for JSON, and the last of two equal keys for the only one.
 """
@@ -39,10 +39,10 @@ def parse(content: bytes | str, where: object, *, lenient: bool = False) -> dict
 
 
 def value(content: bytes | str, where: object, *, lenient: bool = False) -> Any:
-    """Returns the value that `content` is. ValueError, which begins with `where`, if it is no JSON.
+    """Returns the value of `content`. Raises ValueError, which begins with `where`, for invalid JSON.
 
-    Strict JSON is that of RFC 7493: unique keys, Unicode text, numbers within 64 bits. `lenient` allows whatever
-    Python's json can write, such as NaN: for files that this program wrote, and for documents.
+    Strict JSON follows RFC 7493: unique keys, Unicode text, numbers within 64 bits. `lenient` allows all
+    output of Python's json, such as NaN: for files that this program wrote, and for documents.
     """
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content

@@ -12,7 +12,7 @@ TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
     """Returns a page with the text of `tables` between `<!-- table: NAME -->` and `<!-- end -->`.
 
-    ValueError with the nearest names if there is no table of such a name.
+    Raises ValueError with the nearest names for an unknown table.
     """
 
     def table(found: re.Match[str]) -> str:

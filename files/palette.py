@@ -6,9 +6,9 @@ that every part may import it.
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#332288", "#775522", "#8800ff", "#882255")
 SERIES_ON_DARK = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#8855ff", "#eeffaa", "#bbffee", "#668833")
-DARK = "#1a202a"  # what those are read on
+DARK = "#1a202a"  # ground of SERIES_ON_DARK
 INK = "#1f2937"  # text, axes, error bars
 SOFT = "#4b5563"  # text that matters less
 LINE = "#8b95a3"  # edges of what is not a series
 GRID = "#d5dae1"
-FILL = "#c9ced6"  # a bar or a box beside the series
+FILL = "#c9ced6"  # a bar or a box that is not a series

@@ -1,4 +1,4 @@
-"""The attempts of an elastic run, from `events.jsonl`: when each trained, on how many nodes, and what lay between."""
+"""The attempts of an elastic run, from `events.jsonl`: their times, numbers of nodes, and pauses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Attempt:
 
 
 def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str = "") -> list[Attempt]:
-    """Returns the attempts that began, in order of time; `events` are those of `runtime.events.EventReader`.
+    """Returns the attempts that began, in order of time; `events` come from `runtime.events.EventReader`.
 
     `outcome` is the summary's: an attempt that writes its report has not recorded its end yet, but has a summary.
     """

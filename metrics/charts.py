@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What the template draws, in units of its `viewBox`; without series, the note alone."""
+    """Data of the template, in units of its `viewBox`; without series only the note is drawn."""
 
     series: Sequence[Series] = ()
     x: Axis = Axis(position=float, ticks=())
@@ -130,7 +130,7 @@ def word_axis(words: Sequence[str]) -> Axis:
 
 
 def round_ticks(low: float, high: float, *, log: bool = False, integer: bool = False) -> list[float]:
-    """Returns the round numbers in [low, high], some TICKS of them; or its ends, if there are fewer than two."""
+    """Returns about TICKS round numbers in [low, high]; both ends, if fewer than two round numbers are inside."""
     from matplotlib.ticker import LogLocator, MaxNLocator  # imported late: it delays startup
 
     few_decades = log and high < 300 * low
@@ -189,7 +189,7 @@ def thin_out(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, 
 
 
 def trend(points: Points, max_points: int = 100) -> list[tuple[float, float]]:
-    """Returns the median of each interval at its middle: it neither lags behind the curve nor follows its spikes."""
+    """Returns the median of each interval at its middle: it neither lags nor follows spikes."""
     medians = []
     for interval in _intervals(points, max(1, min(max_points, len(points) // 4))):
         finite = [value for _, value in interval if math.isfinite(value)]

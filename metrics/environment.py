@@ -31,7 +31,7 @@ GIT_TIMEOUT_S = 2.0
 def environment(extra: Mapping[str, Any], repository: str | Path | None = None) -> dict[str, Any]:
     """Returns versions, git commit, command line, host and date, and `extra` (devices, mesh, ...).
 
-    `repository` is a directory of the source code (default: that of this file). The commit is None
+    `repository` is a directory of the source code (default: the directory of this file). The commit is None
     outside a git repository.
     """
     commit, dirty = git_state(Path(__file__).parent if repository is None else Path(repository))

@@ -102,7 +102,7 @@ class Progress:
 
 
 def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Returns the (label, text) pairs to show for the keys in `scalars`: those of the headline numbers."""
+    """Returns the (label, text) pairs to show for the headline numbers in `scalars`."""
     of_rows = [(one.keys[-1], one) for one in HEADLINES.values() if one.keys[-1] in scalars]
     pairs = [
         (one.label, one.form(float(scalars[key]))) for key, one in of_rows if key != "skipped_steps" or scalars[key]

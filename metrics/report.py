@@ -21,7 +21,7 @@ from runtime.command_line import OneLineParser, complain, prepare_output
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A chart of the page: keys of the metrics with their labels. It is shown if the run has values of one of them."""
+    """A chart of the page: keys of the metrics with their labels. It is shown if the run has values for any key."""
 
     title: str
     curves: Mapping[str, str]
@@ -126,7 +126,7 @@ def _tiles(run: RunFiles, attempts: Sequence[Attempt]) -> list[tuple[str, str, s
 
 
 def charts_of(run: RunFiles) -> dict[str, Chart]:
-    """Returns the charts of which the run has values, by title; that of the loss says why there is none."""
+    """Returns the charts for which the run has values, by title; an empty loss chart has a note with the reason."""
     charts = {}
     for panel in PANELS:
         curves = [
@@ -156,14 +156,14 @@ def facts_of(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
 
 
 def strategy_facts(run: RunFiles) -> list[tuple[str, str]]:
-    """Returns what was set of the sharding and the batch, with the devices and the mesh that it gave."""
+    """Returns the settings of sharding and batch, with the resulting devices and mesh."""
     known = {key: run.config.get(key) for key in ("sharding", "batch")}
     known |= {key: run.environment.get(key) for key in ("devices", "mesh")}
     return [(name, text) for name, text in facts_of(known) if text != UNKNOWN]
 
 
 def collective_table(run: RunFiles) -> list[tuple[str, ...]]:
-    """Returns the collectives of the compiled step and their sum, below a head: those that send most come first."""
+    """Returns a header, the collectives of the compiled step, largest first, and their sum."""
     entries = run.collectives.get("collectives")
     entries = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     if not entries:
@@ -191,7 +191,7 @@ def _sent_bytes(count: float) -> str:
 
 
 def collectives_note(run: RunFiles) -> str:
-    """Returns where the table is from, or why there is none, and what the network interfaces counted, if they did."""
+    """Returns the source of the table, or why it is missing, and the bytes that network interfaces counted, if any."""
     if not collective_table(run):
         problem = run.collectives.get("problem")
         why = f"says that {problem}" if problem else "lists no collectives: the step sends nothing"

@@ -160,7 +160,7 @@ def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
 def mean_over_steps(rows: Sequence[Row], key: str) -> float | None:
     """Returns the mean over all steps of a value that a row has of the steps since the row before; None without any.
 
-    A speed's mean is what all these steps did over the time that they took.
+    The mean of a speed is the work of all these steps, divided by their time.
     """
     values, weights, before = list[float](), list[float](), 0.0
     known = dict(series(rows, key))

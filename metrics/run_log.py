@@ -19,7 +19,7 @@ from runtime.exit_codes import ResumableError
 
 
 class RunLog:
-    """Writes the progress bar, `metrics.jsonl`, TensorBoard events, `report.html` and the files behind it.
+    """Writes the progress bar, `metrics.jsonl`, TensorBoard events, `report.html` and the files that it reads.
 
     A context manager: an exception that ends the run closes the progress bar and becomes the outcome in the report.
     """
@@ -43,8 +43,8 @@ class RunLog:
         """Writes each of `files`, JSON by its name, and sets up the rest.
 
         `constants` are added to every row of the metrics; `started_s` is the `perf_counter()` at the program's start.
-        `sink`: where the rows go too, `wandb` or `none`. With `may_join` the run may go on at a later step than
-        `start_step`, in a state of others: rows of steps before that one stay; and it goes on after a failed write.
+        `sink` receives the rows as well: `wandb` or `none`. With `may_join` the run may continue at a later step than
+        `start_step`, with the state of another replica: rows of earlier steps stay, and a failed write is resumable.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
         self._may_join, self._cannot_write = may_join, ResumableError if may_join else OSError
@@ -128,7 +128,8 @@ class RunLog:
     def _crossed_until(self, step: int) -> None:
         """Counts the wire bytes since the step before, or since what was `spent` after it.
 
-        Not those until the first step of one that may have joined: the state of others is among them, and no step.
+        Bytes before the first step of a replica that may have joined are left out, because they contain the state that
+        it received.
         """
         wire = self._wire.delta() if self._wire else None
         if wire and not (self._may_join and self._first is None):
@@ -226,7 +227,7 @@ class RunLog:
 
     @contextmanager
     def _sink_or_warning(self) -> Iterator[None]:
-        """An error of the sink, which is others' code, is a warning, and the run goes on without it."""
+        """Turns an error of the sink, which is foreign code, into a warning; the run continues without the sink."""
         try:
             yield
         except Exception as error:

@@ -43,8 +43,8 @@ def peak_flops(device_kind: str) -> float | None:
 class StepTimer:
     """Computes the mean speed of steps from the times at which they ended; the first time only starts the clock.
 
-    The mean is over the steps since the last row of the metrics: steps that differ, as those of local SGD with and
-    without an exchange, count as often as they occur. A step is of `per_step` tokens or examples (`unit`).
+    The mean is over the steps since the last row of the metrics: steps of different kinds, such as steps of local SGD
+    with and without an exchange, count as often as they occur. A step has `per_step` tokens or examples (`unit`).
     `flops_per_step` counts the model's FLOPs for the global batch without recomputation; `peak_flops_per_s` is the sum
     over all devices. None: unknown.
     """

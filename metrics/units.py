@@ -8,7 +8,7 @@ _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def format_bytes(count: float) -> str:
-    """Returns a byte count with a decimal prefix, like those of link speeds (`4.19 MB`)."""
+    """Returns a byte count with a decimal prefix, as link speeds have (`4.19 MB`)."""
     if not math.isfinite(count):
         return str(count)
     value, unit = abs(float(count)), 0

@@ -1,4 +1,4 @@
-"""Measures the cluster that it is started on: what its devices reach, and its links inside and between nodes.
+"""Measures the cluster that it runs on: rates of its devices, and its links inside and between nodes.
 
     python -m lab.probe [--out=runs/probe] [--sizes=1k,64k,1m,16m]
 
@@ -31,7 +31,7 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def main(argv: Sequence[str], device_sizes: Sizes | None = None) -> int:
-    """Runs the probe and returns its exit code; a user's mistake is one line. `device_sizes`: those of the platform."""
+    """Runs the probe with the platform's or these sizes; returns the exit code; a user's mistake is one line."""
     prepare_output()
     try:
         options = parse(argv)
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Returns sizes in bytes, ascending. ValueError for anything but two or more such as `64k`, one of them large."""
+    """Returns sizes in bytes, ascending. ValueError unless there are two or more, such as `64k`, at least one large."""
     matches = [re.fullmatch(r"(\d+)([kmg]?)b?", word.strip().lower()) for word in text.split(",")]
     sizes = {int(m[1]) * UNITS[m[2]] for m in matches if m}
     if not all(matches) or len(sizes) < 2 or min(sizes) < 1 or max(sizes) < 2**16:
@@ -91,7 +91,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def measure_devices(sizes: Sizes, mesh: Mesh) -> dict[str, Any]:
-    """Returns what the devices reach, and prints it at once; what they cannot do is one line each."""
+    """Measures and prints the rates of the devices; each unsupported operation is one line."""
     say(f"matrix products and attention in {sizes.dtype}\n{report.DEVICE_HEADS}")
     measured: list[Timed] = []
     failed: dict[str, str] = {}

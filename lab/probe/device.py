@@ -1,6 +1,6 @@
-"""Times what a device does: matrix products, attention, passes over memory, functions, starts of kernels, copies.
+"""Times operations of a device: matrix products, attention, passes over memory, functions, starts of kernels, copies.
 
-All devices do the same at once, each with arrays of its own, as in training. A measurement is one compiled program that
+All devices run the same at once, each with separate arrays, as in training. A measurement is one compiled program that
 does its work `TIMES` times, each time after the one before; a repetition calls it often enough and waits once.
 """
 
@@ -30,7 +30,7 @@ PRODUCTS = {
 NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # in HLO
 SPREAD = PartitionSpec(ROW_AXES)
 
-Step = Callable[..., Array]  # the first array and the others to what the first one is the next time
+Step = Callable[..., Array]  # (first array, others) -> the first array of the next call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def sizes_of(device: Any) -> Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one program does TIMES times, on arrays of these shapes."""
+    """Work that one program repeats TIMES times, on arrays of these shapes."""
 
     figure: str  # that it gives: products, attention, memory, functions, launches, copies to the host
     of: str  # the shape or the kernel
@@ -89,7 +89,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """How long a device took for a piece of work; of several processes the slowest."""
+    """Time of a device for a piece of work; the slowest, if several processes measured it."""
 
     figure: str
     of: str
@@ -201,7 +201,7 @@ def launches() -> Work:
 
 
 def after(x: Array, results: Any) -> Array:
-    """Returns `x` with an element that is a sum of one of each of the results, which must then be there whole."""
+    """Returns `x` with one element replaced by a sum over all results, so that every result must be computed."""
     whole = lax.optimization_barrier(jax.tree.leaves(results))
     return x.at[(0,) * x.ndim].set(sum(result.ravel()[0] for result in whole))
 
@@ -254,7 +254,7 @@ def measure_copies(array_bytes: int, mesh: Mesh, clock: Clock = time.perf_counte
 
 
 def program_of(work: Work, mesh: Mesh) -> Any:
-    """Returns the program that does the work TIMES times on each device: of the arrays to what the first becomes."""
+    """Returns the program that repeats the work TIMES times on each device and returns the last first array."""
 
     def body(x: Array, *others: Array) -> Array:
         return lax.fori_loop(0, TIMES, lambda _, x: work.step(x, *others), x)
@@ -276,8 +276,8 @@ def normal(shape: tuple[int, ...], dtype: str, mesh: Mesh) -> Array:
 def figures(measured: Sequence[Timed], sizes: Sizes, devices: int, failed: Mapping[str, str]) -> dict[str, Any]:
     """Returns the key `device` of probe.json: rates of one device, all of which worked at once.
 
-    That of products is all of their FLOPs over all of their time; that of attention backward is over what the program
-    with both takes more.
+    The rate of products is their total FLOPs over their total time. The time of attention's backward pass is the time
+    that the program with both passes takes longer than the forward pass.
     """
     by_figure: dict[str, dict[str, Timed]] = {}
     for one in measured:

@@ -1,6 +1,6 @@
 """Times the collectives of each network level, each many times in one program, and fits latency and bandwidth to them.
 
-The steps and bytes of a collective are those of a ring algorithm. Where a library needs more, the fitted bandwidth is
+Steps and bytes of a collective follow a ring algorithm. Where a library needs more, the fitted bandwidth is
 lower.
 """
 
@@ -81,7 +81,7 @@ def fit(measurements: Sequence[Measurement]) -> LinkFit:
     """Returns the least squares fit with weights 1 / time: the variance of a time is taken as proportional to it.
 
     So the small sizes determine the latency, and the large sizes the bandwidth. If noise makes one of them negative,
-    the latency is 0, and the bandwidth is that of the large sizes.
+    the latency is 0, and the large sizes alone give the bandwidth.
     """
     steps, sent, times = np.array([(m.steps, m.link_bytes, m.time_s) for m in measurements]).T
     root = np.sqrt(times)
@@ -147,9 +147,9 @@ def measure(level: Level, collective: str, size_bytes: int, clock: Clock = time.
 
 
 def collective_of(name: str, level: Level) -> Collective:
-    """Returns the collective of this name over the groups of a level; where training has one of its own, that one."""
+    """Returns the collective of this name over the groups of a level: training's own version, if it has one."""
     scope, n = (level.axis,), level.group_size
-    over_gloo = jax.default_backend() == "cpu" and jax.process_count() > 1  # for which training has a ring of its own
+    over_gloo = jax.default_backend() == "cpu" and jax.process_count() > 1  # training uses its own ring there
     reduce_scatter = partial(reduce_scatter_chunks, scope=scope, hierarchical=True, by_ring=over_gloo)
     return {
         "all_gather": partial(all_gather_chunks, scope=scope, hierarchical=True),
