@@ -42,9 +42,32 @@ def to_listen_at(host: str) -> str:
     return host
 
 
-def listen(host: str, count: int) -> socket.socket:
-    """Returns a socket that listens for `count` processes at a port that the system chooses; they connect to `host`."""
+def listen(host: str, count: int, port: int = 0) -> socket.socket:
+    """Returns a socket that listens for `count` processes, which connect to `host`; the system chooses a port for 0."""
+    address, family, both = _local_end(host)
+    return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=count)
+
+
+def bind(host: str) -> socket.socket:
+    """Returns a socket that holds a free port for a service to which others connect at `host`, and does not listen.
+
+    The service itself must set SO_REUSEPORT, as gRPC does.
+    """
+    address, family, both = _local_end(host)
+    holder = socket.socket(family)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
+        holder.bind((address, 0))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def _local_end(host: str) -> tuple[str, socket.AddressFamily, bool]:
+    """Returns the address to listen at when others connect to `host`, its family, and whether it takes IPv4 too."""
     address = to_listen_at(host)
     both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, dualstack_ipv6=both, backlog=count)
+    return address, socket.AF_INET6 if both or ":" in address else socket.AF_INET, both

@@ -30,6 +30,7 @@ FILE_NAME = "token"
 STRANGERS = 64  # unauthenticated connections at a time, besides those of the run's processes
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 _LINE_BYTES = 1000
+Handshake = Callable[[socket.socket, str, str], tuple[int, str]]  # (connection, token, purpose) -> (process, host)
 _HANDSHAKE_S = 10.0  # for the whole handshake
 _RETRY_S = 0.1
 _WRITTEN_S = 1.0  # from when a token's file is there until the token is
@@ -50,13 +51,28 @@ def shared_token(workdir: Path) -> str:
     broadcast(new_key("token"), lambda: _make_token(workdir / FILE_NAME))
     token = error = ""
     try:
-        token = _read_token(workdir / FILE_NAME)
-    except (OSError, ValueError) as failed:
-        error = f"process {jax.process_index()} on {socket.gethostname()} cannot use {workdir / FILE_NAME}: {failed}"
+        token = read_token(workdir, jax.process_index())
+    except ValueError as failed:
+        error = str(failed)
     errors = [said for said in all_gather(new_key("token-read"), error or None) if said]
     if errors:
         raise ValueError(errors[0])
     return token
+
+
+def make_token(workdir: Path) -> str:
+    """Returns the token of a run, and creates it if there is none. Only process 0 may call it."""
+    _make_token(workdir / FILE_NAME)
+    return read_token(workdir, 0)
+
+
+def read_token(workdir: Path, process: int) -> str:
+    """Returns the token of a run that has one. ValueError if `process` cannot read it, or if other users could."""
+    file = workdir / FILE_NAME
+    try:
+        return _read_token(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"process {process} on {socket.gethostname()} cannot use {file}: {error}") from error
 
 
 def _make_token(file: Path) -> None:
@@ -116,9 +132,15 @@ class Acceptor:
         purpose: str,
         count: int,
         admitted: Callable[[socket.socket, int, str], None],
+        *,
+        handshake: Handshake | None = None,
     ) -> None:
-        """`admitted` gets, in its own thread, a connection and the number and host of the process at its other end."""
+        """`admitted` gets, in its own thread, a connection and the number and host of the process at its other end.
+
+        `handshake` takes the place of `admit`.
+        """
         self._listener, self._token, self._purpose, self._admitted = listener, token, purpose, admitted
+        self._handshake = handshake or admit
         self._at_most = STRANGERS + count
         self._strangers: list[socket.socket] = []  # connections in a handshake, the oldest first
         self._lock = threading.Lock()
@@ -156,7 +178,7 @@ class Acceptor:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for option, value in _ALIVE.items():  # a host that vanishes says nothing, and who waits for it never ends
                 connection.setsockopt(*option, value)
-            process, host = admit(connection, self._token, self._purpose)
+            process, host = self._handshake(connection, self._token, self._purpose)
         except (OSError, ValueError):  # an error of an unauthenticated peer is not reported
             connection.close()
             return
@@ -175,7 +197,7 @@ def admit(connection: socket.socket, token: str, purpose: str) -> tuple[int, str
     until_s, ours = time.monotonic() + _HANDSHAKE_S, secrets.token_hex(16)
     connection.settimeout(_HANDSHAKE_S)
     connection.sendall(f"{ours}\n".encode())
-    process, host, theirs, proof = _read_line(connection, until_s).split()
+    process, host, theirs, proof = read_line(connection, until_s).split()
     of = (purpose.encode(), ours.encode(), theirs, process, host)
     if not hmac.compare_digest(proof, _proof(token, b"client", *of)):
         raise ConnectionError("a stranger")
@@ -199,11 +221,11 @@ def connect(host: str, port: int, token: str, purpose: str, me: int, patience_s:
 def introduce(connection: socket.socket, token: str, purpose: str, me: int, patience_s: float) -> None:
     """Authenticates as process `me` of the run. OSError if the other end does not prove that it is of the run too."""
     until_s, ours = time.monotonic() + patience_s, secrets.token_hex(16).encode()
-    theirs = _read_line(connection, until_s).strip()
+    theirs = read_line(connection, until_s).strip()
     process, host = b"%d" % me, socket.gethostname().encode()
     of = (purpose.encode(), theirs, ours, process, host)
     connection.sendall(b" ".join((process, host, ours, _proof(token, b"client", *of))) + b"\n")
-    if not hmac.compare_digest(_read_line(connection, until_s).strip(), _proof(token, b"server", *of)):
+    if not hmac.compare_digest(read_line(connection, until_s).strip(), _proof(token, b"server", *of)):
         raise ConnectionError("it does not know the run's token")
 
 
@@ -211,10 +233,10 @@ def _proof(token: str, *of: bytes) -> bytes:
     return hmac.digest(token.encode(), b" ".join(of), "sha256").hex().encode()
 
 
-def _read_line(connection: socket.socket, until_s: float) -> bytes:
+def read_line(connection: socket.socket, until_s: float, most: int = _LINE_BYTES) -> bytes:
     """Returns one line, and reads nothing after it. OSError if it is incomplete, too long, or late."""
     line = b""
-    while len(line) < _LINE_BYTES:
+    while len(line) < most:
         connection.settimeout(max(1e-3, until_s - time.monotonic()))
         byte = connection.recv(1)
         line += byte

@@ -1,38 +1,36 @@
-"""Joins the processes of one run: by flags, by three environment variables, or by SLURM, Open MPI or Kubernetes.
+"""Finds the place of this process in its run: by flags, by three environment variables, or by a launcher's variables.
 
-jax alone waits for five minutes in silence and then aborts, also when process 0 has ended long before. So jax joins in
-a thread, while the main thread watches process 0 and can still be interrupted.
+The launchers are SLURM, Open MPI and Kubernetes. `runtime/rendezvous.py` then connects the processes,
+and `start_jax` joins them in jax.
 """
 
 import os
+import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 
-# Only this module tells the address that a launcher has given; tried with jax 0.10.2 and 0.12.0.1.
-from jax._src import distributed
+# Only these classes know the variables of mpirun and the pods of a Job; tried with jax 0.10.2 and 0.12.0.1.
+from jax._src.clusters import K8sCluster, OmpiCluster
 
-from runtime.addresses import host_and_port, to_listen_at
+from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
 
-PATIENCE_S = 300.0  # for all processes to join
-JAX_PATIENCE_S = 400  # longer: jax does not raise an error at its limit, it aborts the process
-_QUIET_S = 20.0  # of waiting before a process says so
-_GONE_S = 60.0  # in which a process 0 that was reached may be started again
-_LOOK_S = 5.0  # each look is a connection to process 0, from every process that waits
-_CONNECT_S = 2.0
+JAX_PATIENCE_S = 120  # all processes live when jax joins them; at this limit jax aborts the process
+_CONNECT_S = 60.0
+_TRY_S, _RETRY_S = 2.0, 0.1
 OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets only the second
-SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # set by srun; sbatch sets only SLURM_NTASKS
+SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # set by srun
+SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # of a step; of a step or a job
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
-BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # where process 0 listens
+PORT_VARIABLE = "JAX_COORDINATOR_PORT"  # for launchers that name no port
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # for any other launcher
+# Ports above those that Linux gives to connections. jax takes the same range.
+_FIRST_PORT, _PORTS, _STEP_STRIDE = 61440, 4096, 257
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,38 +45,36 @@ class Address:
 FROM_ENVIRONMENT = Address()  # use the three variables, or detect the launcher
 
 
-def join(address: Address) -> None:
-    """Joins the other processes, if any. ValueError says which flags or variables are needed.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of this process among the processes of its run."""
 
-    Call it before any use of jax's devices.
-    """
-    coordinator, num_processes, process_id = address.coordinator, address.num_processes, address.process_id
+    coordinator: str  # HOST:PORT at which process 0 waits for the others
+    count: int
+    process: int
+    source: str  # of the port, for messages
+    other_port: str = "give all processes another port"  # the remedy if the port is taken
+    local_devices: tuple[int, ...] | None = None  # the GPUs of this process; None: all of its node
+
+
+def find_place(address: Address) -> Place | None:
+    """Returns the place of this process; None if it trains alone. ValueError names the missing flags or variables."""
+    if address == FROM_ENVIRONMENT and not any(name in os.environ for name in VARIABLES[1:]):
+        launcher = find_launcher()
+        return _PLACES[launcher]() if launcher else None
+    coordinator, count, process = address.coordinator, address.num_processes, address.process_id
+    source = f"--coordinator={coordinator}"
     if address == FROM_ENVIRONMENT:
-        if any(name in os.environ for name in VARIABLES[1:]):  # other programs set only the address
-            coordinator, num_processes, process_id = _from_variables()
-        else:
-            if launcher := find_launcher():
-                _join_by(launcher)
-            return
-    if coordinator is None or num_processes is None or process_id is None:
+        coordinator, count, process = _from_variables()
+        source = f"{VARIABLES[0]}={coordinator}"
+    if coordinator is None or count is None or process is None:
         raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
-    if not 0 <= process_id < num_processes:
-        raise ValueError(f"--process_id={process_id} must be from 0 to {num_processes - 1}")
+    if not 0 <= process < count:
+        raise ValueError(f"--process_id={process} must be from 0 to {count - 1}")
     host_and_port(coordinator)
-    if num_processes == 1:
-        return  # joined to nobody, its CPU devices would reduce by gloo, over TCP, what they can in memory
-    bind_address = _bind_address(coordinator) if process_id == 0 else None
-    initialize = partial(
-        jax.distributed.initialize,
-        coordinator,
-        num_processes,
-        process_id,
-        # else jax would give a process inside a SLURM step one GPU, and query Kubernetes, which may not be permitted
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=bind_address,
-        initialization_timeout=JAX_PATIENCE_S,
-    )
-    join_in_time(initialize, process_id)
+    if count == 1:
+        return None  # joined in jax, its CPU devices would reduce by gloo, over TCP, instead of in memory
+    return Place(coordinator=coordinator, count=count, process=process, source=source)
 
 
 def find_launcher() -> str | None:
@@ -93,9 +89,15 @@ def find_launcher() -> str | None:
             f"{OPEN_MPI_SIZE}={os.environ[OPEN_MPI_SIZE]}, but {OPEN_MPI} is missing (Open MPI 5): jax cannot join the "
             "processes by itself; give --coordinator, --num_processes and --process_id (docs/clusters.md)"
         )
-    tasks = os.environ.get("SLURM_NTASKS", "1")
+    in_step = all(name in os.environ for name in SLURM_STEP)
+    tasks = next((os.environ[name] for name in SLURM_COUNTS if name in os.environ), "" if in_step else "1")
+    if not tasks:
+        raise ValueError(
+            f"srun started this process, but {' and '.join(SLURM_COUNTS)} are missing, so that the number of tasks is "
+            "not known; set one of them, or give --coordinator, --num_processes and --process_id"
+        )
     if tasks != "1":
-        if all(name in os.environ for name in SLURM_STEP):
+        if in_step:
             return "SLURM"
         print(
             f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains on its own; "
@@ -105,30 +107,45 @@ def find_launcher() -> str | None:
     return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
 
 
-def _bind_address(coordinator: str) -> str | None:
-    """Returns where jax's service shall listen; None for jax's default: its variable, else all addresses.
+def virtual_devices() -> int:
+    """Returns the number of CPU devices that a launcher sets for each process (JAX_NUM_CPU_DEVICES); 0 if unset."""
+    wanted = os.environ.get("JAX_NUM_CPU_DEVICES", "0")
+    if not wanted.isdecimal():
+        raise ValueError(f"JAX_NUM_CPU_DEVICES={wanted!r} must be a number")
+    return int(wanted)
 
-    ValueError if that is impossible: jax would crash.
+
+def start_jax(place: Place, address: str, bind_address: str | None) -> None:
+    """Joins the processes in jax, whose service in process 0 has an address and listens at `bind_address`.
+
+    Call it before any use of jax's devices. ResumableError if jax's service cannot be reached.
     """
-    if at := os.environ.get(BIND_VARIABLE):
-        _check_free(*host_and_port(at, BIND_VARIABLE), f"{BIND_VARIABLE}={at}")
-        return None
-    host, port = host_and_port(coordinator)
-    _check_free(to_listen_at(host), port, f"--coordinator={coordinator}")
-    return coordinator if to_listen_at(host) else None
+    if place.process:
+        _await_service(address)
+    jax.distributed.initialize(
+        address,
+        place.count,
+        place.process,
+        local_device_ids=None if "JAX_LOCAL_DEVICE_IDS" in os.environ else place.local_devices,
+        # else jax would give a process inside a SLURM step one GPU, and query Kubernetes, which may not be permitted
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=bind_address,
+        initialization_timeout=JAX_PATIENCE_S,
+    )
 
 
-def _check_free(host: str, port: int, given: str) -> None:
-    """Raises ValueError if `port` is not free for jax's service; gRPC would share it with another run."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may be in TIME_WAIT
+def _await_service(address: str) -> None:
+    """Waits until jax's service can be reached: with a port that a firewall closes, jax would abort this process."""
+    until_s = time.monotonic() + _CONNECT_S
+    while True:
         try:
-            probe.bind((host, port))
+            socket.create_connection(host_and_port(address), timeout=_TRY_S).close()
+            return
         except OSError as error:
-            raise ValueError(
-                f"{given}: process 0 cannot listen at port {port} of {socket.gethostname()}: "
-                f"{error.strerror}; give all processes another port"
-            ) from error
+            if time.monotonic() > until_s:
+                cannot = f"jax's service in process 0 at {address} cannot be reached ({error.strerror or error})"
+                raise ResumableError(f"{cannot}; a firewall?") from error
+        time.sleep(_RETRY_S)
 
 
 def _from_variables() -> tuple[str, int, int]:
@@ -142,71 +159,68 @@ def _from_variables() -> tuple[str, int, int]:
     return coordinator, int(numbers[0]), int(numbers[1])
 
 
-def virtual_devices() -> int:
-    """Returns the number of CPU devices that a launcher sets for each process (JAX_NUM_CPU_DEVICES); 0 if unset."""
-    wanted = os.environ.get("JAX_NUM_CPU_DEVICES", "0")
-    if not wanted.isdecimal():
-        raise ValueError(f"JAX_NUM_CPU_DEVICES={wanted!r} must be a number")
-    return int(wanted)
+def first_host(node_list: str) -> str:
+    """Returns the first host of a node list of SLURM: rack0n2 of `rack[0-1]n[2-3],login`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    return re.sub(r"\[([^],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _join_by(launcher: str) -> None:
+def _slurm_place() -> Place:
+    """Returns the place of a task of srun. Each step of a job has another port; that of step 0 is jax's."""
+    job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = os.environ.get(PORT_VARIABLE) or _FIRST_PORT + (job + _STEP_STRIDE * step) % _PORTS
+    return _launched(
+        "SLURM",
+        f"{first_host(os.environ['SLURM_STEP_NODELIST'])}:{port}",
+        int(next(os.environ[name] for name in SLURM_COUNTS if name in os.environ)),
+        int(os.environ["SLURM_PROCID"]),
+        local_devices=(int(os.environ.get("SLURM_LOCALID", "0")),),
+    )
+
+
+def _open_mpi_place() -> Place:
+    host, _, port = OmpiCluster.get_coordinator_address(None, os.environ.get(PORT_VARIABLE)).rpartition(":")
+    return _launched(
+        "Open MPI",
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        OmpiCluster.get_process_count(),
+        OmpiCluster.get_process_id(),
+        local_devices=(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")),),
+    )
+
+
+def _kubernetes_place() -> Place:
     try:
-        join_in_time(partial(jax.distributed.initialize, initialization_timeout=JAX_PATIENCE_S), None)
-    except (jax.errors.JaxRuntimeError, ResumableError):
-        raise  # jax knew the address, but could not connect
+        if not K8sCluster.is_env_present():
+            raise ValueError("KUBERNETES_SERVICE_HOST or the package kubernetes is missing")
+        coordinator = K8sCluster.get_coordinator_address(JAX_PATIENCE_S, os.environ.get(PORT_VARIABLE))
+        count, process = K8sCluster.get_process_count(), K8sCluster.get_process_id()
     except Exception as error:  # any type: from the Kubernetes client, urllib3 or jax
-        said = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         raise ValueError(
-            f"{launcher} started this process, but does not say how to join the others ({said}); "
+            f"Kubernetes started this process, but does not say how to join the others ({reason}); "
             "give --coordinator, --num_processes and --process_id"
         ) from error
+    return _launched("Kubernetes", coordinator, count, process)
 
 
-def join_in_time(initialize: Callable[[], None], process: int | None) -> None:
-    """Calls `initialize`, which joins by jax, and raises what it raises. `process` is None if only jax knows it.
-
-    ResumableError if not all processes have joined after `PATIENCE_S`, or if process 0 is gone before.
-    """
-    joined: Future[None] = Future()
-    threading.Thread(target=_join, args=(initialize, joined), name="joining", daemon=True).start()
-    me = "this process" if process is None else f"process {process}"
-    started_s, reached_s, said = time.monotonic(), float("inf"), ""  # `reached_s`: when process 0 was there, if it was
-    while not wait([joined], _LOOK_S).done:
-        is_there, state = _look()
-        now_s = time.monotonic()
-        reached_s = now_s if is_there else reached_s
-        if now_s - reached_s > _GONE_S:
-            raise ResumableError(f"{_process_0()} ended before {me} had joined")
-        if now_s - started_s > _QUIET_S and state != said:
-            said = state
-            print(f"{me} waits for the others, up to {PATIENCE_S:g} s: {state}", file=sys.stderr, flush=True)
-        if now_s - started_s > PATIENCE_S:
-            raise ResumableError(
-                f"{me} could not join the others in {PATIENCE_S:g} s: {state}; start all processes, with one "
-                f"--coordinator that every node can reach, and the same --num_processes"
-            )
-    joined.result()
+def _launched(
+    launcher: str, coordinator: str, count: int, process: int, local_devices: tuple[int, ...] | None = None
+) -> Place:
+    coordinator = os.environ.get(VARIABLES[0]) or coordinator
+    host_and_port(coordinator, f"the coordinator by {launcher}")
+    return Place(
+        coordinator=coordinator,
+        count=count,
+        process=process,
+        source=f"{launcher}, coordinator {coordinator}",
+        other_port=f"set {PORT_VARIABLE} to a free port for all processes of this run",
+        local_devices=local_devices,
+    )
 
 
-def _join(initialize: Callable[[], None], joined: "Future[None]") -> None:
-    try:
-        joined.set_result(initialize())
-    except BaseException as error:  # SystemExit too: else the processes would seem to have joined
-        joined.set_exception(error)
-
-
-def _process_0() -> str:
-    return f"process 0 at {distributed.global_state.coordinator_address}"
-
-
-def _look() -> tuple[bool, str]:
-    """Returns whether jax's service in process 0 can be reached, and that in words."""
-    address = distributed.global_state.coordinator_address
-    if address is None:
-        return False, "the launcher has not said where process 0 is"
-    try:
-        socket.create_connection(host_and_port(address), timeout=_CONNECT_S).close()
-    except OSError as error:
-        return False, f"{_process_0()} cannot be reached ({error.strerror or error})"
-    return True, f"{_process_0()} is there, but not all the others are"
+_PLACES: dict[str, Callable[[], Place]] = {
+    "SLURM": _slurm_place,
+    "Open MPI": _open_mpi_place,
+    "Kubernetes": _kubernetes_place,
+}

@@ -1,4 +1,4 @@
-"""Detects a request to stop a run (Ctrl-C, SIGTERM), at a step that all processes agree on."""
+"""Detects a request to stop a run (Ctrl-C, SIGTERM, SIGUSR1), at a step that all processes agree on."""
 
 import os
 import signal
@@ -8,15 +8,17 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
+FROM_ENGINES = (signal.SIGTERM, signal.SIGUSR1)  # SLURM sends the second with --signal=USR1@180
+
 
 class PreemptionHandler:
     """A context manager around a program; `requested()` is True after a signal has asked it to stop.
 
     Before the first `requested()` there is nothing to save, and a signal raises KeyboardInterrupt at once. As soon as
-    the processes have joined (even a job of one process), jax's preemption service handles SIGTERM, and Ctrl-C is
-    passed on to it: all processes stop at the same call of `requested()`, which may be the first. A second Ctrl-C
-    raises KeyboardInterrupt. With `to_the_end`, SIGTERM is ignored after the context, so that the program keeps its
-    exit code while Python shuts down.
+    the processes have joined (even a job of one process), jax's preemption service handles SIGTERM, and Ctrl-C and
+    SIGUSR1 are passed on to it: all processes stop at the same call of `requested()`, which may be the first. A second
+    Ctrl-C raises KeyboardInterrupt. With `to_the_end`, SIGTERM and SIGUSR1 are ignored after the context, so that the
+    program keeps its exit code while Python shuts down.
     """
 
     def __init__(self, *, to_the_end: bool = False) -> None:
@@ -26,13 +28,13 @@ class PreemptionHandler:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *FROM_ENGINES):
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            ignored = self._to_the_end and number == signal.SIGTERM
+            ignored = self._to_the_end and number in FROM_ENGINES
             signal.signal(number, signal.SIG_IGN if ignored else handler)  # pyright: ignore[reportArgumentType]
 
     def requested(self) -> bool:
@@ -47,7 +49,7 @@ class PreemptionHandler:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         again, self._signalled = self._signalled, True
-        to_service = jax.distributed.is_initialized() and number == signal.SIGINT  # then jax handles SIGTERM itself
+        to_service = jax.distributed.is_initialized() and number != signal.SIGTERM  # which jax handles itself
         if (again and number == signal.SIGINT) or not (to_service or self._asked):
             raise KeyboardInterrupt
         if to_service:

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,11 +24,11 @@ from runtime.consensus import broadcast, new_key
 from runtime.descriptors import raise_limit
 from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode, ResumableError
-from runtime.handshake import shared_token
+from runtime.handshake import make_token, read_token
 from runtime.heartbeat import Heartbeat, Verdict, is_of_a_link
 from runtime.phases import Phase
 from runtime.preemption import PreemptionHandler
-from runtime.rendezvous import rendezvous
+from runtime.rendezvous import meet
 
 NOTE_S = 1.0  # for the exit code to be written to events.jsonl
 
@@ -53,15 +54,22 @@ class Supervisor:
 
         `is_awaited`: other runs wait for this one.
         """
-        launch.join(address)
-        token = shared_token(workdir) if jax.process_count() > 1 else ""
-        self.phase = Phase.JOINING
         self._workdir = workdir
         self._coordinator = address.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or ""
-        own = f"{socket.gethostname()}:{os.getpid()}"  # if only jax knows the coordinator, by the launcher
-        self._attempt_id = broadcast(new_key("attempt-id"), lambda: self._coordinator or own)
-        peers = rendezvous(self._coordinator or None, token)
-        self._heartbeat.start(jax.process_index(), peers, silence_s, stall_s, is_awaited=is_awaited)
+        own = f"{socket.gethostname()}:{os.getpid()}"  # if a launcher's variables name the coordinator
+        place = launch.find_place(address)
+        if place is None:
+            self._attempt_id = self._coordinator or own
+            self._heartbeat.start(0, [], silence_s, stall_s, is_awaited=is_awaited)
+        else:
+            meeting = meet(place, os.path.abspath(workdir), partial(_token, workdir, place.process))
+            self.phase = Phase.JOINING
+            self._heartbeat.start(place.process, meeting.peers, silence_s, stall_s, is_awaited=is_awaited)
+            try:
+                meeting.start_jax(place)
+                self._attempt_id = broadcast(new_key("attempt-id"), lambda: self._coordinator or own)
+            except jax.errors.JaxRuntimeError as error:
+                raise ResumableError(f"jax could not connect the processes: {error}") from error
         self.phase = Phase.CHECKING
 
     def hold(self, resource: AbstractContextManager[object]) -> None:
@@ -141,6 +149,10 @@ class Supervisor:
 
 def _print_traceback() -> None:
     print(printable(traceback.format_exc()), file=sys.stderr, end="", flush=True)
+
+
+def _token(workdir: Path, process: int) -> str:
+    return read_token(workdir, process) if process else make_token(workdir)
 
 
 def supervise(

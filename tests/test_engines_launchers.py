@@ -14,6 +14,8 @@ from kubernetes import client
 from running import ROOT
 from slurm_cluster import SBATCH, edited
 
+from planner import clusters
+
 JOBSET = ROOT / "engines" / "kubernetes" / "jobset.yaml"
 REPLICAS = JOBSET.with_name("replicas.yaml")
 HOSTS = ("one", "two", "three")
@@ -92,6 +94,17 @@ def test_srun_gets_the_cores_that_sbatch_was_asked_for(script: str, tmp_path: Pa
     program = "bash -c 'exit ${SRUN_CPUS_PER_TASK-3}'"
     assert run_sbatch(tmp_path, program, script, SLURM_CPUS_PER_TASK="8")[0] == 8
     assert run_sbatch(tmp_path, program, script)[0] == 3  # it was not asked for any
+
+
+SETTINGS = "[[ $XLA_PYTHON_CLIENT_MEM_FRACTION == 0.9 && $MICS_JAX_CACHE == $PWD/runs/cache ]]"
+
+
+@pytest.mark.parametrize("script", ["train", "replicas"])
+def test_sbatch_gives_programs_the_memory_that_plans_assume(script: str, tmp_path: Path) -> None:
+    """And the cache a folder that all nodes see, unless the user has one."""
+    assert clusters.MEMORY_SHARE == 0.9
+    assert run_sbatch(tmp_path, f"bash -c '{SETTINGS}'", script, MICS_JAX_CACHE="")[0] == 0
+    assert run_sbatch(tmp_path, "bash -c '[[ $MICS_JAX_CACHE == own ]]'", script, MICS_JAX_CACHE="own")[0] == 0
 
 
 @pytest.mark.parametrize("script", ["train", "replicas"])
@@ -182,6 +195,7 @@ def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
     resumable = rules[0]["onExitCodes"]
     assert (resumable["containerName"], resumable["values"], rules[0]["action"]) == (container["name"], [75], "FailJob")
     assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert float(environment["XLA_PYTHON_CLIENT_MEM_FRACTION"]["value"]) == clusters.MEMORY_SHARE
     paths = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert {*paths} == {volume["name"] for volume in pod["volumes"]}
     assert Path(environment["MICS_JAX_CACHE"]["value"]).is_relative_to(paths["runs"])  # a pod's own ends with it

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import itertools
+import json
 import os
 import queue
 import socket
@@ -11,17 +12,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import pytest
+from ports import free_port
 
-from runtime import handshake, launch
-from runtime.addresses import listen, to_listen_at
-from runtime.handshake import STRANGERS, Acceptor, admit, introduce, shared_token
-from runtime.heartbeat import Peer
-from runtime.rendezvous import accept, connect
+from runtime import handshake, rendezvous
+from runtime.addresses import host_and_port, listen, to_listen_at
+from runtime.handshake import STRANGERS, Acceptor, admit, introduce, make_token, shared_token
+from runtime.launch import Place
+from runtime.rendezvous import meet
 
 HOST = socket.gethostname()
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
 
 
 class Port:
@@ -52,27 +53,45 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_strangers_are_sent_away_from_the_heartbeats() -> None:
+def test_strangers_are_sent_away_from_the_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan does not become a process of the run, nor hold up those that are; nor does one that waits."""
-    listener = listen("127.0.0.1", 2)
-    port = listener.getsockname()[1]
-    found: list[Peer] = []
-    server = threading.Thread(target=lambda: found.extend(accept(listener, "secret", 2)), daemon=True)
-    server.start()
-    with socket.create_connection(("127.0.0.1", port)):
-        said = (b"GET / HTTP/1.1 \r\n", "gehe\u00ed 1 b c\n".encode(), b"\xff\xfe 1 b c\n", b"1 b", b"x" * 1000)
-        for line in said:
-            with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as stranger:
-                stranger.sendall(line)
-                stranger.shutdown(socket.SHUT_WR)
-                assert is_closed(stranger)
-        with pytest.raises(OSError, match="process 1 cannot reach process 0 at 127.0.0.1:.*closed the connection"):
-            connect("127.0.0.1", port, "guessed", "node-a", 1)
-        peers = [connect("127.0.0.1", port, "secret", "node-a", process) for process in (2, 1)]
-        server.join()
-    assert [(p.process, p.host) for p in found] == [(1, HOST), (2, HOST)] and str(peers[0]) == "process 0 on node-a"
-    for p in (*peers, *found):
-        p.connection.close()
+    monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", TIMEOUT_S)
+    at = f"127.0.0.1:{free_port()}"
+    places = [Place(coordinator=at, count=3, process=i, source="") for i in range(3)]
+    token = make_token(tmp_path)
+    hello = json.dumps(rendezvous._hello(places[1], "run")).encode() + b"\n"
+    said = (b"GET / HTTP/1.1 \r\n", b"{}\n", b"[]\n", b'{"run": 1, "error": {}}\n', b"\xff\xfe 1 b c\n", b"x" * 9000)
+    said += (hello + "gehe\u00ed 1 b c\n".encode(), hello + b"1 b", hello + b"x" * 1000)
+    with ThreadPoolExecutor(3) as pool:
+        host = pool.submit(meet, places[0], "run", lambda: token)
+        while (waiting := socket.socket()).connect_ex(host_and_port(places[0].coordinator)):
+            waiting.close()
+        with waiting:
+            for line in said:
+                with socket.create_connection(waiting.getpeername(), timeout=TIMEOUT_S) as stranger:
+                    stranger.sendall(line)
+                    stranger.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(ConnectionResetError):
+                        while stranger.recv(1000):
+                            pass
+            with (
+                socket.create_connection(waiting.getpeername(), timeout=TIMEOUT_S) as stranger,
+                pytest.raises(rendezvous.OtherRunError),
+            ):
+                rendezvous._introduce(stranger, places[1], "run", lambda: "guessed")
+            others = [pool.submit(meet, place, "run", lambda: token) for place in places[1:]]
+            met = [each.result(TIMEOUT_S) for each in (host, *others)]
+    assert [[str(peer) for peer in meeting.peers] for meeting in met] == [
+        [f"process 1 on {HOST}", f"process 2 on {HOST}"],
+        [f"process 0 on {HOST}"],
+        [f"process 0 on {HOST}"],
+    ]
+    for meeting in met:
+        for peer in meeting.peers:
+            peer.connection.close()
+    assert met[0].jax_port
+    met[0].jax_port.close()
 
 
 @pytest.mark.slow
@@ -199,19 +218,17 @@ def _reaches(address: str, port: int) -> bool:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "192.0.2.1", "a-name"])
-def test_where_the_service_of_jax_listens(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_process_0_and_the_service_of_jax_listen(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at all addresses of the machine, where it is known which one the others use."""
-    given: dict[str, object] = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        coordinator = f"{host}:{free.getsockname()[1]}"
-    launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=0))
-    assert given.pop("coordinator_bind_address") == (coordinator if host in ("127.0.0.1", "localhost") else None)
-    launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=1))
-    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", coordinator.replace(host, "127.0.0.1"))
-    assert given["coordinator_bind_address"] is None
-    launch.join(launch.Address(coordinator=coordinator, num_processes=2, process_id=0))
-    assert given["coordinator_bind_address"] is None
+    place = Place(coordinator=f"{host}:{free_port()}", count=2, process=0, source="")
+    for bind, expected in (
+        (None, {"127.0.0.1"} if to_listen_at(host) else {"::", "0.0.0.0"}),
+        ("127.0.0.3:", {"127.0.0.3"}),
+    ):
+        if bind:
+            monkeypatch.setenv(rendezvous.BIND_VARIABLE, f"{bind}{free_port()}")
+        with rendezvous._listen(place) as own, rendezvous._free_port(host) as service:
+            assert {own.getsockname()[0], service.getsockname()[0]} <= expected
 
 
 def test_the_token_of_a_work_directory(tmp_path: Path) -> None:

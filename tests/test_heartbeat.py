@@ -37,16 +37,22 @@ sys.modules |= dict.fromkeys(["jax", "jax.experimental", "runtime.consensus"], M
 from runtime import heartbeat
 from runtime.heartbeat import Heartbeat
 from runtime.phases import Phase
-from runtime.rendezvous import accept, connect
 me, count, port = map(int, sys.argv[1:4])
 def listen():
-    return accept(socket.create_server(("localhost", port)), "secret", count - 1)
+    with socket.create_server(("localhost", port)) as listener:
+        accepted = [listener.accept()[0] for _ in range(count - 1)]
+    return sorted((peer(int(each.recv(1)), each) for each in accepted), key=lambda each: each.process)
 def reach():
     while True:
         try:
-            return [connect("localhost", port, "secret", socket.gethostname(), me)]
+            connection = socket.create_connection(("localhost", port))
         except OSError:
             time.sleep(0.1)
+        else:
+            connection.sendall(b"%d" % me)
+            return [peer(0, connection)]
+def peer(process, connection):
+    return heartbeat.Peer(process=process, host=socket.gethostname(), connection=connection)
 heartbeat._GRACE_S = 1.5
 watch = Heartbeat()
 peers = listen() if me == 0 else reach()

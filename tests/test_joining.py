@@ -1,120 +1,249 @@
-"""Processes that join a run: what they wait for, how long, and what ends the wait."""
+"""How the processes of one run meet before jax joins them, and what ends the wait."""
 
-import re
+import contextlib
+import json
 import signal
 import socket
-import threading
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
-from jax._src import distributed
-from running import TIMEOUT_S, arguments, finish, free_port, start
+from running import arguments, finish, free_port, start, start_together
 
-from runtime import launch
+from runtime import handshake, rendezvous
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
-from runtime.launch import Address
+from runtime.launch import Place
+from runtime.rendezvous import Meeting, meet
 
-LIMITS = """
-from runtime import launch
-launch.PATIENCE_S, launch._QUIET_S, launch._GONE_S, launch._LOOK_S = {}, 0.0, 1.0, 0.2
-"""
+TIMEOUT_S = 60.0
+Meet = Callable[..., Meeting]
 
 
-WAITS = (
-    (1, "no-such-host.invalid", r"cannot be reached \(.*(name resolution|not known|hostname).*\)"),
-    (1, "127.0.0.1", r"cannot be reached \(Connection refused\)"),
-    (0, "127.0.0.1", "is there, but not all the others are"),
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A port for process 0; the processes look at each other often, so that no test waits."""
+    for name, seconds in (("_LOOK_S", 0.01), ("_RETRY_S", 0.01), ("PATIENCE_S", TIMEOUT_S)):
+        monkeypatch.setattr(rendezvous, name, seconds)
+    monkeypatch.delenv(rendezvous.BIND_VARIABLE, raising=False)
+    return free_port()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that gains 30 s with each look at it."""
+    looks = iter(range(10**6))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 30 * next(looks), sleep=lambda _: None)
+    monkeypatch.setattr(rendezvous, "time", clock)
+
+
+def place(port: int, process: int, count: int = 2) -> Place:
+    at = f"127.0.0.1:{port}"
+    return Place(coordinator=at, count=count, process=process, source=f"--coordinator={at}")
+
+
+def run_of(workdir: Path) -> Iterator[Callable[[], str]]:
+    """Yields the functions by which process 0, and then each other one, gets the token of a run."""
+    yield lambda: handshake.make_token(workdir)
+    while True:
+        yield lambda: handshake.read_token(workdir, 1)
+
+
+def outcomes(port: int, *tokens: Callable[[], str], run: str = "run", counts: tuple[int, ...] = ()) -> list[Any]:
+    """Returns what each process of a run gets: its meeting, or the error."""
+    count = len(tokens)
+
+    def one(process: int) -> Meeting | Exception:
+        try:
+            return meet(place(port, process, counts[process] if counts else count), run, tokens[process])
+        except (ValueError, ResumableError) as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def close(*meetings: Meeting) -> None:
+    for meeting in meetings:
+        for peer in meeting.peers:
+            peer.connection.close()
+        if meeting.jax_port:
+            meeting.jax_port.close()
+
+
+def test_all_meet_and_get_a_free_port_for_jax(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays free until jax's service has it, and the coordinator's port is free for the next run at once."""
+    tokens = run_of(tmp_path)
+    met = outcomes(port, *(next(tokens) for _ in range(3)))
+    assert [[peer.process for peer in meeting.peers] for meeting in met] == [[1, 2], [0], [0]]
+    (address,) = {meeting.jax_address for meeting in met}
+    host, jax_port = host_and_port(address)
+    assert host == "127.0.0.1" and jax_port != port
+    with pytest.raises(OSError), socket.create_server((host, jax_port)):
+        pass
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+    given: list[Any] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: given.append((args, options)))
+    met[0].start_jax(place(port, 0, 3))
+    assert given[0][0] == (address, 3, 0) and given[0][1]["coordinator_bind_address"] == address
+    with socket.create_server((host, jax_port)):  # as jax's service would be
+        met[1].start_jax(place(port, 1, 3))
+    assert given[1][0] == (address, 3, 1) and given[1][1]["coordinator_bind_address"] is None
+    close(*met)
+
+
+def test_a_run_never_touches_another_one_at_its_port(port: int, tmp_path: Path) -> None:
+    """Process 0 of the second run names the remedy; its process 1 is not admitted, with a token or without one."""
+    first, second = run_of(tmp_path / "first"), run_of(tmp_path / "second")
+    with ThreadPoolExecutor(1) as pool:
+        host = pool.submit(meet, place(port, 0), "first", next(first))
+        _connected(port).close()
+        with pytest.raises(ValueError, match=rf"cannot listen at port {port} of .*: Address already in use; give all"):
+            meet(place(port, 0), "second", next(second))
+        other, asked = handshake.make_token(tmp_path / "second"), iter(range(3))
+
+        def token() -> str:
+            if next(asked) < 2:
+                return other
+            raise ValueError("it was refused twice")
+
+        with pytest.raises(ValueError, match="it was refused twice"):
+            meet(place(port, 1), "second", token)
+        assert not host.done()
+        close(meet(place(port, 1), "first", next(first)))
+        close(host.result(TIMEOUT_S))
+
+
+def test_an_error_of_one_process_ends_all_of_its_run(port: int, tmp_path: Path) -> None:
+    """Each with the same line: of a token that is not there, or that cannot be made, and of other numbers."""
+    tokens = run_of(tmp_path)
+    make, read = next(tokens), next(tokens)
+    (tmp_path / "file").touch()
+
+    def missing() -> str:
+        return handshake.read_token(tmp_path / "elsewhere", 2)
+
+    cases = [
+        (
+            (make, read, missing),
+            (),
+            f"process 2 on {socket.gethostname()} cannot use {tmp_path}/elsewhere/token: No such",
+        ),
+        ((lambda: handshake.make_token(tmp_path / "file"), read, read), (), "file/token cannot be made"),
+        ((make, read, read), (3, 3, 4), "process 0 was started as one of 3; process 2 was started as one of 4"),
+    ]
+    for given, counts, expected in cases:
+        raised = outcomes(port, *given, counts=counts)
+        assert [type(error) for error in raised] == [ValueError] * 3, raised
+        assert all(expected in str(error) for error in raised), raised
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize(
+    ("process", "state"),
+    [(1, "process 0 at 127.0.0.1:{} cannot be reached (Connection refused)"), (0, "process 1 did not connect")],
 )
-
-
-def test_who_waits_too_long_says_for_what(tmp_path: Path) -> None:
-    """And ends with exit code 75; jax would wait for minutes in silence, and abort."""
-    coordinators = [f"{host}:{free_port()}" for _, host, _ in WAITS]
-    started = []
-    for (process, _, _), at in zip(WAITS, coordinators):
-        flags = [f"--coordinator={at}", "--num_processes=2", f"--process_id={process}"]
-        started.append(start([*arguments(tmp_path), *flags], first=LIMITS.format(4)))
-    for (process, _, why), at, (code, _, err) in zip(WAITS, coordinators, finish(*started)):
-        *_, waits, error = err.splitlines()
-        state = f"process 0 at {re.escape(at)} {why}"
-        assert code == 75
-        assert re.fullmatch(f"process {process} waits for the others, up to 4 s: {state}", waits)
-        assert re.match(f"error: process {process} could not join the others in 4 s: {state}; start all proc", error)
+def test_a_wait_is_reported_and_ends(
+    process: int, state: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 75; jax would wait in silence, and abort."""
+    with pytest.raises(ResumableError) as caught:
+        meet(place(port, process), "run", lambda: handshake.make_token(tmp_path))
+    said = state.format(port)
+    assert str(caught.value).startswith(f"process {process} could not join the others in 60 s: {said}; start all")
+    assert capsys.readouterr().err == f"process {process} waits for the others, up to 60 s: {said}\n"
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_process_0_that_ends_before_all_have_joined(comes_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be started again at the same port, for as long as is said: jax's client tries again, too."""
-    monkeypatch.setattr(launch, "_GONE_S", 3600.0 if comes_back else 0.5)
-    monkeypatch.setattr(launch, "_LOOK_S", 0.2)
-    joined = threading.Event()
-    first = socket.create_server(("127.0.0.1", 0))
-    port = first.getsockname()[1]
-    monkeypatch.setattr(distributed.global_state, "coordinator_address", f"localhost:{port}")
-
-    def process_0() -> None:
+def test_process_0_ends_before_all_have_joined(
+    comes_back: bool, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be started again at the same port, for a while."""
+    monkeypatch.setattr(rendezvous, "_GONE_S", TIMEOUT_S if comes_back else 0.05)
+    tokens = run_of(tmp_path)
+    make, read = next(tokens), next(tokens)
+    make()
+    with socket.create_server(("127.0.0.1", port)) as first, ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(meet, place(port, 1), "run", read)
         first.accept()[0].close()
         first.close()
         if comes_back:
-            with socket.create_server(("127.0.0.1", port)) as second:
-                second.accept()[0].close()
-                joined.set()
-
-    thread = threading.Thread(target=process_0)
-    thread.start()
-    said = f"process 0 at localhost:{port} ended before process 1 had joined"
-    with nullcontext() if comes_back else pytest.raises(ResumableError, match=said):
-        launch.join_in_time(lambda: check(joined.wait(TIMEOUT_S)), 1)
-    joined.set()  # ends the thread that joins
-    thread.join()
+            close(meet(place(port, 0), "run", make), waits.result(TIMEOUT_S))
+        else:
+            with pytest.raises(
+                ResumableError, match=f"process 0 at 127.0.0.1:{port} ended before process 1 had joined"
+            ):
+                waits.result(TIMEOUT_S)
 
 
-def check(done: bool) -> None:
-    assert done
+def test_a_process_may_be_started_again_while_others_are_awaited(port: int, tmp_path: Path) -> None:
+    """The second of two with one number is not admitted as long as the first is there."""
+    tokens = run_of(tmp_path)
+    make, read = next(tokens), next(tokens)
+    make()
+    with ThreadPoolExecutor(4) as pool:
+        host = pool.submit(meet, place(port, 0, 3), "run", make)
+        with contextlib.closing(_connected(port)) as gone:
+            rendezvous._introduce(gone, place(port, 1, 3), "run", read)
+        others = [pool.submit(meet, place(port, process, 3), "run", read) for process in (1, 2)]
+        met = [host.result(TIMEOUT_S), *(other.result(TIMEOUT_S) for other in others)]
+    for peer in met[0].peers:
+        peer.send(steps={})
+    assert [json.loads(meeting.peers[0].connection.recv(100)) for meeting in met[1:]] == [{"steps": {}}] * 2
+    close(*met)
 
 
-@pytest.mark.parametrize("raised", [RuntimeError("should only be called once"), SystemExit(3)])
-def test_what_jax_raises_is_raised(raised: BaseException) -> None:
-    def fails() -> None:
-        raise raised
-
-    with pytest.raises(type(raised)) as found:
-        launch.join_in_time(fails, None)
-    assert found.value is raised
+def _connected(port: int) -> socket.socket:
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return rendezvous._connect(f"127.0.0.1:{port}")
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
     ("address", "parts"),
-    [("a-name:1", ("a-name", 1)), ("[::1]:65535", ("::1", 65535)), ("10.0.0.1:080", ("10.0.0.1", 80))],
+    [
+        *{"a-name:1": ("a-name", 1), "[::1]:65535": ("::1", 65535), "10.0.0.1:080": ("10.0.0.1", 80)}.items(),
+        *[
+            (bad, None)
+            for bad in (*"", "a", "a:", ":1", "[]:1", "a:b", "a:0", "a:65536", "a:-1", "::1", "::1:1", "[::1")
+        ],
+    ],
 )
-def test_hosts_and_ports(address: str, parts: tuple[str, int]) -> None:
-    assert host_and_port(address) == parts
+def test_hosts_and_ports(address: str, parts: tuple[str, int] | None) -> None:
+    with contextlib.nullcontext() if parts else pytest.raises(ValueError, match="must be HOST:PORT"):
+        assert host_and_port(address) == parts
 
 
-@pytest.mark.parametrize(
-    "address", ["", "a", "a:", ":1", "[]:1", "a:b", "a:0", "a:65536", "a:-1", "::1", "::1:1", "[::1"]
-)
-def test_what_is_no_host_and_port(address: str) -> None:
-    with pytest.raises(ValueError, match="must be HOST:PORT"):
-        host_and_port(address)
+DIES = """
+import os
+from runtime import supervisor
+if "--process_id=1" in sys.argv:
+    supervisor.broadcast = lambda *_: os._exit(9)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_as_soon_as_jax_has_started(tmp_path: Path) -> None:
+    """The others notice at once by the heartbeats; jax would after 100 s."""
+    began_s = time.monotonic()
+    outcomes = finish(*start_together(arguments(tmp_path), 2, devices=1, first=DIES))
+    assert [code for code, _, _ in outcomes] == [75, 9]
+    assert outcomes[0][2].startswith(f"error: process 1 on {socket.gethostname()} died (the connection closed")
+    assert time.monotonic() - began_s < 90
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
     flags = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", "--process_id=1"]
-    process = start([*arguments(tmp_path), *flags], first=LIMITS.format(200))
+    process = start([*arguments(tmp_path), *flags], first="from runtime import rendezvous; rendezvous._QUIET_S = 0.0")
     assert process.stderr and process.stderr.readline().startswith("process 1 waits for the others")
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)[0]
     assert code == 75 and err.startswith("stopped at once; run the same command again"), err
-
-
-def test_a_world_of_one_process_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joined, jax would reduce by gloo, over TCP, between the devices of one process: a fifth of a replica's step."""
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **keys: pytest.fail("it has joined"))
-    launch.join(Address(coordinator="127.0.0.1:29400", num_processes=1, process_id=0))
-    with pytest.raises(ValueError, match="HOST:PORT"):
-        launch.join(Address(coordinator="127.0.0.1", num_processes=1, process_id=0))

@@ -93,6 +93,32 @@ def test_a_mistake_is_not_requeued(slurm: Slurm) -> None:
     assert "queues up again" not in slurm.output(job) and not (workdir / "metrics.jsonl").exists()
 
 
+TWO_STEPS = """#!/bin/bash
+srun --overlap env -u SLURM_NTASKS {first} &
+srun --overlap {second} &
+wait -n && wait -n
+"""
+
+
+def test_two_runs_in_one_allocation(slurm: Slurm, tmp_path: Path) -> None:
+    """Two steps of a job train at once, on the same nodes: neither meets the other, without SLURM_NTASKS too."""
+    workdirs = [slurm.folder / "one", slurm.folder / "two"]
+    sizes = {**SMALL, "mesh__num_cpu_devices": 0, "mesh__devices_per_node": 0, "seed": 0}
+    first, second = (
+        shlex.join([sys.executable, str(TRAIN), *arguments(workdir, **sizes | {"seed": seed})])
+        for seed, workdir in enumerate(workdirs)
+    )
+    script = slurm.folder / "two_steps.sbatch"
+    script.write_text(TWO_STEPS.format(first=first, second=second))
+    options = (f"--output={slurm.folder}/%j.txt", "--time=60", "--nodes=2", "--ntasks-per-node=1")
+    job = slurm.run("sbatch", "--parsable", *options, str(script))
+    slurm.wait(job, "COMPLETED")
+    for workdir in workdirs:
+        assert steps_logged(workdir) == NUM_STEPS, slurm.output(job)
+        assert json.loads((workdir / "environment.json").read_text())["processes"] == 2
+    check_losses(workdirs[0], tmp_path / "reference")
+
+
 def test_a_chain_of_jobs_ends_with_the_run(slurm: Slurm) -> None:
     """Where nothing may be requeued: the next task of the array goes on, and the rest is cancelled in the end."""
     program = ["bash", "-c", "exit $((SLURM_ARRAY_TASK_ID == 1 ? 75 : 0))", f"--workdir={slurm.folder}/run"]

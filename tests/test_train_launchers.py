@@ -13,88 +13,121 @@ import numpy as np
 import pytest
 from emulating import EMULATED
 from jax.experimental import multihost_utils
-from running import TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, run_here, start, start_together
+from running import TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, start
 
 from runtime import launch
 from sharding import mesh
 
-NAMES = (
-    launch.OPEN_MPI,
-    launch.OPEN_MPI_SIZE,
-    launch.KUBERNETES_INDEX,
-    *launch.SLURM_STEP,
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
+SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+CLEARED = (
+    *(launch.OPEN_MPI, launch.OPEN_MPI_SIZE, launch.KUBERNETES_INDEX, launch.PORT_VARIABLE, *launch.VARIABLES),
+    *(*launch.SLURM_STEP, *SLURM_COUNTS, "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST"),
 )
-SRUN = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a,b", "SLURM_PROCID": "0"}
+STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "rack[0-1]n[2-3]", "SLURM_PROCID": "1", "SLURM_LOCALID": "3"}
+SRUN = {**STEP, "SLURM_NTASKS": "2"}
+MPIRUN = {
+    "OMPI_MCA_orte_hnp_uri": "4096.0;tcp://10.0.0.1,10.1.0.1:1234",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+MPIRUN_IPV6 = MPIRUN | {"OMPI_MCA_orte_hnp_uri": "8192.0;tcp6://[fe80::1,fe80::2]:1234"}
+GIVEN = dict(zip(launch.VARIABLES, ("head:29400", "3", "2")))
+# The variables, and the coordinator, number of processes, process and GPUs by them; None for a process that is alone.
+PLACES: list[tuple[dict[str, str], Any]] = [
+    ({}, None),
+    ({"JAX_COORDINATOR_ADDRESS": "head:29400"}, None),  # has no number of processes
+    (GIVEN, ("head:29400", 3, 2, None)),
+    (GIVEN | SRUN, ("head:29400", 3, 2, None)),
+    (GIVEN | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+    (SRUN, ("rack0n2:61517", 2, 1, (3,))),
+    (SRUN | {"SLURM_STEP_ID": "0"}, ("rack0n2:61517", 2, 1, (3,))),
+    (SRUN | {"SLURM_STEP_ID": "1"}, ("rack0n2:61774", 2, 1, (3,))),  # another step of the job
+    (SRUN | {"JAX_COORDINATOR_PORT": "5000"}, ("rack0n2:5000", 2, 1, (3,))),
+    (SRUN | {"JAX_COORDINATOR_ADDRESS": "head:29400"}, ("head:29400", 2, 1, (3,))),
+    (SRUN | {"SLURM_NTASKS": "1"}, None),
+    (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, None),  # one task of a larger job
+    (STEP | {"SLURM_STEP_NUM_TASKS": "2"}, ("rack0n2:61517", 2, 1, (3,))),
+    (MPIRUN, ("10.0.0.1:61441", 4, 2, (0,))),
+    (MPIRUN_IPV6, ("[fe80::1]:61442", 4, 2, (0,))),
+    (MPIRUN | SRUN, ("10.0.0.1:61441", 4, 2, (0,))),
+    (MPIRUN | {"JAX_COORDINATOR_PORT": "5000"}, ("10.0.0.1:5000", 4, 2, (0,))),
+    ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+]
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*NAMES, "KUBERNETES_SERVICE_HOST", *launch.VARIABLES):
+    for name in CLEARED:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(
-    ("variables", "launcher"),
-    [
-        ({}, None),
-        (SRUN, "SLURM"),
-        (SRUN | {"SLURM_NTASKS": "1"}, None),
-        ({"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1234"}, "Open MPI"),
-        ({"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:1234", "SLURM_NTASKS": "2"}, "Open MPI"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"JAX_COORDINATOR_ADDRESS": "localhost:1234"}, None),  # does not say how many, and which one
-    ],
-)
-def test_launcher_is_recognised_from_its_variables(
-    variables: dict[str, str],
-    launcher: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_place_of_a_process_by_its_variables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launch.find_launcher() == launcher
+    for variables, expected in PLACES:
+        with monkeypatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            place = launch.find_place(launch.FROM_ENVIRONMENT)
+        found = place and (place.coordinator, place.count, place.process, place.local_devices)
+        assert found == expected, variables
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("missing", launch.SLURM_STEP)
+def test_the_remedy_for_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By flags it is another port; a launcher's can be set by jax's variable."""
+    by_flags = launch.find_place(launch.Address(coordinator="head:1", num_processes=2, process_id=0))
+    assert by_flags and by_flags.other_port == "give all processes another port"
+    for variables in (SRUN, MPIRUN):
+        with monkeypatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            place = launch.find_place(launch.FROM_ENVIRONMENT)
+        assert place and place.other_port.startswith("set JAX_COORDINATOR_PORT to a free port")
+
+
+def test_the_first_host_of_a_node_list() -> None:
+    lists = {
+        "node001": "node001",
+        "node001,host2": "node001",
+        "node[001-0015],host2": "node001",
+        "node[7,9-15]": "node7",
+        "rack[0-1]n[0-3]": "rack0n0",
+        "rack[12,15]-n[03-04].lab,login": "rack12-n03.lab",
+        "a-b-[1-2]": "a-b-1",
+    }
+    assert {text: launch.first_host(text) for text in lists} == lists
+
+
 def test_slurm_batch_script_without_srun_is_one_process(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in SRUN.items():
-        if name != missing:
-            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
     assert launch.find_launcher() is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("SLURM_NTASKS=2, but srun did not start this process")
 
 
-def test_open_mpi_5_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # and no OMPI_MCA_orte_hnp_uri, which Open MPI 4 sets
-    assert run_here(*arguments(tmp_path / "run")) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: OMPI_COMM_WORLD_SIZE=2, but") and err.count("\n") == 1
-    assert "--coordinator, --num_processes and --process_id" in err
-    assert not (tmp_path / "run").exists()
+def test_kubernetes_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By jax, which asks its API; here it answers at once."""
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
+    monkeypatch.setattr(launch.K8sCluster, "is_env_present", lambda: True)
+    monkeypatch.setattr(launch.K8sCluster, "get_coordinator_address", lambda _, port: f"mics-0.mics:{port or 55527}")
+    monkeypatch.setattr(launch.K8sCluster, "get_process_count", lambda: 4)
+    place = launch.find_place(launch.FROM_ENVIRONMENT)
+    assert place and (place.coordinator, place.count, place.process) == ("mics-0.mics:55527", 4, 2)
+    assert place.local_devices is None
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_unreachable_kubernetes_is_an_error(
-    host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreachable_kubernetes_is_an_error(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
     if host:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
-    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)  # as in a new process
-    assert run_here(*arguments(tmp_path)) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: Kubernetes started this process, but does not say how to join the others (")
-    assert err.endswith("give --coordinator, --num_processes and --process_id\n") and err.count("\n") == 1
+    with pytest.raises(ValueError, match=r"^Kubernetes started this process, .*; give --coordinator, --num_proc"):
+        launch.find_place(launch.FROM_ENVIRONMENT)
 
 
 def check_joined(workdir: Path, outcomes: list[tuple[int, str, str]]) -> None:
@@ -128,13 +161,11 @@ OPEN_MPI = (
 
 @EMULATED
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "variables", [SLURM, pytest.param(f"{OPEN_MPI} OMPI_COMM_WORLD_LOCAL_RANK=0", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("variables", [SLURM, pytest.param(OPEN_MPI, marks=pytest.mark.slow)])
 def test_launchers_give_ranks_on_two_hosts(variables: str, tmp_path: Path) -> None:
     """By the variables that srun, and mpirun of Open MPI 4, set; the nodes are told apart by the names of the hosts.
 
-    SLURM's coordinator is the first of the node list, Open MPI's the first address; jax chooses the port from the job.
+    SLURM's coordinator is the first of the node list, Open MPI's the first address; the port follows from the job.
     """
     train = shlex.join([sys.executable, str(TRAIN), *arguments(tmp_path / "run", mesh__devices_per_node=0)])
     program = f"unset {' '.join(launch.VARIABLES)}; export {variables} XLA_FLAGS={shlex.quote(XLA_FLAGS)}; {train}"
@@ -146,60 +177,39 @@ def test_launchers_give_ranks_on_two_hosts(variables: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_jax_variables_replace_the_launcher_flags(tmp_path: Path) -> None:
-    """The three flags' variables join, the number of devices replaces the config's 8, and nobody's name is asked.
+    """The three flags' variables join, and the number of devices replaces the config's 8.
 
     Around it a SLURM step has one task a node, as that of `ray start` has: jax would give each process GPU 0 alone.
     """
-    first = "import atexit, jax, runtime.rendezvous; del runtime.rendezvous.own_address\n"
+    first = "import atexit, jax\n"
     first += "atexit.register(lambda: print('GPUs:', jax.config.values['jax_cuda_visible_devices']))"
     coordinator = f"127.0.0.1:{free_port()}"
     common = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
-    common |= SRUN | {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+    common |= SRUN | {"SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     outcomes = finish(*[start(arguments(tmp_path), first=first, **common, JAX_PROCESS_ID=i) for i in ("0", "1")])
     check_joined(tmp_path, outcomes)
     assert all(out.endswith("GPUs: all\n") for _, out, _ in outcomes)
-
-
-NO_WAY = """
-from runtime import rendezvous
-rendezvous.connect, rendezvous._ACCEPT_S = lambda *_: time.sleep(1000), 2.0
-"""
-
-
-def test_processes_that_cannot_connect_exit_with_75(tmp_path: Path) -> None:
-    """A lost node, no mistake in the config; and nobody waits for it at exit, as jax would for minutes."""
-    two = start_together(arguments(tmp_path), 2, devices=1, first=NO_WAY)
-    try:
-        code, _, err = finish(two[0])[0]
-    finally:
-        two[1].kill()
-        finish(two[1])
-    assert (code, err) == (75, "error: process 1 did not connect to process 0 for heartbeats; a firewall?\n")
 
 
 TOGETHER = f"{', '.join(launch.VARIABLES)} belong together; set all three"
 RIGHT = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
+def test_variables_that_cannot_join_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes would all train alone, in one directory."""
+    cases = [
         ({"JAX_NUM_PROCESSES": "1"}, f"JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID missing: {TOGETHER}"),
         ({"JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "1"}, f"JAX_NUM_PROCESSES missing: {TOGETHER}"),
         (RIGHT | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' must be a number"),
         (RIGHT | {"JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID='two' must be a number"),
         (RIGHT | {"JAX_NUM_CPU_DEVICES": "two"}, "JAX_NUM_CPU_DEVICES='two' must be a number"),
-    ],
-)
-def test_variables_that_cannot_join_are_rejected(
-    variables: dict[str, str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The processes would all train alone, in one directory."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert run_here(*arguments(tmp_path)) == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
+        (STEP, "srun started this process, but SLURM_STEP_NUM_TASKS and SLURM_NTASKS are missing"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2, but OMPI_MCA_orte_hnp_uri is missing"),
+    ]
+    for variables, said in cases:
+        with monkeypatch.context() as environment, pytest.raises(ValueError) as caught:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            launch.virtual_devices()
+            launch.find_place(launch.FROM_ENVIRONMENT)
+        assert str(caught.value).startswith(said)

@@ -59,10 +59,10 @@ def test_two_processes_stop_together_and_resume(tmp_path: Path, by_one: Path) ->
     The second time they count from a later step, and one process resumes what two have done.
     """
     args, done = arguments(tmp_path, checkpoint__every=1, eval__every=4), 0
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGUSR1, signal.SIGINT):
         two = start_together(args, 2, devices=2, pause_s=1.5)
         wait_until(lambda before=done: steps_logged(tmp_path) > before + 1, two[0])
-        for process in two[number == signal.SIGTERM :]:
+        for process in two[number == signal.SIGUSR1 :]:
             process.send_signal(number)
         outcomes = finish(*two)
         assert [code for code, _, _ in outcomes] == [RESUMABLE] * 2, outcomes
@@ -112,7 +112,7 @@ def test_signals_are_handled_until_the_end(tmp_path: Path, joined: bool) -> None
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_sigint_is_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_are_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM comes to Python only before jax takes it over, when nobody would listen to one more."""
     sent: list[int] = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)
@@ -122,7 +122,21 @@ def test_sigint_is_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pytest
     assert sent == []
     if joined:
         with PreemptionHandler():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+        with PreemptionHandler():
             signal.raise_signal(signal.SIGINT)
-            assert sent == [signal.SIGTERM]
+            assert sent == [signal.SIGTERM] * 3
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_process_alone_is_asked_to_stop(number: int) -> None:
+    """At once if it has not begun to train; then it saves first."""
+    with PreemptionHandler(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+    with PreemptionHandler() as preemption:
+        assert not preemption.requested()
+        signal.raise_signal(number)
+        assert preemption.requested()

@@ -24,7 +24,8 @@ from metrics.environment import environment
 from metrics.units import format_bytes
 from runtime import launch
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
-from runtime.exit_codes import ExitCode
+from runtime.exit_codes import ExitCode, ResumableError
+from runtime.rendezvous import meet
 
 SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -40,17 +41,14 @@ def main(argv: Sequence[str], device_sizes: Sizes | None = None) -> int:
         if devices := launch.virtual_devices():
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", devices)
-        launch.join(
-            launch.Address(
-                coordinator=options.coordinator,
-                num_processes=options.num_processes,
-                process_id=options.process_id,
-            )
-        )
+        join(options)
         mesh = find_mesh(options.devices_per_node)
     except (ValueError, OSError) as error:
         complain(error)
         return ExitCode.BAD_INPUT
+    except ResumableError as error:
+        complain(OSError(str(error)))
+        return ExitCode.RESUMABLE
     device = jax.devices()[0]
     say(f"{mesh.size} device{'s' * (mesh.size > 1)} ({device.device_kind})")
     of_device = measure_devices(device_sizes or sizes_of(device), mesh)
@@ -62,6 +60,21 @@ def main(argv: Sequence[str], device_sizes: Sizes | None = None) -> int:
         here |= {"devices": jax.device_count(), "processes": jax.process_count()}
         report.finish(of_device, measured, environment(here), options.out)
     return 0
+
+
+def join(options: argparse.Namespace) -> None:
+    """Joins the other processes of the probe, if any: those with the same --out."""
+    place = launch.find_place(
+        launch.Address(
+            coordinator=options.coordinator, num_processes=options.num_processes, process_id=options.process_id
+        )
+    )
+    if place:
+        run = f"probe {options.out.absolute()}"
+        meeting = meet(place, run, lambda: run)
+        meeting.start_jax(place)
+        for peer in meeting.peers:
+            peer.connection.close()
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
