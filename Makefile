@@ -71,8 +71,20 @@ $(VENV)/%-installed: requirements/%.txt $(CONSTRAINTS) | $(VENV)/installed  ## w
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $< -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/gpu-checked: requirements.txt requirements/gpu.txt $(CONSTRAINTS) | $(VENV)/installed  ## nothing is installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --dry-run -r requirements.txt -r requirements/gpu.txt -c $(CONSTRAINTS)
+# jax is the one that ran on GPUs (requirements/gpu.txt), the other packages are those of the constraints.
+GPU_PIP = $(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements/gpu.txt -c $(VENV)/gpu-constraints.txt
+KNOWS_GPUS = $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'
+
+$(VENV)/gpu-constraints.txt: $(CONSTRAINTS) | $(VENV)/installed
+	grep -v -E '^jax(lib)?==' $< > $@
+
+$(VENV)/gpu-installed: requirements.txt requirements/gpu.txt $(VENV)/gpu-constraints.txt
+	@$(KNOWS_GPUS) || { echo "make gpu needs Python 3.12 or newer: make gpu PYTHON=python3.12 VENV=.venv-gpu"; exit 1; }
+	$(GPU_PIP)
+	touch $@
+
+$(VENV)/gpu-checked: requirements.txt requirements/gpu.txt $(VENV)/gpu-constraints.txt  ## nothing is installed
+	if $(KNOWS_GPUS); then $(GPU_PIP) --dry-run; else echo "make gpu is not checked: it needs Python 3.12"; fi
 	touch $@
 
 $(VENV)/moto/installed: requirements/moto.txt | $(VENV)/installed  ## an S3 server, for tests of object storage
