@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ml_collections import ConfigDict
 from running import ROOT
 from running import SMALL as TWO_LAYERS
 
@@ -46,6 +47,21 @@ def machine(cluster: clusters.Cluster = clusters.EMULATED, nodes: int = 4) -> Ma
 
 def experiment(candidate: Candidate) -> Experiment:
     return make_experiment(candidate.applied(small()))
+
+
+def tiny_config(
+    *, per_node: int = 2, tensor: int = 1, optimizer_name: str = "adamw", hidden: int = 32, **sharding: Any
+) -> ConfigDict:
+    """A decoder with learned positions and biases on eight devices."""
+    config = base.get_config()
+    config.model.update(num_layers=2, hidden=hidden, intermediate=2 * hidden, positions="learned", use_bias=True)
+    config.model.update(activation="gelu", vocab_multiple=64, max_len=16)
+    config.data.seq_len = 16
+    config.batch.update(global_size=8, micro_size=1)
+    config.mesh.update(devices_per_node=per_node, tensor=tensor)
+    config.sharding.update(sharding)
+    config.optimizer.name = optimizer_name
+    return config
 
 
 def recorded_plan() -> Plan:

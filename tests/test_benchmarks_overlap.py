@@ -24,10 +24,14 @@ def test_without_xla_for_gpus_it_is_an_error_of_one_line_a_key(
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_configs_of_the_cases_are_accepted(case: str) -> None:
-    for overlap in (False, True):
-        keys = keys_of(case, overlap=overlap)
-        words = [f"--config={config_file(CASES[case]['config'])}", *(f"--config.{key}={keys[key]}" for key in keys)]
-        config = command_line.parse(["x", *words])
-        assert config.sharding.overlap == ("auto" if overlap else "off")
+def test_the_configs_of_the_cases_are_accepted(subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case=case):
+            for overlap in (False, True):
+                keys = keys_of(case, overlap=overlap)
+                words = [
+                    f"--config={config_file(CASES[case]['config'])}",
+                    *(f"--config.{key}={keys[key]}" for key in keys),
+                ]
+                config = command_line.parse(["x", *words])
+                assert config.sharding.overlap == ("auto" if overlap else "off")

@@ -1,7 +1,5 @@
 """The parser of compiled programs: every spelling of replica groups, loops, asynchronous pairs, bytes by network."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,33 +22,33 @@ def all_reduce(groups: str) -> str:
     return f"%all-reduce.1 = f32[100]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add"
 
 
-@pytest.mark.parametrize("done", ["%whole = f32[30]{0} all-reduce-done(%start)", ""])
-def test_what_xla_has_combined_is_named_by_the_parts_of_its_result(done: str) -> None:
+def test_what_xla_has_combined_is_named_by_the_parts_of_its_result(subtests: pytest.Subtests) -> None:
     """Its compiler for GPUs packs several tensors into one, and leaves the name to the slices of the result."""
-    opcode, whole = ("all-reduce-start", "whole") if done else ("all-reduce", "start")
-    metadata = 'metadata={op_name="jit(step)/%s/psum"}'
-    more = (
-        "%%cut (x: f32[30]) -> f32[10] {\n  %%x = f32[30]{0} parameter(0)\n"
-        f"  ROOT %%s = f32[10]{{0}} slice(%%x), slice={{[20:30]}}, {metadata % 'hop_two'}\n}}\n"
-        "%%twice (y: f32[30]) -> f32[30] {\n  %%y = f32[30]{0} parameter(0)\n"
-        f"  ROOT %%t = f32[30]{{0}} add(%%y, %%y), {metadata % 'gather'}\n}}\n"
-    ).replace("%%", "%")
-    lines = [
-        f"%start = f32[30]{{0}} {opcode}(%packed), replica_groups={{}}, to_apply=%add",
-        done,
-        f"%user = f32[30]{{0}} fusion(%{whole}), kind=kLoop, calls=%twice, {metadata % 'gather'}",
-        f"%first = f32[20]{{0}} slice(%{whole}), slice={{[0:20]}}",
-    ]
-    (unknown,) = read_collectives(module(*lines, more=more), SHAPE)
-    assert unknown.label == ""
-    lines.append(f"%last = f32[10]{{0}} fusion(%{whole}), kind=kLoop, calls=%cut, {metadata % 'hop_two'}")
-    (named,) = read_collectives(module(*lines, more=more), SHAPE)
-    assert named.label == "hop_two"
+    for done in ["%whole = f32[30]{0} all-reduce-done(%start)", ""]:
+        with subtests.test(done=done):
+            opcode, whole = ("all-reduce-start", "whole") if done else ("all-reduce", "start")
+            metadata = 'metadata={op_name="jit(step)/%s/psum"}'
+            more = (
+                "%%cut (x: f32[30]) -> f32[10] {\n  %%x = f32[30]{0} parameter(0)\n"
+                f"  ROOT %%s = f32[10]{{0}} slice(%%x), slice={{[20:30]}}, {metadata % 'hop_two'}\n}}\n"
+                "%%twice (y: f32[30]) -> f32[30] {\n  %%y = f32[30]{0} parameter(0)\n"
+                f"  ROOT %%t = f32[30]{{0}} add(%%y, %%y), {metadata % 'gather'}\n}}\n"
+            ).replace("%%", "%")
+            lines = [
+                f"%start = f32[30]{{0}} {opcode}(%packed), replica_groups={{}}, to_apply=%add",
+                done,
+                f"%user = f32[30]{{0}} fusion(%{whole}), kind=kLoop, calls=%twice, {metadata % 'gather'}",
+                f"%first = f32[20]{{0}} slice(%{whole}), slice={{[0:20]}}",
+            ]
+            (unknown,) = read_collectives(module(*lines, more=more), SHAPE)
+            assert unknown.label == ""
+            lines.append(f"%last = f32[10]{{0}} fusion(%{whole}), kind=kLoop, calls=%cut, {metadata % 'hop_two'}")
+            (named,) = read_collectives(module(*lines, more=more), SHAPE)
+            assert named.label == "hop_two"
 
 
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
+def test_replica_groups_in_every_spelling(subtests: pytest.Subtests) -> None:
+    for groups, axes in [
         ("{{0,1},{2,3},{4,5},{6,7}}", ("shard_intra",)),
         ("{{0,2},{1,3},{4,6},{5,7}}", ("shard_inter",)),
         ("[4,2]<=[8]", ("shard_intra",)),
@@ -69,11 +67,10 @@ def test_what_xla_has_combined_is_named_by_the_parts_of_its_result(done: str) ->
         ("mesh['axis_0'=8] {'axis_0':(1)2}", ("replica_inter",)),
         ("mesh['axis_0'=8] {'axis_0':(2)2}", ("shard_inter",)),
         ("mesh['axis_0'=8] {'axis_0':(4)2}", ("shard_intra",)),
-    ],
-)
-def test_replica_groups_in_every_spelling(groups: str, axes: tuple[str, ...]) -> None:
-    (c,) = read_collectives(module(all_reduce(groups)), SHAPE)
-    assert (c.kind, c.axes, c.dtype, c.num_elements, c.payload_bytes) == ("all-reduce", axes, "f32", 100, 400)
+    ]:
+        with subtests.test(groups=groups, axes=axes):
+            (c,) = read_collectives(module(all_reduce(groups)), SHAPE)
+            assert (c.kind, c.axes, c.dtype, c.num_elements, c.payload_bytes) == ("all-reduce", axes, "f32", 100, 400)
 
 
 def test_asynchronous_pairs_count_once_and_by_their_result() -> None:
@@ -93,9 +90,9 @@ def test_asynchronous_pairs_count_once_and_by_their_result() -> None:
     assert [(c.kind, c.num_elements) for c in found] == [("all-gather", 20), ("all-reduce", 10), ("reduce-scatter", 20)]
 
 
-@pytest.mark.parametrize(
-    ("line", "dtype", "elements"),
-    [
+def test_what_gpus_start_counts_by_its_results(subtests: pytest.Subtests) -> None:
+    """XLA:GPU writes operands and results of a started collective in one tuple."""
+    for line, dtype, elements in [
         ("((u8[4,9]{1,0}), u8[4,9]{1,0}) all-to-all-start(%p), replica_groups=%s, dimensions={0}", "u8", 36),
         ("((f32[2,8]{1,0}), f32[1,8]{1,0}) reduce-scatter-start(%p), replica_groups=%s, to_apply=%add", "f32", 16),
         (
@@ -105,43 +102,38 @@ def test_asynchronous_pairs_count_once_and_by_their_result() -> None:
         ),
         ("(f32[3], f32[2,2], /*index=2*/f32[]) all-reduce(%x, %y, %z), replica_groups=%s", "f32", 8),
         ("(f32[8], f32[8], u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}", "f32", 8),
-    ],
-)
-def test_what_gpus_start_counts_by_its_results(line: str, dtype: str, elements: int) -> None:
-    """XLA:GPU writes operands and results of a started collective in one tuple."""
-    groups = "{{0,1},{2,3},{4,5},{6,7}}"
-    (c,) = read_collectives(module("%s = " + line.replace("%s", groups)), SHAPE)
-    assert (c.dtype, c.num_elements) == (dtype, elements)
+    ]:
+        with subtests.test(line=line, dtype=dtype, elements=elements):
+            groups = "{{0,1},{2,3},{4,5},{6,7}}"
+            (c,) = read_collectives(module("%s = " + line.replace("%s", groups)), SHAPE)
+            assert (c.dtype, c.num_elements) == (dtype, elements)
 
 
-@pytest.mark.parametrize("line", ["call-start(%p), to_apply=%wrapped", "async-start(%p), calls=%wrapped"])
-def test_what_runs_on_another_stream_counts(line: str) -> None:
-    more = f"%wrapped (x: f32[8]) -> f32[8] {{\n  {all_reduce('{}')}\n}}\n"
-    assert len(read_collectives(module("%c = ((f32[8]), f32[8]) " + line, more=more), SHAPE)) == 1
+def test_what_runs_on_another_stream_counts(subtests: pytest.Subtests) -> None:
+    for line in ["call-start(%p), to_apply=%wrapped", "async-start(%p), calls=%wrapped"]:
+        with subtests.test(line=line):
+            more = f"%wrapped (x: f32[8]) -> f32[8] {{\n  {all_reduce('{}')}\n}}\n"
+            assert len(read_collectives(module("%c = ((f32[8]), f32[8]) " + line, more=more), SHAPE)) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_what_cannot_be_read_is_an_error(subtests: pytest.Subtests) -> None:
+    for text, said in [
         (module(all_reduce("V2{4,2}")), r"%all-reduce.1 = all-reduce\(p\) has replica groups that cannot be read"),
         (module("%x = f32[8] add(%p"), r"cannot be read: %x = f32\[8\] add\(%p"),
         ("module @jit_step {}", "no ENTRY"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        read_collectives(text, SHAPE)
+    ]:
+        with subtests.test(text=text, said=said), pytest.raises(ValueError, match=said):
+            read_collectives(text, SHAPE)
 
 
-@pytest.mark.parametrize(
-    "branches", ["branch_computations={%first, %second}", "true_computation=%first, false_computation=%second"]
-)
-def test_the_branch_of_a_conditional_that_sends_most_counts(branches: str) -> None:
-    larger = all_reduce("{}").replace("[100]", "[200]")
-    bodies = {"first": all_reduce("{}"), "second": f"{larger}\n  {all_reduce('{}')}"}
-    more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {body}\n}}\n" for name, body in bodies.items())
-    line = f"%c = f32[8] conditional(%i, %p, %p), {branches}"
-    assert [c.num_elements for c in read_collectives(module(line, more=more), SHAPE)] == [200, 100]
+def test_the_branch_of_a_conditional_that_sends_most_counts(subtests: pytest.Subtests) -> None:
+    for branches in ["branch_computations={%first, %second}", "true_computation=%first, false_computation=%second"]:
+        with subtests.test(branches=branches):
+            larger = all_reduce("{}").replace("[100]", "[200]")
+            bodies = {"first": all_reduce("{}"), "second": f"{larger}\n  {all_reduce('{}')}"}
+            more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {body}\n}}\n" for name, body in bodies.items())
+            line = f"%c = f32[8] conditional(%i, %p, %p), {branches}"
+            assert [c.num_elements for c in read_collectives(module(line, more=more), SHAPE)] == [200, 100]
 
 
 def test_behind_a_warm_up_its_branch_does_not_count() -> None:
@@ -165,21 +157,16 @@ BOTH = ("shard_inter", "shard_intra")
 M = 64 * 4  # bytes
 
 
-@pytest.mark.parametrize(
-    ("function", "axes", "inter", "intra"),
-    [
+def test_bytes_by_network(subtests: pytest.Subtests) -> None:
+    for function, axes, inter, intra in [
         (lambda x: lax.all_gather(x, "shard_intra"), ("shard_intra",), 0, M / 2),
         (lambda x: lax.all_gather(x, BOTH), BOTH, M * 3 / 4 / 2, M * 3 / 4 / 2),  # one edge of the ring in two crosses
         (lambda x: lax.all_to_all(x, BOTH, 0, 0, tiled=True), BOTH, 2 * M / 16, M / 16),
         (lambda x: lax.ppermute(x, "shard_inter", [(0, 1), (1, 0)]), ("shard_inter",), M / 2, 0),
-    ],
-    ids=["a ring inside a node", "a ring over nodes", "all to all", "a permutation"],
-)
-def test_bytes_by_network(
-    function: Callable[[jax.Array], jax.Array], axes: tuple[str, ...], inter: float, intra: float
-) -> None:
-    (c,) = run(function, P(axes), P(axes), (64,))
-    assert (c.axes, c.inter_bytes, c.intra_bytes) == (axes, inter, intra)
+    ]:
+        with subtests.test(function=function, axes=axes, inter=inter, intra=intra):
+            (c,) = run(function, P(axes), P(axes), (64,))
+            assert (c.axes, c.inter_bytes, c.intra_bytes) == (axes, inter, intra)
 
 
 def test_the_report_multiplies_and_merges() -> None:
@@ -267,9 +254,8 @@ FUSED = "ROOT %f = pred[] fusion(%j), kind=kLoop, calls=%fused_compare"
 BY_TWO = "%next = s32[] fusion(%i), kind=kLoop, calls=%fused_add"
 
 
-@pytest.mark.parametrize(
-    ("changes", "trips"),
-    [
+def test_trip_counts(subtests: pytest.Subtests) -> None:
+    for changes, trips in [
         ({}, 7),
         ({"attributes": ", " + KNOWN % 63}, 63),
         ({"start": "%zero = s32[] constant(3)\n  %start = s32[] copy(%zero)"}, 4),
@@ -290,26 +276,23 @@ BY_TWO = "%next = s32[] fusion(%i), kind=kLoop, calls=%fused_add"
             4,
         ),
         ({"limit": "%limit = s32[] constant(1000000)"}, 10**6),
-    ],
-)
-def test_trip_counts(changes: dict[str, str], trips: int) -> None:
-    assert count(program(**changes)) == trips
+    ]:
+        with subtests.test(changes=changes, trips=trips):
+            assert count(program(**changes)) == trips
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_loop_that_cannot_be_counted_is_named(subtests: pytest.Subtests) -> None:
+    for changes in [
         {"test": "ROOT %go = pred[] compare(%j, %limit), direction=NE"},
         {"test": "ROOT %go = pred[] compare(%j, %limit), direction=NE", "start": "%start = s32[] constant(8)"},
         {"start": "%start = s32[] custom-call(%p)"},
         {"step": "%next = s32[] multiply(%i, %i)", "start": "%start = s32[] constant(2)"},
         {"step": "%next = s32[] add(%i, %n)", "limit": PASSED, "kept": "%i"},
         {"test": "%f = f32[] convert(%j)\n  ROOT %go = pred[] is-finite(%f)"},
-    ],
-)
-def test_a_loop_that_cannot_be_counted_is_named(changes: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"^%w = while\(t\) has no trip count that can be read: "):
-        count(program(**changes))
+    ]:
+        no_count = pytest.raises(ValueError, match=r"^%w = while\(t\) has no trip count that can be read: ")
+        with subtests.test(changes=changes), no_count:
+            count(program(**changes))
 
 
 OUTER = """%outer_body (b: (s32[], s32[])) -> (s32[], s32[]) {
@@ -344,11 +327,15 @@ def test_a_limit_may_come_through_the_loop_around() -> None:
         trip_count(body.by_name["w"], Site(computation=body), parsed)  # nobody says what %n is
 
 
-@pytest.mark.parametrize("known", [", " + KNOWN % 7, ""])
-def test_loops_multiply_by_their_trip_count(known: str) -> None:
+def test_loops_multiply_by_their_trip_count(subtests: pytest.Subtests) -> None:
     """Two loops, one in the other: one tells its count, of the other it is found."""
-    sent = all_reduce("{}").replace("%p", "%x")
-    inner = OUTER.replace("condition=%cond, body=%body", f"condition=%cond, body=%body{known}")
-    outside = "%v = (s32[], s32[]) while(%t), condition=%cond, body=%outer_body, " + KNOWN % 5
-    text = program(start=f"%start = s32[] constant(0)\n  {outside}", more=inner, step=f"{sent}\n  {STEP}")
-    assert [(c.times, c.loop_depth) for c in read_collectives(text, SHAPE)] == [(5 * (7 if known else 2), 2), (7, 1)]
+    for known in [", " + KNOWN % 7, ""]:
+        with subtests.test(known=known):
+            sent = all_reduce("{}").replace("%p", "%x")
+            inner = OUTER.replace("condition=%cond, body=%body", f"condition=%cond, body=%body{known}")
+            outside = "%v = (s32[], s32[]) while(%t), condition=%cond, body=%outer_body, " + KNOWN % 5
+            text = program(start=f"%start = s32[] constant(0)\n  {outside}", more=inner, step=f"{sent}\n  {STEP}")
+            assert [(c.times, c.loop_depth) for c in read_collectives(text, SHAPE)] == [
+                (5 * (7 if known else 2), 2),
+                (7, 1),
+            ]

@@ -161,19 +161,17 @@ def test_a_method_that_is_not_free_is_named_with_what_it_cost(monkeypatch: pytes
     assert feedback == f"{dropped} is not known to be free: {about} {runs}: not recorded on text, {none}; {page}"
 
 
-@pytest.mark.parametrize(
-    ("keys", "optimizer"),
-    [
+def test_which_runs_are_as_the_dense_runs_of_the_records(subtests: pytest.Subtests) -> None:
+    """Those send all in every step, and train from scratch."""
+    for keys, optimizer in [
         ({}, "adamw"),
         ({"optimizer__name": "muon"}, "muon"),
         ({"compression__hop_two": "int8"}, ""),
         ({"local_sgd__inner_steps": 5}, ""),
         ({"model__weights": "llama"}, ""),
-    ],
-)
-def test_which_runs_are_as_the_dense_runs_of_the_records(keys: dict[str, Any], optimizer: str) -> None:
-    """Those send all in every step, and train from scratch."""
-    assert losses.dense_optimizer(small(**keys).to_dict()) == optimizer
+    ]:
+        with subtests.test(keys=keys, optimizer=optimizer):
+            assert losses.dense_optimizer(small(**keys).to_dict()) == optimizer
 
 
 def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import jax
 import pytest
 from planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
 from running import IGNORED
+from suite import sampled
 
 from configs.schema import Config
 from planner import __main__ as program
@@ -45,14 +46,18 @@ def test_all_reduces_of_gpus_alone_may_go_along_trees() -> None:
     assert {size: network.tree_fraction(size) / 0.92 for size in sizes} == pytest.approx(sizes)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "tflops"),
-    [("p3dn.24xlarge", 83), ("p4d.24xlarge", 230), ("p4de.24xlarge", 230), ("p5.48xlarge", 590), ("8xh200", 590)],
-)
-def test_products_reach_what_was_measured_on_each_gpu(cluster: str, tflops: float) -> None:
-    device, peak = clusters.CLUSTERS[cluster].compute(8), clusters.CLUSTERS[cluster].device.peak_flops
-    assert device.matmul_rate("bf16") == pytest.approx(tflops * 1e12, rel=2e-3)
-    assert device.matmul_rate("f32") / peak["f32"] == pytest.approx(device.matmul_rate("bf16") / peak["bf16"])
+def test_products_reach_what_was_measured_on_each_gpu(subtests: pytest.Subtests) -> None:
+    for cluster, tflops in [
+        ("p3dn.24xlarge", 83),
+        ("p4d.24xlarge", 230),
+        ("p4de.24xlarge", 230),
+        ("p5.48xlarge", 590),
+        ("8xh200", 590),
+    ]:
+        with subtests.test(cluster=cluster, tflops=tflops):
+            device, peak = clusters.CLUSTERS[cluster].compute(8), clusters.CLUSTERS[cluster].device.peak_flops
+            assert device.matmul_rate("bf16") == pytest.approx(tflops * 1e12, rel=2e-3)
+            assert device.matmul_rate("f32") / peak["f32"] == pytest.approx(device.matmul_rate("bf16") / peak["bf16"])
 
 
 def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
@@ -63,27 +68,25 @@ def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
     assert gpu.compute(8).matmul_rate("bf16") == gpu.compute(64).matmul_rate("bf16")
 
 
-@pytest.mark.parametrize(
-    ("cluster", "target", "asked", "expected"),
-    [
+def test_our_attention_is_compiled_where_cudnns_would_run(subtests: pytest.Subtests) -> None:
+    for cluster, target, asked, expected in [
         ("p5.48xlarge", "h100", "auto", "pallas"),
         ("p5.48xlarge", "h100", "cudnn", "pallas"),
         ("p5.48xlarge", "h100", "xla", "xla"),
         ("p5.48xlarge", "cpu", "pallas", "xla"),  # XLA for GPUs is not installed
         ("p3dn.24xlarge", "a100", "auto", "xla"),
         ("emulated", "cpu", "auto", "auto"),
-    ],
-)
-def test_our_attention_is_compiled_where_cudnns_would_run(cluster: str, target: str, asked: str, expected: str) -> None:
-    there = Machine(cluster=clusters.CLUSTERS[cluster], nodes=1, config_words=(), target=target)
-    dtype = "float32" if cluster == "emulated" else "bfloat16"
-    keys: dict[str, Any] = {"model__attention": asked, "model__compute_dtype": dtype, "model__hidden": 64}
-    assert there.attention(small(**keys)) == expected
-    if target != "cpu" and asked == "auto":
-        # no rows that it takes; no whole heads for each device; XLA's to cut
-        for others in ({"data__seq_len": 100}, {"mesh__tensor": 8}, {"sharding__partitioner": "auto"}):
-            assert there.attention(small(**keys, **others)) == "xla"
-        assert there.attention(small(**keys, mesh__tensor=2)) == expected
+    ]:
+        with subtests.test(cluster=cluster, target=target, asked=asked, expected=expected):
+            there = Machine(cluster=clusters.CLUSTERS[cluster], nodes=1, config_words=(), target=target)
+            dtype = "float32" if cluster == "emulated" else "bfloat16"
+            keys: dict[str, Any] = {"model__attention": asked, "model__compute_dtype": dtype, "model__hidden": 64}
+            assert there.attention(small(**keys)) == expected
+            if target != "cpu" and asked == "auto":
+                # no rows that it takes; no whole heads for each device; XLA's to cut
+                for others in ({"data__seq_len": 100}, {"mesh__tensor": 8}, {"sharding__partitioner": "auto"}):
+                    assert there.attention(small(**keys, **others)) == "xla"
+                assert there.attention(small(**keys, mesh__tensor=2)) == expected
 
 
 def test_the_backward_pass_of_our_own_attention_costs_seven_products_for_five() -> None:
@@ -116,6 +119,7 @@ def test_a_faster_link_is_never_slower(step: Step) -> None:
     assert all(seconds <= step.timeline().step_s for seconds in what_helps(step).values())
 
 
+@pytest.mark.slow
 def test_local_steps_share_what_is_sent_once(step: Step) -> None:
     """Every fourth step exchanges: its exposed time and its bytes count as a quarter in each."""
     config = small(local_sgd__inner_steps=4, num_steps=8)
@@ -160,7 +164,7 @@ CLAIMED: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", CLAIMED)
+@pytest.mark.parametrize("method", sampled([*CLAIMED], "demo", "one_bit_adam"))
 def test_hop_two_is_priced_with_the_bytes_that_its_page_claims(method: str) -> None:
     """Of matrices, which alone are encoded; 1-bit Adam behind its warm-up, and so is its time."""
     own, claimed = CLAIMED[method]
@@ -185,21 +189,25 @@ def test_hop_two_is_priced_with_the_bytes_that_its_page_claims(method: str) -> N
     assert found.prediction().inter_bytes < sum(sent.values()) + 0.01 * 4 * values
 
 
-@pytest.mark.slow
-def test_power_sgd_is_priced_behind_its_warm_up() -> None:
-    """Its bytes are those of a run without one, but for a number: what it sends at first is more."""
-    sent = []
-    for steps in (0, 20):
-        keys = WHOLE | {"compression.hop_two": "power_sgd", "compression.warmup_steps": steps, "num_steps": 100}
-        config = small(**{key.replace(".", "__"): value for key, value in keys.items()})
-        words = (*WORDS, *(f"--config.{key}={value}" for key, value in keys.items()))
-        found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
-        sent.append(sum(c.inter_bytes * c.times for c in found.collectives if c.label == "hop_two"))
-    assert abs(sent[0] - sent[1]) <= 4 and sent[1] < sent_in_hop_two(found)
-
-
 def of_emulated(step: Step) -> tuple[clusters.Device, clusters.Network]:
     return step.machine.device(step.experiment.config), step.machine.cluster.network()
+
+
+def test_a_quick_program_that_does_not_fit_is_compiled_again(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(quick_bytes: int) -> list[str]:
+        flags: list[str] = []
+
+        def compile_step(**request: Any) -> Any:
+            flags.append(request["xla_flags"])
+            return replace(step.compiled, temporary_bytes=quick_bytes if "Q" in flags[-1] else 1)
+
+        monkeypatch.setattr(compiling, "compile_step", compile_step)
+        found = compiled_step(step.candidate, step.experiment, replace(machine(), xla_flags="U", is_quick=True))
+        assert found.memory().fits
+        return flags
+
+    monkeypatch.setattr(compiling, "QUICK", "Q")
+    assert asked(1) == ["Q U"] and asked(10**12) == ["Q U", "U"]
 
 
 # ------------------------------------------------------------------------------------------------ the program
@@ -218,6 +226,7 @@ def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_json_comes_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "SHOWN", 1)
     code, out, _ = run(capsys, *WORDS, *EMULATED, "--search", "--compile=3", "--json")
@@ -231,6 +240,7 @@ def test_json_comes_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert plan.best.step_s == pytest.approx(plan.best.compute_s + parts)
 
 
+@pytest.mark.slow
 def test_a_search_shows_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
     code, out, err = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1")
@@ -248,6 +258,7 @@ def test_throughput_against_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling_rows(plans, [1, 4])[1] == ("1", "", "nothing fits")
 
 
+@pytest.mark.slow
 def test_a_probe_replaces_the_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     probe = tmp_path / "probe.json"
     level = {"alpha_s": 0.5, "bandwidth_bytes_per_s": 1e5}
@@ -271,6 +282,7 @@ def test_a_probe_replaces_the_links(capsys: pytest.CaptureFixture[str], tmp_path
     assert given.best == rated.best and "links between nodes" not in given.notes[1], "--rate is of another link"
 
 
+@pytest.mark.slow
 def test_overrides_reach_the_program_however_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     """As train.py takes them: one word or two, one dash or two, `no` for false."""
     said = [
@@ -305,14 +317,15 @@ def of_config_on(step: Step, config: Config) -> Step:
     return replace(step, experiment=replace(step.experiment, config=config))
 
 
-@pytest.mark.parametrize(("target", "interval"), [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)])
-def test_the_interval_that_a_target_of_utilisation_chooses(step: Step, target: float, interval: int) -> None:
+def test_the_interval_that_a_target_of_utilisation_chooses(step: Step, subtests: pytest.Subtests) -> None:
     """A meeting takes four steps more: H steps and a meeting put H / (H + 4) of the time into steps."""
-    config = small(local_sgd__inner_steps=30, local_sgd__target_utilisation=target)
-    timeline = replace(step.timeline(), step_s=5.0, uses={("hop_two", "inter"): Use(busy_s=4.0, exposed_s=4.0)})
-    there = of_config_on(step, config)
-    assert there.interval(timeline) == interval
-    assert there.seconds(timeline) == pytest.approx(1 + 4 / interval)
+    for target, interval in [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)]:
+        with subtests.test(target=target, interval=interval):
+            config = small(local_sgd__inner_steps=30, local_sgd__target_utilisation=target)
+            timeline = replace(step.timeline(), step_s=5.0, uses={("hop_two", "inter"): Use(busy_s=4.0, exposed_s=4.0)})
+            there = of_config_on(step, config)
+            assert there.interval(timeline) == interval
+            assert there.seconds(timeline) == pytest.approx(1 + 4 / interval)
 
 
 @pytest.mark.slow
@@ -383,6 +396,7 @@ def test_each_kind_of_traffic_has_a_name_and_a_colour() -> None:
         assert len({*colours}) == len(colours)
 
 
+@pytest.mark.slow
 def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path, step: Step) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("seconds,nodes\n0,4\n1000000,4\n")
@@ -420,7 +434,6 @@ BAD = {
     "--strategy=": "^error: --strategy= is empty; give a value, or leave it out$",
     "--png=": "^error: --png= is empty",
     "--png=out.xyz": r"^error: --png=out\.xyz: .* give a name that ends in \.png$",
-    "--xla_flags=--nonsense": "^error: --xla_flags: XLA knows no flag --nonsense$",
     "--strategy=mics(0)": r"^error: --strategy=mics\(0\): groups have .*; sizes that divide: 1, 2, 4, 8$",
     "--strategy=zero3+hop_two=int8": "hop_two=int8 does not go with replicas none of which are on different nodes",
     "--devices_per_node=x": "^error: --devices_per_node=x: give a whole number",
@@ -430,18 +443,32 @@ BAD = {
     "--failures=nan": "^error: --failures=nan: give the nodes that fail, of each in a day, such as 0.01$",
     "--price=nan": "^error: --price=nan: give what an hour of a node costs, such as 55.04$",
     "--xla_flags=foo": "^error: --xla_flags: foo is no flag; give --NAME=VALUE, several with spaces between$",
-    "--xla_flags=--xla_cpu_enable_fast_math=maybe": "^error: --xla_flags: --xla_cpu_enable_fast_math=maybe is no value",
     "--spot_trace=nothere.csv": r"--spot_trace=nothere\.csv cannot be read \(No such file or directory\); give a CSV",
     "--config=quickstar.py": r"^error: --config=quickstar.py: .* no such file; did you mean configs/quickstart.py\?$",
 }
 
 
-@pytest.mark.parametrize("word", BAD)
-def test_bad_input_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    for word in BAD:
+        with subtests.test(word=word):
+            assert re.search(BAD[word], error_of(capsys, word))
+
+
+@pytest.mark.slow
+def test_xla_refuses_its_flags_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, text in (
+        ("--nonsense", "XLA knows no flag --nonsense\n"),
+        ("--xla_cpu_enable_fast_math=maybe", "--xla_cpu_enable_fast_math=maybe is no value"),
+    ):
+        assert error_of(capsys, f"--xla_flags={flag}").startswith(f"error: --xla_flags: {text}")
+
+
+def error_of(capsys: pytest.CaptureFixture[str], word: str) -> str:
+    """Returns the error of a command with another word."""
     words = [w for w in (*WORDS, *EMULATED) if w.split("=")[0] != word.split("=")[0]]
     code, out, err = run(capsys, *words, word)
-    assert code == 2 and not out and err.count("\n") == 1
-    assert re.search(BAD[word], err), err
+    assert code == 2 and not out and err.count("\n") == 1, (out, err)
+    return err
 
 
 def test_a_probe_of_another_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -532,7 +559,7 @@ def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
-@pytest.mark.parametrize("cluster", ["p5.48xlarge", "p3dn.24xlarge"])
+@pytest.mark.parametrize("cluster", sampled(["p5.48xlarge", "p3dn.24xlarge"], "p5.48xlarge"))
 def test_programs_for_gpus(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--devices_per_node=2", "--nodes=4", "--config.model.compute_dtype=bfloat16", f"--cluster={cluster}")
     code, out, err = run(capsys, *WORDS, *words, "--json")

@@ -1,7 +1,5 @@
 """Candidates of a plan: strategies by name, keys of the config, and what is known of each before it is compiled."""
 
-from typing import Any
-
 import pytest
 from planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
 from running import IGNORED
@@ -33,26 +31,26 @@ def test_strategies_by_name() -> None:
             of_strategies([wrong], config)
 
 
-@pytest.mark.parametrize(
-    "name", ["mics(2)+optimizer=all", "mics(2)+delayed=True", "mics(2)+inner_steps=10", "zero3+remat=dots"]
-)
-def test_extras_are_keys_of_the_config(name: str) -> None:
-    (candidate,) = of_strategies([name], small())
-    config = candidate.applied(small())
-    assert candidate.name == name and experiment(candidate).config == config
-    scopes = [getattr(config.sharding, scope) for scope in ("parameters", "gradients", "optimizer")]
-    found = {
-        "mics(2)+optimizer=all": config.sharding.strategy == "custom" and [*map(str, scopes)] == ["2", "2", "all"],
-        "mics(2)+delayed=True": config.compression.delayed,
-        "mics(2)+inner_steps=10": config.local_sgd.inner_steps == 10 and config.local_sgd.outer_momentum == 0,
-        "zero3+remat=dots": config.model.remat == "dots",
-    }
-    assert [one for one, holds in found.items() if holds] == [name]
+def test_extras_are_keys_of_the_config(subtests: pytest.Subtests) -> None:
+    for name in ["mics(2)+optimizer=all", "mics(2)+delayed=True", "mics(2)+inner_steps=10", "zero3+remat=dots"]:
+        with subtests.test(name=name):
+            (candidate,) = of_strategies([name], small())
+            config = candidate.applied(small())
+            assert candidate.name == name and experiment(candidate).config == config
+            scopes = [getattr(config.sharding, scope) for scope in ("parameters", "gradients", "optimizer")]
+            found = {
+                "mics(2)+optimizer=all": config.sharding.strategy == "custom"
+                and [*map(str, scopes)] == ["2", "2", "all"],
+                "mics(2)+delayed=True": config.compression.delayed,
+                "mics(2)+inner_steps=10": config.local_sgd.inner_steps == 10 and config.local_sgd.outer_momentum == 0,
+                "zero3+remat=dots": config.model.remat == "dots",
+            }
+            assert [one for one, holds in found.items() if holds] == [name]
 
 
-@pytest.mark.parametrize(
-    ("keys", "extra", "key", "value"),
-    [
+def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(subtests: pytest.Subtests) -> None:
+    """Such keys would be refused beside another method, or without local SGD."""
+    for keys, extra, key, value in [
         ({"hop_two": "power_sgd", "warmup_steps": 5}, "hop_two=int8", "compression.warmup_steps", 0),
         ({"hop_two": "int8", "rounding": "stochastic"}, "hop_two=none", "compression.rounding", "nearest"),
         ({"hop_two": "int8", "rounding": "stochastic"}, "hop_two=int4", "compression.rounding", "stochastic"),
@@ -60,17 +58,13 @@ def test_extras_are_keys_of_the_config(name: str) -> None:
         ({}, "inner_steps=0", "local_sgd.outer_momentum", 0.9),
         ({}, "inner_steps=0", "local_sgd.streaming", False),
         ({"hop_two": "power_sgd", "rank": 4}, "hop_two=int8", "compression.rank", 2),
-    ],
-)
-def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(
-    keys: dict[str, Any], extra: str, key: str, value: object
-) -> None:
-    """Such keys would be refused beside another method, or without local SGD."""
-    local = {"inner_steps": 5, "outer_learning_rate": 0.5, "outer_momentum": 0.6, "streaming": True}
-    local = {} if keys else {f"local_sgd__{name}": own for name, own in local.items()}
-    config = small(**local, **{f"compression__{name}": own for name, own in keys.items()})
-    (candidate,) = of_strategies([f"mics(2)+{extra}"], config)
-    assert candidate.applied(config).values[key] == value
+    ]:
+        with subtests.test(keys=keys, extra=extra, key=key, value=value):
+            local = {"inner_steps": 5, "outer_learning_rate": 0.5, "outer_momentum": 0.6, "streaming": True}
+            local = {} if keys else {f"local_sgd__{name}": own for name, own in local.items()}
+            config = small(**local, **{f"compression__{name}": own for name, own in keys.items()})
+            (candidate,) = of_strategies([f"mics(2)+{extra}"], config)
+            assert candidate.applied(config).values[key] == value
 
 
 def test_every_program_is_a_candidate_once() -> None:
@@ -98,10 +92,11 @@ def test_bounds_are_of_the_rows_that_a_device_has() -> None:
     assert bounds(most, clusters.EMULATED) == bounds(same, clusters.EMULATED)
 
 
-@pytest.mark.parametrize(("mesh", "sizes"), [({}, {2, 4}), ({"mesh__context": 4}, {4}), ({"mesh__context": 2}, {2, 4})])
-def test_groups_have_all_devices_of_a_row(mesh: dict[str, int], sizes: set[int]) -> None:
-    config = small(model__num_heads=4, model__num_kv_heads=4, **mesh)
-    assert {c.partition_size for c in all_candidates(config, 2, 4) if c.strategy == "mics"} == sizes
+def test_groups_have_all_devices_of_a_row(subtests: pytest.Subtests) -> None:
+    for mesh, sizes in [({}, {2, 4}), ({"mesh__context": 4}, {4}), ({"mesh__context": 2}, {2, 4})]:
+        with subtests.test(mesh=mesh, sizes=sizes):
+            config = small(model__num_heads=4, model__num_kv_heads=4, **mesh)
+            assert {c.partition_size for c in all_candidates(config, 2, 4) if c.strategy == "mics"} == sizes
 
 
 @pytest.mark.slow

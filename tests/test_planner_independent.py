@@ -3,23 +3,39 @@
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from planning import a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
+from planning import experiment, machine, small
 from running import IGNORED
 
 from planner import clusters
 from planner.bounds import forward_share
-from planner.candidates import of_strategies
+from planner.candidates import of_config, of_strategies
 from planner.independent import PAGE, independent, independent_text
 from planner.predict import Step
+from planner.replay import Timeline, Use
 from replicas.payloads import make_payload
 from replicas.sums import StepSums
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
 UNPINNED = 1e9  # bytes/s, which 8 devices share
+
+
+class Replayed(Step):
+    """A step whose replay is made up: 4 s of compute, 2 s of gathers, 3 s of hop two; nothing is compiled."""
+
+    def timeline(self, *_: object) -> Timeline:
+        uses = {("gather", "intra"): Use(2, 2.0, 2.0), ("hop_two", "inter"): Use(1, 3.0, 3.0)}
+        return Timeline(step_s=9.0, compute_s=4.0, uses=uses, intervals=(), streams=0)
+
+
+@pytest.fixture(name="step")
+def a_step() -> Step:
+    """The step of mics(2) on 4 emulated nodes of 2."""
+    candidate, program = of_config(small()), cast(Any, None)
+    return Replayed(candidate=candidate, experiment=experiment(candidate), machine=machine(), compiled=program)
 
 
 def on(step: Step, rate: float) -> Step:
@@ -31,7 +47,7 @@ def on(step: Step, rate: float) -> Step:
 
 def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(step: Step) -> None:
     """mics(2) on 4 nodes of 2, rematerialised: three of four passes are backward."""
-    slow = on(step, 1e5)
+    slow = on(step, 3e5)
     found, values = independent(slow), step.experiment.model.num_trained
     assert found and found.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * values)
     assert found.sending_s == pytest.approx(found.sent_bytes / slow.machine.cluster.network().node_bandwidth)
@@ -46,33 +62,35 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     assert "more than in one world" in text
 
 
-@pytest.mark.parametrize("name", ["none", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("shares", [1, 2, 4])
-def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, name: str, shares: int) -> None:
+def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, subtests: pytest.Subtests) -> None:
     """4 shares of a replica in int8 are a sum in f32 and a total in int8 (replicas/sums.py)."""
-    ex = make_experiment(small(compression__hop_two=name))
-    wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
-    found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
-    payload = make_payload(name, ex.config.compression.block)
-    lock = threading.RLock()
-    sums = StepSums(4 * shares, [payload, payload], [1, 1], lock, threading.Condition(lock))
-    nodes = sums.nodes_to_send([(0, shares)], 0)
-    out = sum(payload.bytes_per_value if stop - start == 1 else 4 for start, stop in nodes)
-    assert found and found.sent_bytes == pytest.approx(3 / 4 * (out + payload.bytes_per_value) * ex.model.num_trained)
-    odd = replace(ex.batches, config=replace(ex.batches.config, micro_size=3, global_size=64))
-    assert independent(replace(step, experiment=replace(ex, batches=odd)), shares) is None
+    for shares in [1, 2, 4]:
+        for name in ["none", "bf16", "int8", "int4"]:
+            with subtests.test(shares=shares, name=name):
+                ex = make_experiment(small(compression__hop_two=name))
+                wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
+                found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
+                payload = make_payload(name, ex.config.compression.block)
+                lock = threading.RLock()
+                sums = StepSums(4 * shares, [payload, payload], [1, 1], lock, threading.Condition(lock))
+                nodes = sums.nodes_to_send([(0, shares)], 0)
+                out = sum(payload.bytes_per_value if stop - start == 1 else 4 for start, stop in nodes)
+                assert found and found.sent_bytes == pytest.approx(
+                    3 / 4 * (out + payload.bytes_per_value) * ex.model.num_trained
+                )
+                odd = replace(ex.batches, config=replace(ex.batches.config, micro_size=3, global_size=64))
+                assert independent(replace(step, experiment=replace(ex, batches=odd)), shares) is None
 
 
-@pytest.mark.parametrize(
-    ("trained", "remat", "passes"), [(9, "none", 3), (9, "full", 4), (1, "none", 2), (1, "full", 3)]
-)
-def test_forward_is_one_pass_and_a_frozen_base_has_no_gradients(trained: int, remat: str, passes: int) -> None:
-    model, config = (
-        SimpleNamespace(num_trained=trained, num_params=9),
-        SimpleNamespace(model=SimpleNamespace(remat=remat)),
-    )
-    experiment: Any = SimpleNamespace(model=model, config=config)
-    assert forward_share(experiment) == 1 / passes
+def test_forward_is_one_pass_and_a_frozen_base_has_no_gradients(subtests: pytest.Subtests) -> None:
+    for trained, remat, passes in [(9, "none", 3), (9, "full", 4), (1, "none", 2), (1, "full", 3)]:
+        with subtests.test(trained=trained, remat=remat, passes=passes):
+            model, config = (
+                SimpleNamespace(num_trained=trained, num_params=9),
+                SimpleNamespace(model=SimpleNamespace(remat=remat)),
+            )
+            experiment: Any = SimpleNamespace(model=model, config=config)
+            assert forward_share(experiment) == 1 / passes
 
 
 def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(step: Step) -> None:
@@ -101,10 +119,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("changes", REFUSED)
-def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, changes: dict[str, object]) -> None:
-    here = make_experiment(small(**{key.replace(".", "__"): value for key, value in changes.items()}))
-    assert independent_text(replace(step, experiment=here), 1.0, 1) == []
+def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, subtests: pytest.Subtests) -> None:
+    for changes in REFUSED:
+        with subtests.test(changes=changes):
+            here = make_experiment(small(**{key.replace(".", "__"): value for key, value in changes.items()}))
+            assert independent_text(replace(step, experiment=here), 1.0, 1) == []
     for strategy in ("zero3", "custom+parameters=node+gradients=node+optimizer=all"):
         other = replace(step, experiment=experiment(*of_strategies([strategy], small())))
         assert independent_text(other, 1.0, 1) == []

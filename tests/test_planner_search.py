@@ -82,13 +82,12 @@ def cluster_with(memory_bytes: float) -> Machine:
 
 
 def test_a_search_proposes_only_what_fits() -> None:
-    for seed in range(2):
-        check_search(random.Random(seed))
+    check_search(random.Random(0))
 
 
 @pytest.mark.release
 def test_a_search_proposes_only_what_fits_with_other_seeds() -> None:
-    for seed in range(2, 12):
+    for seed in range(1, 10):
         check_search(random.Random(seed))
 
 
@@ -287,7 +286,8 @@ def test_the_two_best_strategies_are_priced_with_int8_and_another_optimizer_come
     estimate(monkeypatch, seconds)
     took = {"mics(4)+hop_two=int8": 38.0, "mics(2)+hop_two=int8": 23.6}
     others = [INT8, INT8, AVERAGES, MUON]
-    for most, changes in ((2, others[:1]), (4, others[:2]), (6, others[:3]), (8, others)):
+    monkeypatch.setattr("planner.candidates.TIMINGS", ({}, {"inner_steps": "10"}))
+    for most, changes in ((2, others[:1]), (4, others[:2]), (8, others)):
         compiler = Compiler(seconds=lambda candidate: took.get(candidate.name, 10 if candidate.change else 38.4))
         found = search(config, machine(), jax.devices(), most=most, compile_one=compiler)
         assert [change for change in compiler.changes if change] == changes
@@ -341,7 +341,9 @@ def test_a_search_looks_at_recorded_settings_by_their_time_to_the_loss(monkeypat
 # ------------------------------------------------------------------------------------------- what does not work
 
 
-def test_what_is_too_large_is_not_compiled() -> None:
+def test_what_is_too_large_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, of_strategies(["ddp", "zero3", "mics(2)"], small()))
+
     def compile_one(*_: Any) -> Any:
         raise AssertionError("it cannot fit")
 

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from ml_collections import ConfigDict
+from planning import tiny_config
 
-from configs import base
 from configs.base import typed
 from configs.schema import ShardingConfig
 from files import palette
@@ -25,10 +24,9 @@ from training.experiment import Experiment, make_experiment
 
 ROOT = Path(table.__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"
-BERT = "--config=configs/mics_paper.py:bert_10b"
+BERT = f"--config={ROOT}/configs/mics_paper.py:bert_10b"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "mics2": {"partition_size": 2},
     "mics4 over two nodes": {"partition_size": 4},
     "ddp": {"strategy": "ddp"},
     "zero1": {"strategy": "zero1"},
@@ -43,36 +41,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(
-    *, per_node: int = 2, tensor: int = 1, optimizer_name: str = "adamw", hidden: int = 32, **sharding: Any
-) -> ConfigDict:
-    """A decoder with learned positions and biases on eight devices."""
-    config = base.get_config()
-    config.model.update(num_layers=2, hidden=hidden, intermediate=2 * hidden, positions="learned", use_bias=True)
-    config.model.update(activation="gelu", vocab_multiple=64, max_len=16)
-    config.data.seq_len = 16
-    config.batch.update(global_size=8, micro_size=1)
-    config.mesh.update(devices_per_node=per_node, tensor=tensor)
-    config.sharding.update(sharding)
-    config.optimizer.name = optimizer_name
-    return config
+QUICK = ("node, node, all", "mics4, tensor 2", "adafactor")
+PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def experiment(request: pytest.FixtureRequest) -> Experiment:
-    return make_experiment(typed(tiny_config(**LAYOUTS[request.param])))
-
-
-@pytest.fixture(scope="module")
-def state(experiment: Experiment) -> Any:
-    return experiment.init_state()
+@pytest.mark.parametrize("layout", PARAMS)
+def test_the_table_and_the_drawing_are_those_of_a_real_state(layout: str) -> None:
+    experiment = make_experiment(typed(tiny_config(**LAYOUTS[layout])))
+    state = experiment.init_state()
+    check_bytes(experiment, state)
+    check_formula(experiment)
+    check_drawing(experiment, state)
+    check_drawing_of_optimizer(experiment, state)
+    check_picture(experiment)
 
 
 def bytes_on_first_device(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_bytes_are_those_of_a_real_state(experiment: Experiment, state: Any) -> None:
+def check_bytes(experiment: Experiment, state: Any) -> None:
     rows = table.table_rows(experiment)
     parameters = jax.tree_util.tree_leaves_with_path(state.params)
     assert [row.name for row in rows[:-1]] == [path_name(path) for path, _ in parameters]
@@ -108,7 +96,7 @@ def test_what_each_replica_keeps_by_itself_counts_once() -> None:
 COPIES = {"adamw": (2, 2), "lamb": (2, 2), "muon": (1, 2), "adafactor": (0, 1)}
 
 
-def test_bytes_by_formula(experiment: Experiment) -> None:
+def check_formula(experiment: Experiment) -> None:
     config = experiment.config
     shards = {"none": 1, "node": config.mesh.devices_per_node, "all": 8, config.sharding.partition_size: None}
     words = {
@@ -132,7 +120,7 @@ def test_bytes_by_formula(experiment: Experiment) -> None:
         assert rows[table.REST].device_bytes[2] > 4 * config.model.num_layers * (config.model.hidden * 3)
 
 
-def test_the_drawing_shows_what_the_devices_hold(experiment: Experiment, state: Any) -> None:
+def check_drawing(experiment: Experiment, state: Any) -> None:
     layout = experiment.plan.layout
     shape = layout.shape
     held = drawing.holdings(layout).reshape(-1, 3)
@@ -157,7 +145,7 @@ def test_the_drawing_shows_what_the_devices_hold(experiment: Experiment, state: 
         assert sorted(map(tuple, members)) == list(np.ndindex(shape.size(layout.parameters), shape.tensor))
 
 
-def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: Any) -> None:
+def check_drawing_of_optimizer(experiment: Experiment, state: Any) -> None:
     layout = experiment.plan.layout
     held = drawing.holdings(layout, layout.optimizer).reshape(-1, 3)
     moments = [
@@ -173,7 +161,7 @@ def test_the_drawing_shows_the_optimizers_shards(experiment: Experiment, state: 
             assert start == held[shard.device.id, 1] * x.shape[1] // degree
 
 
-def test_the_picture_names_every_device_and_has_the_colours_of_their_shards(experiment: Experiment) -> None:
+def check_picture(experiment: Experiment) -> None:
     layout = experiment.plan.layout
     (axes,) = drawing.mesh_figure(layout).axes
     words = [text.get_text() for text in axes.texts]
@@ -187,24 +175,20 @@ def test_the_picture_names_every_device_and_has_the_colours_of_their_shards(expe
     assert {colour: drawn[colour] for colour in (*palette.SERIES, palette.FILL) if drawn[colour]} == expected
 
 
-@pytest.mark.parametrize(("per_node", "group"), [(4, 2), (9, 3), (16, 16), (12, 4), (1, 2), (3, 6)])
-def test_frames_contain_their_devices(per_node: int, group: int) -> None:
-    layout = make_layout(ShardingConfig(partition_size=group), num_nodes=4, devices_per_node=per_node)
-    held = drawing.holdings(layout)
-    (axes,) = drawing.mesh_figure(layout).axes
-    names = {text.get_text(): text.get_position() for text in axes.texts}
-    frames = {int(patch.get_label()): patch.get_bbox() for patch in axes.patches}
-    for (node, i), group in np.ndenumerate(held[..., 0]):
-        device = names[f"device {node * per_node + i}"]
-        assert [g for g, box in frames.items() if box.contains(*device)] == [group]
+def test_frames_contain_their_devices(subtests: pytest.Subtests) -> None:
+    for per_node, group in [(4, 2), (9, 3), (16, 16), (12, 4), (1, 2), (3, 6)]:
+        with subtests.test(per_node=per_node, group=group):
+            layout = make_layout(ShardingConfig(partition_size=group), num_nodes=4, devices_per_node=per_node)
+            held = drawing.holdings(layout)
+            (axes,) = drawing.mesh_figure(layout).axes
+            names = {text.get_text(): text.get_position() for text in axes.texts}
+            frames = {int(patch.get_label()): patch.get_bbox() for patch in axes.patches}
+            for (node, i), number in np.ndenumerate(held[..., 0]):
+                device = names[f"device {node * per_node + i}"]
+                assert [g for g, box in frames.items() if box.contains(*device)] == [number]
 
 
 # ------------------------------------------------------------------------------------------------- the program
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "planner.table", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 QUICKSTART = (
@@ -220,20 +204,22 @@ QUICKSTART = (
 )
 
 
-def test_the_quickstarts_table(tmp_path: Path) -> None:
+def test_the_quickstarts_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "mesh.png"
-    done = run("--config=configs/quickstart.py", f"--png={picture}")
-    assert done.returncode == 0 and done.stderr == ""
-    lines = [re.sub(" {2,}", " | ", line.strip()) for line in done.stdout.splitlines()]
-    assert {re.sub(" {2,}", " | ", line) for line in QUICKSTART} <= {*lines}
+    assert table.main(["planner.table", f"--config={ROOT}/configs/quickstart.py", f"--png={picture}"]) == 0
+    out, err = capsys.readouterr()
+    lines = [re.sub(" {2,}", " | ", line.strip()) for line in out.splitlines()]
+    assert err == "" and {re.sub(" {2,}", " | ", line) for line in QUICKSTART} <= {*lines}
     assert lines[-1] == f"picture of the mesh: {picture}"
     layout = make_layout(ShardingConfig(partition_size=2), num_nodes=4, devices_per_node=2)
     assert picture.read_bytes() == drawing.mesh_png(layout)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_here() -> None:
     """BERT 10B on 128 GPUs: 16 bytes a parameter, cut into 8 (MiCS section 5.1)."""
-    done = run(BERT, "--devices=128")
+    command = [sys.executable, "-m", "planner.table", BERT, "--devices=128"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == ""
     assert "128 devices, 16 partition groups of 8" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120
@@ -244,28 +230,24 @@ def test_a_cluster_that_is_not_here() -> None:
         assert found and float(found[1]) == pytest.approx(wanted, rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([BERT], "--devices=N --devices_per_node=K"),
-        (
-            [BERT, "--devices=12"],
-            "--devices=12 is not a multiple of mesh.devices_per_node=8",
-        ),
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    quickstart = f"--config={ROOT}/configs/quickstart.py"
+    for arguments, text in (
+        ([BERT, "--devices=12"], "--devices=12 is not a multiple of mesh.devices_per_node=8"),
         (
             [BERT, "--devices=100", "--devices_per_node=8"],
-            "--devices=100 is not a multiple of --devices_per_node=8; change --devices or",
+            "--devices=100 is not a multiple of --devices_per_node=8; ch",
         ),
-        (["--config=configs/quickstart.py", "--config.sharding.partition_size=3"], "sizes that divide: 1, 2, 4, 8"),
-        (["--config=configs/quickstart.py", "--devices=0"], "--devices=0 must be at least 1"),
-        (["--config=configs/quickstart.py", "--devices=100000"], "100000 devices are too many"),
-        (["--config=configs/quickstart.py", "--png=no/such/folder/x.png"], "no/such/folder/x.png cannot be made (No"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and said in done.stderr
+        ([quickstart, "--config.sharding.partition_size=3"], "sizes that divide: 1, 2, 4, 8"),
+        ([BERT, "--config.sharding.partition_size=16"], "--devices=N --devices_per_node=K"),
+        ([quickstart, "--devices=0"], "--devices=0 must be at least 1"),
+        ([quickstart, "--devices=100000"], "100000 devices are too many"),
+        ([quickstart, "--png=no/such/folder/x.png"], "no/such/folder/x.png cannot be made (No"),
+    ):
+        with subtests.test(arguments=arguments):
+            assert table.main(["planner.table", *arguments]) == 2
+            err = capsys.readouterr().err
+            assert err.startswith("error: ") and err.count("\n") == 1 and text in err
 
 
 def test_text_of_a_large_mesh_stays_narrow() -> None:

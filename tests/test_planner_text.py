@@ -8,11 +8,12 @@ from planning import one_row, recorded_plan, small
 from running import IGNORED
 
 from configs import losses
+from lab.benchmarks.planner_records import RECORDS
 from planner import clusters
 from planner.candidates import of_strategies
 from planner.predict import Prediction
 from planner.rates import rows
-from planner.report import Plan, changed_rows, plan_text, scaling_text, to_loss_rows
+from planner.report import Plan, changed_rows, from_json, plan_text, scaling_text, to_json, to_loss_rows
 
 pytestmark = IGNORED
 
@@ -26,6 +27,12 @@ def example() -> Plan:
 def named(words: Sequence[str], seconds: Sequence[float]) -> tuple[Prediction, ...]:
     found = zip(of_strategies(words, small()), seconds, strict=True)
     return tuple(replace(example().best, candidate=candidate, step_s=step_s) for candidate, step_s in found)
+
+
+def test_json_comes_back() -> None:
+    text = RECORDS["example"].read_text()
+    plans = from_json(text)
+    assert to_json(plans) + "\n" == text and plans[0].counts and plans[0].changed and plans[0].day
 
 
 def test_tables_fit_120_columns() -> None:

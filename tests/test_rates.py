@@ -11,23 +11,24 @@ ROWS = rates.rows()
 FEEDS_ALL = ("GPU", "GPU nodes", "NCCL")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.of}, {row.figure}")
-def test_without_a_figure_only_what_it_feeds_changes(row: rates.Rate) -> None:
+def test_without_a_figure_only_what_it_feeds_changes(subtests: pytest.Subtests) -> None:
     """A cluster that needs it is not offered, or has no price; all others are as before."""
-    left = clusters.all_clusters(Rates(other for other in ROWS if other is not row))
-    changed = {name for name, cluster in clusters.CLUSTERS.items() if left.get(name) != cluster}
-    gpus = {name: clusters.GPUS[gpu][0] for name, gpu in clusters.NODES.items()}
-    fed = {name for name, names in gpus.items() if row.of in (name, *names, *FEEDS_ALL)}
-    if row.of in ("H100", "A100"):  # of what H200 and A100-80GB have of their own the others' is not used
-        own = {other.of for other in ROWS if other.figure == row.figure}
-        fed = {name for name in fed if next(of for of in gpus[name] if of in own) == row.of}
-    if row.of in ("CPU", "GLOO"):
-        fed = {"emulated"}
-    if row.of.startswith("fsdp on "):  # another system's
-        fed = set()
-    assert changed == fed
-    is_price = row.figure in ("on demand", "spot") or row.figure.startswith("attention")
-    assert (changed <= left.keys()) == (is_price or not fed)
+    for row in ROWS:
+        with subtests.test(row=row):
+            left = clusters.all_clusters(Rates(other for other in ROWS if other is not row))
+            changed = {name for name, cluster in clusters.CLUSTERS.items() if left.get(name) != cluster}
+            gpus = {name: clusters.GPUS[gpu][0] for name, gpu in clusters.NODES.items()}
+            fed = {name for name, names in gpus.items() if row.of in (name, *names, *FEEDS_ALL)}
+            if row.of in ("H100", "A100"):  # of what H200 and A100-80GB have of their own the others' is not used
+                own = {other.of for other in ROWS if other.figure == row.figure}
+                fed = {name for name in fed if next(of for of in gpus[name] if of in own) == row.of}
+            if row.of in ("CPU", "GLOO"):
+                fed = {"emulated"}
+            if row.of.startswith("fsdp on "):  # another system's
+                fed = set()
+            assert changed == fed
+            is_price = row.figure in ("on demand", "spot") or row.figure.startswith("attention")
+            assert (changed <= left.keys()) == (is_price or not fed)
 
 
 def test_another_system_has_its_own_attention_and_hides_otherwise() -> None:
@@ -39,16 +40,13 @@ def test_another_system_has_its_own_attention_and_hides_otherwise() -> None:
     assert clusters.with_system(clusters.EMULATED, "ours") == clusters.EMULATED
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_row_without_source_or_number_is_refused(subtests: pytest.Subtests) -> None:
+    for line, message in [
         ("H100,products,0.5,share,,2024-01", "'products' of H100 has no source or date"),
         ("H100,products,half,share,somewhere,2024-01", "could not convert string to float: 'half'"),
-    ],
-)
-def test_a_row_without_source_or_number_is_refused(line: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rates.read(f"of,figure,value,unit,source,date\n{line}")
+    ]:
+        with subtests.test(line=line, message=message), pytest.raises(ValueError, match=message):
+            rates.read(f"of,figure,value,unit,source,date\n{line}")
 
 
 def test_a_figure_that_is_missing_is_named() -> None:

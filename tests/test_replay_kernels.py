@@ -49,9 +49,8 @@ FUSION = "fusion(%stack, %row, %i), kind=kLoop, calls=%f"
 SLICE = "%s = f32[1,100] dynamic-slice(%a, %c, %zero), dynamic_slice_sizes={1,100}"
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
+def test_a_fusion_moves_what_it_uses(subtests: pytest.Subtests) -> None:
+    for lines, expected in [
         (("ROOT %n = f32[10,100] negate(%a)",), STACK + STACK),
         ((SLICE, "ROOT %n = f32[1,100] add(%s, %b)"), ROW + ROW + INDEX + ROW),
         (("%v = f32[1000] bitcast(%a)", "ROOT %s = f32[100] slice(%v), slice={[0:100]}"), ROW + ROW),
@@ -72,26 +71,32 @@ SLICE = "%s = f32[1,100] dynamic-slice(%a, %c, %zero), dynamic_slice_sizes={1,10
         (("ROOT %z = f32[10,100] broadcast(%zero), dimensions={}",), STACK),
         (("ROOT %d = f32[10,100] dynamic-update-slice(%a, %a, %c, %zero)",), STACK + INDEX + STACK),
         (("%g = f32[2,100] gather(%a, %c)", "ROOT %n = f32[2,100] negate(%g)"), 2 * ROW + INDEX + 2 * ROW),
-    ],
-)
-def test_a_fusion_moves_what_it_uses(lines: tuple[str, ...], expected: float) -> None:
-    assert moved(f"f32[] {FUSION}", fused(*lines)) == expected
+    ]:
+        with subtests.test(lines=lines, expected=expected):
+            assert moved(f"f32[] {FUSION}", fused(*lines)) == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+def test_a_kernel_alone_moves_its_operands_and_results(subtests: pytest.Subtests) -> None:
+    for line, expected in [
         ("f32[10,100] copy(%stack)", 2 * STACK),
         ("f32[10,100] dynamic-update-slice(%stack, %row, %i, %i)", 2 * ROW),
         ("f32[1,100] dynamic-slice(%stack, %i, %i), dynamic_slice_sizes={1,100}", 2 * ROW),
         ("(f32[10,100], f32[10,100], u32[]) copy-start(%stack)", 2 * STACK),
         ('(f32[10,10], s8[4096]) custom-call(%stack, %row), custom_call_target="__cublas$gemm"', STACK + 2 * ROW),
-    ],
-)
-def test_a_kernel_alone_moves_its_operands_and_results(line: str, expected: float) -> None:
-    assert moved(line) == expected
+    ]:
+        with subtests.test(line=line, expected=expected):
+            assert moved(line) == expected
 
 
+CONVOLUTION = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (image: f32[8,16,14,14], filter: f32[32,16,3,3], outputs: f32[8,32,7,7]) -> f32[] {
+  %image = f32[8,16,14,14]{3,2,1,0} parameter(0)
+  %filter = f32[32,16,3,3]{3,2,1,0} parameter(1)
+  %outputs = f32[8,32,7,7]{3,2,1,0} parameter(2)
+  ROOT %k = CALL
+}
+"""
 LIBRARY = "custom-call(%stack, %stack), custom_call_target="
 GEMM = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["%d"]}}}'
 FLASH = 'custom-call(%%q, %%q), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "%s", num_stages = 2}'
@@ -101,9 +106,8 @@ ATTENTION = (
 )
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+def test_products_count_a_multiplication_and_an_addition_a_term(subtests: pytest.Subtests) -> None:
+    for line, expected in [
         ("f32[10,10] dot(%stack, %stack), lhs_contracting_dims={1}, rhs_contracting_dims={1}", 2 * 10 * 10 * 100),
         (f'(f32[10,10], s8[1]) {LIBRARY}"__cublas$gemm", {GEMM % 1}', 20_000),
         (f'f32[100,100] {LIBRARY}"__cublas$lt$matmul", {GEMM % 0}', 200_000),
@@ -120,34 +124,23 @@ ATTENTION = (
         (f"f32[10,100] {FLASH % 'flash_keys_causal'}", 3 * 2 * 8 * 64 * 64 * 16 / 2),
         ("f32[10,1] convolution(%stack, %row), dim_labels=bf_oi->bf", 2 * 10 * 100),
         ('f32[10,100] custom-call(%stack), custom_call_target="Sharding"', 0),
-    ],
-)
-def test_products_count_a_multiplication_and_an_addition_a_term(line: str, expected: int) -> None:
-    assert sum(count for _, count in flops(line)) == expected
+    ]:
+        with subtests.test(line=line, expected=expected):
+            assert sum(count for _, count in flops(line)) == expected
 
 
-@pytest.mark.parametrize(
-    ("result", "operands", "direction"),
-    [
+def test_a_strided_convolution_costs_the_same_in_all_directions(subtests: pytest.Subtests) -> None:
+    """Each of the 8 x 7 x 7 places of 32 outputs is a sum over 3 x 3 places of 16 inputs."""
+    for result, operands, direction in [
         ("f32[8,32,7,7]", "%image, %filter", "Forward"),
         ("f32[8,16,14,14]", "%outputs, %filter", "BackwardInput"),
         ("f32[32,16,3,3]", "%image, %outputs", "BackwardFilter"),
-    ],
-)
-def test_a_strided_convolution_costs_the_same_in_all_directions(result: str, operands: str, direction: str) -> None:
-    """Each of the 8 x 7 x 7 places of 32 outputs is a sum over 3 x 3 places of 16 inputs."""
-    call = f'custom-call({operands}), dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$conv{direction}"'
-    program = parse_program(f"""HloModule jit_step, is_scheduled=true
-
-ENTRY %main (image: f32[8,16,14,14], filter: f32[32,16,3,3], outputs: f32[8,32,7,7]) -> f32[] {{
-  %image = f32[8,16,14,14]{{3,2,1,0}} parameter(0)
-  %filter = f32[32,16,3,3]{{3,2,1,0}} parameter(1)
-  %outputs = f32[8,32,7,7]{{3,2,1,0}} parameter(2)
-  ROOT %k = ({result}, u8[0]) {call}
-}}
-""")
-    (found,) = products(program.entry.by_name["k"], program.entry, program)
-    assert found.flops == 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16)
+    ]:
+        call = f'custom-call({operands}), dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$conv{direction}"'
+        program = parse_program(CONVOLUTION.replace("CALL", f"({result}, u8[0]) {call}"))
+        with subtests.test(direction=direction):
+            (found,) = products(program.entry.by_name["k"], program.entry, program)
+            assert found.flops == 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16)
 
 
 def test_products_are_found_inside_fusions() -> None:
