@@ -179,7 +179,7 @@ def run(
     with resume.goes_on_with_more_nodes(workdir):
         needs = snapshots.needs(ex.state_shapes.to_keep)
         taken = check_step_fits(ex, step_fn, needs, restored=start.restored is not None)
-    supervisor.enter(Phase.LOADING)
+    supervisor.enter(Phase.LOADING if ex.has_weights else Phase.PREPARING)
     if start.restored:
         state = start.restored.state
         start = replace(start, restored=replace(start.restored, state=None))  # a replica that joins takes another one

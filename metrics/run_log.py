@@ -154,6 +154,10 @@ class RunLog:
             with self._explained():
                 self._writer.sync()
 
+    def is_lost(self) -> bool:
+        """Whether the run's directory was deleted or moved: then nobody will find what is written."""
+        return self._enabled and self._writer.is_lost()
+
     def _write_if_due(self) -> None:
         """Writes the row of the latest step if due.
 

@@ -51,6 +51,10 @@ class MetricsWriter:
         self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         self._write_event(int(step), values)
 
+    def is_lost(self) -> bool:
+        """Whether metrics.jsonl, which is open, is no longer in its folder: that was deleted or moved."""
+        return self._lines is not None and not self._path.exists()
+
     def sync(self) -> None:
         """Waits until the lines of metrics.jsonl are on the disk: a machine that fails then does not lose them."""
         if self._lines is not None:

@@ -3,6 +3,7 @@
 import gc
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import jax
@@ -44,6 +45,19 @@ def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, room: int, capsys:
     assert run_here(*arguments(workdir)) == 0
     check_same_end(workdir, undisturbed)
     gc.collect()  # writes of the failed save that nobody awaited: else the next test would hear of them
+
+
+def test_a_deleted_workdir_is_noticed_at_the_next_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The state is saved there again, so the same command continues."""
+    undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "run"
+    assert run_here(*arguments(undisturbed)) == 0
+    capsys.readouterr()
+    assert run_here(*arguments(workdir), hooks=[at_step(2, lambda: shutil.rmtree(workdir))]) == 75
+    err = capsys.readouterr().err
+    assert f"{workdir} was deleted or moved during the run: " in err and "step 5 is saved there again" in err
+    assert err.count("\n") == 1
+    assert run_here(*arguments(workdir)) == 0
+    assert [row["loss"] for row in rows(workdir)] == losses(undisturbed)[5:]
 
 
 def test_too_many_non_finite_updates_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,11 @@ class Experiment:
         new = jax.jit(lambda key: getattr(self._new_state(key), part), out_shardings=shardings)
         return self.block(new(jax.random.key(self.config.seed)))
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the run starts from a checkpoint of transformers."""
+        return isinstance(self.model.config, TransformerConfig) and bool(self.model.config.weights)
+
     def open_weights(self) -> Weights | None:
         """Returns the checkpoint of `model.weights`, headers only, if any. ValueError if it does not fit the model."""
         model = self.model.config

@@ -16,6 +16,7 @@ import jax
 from metrics.run_log import RunLog
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
+from runtime.exit_codes import ResumableError
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor
 from sharding.step import TrainState
@@ -227,9 +228,19 @@ class Keeper:
                 self.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
 
     def save(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Starts saving a checkpoint."""
-        if (kept := self.to_save(state)) is None:
-            return
+        """Starts saving a checkpoint. ResumableError, after the save, if the run's directory was deleted meanwhile."""
+        is_lost = broadcast(new_key("is-lost"), self.log.is_lost)
+        if (kept := self.to_save(state)) is not None:
+            self._save(step, kept, metrics)
+        if is_lost:
+            self.checkpointer.wait()
+            raise ResumableError(
+                f"{self.checkpointer.directory.parent} was deleted or moved during the run: its metrics and earlier "
+                f"checkpoints are gone{f', step {step} is saved there again' if kept else ''}; run the same command "
+                "again to go on"
+            )
+
+    def _save(self, step: int, kept: TrainState, metrics: Metrics) -> None:
         with self.report.apart("checkpoint_s"):
             self.log.flush()
             data = {"step": step, **self.position}
