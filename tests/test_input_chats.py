@@ -102,10 +102,9 @@ def test_a_long_conversation_is_rendered_in_time_that_grows_with_its_length(tmp_
         rendered.clear()
         text, spans = one.answers(turns)
         assert sum(rendered) < 20 * len(turns)
-        monkeypatch.setattr(chat_template, "LONG", len(turns))
-        assert one.answers(turns) == (text, spans) and len(spans) == 80
-        monkeypatch.undo()
-        monkeypatch.setattr(chat_template.RENDERER, "render", counted)
+        with monkeypatch.context() as patched:
+            patched.setattr(chat_template, "LONG", len(turns))
+            assert one.answers(turns) == (text, spans) and len(spans) == 80
 
 
 def test_weight_and_train_exclude_an_answer_from_the_loss(tmp_path: Path) -> None:

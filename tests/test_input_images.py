@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
-from test_input_tfds import InputTiny, own_data_dir  # noqa: F401 (a fixture)
+from tables import check_rows, raised
+from tfds_files import InputTiny, own_data_dir  # noqa: F401 (a fixture)
 
 from configs import base
 from configs.schema import DataConfig
@@ -23,10 +24,6 @@ DIGITS: dict[str, Any] = base.get_config().data.to_dict() | {"source": "digits",
 
 def settings(**changes: Any) -> DataConfig:
     return DataConfig(**DIGITS | changes)
-
-
-def one_line(message: str):
-    return pytest.raises(ValueError, match=message + r"[^\n]*\Z")
 
 
 # ---------------------------------------------------------------------------------------------------- the digits
@@ -82,11 +79,11 @@ def test_pixels_are_cropped_to_the_box() -> None:
     assert grey.shape == (4, 4, 1) and np.all(grey == 1)
 
 
-@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
-def test_images_with_more_than_8_bits_are_rejected(mode: str) -> None:
+def test_images_with_more_than_8_bits_are_rejected() -> None:
     """Pillow would cut every value above 255 off, and nearly all of such an image is white then."""
-    with one_line(f"an image of mode {mode}"):
-        pixels(Image.new(mode, (8, 8)), (0, 0, 8, 8), size=8, channels=1)
+    for mode in ("I;16", "I", "F"):
+        cut = lambda mode=mode: pixels(Image.new(mode, (8, 8)), (0, 0, 8, 8), size=8, channels=1)
+        assert f"an image of mode {mode}" in raised(cut)
 
 
 def test_random_boxes_have_published_areas_and_ratios() -> None:
@@ -140,8 +137,11 @@ def test_shifted_images_are_crops_of_the_padded_image() -> None:
 # ----------------------------------------------------------------------------------------------- synthetic images
 
 
-@pytest.mark.parametrize(("size", "channels"), [(32, 3), (7, 1)])
-def test_synthetic_images_show_their_class_under_noise(size: int, channels: int) -> None:
+def test_synthetic_images_show_their_class_under_noise() -> None:
+    check_rows([(32, 3), (7, 1)], check_synthetic_images)
+
+
+def check_synthetic_images(size: int, channels: int) -> None:
     config = settings(source="synthetic", image_size=size, channels=channels)
     train, again = load(config, "train", 0), load(config, "train", 0)
     examples = [train[i] for i in range(600)]
@@ -161,25 +161,19 @@ def test_synthetic_images_show_their_class_under_noise(size: int, channels: int)
 # ------------------------------------------------------------------------------------------------ TFDS data sets
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "reds", "classes"),
-    [
-        ("images", "train", range(0, 30, 5), 4),
-        ("images", "validation", range(0, 15, 5), 4),
-        ("photos", "train", range(0, 190, 5), 2),
-        ("photos", "validation", (190, 195), 2),
-    ],
-)
-def test_tfds_images_and_labels_match_the_data_set(
-    data_dir: Path, name: str, split: Any, reds: Any, classes: int
-) -> None:
-    config = settings(source=f"tfds:input_tiny/{name}", path=str(data_dir), image_size=16, channels=3)
-    dataset = load(config, split, 0)
-    examples = [dataset[i] for i in range(len(dataset))]
-    colours = [np.round((x["images"][3, 4] + 1) * 127.5).astype(int).tolist() for x in examples]
-    assert sorted(colours) == [[red, 0, 255] for red in reds]
-    assert all(x["labels"] == colour[0] // 5 % 2 for x, colour in zip(examples, colours, strict=True))
-    assert dataset.num_classes == classes and {x["images"].shape for x in examples} == {(16, 16, 3)}
+def test_tfds_images_and_labels_match_the_data_set(data_dir: Path) -> None:
+    def check(name: str, split: Any, reds: Any, classes: int) -> None:
+        config = settings(source=f"tfds:input_tiny/{name}", path=str(data_dir), image_size=16, channels=3)
+        dataset = load(config, split, 0)
+        examples = [dataset[i] for i in range(len(dataset))]
+        colours = [np.round((x["images"][3, 4] + 1) * 127.5).astype(int).tolist() for x in examples]
+        assert sorted(colours) == [[red, 0, 255] for red in reds]
+        assert all(x["labels"] == colour[0] // 5 % 2 for x, colour in zip(examples, colours, strict=True))
+        assert dataset.num_classes == classes and {x["images"].shape for x in examples} == {(16, 16, 3)}
+
+    rows = [("images", "train", range(0, 30, 5), 4), ("images", "validation", range(0, 15, 5), 4)]
+    rows += [("photos", "train", range(0, 190, 5), 2), ("photos", "validation", (190, 195), 2)]
+    check_rows(rows, check)
 
 
 def test_fingerprint_changes_with_the_labels(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,5 +210,5 @@ def test_damaged_record_raises_with_its_index(data_dir: Path) -> None:
     content[place : place + 40] = bytes(40)
     file.write_bytes(content)
     dataset = load(config, "train", 0)
-    with one_line("tfds:input_tiny/images: record . of train cannot be read"):
-        [dataset[i] for i in range(6)]
+    message = raised(lambda: [dataset[i] for i in range(6)])
+    assert message.startswith("tfds:input_tiny/images: record ") and " of train cannot be read" in message

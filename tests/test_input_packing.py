@@ -8,8 +8,9 @@ import numpy as np
 import plain_data
 import pytest
 from shard_texts import own_cache  # noqa: F401 (a fixture)
+from tables import check_rows
 
-from configs.schema import Config, DataConfig, defaults
+from configs.schema import DataConfig
 from input_pipeline import TextDataset, load
 
 LENGTH = 24
@@ -83,12 +84,15 @@ def rooms(lengths: list[int], size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
-@pytest.mark.parametrize("folder", [0, 1, 2])
-def test_rows_of_whole_documents(folders: list[Path], folder: int, objective: str) -> None:
+def test_rows_of_whole_documents(folders: list[Path], objective: str) -> None:
+    check_rows([(folder, objective) for folder in folders], check_rows_of_whole_documents)
+
+
+def check_rows_of_whole_documents(folder: Path, objective: str) -> None:
     causal = objective == "causal"
     length = LENGTH + causal
-    wanted = pieces(plain_data.documents(folders[folder]), length, LENGTH)
-    data = dataset(folders[folder], "whole", objective=objective, mask_rate=0.9)
+    wanted = pieces(plain_data.documents(folder), length, LENGTH)
+    data = dataset(folder, "whole", objective=objective, mask_rate=0.9)
     found: Counter[bytes] = Counter()
     left, ends = [], 0
     for example in epoch(data):
@@ -130,27 +134,3 @@ def test_index_of_rows_is_kept_and_verified(folders: list[Path], cache_folder: P
 
 def test_fingerprints_of_packings_differ(folders: list[Path]) -> None:
     assert len({dataset(folders[0], packing).fingerprint for packing in ("stream", "documents", "whole")}) == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data.packing": "document"}, r"data.packing=document is not known; one of .*; did you mean documents\?"),
-        (
-            {"data.packing": "whole", "data.source": "synthetic"},
-            "data.packing='whole': the tokens of .*synthetic' are no",
-        ),
-        (
-            {"data.packing": "whole", "data.mixture": "1 synthetic"},
-            "component synthetic: data.packing='whole': the tokens",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(changes: dict[str, str], message: str) -> None:
-    values = defaults()
-    values["sharding"]["partition_size"] = 2
-    for name, value in changes.items():
-        section, _, key = name.partition(".")
-        values[section][key] = value
-    with pytest.raises(ValueError, match=message + r"[^\n]*\Z"):
-        Config.from_dict(values)

@@ -204,15 +204,6 @@ def config_file(folder: Path, **content: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
 
 
-def test_settings_that_do_not_go_with_a_tokenizer() -> None:
-    rows = [
-        ({"add_bos": "always"}, "data.add_bos='always': data.tokenizer='bytes' has no <bos>; leave it at auto"),
-        ({"eos_token": "x", "tokenizer": "sentencepiece", "tokenizer_path": "m"}, "leave data.eos_token empty"),
-        ({"add_bos": "yes"}, "data.add_bos=yes is not known; one of auto, always, never"),
-    ]
-    check_rows(rows, lambda changes, message: raised(lambda: settings("a", **changes)).index(message))
-
-
 FILES = Path(__file__).parent / "data" / "tokenizers"
 DOCUMENTS = [  # folder, changes, and what begins and ends a document
     ("bos_added_by_its_own_file", {}, "<bos>", "<eos>"),

@@ -2,7 +2,7 @@
 
 import json
 
-import pytest
+from tables import check_rows, raised
 
 from files import json_objects
 
@@ -23,33 +23,28 @@ ONLY_LENIENT = {
     '{"a": "\\ud83d"}': "it is not UTF-8",
 }
 REFUSED = {
-    "": "Expecting value",
-    '{"a": 1} {}': "Extra data",
-    "[" * 101 + "]" * 101: "it has more than 100 levels",
-    '{"a": ' * 100_000: "it has more than 100 levels",
+    b"": "Expecting value",
+    b'{"a": 1} {}': "Extra data",
+    b"[" * 101 + b"]" * 101: "it has more than 100 levels",
+    b'{"a": ' * 100_000: "it has more than 100 levels",
+    b'{"a": "\xff"}': "it is not UTF-8",
 }
 
 
-@pytest.mark.parametrize("lenient", [True, False])
-def test_what_is_accepted_has_its_value(lenient: bool) -> None:
+def test_what_is_accepted_has_its_value() -> None:
     for text in ACCEPTED:
         wanted = json.loads(text.removeprefix("\ufeff"))
-        assert json_objects.value(text.encode(), "here", lenient=lenient) == wanted
-
-
-def test_what_only_python_writes_is_accepted_where_lenient() -> None:
-    for text, why in ONLY_LENIENT.items():
+        for lenient in (True, False):
+            assert json_objects.value(text.encode(), "here", lenient=lenient) == wanted
+    for text in ONLY_LENIENT:
         assert repr(json_objects.value(text, "here", lenient=True)) == repr(json.loads(text))
-        with pytest.raises(ValueError, match=f"^here is not JSON: {why}$"):
-            json_objects.value(text.encode(), "here")
 
 
-@pytest.mark.parametrize("lenient", [True, False])
-def test_what_is_refused_is_one_line(lenient: bool) -> None:
-    for text, why in REFUSED.items():
-        with pytest.raises(ValueError, match=f"^here is not JSON: {why}[^\n]*$"):
-            json_objects.value(text.encode(), "here", lenient=lenient)
-    with pytest.raises(ValueError, match="^here is not JSON: it is not UTF-8$"):
-        json_objects.value(b'{"a": "\xff"}', "here", lenient=lenient)
-    with pytest.raises(ValueError, match="^here is not a JSON object, but of type list$"):
-        json_objects.parse("[]", "here", lenient=lenient)
+def test_what_is_refused_is_one_line() -> None:
+    def check(content: bytes, why: str, lenient: bool) -> None:
+        said = raised(lambda: json_objects.value(content, "here", lenient=lenient))
+        assert said.startswith(f"here is not JSON: {why}")
+
+    check_rows([(content, why, lenient) for content, why in REFUSED.items() for lenient in (True, False)], check)
+    check_rows([(text.encode(), why, False) for text, why in ONLY_LENIENT.items()], check)
+    assert raised(lambda: json_objects.parse("[]", "here")) == "here is not a JSON object, but of type list"

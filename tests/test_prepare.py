@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from tables import check_rows
 
 from input_pipeline import prepare
 from input_pipeline.shards import ShardSet
@@ -33,16 +34,6 @@ def test_disk_holds_one_file_at_a_time(
     assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'set'}"]) == 0
     check_whole(tmp_path / "set")
     assert [len(files) for files in seen] == [1] * len(TEXTS) + [0]
-
-
-def test_an_out_that_cannot_be_written_is_not_blamed_on_the_cache(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'file' / 'set'}"]) == 2
-    err = capsys.readouterr().err
-    assert "file/set/" in err and err.rstrip().endswith("free space there, or choose another --out"), err
-    assert "cache" not in err and err.count("error: ") == 1
 
 
 def test_interrupted_and_called_again_stores_what_is_left(
@@ -82,24 +73,28 @@ def test_tokens_that_a_run_has_made_are_used(texts: Path, tmp_path: Path, monkey
     check_whole(tmp_path / "set")
 
 
-def test_the_files_folder_by_another_name_is_no_out(
+def test_mistakes_are_one_line_in_terms_of_its_own_options(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An --out that cannot be written is not blamed on the cache, and a link to the files' folder is no --out."""
+    (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(texts)
-    assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'link'}"]) == 2
-    assert "link is --path: its index would hide" in capsys.readouterr().err and not (texts / "index.json").exists()
+    out, path = f"--out={tmp_path / 'set'}", f"--path={texts}"
+    rows = [
+        (["--path=/nope", out], "--path /nope does not exist"),
+        ([path, out, "--tokenizer=hugging_face", "--tokenizer_path=/nope"], "--tokenizer_path /nope cannot be read"),
+        ([path, out, "--add_bos=always"], "--add_bos='always': --tokenizer='bytes' has no <bos>"),
+        ([path, "--out=ftp://x"], "error: --out ftp://x is no"),
+        ([path, out, "--tokeniser=z"], "--tok"),
+        ([path, f"--out={tmp_path / 'link'}"], "link is --path: its index would hide"),
+        ([path, f"--out={tmp_path / 'file' / 'set'}"], "free space there, or choose another --out"),
+    ]
 
-
-def test_errors_name_its_own_options(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--path=/nope"], [f"--path={texts}", "--tokenizer=hugging_face", "--tokenizer_path=/nope"]):
-        assert prepare.main([*words, f"--out={tmp_path / 'set'}"]) == 2
+    def check(words: list[str], message: str) -> None:
+        assert prepare.main(words) == 2
         said = capsys.readouterr().err
-        assert words[-1].partition("=")[0] in said and "data." not in said, said
-    assert prepare.main([f"--path={texts}", "--out=ftp://x"]) == 2
-    assert "error: --out ftp://x is no" in capsys.readouterr().err
+        assert said.startswith("error: ") and message in said and said.count("\n") == 1
+        assert "data." not in said and "cache" not in said
 
-
-def test_a_mistake_in_a_flag_is_one_line(capsys: Any) -> None:
-    assert prepare.main(["--path=x", "--out=y", "--tokeniser=z"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "--tok" in said and said.count("\n") == 1
+    check_rows(rows, check)
+    assert not (texts / "index.json").exists()

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ def test_files_of_documents_are_tokenised_once_by_all_nodes(texts, tmp_path, mon
         assert web.gets == once | {"/index.json": 2}  # the nodes have the rest from each other
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_cache_are_one_node(web, tmp_path, monkeypatch):
     shared, alone = caches(tmp_path, 2)
     config = settings(web.url)
@@ -88,6 +90,7 @@ def owned_by(one: ShardSet, node: str) -> list[Any]:
     return [shard for shard in one.index.shards if rendezvous(shard.sha256, one.tiers.peers.nodes)[0] == node]
 
 
+@pytest.mark.slow
 def test_dead_node_is_passed_over(web, tmp_path, monkeypatch):
     """The next in rendezvous order downloads its shards, once for all that are left."""
     config = settings(web.url)
@@ -102,6 +105,7 @@ def test_dead_node_is_passed_over(web, tmp_path, monkeypatch):
         assert max(n for path, n in web.gets.items() if path != "/index.json") == 1
 
 
+@pytest.mark.slow  # waits for real time
 @pytest.mark.parametrize("failure", ["is silent", "waits for ever", "cannot download"])
 def test_node_that_does_not_give_a_shard_is_passed_over_and_not_asked_again_at_once(
     web, tmp_path, monkeypatch, failure
@@ -133,18 +137,7 @@ def test_node_that_does_not_give_a_shard_is_passed_over_and_not_asked_again_at_o
             ended.set()
 
 
-def test_damaged_copy_of_a_peer_is_not_taken(web, tmp_path, monkeypatch):
-    config = settings(web.url)
-    with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other):
-        assert other.tiers.peers
-        shard = owned_by(one, other.tiers.peers.node)[0]
-        tokens = other.tiers.get(shard).tobytes()
-        (other.cache.folder / shard.file).unlink()
-        (other.cache.folder / shard.file).write_bytes(b"\xff" + tokens[1:])
-        assert one.tiers.get(shard).tobytes() == tokens
-        assert one.tiers.counters.peer_hits == 0 and one.tiers.counters.store_hits == 1
-
-
+@pytest.mark.slow
 def test_node_that_has_a_shard_is_asked_before_the_store(web, tmp_path, monkeypatch):
     """Even if the asking node is the one that would download it."""
     with opened(settings(web.url), caches(tmp_path, 3), monkeypatch) as sets:
@@ -159,6 +152,17 @@ def test_node_that_has_a_shard_is_asked_before_the_store(web, tmp_path, monkeypa
         assert web.gets[f"/{shard.file}"] == 1
 
 
+def test_damaged_copy_of_a_peer_is_not_taken(web, tmp_path, monkeypatch):
+    with opened(settings(web.url), caches(tmp_path, 2), monkeypatch) as (one, other):
+        assert other.tiers.peers
+        shard = owned_by(one, other.tiers.peers.node)[0]
+        tokens = other.tiers.get(shard).tobytes()
+        (other.cache.folder / shard.file).unlink()
+        (other.cache.folder / shard.file).write_bytes(b"\xff" + tokens[1:])
+        assert one.tiers.get(shard).tobytes() == tokens
+        assert one.tiers.counters.peer_hits == 0 and one.tiers.counters.store_hits == 1
+
+
 def test_a_process_of_the_run_gets_only_what_the_index_names(web, tmp_path, monkeypatch):
     with opened(settings(web.url), caches(tmp_path, 2), monkeypatch) as (one, other):
         assert one.tiers.peers and other.tiers.peers
@@ -168,30 +172,23 @@ def test_a_process_of_the_run_gets_only_what_the_index_names(web, tmp_path, monk
         assert (tmp_path / "stolen").read_bytes() == b""
 
 
-def test_requests_to_download_go_up_the_order_alone():
-    """So no two nodes wait for each other."""
+def test_the_order_in_which_nodes_are_asked():
+    """Requests to download go up the order alone, so no two nodes wait for each other.
+
+    The node that has tokenised a file is asked first: of many nodes the one that would download it need not be the one
+    that has made it, nor ask that one.
+    """
     nodes = [f"n{n}" for n in range(5)]
     addresses = [Address(process=n, host="", port=0) for n in range(5)]
     for key in map(str, range(50)):
-        shard: Any = type("Shard", (), {"sha256": key, "name": f"{key}.txt"})
-        order = rendezvous(key, nodes)
+        shard: Any = SimpleNamespace(sha256=key, name=f"{key}.txt")
+        order, maker = rendezvous(key, nodes), maker_of(f"{key}.txt", nodes)
         for me, node in enumerate(nodes):
-            one = Peers(me, nodes, addresses, TOKEN)
+            one, made = (Peers(me, nodes, addresses, TOKEN, tokenised=tokenised) for tokenised in (False, True))
             asks, mine = one.to_ask(shard, downloads=False), order.index(node)
             assert [node for node, download in asks if download] == order[:mine]
             assert [node for node, download in asks if not download] == order[mine + 1 :][: shard_tiers.ASKED]
             assert not any(download for _, download in one.to_ask(shard, downloads=True))
-
-
-def test_the_node_that_has_tokenised_a_file_is_asked_first():
-    """Of many nodes the one that would download it need not be the one that has made it, nor ask that one."""
-    nodes = [f"n{n}" for n in range(9)]
-    addresses = [Address(process=n, host="", port=0) for n in range(9)]
-    for key in map(str, range(20)):
-        shard: Any = type("Shard", (), {"sha256": key, "name": f"{key}.txt"})
-        maker = maker_of(shard.name, nodes)
-        for me, node in enumerate(nodes):
-            first, then = (Peers(me, nodes, addresses, TOKEN, tokenised=tokenised) for tokenised in (True, False))
             for downloads in (True, False):
-                asked = then.to_ask(shard, downloads=downloads)
-                assert first.to_ask(shard, downloads=downloads) == [(maker, False)] * (node != maker) + asked
+                asked = one.to_ask(shard, downloads=downloads)
+                assert made.to_ask(shard, downloads=downloads) == [(maker, False)] * (node != maker) + asked

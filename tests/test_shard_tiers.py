@@ -12,6 +12,8 @@ from waiting import until
 from input_pipeline.shard_index import Shard
 from input_pipeline.shard_tiers import Counters, DamagedObjectError, OpenShards
 
+pytestmark = pytest.mark.slow  # they wait for threads
+
 
 def shard(name: str) -> Shard:
     return Shard(name=name, num_tokens=1, text_bytes=1, dtype="<u2", sha256=name * 64)

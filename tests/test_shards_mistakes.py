@@ -34,6 +34,7 @@ def error(capfd: pytest.CaptureFixture[str]) -> str:
     return said
 
 
+@pytest.mark.slow  # waits for real time
 def test_store_that_was_never_reached_is_exit_code_2(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """But a run that has begun waits for it, as for a store that goes away."""
     monkeypatch.setattr(store, "FIRST_S", 0.3)

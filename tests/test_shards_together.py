@@ -15,6 +15,7 @@ from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore, StoreError
 
 
+@pytest.mark.slow  # a race of threads
 def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> None:
     """They share the cache, write the same file in it, and open it, which removes what killed processes left."""
     with ShardSet(settings(texts)) as one:
@@ -51,7 +52,10 @@ def lose(web: Server, path: str, fault: int) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
-    [(500, StoreAwayError, "the store has been away for .* s .it answers 500"), (403, StoreError, "part05.txt: .*403")],
+    [
+        pytest.param(500, StoreAwayError, "the store has been away for .* s .it answers 500", marks=pytest.mark.slow),
+        (403, StoreError, "part05.txt: .*403"),
+    ],
 )
 def test_failure_of_one_while_it_tokenises_is_that_of_all(
     web: Server, fault: int, kind: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

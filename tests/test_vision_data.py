@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from running import ROOT, rows, run_here
-from test_input_tfds import own_data_dir  # noqa: F401 (a fixture)
+from tfds_files import own_data_dir  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*tf.data:UserWarning")]
 
