@@ -37,7 +37,7 @@ from sharding import drawing
 from state import check_path
 from state.checkpointer import Checkpointer, CheckpointError
 from state.snapshots import Snapshots
-from training import groups, resume
+from training import groups, idle, resume
 from training.datasets import load_datasets
 from training.devices import unused_gpus, use_compilation_cache, use_devices
 from training.experiment import Experiment, make_experiment
@@ -194,7 +194,12 @@ def run(
     log = make_log(ex, data.train, workdir, start.step, step_fn, started_s, config_file)
     with log, checkpointer, snapshots, batches:
         examples = config.num_steps * config.batch.global_size
-        advice = (*unused_gpus(config), *ex.batches.described, *losses.described(config.to_dict(), defaults()))
+        advice = (
+            *unused_gpus(config),
+            *ex.batches.described,
+            *idle.described(config, ex.plan.layout),
+            *losses.described(config.to_dict(), defaults()),
+        )
         at_start = (*taken, *advice, start.described(config.num_steps, workdir, may_join=group is not None))
         for line in (*at_start, *sampler.warnings, *data.described(examples)):
             log.say(line)

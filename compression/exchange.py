@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from compression.primitives import encoded, summed
-from compression.statistics import Sent, State, added, dense_sent, nothing_sent, zeros_R
+from compression.statistics import Sent, State, added, dense_sent, nothing_sent, with_zero_counts, zeros_R
 from sharding.coded import Codec
 from sharding.hlo import WARM_UP
 from sharding.hop_two import Counts, Exchange, Exchanged
@@ -41,7 +41,46 @@ def exchange(
     gradients by then, and become zero.
     """
     primitive = encoded(plan, codec, error_feedback=error_feedback) if codec else summed(plan)
-    return by_groups(plan, primitive, encodes=codec is not None, error_feedback=error_feedback)
+    method: Any = by_groups(plan, primitive, encodes=codec is not None, error_feedback=error_feedback)
+    if plan.layout.replica_axes:
+        return method
+
+    def update(
+        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[Grads, Any]:
+        """One replica has nothing to exchange; its device takes at most a slice."""
+        if exchanged:
+            return method.update(updates, state, params, exchanged=exchanged)
+        return plan.constrain(jax.tree.map(lambda x: x[0], updates), plan.layout.optimizer), state
+
+    return optax.GradientTransformationExtraArgs(method.init, update)
+
+
+def idle(plan: ShardingPlan, method: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns the transform of a method without its compression: exact means, and its state as it was.
+
+    For replicas that no link between nodes connects. The state stays in checkpoints, so that the run can continue on
+    several nodes; only the counts of the last exchange become zero.
+    """
+    dense: Any = exchange(plan)
+
+    def update(
+        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
+    ) -> tuple[Grads, Any]:
+        mean, _ = dense.update(updates, State(), params, exchanged=exchanged)
+        return mean, with_zero_counts(state)
+
+    return optax.GradientTransformationExtraArgs(method.init, update)
+
+
+def uncounted(method: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the transform of a method that sends nothing between nodes: its counts are zero."""
+
+    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+        out, after = method.update(updates, state, params)
+        return out, with_zero_counts(after)
+
+    return optax.GradientTransformation(method.init, update)
 
 
 def by_groups(
@@ -76,8 +115,6 @@ def by_groups(
             finite = jnp.isfinite(optax.tree.norm(out))
             kept_R = jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)
             return out, _after(state, (), kept_R, Sent(*exchanged.counts)) if encodes else state
-        if not layout.replica_axes:  # one replica: nothing to exchange, at most a local slice
-            return plan.constrain(jax.tree.map(lambda x: x[0], updates), layout.optimizer), state
         return _run(plan, on_shards, updates, state)
 
     return optax.GradientTransformationExtraArgs(init, update)

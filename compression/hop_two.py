@@ -13,11 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from compression.exchange import idle, uncounted
+from compression.primitives import summed
 from compression.statistics import State
 from configs.schema import CompressionConfig, OptimizerConfig
 from sharding.hop_two import Early, Exchange, Exchanged
+from sharding.mesh import inter_part
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
+from sharding.scopes import Layout
 from sharding.trees import Grads, GradsR, Params, PyTree
 
 
@@ -49,6 +53,10 @@ class HopTwo:
     def transform(self, setup: Setup) -> optax.GradientTransformationExtraArgs:
         """Returns the hop-two transform of a run, whose state takes nothing of a step that is skipped."""
         hop_two = self.build(setup)
+        if self.is_idle(setup.plan.layout):
+            hop_two = idle(setup.plan, hop_two)
+        elif not inter_part(setup.plan.layout.replica_axes):
+            hop_two = uncounted(hop_two)
         if setup.compression.delayed:
             return delayed(hop_two, setup.plan.layout.num_replicas)
         return unless_not_finite(hop_two)
@@ -64,17 +72,32 @@ class HopTwo:
         in_pieces = setup.compression.delayed and layout.optimizer_beyond_gradients
         if self.primitive is None or not by_layer or in_pieces:
             return None
-        exchange = self.primitive(setup)
+        in_micro_steps = self.in_micro_steps(setup)
         if not setup.compression.delayed:
-            return lambda state: early_exchange(exchange, state)
-        return lambda state: replace(early_exchange(exchange, state.exchange), waiting=state.waiting.tree)
+            return in_micro_steps
+        return lambda state: replace(in_micro_steps(state.exchange), waiting=state.waiting.tree)
 
+    def is_idle(self, layout: Layout) -> bool:
+        """Whether there is nothing to compress, because no replicas are on different nodes.
 
-def early_exchange(exchange: Exchange, state: State) -> Early:
-    """Returns what the micro-steps need to exchange gradients, of the transform's state."""
-    done = state.step if state.sent else jnp.zeros((), jnp.int32)
-    kept_R = state.residual.tree if state.residual else None
-    return Early(exchange=exchange, num_counts=len(state.sent), done=done, kept=kept_R)
+        A method that replaces the optimizer is never idle: without it the parameters would be updated otherwise.
+        """
+        return self.takes_over is None and not inter_part(layout.replica_axes)
+
+    def in_micro_steps(self, setup: Setup) -> Callable[[State], Early]:
+        """Returns what the micro-steps need to exchange gradients, of the transform's state."""
+        assert self.primitive
+        if self.is_idle(setup.plan.layout):
+            dense = summed(setup.plan, packed=True)
+            return lambda state: Early(exchange=dense, done=jnp.zeros((), jnp.int32))
+        exchange = self.primitive(setup)
+
+        def early(state: State) -> Early:
+            done = state.step if state.sent else jnp.zeros((), jnp.int32)
+            kept_R = state.residual.tree if state.residual else None
+            return Early(exchange=exchange, num_counts=len(state.sent), done=done, kept=kept_R)
+
+        return early
 
 
 def unless_not_finite(hop_two: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.hop_two import HopTwo, Setup, early_exchange
+from compression.hop_two import HopTwo, Setup
 from compression.statistics import with_zero_counts
 from configs.schema import LEAST_INTERVAL, LocalSGDConfig
 from sharding.averages import part_averages
@@ -55,13 +55,12 @@ def drift(states: States) -> GradsR:
 
 def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> Callable[[States], Early]:
     """Returns what the micro-steps need to exchange the drifts' parts, by a method that takes parts."""
-    assert method.primitive
-    exchange = method.primitive(setup)
+    in_micro_steps = method.in_micro_steps(setup)
 
     def early(states: States) -> Early:
         hop_two, local = states
         waiting = jax.tree.map(jnp.negative, local.drift.tree)
-        return replace(early_exchange(exchange, hop_two), done=local.step, waiting=waiting, parts=config.inner_steps)
+        return replace(in_micro_steps(hop_two), done=local.step, waiting=waiting, parts=config.inner_steps)
 
     return early
 

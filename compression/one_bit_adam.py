@@ -19,12 +19,13 @@ import optax
 from jax import lax
 
 from compression.codecs import OneBit
-from compression.exchange import exchange
+from compression.exchange import exchange, idle
 from compression.hop_two import HopTwo, Setup
 from compression.statistics import State, dense_sent
 from configs.schema import OptimizerConfig
 from sharding.coded import Codec
 from sharding.hlo import WARM_UP
+from sharding.mesh import inter_part
 from sharding.plan import ShardingPlan
 from sharding.trees import Grads, GradsR, Params
 
@@ -43,6 +44,8 @@ def one_bit_adam(
 ) -> optax.GradientTransformation:
     """Returns hop two by 1-bit Adam: gradients `[R, ...]` to Adam's direction, in the optimizer's scope."""
     dense, coded = exchange(plan), exchange(plan, codec)
+    if not inter_part(plan.layout.replica_axes):
+        coded = idle(plan, coded)
     bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5)
 
     def init(params: Params) -> OneBitAdamState:

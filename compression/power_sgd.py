@@ -21,6 +21,7 @@ from jax import lax
 from compression.exchange import dense_at_first, of_all_shards, to_optimizer_scope
 from compression.hop_two import HopTwo
 from compression.statistics import Sent, State, nothing_sent, zeros_R
+from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, is_placement, is_spec
 from sharding.trees import Axes, Params, PyTree, Shards
@@ -33,7 +34,8 @@ class Matrix:
     """One parameter as `[layers, rows, *columns]`, and which of its dims are cut over which axes.
 
     Each device computes from its local block and sums the results, placed into zeros, over all devices. The factors are
-    therefore those of the whole matrix.
+    therefore those of the whole matrix. The stages of a pipeline have blocks of different layers, and all of them get
+    the factors of all layers.
     """
 
     shape: tuple[int, ...]  # the first dim is that of the layers, 1 if they are not stacked
@@ -173,9 +175,10 @@ def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int
         placement.expert_dim: placement.held,
         placement.tensor_dim: ("tensor",),
     }
+    of_layers = {0: (STAGE,)} if placement.staged else {}
     return Matrix(
         shape=shape,
         rank=rank,
-        cuts={dim + 1 - stacked: axes for dim, axes in cuts.items() if dim is not None and axes},
+        cuts=of_layers | {dim + 1 - stacked: axes for dim, axes in cuts.items() if dim is not None and axes},
         replicas=plan.layout.replica_axes,
     )

@@ -26,11 +26,18 @@ def piece_length(batch: int, length: int, vocab: int) -> int:
 
 
 def sum_of_pieces(
-    of_piece: Callable[[PyTree, Array, Rows], Array], params: PyTree, x_BTD: Array, rows: Rows, length: int
+    of_piece: Callable[[PyTree, Array, Rows], Array],
+    params: PyTree,
+    x_BTD: Array,
+    rows: Rows,
+    length: int,
+    *,
+    frozen: bool = False,
 ) -> Array:
     """Returns the sum of `of_piece(params, x_BCD, rows_BC)`, float32 scalars, over pieces of C = `length` positions.
 
-    Gradients by `params` are summed over the pieces in float32, and have the parameters' dtype; `rows` get none.
+    Gradients by `params` are summed over the pieces in float32, and have the parameters' dtype; `rows` get none, and
+    neither do `frozen` parameters.
     """
     if length == x_BTD.shape[1]:
         return of_piece(params, x_BTD, rows)
@@ -51,8 +58,11 @@ def sum_of_pieces(
         return lax.scan(add, of_piece(params, *first), others)[0]
 
     def gradients(params: PyTree, piece: tuple[Array, Rows]) -> tuple[PyTree, Array]:
-        """Returns the loss and its gradients by the parameters, in float32; and by `x_BCD`."""
+        """Returns the loss and its gradients by the parameters, in float32, if they are not frozen; and by `x_BCD`."""
         x_BCD, rows_BC = piece
+        if frozen:
+            loss, back = jax.vjp(lambda x: of_piece(params, x, rows_BC), x_BCD)
+            return (loss, ()), *back(loss * 0 + 1)
         loss, back = jax.vjp(lambda params, x: of_piece(params, x, rows_BC), params, x_BCD)
         of_params, of_x_BCD = back(loss * 0 + 1)
         return (loss, jax.tree.map(lambda g: g.astype(jnp.float32), of_params)), of_x_BCD
@@ -66,10 +76,14 @@ def sum_of_pieces(
         start, of_first_BCD = gradients(params, first)
         (loss, of_params), of_others = lax.scan(add, start, others)
         of_x = jnp.moveaxis(jnp.concatenate([of_first_BCD[None], of_others]), 0, 1).reshape(x_BTD.shape)
-        return loss, (jax.tree.map(lambda g, p: g.astype(sum_dtype(p)), of_params, params), of_x)
+        if not frozen:
+            of_params = jax.tree.map(lambda g, p: g.astype(sum_dtype(p)), of_params, params)
+        return loss, (of_params, of_x)
 
     def backward(kept: Any, g: Array) -> tuple[PyTree, Array, None]:
-        return *jax.tree.map(lambda x, of: (g * x).astype(of.dtype), kept, (params, x_BTD)), None
+        of_params, of_x = kept
+        of_params = None if frozen else jax.tree.map(lambda x, p: (g * x).astype(p.dtype), of_params, params)
+        return of_params, (g * of_x).astype(x_BTD.dtype), None
 
     run.defvjp(forward, backward)
     return run(params, x_BTD, rows)

@@ -215,11 +215,8 @@ class Transformer(Stack):
 
         rows = {name: batch[name] for name in ("targets", "weights")}
         length = piece_length(x_BTD.shape[0], x_BTD.shape[1], self.config.padded_vocab)
-        if self.config.lora_rank:  # frozen: there are no gradients to sum over the pieces
-            # what was gathered together with adapters may be differentiated, which no custom_vjp may close over
-            values, embed_values = jax.lax.stop_gradient((values, embed_values))
-            return sum_of_pieces(lambda _, *piece: of_piece((values, embed_values), *piece), (), x_BTD, rows, length)
-        return sum_of_pieces(of_piece, (values, embed_values), x_BTD, rows, length)
+        is_frozen = bool(self.config.lora_rank)
+        return sum_of_pieces(of_piece, (values, embed_values), x_BTD, rows, length, frozen=is_frozen)
 
     def staged_loss(self) -> StagedLoss | None:
         """Returns the loss in pieces: the embedding, the layers, the head and the cross-entropies.
@@ -232,12 +229,13 @@ class Transformer(Stack):
         def between(rows: Batch) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((*rows["tokens"].shape, self.config.hidden), self.dtype)
 
-        def begin(first: Mapping[str, Params], rows: Batch) -> Array:
-            return self.embed(first["embed"], rows["tokens"], rows.get("segments"))
+        def begin(first: Mapping[str, Params], rows: Batch, gather: Gather) -> Array:
+            return self.embed(first["embed"], rows["tokens"], rows.get("segments"), context_of(gather))
 
         def layers(params: Params, x_BTD: Array, rows: Batch, gather: Gather, stage: Array) -> Array:
-            args = self.layer_args(rows["tokens"], rows.get("segments"))
-            return self.run_layers(params, x_BTD, gather, *args, stage=stage)
+            context = context_of(gather)
+            args = self.layer_args(rows["tokens"], rows.get("segments"), context)
+            return self.run_layers(params, x_BTD, gather, *args, stage=stage, context=context)
 
         def loss(last: Mapping[str, Params], x_BTD: Array, rows: Batch) -> Array:
             return self.cross_entropy(last["head"], last["embed"], x_BTD, rows)

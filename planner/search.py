@@ -35,6 +35,7 @@ from planner.candidates import (
 )
 from planner.predict import Machine, Prediction, Step, compiled_step
 from planner.table import table_rows
+from training import idle
 from training.batches import batches_of
 from training.experiment import Experiment, make_experiment
 from training.memory import Memory, state_bytes
@@ -330,6 +331,8 @@ class _Options:
             self.num_candidates += 1
             try:
                 experiment = self._experiment(candidate)
+                if change != NO_CHANGE and (lines := idle.described(experiment.config, experiment.plan.layout)):
+                    raise ValueError(lines[0])
                 key = candidate.with_extras({"remat": ""}).name
                 self._states[key] = self._states.get(key) or state_bytes(experiment)
                 found = bounds(experiment, self._machine.cluster, self._states[key])

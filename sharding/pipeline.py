@@ -46,7 +46,8 @@ class StagedLoss:
     first: tuple[str, ...]
     last: tuple[str, ...]
     between: Callable[[Batch], jax.ShapeDtypeStruct]  # rows -> the shape and dtype of what the stages hand on
-    begin: Callable[[Mapping[str, Params], Batch], jax.Array]  # (gathered groups of `first`, rows) -> the first input
+    # (gathered groups of `first`, rows, gather) -> the first input
+    begin: Callable[[Mapping[str, Params], Batch, Gather], jax.Array]
     # (parameters, input, rows, gather, number of the stage) -> output
     layers: Callable[[Params, jax.Array, Batch, Gather, jax.Array], jax.Array]
     loss: Callable[[Mapping[str, Params], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
@@ -76,7 +77,7 @@ class StagedLoss:
     ) -> jax.Array:
         axes = tuple(jax.typeof(x).manual_axis_type.varying)
         stage = lax.axis_index(STAGE)
-        x = lax.cond(stage == 0, lambda: vary(self.begin(first, rows), axes), lambda: x)
+        x = lax.cond(stage == 0, lambda: vary(self.begin(first, rows, gather), axes), lambda: x)
         return self.layers(params, x, rows, gather, stage)
 
 

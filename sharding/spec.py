@@ -111,7 +111,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     if staged and spec.shape[0] % shape.stage:
         raise ValueError(
             f"mesh.stages={shape.stage} does not divide the {spec.shape[0]} layers; set it to one of "
-            f"{divisors(spec.shape[0])}, or change model.num_layers"
+            f"{divisors(spec.shape[0])}"
         )
     tensor_dim = None
     free = [i for i, dim in enumerate(spec.dims) if dim != "layers"]
@@ -127,8 +127,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     if expert_dim is not None and spec.shape[expert_dim] % shape.size(held):
         raise ValueError(
             f"{name}: {spec.shape[expert_dim]} experts cannot be divided among the {shape.size(held)} shards of "
-            f"sharding.experts; choose a multiple of {shape.size(held)} for model.num_experts, or another "
-            "sharding.experts"
+            f"sharding.experts; choose another sharding.experts, or in a new run a multiple of {shape.size(held)} for "
+            "model.num_experts"
         )
     of_spec = {"ndim": ndim, "stacked": spec.stacked, "staged": staged, "frozen": spec.frozen}
     whole = Placement(dim=None, tensor_dim=tensor_dim, expert_dim=expert_dim, held=held, **of_spec)
@@ -144,8 +144,8 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
         sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in others) or "none left"
         padded = next((f", such as model.{PADDED[d]}={degree}" for i in others if (d := spec.dims[i]) in PADDED), "")
         raise ValueError(
-            f"{name}: no dim can be cut into {degree} shards ({sizes}); choose sizes that {degree} divides{padded}, a "
-            "smaller scope, or declare the parameter with replicate=True"
+            f"{name}: no dim can be cut into {degree} shards ({sizes}); choose a smaller scope, declare the parameter "
+            f"with replicate=True, or in a new run choose sizes that {degree} divides{padded}"
         )
     return replace(whole, dim=dim)
 

@@ -35,10 +35,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gathered once a step": dict(strategy="hsdp", gather="step"),
     "node/node/all": dict(parameters="node", gradients="node", optimizer="all"),
     "tensor": dict(strategy="mics", partition_size=2, tensor=2),
+    "context": dict(strategy="hsdp", context=2),
 }
-RUNS = [("decoder", 4, 8, "hsdp"), ("encoder", 2, 4, "zero1")]
+RUNS = [("decoder", 2, 4, "context"), ("encoder", 4, 8, "zero1")]
 MORE = [(kind, 2, 2, case) for kind, case in zip(cycle(("decoder", "encoder")), CASES)]
 MORE += [("decoder", 2, 1, "ddp"), ("encoder", 4, 2, "hsdp"), ("decoder packed", 2, 3, "hsdp")]
+MORE += [("decoder", 4, 8, "hsdp"), ("decoder packed", 2, 3, "context")]
 MORE += [(workload.GEMMA, 4, 2, "hsdp"), (workload.GEMMA, 2, 2, "tensor")]
 
 
@@ -93,12 +95,23 @@ def test_encoded_hop_two_inside_the_stages() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("muon_in_float32")
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
-def test_optimizers_see_the_whole_stack(optimizer: str) -> None:
-    """Norms, factored moments and orthogonalisation are of the global arrays, wherever their layers lie."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(optimizer__name="adafactor"),
+        dict(optimizer__name="muon"),
+        dict(compression__hop_two="power_sgd"),
+        dict(local_sgd__inner_steps=2),
+        dict(local_sgd__inner_steps=2, mesh__context=2),
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_optimizers_see_the_whole_stack(changes: dict[str, Any]) -> None:
+    """Norms, factored moments, orthogonalisation and low ranks are of the global arrays, wherever their layers lie."""
     found = []
     for stages in (1, 2):
-        experiment = make_experiment(config(mesh__stages=stages, optimizer__name=optimizer))
+        how = dict(mesh__stages=stages, sharding__strategy="hsdp", sharding__partition_size=0, num_steps=4)
+        experiment = make_experiment(config(**how, **changes), jax.devices()[: 4 * stages])  # two replicas
         layout, rng = experiment.batches, np.random.default_rng(0)
         shape = (layout.accumulation * layout.rows_per_micro_step, experiment.config.data.seq_len)
         tokens = rng.integers(0, 250, shape).astype(np.int32)
@@ -219,7 +232,7 @@ def config(**changes: Any) -> Config:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": (
         {"model__num_layers": 3},
-        "^mesh.stages=2 does not divide the 3 layers; set it to one of 1, 3, or change",
+        "^mesh.stages=2 does not divide the 3 layers; set it to one of 1, 3$",
     ),
     "nodes": (
         {"mesh__devices_per_node": 8},

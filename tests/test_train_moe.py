@@ -86,8 +86,7 @@ def test_a_run_goes_on_with_another_scope(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts that do not divide": (
         {"model__num_experts": 3},
-        "3 experts cannot be divided among the 2 shards of sharding.experts; choose a multiple of 2 for "
-        "model.num_experts",
+        "3 experts cannot be divided among the 2 shards of sharding.experts; choose another sharding.experts",
     ),
     "wider than the parameters": (
         {"sharding__experts": 4},

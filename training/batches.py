@@ -26,7 +26,7 @@ def padding(config: BatchConfig, num_devices: int) -> list[str]:
     taken = f"{num_devices:,} devices take {micro} in each of {steps} micro-step{'s' if steps > 1 else ''}"
     about = (
         f"{computed - rows:,} of {computed:,} rows of a step are padding: the batch has {rows:,}, and {taken}; choose "
-        f"a micro-batch or a number of nodes that divides them, or batch.global_size={computed}"
+        f"a micro-batch or a number of nodes that divides them, or in a new run batch.global_size={computed}"
     )
     return [about] if computed > rows else []
 
@@ -41,8 +41,8 @@ def shares_of(batch: BatchConfig, wanted: int, num_devices: int) -> int:
     if not shares or batch.global_size % (shares * rows):
         raise ValueError(
             f"batch.global_size={batch.global_size} cannot be divided into {shares or 'whole'} shares of micro-steps "
-            f"of {rows} rows ({num_devices} devices with batch.micro_size={batch.micro_size}); choose a multiple of "
-            f"{max(shares, 1) * rows}, or another sharding.shares"
+            f"of {rows} rows ({num_devices} devices with batch.micro_size={batch.micro_size}); choose another "
+            f"batch.micro_size or sharding.shares, or in a new run a multiple of {max(shares, 1) * rows} rows"
         )
     return shares
 
@@ -153,5 +153,6 @@ def _refuse_idle(batches: BatchLayout) -> None:
     if busy < replicas:
         raise ValueError(
             f"batch.global_size={batches.global_size} leaves {replicas - busy} of {replicas} replicas without rows, "
-            f"and local_sgd gives each the same weight; set batch.global_size={rows}, or take fewer nodes"
+            f"and local_sgd gives each the same weight; choose larger partition groups (sharding.strategy=hsdp, or "
+            f"mics with a larger sharding.partition_size) or fewer nodes, or in a new run batch.global_size={rows}"
         )

@@ -19,16 +19,15 @@ from compression.codecs import make_codecs
 from compression.hop_two import HopTwo
 from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
-from configs.schema.combinations import HOPS, Facts, complaint, refuse
+from configs.schema.combinations import Facts, complaint, refuse
 from models.hugging_face import Weights
 from models.peft import Adapters
 from optimizers import follows_schedule, make_schedule
 from runtime.command_line import check_installed
 from runtime.consensus import all_gather, new_key
-from sharding.coded import levels
 from sharding.frozen import part_frozen, part_like
 from sharding.gradients import accumulated
-from sharding.mesh import find_nodes, inter_part, make_mesh
+from sharding.mesh import CONTEXT, find_nodes, make_mesh
 from sharding.pipeline import StagedLoss, evaluated, through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
@@ -238,10 +237,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
     )
     independent = config.sharding.replicas == "independent"
     method = method_named("none" if independent else config.compression.hop_two)
-    facts = _facts(layout, model, method)
-    if independent:
-        facts = replace(facts, replicas_cross_nodes=True)  # each is one: hop two goes from world to world
-    refuse(config.values | asdict(facts))
+    refuse(config.values | asdict(_facts(layout, model, method)))
     specs, frozen = part_frozen(model.param_specs())
     gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression)
     plan = ShardingPlan(
@@ -304,25 +300,13 @@ def _facts(layout: Layout, model: models.Model, method: HopTwo) -> Facts:
     specs = model.param_specs()
     return Facts(
         has_replicas=bool(layout.replica_axes),
-        replicas_cross_nodes=bool(inter_part(layout.replica_axes)),
+        replicas_share_rows=CONTEXT in layout.replica_axes,
         parameters_are_cut=bool(layout.parameters),
         in_one_scope=layout.parameters == layout.gradients == layout.optimizer,
         optimizer_like_gradients=layout.optimizer == layout.gradients,
-        crossed=_crossed(layout),
         takes_over=method.takes_over,
         goes_by_group=method.primitive is not None,
         model_splits=has_dims(specs, TENSOR_DIMS),
         model_has_experts=has_dims(specs, [EXPERTS_DIM]),
         model_has_pieces=model.staged_loss() is not None,
-    )
-
-
-def _crossed(layout: Layout) -> frozenset[str]:
-    """Returns the hops and levels that communicate, such as `gather_inter`."""
-    scopes = zip(HOPS, (layout.gather_scopes, layout.hop_one_scopes, (layout.experts,)), strict=True)
-    return frozenset(
-        f"{hop}_{'inter' if inter_part(axes) else 'intra'}"
-        for hop, wholes in scopes
-        for whole in wholes
-        for axes in levels(whole, hierarchical=layout.hierarchical)
     )

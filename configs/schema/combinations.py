@@ -6,13 +6,26 @@ A feature is read from keys of the config, and from facts that only devices, mod
 those, `Config` refuses what its keys alone show; `training.experiment.make_experiment` refuses the rest.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema.keys import Section
+from configs.schema.keys import Section, keys_of
+from configs.schema.model import DecoderConfig
 from configs.schema.own import OWN
-from configs.schema.sections import CODECS, METHODS, USERS, CompressionConfig, LocalSGDConfig
+from configs.schema.sections import (
+    CODECS,
+    METHODS,
+    USERS,
+    BatchConfig,
+    CompressionConfig,
+    LocalSGDConfig,
+    MeshConfig,
+    OptimizerConfig,
+    SampleConfig,
+    ShardingConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +33,10 @@ class Facts:
     """What devices, model and method of hop two say about a config, by the names that features read."""
 
     has_replicas: bool  # hop two has several gradients to average
-    replicas_cross_nodes: bool  # and sends between nodes
+    replicas_share_rows: bool  # devices that share rows are replicas of each other
     parameters_are_cut: bool
     in_one_scope: bool  # parameters, gradients and optimizer state
     optimizer_like_gradients: bool  # those two in one scope
-    crossed: frozenset[str]  # the hops and levels that communicate, such as gather_inter
     takes_over: str | None  # the optimizer that the method of hop two replaces
     goes_by_group: bool  # the method needs no more than the gradients of one layer, or a piece of them
     model_splits: bool  # the model names dims for mesh.tensor
@@ -95,10 +107,23 @@ def _where(fact: str, value: object, said: str, instead: str, shown: str = "") -
     return Feature(keys=(fact,), has=lambda v: v == value, shown=shown or said, said=said, instead=instead)
 
 
+# the sections whose keys remedies name
+SECTIONS = {
+    section.SECTION: section
+    for section in (
+        BatchConfig,
+        CompressionConfig,
+        DecoderConfig,
+        LocalSGDConfig,
+        MeshConfig,
+        OptimizerConfig,
+        SampleConfig,
+        ShardingConfig,
+    )
+}
 LEVELS = {"inter": "between nodes", "intra": "inside nodes only"}
 HOPS = {"gather": "gathers", "hop_one": "hop one", "experts": "tokens sent to experts"}
 CODED = tuple(f"compression.{hop}_{level}" for hop in HOPS for level in LEVELS)
-WIDER = "choose a smaller partition group, with sharding.two_hop=True and sharding.partitioner=manual"
 FEATURES: dict[str, Feature] = {
     "independent": _of("sharding.replicas", "independent", "one_world"),
     "shares": _other_than("sharding.shares", 0, "`sharding.shares` above 0"),
@@ -134,6 +159,7 @@ FEATURES: dict[str, Feature] = {
     "flat": _of("sharding.hierarchical", False, True),
     "float32 sums": _of("sharding.reduce_dtype", "float32", "compute"),
     "experts": _other_than("sharding.experts", "none"),
+    "whole experts": _of("sharding.experts", "none", "node, all or a number of devices"),
     "other gather": _other_than("sharding.gather", "layer"),
     "node gather": _of("sharding.gather", "node", "layer"),
     "whole gather": Feature(
@@ -167,19 +193,6 @@ FEATURES: dict[str, Feature] = {
     "outer momentum": _other_than("local_sgd.outer_momentum", 0.0),
     "outer step's rate": _changed(LocalSGDConfig, "outer_learning_rate"),
     "outer step's momentum": _changed(LocalSGDConfig, "outer_momentum"),
-    "method": _hop_two(
-        "`power_sgd`, `one_bit_adam`, `sparse_loco`, `demo`, or a method of your own",
-        lambda name: name in METHODS or name in OWN["hop_two"],
-        "none or a codec",
-    ),
-    "codec": _hop_two(
-        "hop two by a codec, `one_bit_adam`, `sparse_loco` or `demo`",
-        lambda name: name not in ("none", "power_sgd") and name not in OWN["hop_two"],
-        "none",
-    ),
-    "linear method": _hop_two(
-        "`power_sgd`, or a method of your own", lambda name: name == "power_sgd" or name in OWN["hop_two"], "none"
-    ),
     "replacing method": _hop_two(
         "`demo` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
     ),
@@ -195,14 +208,14 @@ FEATURES: dict[str, Feature] = {
         shown="another optimizer than `sgd` for `demo`, `adamw` for `one_bit_adam`",
         instead="set optimizer.name={takes_over}",
     ),
-    "one replica": Feature(
-        keys=("has_replicas", "sharding.replicas"),
-        has=lambda several, replicas: not several and replicas == "one_world",
-        shown="one replica",
-        said="one partition group of all devices",
-        instead=WIDER,
+    "compressed": _other_than("compression.hop_two", "none"),
+    "shared rows": _where(
+        "replicas_share_rows",
+        True,
+        "replicas that share rows",
+        "set sharding.strategy=hsdp, or set mesh.context=1",
+        "partition groups smaller than `mesh.context`",
     ),
-    "replicas in a node": _where("replicas_cross_nodes", False, "replicas none of which are on different nodes", WIDER),
     "several scopes": _where(
         "in_one_scope",
         False,
@@ -228,16 +241,8 @@ FEATURES: dict[str, Feature] = {
 }
 for _name in USERS:
     FEATURES |= {_name: _changed(CompressionConfig, _name), f"no {_name}": _no_user(_name)}
-for _hop, _what in HOPS.items():
-    for _level, _words in LEVELS.items():
-        _name = f"{_hop}_{_level}"
-        FEATURES[_name] = _other_than(f"compression.{_name}", "none", "a codec of gathers, of hop one or of tokens")
-        FEATURES[f"no {_name}"] = Feature(
-            keys=("crossed",),
-            has=lambda crossed, name=_name: name not in crossed,
-            shown="scopes in which these are not sent over that link",
-            said=f"scopes in which there are no {_what} {_words}",
-        )
+for _key in CODED:
+    FEATURES[_key.partition(".")[2]] = _other_than(_key, "none", "a codec of gathers, of hop one or of tokens")
 
 
 @dataclass(frozen=True)
@@ -259,20 +264,31 @@ class Rule:
             return ""
         one, other = (feature.in_words(values) for feature in self.features)
         fixes = [feature.instead.format_map(values) for feature in self.features if feature.instead]
-        return f"{one} does not go with {other}: {self.why}; {', or '.join(fixes)}"
+        return f"{one} does not go with {other}: {self.why}; {', or '.join(_resumable_first(fixes))}"
+
+
+def _resumable_first(fixes: Sequence[str]) -> list[str]:
+    """Returns remedies, with a mark at those that a resumed run refuses, if another one is left."""
+    for_all = [fix for fix in fixes if _may_change(fix)]
+    return for_all + [f"in a new run {fix}" if for_all else fix for fix in fixes if fix not in for_all]
+
+
+def _may_change(fix: str) -> bool:
+    """Whether a resumed run may change all keys that a remedy names."""
+    keys = re.findall(r"\b([a-z_]+)\.([a-z_]+)", fix)
+    return all(section in SECTIONS and keys_of(SECTIONS[section])[key].resumable for section, key in keys)
 
 
 CHOSEN = "XLA chooses the collectives"
-EMPTY = "there is nothing to encode"
+NO_HOP_TWO = "there is no replica all-reduce once a step"
 UNUSED = "then nothing uses it"
 RULES: tuple[Rule, ...] = (
     Rule("independent", "stages", "each replica is a program of its own"),
     Rule("independent", "tensor", "jax takes callbacks only in programs without automatic axes"),
-    Rule("independent", "context", "it was not tried"),
     Rule("independent", "auto", CHOSEN),
     Rule("independent", "one hop", "hop two is not in the program"),
     Rule("independent", "streaming", "replicas meet between their programs"),
-    Rule("independent", "utilisation", "it was not tried"),
+    Rule("independent", "utilisation", "each replica would choose an interval by its own step times"),
     Rule("independent", "float16", "its scale would depend on what the others found"),
     Rule("independent", "other payload", "a step's bits may not depend on who takes part"),
     Rule("independent", "random", "a step's bits may not depend on who takes part"),
@@ -287,6 +303,14 @@ RULES: tuple[Rule, ...] = (
     Rule("auto", "one hop", CHOSEN),
     Rule("auto", "other gather", CHOSEN),
     Rule("auto", "float32 sums", CHOSEN),
+    Rule("auto", "compressed", CHOSEN),
+    Rule("auto", "delayed", CHOSEN),
+    Rule("auto", "local SGD", CHOSEN),
+    *(Rule("auto", f"{hop}_{level}", CHOSEN) for hop in ("gather", "hop_one") for level in LEVELS),
+    Rule("one hop", "compressed", NO_HOP_TWO),
+    Rule("one hop", "delayed", NO_HOP_TWO),
+    Rule("one hop", "local SGD", NO_HOP_TWO),
+    *(Rule("one hop", f"hop_one_{level}", "gradients are all-reduced, not reduce-scattered") for level in LEVELS),
     Rule("node gather", "one hop", "it splits hop one into two levels"),
     Rule("layer gather", "no remat", "the backward pass would keep every gathered layer"),
     Rule("overlap", "stages", "the stages' loops over layers are not pipelined"),
@@ -294,23 +318,21 @@ RULES: tuple[Rule, ...] = (
     Rule("overlap", "whole gather", "all layers are gathered together"),
     Rule("overlap", "other remat", "the pipelined backward pass computes each layer again from its input"),
     Rule("stages", "auto", "the schedule is not XLA's to choose"),
-    Rule("stages", "one hop", "it was not tried"),
+    Rule("stages", "one hop", "every tick of the pipeline would all-reduce, idle ones too"),
     Rule("stages", "delayed", "hop two begins when the pipeline is empty"),
-    Rule("stages", "local SGD", "it was not tried"),
+    Rule("stages", "streaming", "no micro-step of one layer after the other is there for a part to travel next to"),
     Rule("stages", "sample", "sampling runs all layers on every device"),
-    Rule("stages", "method", "it was not tried on layers that are cut over stages"),
     Rule("stages", "no pieces", "stages train the loss alone, and cut that stack"),
     Rule("context", "tensor", "XLA would gather all heads before it divides them"),
-    Rule("context", "stages", "it was not tried"),
-    Rule("context", "local SGD", "it was not tried"),
     Rule("context", "sample", "a sample begins with whole rows"),
     Rule("context", "no pieces", "between positions there is only the attention of that stack"),
-    Rule("packing", "cudnn", "attention inside documents was not tried with it"),
+    Rule("packing", "cudnn", "its kernel takes documents only as a mask of seq_len x seq_len values"),
     Rule("tensor", "undivided model", "there is nothing to split"),
     Rule("experts", "no experts", "there is nothing to divide"),
+    *(Rule(f"experts_{level}", "whole experts", "then no token is sent to an expert") for level in LEVELS),
+    Rule("local SGD", "shared rows", "the devices of one row would drift apart"),
     Rule("local SGD", "delayed", "each replica has an optimizer of its own"),
     Rule("local SGD", "replacing method", "each replica has an optimizer of its own"),
-    Rule("local SGD", "one replica", "it needs several replicas"),
     Rule("local SGD", "several scopes", "it needs a whole optimizer in each replica"),
     Rule("streaming", "no local SGD", "those are the steps in which all synchronises once"),
     Rule("utilisation", "no local SGD", "it chooses its interval"),
@@ -328,10 +350,6 @@ RULES: tuple[Rule, ...] = (
     Rule("outer step's rate", "no local SGD", UNUSED),
     Rule("outer step's momentum", "no local SGD", UNUSED),
     Rule("no feedback", "keeping method", "the method is built on what it has not sent yet"),
-    Rule("linear method", "one replica", EMPTY),
-    Rule("codec", "replicas in a node", EMPTY),
-    Rule("delayed", "one replica", "there is nothing to delay"),
-    *(Rule(name, f"no {name}", EMPTY) for name in (f"{hop}_{level}" for hop in HOPS for level in LEVELS)),
 )
 
 

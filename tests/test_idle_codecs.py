@@ -1,0 +1,167 @@
+"""A run with a codec continues on one node, where the codec idles, and on several nodes again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import workload
+from exchanging import gradients, over_replicas, owed, restore, save
+from ml_collections import ConfigDict
+from running import IGNORED, arguments, finish, start
+
+from compression.methods import method_named
+from configs.base import typed
+from configs.schema import Config
+from sharding.plan import ShardingPlan
+from training import idle
+from training.experiment import make_experiment
+
+METHODS: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "power_sgd": dict(warmup_steps=1),
+    "one_bit_adam": dict(warmup_steps=1),
+    "demo": dict(sparsity=0.9),
+}
+
+
+def chain_of(plan: ShardingPlan, method: str, *, late: bool) -> optax.GradientTransformation:
+    setup = workload.setup(plan, method, block=32, delayed=late, **METHODS[method])
+    return workload.chained(method_named(method).transform(setup), optax.sgd(1.0))
+
+
+def stepped(plan: ShardingPlan, method: str, states: Any, params: Any, seed: int, *, late: bool) -> Any:
+    """Returns the moves of a step with random gradients, and the states after it, where those before it are."""
+    update = jax.jit(chain_of(plan, method, late=late).update)
+    moves, after = update(gradients(plan, seed)[0], states, params)
+    return moves, jax.device_put(after, jax.tree.map(lambda x: x.sharding, states))
+
+
+@pytest.mark.parametrize(("method", "late"), [("int8", True), ("power_sgd", False)])
+def test_an_idle_codec_keeps_its_state_from_four_nodes_over_one_to_two(method: str, late: bool, tmp_path: Path) -> None:
+    """On one node the exact mean comes out, and the residuals wait for a link between nodes."""
+    plans = [workload.plan("tensors", nodes=nodes, strategy="mics", partition_size=2) for nodes in (4, 1, 2)]
+    firsts = [workload.first_state("tensors", plan, chain_of(plan, method, late=late)) for plan in plans]
+    four, one, two = plans
+    states = firsts[0].chain
+    for step in range(3):
+        _, states = stepped(four, method, states, firsts[0].params, step, late=late)
+    residual = lambda states: owed((states[0].exchange if late else states[0]).residual.tree)
+    before = residual(states)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(before)) > 1e-5
+
+    save(tmp_path, replace(firsts[0], hop_two=states[0], opt_state=states[1]), 3)
+    found = restore(tmp_path, firsts[1])
+    waiting = found.hop_two.waiting.tree if late else gradients(one, 3)[1]
+    moves, states = stepped(one, method, found.chain, found.params, 3, late=late)
+    jax.tree.map(lambda x, g: np.testing.assert_allclose(-x, np.asarray(g)[0], atol=1e-6), moves, waiting)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), residual(states), before)
+
+    save(tmp_path, replace(found, hop_two=states[0], opt_state=states[1]), 4)
+    found = restore(tmp_path, firsts[2])
+    waiting = found.hop_two.waiting.tree if late else gradients(two, 4)[1]
+    moves, states = stepped(two, method, found.chain, found.params, 4, late=late)
+    came = over_replicas(waiting, lambda x_R: x_R.mean(0))
+    jax.tree.map(
+        lambda x, left, came, old: np.testing.assert_allclose(left - x, came + old, atol=1e-6),
+        moves,
+        residual(states),
+        came,
+        before,
+    )
+    assert any(np.abs(x - y).max() > 1e-6 for x, y in zip(*map(jax.tree.leaves, (residual(states), before))))
+
+
+IN_ONE_NODE = dict(nodes=1, per_node=8, partition_size=2)
+ONE_REPLICA = dict(nodes=1, per_node=2, partition_size=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [
+        ("one_bit_adam", IN_ONE_NODE),
+        ("demo", ONE_REPLICA),
+        pytest.param("one_bit_adam", ONE_REPLICA, marks=pytest.mark.slow),
+        pytest.param("demo", IN_ONE_NODE, marks=pytest.mark.slow),
+    ],
+)
+def test_a_method_that_replaces_the_optimizer_updates_on_one_node_as_it_does_on_several(
+    method: str, where: dict[str, int]
+) -> None:
+    """The moves are bounded as its own are; a mean of gradients would be 50 times as small."""
+    plan = workload.plan("tensors", strategy="mics", **where)
+    state = workload.first_state("tensors", plan, chain_of(plan, method, late=False))
+    states = state.chain
+    for step in range(3):
+        moves, states = stepped(plan, method, states, state.params, step, late=False)
+    largest = max(float(np.abs(x).max()) for x in jax.tree.leaves(moves))
+    assert largest == 1 if method == "demo" else 0.2 < largest < 5
+    hop_two = states[0].exchange if method == "one_bit_adam" else states[0]
+    assert float(hop_two.sent.payload_bytes) == 0
+
+
+def config_of(changes: dict[str, Any]) -> Config:
+    made = ConfigDict(workload.run_config(strategy="mics", partition_size=2))
+    made.update_from_flattened_dict({"mesh.num_cpu_devices": 0} | changes)
+    return typed(made)
+
+
+LINES: list[tuple[dict[str, Any], int, list[str]]] = [  # keys, devices of nodes of 2, lines
+    ({"compression.hop_two": "int8"}, 4, []),
+    ({"compression.hop_two": "int8"}, 2, ["compression.hop_two=int8 idles: there is one replica"]),
+    (
+        {"compression.hop_two": "power_sgd", "mesh.devices_per_node": 8},
+        8,
+        ["compression.hop_two=power_sgd idles: all replicas are on one node"],
+    ),
+    ({"compression.delayed": True}, 2, ["compression.delayed=True: there is one replica"]),
+    ({"local_sgd.inner_steps": 2}, 2, ["local_sgd.inner_steps=2: there is one replica"]),
+    ({"local_sgd.inner_steps": 2, "compression.hop_two": "bf16"}, 4, []),
+    ({"compression.gather_inter": "int8"}, 4, ["compression.gather_inter=int8 idles"]),
+    ({"compression.gather_intra": "int8", "compression.hop_one_intra": "int8"}, 4, []),
+    (
+        {"compression.hop_one_inter": "int8", "sharding.strategy": "zero3", "sharding.partition_size": 0},
+        2,
+        ["compression.hop_one_inter=int8 idles: on these devices there are no group reduce-scatters between nodes"],
+    ),
+]
+
+
+def test_a_run_says_which_codecs_idle_on_its_devices() -> None:
+    wrong = []
+    for changes, devices, lines in LINES:
+        config = config_of({"mesh.devices_per_node": 2} | changes)
+        experiment = make_experiment(config, jax.devices()[:devices])
+        found = idle.described(config, experiment.plan.layout)
+        if len(found) != len(lines) or not all(x.startswith(y) for x, y in zip(found, lines, strict=True)):
+            wrong.append((changes, devices, found))
+    assert not wrong
+
+
+@IGNORED
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(compression__hop_two="int8"),
+        dict(compression__hop_two="power_sgd"),
+        dict(compression__hop_two="int8", local_sgd__inner_steps=2),
+    ],
+    ids=["int8", "power_sgd", "local_sgd"],
+)
+def test_a_run_goes_from_four_nodes_over_one_to_two(keys: dict[str, Any], tmp_path: Path) -> None:
+    """The same command, on other devices: each time it continues, and its loss falls."""
+    says = []
+    for devices, stop_after in ((8, 4), (2, 8), (4, 0)):
+        args = arguments(tmp_path, num_steps=12, mesh__num_cpu_devices=devices, mesh__devices_per_node=2, **keys)
+        (code, out, err) = finish(start(args, stop_after=stop_after))[0]
+        assert code == (75 if stop_after else 0), err
+        says.append(out)
+    assert ["idles" in out for out in says] == [False, True, False]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) >= 6 and losses[-1] < losses[0]

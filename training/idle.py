@@ -1,0 +1,57 @@
+"""Lines about compression that has nothing to compress on the devices of a run.
+
+A run with a codec continues on one node, and on several nodes again: its config may not change, so that what has
+nothing to send idles.
+"""
+
+from collections.abc import Iterator
+
+from compression.methods import method_named
+from configs.schema import CompressionConfig, Config
+from sharding.coded import levels
+from sharding.mesh import inter_part
+from sharding.scopes import Layout
+
+COLLECTIVES = {"gather": "all-gathers", "hop_one": "group reduce-scatters", "experts": "tokens sent to experts"}
+
+
+def described(config: Config, layout: Layout) -> list[str]:
+    """Returns a line for each codec or method of a config that idles on these devices."""
+    return [*_collectives(config.compression, layout), *_replica_all_reduce(config, layout)]
+
+
+def _collectives(compression: CompressionConfig, layout: Layout) -> Iterator[str]:
+    """Yields a line for each codec of gathers, reduce-scatters or tokens that are not sent."""
+    scopes = (layout.gather_scopes, layout.hop_one_scopes, (layout.experts,))
+    for (hop, name), wholes in zip(COLLECTIVES.items(), scopes, strict=True):
+        crossed = {
+            "inter" if inter_part(axes) else "intra"
+            for whole in wholes
+            for axes in levels(whole, hierarchical=layout.hierarchical)
+        }
+        for level, where in {"inter": "between nodes", "intra": "inside nodes only"}.items():
+            codec = getattr(compression, f"{hop}_{level}")
+            if codec != "none" and level not in crossed:
+                yield f"compression.{hop}_{level}={codec} idles: on these devices there are no {name} {where}"
+
+
+def _replica_all_reduce(config: Config, layout: Layout) -> Iterator[str]:
+    """Yields the lines about hop two."""
+    if config.sharding.replicas == "independent":  # their exchanges are not in the program
+        return
+    hop_two = config.compression.hop_two
+    if hop_two != "none" and not inter_part(layout.replica_axes):
+        why = "there is one replica" if not layout.replica_axes else "all replicas are on one node"
+        if method_named(hop_two).is_idle(layout):
+            yield f"compression.hop_two={hop_two} idles: {why}; its state stays in the checkpoints as it is"
+        else:
+            yield f"compression.hop_two={hop_two} sends nothing between nodes: {why}; it updates parameters as before"
+    if layout.replica_axes:
+        return
+    if config.compression.delayed:
+        yield "compression.delayed=True: there is one replica, whose gradients are still applied a step later"
+    if config.local_sgd.inner_steps:
+        yield (
+            f"local_sgd.inner_steps={config.local_sgd.inner_steps}: there is one replica, which takes its outer steps "
+            "alone"
+        )
