@@ -34,15 +34,15 @@ def build(step: Path, files: tuple[File, ...]) -> manifest.Manifest:
     return manifest.build(step, files, step=7, tree=(), metrics={})
 
 
-@pytest.mark.parametrize("count", [1, 2, 11, 64])
-def test_each_file_is_described_once_and_the_manifest_is_that_of_one_process(step: Path, count: int) -> None:
-    by_process = [manifest.describe(step, process, count) for process in range(count)]
-    together = tuple(file for files in by_process for file in files)
-    assert sorted(file.path for file in together) == sorted(FILES)
-    assert build(step, together[::-1]).files == build(step, manifest.describe(step)).files
-    assert [file.path for file in build(step, together).files] == [str(path) for path in sorted(map(Path, FILES))]
-    for process, files in enumerate(by_process[1:], start=1):
-        assert all(file.path.startswith(f"state/ocdbt.process_{process}/") for file in files)
+def test_each_file_is_described_once_and_the_manifest_is_that_of_one_process(step: Path) -> None:
+    for count in (1, 2, 11, 64):
+        by_process = [manifest.describe(step, process, count) for process in range(count)]
+        together = tuple(file for files in by_process for file in files)
+        assert sorted(file.path for file in together) == sorted(FILES)
+        assert build(step, together[::-1]).files == build(step, manifest.describe(step)).files
+        assert [file.path for file in build(step, together).files] == [str(path) for path in sorted(map(Path, FILES))]
+        for process, files in enumerate(by_process[1:], start=1):
+            assert all(file.path.startswith(f"state/ocdbt.process_{process}/") for file in files)
 
 
 def test_all_that_is_described_is_forced_to_disk(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,20 +61,20 @@ def test_a_file_that_nobody_described_is_no_part_of_a_checkpoint(step: Path) -> 
         build(step, files)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 64])
-def test_whatever_is_damaged_one_process_finds_it(step: Path, count: int) -> None:
+def test_whatever_is_damaged_one_process_finds_it(step: Path) -> None:
     manifest.write(step, build(step, manifest.describe(step)))
-    for process in range(count):
-        manifest.verify(step, share=(process, count))
-    for name in FILES:
-        content = (step / name).read_bytes()
-        for damaged in (content[:-1] + b"\xff", content[:-1]):
-            (step / name).write_bytes(damaged)
-            finders = [process for process in range(count) if finds_damage(step, name, (process, count))]
-            assert len(finders) == 1, name
-        (step / name).write_bytes(content)
+    for count in (1, 3, 12):
+        for process in range(count):
+            manifest.verify(step, share=(process, count))
+        for name in FILES:
+            content = (step / name).read_bytes()
+            for damaged in (content[:-1] + b"\xff", content[:-1]):
+                (step / name).write_bytes(damaged)
+                finders = [process for process in range(count) if finds_damage(step, name, (process, count))]
+                assert len(finders) == 1, name
+            (step / name).write_bytes(content)
     (step / "state" / "stranger").touch()
-    assert [finds_damage(step, "state/stranger", (process, count)) for process in range(count)].count(True) == 1
+    assert [finds_damage(step, "state/stranger", (process, 3)) for process in range(3)].count(True) == 1
 
 
 def finds_damage(step: Path, name: str, share: tuple[int, int]) -> bool:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import socket
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 from checkpointing import abstract as abstract_of
 from checkpointing import files_no_larger_than
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from keeping import SHAPES, Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
 
 from configs.schema.sections import AUTOMATIC
@@ -29,6 +32,13 @@ from state.memory_files import MemoryFolder
 from state.recovery import Copy, Found, load
 from state.snapshots import Pace, Snapshots, owned_shards, partner
 from state.transfer import PURPOSE, Answers
+
+
+@pytest.fixture(name="damaged_run", scope="module")
+def a_run_with_two_snapshots(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("damaged"))
+    run.keep(1, 2)
+    return run
 
 
 def test_the_memory_that_snapshots_take_is_known_before(run: Run) -> None:
@@ -42,13 +52,13 @@ def test_the_memory_that_snapshots_take_is_known_before(run: Run) -> None:
     assert needs.there == 0 and after and after.there == sum(file.stat().st_size for file in run.files("*"))
 
 
-@pytest.mark.parametrize(("a", "b"), [(4, 2), (2, 2), (8, 1), (1, 1)])
-def test_any_mesh_bit_by_bit(run: Run, a: int, b: int) -> None:
+def test_any_mesh_bit_by_bit(run: Run) -> None:
     run.keep(1, 2, 3)
-    wanted = abstract(a, b)
-    restored = run.restore(wanted)
-    check(restored, 3)
-    assert restored and all(restored.state[name].sharding == x.sharding for name, x in wanted.items())
+    for a, b in [(4, 2), (2, 2), (8, 1), (1, 1)]:
+        wanted = abstract(a, b)
+        restored = run.restore(wanted)
+        check(restored, 3)
+        assert restored and all(restored.state[name].sharding == x.sharding for name, x in wanted.items())
     assert run.said == []
 
 
@@ -76,26 +86,22 @@ def test_each_shard_is_written_once_and_two_steps_stay(run: Run) -> None:
     assert sorted(json.loads(file.read_bytes().split(b"\n")[1])["step"] for file in run.files("json")) == [3, 4]
 
 
-@pytest.mark.parametrize("ending", ["data", "json"])
-@pytest.mark.parametrize("how", ["flip", "cut", "empty", "delete"])
-def test_damage_leaves_the_step_before(run: Run, ending: str, how: str) -> None:
-    run.keep(1, 2)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+@given(ending=st.sampled_from(["data", "json"]), how=st.sampled_from(["flip", "cut", "delete"]), data=st.data())
+def test_damage_leaves_the_step_before(damaged_run: Run, ending: str, how: str, data: st.DataObject) -> None:
+    run = damaged_run
     file = run.files(ending)[-1]
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    match how:
-        case "flip":
-            file.write_bytes(content)
-        case "cut":
-            file.write_bytes(content[:-1])
-        case "empty":
-            file.write_bytes(b"")
-        case "delete":
-            file.unlink()
+    content, times = file.read_bytes(), file.stat()
+    run.said.clear()
+    place = data.draw(st.integers(0, len(content) - 1))
+    flipped = bytes([content[place] ^ data.draw(st.integers(1, 255))]) + content[place + 1 :]
+    file.unlink() if how == "delete" else file.write_bytes(content[:place] + flipped * (how == "flip"))
     check(run.restore(), 1)
     silent = (ending, how) == ("json", "delete")  # a snapshot that was in the making
-    assert (ending, how) != ("json", "flip") or "does not match its own hash" in run.said[0]
     assert len(run.said) == (not silent) and all(file.stem in line and "not used" in line for line in run.said)
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    check(run.restore(), 2)
 
 
 def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
@@ -108,22 +114,24 @@ def test_a_process_that_had_nothing_to_keep(run: Run) -> None:
     assert run.said == []
 
 
-@pytest.mark.parametrize(
-    ("flipped", "changes", "said"),
-    [(4, {}, "two copies of a part of .* differ"), (0, {"config": {"seed": 2}}, "of different configs or data")],
-)
-def test_copies_that_differ_are_not_used(run: Run, flipped: int, changes: dict[str, Any], said: str) -> None:
+def test_copies_that_differ_are_not_used(run: Run) -> None:
     """Each matches its own hashes."""
     run.keep(1, 2)
     folder = MemoryFolder(run.memory, run.run_id, "standby")
     newest = max(folder.snapshots()[0], key=lambda snapshot: snapshot.step)
     content = bytearray((folder.path / f"{newest.name}.data").read_bytes())
-    content[0] ^= flipped
-    (folder.path / "0-1-a.data").write_bytes(content)
-    pieces = tuple(replace(p, crc32=zlib.crc32(content[p.offset : p.offset + p.size])) for p in newest.pieces)
-    folder.describe(replace(newest, name="0-1-a", pieces=pieces, **changes))
-    check(run.restore(), 1)
-    assert len(run.said) == 1 and re.search(f"step 2 are not used: .*{said}", run.said[0])
+    differences: list[tuple[int, dict[str, Any], str]] = [
+        (4, {}, "two copies of a part of .* differ"),
+        (0, {"config": {"seed": 2}}, "of different configs or data"),
+    ]
+    for flipped, changes, said in differences:
+        copy = bytes([content[0] ^ flipped]) + content[1:]
+        (folder.path / "0-1-a.data").write_bytes(copy)
+        pieces = tuple(replace(p, crc32=zlib.crc32(copy[p.offset : p.offset + p.size])) for p in newest.pieces)
+        folder.describe(replace(newest, name="0-1-a", pieces=pieces, **changes))
+        run.said.clear()
+        check(run.restore(), 1)
+        assert len(run.said) == 1 and re.search(f"step 2 are not used: .*{said}", run.said[0])
 
 
 def test_snapshots_of_other_runs(run: Run, tmp_path: Path) -> None:
@@ -148,23 +156,25 @@ def test_another_model(run: Run) -> None:
     assert len(run.said) == 1 and "another model: b is float32[5]" in run.said[0]
 
 
-@pytest.mark.parametrize("room", [0, 300, 900])  # for nothing, a part of the data, the data but not its description
-def test_no_room(run: Run, room: int) -> None:
-    with run.attempt() as snapshots:
-        snapshots.begin(0)
-        keep(snapshots, 1, state_of(1))
-        snapshots.wait()
-        with files_no_larger_than(room):
-            for step in (2, 3):
-                keep(snapshots, step, state_of(step))
-                snapshots.wait()
-        assert len(run.said) == 1 and "warning: the snapshot of step 2" in run.said[0], run.said
-        assert "File too large" in run.said[0] and "elastic.memory_dir" in run.said[0]
-        assert room == 900 or run.files("data")[-1].stat().st_size == 0  # half a snapshot would only take room
-        check(run.restore(), 1)
-        keep(snapshots, 4, state_of(4))
-    check(run.restore(), 4)
-    assert len(run.said) == 1
+def test_no_room(tmp_path: Path) -> None:
+    """For nothing, for a part of the data, and for the data but not its description."""
+    for room in (0, 300, 900):
+        run = Run(tmp_path, f"room for {room}")
+        with run.attempt() as snapshots:
+            snapshots.begin(0)
+            keep(snapshots, 1, state_of(1))
+            snapshots.wait()
+            with files_no_larger_than(room):
+                for step in (2, 3):
+                    keep(snapshots, step, state_of(step))
+                    snapshots.wait()
+            assert len(run.said) == 1 and "warning: the snapshot of step 2" in run.said[0], run.said
+            assert "File too large" in run.said[0] and "elastic.memory_dir" in run.said[0]
+            assert room == 900 or run.files("data")[-1].stat().st_size == 0  # half a snapshot would only take room
+            check(run.restore(), 1)
+            keep(snapshots, 4, state_of(4))
+        check(run.restore(), 4)
+        assert len(run.said) == 1
 
 
 def test_a_folder_that_was_emptied_between_two_snapshots(run: Run) -> None:
@@ -292,8 +302,8 @@ def test_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken[:6] == [31, 51, 51 + 35, 51 + 70, 51 + 73, 51 + 76]
 
 
-@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (2, 1), (3, 1)])
-def test_what_a_node_holds_is_kept_once_and_shared_out(groups: int, kept: float) -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_what_a_node_holds_is_kept_once_and_shared_out(groups: int) -> None:
     """On nodes of two processes of two devices; a large and a small array, cut over the devices of a node."""
     nodes = [f"node {process // 2}" for process in range(2 * groups)]
     device_type = namedtuple("device_type", ("id", "process_index"))
@@ -315,16 +325,15 @@ def test_what_a_node_holds_is_kept_once_and_shared_out(groups: int, kept: float)
     whole = sum(4 * leaf.shape[0] for leaf in leaves)
     by_device = Counter({d.id: sum(x.piece.size for x in owned[d.process_index] if x.device is d) for d in devices})
     assert sum(by_device.values()) == groups * whole
-    assert all(size == pytest.approx(kept * whole / 4, rel=0.1) for size in by_device.values()), by_device
+    assert all(size == pytest.approx(whole / 4, rel=0.1) for size in by_device.values()), by_device
     assert not any(shard.is_only_copy for of_process in owned for shard in of_process)
 
 
-@pytest.mark.parametrize("count", range(2, 8))
-def test_which_nodes_may_be_lost(count: int) -> None:
+def test_which_nodes_may_be_lost() -> None:
     """One of each pair must be left, and of an odd number of nodes two of the last three; every set is tried."""
-    in_turn = set(range(count - 3, count)) if count % 2 else set()
-    pairs = [{node, node + 1} for node in range(0, count - len(in_turn), 2)]
-    for number in range(count + 1):
-        for lost in map(set, combinations(range(count), number)):
+    for count in range(2, 8):
+        in_turn = set(range(count - 3, count)) if count % 2 else set()
+        pairs = [{node, node + 1} for node in range(0, count - len(in_turn), 2)]
+        for lost in (set(lost) for number in range(count + 1) for lost in combinations(range(count), number)):
             is_kept = all({node, partner(node, count)} - lost for node in range(count))
             assert is_kept == (len(in_turn & lost) <= 1 and all(pair - lost for pair in pairs))

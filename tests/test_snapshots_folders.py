@@ -97,16 +97,14 @@ def test_a_run_id_that_is_a_path(run: Run) -> None:
     assert victim.is_dir()
 
 
-@pytest.mark.parametrize(
-    "change", [{"name": "../0-0-a"}, {"name": "0-0-c"}, {"run_id": "../../home"}, {"name": "1-0-a"}]
-)
-def test_a_description_with_names_of_others(run: Run, change: dict[str, str]) -> None:
+def test_a_description_with_names_of_others(run: Run) -> None:
     run.keep(1)
     (kept,) = MemoryFolder(run.memory, run.run_id, "standby").snapshots()[0]
     content = json.loads(json.dumps(kept.as_json()))
     assert SnapshotManifest.from_json(content) == kept
-    with pytest.raises(ValueError, match="is no snapshot"):
-        SnapshotManifest.from_json(content | change)
+    for change in ({"name": "../0-0-a"}, {"name": "0-0-c"}, {"run_id": "../../home"}, {"name": "1-0-a"}):
+        with pytest.raises(ValueError, match="is no snapshot"):
+            SnapshotManifest.from_json(content | change)
 
 
 def test_a_description_of_another_version(run: Run) -> None:
