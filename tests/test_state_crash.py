@@ -59,7 +59,7 @@ def check_refuses_late_writes(save: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # writes that Orbax drops
-@pytest.mark.parametrize("room", [0, 10_000])
+@pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.slow), 10_000])
 def test_no_room_while_saving(
     tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +129,7 @@ def test_what_is_written_while_a_failed_save_is_deleted_goes_too(
     assert [*save.parent.iterdir()] == [save] and save.is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["hashing", "renaming"])
 def test_killed_while_saving(tmp_path: Path, moment: str) -> None:
     """What is left is in nobody's way, complete or not: not in a restore's, nor in that of the next save."""

@@ -57,6 +57,7 @@ def check_restores(checkpointer: Checkpointer, step: int) -> None:
             np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
 
 
+@pytest.mark.slow
 def test_two_processes_and_one(tmp_path: Path) -> None:
     by_one, by_two, hopeless, broken = (tmp_path / name for name in ("by_one", "by_two", "hopeless", "broken"))
     with Checkpointer(by_one, KEEP_ALL) as checkpointer:
@@ -90,8 +91,8 @@ def expect(kind: type[Exception], text: str, *arguments: Any) -> None:
         raise AssertionError(f"{text}: no error")
 
 
-def unreadable(path: Path, **_: Any) -> tuple[str, int]:
-    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+def unreadable(file: Any) -> str:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
 
 
 def read_by_process_one(step: Path) -> str:

@@ -84,10 +84,9 @@ def test_any_pytree_comes_back_with_its_structure_and_bits(tmp_path: Path) -> No
         assert (got.dtype, got.shape, got.sharding) == (wanted.dtype, wanted.shape, wanted.sharding)
 
 
-@pytest.mark.parametrize("saved_on", [(8,), (2, 4)])
-def test_restores_bitwise_on_other_meshes_and_specs(tmp_path: Path, saved_on: tuple[int, ...]) -> None:
+def test_restores_bitwise_on_other_meshes_and_specs(tmp_path: Path) -> None:
     values = {"w": numbers((24, 16), np.float32, 0), "b": numbers((16,), jnp.bfloat16, 1), "n": np.int32(4)}
-    mesh = mesh_of(*saved_on)
+    mesh = mesh_of(2, 4)
 
     def by_rank(x: Any) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*mesh.axis_names[: x.ndim]))
@@ -170,13 +169,16 @@ def test_a_step_that_cannot_be_deleted_is_left_to_the_next_save(
     assert not (tmp_path / manifest.UNFINISHED).exists()
 
 
-@pytest.mark.parametrize(
-    ("others", "there", "is_late"), [((4,), [4, 5], False), ((5,), [5], True), ((6, 7), [6, 7], True)]
-)
-def test_replicas_that_save_at_once_do_not_harm_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[int, ...], there: list[int], is_late: bool
+def test_replicas_that_save_at_once_do_not_harm_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one saves step 5, another saves an older one, the same, or newer ones."""
+    for others, there, is_late in (((4,), [4, 5], False), ((5,), [5], True), ((6, 7), [6, 7], True)):
+        with monkeypatch.context() as patch:
+            check_saves_at_once(tmp_path / str(others[0]), patch, others, there, is_late)
+
+
+def check_saves_at_once(
+    folder: Path, patch: pytest.MonkeyPatch, others: tuple[int, ...], there: list[int], is_late: bool
 ) -> None:
-    """While one saves step 5, another saves others."""
     describe, arrived, may_go_on = manifest.describe, threading.Event(), threading.Event()
 
     def describe_late(*how: Any) -> Any:
@@ -185,11 +187,11 @@ def test_replicas_that_save_at_once_do_not_harm_each_other(
             assert may_go_on.wait(60)
         return describe(*how)
 
-    monkeypatch.setattr(manifest, "describe", describe_late)
+    patch.setattr(manifest, "describe", describe_late)
     lines: list[str] = []
     with (
-        Checkpointer(tmp_path, KEEP_ALL, replica=1, report=lines.append) as one,
-        Checkpointer(tmp_path, KEEP_ALL, replica=12, report=pytest.fail) as two,
+        Checkpointer(folder, KEEP_ALL, replica=1, report=lines.append) as one,
+        Checkpointer(folder, KEEP_ALL, replica=12, report=pytest.fail) as two,
     ):
         save_small(one, 5)
         assert arrived.wait(60)
@@ -201,7 +203,7 @@ def test_replicas_that_save_at_once_do_not_harm_each_other(
         check_restores(two, there[-1])
     assert len(lines) == is_late
     assert all("saving step 5 to" in x and x.endswith(f"another replica has saved step {there[-1]}") for x in lines)
-    assert not [*(tmp_path / manifest.UNFINISHED).glob("*/")]
+    assert not [*(folder / manifest.UNFINISHED).glob("*/")]
 
 
 def test_a_group_whose_save_failed_ends_though_another_replica_has_saved(
@@ -262,7 +264,7 @@ def test_a_replica_deletes_its_own_failed_saves(tmp_path: Path) -> None:
     assert not own.exists() and of_others.exists()
 
 
-@pytest.mark.parametrize("reads", [(manifest, "verify"), (tree, "load")])
+@pytest.mark.parametrize("reads", [(manifest, "verify"), (tree, "load")], ids=["verify", "load"])
 def test_a_step_that_another_replica_deletes_while_it_is_read_is_to_be_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: tuple[Any, str]
 ) -> None:
@@ -292,6 +294,7 @@ def test_a_step_that_another_replica_deletes_while_it_is_read_is_to_be_read_agai
         ((Path, "mkdir"), None, CheckpointError, 3),
         ((manifest, "write"), 0, ResumableError, 2),
     ],
+    ids=["manifest", "folder", "manifest of a replica"],
 )
 def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
     tmp_path: Path,
@@ -495,16 +498,13 @@ def test_command_line_lists_and_verifies_without_jax(tmp_path: Path) -> None:
     assert run("verify", tmp_path / "2")[0] == 2  # a step, not the folder of steps
 
 
-@pytest.mark.parametrize("name", ["run[1]", "a*", "what?", "back\\slash", "run[1]/below"])
-def test_a_path_that_orbax_cannot_restore_from_is_refused(tmp_path: Path, name: str) -> None:
-    character = next(c for c in "[*?\\" if c in name)
-    with pytest.raises(ValueError, match=re.escape(f"no checkpoint can be restored from {tmp_path / name}")) as caught:
-        Checkpointer(tmp_path / name, KEEP_ALL)
-    assert f"because of {character} in the path; choose a directory" in str(caught.value)
+def test_a_path_that_orbax_cannot_restore_from_is_refused(tmp_path: Path) -> None:
+    for name in ("run[1]", "a*", "what?", "back\\slash", "run[1]/below"):
+        character = next(c for c in "[*?\\" if c in name)
+        said = re.escape(f"no checkpoint can be restored from {tmp_path / name}, because of {character} in the path")
+        with pytest.raises(ValueError, match=said):
+            Checkpointer(tmp_path / name, KEEP_ALL)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_path_that_looks_like_no_pattern_is_none(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "a]{b,c}~ %20#é:1!$&", KEEP_ALL) as checkpointer:
         save_small(checkpointer, 1)
         check_restores(checkpointer, 1)
