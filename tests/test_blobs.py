@@ -16,24 +16,28 @@ from runtime.handshake import admit
 
 TOKEN = "a" * 64
 CONTENT = bytes(range(256)) * 10
+LATE = threading.Event()
 
 
 def answer(request: dict[str, Any], process: int, content: BinaryIO) -> memoryview:
-    """Gives CONTENT after a while, takes what is put if it is CONTENT of process 1."""
+    """Gives CONTENT, `late` once LATE is set; takes what is put if it is CONTENT of process 1."""
     if "put" in request:
         if process != 1:
             raise ValueError("it may not")
         if content.read(request["put"]) != CONTENT:
             raise OSError("no room")
         return memoryview(b"")
-    threading.Event().wait(request.get("after_s", 0.0))
+    if request.get("late"):
+        LATE.wait(60)
     return memoryview({"a": CONTENT}[request["get"]])
 
 
 @pytest.fixture
 def service() -> Iterator[BlobService]:
+    LATE.clear()
     found = BlobService("tests", answer, process=0, count=2, token=TOKEN)
     yield found
+    LATE.set()
     found.close()
 
 
@@ -44,17 +48,22 @@ def connect(address: Address, *, token: str = TOKEN, me: int = 1) -> Connection:
 def test_bytes_come_and_go_on_one_connection(service: BlobService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "WAIT_S", 0.05)
     with connect(service.address) as connection:
-        for after_s in (0.0, 0.3):
-            assert b"".join(connection.get({"get": "a", "after_s": after_s}, len(CONTENT))) == CONTENT
+        assert b"".join(connection.get({"get": "a"}, len(CONTENT))) == CONTENT
         connection.put({"put": len(CONTENT)}, [memoryview(CONTENT[:7]), memoryview(CONTENT[7:])])
         with pytest.raises(RefusedError, match="OSError: no room"):
             connection.put({"put": 3}, [memoryview(b"abc")])
         assert b"".join(connection.get({"get": "a"}, len(CONTENT))) == CONTENT
         said: list[None] = []
-        assert connection.get_whole({"get": "a", "after_s": 0.3}, len(CONTENT), lambda: said.append(None)) == CONTENT
-        assert len(said) > 1  # for it is no hang while the other process says so
+
+        def progress() -> None:  # it is no hang while the other process says so
+            said.append(None)
+            if len(said) == 3:
+                LATE.set()
+
+        assert connection.get_whole({"get": "a", "late": True}, len(CONTENT), progress) == CONTENT
+        LATE.clear()
         with pytest.raises(PeerError, match="it has not answered in time"):
-            next(connection.get({"get": "a", "after_s": 5.0}, len(CONTENT), wait_s=0.1))
+            next(connection.get({"get": "a", "late": True}, len(CONTENT), wait_s=0.1))
 
 
 def test_an_error_names_the_other_process_and_closing_adds_none(service: BlobService) -> None:
@@ -70,10 +79,10 @@ def test_an_error_names_the_other_process_and_closing_adds_none(service: BlobSer
         connect(nobody)
 
 
-@pytest.mark.parametrize("request_line", [{"put": 1}, {"other": 1, "get": []}])
-def test_what_may_not_be_asked_closes_the_connection(service: BlobService, request_line: dict[str, Any]) -> None:
-    with connect(service.address, me=2) as connection, pytest.raises(PeerError, match="it closed the connection"):
-        next(connection.get(request_line, 1))
+def test_what_may_not_be_asked_closes_the_connection(service: BlobService) -> None:
+    for request in ({"put": 1}, {"other": 1, "get": []}):
+        with connect(service.address, me=2) as connection, pytest.raises(PeerError, match="it closed the connection"):
+            next(connection.get(request, 1))
 
 
 def test_a_line_without_an_end_closes_the_connection(service: BlobService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,30 +146,28 @@ def dawdles(stream: Any) -> None:
         threading.Event().wait(0.2)
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "error"),
-    [
-        (closes_early, "closed the connection"),
-        (damages, "do not match their hash"),
-        (dawdles, "sends too slowly"),
-        (chatters, "is not JSON"),
-    ],
-)
-def test_half_damaged_slow_or_endless_answers_are_errors(
-    behaviour: Callable[[Any], None], error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+BEHAVIOURS: dict[Callable[[Any], None], str] = {
+    closes_early: "closed the connection",
+    damages: "do not match their hash",
+    dawdles: "sends too slowly",
+    chatters: "is not JSON",
+}
+
+
+def test_half_damaged_slow_or_endless_answers_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "_LINE_BYTES", 10_000)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve() -> None:
+        def serve(behaviour: Callable[[Any], None]) -> None:
             accepted, _ = listener.accept()
-            with accepted:
+            with accepted, suppress(OSError):
                 admit(accepted, TOKEN, "tests")
                 with accepted.makefile("rwb") as stream:
                     stream.readline()
                     behaviour(stream)
 
-        threading.Thread(target=serve, daemon=True).start()
         address = Address(process=3, host="127.0.0.1", port=listener.getsockname()[1])
-        with connect(address) as connection, pytest.raises(PeerError, match=f"process 3 at .*{error}"):
-            b"".join(connection.get({"get": "a"}, 4, receive_s=0.3))
+        for behaviour, error in BEHAVIOURS.items():
+            threading.Thread(target=serve, args=(behaviour,), daemon=True).start()
+            with connect(address) as connection, pytest.raises(PeerError, match=f"process 3 at .*{error}"):
+                b"".join(connection.get({"get": "a"}, 4, receive_s=0.3 if behaviour is dawdles else 20.0))
