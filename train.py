@@ -144,12 +144,13 @@ def run(
 
     steps: Steps = OneWorld(ex, supervisor.enter)
     if group is not None:
-        asked = supervisor.stop_requested
-        steps = Independent(ex, supervisor.enter, number=group, workdir=whole, stop_requested=asked)
+        steps = Independent(ex, supervisor, number=group, workdir=whole)
 
     # ----------------------------------------------------------------------------------------------------------- resume
     supervisor.enter(Phase.RESTORING)
     supervisor.hold(workdir_lock(workdir, others_go_on=group is not None))
+    if group is not None:
+        groups.check_number_is_free(whole, group)
     if group is None and resume.is_finished(config, workdir, extends=extends):  # by the attempt before
         return True
     resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)

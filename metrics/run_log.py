@@ -42,9 +42,10 @@ class RunLog:
     ) -> None:
         """Writes each of `files`, JSON by its name, and sets up the rest.
 
-        `constants` are added to every row of the metrics; `started_s` is the `perf_counter()` at the program's start.
-        `sink` receives the rows as well: `wandb` or `none`. With `may_join` the run may continue at a later step than
-        `start_step`, with the state of another replica: rows of earlier steps stay, and a failed write is resumable.
+        `constants` are in every row of the metrics, added to a measurement of the same name; `started_s` is the
+        `perf_counter()` at the program's start. `sink` receives the rows as well: `wandb` or `none`. With `may_join`
+        the run may continue at a later step than `start_step`, with the state of another replica: rows of earlier
+        steps stay, and a failed write is resumable.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
         self._may_join, self._cannot_write = may_join, ResumableError if may_join else OSError
@@ -111,7 +112,7 @@ class RunLog:
         if self._crossed:
             row["wire_tx_bytes"] = sum(one.tx_bytes for one in self._crossed) / self._crossing
             row["wire_rx_bytes"] = sum(one.rx_bytes for one in self._crossed) / self._crossing
-        row |= self._constants
+        row |= {name: row.get(name, 0) + value for name, value in self._constants.items()}
         self._row = step, row
         if self._first is None:
             self._first = step

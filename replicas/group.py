@@ -15,20 +15,19 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from replicas.members import NEVER, Member
-from replicas.membership import AHEAD, ASK_S, MOST_BYTES, NOBODY, Membership
+from replicas.membership import AHEAD, ASK_S, MOST_BYTES, NOBODY, Membership, Report
 from replicas.payloads import Payload
 from replicas.plan import StepPlan
 from replicas.state_copies import LEAVES, StateCopies, fetch_copies
 from replicas.sums import COMPLETE, TOTAL_IS_HERE, WAITING, StepSums, check_nodes
+from replicas.transport import Link, Transport
 from replicas.tree import Node
-from runtime.blobs import BlobService, Connection, PeerError, RefusedError
+from runtime.blobs import PeerError, RefusedError
 from runtime.exit_codes import ResumableError
 
-PURPOSE = "replicas"
 KEPT_STEPS = 64  # of which totals are kept, at most, for members that catch up
 FETCHES = 5  # of the state
 CONNECTIONS = 2  # to each of the others, for sums; as many for totals
-MOST_CONNECTIONS = 64 * (2 * CONNECTIONS + 1)  # at once, where this member is new to 64: with a greeting each
 LOOK_S = 0.02  # between two looks for what one of a member's processes may want
 _GONE = "the step is gone"
 _SKIPPED = "the step was not done here"
@@ -47,18 +46,19 @@ class Replicas:
         *,
         number: int,
         folder: Path,
-        token: str,
+        transport: Transport,
         num_shares: int,
         payloads: Sequence[Payload],
         sizes: Sequence[int],
-        silence_s: float,
         late: int = 0,
         run: str = "",
         process: int = 0,
         agree: Callable[[int], Sequence[int]] = lambda value: [value],
         saved: Callable[[], int] = lambda: 0,
         progress: Callable[[], object] = lambda: None,
+        waits: Callable[[], object] = lambda: None,
         say: Callable[[str], object] = print,
+        report: Report = lambda event, **fields: None,
     ) -> None:
         """`sizes` are the values of each piece; `folder` has one folder for each member, and `run` is equal in all.
 
@@ -67,13 +67,14 @@ class Replicas:
         Of a member of several processes each has its own part of the gradients, and others that it asks: those with
         its number. `agree` returns the values of all of them, by number; they call all methods together.
 
-        `saved` returns the steps done in the newest checkpoint. `progress` is called while what others say of a step
-        comes; `agree` while their sums do.
+        `saved` returns the steps done in the newest checkpoint. While this member waits for the others' sums, all its
+        processes call `waits` together; while it waits for another answer, each calls `progress` by itself. An error
+        of either ends the wait. `report` gets the members that join, leave and are lost.
         """
         self._num_shares, self._payloads, self._sizes = num_shares, payloads, sizes
         zeros = (np.zeros(size, np.float32) for size in sizes)
         self._encoded_sizes = [len(payload.encode(x)) for payload, x in zip(payloads, zeros, strict=True)]
-        self._progress = progress
+        self._progress, self._waits = progress, waits
         self._agree, self._saved, self._say = agree, saved, say
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -89,23 +90,30 @@ class Replicas:
         # of those that took part in the last step to its end
         self.count = 1
         self.is_first = True  # it does what all would do alike
-        purpose = f"{PURPOSE} {process}"
-        self._service = BlobService(purpose, self._answer, process=number, count=MOST_CONNECTIONS, token=token)
+        self.sent_bytes = 0  # sums and totals for other members
+        self._is_ready = threading.Event()  # the service answers then
+        self._transport = transport
+        self._service = transport.serve(self._answer)
         address = self._service.address
         self.members = Membership(
             Member(number=number, host=address.host, port=address.port, run=run),
             folder=folder,
-            token=token,
-            purpose=purpose,
+            transport=transport,
             process=process,
-            silence_s=silence_s,
             late=late,
             changed=self._changed,
             agree=agree,
             say=say,
+            report=report,
             on_met=self._ask_always,
             on_change=self._do_without,
         )
+        self._is_ready.set()
+        try:
+            self.members.publish()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends all connections; more than once is allowed."""
@@ -118,6 +126,7 @@ class Replicas:
                 sums.end(ConnectionError(LEAVES))
             self._changed.notify_all()
         self._service.close()
+        self.members.withdraw()
 
     # ------------------------------------------------------------------------------------------------------ their state
     def agrees(self, step: int, digest: str) -> bool:
@@ -144,8 +153,8 @@ class Replicas:
 
     def _ask(self, member: Member, request: dict[str, Any]) -> bytes:
         """Asks a member one thing, which may take as long as it says so. PeerError if it does not answer."""
-        with self.members.connect(member.address) as connection:
-            return connection.ask(request, MOST_BYTES, self._progress)
+        with self._transport.connect(member.address) as link:
+            return link.ask(request, MOST_BYTES, self._progress)
 
     def fetch_state(
         self, sizes: Sequence[int], progress: Callable[[], object] = lambda: None
@@ -177,7 +186,7 @@ class Replicas:
                 continue
             found, why = {}, "another process of this replica did not get its part" if begun else "none has it"
             try:
-                found = fetch_copies(self.members.connect, begun, step, sizes, progress) if begun else {}
+                found = fetch_copies(self._transport.connect, begun, step, sizes, progress) if begun else {}
             except PeerError as error:  # lost meanwhile, or further than it was thought
                 why = str(error)
             if all(self._agree(int(len(found) == len(sizes)))):
@@ -221,7 +230,9 @@ class Replicas:
             self.members.step, self.members.me = step, self.members.me.changed(step=step)
             self._changed.notify_all()
         while (share := self._next_share(sums, LOOK_S)) != COMPLETE:
-            if share != WAITING:
+            if share == WAITING:
+                self._waits()
+            else:
                 sums.begin(share)
                 compute(share)
         with self._changed:
@@ -289,6 +300,8 @@ class Replicas:
     def _check(self) -> None:
         if self.members.closed:
             raise ConnectionError(LEAVES)
+        if other := self.members.successor:
+            raise ResumableError(f"replica {self.members.me.number} was started again at {other.host}:{other.port}")
         if self._behind == self.members.step:
             raise BehindError
 
@@ -309,7 +322,7 @@ class Replicas:
             for kind in ("sum", "total") * CONNECTIONS:  # while one waits, the others use the link
                 threading.Thread(target=self._pull, args=(member, kind), daemon=True).start()
         except RuntimeError as error:  # no more threads
-            self.members.lose(member, str(error))
+            self.members.lose(member, error)
 
     def _do_without(self, number: int) -> None:
         """Divides among the others what a member was to do of steps in which it does not take part any more.
@@ -337,16 +350,16 @@ class Replicas:
     def _pull(self, member: Member, kind: str) -> None:
         """Asks a member for one thing after the other, as long as it is there."""
         try:
-            with self.members.connect(member.address) as connection:
+            with self._transport.connect(member.address) as link:
                 while (wanted := self._next(member, kind)) is not None:
                     step, sums, piece, node = wanted
                     try:
-                        self._fetch(connection, member.number, step, sums, piece, node)
+                        self._fetch(link, member.number, step, sums, piece, node)
                     finally:
                         with self._lock:
                             self._under_way.discard((member.number, step, piece, node))
         except Exception as error:  # else what the member has would be waited for without end
-            self.members.lose(member, str(error) or type(error).__name__)
+            self.members.lose(member, error)
 
     def _next(self, member: Member, kind: str) -> tuple[int, StepSums, int, Node | None] | None:
         """Returns what to ask a member for; waits for it, and returns None when the member is gone."""
@@ -364,19 +377,17 @@ class Replicas:
                 self._changed.wait()
         return None
 
-    def _fetch(
-        self, connection: Connection, number: int, step: int, sums: StepSums, piece: int, node: Node | None
-    ) -> None:
+    def _fetch(self, link: Link, number: int, step: int, sums: StepSums, piece: int, node: Node | None) -> None:
         """Gets a sum, or with `node` None the total. PeerError if the member does not give it."""
         request = {"op": "total", "step": step, "piece": piece}
         if node:
             request |= {"op": "sum", "lo": node[0], "hi": node[1]}
         size = 4 * self._sizes[piece] if node and node[1] - node[0] > 1 else self._encoded_sizes[piece]
         try:
-            content = connection.get_whole(request, size)
+            content = link.get_whole(request, size)
         except RefusedError as error:
             if node and TOTAL_IS_HERE in str(error):
-                self._fetch(connection, number, step, sums, piece, None)
+                self._fetch(link, number, step, sums, piece, None)
             elif _GONE in str(error) or _SKIPPED in str(error):
                 with self._changed:
                     if _GONE in str(error):
@@ -398,10 +409,11 @@ class Replicas:
     def _answer(self, request: dict[str, Any], process: int, stream: BinaryIO) -> memoryview:
         """Answers a request. LookupError if there is no such thing; ValueError closes the connection."""
         del stream
+        self._is_ready.wait()
         if self.members.closed:
             raise ConnectionError(LEAVES)
         op = request["op"]
-        if op == "member":
+        if op in ("member", "self"):
             return self.members.answer(request, process)
         if op in ("copy", "state"):
             return self.copies.answer(request, process)
@@ -416,12 +428,16 @@ class Replicas:
         if type(step) is not int or type(piece) is not int or not 0 <= piece < len(self._sizes):
             raise ValueError("there is no such piece")
         if op == "total":
-            return self._await(step).wait_for_total(piece)
-        if op == "sum":
+            content = self._await(step).wait_for_total(piece)
+        elif op == "sum":
             node = int(request["lo"]), int(request["hi"])
             check_nodes([node], self._num_shares)
-            return self._await(step).wait_for(node, piece)
-        raise ValueError(f"{op} is no request")
+            content = self._await(step).wait_for(node, piece)
+        else:
+            raise ValueError(f"{op} is no request")
+        with self._changed:
+            self.sent_bytes += content.nbytes
+        return content
 
     def _await(self, step: int) -> StepSums:
         """Returns a step's sums, once it is begun here. LookupError if they are gone, or it never will be."""

@@ -13,6 +13,7 @@ from runtime.blobs import Address
 
 FILE_NAME = "address-{}.json"
 NEVER = 1 << 62  # a step
+STALE_S = 600.0  # age of an address that its member no longer writes again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +71,50 @@ class Member:
 
 
 def write_address(folder: Path, member: Member, process: int) -> None:
-    """Says in the run's folder where one of a member's processes serves those of the others with its number."""
+    """Writes into the run's folder where one of a member's processes serves the same-numbered ones of the others."""
     text = json.dumps({"number": member.number, "host": member.host, "port": member.port})
-    file = folder / str(member.number) / FILE_NAME.format(process)
+    file = _file(folder, member.number, process)
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic.replace(file, text)
 
 
-def read_addresses(folder: Path, but: int, process: int) -> list[Address]:
-    """Returns where members' processes of that number serve, or served once; all but one.
+def read_address(folder: Path, number: int, process: int) -> Address | None:
+    """Returns where a member's process serves, or served once; None if its file is missing or cannot be read."""
+    return _read(_file(folder, number, process))
 
-    A file that cannot be read, while it is replaced or removed, is left out: others will tell of that member.
+
+def remove_address(folder: Path, address: Address, process: int) -> None:
+    """Removes a member's address, unless it has another one by now."""
+    if read_address(folder, address.process, process) == address:
+        with suppress(OSError):
+            _file(folder, address.process, process).unlink()
+
+
+def read_addresses(folder: Path, but: int, process: int) -> tuple[list[Address], list[Address]]:
+    """Returns where the members' processes of that number serve, all but one member's: the fresh and the stale ones.
+
+    A member writes its address again each minute. A stale file is STALE_S older than the newest one, by the clock of
+    the file system: its member is gone, or cannot write. A file that cannot be read, while it is replaced or removed,
+    is left out: other members will tell of that member.
     """
-    found = []
+    ages: dict[Path, float] = {}
     for file in sorted(folder.glob(f"*/{FILE_NAME.format(process)}")):
-        with suppress(OSError, ValueError, LookupError):
-            values = json_objects.read(file)
-            if values["number"] != but:
-                found.append(Address(process=values["number"], host=values["host"], port=values["port"]))
-    return found
+        with suppress(OSError):
+            ages[file] = file.stat().st_mtime
+    newest_s, fresh, stale = max(ages.values(), default=0.0), list[Address](), list[Address]()
+    for file, written_s in ages.items():
+        if (address := _read(file)) and address.process != but:
+            (fresh if newest_s - written_s <= STALE_S else stale).append(address)
+    return fresh, stale
+
+
+def _file(folder: Path, number: int, process: int) -> Path:
+    return folder / str(number) / FILE_NAME.format(process)
+
+
+def _read(file: Path) -> Address | None:
+    with suppress(OSError, ValueError, LookupError):
+        values = json_objects.read(file)
+        if [type(values[name]) for name in ("number", "host", "port")] == [int, str, int]:
+            return Address(process=values["number"], host=values["host"], port=values["port"])
+    return None

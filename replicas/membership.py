@@ -11,15 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from files import json_objects
-from replicas.members import NEVER, Member, read_addresses, write_address
-from runtime.blobs import Address, Connection, PeerError
+from replicas.members import (
+    NEVER,
+    STALE_S,
+    Member,
+    read_address,
+    read_addresses,
+    remove_address,
+    write_address,
+)
+from replicas.transport import Transport
+from runtime.blobs import Address, PeerError, StalledError
+from runtime.events import Event
 from runtime.exit_codes import ResumableError
 
 AHEAD = 2  # steps, at least, between the word of a joining member and its first shares
@@ -27,13 +37,47 @@ ENTRY_S = 0.5  # for which the others may wait for it, if it gets nearer to them
 PATIENCE_S = 2.0  # while it falls behind, after which they wait for it all the same: it would never get there
 LONG_S = 300.0  # the same, where it only gets no nearer
 SEEK_S = 5.0  # between two looks for members that were lost
-RARELY = 12  # of so many looks one greets those that are not known too
+RARELY = 12  # of so many looks one greets unknown addresses too, and writes this member's again
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
 MOST_BYTES = 1 << 20  # of what a member says of itself and of others
-_CONNECT_S = 5.0
-_GREETINGS = 32  # at once
+CONNECT_S = 5.0
+_GREETINGS = 256  # at once
 _LEAVE_S = 30.0
 NOBODY = -1  # in the place of a step
+
+
+def check_number_is_free(folder: Path, number: int, process: int, transport: Transport) -> None:
+    """Greets the last address of a member's number, which must not answer as that member.
+
+    ValueError if a program trains under the number; ResumableError if it does, and is about to end.
+    """
+    seen: Address | None = None
+    while (address := read_address(folder, number, process)) and address != seen:
+        seen = address
+        try:
+            with transport.connect(address, CONNECT_S) as link:
+                said = json_objects.parse(link.ask({"op": "self"}, MOST_BYTES), "a member's record")
+            member = Member.from_dict(said)
+        except (PeerError, ValueError):  # it is gone, or starts as this one does
+            continue
+        if member.number == number:
+            where = f"replica {number} runs at {address.host}:{address.port} already"
+            if member.last < NEVER:
+                raise ResumableError(f"{where}, and is about to end; run the same command again")
+            raise ValueError(f"{where}; give this one another number (--group), or end that one first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A member that is out of reach, and did not say that it leaves."""
+
+    member: Member
+    at_s: float
+    stalled_in: int = -1  # the step in which its main thread makes no progress, though its other threads answer
+
+
+# an event, the number of the replica that it is about, a step of the replicas, and the event's other fields
+Report = Callable[..., object]
 
 
 class Membership:
@@ -44,38 +88,49 @@ class Membership:
         me: Member,
         *,
         folder: Path,
-        token: str,
-        purpose: str,
+        transport: Transport,
         process: int,
-        silence_s: float,
         late: int,
         changed: threading.Condition,
         agree: Callable[[int], Sequence[int]],
         say: Callable[[str], object],
+        report: Report,
         on_met: Callable[[Member], object],
         on_change: Callable[[int], object],
     ) -> None:
         """`folder` has one folder for each member. The shares of a step are computed `late` steps before it is summed.
 
         `on_met` is called when a member appears; `on_change`, which holds `changed`, with the number of one of which
-        something was learnt. ResumableError if its address cannot be written.
+        something was learnt; `report(event, replica=, step=, ...)` when a member joins, leaves or is lost.
         """
         self.me, self.step = me, -1  # the step that is being summed, or the last that was
         self.closed = False
-        self._folder, self._token, self._purpose, self._process = folder, token, purpose, process
-        self._silence_s, self._changed, self._agree, self._say = silence_s, changed, agree, say
+        self.successor: Address | None = None  # the address of a program that has taken this member's number
+        self._folder, self._transport, self._process = folder, transport, process
+        self._changed, self._agree, self._say, self._report = changed, agree, say, report
         self._late, self._on_met, self._on_change = late, on_met, on_change
         self._members: dict[int, Member] = {}  # the others
-        self._lost: dict[int, Member] = {}  # out of reach; they did not say that they leave
+        self._lost: dict[int, Lost] = {}
         self._foreign: Member | None = None  # one of another run
         self._looked: tuple[float, int, int] | None = None  # when, at which step, and where the others were
         self._nearest = 0.0, 0  # when this member was how many steps behind them, at the least
+
+    def publish(self) -> None:
+        """Writes this member's address, and begins to look for lost members.
+
+        ValueError if another program trains under this number; ResumableError if the address cannot be written.
+        """
+        check_number_is_free(self._folder, self.me.number, self._process, self._transport)
         try:
-            write_address(folder, me, process)
+            write_address(self._folder, self.me, self._process)
         except OSError as error:  # a disk without room may have some later
-            why = f"cannot write to {folder}: {error.strerror or error}"
+            why = f"cannot write to {self._folder}: {error.strerror or error}"
             raise ResumableError(f"{why}; see that the disk has room and can be written") from error
-        threading.Thread(target=self._seek, name="lost replicas", daemon=True).start()
+        threading.Thread(target=self._seek_until_closed, name="lost replicas", daemon=True).start()
+
+    def withdraw(self) -> None:
+        """Removes this member's address."""
+        remove_address(self._folder, self.me.address, self._process)
 
     @property
     def others(self) -> list[Member]:
@@ -92,11 +147,6 @@ class Membership:
         known = self._members.get(member.number)
         return known is not None and known.address == member.address
 
-    def connect(self, address: Address, silence_s: float | None = None) -> Connection:
-        """Returns a new connection to a member. PeerError if it is not there."""
-        silence_s = self._silence_s if silence_s is None else silence_s
-        return Connection(address, self._token, self._purpose, self.me.number, silence_s=silence_s)
-
     # ------------------------------------------------------------------------------------------ what this member does
     def meet(self, step: int) -> bool:
         """Says hello to the others, with the steps done here; returns whether one of them has begun.
@@ -104,7 +154,7 @@ class Membership:
         ValueError if one of them is of another run.
         """
         self.me, self.step = self.me.changed(step=step), step - 1  # nothing of `step` is here yet
-        addresses = read_addresses(self._folder, self.me.number, self._process)
+        addresses, _ = read_addresses(self._folder, self.me.number, self._process)
         why = self._greet_all(addresses)
         if other := self._foreign:
             raise ValueError(
@@ -122,6 +172,7 @@ class Membership:
     def enter(self, step: int) -> None:
         """Takes part from a step on; the others learn of it before it returns."""
         self.tell(first=step, last=NEVER)
+        self._report(Event.REPLICA_JOINED, replica=self.me.number, step=step, host=self.me.host)
 
     def choose_entry(self, step: int) -> None:
         """Says from when on this member takes part, if after `step` steps what it lacks takes it less than a moment.
@@ -206,51 +257,56 @@ class Membership:
         return any(member.step < step <= member.last + 1 for member in due)
 
     # ------------------------------------------------------------------------------------------------- of the others
-    def lose(self, member: Member, why: str) -> None:
-        """Goes on without a member."""
+    def lose(self, member: Member, error: Exception) -> None:
+        """Goes on without a member, and looks for it now and then, unless it has left."""
         with self._changed:
             if self.closed or not self.knows(member):
                 return
             known = self._members.pop(member.number)
             self._on_change(member.number)
-            left = known.last < self.step or known.last < known.step
-            if not left:
-                self._lost[member.number] = known
+            has_left = known.last < self.step or known.last < known.step
+            if not has_left:
+                stalled_in = self.step if isinstance(error, StalledError) else -1
+                self._lost[member.number] = Lost(member=known, at_s=time.monotonic(), stalled_in=stalled_in)
             self._changed.notify_all()
-        if not left:
-            self._say(f"replica {member.number} is lost in step {self.step + 1}: {why}; the others do its part")
+        if not has_left:
+            why = str(error) or type(error).__name__
+            self._report(Event.REPLICA_LOST, replica=member.number, step=self.step, why=why)
 
     def answer(self, request: dict[str, Any], process: int) -> memoryview:
-        """Answers what another member says of itself. ValueError for what is no member.
+        """Answers `self` with this member's record, and `member`, which brings another one's, with all records.
 
+        ValueError for what is no member.
         One that was lost may reach this one, and not be reached itself (a firewall): until `_seek` has greeted it, it
         is not there, or all would wait for it each time that it speaks.
         """
+        if request["op"] == "self":
+            return memoryview(json.dumps(self.me.as_dict()).encode())
         member = Member.from_dict(request["member"])
         if member.number != process:
             raise ValueError("it speaks of another member")
         lost = self._lost.get(member.number)
-        if member.run == self.me.run and not (lost and lost.address == member.address):
+        if member.run == self.me.run and not (lost and lost.member.address == member.address):
             self._register(member)
         known = [m.as_dict() for m in self.others if m.number != process]
         return memoryview(json.dumps({"member": self.me.as_dict(), "others": known}).encode())
 
     def _greet_or_lose(self, members: Sequence[Member]) -> None:
         """Greets members that are there, and goes on without those that do not answer."""
-        why = self._greet_all([member.address for member in members], self._silence_s)
+        why = self._greet_all([member.address for member in members], self._transport.silence_s)
         for member in [member for member, reason in zip(members, why, strict=True) if reason]:
-            self.lose(member, "does not answer")
+            self.lose(member, TimeoutError("does not answer"))
 
-    def _greet_all(self, addresses: Sequence[Address], patience_s: float = _CONNECT_S) -> list[str]:
+    def _greet_all(self, addresses: Sequence[Address], patience_s: float = CONNECT_S) -> list[str]:
         """Greets at once, since those that are gone may let their callers wait; returns of each why it is not there."""
-        with ThreadPoolExecutor(_GREETINGS) as pool:
+        with ThreadPoolExecutor(min(len(addresses), _GREETINGS) or 1) as pool:
             return [*pool.map(partial(self._greet, patience_s=patience_s), addresses)]
 
     def _greet(self, address: Address, patience_s: float) -> str:
         """Tells a member of this one, and learns of it and of those that it knows; returns why it is not there."""
         try:
-            with self.connect(address, patience_s) as connection:
-                answer = connection.ask({"op": "member", "member": self.me.as_dict()}, MOST_BYTES)
+            with self._transport.connect(address, patience_s) as link:
+                answer = link.ask({"op": "member", "member": self.me.as_dict()}, MOST_BYTES)
             said = json_objects.parse(answer, "what a member says")
             member = Member.from_dict(said["member"])
             known = [Member.from_dict(values) for values in said["others"]]
@@ -267,17 +323,17 @@ class Membership:
             is_new = other.number not in (self.me.number, *self._members, *self._lost)
             if is_new and self._greet(other.address, patience_s):
                 with self._changed:
-                    self._lost.setdefault(other.number, other)
+                    self._lost.setdefault(other.number, Lost(member=other, at_s=time.monotonic()))
         return ""
 
     def _register(self, member: Member) -> None:
+        """Takes a member's record, unless a newer one is here."""
         with self._changed:
             known = self._members.get(member.number)
             is_new = not self.knows(member)
             if known and not is_new and known.version >= member.version:
                 return
-            if member.first <= member.step < self.step - 1 - self._late and member.takes_part(self.step):
-                # it was cut off, and must catch up
+            if self._must_catch_up(member):
                 member = replace(member, first=NEVER, begun=False)
             self._members[member.number] = member
             self._lost.pop(member.number, None)
@@ -285,23 +341,61 @@ class Membership:
             self._changed.notify_all()
         if is_new:
             self._on_met(member)
+        self._report_change(None if is_new else known, member)
 
-    def _seek(self) -> None:
-        """Greets now and then those that were lost: they may have been cut off, or stopped, for a while.
+    def _must_catch_up(self, member: Member) -> bool:
+        """Whether a member says that it takes part, and was cut off, or hangs in the step in which it was lost."""
+        was_cut_off = member.first <= member.step < self.step - 1 - self._late and member.takes_part(self.step)
+        lost = self._lost.get(member.number)
+        hangs = lost is not None and lost.member.address == member.address and member.step <= lost.stalled_in
+        return was_cut_off or hangs
 
-        And those that do not take part, or no longer: one that was cut off may have caught up, and not know that it had
-        to; and where one of them is gone nobody waits for it, and would notice. And all others that have a file: a link
-        may have been cut when both sides began. One that knows nobody does so each time, others each RARELY-th.
-        """
+    def _report_change(self, before: Member | None, after: Member) -> None:
+        """Reports a member that takes part from now on, or has said which step is its last."""
+        if after.first < NEVER == after.last and (before is None or before.first == NEVER):
+            self._report(Event.REPLICA_JOINED, replica=after.number, step=after.first, host=after.host)
+        elif before and after.last < NEVER == before.last:
+            self._report(Event.REPLICA_LEFT, replica=after.number, step=after.last)
+
+    def _seek_until_closed(self) -> None:
         for turn in itertools.count(1):
             with self._changed:
                 if self._changed.wait_for(lambda: self.closed, SEEK_S):
                     return
-                idle = [one for one in self._members.values() if one.first == NEVER or one.last < self.step]
-                lost = [member.address for member in self._lost.values()]
-                known = {member.address for member in (*self._members.values(), *self._lost.values())}
-                is_due = not self._members or turn % RARELY == 0
             with suppress(OSError, RuntimeError):  # a folder that cannot be read now; no more threads
-                there = read_addresses(self._folder, self.me.number, self._process) if is_due else []
-                self._greet_all([*lost, *(address for address in there if address not in known)])
-                self._greet_or_lose(idle)
+                self.seek(turn)
+
+    def seek(self, turn: int) -> None:
+        """Greets the lost members: they may have been cut off, or stopped, for a while.
+
+        And members that do not take part, or no longer: one that was cut off may have caught up, and not know that it
+        had to; and where one of them is gone no sum waits for it, and would notice. And all others that have an
+        address: a link may have been cut when both sides began. A member that knows none of them does so each time,
+        others each RARELY-th. A stale address that does not answer is removed.
+        """
+        now_s = time.monotonic()
+        with self._changed:
+            self._lost = {number: one for number, one in self._lost.items() if now_s - one.at_s <= STALE_S}
+            idle = [one for one in self._members.values() if one.first == NEVER or one.last < self.step]
+            lost = [one.member.address for one in self._lost.values()]
+            known = {*(member.address for member in self._members.values()), *lost}
+            is_due = not self._members or turn % RARELY == 0
+        fresh, stale = read_addresses(self._folder, self.me.number, self._process) if is_due else ([], [])
+        unknown = [address for address in (*fresh, *stale) if address not in known]
+        why = dict(zip(unknown, self._greet_all([*lost, *unknown])[len(lost) :], strict=True))
+        self._greet_or_lose(idle)
+        for address in stale:
+            if why.get(address):
+                remove_address(self._folder, address, self._process)
+        if turn % RARELY == 0:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Writes this member's address again, or notes the one of a program that has taken its number."""
+        address = read_address(self._folder, self.me.number, self._process)
+        if address in (None, self.me.address):
+            write_address(self._folder, self.me, self._process)
+            return
+        with self._changed:
+            self.successor = address
+            self._changed.notify_all()

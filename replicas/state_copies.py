@@ -8,11 +8,13 @@ is dropped when all that wanted it have it, are lost, or want another step.
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from runtime.blobs import Address, Connection
+from replicas.transport import Link
+from runtime.blobs import Address
 
 PASSED = "that step has passed"
 LEAVES = "this replica leaves"
@@ -94,7 +96,7 @@ class StateCopies:
 
 
 def fetch_copies(
-    connect: Callable[[Address], Connection],
+    connect: Callable[[Address], AbstractContextManager[Link]],
     addresses: Sequence[Address],
     step: int,
     sizes: Sequence[int],

@@ -1,8 +1,9 @@
 """Bytes on request between the processes of a run: parts of snapshots, and token shards.
 
 A process serves each connection that `handshake.py` has authenticated in a thread of its own. A request is a line of
-JSON, and bytes may follow it. The answer is {"wait": true} every quarter of a second, then {"size": N,
-"xxh3": H} and N bytes, or {"error": WHY}. A malformed request closes the connection.
+JSON, and bytes may follow it. The answer is {"wait": PROGRESS} every quarter of a second, then {"size": N,
+"xxh3": H} and N bytes, or {"error": WHY}. A malformed request closes the connection. PROGRESS is any JSON value: a
+caller may take a process whose value stays the same for too long for one that hangs.
 """
 
 import json
@@ -39,6 +40,10 @@ class RefusedError(PeerError):
     """It answers that it cannot."""
 
 
+class StalledError(PeerError):
+    """It answers that it takes longer, and makes no progress."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Address:
     """The address at which a process serves."""
@@ -54,15 +59,25 @@ class Address:
 class BlobService:
     """Answers the requests of the other processes until it is closed."""
 
-    def __init__(self, purpose: str, answer: Answer, *, process: int, count: int, token: str) -> None:
+    def __init__(
+        self,
+        purpose: str,
+        answer: Answer,
+        *,
+        process: int,
+        count: int,
+        token: str,
+        progress: Callable[[], object] = lambda: True,
+    ) -> None:
         """Listens for `count` processes at a port that the system chooses.
 
         An OSError, LookupError or RuntimeError of `answer` is sent; any other exception closes the connection.
+        `progress` returns a JSON value that changes while this process makes progress.
         """
         host = own_address()
         listener = listen(host, count)
         self.address = Address(process=process, host=host, port=listener.getsockname()[1])
-        self._answer = answer
+        self._answer, self._progress = answer, progress
         self._acceptor = Acceptor(listener, token, purpose, count, self.serve)
 
     def close(self) -> None:
@@ -77,7 +92,7 @@ class BlobService:
             suppress(OSError, ValueError, LookupError, TypeError),
             connection,
             connection.makefile("rwb") as stream,
-            _Waiting(stream) as waiting,
+            _Waiting(stream, self._progress) as waiting,
         ):
             while line := stream.readline(_LINE_BYTES):
                 request = json_objects.parse(line, "the request", lenient=True)
@@ -99,9 +114,14 @@ class BlobService:
 class Connection:
     """A connection to another process' service; a context manager."""
 
-    def __init__(self, address: Address, token: str, purpose: str, me: int, *, silence_s: float) -> None:
-        """Connects as process `me`. PeerError if the other process is not there; it may be silent for `silence_s`."""
-        self._address = address
+    def __init__(
+        self, address: Address, token: str, purpose: str, me: int, *, silence_s: float, stall_s: float = inf
+    ) -> None:
+        """Connects as process `me`. PeerError if the other process is not there.
+
+        It may be silent for `silence_s`, and answer that it makes no progress for `stall_s`.
+        """
+        self._address, self._stall_s = address, stall_s
         with self._explained():
             self._socket = connect(address.host, address.port, token, purpose, me, silence_s)
             self._socket.settimeout(silence_s)
@@ -190,7 +210,7 @@ class Connection:
         return answer.get("xxh3", -1)
 
     def _answer(self, wait_s: float = inf, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        until_s = time.monotonic() + wait_s
+        until_s, check_progress = time.monotonic() + wait_s, Stall(self._stall_s)
         while line := self._stream.readline(_LINE_BYTES):
             answer = json_objects.parse(line, "its answer")
             if "error" in answer:
@@ -201,6 +221,7 @@ class Connection:
                 return answer
             if time.monotonic() > until_s:
                 raise TimeoutError("it has not answered in time")
+            check_progress(answer["wait"])
             progress()
         raise ConnectionError("it closed the connection")
 
@@ -209,15 +230,32 @@ class Connection:
         try:
             yield
         except (OSError, ValueError) as error:
-            kind = RefusedError if isinstance(error, RefusedError) else PeerError
+            kind = next((kind for kind in (RefusedError, StalledError) if isinstance(error, kind)), PeerError)
             raise kind(f"{self._address}: {error}") from error
+
+
+class Stall:
+    """Notices that another process makes no progress: the value that it sends with each "wait" stays the same."""
+
+    def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stall_s, self._clock = stall_s, clock
+        self._value: object = None
+        self._since_s = clock()
+
+    def __call__(self, value: object) -> None:
+        """Takes the newest value. StalledError if it has not changed for too long."""
+        now_s = self._clock()
+        if value != self._value:
+            self._value, self._since_s = value, now_s
+        elif now_s - self._since_s > self._stall_s:
+            raise StalledError(f"it makes no progress, for {self._stall_s:g} s by now")
 
 
 class _Waiting:
     """Says now and then that an answer takes long, while one is made; a context manager, for a connection."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, progress: Callable[[], object]) -> None:
+        self._stream, self._progress = stream, progress
         self._lock, self._is_answering, self._is_over = threading.Lock(), False, threading.Event()
 
     def __enter__(self) -> Self:
@@ -243,7 +281,7 @@ class _Waiting:
             while not self._is_over.wait(WAIT_S):
                 with self._lock:
                     if self._is_answering:
-                        _say(self._stream, {"wait": True})
+                        _say(self._stream, {"wait": self._progress()})
 
 
 def _check(found: xxh3_64, expected: int) -> None:

@@ -31,6 +31,10 @@ class Event(StrEnum):
     SNAPSHOT_BEGUN = "snapshot_begun"  # step; its arrays are copied, but not yet committed by all processes
     CHECKPOINT_BEGUN = "checkpoint_begun"  # step; the checkpoint is complete when `checkpoints/STEP` exists
     LOST_PEER = "lost_peer"  # peers, why
+    # of independent replicas, each in its own file; `step`: its first, its last, or the one in which it is lost
+    REPLICA_JOINED = "replica_joined"  # replica, step, host
+    REPLICA_LEFT = "replica_left"  # replica, step
+    REPLICA_LOST = "replica_lost"  # replica, step, why
     STOPPED = "stopped"  # step, why (finished or asked to stop)
     EXITED = "exited"  # code, why
     # of an engine

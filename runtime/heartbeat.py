@@ -135,6 +135,11 @@ class Heartbeat:
         """Records the phase of the main thread; `stall_s` bounds a phase that has a text."""
         self._doing = (phase.doing, time.monotonic())
 
+    def progressed_s(self) -> float:
+        """Returns when the main thread last made progress, by the monotonic clock: now, in a phase without a limit."""
+        what, for_s = self._doing_for()
+        return time.monotonic() - (for_s if what else 0.0)
+
     def await_verdict(self, error: BaseException) -> None:
         """If another process' loss may be the cause of an error, waits for the verdict, which ends the program.
 

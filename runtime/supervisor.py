@@ -98,6 +98,10 @@ class Supervisor:
         """Whether the run was asked to stop; all processes get True at the same call."""
         return self._preemption.requested()
 
+    def progressed_s(self) -> float:
+        """Returns when the main thread last made progress, by the monotonic clock."""
+        return self._heartbeat.progressed_s()
+
     def completed(self, step: int) -> None:
         """Records the last step that this process completed."""
         self._heartbeat.completed(step)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from replicas.group import BehindError, Replicas
 from replicas.payloads import Float32, Payload, make_payload
+from replicas.transport import Sockets
 from replicas.tree import added
 
 TOKEN = "a" * 64
@@ -60,6 +62,7 @@ class Loop:
         steps: int = STEPS,
         silence_s: float = 30.0,
         late: int = 0,
+        stall_s: float = inf,
         **processes: Any,
     ) -> None:
         """`processes`: `process` and `agree` of one of a member's several processes."""
@@ -69,18 +72,25 @@ class Loop:
         self.before_share: Callable[[int, int], object] = lambda step, share: None  # may raise Gone
         self.before_step: Callable[[int], object] = lambda step: None
         self.said: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.blocks: list[None] = []  # of the others' state
         self.error: BaseException | None = None
         self.replicas = Replicas(
             number=number,
             folder=folder,
-            token=TOKEN,
+            transport=Sockets(
+                number=number,
+                token=TOKEN,
+                silence_s=silence_s,
+                stall_s=stall_s,
+                process=processes.get("process", 0),
+            ),
             num_shares=NUM_SHARES,
             payloads=payloads_of(codec),
             sizes=SIZES,
-            silence_s=silence_s,
             late=late,
             say=self.said.append,
+            report=lambda event, **about: self.events.append((event, about)),
             **processes,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)

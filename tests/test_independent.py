@@ -1,10 +1,12 @@
 """Independent replicas as train.py runs them: the same losses as one world, whatever the model is."""
 
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -26,18 +28,21 @@ from files.run_directory import CHECKPOINTS, REPLICAS
 from replicas.group import BehindError, Replicas
 from replicas.members import Member
 from replicas.payloads import Float32
+from replicas.transport import Sockets
+from runtime.events import Event
 from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
 from sharding.step import TrainState
 from state.manifest import UNFINISHED
 from training.experiment import make_experiment
-from training.independent import Independent, fingerprint
+from training.independent import STOP_S, Independent, StoppedError, fingerprint
 from training.replica_state import own_shards, with_shards
 from training.resume import Start
 from training.share_gradients import Gradients, Share
 from training.validation import Validator
 
 pytestmark = pytest.mark.jax
+LOCK = f"lock-{socket.gethostname()}"
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
 TWO = {"sharding__strategy": "mics", "sharding__partition_size": 4}  # partition groups
 INDEPENDENT = ONE | {"sharding__replicas": "independent"}
@@ -70,8 +75,12 @@ def test_a_replica_with_other_keys_than_the_others_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token, folder = shared_token(tmp_path), tmp_path / REPLICAS
-    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1], "silence_s": 10.0}
-    with closing(Replicas(number=1, folder=folder, token=token, run="another", **about)):
+    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1]}
+    with closing(
+        Replicas(
+            number=1, folder=folder, transport=Sockets(number=1, token=token, silence_s=10.0), run="another", **about
+        )
+    ):
         assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2), "--group=0") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: replica 1 at ") and "trains by another config" in error
@@ -101,11 +110,13 @@ def test_shares_that_do_not_fit_the_replicas_are_said(
 ) -> None:
     """Here two replicas, of which one has nothing to compute, or which could send less."""
     token, folder = shared_token(tmp_path), tmp_path / REPLICAS
-    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1], "silence_s": 10.0}
+    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1]}
     args = [*arguments(tmp_path, **INDEPENDENT, num_steps=2, checkpoint__every=0, **changes), "--group=0"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("training.independent.fingerprint", lambda *_: "")
-        with closing(Replicas(number=1, folder=folder, token=token, **about)):
+        with closing(
+            Replicas(number=1, folder=folder, transport=Sockets(number=1, token=token, silence_s=10.0), **about)
+        ):
             assert run_here(*args) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "sharding.shares" in line]
     assert said == [wanted] * bool(wanted)
@@ -216,24 +227,137 @@ def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
     told: list[int] = []
     me = SimpleNamespace(begun=begun)
     members = SimpleNamespace(me=me, others=[1], tell=lambda last: told.append(last))
-    one: Any = SimpleNamespace(
-        _asked=False, _announced=False, replicas=SimpleNamespace(members=members), _work=SimpleNamespace(steps=steps)
-    )
+    one = waiting(steps=steps)
+    one.replicas = SimpleNamespace(members=members)
     stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == wanted and told == announced
 
 
-def test_one_that_waits_for_the_others_state_can_be_stopped() -> None:
-    """Over a slow link that takes minutes; it saves nothing, since the others have what it lacks."""
+def waiting(*, steps: int = 1, is_asked: Callable[[], bool] = lambda: False) -> Any:
+    """Returns a replica of one process that waits for the others; `steps` of training are a step of the replicas."""
     one: Any = SimpleNamespace(
-        _asked=False, _enter=lambda phase: None, _stop_requested=lambda: True, _lacks_state=False
+        _asked=False,
+        _announced=False,
+        _stopped=False,
+        _asked_s=None,
+        _lacks_state=False,
+        _late=None,
+        _enter=lambda phase: None,
+        _stop_requested=is_asked,
+        _work=SimpleNamespace(steps=steps),
     )
-    one._fetching = lambda: Independent._fetching(one)
+    for name in ("_waiting", "_waiting_alone", "_fetched"):
+        setattr(one, name, partial(getattr(Independent, name), one))
+    return one
+
+
+def test_a_replica_that_waits_for_the_others_state_can_be_stopped() -> None:
+    """Over a slow link that takes minutes; it saves nothing, since the others have the state that it lacks."""
+    one = waiting(is_asked=lambda: True)
     one.replicas = SimpleNamespace(fetch_state=lambda sizes, progress: progress(), is_first=True)
-    one._done = lambda state, step: Independent._fetched(one, step, state)
+    one._done = lambda state, step: one._fetched(step, state)
     state: Any = SimpleNamespace(to_keep={})
     assert Independent.__call__(one, state, 3) is None and one._asked
+    assert Independent.may_stop(one, 3, asked=False), "it does no step more"
     assert Independent.to_save(one, state) is None
+
+
+@pytest.mark.parametrize(("steps", "ends_s"), [(1, 100 + STOP_S), (50, 100)])
+def test_a_replica_that_waits_for_sums_stops_in_time(
+    steps: int, ends_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once in a round: the slowest may take minutes, where 30 s of notice are left. A step's sums come soon.
+
+    Asked after 100 s. It stops without a step more, saves its state as it was before the step, and tells the others.
+    """
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("training.independent.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    one = waiting(steps=steps, is_asked=lambda: clock.now_s >= 100)
+    told: list[dict[str, int]] = []
+    members = SimpleNamespace(tell=lambda **what: told.append(what), me=Member(number=0, host="", port=1))
+    one.replicas = SimpleNamespace(members=members, copies=SimpleNamespace(close=lambda: None), is_first=True)
+    one._whole = lambda state: state
+
+    def slowest_round(state: object, step: int) -> None:
+        while True:
+            clock.now_s += 0.5
+            one._waiting()
+
+    one._done = slowest_round
+    state: Any = SimpleNamespace(to_keep="before")
+    assert Independent.__call__(one, state, 3 * steps) is None
+    assert ends_s <= clock.now_s <= ends_s + 0.5
+    assert Independent.may_stop(one, 3 * steps, asked=False)
+    Independent.end(one, 3 * steps, state)
+    assert told == [{"step": 3, "last": 2}]
+    assert Independent.to_save(one, state) == "before"
+
+
+def test_a_delayed_step_whose_sums_do_not_come_is_not_saved() -> None:
+    """Its state lacks them; what the others save has them."""
+    one = waiting(is_asked=lambda: True)
+
+    def whole(state: object) -> None:
+        raise StoppedError
+
+    one._whole, one.replicas = whole, None
+    assert Independent.to_save(one, cast(Any, None)) is None
+
+
+def test_replicas_that_join_leave_and_are_lost_are_named() -> None:
+    """In events.jsonl always; in the output once this replica has met the others, which it lists itself."""
+    written: list[tuple[str, dict[str, Any]]] = []
+    said: list[str] = []
+    one: Any = SimpleNamespace(_number=0, _work=SimpleNamespace(steps=10), _say=lambda text: None)
+    write = lambda event, **about: written.append((event, about))
+    one._supervisor = SimpleNamespace(events=SimpleNamespace(write=write))
+    report = partial(Independent._report, one)
+    report(Event.REPLICA_JOINED, replica=2, step=0, host="b")
+    one._say = said.append
+    report(Event.REPLICA_JOINED, replica=0, step=1, host="a")
+    report(Event.REPLICA_JOINED, replica=1, step=4, host="b")
+    report(Event.REPLICA_LEFT, replica=1, step=7)
+    report(Event.REPLICA_LOST, replica=2, step=8, why="silent")
+    assert written[0] == ("replica_joined", {"replica": 2, "step": 1, "host": "b"})
+    assert [(event, about["replica"], about["step"]) for event, about in written[1:]] == [
+        ("replica_joined", 0, 11),
+        ("replica_joined", 1, 41),
+        ("replica_left", 1, 80),
+        ("replica_lost", 2, 81),
+    ]
+    assert said == [
+        "this replica takes part from step 11 on",
+        "replica 1 takes part from step 41 on",
+        "replica 1 leaves after step 80",
+        "replica 2 is lost in step 81: silent; the others do its part",
+    ]
+
+
+def test_the_bytes_that_a_device_sends_to_other_replicas_are_those_of_the_sums() -> None:
+    """For each step of training, since the row before; the host of a process sends for all of its devices."""
+    one: Any = SimpleNamespace(replicas=SimpleNamespace(sent_bytes=0), _reported_bytes=0)
+    one._work = SimpleNamespace(steps=5)
+    found = []
+    for sent in (8000, 8000, 12000):
+        one.replicas.sent_bytes = sent
+        found.append(Independent._newly_sent_bytes(one) * jax.local_device_count())
+    assert found == [1600, 0, 800]
+
+
+@pytest.mark.slow
+def test_a_number_in_use_is_refused_before_anything_is_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By another host: each would delete the other one's saves."""
+    token, folder = shared_token(tmp_path), tmp_path / REPLICAS
+    unfinished = tmp_path / CHECKPOINTS / UNFINISHED / "3" / "1"
+    unfinished.mkdir(parents=True)
+    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1]}
+    with closing(Replicas(number=3, folder=folder, transport=Sockets(number=3, token=token, silence_s=9.0), **about)):
+        assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2), "--group=3") == 2
+    assert "error: replica 3 runs at " in capsys.readouterr().err.splitlines()[-1]
+    assert unfinished.exists() and {file.name for file in (folder / "3").iterdir()} <= {"address-0.json", LOCK}
+    assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2), "--group=3") == 0
 
 
 def test_a_replicas_speed_is_that_of_its_slowest_share(monkeypatch: pytest.MonkeyPatch) -> None:

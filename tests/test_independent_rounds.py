@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from configs.schema.own import OWN
 from input_pipeline import load
 from input_pipeline.batches import batch_at
 from optimizers import make_optimizer
+from sharding.step import TrainState
 from training.experiment import make_experiment
 from training.independent import Independent
 from training.share_rounds import Rounds, state_payload
@@ -143,6 +145,40 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
                 np.asarray(found), wanted, **({"rtol": 1e-4} if is_vector and not number else close)
             )
     assert int(state.step) == int(state.opt_state.step) == num_rounds * STEPS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "losses", "wanted"),
+    [
+        ([[32, 32], [1, 0]], [[2.5, 2.6], [1.0, 0.0]], (32 * 2.5 + 32 * 2.6 + 1.0) / 65),
+        ([[4, 4], [4, 4]], [[1.0, 2.0], [3.0, 4.0]], 2.5),
+        ([[0, 0], [0, 0]], [[0.0, 0.0], [0.0, 0.0]], 0.0),
+    ],
+)
+def test_a_rounds_loss_is_weighted_by_its_tokens(
+    tokens: list[list[int]], losses: list[list[float]], wanted: float
+) -> None:
+    """As in one world: a worker whose rows have few answer tokens counts for few, in each of its steps."""
+    local = SimpleNamespace(drift=SimpleNamespace(tree={}), inner=SimpleNamespace(tree={}))
+    local._replace = lambda outer: local
+    state = TrainState(step=0, params={}, hop_two=(), opt_state=local)
+    rounds: Any = Rounds.__new__(Rounds)
+    rounds.steps, rounds._parts = 2, lambda local: ([], [], [])
+    plan = SimpleNamespace(map=lambda function, tree: {})
+    rounds._ex = SimpleNamespace(block=lambda done: done, num_shares=len(tokens), plan=plan)
+
+    def step(worker: Any, params: Any, frozen: Any, rows: tuple[int, float]) -> tuple[Any, dict[str, np.float32]]:
+        return worker, {"loss": np.float32(rows[0] * rows[1]), "weight": np.float32(rows[0])}
+
+    vars(rounds).update(first=lambda worker: worker, step=step, metrics=["loss", "weight"])
+    vars(rounds).update(meeting=lambda state, *_: (state, {}), _pieces=([], [], [(0, 2)]), _sizes=[0, 0, 0])
+    total = np.zeros(2, np.float32)
+    for of_worker in zip(tokens, losses, strict=True):
+        rows = [*zip(*of_worker, strict=True)]
+        rounds.compute(state, rows.__getitem__, lambda piece, values: np.add(total, values, out=total))
+    _, metrics = rounds.update(state, total)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)
+    assert [*metrics] == ["loss"]
 
 
 @pytest.mark.parametrize(("b2", "inner_steps"), [(0.95, 1), (0.98, 1), (0.999, 2), (0.999, 21)])

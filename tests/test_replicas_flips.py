@@ -13,6 +13,9 @@ import pytest
 
 from replicas.group import BehindError, Replicas
 from replicas.payloads import Float32
+from replicas.transport import Sockets
+
+pytestmark = pytest.mark.slow  # threads that wait for each other
 
 MEMBERS, NUM_SHARES, SIZE, COMPARED_EVERY = 3, 3, 50, 4
 SHARE_S = 0.01  # or the others would be too far ahead of the one that takes their state
@@ -23,8 +26,14 @@ def share_of(step: int, share: int) -> np.ndarray:
 
 
 def start(folder: Path, number: int, said: list[str]) -> Replicas:
-    parts = {"num_shares": NUM_SHARES, "payloads": [Float32()], "sizes": [SIZE], "silence_s": 30.0}
-    return Replicas(number=number, folder=folder, token="a" * 64, say=said.append, **parts)
+    parts = {"num_shares": NUM_SHARES, "payloads": [Float32()], "sizes": [SIZE]}
+    return Replicas(
+        number=number,
+        folder=folder,
+        transport=Sockets(number=number, token="a" * 64, silence_s=30.0),
+        say=said.append,
+        **parts,
+    )
 
 
 class Flips:

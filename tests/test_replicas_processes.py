@@ -16,6 +16,8 @@ from replicas import membership
 from replicas.members import NEVER
 from runtime.blobs import PeerError
 
+pytestmark = pytest.mark.slow  # threads that wait for each other
+
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Loop]]]:
@@ -44,7 +46,7 @@ def test_what_one_process_wants_computed_both_compute(make: Callable[..., list[L
 
     def lose(step: int) -> None:
         if step == 2:
-            second[1].replicas.members.lose(first[1].replicas.members.me, "a cut link")
+            second[1].replicas.members.lose(first[1].replicas.members.me, PeerError("a cut link"))
 
     second[1].before_step = lose
     trained([*first, *second])
@@ -94,7 +96,7 @@ def test_a_state_is_taken_when_all_processes_have_it(
     joins, tries = make(1), Counter[int]()
 
     def fetch(connect: Any, *_: object) -> dict[int, memoryview]:
-        rank = [loop.replicas.members for loop in joins].index(connect.__self__)
+        rank = [loop.replicas._transport for loop in joins].index(connect.__self__)
         tries[rank] += 1
         if rank and tries[rank] == 1:
             raise PeerError("it was lost")

@@ -2,9 +2,14 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from configs.schema import Config
+from replicas import membership
+from replicas.transport import Sockets
+from runtime.consensus import broadcast, new_key
+from runtime.handshake import shared_token
 from training.independent import FOLDER
 
 VARIABLE = "SLURM_ARRAY_TASK_ID"
@@ -33,3 +38,13 @@ def of_group(config: Config, workdir: Path, group: int | None) -> tuple[Config, 
     if group is None:
         return config, workdir
     return replace(config, elastic=replace(config.elastic, snapshot_every=0)), workdir / FOLDER / str(group)
+
+
+def check_number_is_free(workdir: Path, group: int) -> None:
+    """Raises in all processes of a replica if another program trains under its number, on another host.
+
+    To be called before anything in the replica's directory is changed.
+    """
+    transport = Sockets(number=group, token=shared_token(workdir), silence_s=membership.CONNECT_S)
+    check = partial(membership.check_number_is_free, workdir / FOLDER, group, 0, transport)
+    broadcast(new_key("number"), check)

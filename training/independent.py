@@ -23,8 +23,11 @@ from input_pipeline.batches import Batch as HostBatch
 from input_pipeline.batches import batch_at
 from replicas.group import BehindError, Replicas
 from replicas.payloads import Payload
+from replicas.transport import Sockets
+from runtime.events import Event
 from runtime.handshake import shared_token
 from runtime.phases import Phase
+from runtime.supervisor import Supervisor
 from sharding.step import TrainState
 from sharding.trees import Batch, GradsR
 from training.experiment import Experiment
@@ -36,10 +39,11 @@ from training.steps import Done
 SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
 COMPARED_EVERY = 100  # steps: replicas compare their parameters
 RATE_STEP, RATE_MEMORY = 1.1, 0.5
+STOP_S = 10.0  # for which a replica that is asked to stop still waits for the others' sums of a single step
 
 
 class StoppedError(Exception):
-    """The run is to stop, within a round or before it has the others' state."""
+    """The run stops within a step, a round, or before it has the others' state."""
 
 
 @dataclass
@@ -98,15 +102,15 @@ class Independent:
     def __init__(
         self,
         ex: Experiment,
-        enter: Callable[[Phase], object],
+        supervisor: Supervisor,
         *,
         number: int,
         workdir: Path,
-        stop_requested: Callable[[], bool],
     ) -> None:
         """`number` is this replica's among those of the run in `workdir`. Nothing is compiled, and nobody met."""
-        self._ex, self._enter, self._number, self._workdir = ex, enter, number, workdir
-        self._stop_requested = stop_requested
+        self._ex, self._supervisor, self._number, self._workdir = ex, supervisor, number, workdir
+        self._enter, self._stop_requested = supervisor.enter, supervisor.stop_requested
+        self._say: Callable[[str], object] = lambda text: None  # until it has met the others
         self._dataset: Dataset | None = None
         self._gradients = Gradients(ex)
         self._work: Work = Rounds(ex) if ex.config.local_sgd.inner_steps else self._gradients
@@ -114,7 +118,9 @@ class Independent:
         self._rows: dict[int, Future[HostBatch]] = {}
         self.wait_s = 0.0
         self._share_s, self._longest_s = 0.0, 0.0  # of a share: on average; the slowest of this step
-        self._asked, self._announced = False, False
+        self._asked, self._announced, self._stopped = False, False, False
+        self._asked_s: float | None = None  # when it was asked to stop, while it waited
+        self._reported_bytes = 0  # sent to the others, up to the step before
         self._delays = ex.config.compression.delayed
         self._late: Late | None = None
         self._left: int | None = None  # after how many steps of the replicas
@@ -155,24 +161,34 @@ class Independent:
     def begin(self, step: int, say: Callable[[str], object]) -> None:
         assert self._dataset is not None
         sizes, payloads = zip(*self._work.forms, strict=True)
+        elastic = self._ex.config.elastic
+        transport = Sockets(
+            number=self._number,
+            token=shared_token(self._workdir),
+            silence_s=elastic.silence_s,
+            stall_s=elastic.stall_s + elastic.silence_s,  # before, it ends by itself
+            process=jax.process_index(),
+            progress=self._supervisor.progressed_s,
+        )
+        self._enter(Phase.CHECKING)  # another replica of this number, or others of another run, are a mistake
         self._replicas = Replicas(
             number=self._number,
             folder=self._workdir / FOLDER,
-            token=shared_token(self._workdir),
+            transport=transport,
             num_shares=self._ex.num_shares,
             payloads=payloads,
             sizes=sizes,
-            silence_s=self._ex.config.elastic.silence_s,
             late=int(self._delays),
             run=fingerprint(self._ex, self._dataset),
             process=jax.process_index(),
             agree=self._agreed,
             saved=lambda: max(step_numbers(self._workdir / CHECKPOINTS), default=0) // self._work.steps,
-            progress=partial(self._enter, Phase.STEPPING),
+            progress=self._waiting_alone,
+            waits=self._waiting,
             say=say,
+            report=self._report,
         )
         self._work.begin(self._replicas.close)
-        self._enter(Phase.CHECKING)  # others of another run are a mistake
         if self.replicas.members.meet(at := step // self._work.steps):
             say(f"joining the replicas {', '.join(str(m.number) for m in self.replicas.members.others)}")
         else:
@@ -187,6 +203,23 @@ class Independent:
         if count > 1 and self._work.steps == 1 and coded < 4 <= each * coded:  # StepSums.nodes_to_send
             how = f"as their sum in f32, not in {self._ex.config.compression.hop_two}"
             say(f"a replica's {each} shares of a step travel {how}: sharding.shares, as many as replicas, sends less")
+        self._say = say
+
+    def _report(self, event: Event, *, replica: int, step: int, **about: str) -> None:
+        """Writes into events.jsonl, and once this replica has met the others prints, that one joins, leaves or is lost.
+
+        `step` counts steps of the replicas.
+        """
+        first, last = step * self._work.steps + 1, (step + 1) * self._work.steps  # of the steps of training in it
+        row = last if event is Event.REPLICA_LEFT else first
+        self._supervisor.events.write(event, replica=replica, step=row, **about)
+        who = f"replica {replica}" if replica != self._number else "this replica"
+        texts = {
+            Event.REPLICA_JOINED: f"{who} takes part from step {row} on",
+            Event.REPLICA_LEFT: f"{who} leaves after step {row}",
+            Event.REPLICA_LOST: f"{who} is lost in step {row}: {about.get('why')}; the others do its part",
+        }
+        self._say(texts[event])
 
     def __call__(self, state: TrainState, step: int) -> Done | None:
         """Returns the state after a step, the metrics, and the steps done; None if it is to stop before that.
@@ -196,10 +229,11 @@ class Independent:
         try:
             return self._done(state, step)
         except StoppedError:
+            self._stopped = True
             return None
 
     def _done(self, state: TrainState, step: int) -> Done:
-        """Returns what a call does. StoppedError within a round, and while the others' state comes."""
+        """Returns what a call does. StoppedError within a round, and while it waits for the others."""
         self._enter(Phase.STEPPING)
         at = step // self._work.steps
         is_due = at == self._compared[0] or at % max(COMPARED_EVERY // self._work.steps, 1) == 0
@@ -222,6 +256,7 @@ class Independent:
         self.wait_s /= self._work.steps
         if "loss" in metrics:
             metrics = {**metrics, "replicas": self.replicas.count}
+        metrics = {**metrics, "collective_inter_bytes": self._newly_sent_bytes()}
         return state, metrics, (at + 1) * self._work.steps
 
     def _summed(self, state: TrainState, at: int) -> tuple[TrainState, dict[str, Any]]:
@@ -262,7 +297,9 @@ class Independent:
     def _fetched(self, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
         self._lacks_state = True
-        found = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.to_keep)], self._fetching)
+        found = self.replicas.fetch_state(
+            [shard.data.nbytes for shard in own_shards(state.to_keep)], self._waiting_alone
+        )
         self._lacks_state = False
         if found is None:
             self.replicas.members.enter(step)
@@ -271,10 +308,19 @@ class Independent:
         # of a round that is stopped the state before it is saved
         return found[0], with_shards(state, found[1], consume=self._work.steps == 1)
 
-    def _fetching(self) -> None:
-        """Is called while the others' state comes: over a slow link that is no hang, and may be stopped.
+    def _newly_sent_bytes(self) -> float:
+        """Returns the bytes of sums that a device has sent to the others in each step of training since the last call.
 
-        Not of several processes, which would have to agree on when.
+        As an average over the devices of this process, whose host sends them.
+        """
+        sent = self.replicas.sent_bytes
+        newly, self._reported_bytes = sent - self._reported_bytes, sent
+        return newly / self._work.steps / jax.local_device_count()
+
+    def _waiting_alone(self) -> None:
+        """Is called while another member's answer is awaited: that is no hang, and may be stopped.
+
+        Not with several processes, which would have to agree on when.
         """
         self._enter(Phase.STEPPING)
         if jax.process_count() == 1:
@@ -282,12 +328,30 @@ class Independent:
             if self._asked:
                 raise StoppedError
 
+    def _waiting(self) -> None:
+        """Is called by all processes while the others' sums are awaited. StoppedError if the run stops before that.
+
+        In a round at once: it may take longer than the notice that is given. The sums of a single step come soon, and
+        then the others need not do this replica's part of it again: it waits for them, up to STOP_S.
+        """
+        self._enter(Phase.STEPPING)
+        self._asked |= self._stop_requested()
+        if not self._asked:
+            return
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+        is_late = self._work.steps > 1 or time.monotonic() - self._asked_s > STOP_S
+        if agreed(int(is_late))[0]:
+            raise StoppedError
+
     def may_stop(self, step: int, *, asked: bool) -> bool:
         """One step after it has told the others: they need not do again what this replica has begun.
 
-        At once where a step is a round, which may take longer than whoever asks is willing to wait.
+        At once after a wait that was ended, and where a step is a round, which may take longer than the notice.
         """
         self._asked |= asked  # jax says so of one step alone
+        if self._stopped:
+            return True
         is_short = self._work.steps == 1
         members = self.replicas.members
         is_needed = is_short and members.me.begun and not self._announced  # before that nobody waits for its shares
@@ -298,7 +362,8 @@ class Independent:
         return self._asked
 
     def end(self, step: int, state: TrainState) -> None:
-        with suppress(BehindError):  # then nobody needs anything of this one
+        self._asked_s = None  # delayed, the state waits for sums
+        with suppress(BehindError, StoppedError):  # nobody needs anything of this one, or it waits no longer
             self._whole(state)
         self._enter(Phase.CLOSING)
         self._left = step // self._work.steps
@@ -308,17 +373,17 @@ class Independent:
     def to_save(self, state: TrainState) -> TrainState | None:
         """The one with the lowest number saves it: the others would save the same.
 
-        None that is behind or lacks the others' state, and none with other parameters than most, which takes theirs
-        before its next step.
+        None that is behind, lacks the others' state or stops waiting for it, and none with other parameters than most,
+        which takes theirs before its next step.
         """
         if self._lacks_state:  # what it has may be gone
             return None
         try:
             state = self._whole(state)
-        except BehindError:  # as the next step will say again
-            return None
-        me = self.replicas.members.me
-        if me.takes_part(me.step) and not self._agrees(me.step, state):
+            me = self.replicas.members.me
+            if me.takes_part(me.step) and not self._agrees(me.step, state):
+                return None
+        except (BehindError, StoppedError):  # as the next step will say again
             return None
         return state.to_keep if self.replicas.is_first else None
 

@@ -11,7 +11,7 @@ state travels as the drift does, but in bf16 where that has a codec, unless it c
 parameters with one dim per layer travels unencoded, with the counters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -55,10 +55,11 @@ class Rounds:
         return self.step
 
     def _step(self, worker: TrainState, params: Params, frozen: Params, batch: Batch) -> tuple[TrainState, Means]:
+        """Returns the worker after a step, and the weighted sums over its rows: loss, auxiliary metrics, weight."""
         ex = self._ex
         one = build_train_step(accumulated(ex.model.objective), ex.plan, replace(ex.chain, watch=lambda states: {}))
-        state, means = one(replace(worker, params=params, frozen=frozen), batch)
-        return worker_of(state), of_all_replicas(means)
+        state, sums_R = one(replace(worker, params=params, frozen=frozen), batch)
+        return worker_of(state), {name: x[0] for name, x in sums_R.items()}  # a worker's world is one replica
 
     @cached_property
     def _shapes(self) -> tuple[Any, ...]:
@@ -68,7 +69,7 @@ class Rounds:
 
     @cached_property
     def step(self) -> jax.stages.Compiled:
-        """The compiled `step(worker, params, frozen, batch) -> (worker, means)`, which donates the worker."""
+        """The compiled `step(worker, params, frozen, batch) -> (worker, sums)`, which donates the worker."""
         out = _shardings(self._shapes[0]), self._ex.replicated
         return self._ex.compiled(jax.jit(self._step, donate_argnums=0, out_shardings=out).lower(*self._shapes))
 
@@ -100,8 +101,8 @@ class Rounds:
         return self._ex.compiled(jitted.lower(shapes, shapes.opt_state.inner.tree, shapes.opt_state.drift.tree))
 
     @cached_property
-    def means(self) -> list[str]:
-        """The names of the means over all steps of all workers, in the order in the last piece."""
+    def metrics(self) -> list[str]:
+        """The names of the weighted sums over all steps of all workers, in the order in the last piece."""
         return sorted(jax.eval_shape(self._step, *self._shapes)[1])
 
     @cached_property
@@ -120,7 +121,7 @@ class Rounds:
     def _pieces(self) -> tuple[list[tuple[int, int]], ...]:
         """Where the pieces of the coded drift begin and end, those of the optimizer's state, and the last one."""
         block, (coded, kept, exact) = self._ex.config.compression.block, self._sizes
-        return pieces(coded, block), pieces(kept, block), [(0, exact + len(self.means))]
+        return pieces(coded, block), pieces(kept, block), [(0, exact + len(self.metrics))]
 
     @property
     def forms(self) -> list[tuple[int, Payload]]:
@@ -141,11 +142,11 @@ class Rounds:
         worker, found = self.first(worker_of(state)), []
         for number in range(self.steps):
             batch = read(number)
-            worker, means = self._ex.block(self.step(worker, state.params, state.frozen, batch))
-            found.append(means)
-        means = jax.device_get(found)
+            worker, sums = self._ex.block(self.step(worker, state.params, state.frozen, batch))
+            found.append(sums)
+        of_steps = jax.device_get(found)
         vectors = [_vector(part) for part in self._parts(worker.opt_state)]
-        vectors[-1] = np.append(vectors[-1], [np.mean([one[name] for one in means]) for name in self.means])
+        vectors[-1] = np.append(vectors[-1], [np.sum([sums[name] for sums in of_steps]) for name in self.metrics])
         all_pieces = [
             vector[start:stop] for vector, bounds in zip(vectors, self._pieces, strict=True) for start, stop in bounds
         ]
@@ -154,12 +155,18 @@ class Rounds:
 
     def update(self, state: TrainState, total: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after a meeting, and the metrics, from the sums of all pieces over all workers."""
-        *parts, means = np.split(total / np.float32(self._ex.num_shares), np.cumsum(self._sizes))
+        *parts, sums = np.split(total / np.float32(self._ex.num_shares), np.cumsum(self._sizes))
         (coded, kept, exact), local = map(_Values, parts), state.opt_state
         drift_R = self._ex.plan.map(lambda p, x: filled(x, exact if p.is_vector else coded), local.drift.tree)
         inner_R = jax.tree.map(lambda x: filled(x, exact if _is_counter(x) else kept), local.inner.tree)
         state, watched = self.meeting(state, inner_R, drift_R)
-        return state, {**dict(zip(self.means, means, strict=True)), **watched}
+        return state, {**weighted_means(dict(zip(self.metrics, sums, strict=True))), **watched}
+
+
+def weighted_means(sums: Mapping[str, np.float32]) -> dict[str, np.float32]:
+    """Returns means from weighted sums and the sum of their weights, `weight`; zeros where all weights are zero."""
+    weight = sums["weight"] if sums["weight"] > 0 else np.float32(1)
+    return {name: x / weight for name, x in sums.items() if name != "weight"}
 
 
 class _Values:

@@ -42,6 +42,7 @@ from lab.records import MEASURED, Line, middle
 from replicas.group import Replicas
 from replicas.members import read_addresses
 from replicas.payloads import PIECES, Float32
+from replicas.transport import Sockets
 
 RESULTS = MEASURED / "replica_links.jsonl"
 SIZES = ("16", "100")
@@ -96,18 +97,17 @@ def member(folder: Path, megabytes: int, nodes: int) -> int:
     replicas = Replicas(
         number=number,
         folder=folder / "members",
-        token="0" * 64,
+        transport=Sockets(number=number, token="0" * 64, silence_s=SILENCE_S),
         num_shares=nodes,
         payloads=[Float32()] * PIECES,
         sizes=[len(piece) for piece in pieces],
-        silence_s=SILENCE_S,
     )
 
     def compute(step: int, share: int) -> None:
         for i, piece in enumerate(pieces):
             replicas.put(step, share, i, piece)
 
-    while len(read_addresses(folder / "members", number, 0)) < nodes - 1:
+    while len(read_addresses(folder / "members", number, 0)[0]) < nodes - 1:
         time.sleep(0.1)
     replicas.members.meet(0)
     replicas.members.enter(0)

@@ -1,0 +1,309 @@
+"""Steps of independent replicas where none waits for another one: alone, behind, closed, replaced; copies of states."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from in_process import HOST, InProcess, Network, OneAtATime, Service
+from replica_loop import NUM_SHARES, SIZES, gradients, payloads_of, totals
+
+from replicas import group, membership
+from replicas.group import BehindError, Replicas
+from replicas.members import NEVER, Member, read_address, write_address
+from replicas.state_copies import LEAVES, StateCopies
+from replicas.sums import StepSums
+from runtime.blobs import Answer, PeerError, RefusedError
+from runtime.exit_codes import ResumableError
+
+Make = Callable[..., Replicas]
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network()
+
+
+@pytest.fixture
+def make(tmp_path: Path, network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes members that have met the ones before."""
+    monkeypatch.setattr(membership, "ThreadPoolExecutor", OneAtATime)
+    made: list[Replicas] = []
+
+    def member(number: int, codec: str = "none", **how: Any) -> Replicas:
+        about = {"transport": network.transport(number), "num_shares": NUM_SHARES, "sizes": SIZES} | how
+        made.append(Replicas(number=number, folder=tmp_path, payloads=payloads_of(codec), **about))
+        made[-1].members.meet(0)
+        made[-1].members.enter(0)
+        return made[-1]
+
+    yield member
+    for one in made:
+        one.close()
+
+
+def step(member: Replicas, number: int, codec: str = "none") -> None:
+    """Does a step, and checks its totals."""
+
+    def compute(share: int) -> None:
+        for piece in range(len(SIZES)):
+            member.put(number, share, piece, gradients(number, share, piece))
+
+    assert member.sum(number, compute).tobytes() == totals(number, codec)
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
+def test_a_member_alone_has_the_totals(codec: str, make: Make) -> None:
+    alone = make(0, codec)
+    for number in range(3):
+        step(alone, number, codec)
+    assert alone.count == 1 and alone.is_first and alone.sent_bytes == 0
+
+
+def test_late_a_step_is_computed_before_the_one_before_it_is_summed(make: Make) -> None:
+    late, computed = make(0, late=1), list[tuple[int, int]]()
+
+    def compute(number: int) -> Callable[[int], None]:
+        def share(share: int) -> None:
+            computed.append((number, share))
+            for piece in range(len(SIZES)):
+                late.put(number, share, piece, gradients(number, share, piece))
+
+        return share
+
+    late.compute(0, compute(0))
+    for number in range(1, 3):
+        late.compute(number, compute(number))
+        assert late.sum(number - 1, compute(number - 1)).tobytes() == totals(number - 1)
+    assert computed == [(number, share) for number in range(3) for share in range(NUM_SHARES)]
+
+
+def test_what_others_get_is_counted(make: Make, network: Network) -> None:
+    alone = make(0)
+    step(alone, 0)
+    link = network.transport(7).connect(alone.members.me.address)
+    link.get_whole({"op": "total", "step": 0, "piece": 0}, 4 * SIZES[0])
+    assert alone.sent_bytes == 4 * SIZES[0]
+    link.ask({"op": "self"}, 1 << 20)
+    assert alone.sent_bytes == 4 * SIZES[0]
+
+
+def test_bad_requests_are_refused(make: Make, network: Network) -> None:
+    alone = make(0)
+    step(alone, 0)
+    alone.copies.at_step(1, [])  # without copies of the state after step 0
+    link = network.transport(7).connect(alone.members.me.address)
+    requests: list[dict[str, Any]] = [{}, {"op": []}, {"op": "other", "step": 0, "piece": 0}]
+    requests += [{"op": "member", "member": None}, {"op": "total", "step": 0}]
+    requests += [{"op": "total", "step": 0, "piece": piece} for piece in (len(SIZES), -1, True, "0")]
+    requests += [{"op": "total", "step": number, "piece": 0} for number in ("0", -(10**30), None)]
+    nodes = [(0, 10**30), (1, 3), (0, 0), (None, []), (-1, 1)]
+    requests += [{"op": "sum", "step": 0, "piece": 0, "lo": lo, "hi": hi} for lo, hi in nodes]
+    requests += [{"op": "copy", "step": 0, "arrays": [0]}, {"op": "copy", "step": 99, "arrays": 3}]
+    requests += [{"op": "copy", "step": None, "arrays": [0]}, {"op": "state", "step": 0, "array": 0}]
+    for request in requests:
+        with pytest.raises(PeerError):
+            link.ask(request, 0)
+    step(alone, 1)
+
+
+# ------------------------------------------------------------------------------------------------- the end of a wait
+class Ended(Exception):
+    """The run stops while it waits."""
+
+
+def waits_for_another(network: Network, folder: Path, release: threading.Event) -> None:
+    """Adds a member that takes part, and computes nothing until it is released."""
+    service = network.transport(1).serve(lambda request, process, _: answer(request))
+    member = Member(number=1, host=HOST, port=service.address.port, first=0, begun=True, version=1)
+    write_address(folder, member, 0)
+
+    def answer(request: dict[str, Any]) -> memoryview:
+        if request["op"] != "member":
+            release.wait()
+            raise RefusedError("it ends")
+        return memoryview(json.dumps({"member": member.as_dict(), "others": []}).encode())
+
+
+@pytest.mark.parametrize("why", ["it is asked to stop", "another program has its number", "it is closed"])
+def test_a_member_that_waits_ends_at_once(why: str, make: Make, network: Network, tmp_path: Path) -> None:
+    """Though the other one never answers; what it was about to compute is computed before."""
+    release, computed = threading.Event(), list[int]()
+    waits_for_another(network, tmp_path, release)
+
+    def ends() -> None:
+        if why == "it is asked to stop":
+            raise Ended
+        if why == "it is closed":
+            waiting.close()
+        waiting.members.successor = waiting.members.me.address
+
+    waiting = make(0, waits=ends)
+    error = {"it is asked to stop": Ended, "it is closed": ConnectionError}.get(why, ResumableError)
+    with pytest.raises(error):
+        waiting.sum(0, computed.append)
+    assert computed == [*range(NUM_SHARES // 2)]
+    release.set()
+
+
+# --------------------------------------------------------------------------------------------------- start and close
+def test_the_service_answers_once_its_members_exist(make: Make, network: Network, tmp_path: Path) -> None:
+    """A caller that has an old address of this port may connect before."""
+    answers: list[dict[str, Any]] = []
+
+    class Asked(InProcess):
+        def serve(self, answer: Answer) -> Service:
+            def ask() -> None:
+                content = answer({"op": "self"}, 7, None)  # pyright: ignore[reportArgumentType]
+                answers.append(json.loads(bytes(content)))
+
+            asking.append(threading.Thread(target=ask))
+            asking[0].start()
+            return super().serve(answer)
+
+    asking: list[threading.Thread] = []
+    made = make(0, transport=Asked(network, 0))
+    asking[0].join()
+    assert [answer["number"] for answer in answers] == [0]
+    assert read_address(tmp_path, 0, 0) == made.members.me.address
+
+
+def test_a_second_member_of_a_number_does_not_begin(make: Make, network: Network, tmp_path: Path) -> None:
+    """It changes nothing, and leaves no service behind."""
+    first = make(0)
+    with pytest.raises(ValueError, match="replica 0 runs at host:1 already"):
+        make(0)
+    assert [*network.answers] == [1] and read_address(tmp_path, 0, 0) == first.members.me.address
+    step(first, 0)
+
+
+def test_a_closed_member_answers_none_and_leaves_no_address(make: Make, network: Network, tmp_path: Path) -> None:
+    """Its process may live on for a while: the others would take it for one that has come back."""
+    ended = make(0)
+    link = network.transport(7).connect(ended.members.me.address)
+    ended.close()
+    with pytest.raises(PeerError, match=LEAVES):
+        link.ask({"op": "member", "member": ended.members.me.as_dict()}, 1000)
+    assert read_address(tmp_path, 0, 0) is None and not network.answers
+
+
+# ------------------------------------------------------------------------------------------------------------- behind
+def test_a_member_whose_state_is_older_than_all_others_takes_theirs(make: Make) -> None:
+    """No other one took part in its next step: by itself it would do all steps until the first one did."""
+    other, joins = make(0), make(1)
+    joins.members.tell(first=NEVER)
+    other.members.enter(5)
+    step(other, 5)
+    with pytest.raises(BehindError):
+        step(joins, 0)
+
+
+@pytest.mark.parametrize(("saved", "ends"), [(3, True), (2, False)])
+def test_a_member_that_was_behind_and_is_alone(saved: int, ends: bool, make: Make) -> None:
+    """It goes on from its own step, unless a newer checkpoint is there."""
+    alone = make(0, saved=lambda: saved)
+    alone.members.tell(first=5)
+    if ends:
+        with pytest.raises(ResumableError, match="the newest checkpoint is newer than the state here"):
+            step(alone, 2)
+    else:
+        step(alone, 2)
+
+
+def test_few_totals_are_kept_for_a_member_that_does_not_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "KEPT_STEPS", 2)
+    trains, hangs = make(0), make(1)
+    hangs.members.tell(first=NEVER)
+    for number in range(9):
+        step(trains, number)
+    assert [*trains._steps] == [6, 7, 8]
+
+
+def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that leaves before has none; and without it, no member goes on, since its own state is older."""
+    stays, leaves, joins = make(0), make(1), make(2)
+    for member in (stays, leaves):
+        member.members.tell(step=9, begun=True, first=0)
+    leaves.members.tell(last=9)
+    asked: list[tuple[int, list[int]]] = []
+
+    def fetch(connect: Any, addresses: Any, at: int, *_: object) -> Any:
+        asked.append((at, [address.process for address in addresses]))
+        if len(asked) < 7:
+            raise PeerError("that step has passed")
+        return {0: memoryview(b"")}
+
+    monkeypatch.setattr("replicas.group.fetch_copies", fetch)
+    with pytest.raises(ResumableError, match="do not send the state"):
+        joins.fetch_state([0])
+    assert asked == [(11 + 2 * i, [0]) for i in range(5)]
+    stays.members.tell(step=20)
+    assert joins.fetch_state([0]) == (24, [b""])
+    assert joins.members._looked is not None and joins.members._looked[1] == 24, "skipped steps are not its own"
+    for member in (stays, leaves):
+        member.members.tell(first=NEVER, begun=False)
+    assert joins.fetch_state([0]) is None, "no other one trains"
+
+
+def test_none_waits_for_a_step_that_was_skipped() -> None:
+    """Its sums were found before they ended: none would wake a thread that waits for them then."""
+    lock = threading.RLock()
+    sums = StepSums(NUM_SHARES, payloads_of("none"), SIZES, lock, threading.Condition(lock))
+    sums.end(LookupError("skipped"))
+    for wait in (lambda: sums.wait_for_total(0), lambda: sums.wait_for((0, 1), 0)):
+        with pytest.raises(LookupError, match="skipped"):
+            wait()
+
+
+# -------------------------------------------------------------------------------------------------- copies of states
+def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:
+    """The second one is there before the first has all of its own: it lost them, and both began again for ever."""
+    copies = StateCopies(threading.Condition())
+    arrays = [np.arange(3.0), np.array(7)]
+    for member, at in ((1, 2), (2, 5)):
+        copies.answer({"op": "copy", "step": at, "arrays": [0, 1]}, member)
+        copies.at_step(at, [x + at for x in arrays])
+    for member, number, at in ((1, 0, 2), (2, 1, 5), (1, 1, 2), (2, 0, 5)):
+        sent = copies.answer({"op": "state", "step": at, "array": number}, member)
+        np.testing.assert_array_equal(np.frombuffer(sent, arrays[number].dtype), np.ravel(arrays[number] + at))
+    assert not any(copies._copies.values()), "none are kept that all have"
+    with pytest.raises(LookupError):
+        copies.answer({"op": "state", "step": 2, "array": 0}, 1)
+
+
+def test_copies_that_no_member_waits_for_are_dropped() -> None:
+    """Those of a member that asks again, for a later step, or is lost; what another one wants stays."""
+    copies, arrays = StateCopies(threading.Condition()), [np.zeros(2), np.ones(2)]
+    for at in range(3):
+        copies.answer({"op": "copy", "step": at, "arrays": [0, 1]}, 1)
+        copies.at_step(at, arrays)
+        assert [*copies._copies] == [at]
+    copies.answer({"op": "copy", "step": 3, "arrays": [1]}, 2)
+    copies.answer({"op": "copy", "step": 3, "arrays": [0]}, 3)
+    copies.drop(3)
+    copies.at_step(3, arrays)
+    copies.drop(1)
+    assert {at: [*of] for at, of in copies._copies.items()} == {3: [1]}
+    copies.close()  # it leaves: what was copied can still be had, and none waits for more
+    assert copies.answer({"op": "state", "step": 3, "array": 1}, 2).tobytes() == arrays[1].tobytes()
+    assert not copies._copies
+    with pytest.raises(ConnectionError, match=LEAVES):
+        copies.answer({"op": "state", "step": 4, "array": 1}, 2)
+
+
+def test_a_member_that_is_lost_while_its_copy_is_made_keeps_none() -> None:
+    copies = StateCopies(threading.Condition())
+
+    class Lost:
+        """An array whose copy takes a while, in which the member that wants it is lost."""
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            copies.drop(1)
+            return np.zeros(2)
+
+    copies.answer({"op": "copy", "step": 1, "arrays": [0]}, 1)
+    copies.at_step(1, [Lost()])
+    assert not copies._copies
