@@ -1,12 +1,12 @@
-"""Predicts how a config trains on a cluster that is not here: memory, time by part, throughput, cost.
+"""Predicts how a config trains on a cluster: memory, time by part, throughput, cost.
 
     python -m planner --config=configs/mics_paper.py:bert_10b --cluster=p4d.24xlarge --nodes=16
     python -m planner --config=configs/mics_paper.py:bert_10b --cluster=p4d.24xlarge --nodes=16 --search
 
 The real train step is compiled for the cluster's GPUs (none is needed) and its schedule replayed on the cluster's
 links. `--strategy=mics(8),zero3` compares strategies, `--search` looks for the best, `--nodes=1,2,4,8` shows how a run
-scales, `--spot_trace=FILE` what it costs on nodes that come and go. The emulated cluster is predicted from the program
-compiled for CPUs. docs/planner.md says how far to trust it.
+scales, `--spot_trace=FILE` its cost on spot nodes. The emulated cluster is predicted from the program
+compiled for CPUs. docs/planner.md has the errors of predictions.
 Exit codes: 0 done; 2 bad configuration, or nothing fits.
 """
 
@@ -55,7 +55,7 @@ RATE = {"mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the command line asks, but for the files that it wants."""
+    """The question of the command line, without output files."""
 
     name: str  # of the config
     config: Config
@@ -125,7 +125,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
 
 
 def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
-    """Returns what is asked. ValueError for what cannot be."""
+    """Returns the question. ValueError if it cannot be answered."""
     config = command_line.parse(argv, values)
     if config.mesh.stages > 1:
         raise ValueError(
@@ -187,13 +187,13 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
 
 
 def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
-    """Returns the cluster with the habits, links and nodes that the flags give it, and what of it a probe measured."""
+    """Returns the cluster with the flags' overlap, links and nodes, and a line about measured figures."""
     cluster, measured = clusters.find_cluster(values.cluster), ""
     if values.devices_per_node:
         cluster = clusters.with_devices(cluster, values.devices_per_node)
     if values.probe:
         cluster, measured = probes.with_probe(cluster, user_path(values.probe), has_other_link=bool(values.rate))
-    cluster = clusters.with_system(cluster, str(values["as"].value))  # whose attention a probe did not measure
+    cluster = clusters.with_system(cluster, str(values["as"].value))  # a probe did not measure that system's attention
     if values.rate:
         cluster = clusters.with_rate(cluster, _rate(values, "rate"))
     if values.storage:
@@ -219,7 +219,7 @@ def _rate(values: flags.FlagValues, name: str) -> float:
 
 
 def _notes(cluster: clusters.Cluster, *, is_search: bool) -> list[str]:
-    """Returns what a reader must know of how the program was made."""
+    """Returns notes about how the program was compiled."""
     if not cluster.is_gpu:
         return []
     notes = [
@@ -239,10 +239,10 @@ def _notes(cluster: clusters.Cluster, *, is_search: bool) -> list[str]:
 
 
 def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValues) -> None:
-    """Prints the plans and writes their files; for several numbers of nodes, an error is in the place of its plan."""
+    """Prints the plans and writes their files; for several numbers of nodes, an error replaces its plan."""
     trace, spot = read_trace(user_path(values.spot_trace)) if values.spot_trace else None, ""
     if trace:
-        run_of(question.config)  # raises ValueError if nothing can be said of it
+        run_of(question.config)  # raises ValueError if its cost is unknown
         if values.json:
             raise ValueError("--json has no part for --spot_trace; leave out one of the two")
     jax.config.update("jax_platforms", "cpu")
@@ -340,7 +340,7 @@ def _answer(question: Question, nodes: int) -> Answer:
 
 
 def _stand_ins(step: Step) -> list[str]:
-    """Returns notes of what is priced in the place of what a run has."""
+    """Returns notes about parts of a run that are priced by a substitute."""
     config, machine, notes = step.experiment.config, step.machine, list[str]()
     model, length, compression = config.model, config.data.seq_len, config.compression
     if compression.warmup_steps and compression.hop_two in USERS["warmup_steps"]:

@@ -1,6 +1,7 @@
-"""What can be said of a candidate before anything is compiled: the memory, the traffic and the time of a step.
+"""Bounds of a candidate before anything is compiled: memory, traffic and time of a step.
 
-The least time is that of the matrix products alone, or of the traffic of one network level alone, whichever is longer.
+The least time is the time of the matrix products alone, or of the traffic of one network level alone, whichever is
+longer.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from training.experiment import Experiment
 from training.memory import state_bytes
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-# of a value, at least; blocks have scales besides, and of a registered codec nothing is known
+# bytes of a value, at least: blocks also have scales; a registered codec's size is unknown
 CODEC_BYTES = {
     "none": 4.0,
     "bf16": 2.0,
@@ -25,12 +26,12 @@ CODEC_BYTES = {
     "int4": 0.5,
     "statistical": 0.25,
 }
-SLACK = 1.2  # the least time leaves details out (embeddings are gathered once): nothing is discarded that is so near
+SLACK = 1.2  # the least time ignores details (embeddings are gathered once): nothing this near is discarded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Bytes of a device, and seconds of a step; unlike what is needed at least, an estimate may be too high."""
+    """Bytes of a device and seconds of a step. Bounds are never too high; an estimate may be."""
 
     state_bytes: int
     least_bytes: float
@@ -83,7 +84,7 @@ def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
 
 
 def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> float:
-    """Returns an estimate of a step's seconds: what can be hidden is, of the rest a copy of the parameters is made.
+    """Returns an estimate of a step's seconds: communication that can be hidden costs nothing.
 
     Each micro-step copies the gathered parameters out of their packs twice, and the gradients into theirs.
     """
@@ -100,7 +101,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
         return compute_s + sum(map(sum, seconds.values()))
     hop_two_s = sum(seconds["hop_two"])
     in_all = config.compression.delayed or config.local_sgd.streaming
-    if not (in_all and layout.optimizer_beyond_gradients):  # it is in the last backward pass, or in all
+    if not (in_all and layout.optimizer_beyond_gradients):  # hidden by the last backward pass, or by all
         hop_two_s = max(0.0, hop_two_s - (1 - forward_share(experiment)) * compute_s / (1 if in_all else steps))
     exposed = "experts", "context", "gradient_scope"
     return max(compute_s, *seconds["layers"]) + sum(sum(seconds[use]) for use in exposed) + hop_two_s
@@ -113,7 +114,7 @@ def traffic(experiment: Experiment) -> Mapping[str, float]:
 
 
 def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
-    """Returns the bytes of gathers and hop one (`layers`), of the wider scope of gradients, hop two, tokens, heads."""
+    """Returns bytes by use: gathers and reduce-scatters (`layers`), wider scopes, replica all-reduce, tokens, heads."""
     config, layout = experiment.config, experiment.plan.layout
     codecs, steps = config.compression, experiment.batches.accumulation
     num_trained = experiment.model.num_trained / layout.shape.tensor
@@ -123,7 +124,7 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
     sent = {use: {"inter": 0.0, "intra": 0.0} for use in uses}
 
     def add(use: str, axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
-        """Counts a gather or a scatter of so many values over `axes`: once between nodes, then inside them."""
+        """Counts a gather or a scatter of `values` over `axes`: once between nodes, then inside them."""
         inter, intra = layout.shape.size(inter_part(axes)), layout.shape.size(intra_part(axes))
         sent[use]["inter"] += times * inter_item * values / intra * (inter - 1) / inter
         sent[use]["intra"] += times * intra_item * values * (intra - 1) / intra
@@ -150,14 +151,14 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
         add("context", layout.context_axes, _sent_heads(experiment), steps, item, item)
     shards = layout.shape.size(layout.parameters)
     add("gradient_scope", layout.gradients_beyond_parameters, num_trained / shards, steps, *hop_one)
-    hop_two = CODEC_BYTES.get(codecs.hop_two, 0.0)  # of the others the size depends on the tensors
+    hop_two = CODEC_BYTES.get(codecs.hop_two, 0.0)  # other methods' sizes depend on the tensors
     per_step = 2 / max(1, config.local_sgd.inner_steps)
     add("hop_two", layout.replica_axes, num_trained / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
     return sent
 
 
 def _sent_heads(experiment: Experiment) -> float:
-    """Returns the values that a device hands to the all-to-alls over heads in a micro-step, own ones included."""
+    """Returns the values that a device passes to the all-to-alls over heads in a micro-step, its own included."""
     config, model = experiment.config, experiment.model.config
     assert isinstance(model, TransformerConfig)
     heads = model.num_heads + getattr(model, "num_kv_heads", model.num_heads)
@@ -166,11 +167,11 @@ def _sent_heads(experiment: Experiment) -> float:
 
 
 def _sent_tokens(experiment: Experiment) -> float:
-    """Returns the values that a device hands to the exchange of tokens in a micro-step, own ones included.
+    """Returns the values that a device passes to the exchange of tokens in a micro-step, its own included.
 
-    The slots of its rows at all experts, there and back, forward and backward; and once more where the backward pass
-    computes the whole layer again. The last one is counted as with overlap, which does not compute it again: without
-    overlap it is exchanged twice more.
+    These are the slots of its rows at all experts, there and back, forward and backward, and once more if the backward
+    pass recomputes the whole layer. The last layer is counted as with overlap, which does not recompute it. Without
+    overlap its slots are exchanged twice more.
     """
     model = experiment.model.config
     assert isinstance(model, MoeConfig)

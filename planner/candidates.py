@@ -1,4 +1,4 @@
-"""`Candidate`: one way to train a config on a cluster, and all of those that a search looks at."""
+"""`Candidate`: one way to train a config on a cluster; and all candidates of a search."""
 
 import re
 from ast import literal_eval
@@ -23,16 +23,16 @@ CODED = ("hop_two", *NOT_HOP_TWO)
 # the outer step of local SGD, unless an extra is another one: DiLoCo's costs more loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
 OTHER_REMAT = {"full": "dots", "dots": "full"}
-# from what changes the result least to what changes it most; configs/losses.csv has what some of them cost
+# ordered by how much they change the result; configs/losses.csv has measured costs of some
 CODECS = ("none", "bf16", "int8", "int4")
 TIMINGS: tuple[dict[str, str], ...] = ({}, {"inner_steps": "10"}, {"delayed": "True"}, {"inner_steps": "50"})
-# what a codec is of: hop two, what zero3 or a group of several nodes sends, or both
+# traffic that a codec encodes: the replica all-reduce, gathers and scatters of large groups, or both
 BETWEEN_NODES = (("hop_two",), ("gather_inter", "hop_one_inter"), ("hop_two", "gather_inter", "hop_one_inter"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What of a config a search changes, and its codecs; all else is the config's."""
+    """The parts of a config that a search changes, and its codecs; everything else is the config's."""
 
     strategy: str
     partition_size: int = 0  # of mics
@@ -53,7 +53,7 @@ class Candidate:
 
     @property
     def change(self) -> dict[str, str]:
-        """The config's keys that change the result of a step: codecs, what is later, another optimizer."""
+        """The keys that change the result of a step: codecs, delayed exchanges, another optimizer."""
         extras = {extra: value for extra, value in self.pairs.items() if extra not in (*SCOPES, "remat")}
         if extras.get("inner_steps", "0") != "0":
             extras = AVERAGES | extras
@@ -91,7 +91,7 @@ class Candidate:
             extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
         elif self.strategy != "custom":  # the scopes that it does not name are the config's
             keys |= {f"sharding.{name}": "" for name in SCOPES}
-        # the keys are for the config's own hop two, which may be another; what users registered may read them
+        # these keys belong to the config's own method, which may be another one; registered methods may read them
         if {extras[key] for key in CODED} <= {*HOP_TWO}:
             unused = [key for key, users in USERS.items() if extras["hop_two"] not in users]
             keys |= {f"compression.{key}": getattr(CompressionConfig, key) for key in unused}
@@ -110,12 +110,12 @@ class Candidate:
 
 
 def _key(extra: str) -> str:
-    """Returns the key of the config that an extra is."""
+    """Returns the config key of an extra."""
     return KEPT.get(extra, f"{'sharding' if extra in SCOPES else 'compression'}.{extra}")
 
 
 def _value(text: str) -> Any:
-    """Returns the value of a key of the config that an extra has as text."""
+    """Returns the value of an extra, for the config."""
     with suppress(SyntaxError, ValueError):
         return literal_eval(text)
     return text
@@ -137,7 +137,7 @@ def _in_words(key: str, value: str) -> str:
 
 
 def of_config(config: Config) -> Candidate:
-    """Returns the candidate that a config is."""
+    """Returns the candidate that a config describes."""
     sharding, codecs = config.sharding, {key: getattr(config.compression, key) for key in CODED}
     return Candidate(
         strategy=sharding.strategy,
@@ -149,7 +149,7 @@ def of_config(config: Config) -> Candidate:
 
 
 def _joined(extras: Mapping[str, str]) -> str:
-    """Returns extras as a name has them: without codecs that code nothing."""
+    """Returns extras as text for a name, without codecs `none`."""
     return "+".join(f"{key}={value}" for key, value in extras.items() if key not in CODED or value != "none")
 
 
@@ -185,7 +185,7 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
 def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterator[Candidate]:
     """Yields strategies, group sizes, micro-batches and gather policies of a config, each program once.
 
-    All else is the config's: `exact_variants` and `changes` look at what that could be.
+    All other settings are the config's: `exact_variants` and `changes` vary them.
     """
     data_devices = nodes * devices_per_node // (config.mesh.tensor * config.mesh.context)
     rows = -(-config.batch.global_size // data_devices)
@@ -205,9 +205,9 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
 
 
 def exact_variants(candidate: Candidate, config: Config, *, fits: bool) -> Iterator[Candidate]:
-    """Yields the same with the other rematerialisation, and what makes groups that do not fit smaller.
+    """Yields the candidate with the other rematerialisation, and with smaller memory for groups that do not fit.
 
-    The result of a step is that of the candidate, but for rounding.
+    The result of a step is the candidate's, up to rounding.
     """
     if config.model.remat in OTHER_REMAT:
         yield candidate.with_extras({"remat": OTHER_REMAT[config.model.remat]})
@@ -217,9 +217,9 @@ def exact_variants(candidate: Candidate, config: Config, *, fits: bool) -> Itera
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What makes the traffic between nodes less or later and changes the result: places in CODECS and TIMINGS.
+    """A change of traffic between nodes that changes the result: positions in CODECS and TIMINGS.
 
-    Or a recorded setting that reaches the loss of the dense run and is neither, by its name.
+    Or the name of another recorded setting that reaches the loss of the dense run.
     """
 
     codec: int = 0
@@ -232,7 +232,7 @@ class Change:
         return not (self.codec and self.timing)
 
     def is_milder(self, other: "Change") -> bool:
-        """Whether another one changes more, and this one nothing that the other does not."""
+        """Whether another change includes this one and more."""
         is_comparable = self != other and not self.recorded and not other.recorded
         return is_comparable and self.codec <= other.codec and self.timing <= other.timing
 
@@ -242,7 +242,7 @@ INT8 = Change(codec=CODECS.index("int8"))
 
 
 def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Candidate]]:
-    """Yields what changes the result of a candidate; not all of it is legal. What a config has of its own stays."""
+    """Yields changes of a candidate's result, not all of them legal. The config's own settings stay."""
     is_coded = bool({*CODED} & {*candidate.pairs})
     is_timed = config.compression.delayed or config.local_sgd.inner_steps > 0
     seen = [candidate.change]
@@ -256,7 +256,7 @@ def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Cand
     for setting in settings_to_loss(dense_optimizer(config.to_dict())):
         extras = {extra: setting[_key(extra)] for extra in (*CODED, *KEPT) if _key(extra) in setting}
         changed = candidate.with_extras({k: value for k, value in extras.items() if AVERAGES.get(k) != value})
-        if changed.change == setting and setting not in seen:  # else it has keys that no extra is
+        if changed.change == setting and setting not in seen:  # else it has keys without an extra
             yield Change(recorded=_joined(extras)), changed
 
 

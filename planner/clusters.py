@@ -1,8 +1,8 @@
 """Devices, links and prices of clusters, by name; planner/rates.csv has the figures.
 
-planner/probes.py puts measured ones in their place.
+planner/probes.py replaces them by measured figures.
 
-A cluster of which a figure is missing is not offered; without a price, costs are left out.
+A cluster with a missing figure is not offered; without a price, costs are left out.
 """
 
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ from metrics.throughput import peak_flops
 from planner.rates import MissingRateError, Rates, rows
 
 GBIT = 1e9 / 8  # bytes/s
-# what systems of training hide: the compiled program's schedule; gathers and scatters of the neighbouring layers beside
+# overlap of training systems: the compiled program's schedule; gathers and scatters of the neighbouring layers during
 # every layer's kernels (FSDP's prefetching, Zhao et al. 2023, arXiv 2304.11277, 3.3); or nothing
 SCHEDULE, ALL, NOTHING = "schedule", "all", "nothing"
 SYSTEMS = {"ours": SCHEDULE, "fsdp": ALL, "deepspeed": NOTHING}
-MEMORY_SHARE = 0.90  # of a device's, that a program can have: a choice; the rest is CUDA's, NCCL's, or fragments
+MEMORY_SHARE = 0.90  # of a device's memory for the program: a choice; the rest is for CUDA, NCCL and fragments
 
 
-# ------------------------------------------------------------------------------------------- what a replay needs
+# ------------------------------------------------------------------------------------------- inputs of a replay
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """What a kernel multiplies."""
+    """A matrix product of a kernel."""
 
     dtype: str  # of the operands, as in HLO
     flops: float
@@ -40,18 +40,18 @@ class Device:
     """One accelerator."""
 
     peak_flops: Mapping[str, float]  # FLOP/s of dense matrix products by the dtype of their operands, as in HLO
-    matmul_fraction: float  # of the peak that matrix products reach, of any dtype
+    matmul_fraction: float  # of the peak, reached by matrix products of any dtype
     attention: Mapping[str, float] = field(default_factory=dict)  # the same of attention kernels' forward, backward
     memory_bandwidth: float  # bytes/s that kernels reach
     functions_per_s: float = inf  # values of exp, tanh and the like; GPUs compute them while they wait for memory
     launch_s: float = 0.0  # added to every kernel
 
     def peak(self, dtype: str) -> float:
-        """Returns the FLOP/s that it could do with a dtype; with one that is not listed, those with the slowest."""
+        """Returns the peak FLOP/s with a dtype; for an unlisted dtype, the slowest dtype's."""
         return self.peak_flops.get(dtype, min(self.peak_flops.values()))
 
     def product_s(self, product: Product) -> float:
-        """Returns how long a kernel's products take."""
+        """Returns the seconds of a kernel's products."""
         return product.flops / (self.peak(product.dtype) * self.attention.get(product.part, self.matmul_fraction))
 
     def matmul_rate(self, dtype: str) -> float:
@@ -61,41 +61,41 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The two levels of the network. Bandwidths are those that rings reach in one direction."""
+    """The two levels of the network. Bandwidths are reached by rings, in one direction."""
 
     devices_per_node: int
     intra_bandwidth: float  # bytes/s that a device sends inside its node
     intra_latency_s: float  # of one message
     node_bandwidth: float  # bytes/s that a node sends to the others, shared by its devices
     inter_latency_s: float  # of one message
-    all_to_all_fraction: float = 1.0  # of a node's bandwidth, that an all-to-all reaches
-    # of a node's bandwidth, that an all-reduce along trees reaches with 64 bytes, 128, 256 and so on, the last with any
-    # more; empty: all-reduces go along rings alone
+    all_to_all_fraction: float = 1.0  # of a node's bandwidth, reached by an all-to-all
+    # of a node's bandwidth, reached by an all-reduce along trees with 64 bytes, 128, 256 and so on; larger sizes use the
+    # last entry; empty: all-reduces use rings only
     tree_fractions: tuple[float, ...] = ()
 
     def transfer_s(self, level: str, sent_bytes: float) -> float:
-        """Returns how long the bytes alone take, if each device sends so many on a level ("inter" or "intra")."""
+        """Returns the seconds of the bytes alone, if each device sends `sent_bytes` on a level ("inter" or "intra")."""
         if level == "inter":
             return sent_bytes * self.devices_per_node / self.node_bandwidth
         return sent_bytes / self.intra_bandwidth
 
     def tree_fraction(self, payload_bytes: int) -> float:
-        """Returns the entry of `tree_fractions` for an array of so many bytes."""
+        """Returns the entry of `tree_fractions` for an array of `payload_bytes`."""
         power = max(0, (payload_bytes // 64).bit_length() - 1)
         return self.tree_fractions[min(power, len(self.tree_fractions) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorBar:
-    """How far predicted steps were from timed ones, as shares of the latter."""
+    """Errors of predicted steps, as fractions of the measured times."""
 
     half_within: float
     nine_of_ten_within: float
     of: str  # the steps that were compared
-    built_with: bool = True  # whether figures of the planner are from them
+    built_with: bool = True  # whether the planner's figures come from these steps
 
     def __str__(self) -> str:
-        """What is printed below a prediction."""
+        """The text below a prediction."""
         within = f"half within {self.half_within:.0%}, nine of ten within {self.nine_of_ten_within:.0%}"
         return f"error bar, of {'the cells that the planner was built with, ' * self.built_with}{self.of}: {within}"
 
@@ -117,7 +117,7 @@ ERROR_BARS = {  # tests/test_planner_validation.py compares them with the record
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Device):
-    """A device that is sold."""
+    """A device on the market."""
 
     name: str
     target: str  # the program that is compiled for it: a100, h100 or cpu
@@ -132,11 +132,11 @@ class Accelerator(Device):
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """What collectives reach of the links' bandwidths: all of what a probe measured."""
+    """Fractions of the links' bandwidths that collectives reach; 1 for measured bandwidths."""
 
     intra: float = 1.0
     inter: float = 1.0
-    all_to_all: float = 1.0  # of what rings reach between nodes
+    all_to_all: float = 1.0  # of the rings' bandwidth between nodes
     trees: tuple[float, ...] = ()
 
 
@@ -156,7 +156,7 @@ class Cluster:
     failures: float = 0.0  # of a node in a day
     on_demand: float | None = None  # $/h of a node
     spot: float | None = None
-    hides: str = SCHEDULE  # what of the communication the kernels hide
+    hides: str = SCHEDULE  # which communication overlaps with kernels
 
     @property
     def is_gpu(self) -> bool:
@@ -165,15 +165,15 @@ class Cluster:
 
     @property
     def error_bar(self) -> ErrorBar:
-        """How far predictions were off on such devices."""
+        """Errors of predictions on such devices."""
         return ERROR_BARS.get(self.device.name, ERROR_BARS["others"])
 
     def usable_bytes(self, num_devices: int) -> float:
-        """Returns the memory that a program can have on each of so many devices."""
+        """Returns the bytes for a program on each of `num_devices` devices."""
         return MEMORY_SHARE * self.device.memory_bytes / (num_devices if self.device.is_shared else 1)
 
     def network(self) -> Network:
-        """Returns the links as collectives find them."""
+        """Returns the links with the bandwidths that collectives reach."""
         return Network(
             devices_per_node=self.devices_per_node,
             intra_bandwidth=self.reached.intra * self.intra_bandwidth,
@@ -185,9 +185,9 @@ class Cluster:
         )
 
     def compute(self, num_devices: int, dtype: str = "") -> Device:
-        """Returns one device of so many.
+        """Returns one of `num_devices` devices.
 
-        With `dtype` all products take the time of that dtype: a CPU's program computes in f32 what a GPU's has in bf16.
+        With `dtype` all products take the time of that dtype: a program for CPUs has f32 in place of a GPU's bf16.
         """
         device, shares = self.device, num_devices if self.device.is_shared else 1
         peaks = {dtype: device.peak(dtype)} if dtype else device.peak_flops
@@ -209,7 +209,7 @@ def find_cluster(name: str) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
     if name in NODES:
-        return _node(name, Rates(rows()))  # says which figure is missing
+        return _node(name, Rates(rows()))  # names the missing figure
     near = [known for known in CLUSTERS if known.startswith(name.lower())] if name else []
     near = near or get_close_matches(name.lower(), CLUSTERS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(CLUSTERS)}"
@@ -229,7 +229,7 @@ def with_rate(cluster: Cluster, rate_bits: float) -> Cluster:
 
 
 def with_system(cluster: Cluster, system: str) -> Cluster:
-    """Returns the cluster as another system of training uses it: what it hides, and its attention kernels' rates."""
+    """Returns the cluster with the overlap and the attention kernels of another training system."""
     device, found = cluster.device, Rates(rows())
     names = [f"{system} on {name}" for name in GPUS.get(device.name, ((),))[0]]
     own = {part: found.get(f"attention {part}", *names) or share for part, share in device.attention.items()}
@@ -241,7 +241,7 @@ def with_system(cluster: Cluster, system: str) -> Cluster:
 V100_NOTE = "V100: priced from the program compiled for an A100, with the V100's own FLOP/s, memory and links"
 NO_BFLOAT16_NOTE = "V100: has no bfloat16, which is priced as float16; a run there needs model.compute_dtype=float16"
 CPU_NOTE = "emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster"
-GPUS = {  # what rates.csv calls it, and what it is compiled for
+GPUS = {  # name in rates.csv, and compilation target
     "V100": (("V100",), "a100", V100_NOTE),
     "A100-40GB": (("A100-40GB", "A100"), "a100", ""),
     "A100-80GB": (("A100-80GB", "A100"), "a100", ""),
@@ -262,7 +262,7 @@ TREES = (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.
 
 
 def gpu(name: str, rates: Rates) -> Accelerator:
-    """Returns a GPU; products of f32 reach the same share of the peak as those of half precision."""
+    """Returns a GPU; f32 products reach the same share of their peak as half-precision products."""
     names, target, note = GPUS[name]
     half = peak_flops(name)
     assert half
@@ -334,7 +334,7 @@ def _emulated(rates: Rates) -> Cluster:
 
 
 def all_clusters(rates: Rates) -> dict[str, Cluster]:
-    """Returns the clusters by name, but those of which a figure is missing that their plans need."""
+    """Returns the clusters by name, without clusters that lack a figure."""
     makers = {name: partial(_node, name) for name in NODES} | {"emulated": _emulated}
     found = {}
     for name, make in makers.items():

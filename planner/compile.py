@@ -1,8 +1,8 @@
 """Compiles the train step of a config for GPUs, on a machine that has none, or for virtual CPU devices.
 
-XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a process of its own: with the CUDA plug-in in
-its path jax looks for a GPU. The process ends as soon as XLA has written the scheduled program and its buffers down:
-machine code is not needed. What was compiled is kept in a cache folder, by what XLA was given: the lowered step, its
+XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a separate process: with the CUDA plug-in in
+its path jax looks for a GPU. The process ends as soon as XLA has written the scheduled program and its buffers, because
+machine code is not needed. Results are kept in a cache folder, by the input of XLA: the lowered step, its
 options, target and version. Lowering takes three seconds, compiling a step of 10 B parameters twenty.
 """
 
@@ -37,10 +37,10 @@ TARGETS = {name: Path(__file__).with_name(f"{name}_target_config.txt") for name 
 CPU = "cpu"  # as a target
 POLL_S = 0.02
 MODULE = "jit_step"  # XLA's name of the step
-# else XLA spends most of its time on tiles of kernels that it might fuse into norms; without, BERT 10B's steps are 1 %
-# longer, its memory up to a third more
+# else XLA spends most of its time on tiles of kernels that it might fuse into norms; without them BERT 10B's steps are
+# 1 % longer, and its memory up to a third larger
 QUICK = "--xla_disable_hlo_passes=triton-softmax-rewriter"
-FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # LLVM's part, and kernels tried on a GPU
+FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # no LLVM optimisation, no autotuning on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class CompiledStep:
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments and temporaries; the results lie where the arguments were, being donated."""
+        """Arguments and temporaries; the results reuse the donated arguments."""
         return self.argument_bytes + self.temporary_bytes
 
 
@@ -70,7 +70,7 @@ def compile_step(
 ) -> CompiledStep:
     """Returns the step of a config, given as `--config=FILE` and its overrides, for nodes of a target: a GPU, or cpu.
 
-    With `memory_bytes` the target has so much memory. ValueError for a bad config or one that XLA refuses;
+    With `memory_bytes` the target has this much memory. ValueError for a bad config or one that XLA refuses;
     RuntimeError if XLA for GPUs is needed and not installed.
     """
     if target != CPU and not WHEELS.exists():
@@ -80,7 +80,7 @@ def compile_step(
     with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as out:
         paths = [*([] if target == CPU else [WHEELS]), ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         dump = "" if target == CPU else f"--xla_dump_to={out} --xla_dump_hlo_module_re=^{MODULE}$"
-        # TMPDIR: what XLA leaves behind when its process ends goes with this folder
+        # TMPDIR: leftovers of XLA's process are deleted with this folder
         variables = {
             **os.environ,
             "PYTHONPATH": ":".join(map(str, paths)),
@@ -98,12 +98,12 @@ def compile_step(
 
 
 def cache_folder() -> Path:
-    """Returns where compiled steps are kept; all of it may be deleted at any time."""
+    """Returns the folder of compiled steps; it may be deleted at any time."""
     return cache_dir() / "programs"
 
 
 def _why(said: str) -> str:
-    """Returns what a process that failed said last, without what jax says of GPUs that are missing."""
+    """Returns the last message of a failed process, without jax's warnings about missing GPUs."""
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.+)", said)
     if unknown:  # XLA ends the process
         return f"--xla_flags: XLA knows no flag {unknown[1]}"
@@ -117,7 +117,7 @@ def _why(said: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes `step.json` into the folder of `--out`: the mesh, and in which file of the cache the program is."""
+    """Writes `step.json` into the folder of `--out`: the mesh, and the cache file of the program."""
     import jax
     from jax.experimental import topologies
 
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         config = command_line.parse(argv, values)
         out, about = Path(values.out), ""  # of the target
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_traceback_in_locations_limit", 0)  # lines of our code are no part of the program
+        jax.config.update("jax_traceback_in_locations_limit", 0)  # line numbers of our code are not part of the program
         if config.sharding.overlap != "off":
             add_estimate(os.environ, installed_plugins())
         if values.target == CPU:
@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
 def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> dict[str, str | int]:
     """Returns a step's scheduled program, and the bytes of its arguments and temporaries.
 
-    They are read from what XLA dumps before it makes machine code, if it dumps, else from the whole compilation.
+    They come from the dump that XLA writes before machine code, if it writes one, else from the whole compilation.
     """
     done: list[Any] = []
 
@@ -186,7 +186,7 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
 
     Thread(target=compile_all, daemon=True).start()
     while not done:
-        # the last of the files about the buffers: those that are read here are complete
+        # the last buffer file is written: the files read here are complete
         for report in dumped.glob(f"*.{MODULE}.*-memory-usage-report.txt"):
             program = str(report).removesuffix("-memory-usage-report.txt")
             arguments, temporaries = buffer_bytes(Path(f"{program}-buffer-assignment.txt").read_text())
@@ -202,9 +202,9 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
 
 
 def buffer_bytes(assignment: str) -> tuple[int, int]:
-    """Returns the bytes of a program's arguments and of its temporaries, of the text of XLA's buffer assignment.
+    """Returns the bytes of a program's arguments and temporaries, from the text of XLA's buffer assignment.
 
-    ValueError if there are none in it.
+    ValueError if the text has none.
     """
     found = re.findall(r"^allocation \d+: size (\d+), (parameter|preallocated-temp)\b", assignment, re.MULTILINE)
     if not found:

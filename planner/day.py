@@ -1,8 +1,8 @@
-"""What of a day does not train: checkpoints, snapshots, validations, failures and the start.
+"""Time of a day without training: checkpoints, snapshots, validations, failures and the start.
 
 Everything follows from the bytes of the state, the seconds of the step, the config's intervals and planner/rates.csv.
-A checkpoint stops training for the copy to the hosts; then it is written while training goes on, and only if it takes
-longer than the interval does the next one wait (state/checkpointer.py). Data is read ahead, and stops nothing until it
+A checkpoint stops training for the copy to the hosts. It is written while training continues; only if that takes longer
+than the interval does the next one wait (state/checkpointer.py). Data is read ahead, and delays nothing unless reading
 takes longer than a step.
 """
 
@@ -29,7 +29,7 @@ STORED = 4  # bytes of a token in storage, at most; of a pixel about one
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What stops training for `each_s`, so many times in a day."""
+    """A cause that stops training for `each_s`, several times in a day."""
 
     name: str
     times: float
@@ -44,34 +44,34 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The state and the rates with which it moves."""
+    """The saved state, and the rates of copying, writing and reading it."""
 
-    state_bytes: float  # whole, as a checkpoint has it: also what each replica has for itself
-    device_bytes: float  # what a device has of it
-    storage_bandwidth: float  # bytes/s that all nodes together write, or read
+    state_bytes: float  # of a checkpoint, including the parts that each replica has separately
+    device_bytes: float  # part of one device
+    storage_bandwidth: float  # bytes/s of writing or reading, all nodes together
     copy_bandwidth: float  # bytes/s from a device to its host
-    base_bytes: float  # that all replicas read of a frozen base's files, in 16 bits, whenever a run begins or goes on
+    base_bytes: float  # of a frozen base's files in 16 bits, read by all replicas at each start
 
     @property
     def base_s(self) -> float:
-        """How long a start reads the base."""
+        """Seconds in which a start reads the base."""
         return self.base_bytes / self.storage_bandwidth
 
     @property
     def written_s(self) -> float:
-        """How long a checkpoint is under way, while training goes on; a restore takes as long to read."""
+        """Seconds in which a checkpoint is written during training; a restore reads for the same time."""
         return self.state_bytes / self.storage_bandwidth
 
     @property
     def copied_s(self) -> float:
-        """How long the copy to the host stops training."""
+        """Seconds for which the copy to the host stops training."""
         return self.device_bytes / self.copy_bandwidth
 
 
 def kept_of(step: Step) -> Kept:
-    """Returns what is kept of a planned step's state; the devices of an emulated cluster share their rates."""
+    """Returns the saved state of a planned step; the devices of an emulated cluster share their rates."""
     state, cluster = step.experiment.state_shapes, step.machine.cluster
-    frozen = by_name(state.frozen)  # is not kept
+    frozen = by_name(state.frozen)  # is not saved
     rows = [row for row in table_rows(step.experiment) if row.name not in frozen]
     together, model = step.machine.num_devices if cluster.device.is_shared else 1, step.experiment.model
     return Kept(
@@ -90,15 +90,15 @@ def snapshot_interval(step: Step, step_s: float) -> int:
 
 
 def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
-    """Returns what a day of a planned step loses."""
+    """Returns the losses of a day of planned steps."""
     config, nodes, kept = step.experiment.config, step.machine.nodes, kept_of(step)
     every, snapshot_every, evaluation = config.checkpoint.every, snapshot_interval(step, step_s), config.eval
-    read, *_ = row_arrays(config.data).values()  # targets and weights are made of it
+    read, *_ = row_arrays(config.data).values()  # targets and weights are derived from it
     data = config.batch.global_size * prod(read.shape) * (STORED if read.dtype == np.int32 else 1)
     forward_s = step_s * forward_share(step.experiment)
     waits_s = max(0.0, kept.written_s - every * step_s)
     written = f"{format_bytes(kept.state_bytes)}, written in {format_seconds(kept.written_s)} beside the steps"
-    found = [  # name, steps between two, seconds of each
+    found = [  # name, interval in steps, seconds of each
         ("checkpoints", every, kept.copied_s + waits_s, written),
         ("snapshots", snapshot_every, kept.copied_s, f"{format_bytes(kept.device_bytes)} of each device, at most"),
         ("validations", evaluation.every, evaluation.num_batches * forward_s, f"{evaluation.num_batches} batches"),
@@ -134,7 +134,7 @@ def _base(kept: Kept) -> str:
 
 
 def _failure(step: Step, step_s: float, snapshot_every: int, kept: Kept) -> Loss:
-    """Returns what a node that fails costs: until it is noticed, the restart, half an interval's steps again."""
+    """Returns the cost of a failed node: detection, restart, and half an interval's steps again."""
     config = step.experiment.config
     in_memory = snapshot_every > 0 and world_of(step, step_s, snapshot_every).survives(1)
     every = snapshot_every if in_memory else config.checkpoint.every
@@ -147,7 +147,7 @@ def _failure(step: Step, step_s: float, snapshot_every: int, kept: Kept) -> Loss
 
 
 def day_rows(found: Sequence[Loss]) -> list[Sequence[str]]:
-    """Returns a row for each loss, below the names of the columns, and one for what is left to train."""
+    """Returns the names of the columns, a row for each loss, and a row for the time left for training."""
     rows: list[Sequence[str]] = [("", "about", "times", "each", "a day", "share")]
     for loss in found:
         times = f"{loss.times:,.2g}" if loss.times < 10 else f"{loss.times:,.0f}"

@@ -1,9 +1,8 @@
-"""What a step takes as independent replicas (`sharding.replicas`), from the program of one world.
+"""Time of a step with independent replicas (`sharding.replicas`), from the program of one world.
 
-A replica's programs are those of one world without hop two. Its gradients are copied to the host, into memory that is
-not pinned, travel while the last backward pass goes on, and their totals are copied back before the update
-(training/share_gradients.py). The program with its callbacks compiles only where its devices are, so this is not a
-replay of it.
+A replica's programs are the programs of one world without the replica all-reduce. Its gradients are copied to host
+memory that is not pinned, and sent during the last backward pass. Their totals are copied back before the update
+(training/share_gradients.py). The program with callbacks compiles only on its own devices, so it is not replayed.
 """
 
 from dataclasses import dataclass
@@ -26,14 +25,14 @@ class Independent:
     step_s: float
     sent_bytes: float  # by a node
     sending_s: float
-    hidden_s: float  # of that, beside the last backward pass
+    hidden_s: float  # part of `sending_s` that overlaps with the last backward pass
 
 
 def independent(step: Step, shares: int = 1) -> Independent | None:
-    """Returns the step of a program's replicas as worlds of their own; None if there can be none.
+    """Returns the step of a program's replicas as separate worlds; None if they cannot be.
 
-    Each has so many `shares`, a power of two: others are no subtree, and travel in several parts. With local SGD it is
-    the mean of the steps from one meeting to the next.
+    Each replica has `shares` work units, a power of two: other numbers are not a subtree and are sent in several parts.
+    With local SGD it is the mean of the steps from one sync to the next.
     """
     config, layout, batches = step.experiment.config, step.experiment.plan.layout, step.experiment.batches
     per_node, group = layout.shape.devices_per_node, layout.shape.size(layout.parameters)
@@ -47,21 +46,21 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
     timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
     values = float(step.experiment.model.num_trained)
     travel = [(values, make_payload(config.compression.hop_two, config.compression.block).bytes_per_value)]
-    if local:  # the mean of the optimizers' states travels too
+    if local:  # the mean of the optimizer states is sent, too
         kept = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas
         travel.append((kept, state_payload(config).bytes_per_value))
         values += kept
-    # a replica's shares travel encoded, or as their sum in f32 (replicas/sums.py); totals come back encoded
+    # one work unit is sent encoded, several as their sum in f32 (replicas/sums.py); totals come back encoded
     out = lambda each: each if shares == 1 else min(shares * each, 4)
     there_and_back = sum(count * (out(each) + each) for count, each in travel)
     sent_bytes = (1 - 1 / layout.num_replicas) * there_and_back * per_node / group  # by a node
     sending_s = sent_bytes / network.node_bandwidth
     compute_s = timeline.compute_s / batches.accumulation
-    # beside the backward pass of the last micro-step, after which the last piece comes; delayed, all of the next step
+    # hidden by the backward pass of the last micro-step, except the last piece; if delayed, by the whole next step
     hides_s = min((1 - forward_share(step.experiment)) * compute_s, sending_s * (1 - 1 / PIECES))
     hidden_s = min(timeline.compute_s, sending_s) if config.compression.delayed else 0.0 if local else hides_s
     device, together = step.machine.cluster.device, step.machine.num_devices
-    copies = shares + 1  # of all shares to the host, of the totals to the devices
+    copies = shares + 1  # of all work units to the host, and of the totals to the devices
     copies_s = copies * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)
     alone_s = timeline.step_s - timeline.use("hop_two").exposed_s
     return Independent(
@@ -73,9 +72,9 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
 
 
 def independent_text(step: Step, step_s: float, micro_size: int) -> list[str]:
-    """Returns a note of the step as independent replicas beside that of one world, if they can be.
+    """Returns a note that compares independent replicas with one world, if the step can have them.
 
-    `micro_size` is that of the config, before it was fitted to the devices.
+    `micro_size` is the config's value, before it was fitted to the devices.
     """
     if (found := independent(step)) is None:
         return []
@@ -92,7 +91,7 @@ def independent_text(step: Step, step_s: float, micro_size: int) -> list[str]:
 
 
 def _needs(step: Step, micro_size: int) -> list[str]:
-    """Returns the keys that such a run needs besides, for one share each."""
+    """Returns further keys that such a run needs, for one work unit per replica."""
     ex, needs = step.experiment, []
     if ex.config.compression.hop_two != "none" and ex.config.compression.error_feedback:
         needs.append("compression.error_feedback=False")

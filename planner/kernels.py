@@ -1,7 +1,7 @@
-"""What one kernel of a compiled program computes and moves: matrix products, functions, and bytes of memory.
+"""Work of one kernel of a compiled program: matrix products, functions, and bytes of memory.
 
-A fusion is looked into: a parameter of which only a slice is used is read in that slice, and a stack that is updated in
-place is written in the slice that changes.
+The body of a fusion is inspected: a parameter that is only sliced counts as the slice, and a stack that is updated in
+place counts as the slice that changes.
 """
 
 import re
@@ -18,8 +18,8 @@ NO_KERNELS = """
 FREE = frozenset(NO_KERNELS.split())
 _RENAMING = ("bitcast", "reshape")  # the same bytes under another name
 _PRODUCTS = ("dot", "convolution", "custom-call")
-# products over all pairs of places: of a library's kernels, and what of them ours stand for (they make the scores and
-# their gradients twice backward: seven products)
+# products over all pairs of positions in a library's kernels, and in ours (which compute the scores and their
+# gradients twice in the backward pass: seven products)
 ATTENTION = {"forward": 2, "backward": 5, "queries": 2, "keys": 3}
 FUNCTIONS = """
     exponential exponential-minus-one log log-plus-one logistic tanh erf power sine cosine tan cbrt
@@ -28,9 +28,9 @@ _FUNCTIONS = frozenset(FUNCTIONS.split())
 
 
 def kernel_s(instruction: Instruction, computation: Computation, program: Program, device: Device) -> float:
-    """Returns how long an instruction of `computation` takes on a device: by its products, functions or bytes.
+    """Returns the seconds of an instruction of `computation`: the longest of its products, functions and bytes.
 
-    What takes longest counts. Nothing for what is no kernel (a tuple, a bitcast, ...).
+    It is 0 for instructions that are not kernels (a tuple, a bitcast, ...).
     """
     if instruction.opcode in FREE:
         return 0.0
@@ -45,7 +45,7 @@ def kernel_s(instruction: Instruction, computation: Computation, program: Progra
 
 
 def products(instruction: Instruction, computation: Computation, program: Program) -> list[Product]:
-    """Returns the matrix products of a kernel; those of an attention kernel together, as one."""
+    """Returns the matrix products of a kernel; an attention kernel counts as a single product."""
     if instruction.opcode == "fusion":
         called = program.called(instruction.calls[0], instruction)
         return [found for inside in called.instructions for found in products(inside, called, program)]
@@ -63,7 +63,7 @@ def products(instruction: Instruction, computation: Computation, program: Progra
 
 
 def _attention(instruction: Instruction, target: str, queries: Tensor) -> Product | None:
-    """Returns the products of an attention kernel, over pairs of places: cuDNN's, or one of models/flash.py.
+    """Returns the products of an attention kernel over pairs of positions: cuDNN's, or a kernel of models/flash.py.
 
     With a causal mask half of the pairs count.
     """
@@ -105,7 +105,7 @@ def _matmul(left: Tensor, result: Tensor, contracted: Sequence[int]) -> Product:
 
 
 def num_functions(instruction: Instruction, program: Program) -> int:
-    """Returns how many values of exp, tanh and the like a kernel computes."""
+    """Returns the number of exp, tanh and similar values that a kernel computes."""
     if instruction.opcode == "fusion":
         called = program.called(instruction.calls[0], instruction)
         return sum(num_functions(inside, program) for inside in called.instructions)
@@ -140,7 +140,7 @@ def moved_bytes(instruction: Instruction, computation: Computation, program: Pro
 
 
 def _results(instruction: Instruction) -> list[Tensor]:
-    """Returns what a kernel writes; the workspace of a library's kernel is left out."""
+    """Returns the outputs of a kernel, without the workspace of a library's kernel."""
     arrays = tensors(instruction.result)
     is_library = instruction.opcode == "custom-call" and len(arrays) > 1
     return [array for array in arrays if not (is_library and array.dtype in ("s8", "u8"))]

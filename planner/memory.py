@@ -1,4 +1,4 @@
-"""What a step needs of a device's memory before there is a program (training/memory.py says what a program needs)."""
+"""Memory of a step on a device, before it is compiled (training/memory.py has the memory of a compiled program)."""
 
 import math
 
@@ -13,7 +13,7 @@ from training.experiment import Experiment
 
 
 def activation_bytes(experiment: Experiment) -> float:
-    """Returns what a step surely keeps besides the state: the layers' inputs, the logits, what the policy gathers."""
+    """Returns the bytes that a step certainly keeps besides the state: layer inputs, logits, gathered parameters."""
     config, layout, item = experiment.config, experiment.plan.layout, experiment.plan.compute_dtype.itemsize
     model, gathered = config.model, _kept_gathered(experiment)
     if not isinstance(model, TransformerConfig):
@@ -23,11 +23,11 @@ def activation_bytes(experiment: Experiment) -> float:
 
 
 def temporary_bytes(experiment: Experiment, gradients: int) -> float:
-    """Returns an estimate of the temporaries, by which what should fit is compiled first.
+    """Returns an estimate of the temporaries, so that candidates that should fit are compiled first.
 
-    Besides the layers' inputs there are, at the peak, either a layer's recomputed activations (attention scores once in
-    f32, three times in the compute dtype) or the head's logits; and two gathered layers and the embedding, with one
-    gradient of each in f32. With one micro-step hop two has a second copy of the gradients.
+    Besides the layer inputs the peak has either a layer's recomputed activations (attention scores once in f32, three
+    times in the compute dtype) or the head's logits. It also has two gathered layers and the embedding, with one
+    gradient of each in f32. With one micro-step the replica all-reduce has a second copy of the gradients.
     """
     config, layout = experiment.config, experiment.plan.layout
     model, item, tensor = config.model, experiment.plan.compute_dtype.itemsize, layout.shape.tensor
@@ -46,15 +46,15 @@ def temporary_bytes(experiment: Experiment, gradients: int) -> float:
     kept = tokens * item * model.hidden if model.remat == "full" else inside
     trained = experiment.model.num_trained / experiment.model.num_params
     held += layer * (2 * item + 4 * trained) + embedding * (item + 4 * trained)
-    if model.lora_base != "compute":  # the layer that computes is decoded
+    if model.lora_base != "compute":  # the current layer is decoded
         held += item * (experiment.model.num_params / tensor - embedding) / model.num_layers
     return held + model.num_layers * kept + max(inside, head)
 
 
 def gathered_values(experiment: Experiment, *, only_trained: bool = False) -> dict[tuple[str, ...], float]:
-    """Returns the parameters that a device has of the gathered model, by the axes that hold them apart: experts.
+    """Returns the number of gathered parameters on a device, by the axes that still shard them (experts).
 
-    Frozen ones count by their bytes: as many as values of the compute dtype would take.
+    Frozen parameters count by their bytes, in values of the compute dtype.
     """
     plan, layout = experiment.plan, experiment.plan.layout
     found = {(): 0.0}
@@ -70,7 +70,7 @@ def gathered_values(experiment: Experiment, *, only_trained: bool = False) -> di
 
 
 def _logits(experiment: Experiment) -> float:
-    """Returns how many logits a device has at a time: those of a piece of the positions (models/chunked_loss.py)."""
+    """Returns the number of logits that a device holds at a time, for a chunk of positions (models/chunked_loss.py)."""
     config, shape = experiment.config, experiment.plan.layout.shape
     assert isinstance(config.model, TransformerConfig)
     micro, vocab = experiment.batches.config.micro_size, config.model.padded_vocab
@@ -82,7 +82,7 @@ def _kept_gathered(experiment: Experiment) -> float:
     layout, item = experiment.plan.layout, experiment.plan.compute_dtype.itemsize
     gathered, trained = 0.0, gathered_values(experiment, only_trained=True)
     for held, values in gathered_values(experiment).items():
-        gradients = 0.0 if layout.gather.by_layer else trained.get(held, 0.0)  # by layer none is kept whole
+        gradients = 0.0 if layout.gather.by_layer else trained.get(held, 0.0)  # by layer, none is kept whole
         for part in (layout.gather.each_step, layout.gather.each_micro_step):
             if part and (axes := beyond(held, part(layout.parameters))):
                 kept = layout.shape.size(beyond(held, layout.parameters)) / layout.shape.size(axes)

@@ -16,12 +16,12 @@ LANES = {"compute": "compute", "intra": LEVELS["intra"], "inter": LEVELS["inter"
 KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}
 COLOURS = {"kernel": FILL, **{kind: SERIES[number] for kind, number in TRAFFIC.items()}}
 HEIGHT = 0.72
-PIXELS = 3000  # of the width: what is nearer than one of them is drawn as one bar
+PIXELS = 3000  # of the width: bars with a smaller gap than one pixel are merged
 MARKERS = "osD^vP*X"
 
 
 def draw(timeline: Timeline, title: str) -> Figure:
-    """Returns the picture. Iterations of loops that repeat the one before are cut out: `x 8` is above the one shown."""
+    """Returns the picture. Repeated iterations of loops are cut out: `x 8` is above the one shown."""
     end = max((interval.end_s for interval in timeline.intervals), default=0.0) or timeline.step_s
     lanes = [lane for lane in LANES if any(interval.lane == lane for interval in timeline.intervals)]
     brackets = _brackets(timeline)
@@ -100,7 +100,7 @@ def _styled(axes: Axes, title: str, below: str, label: str = "", grid: str = "bo
 
 
 def _brackets(timeline: Timeline) -> dict[Interval, int]:
-    """Returns the iterations that stand for several, each with its row: above those that it contains."""
+    """Returns the iterations that represent several, each with its row, above the iterations inside it."""
     rows: dict[Interval, int] = {}
     repeated = [interval for interval in timeline.intervals if interval.lane == REPEATED]
     for one in sorted(repeated, key=lambda interval: interval.end_s - interval.start_s):
@@ -116,7 +116,7 @@ def _kind(interval: Interval) -> str:
 
 
 def _merged(intervals: Sequence[Interval], gap: float) -> list[tuple[float, float]]:
-    """Returns (start, length) of bars; those that are nearer than `gap` are one, and none is narrower."""
+    """Returns (start, length) of bars; bars nearer than `gap` are merged, and none is narrower."""
     bars: list[tuple[float, float]] = []
     for interval in sorted(intervals, key=lambda i: i.start_s):
         end = max(interval.end_s, interval.start_s + gap)

@@ -1,7 +1,7 @@
 """Predicts a step of a candidate on a cluster: memory, bytes by network level, times by part, throughput and cost.
 
-The program is compiled for the cluster's devices and its schedule replayed. With local steps, what is sent once in H
-steps counts as an H-th of it in each.
+The program is compiled for the cluster's devices and its schedule replayed. With local SGD, traffic of one step in H
+counts as an H-th in each step.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from training.experiment import Experiment
 from training.meetings import interval_of
 from training.memory import Memory, memory_of
 
-TOKENS = 1e9  # that a cost is given for
+TOKENS = 1e9  # per which cost is given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """One kind of collective on the level that it takes longer on, in a step."""
+    """One kind of collective on its slower level, in a step."""
 
     name: str
     level: str
@@ -45,14 +45,14 @@ class Prediction:
     accumulation: int
     inner_steps: int
     memory: Memory
-    inter_bytes: float  # that a device sends a step
+    inter_bytes: float  # sent by a device per step
     intra_bytes: float
     compute_s: float
     traffic: tuple[Traffic, ...]
     step_s: float
     rows_per_s: float
     tokens_per_s: float | None
-    flops_per_device: float  # per second, of the model: without what is computed again
+    flops_per_device: float  # per second, of the model: without recomputation
     mfu: float
     usd_on_demand: float | None  # for a billion tokens
     usd_spot: float | None
@@ -75,7 +75,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The cluster that is asked about, and how its programs are compiled."""
+    """The planned cluster, and how its programs are compiled."""
 
     cluster: Cluster
     nodes: int
@@ -91,16 +91,16 @@ class Machine:
 
     @property
     def capacity(self) -> float:
-        """Memory that a program can have on each device."""
+        """Memory for a program on each device."""
         return self.cluster.usable_bytes(self.num_devices)
 
     @property
     def device_bytes(self) -> float:
-        """All memory of each device: a program that needs more surely does not fit."""
+        """All memory of each device: a larger program certainly does not fit."""
         return self.capacity / MEMORY_SHARE
 
     def fitted(self, config: Config) -> Config:
-        """Returns the config with the micro-batch that each device has in a run, by which candidates are named."""
+        """Returns the config with the micro-batch of each device, which names candidates."""
         data_devices = max(1, self.num_devices // (config.mesh.tensor * config.mesh.context))
         return replace(config, batch=fitted(config.batch, data_devices, config.rows_together))
 
@@ -122,7 +122,7 @@ class Machine:
         }
 
     def attention(self, config: Config) -> str:
-        """Returns the attention that a program is compiled with: models/flash.py in the place of cuDNN's.
+        """Returns the attention that a program is compiled with: models/flash.py replaces cuDNN's.
 
         cuDNN's needs a GPU to compile. Neither holds scores in memory; both are priced by their operations.
         ValueError for a kernel that the GPU does not run.
@@ -141,8 +141,8 @@ class Machine:
     def device(self, config: Config) -> Device:
         """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32.
 
-        Where models/flash.py itself runs, its own rate counts, if measured; else it computes seven products backward
-        for a library's five. Kernels count all pairs of a causal mask, of which windows leave a share.
+        For models/flash.py its measured rate is used, if any; else it computes seven products in the backward pass
+        where a library computes five. Kernels count all pairs of a causal mask; windows reduce them to a fraction.
         """
         foreign = self.target == compiling.CPU and self.cluster.is_gpu
         device = self.cluster.compute(self.num_devices, HLO_DTYPES[config.model.compute_dtype] if foreign else "")
@@ -166,7 +166,7 @@ class Step:
 
     @cached_property
     def program(self) -> Program:
-        """The compiled program, read once, as it is behind the warm-up of hop two."""
+        """The compiled program, read once, as after the warm-up of the replica all-reduce."""
         return behind_warm_up(parse_program(self.compiled.text))
 
     @cached_property
@@ -181,11 +181,11 @@ class Step:
         return replay(self.program, self.compiled.shape, device, network or cluster.network(), cluster.hides)
 
     def seconds(self, timeline: Timeline) -> float:
-        """Returns the step of a timeline, of the mean step if replicas meet only every few steps."""
+        """Returns the seconds of a step; the mean if replicas sync only every few steps."""
         return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - 1 / max(1, self.interval(timeline)))
 
     def interval(self, timeline: Timeline) -> int:
-        """Returns every how many steps replicas meet, 0 for each: streaming local SGD sends a part in each step.
+        """Returns the steps between syncs; 0: every step, as with streaming local SGD, which sends a part in each.
 
         With `local_sgd.target_utilisation` as a run would choose it.
         """
@@ -195,15 +195,15 @@ class Step:
         return 0 if local.streaming else local.inner_steps
 
     def memory(self) -> Memory:
-        """Returns what a device holds, by part."""
+        """Returns the memory of a device, by part."""
         compiled = self.compiled
         return memory_of(self.experiment, compiled.argument_bytes, compiled.temporary_bytes, self.machine.capacity)
 
     def prediction(self) -> Prediction:
-        """Returns all that is said of the step."""
+        """Returns the prediction of the step."""
         config, timeline, machine = self.experiment.config, self.timeline(), self.machine
         interval = self.interval(timeline)
-        shares = {"hop_two": 1 / max(1, interval)}  # what of the program's traffic a step has
+        shares = {"hop_two": 1 / max(1, interval)}  # fraction of the program's traffic per step
         collectives = [(c, c.times * shares.get(c.label, 1.0)) for c in self.collectives]
         step_s = self.seconds(timeline)
         rows_per_s = config.batch.global_size / step_s
@@ -244,7 +244,7 @@ class Step:
 
 
 def _share_seen(model: TransformerConfig, length: int) -> float:
-    """Returns the share of a causal mask's pairs in sequences of `length` that windows leave, the layers' mean."""
+    """Returns the fraction of a causal mask's pairs inside windows, in sequences of `length`, averaged over layers."""
     if not isinstance(model, DecoderConfig) or not 0 < model.window < length:
         return 1.0
     window = model.window / length

@@ -1,4 +1,4 @@
-"""Puts what `lab.probe` measured on a cluster in the place of the planner's figures."""
+"""Replaces the planner's figures by measurements of `lab.probe`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,11 +12,11 @@ from planner.clusters import Accelerator, Cluster
 
 
 def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) -> tuple[Cluster, str]:
-    """Returns the cluster with what `lab.probe` measured on it, and a line that says what that is.
+    """Returns the cluster with the measurements of `lab.probe`, and a line that lists them.
 
-    What was not measured (a level of one node, or of one device a node; an attention kernel that is not there) stays as
-    it was, and what is between nodes if the cluster has another link than the one probed. ValueError if the file is
-    none of a probe, or of another cluster.
+    Figures that were not measured stay (a level of one node or of one device per node, a missing attention kernel), and
+    so do figures between nodes if the link is not the probed one. ValueError if the file is not a probe's, or of
+    another cluster.
     """
     least = {"alpha_s": 0.0, "bandwidth_bytes_per_s": 1.0, "group_size": 1.0, "devices_per_link": 1.0}
     try:
@@ -52,10 +52,10 @@ def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) ->
 
 
 def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerator, dict[str, bool]]:
-    """Returns the device with the figures of a probe's key `device`, and which of the planner's are there.
+    """Returns the device with the figures of a probe's key `device`, and which figures were measured.
 
-    Where devices share a machine, its figures are those of all that the probe measured at once; a launch is mostly
-    waiting for a core there, which the other figures have already.
+    If devices share a machine, its figures are the sum of all devices measured at once. A launch there mostly waits for
+    a core, and the other figures contain that wait.
     """
     together = float(found.get("devices", 1)) if device.is_shared else 1.0
 
@@ -87,7 +87,7 @@ def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerato
 
 
 def _checked(value: float, least: float = float_info.min) -> float:
-    """Returns a figure. ValueError if it is no rate, time or number of anything."""
+    """Returns a figure. ValueError if it is not a positive finite number."""
     if not least <= value < inf:
         raise ValueError(f"a rate or a time of it is {value}")
     return value

@@ -1,4 +1,4 @@
-"""The figures that plans are made of, in planner/rates.csv: each with its unit, source and month."""
+"""The planner's figures, in planner/rates.csv: each with its unit, source and month."""
 
 import csv
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ FILE = Path(__file__).with_name("rates.csv")
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A row: one figure of a device, a library of collectives or a node, in the unit that it says."""
+    """A row: one figure of a device, a library of collectives or a node, with its unit."""
 
     of: str
     figure: str
@@ -26,7 +26,7 @@ class MissingRateError(ValueError):
 
 
 class Rates:
-    """Finds figures by what they are of."""
+    """Finds figures by device, library or node."""
 
     def __init__(self, rows: Iterable[Rate]) -> None:
         self._rows: Mapping[tuple[str, str], Rate] = {(row.of, row.figure): row for row in rows}
@@ -43,7 +43,7 @@ class Rates:
 
 
 def read(text: str) -> tuple[Rate, ...]:
-    """Returns the rows of a CSV. ValueError for a row whose value is no number, or that has no source or date."""
+    """Returns the rows of a CSV. ValueError for a row whose value is not a number, or without source or date."""
     rows = tuple(Rate(**{**row, "value": float(row["value"])}) for row in csv.DictReader(text.splitlines()))
     for row in rows:
         if not (row.source and row.date):

@@ -1,11 +1,11 @@
-"""Replays the schedule of a compiled program: how long a step takes on a cluster, and what of its traffic is exposed.
+"""Replays the schedule of a compiled program: the time of a step on a cluster, and its exposed communication.
 
-One stream of kernels in the order of the text. Collectives queue on the communication stream that the program gives
-them (jax 0.10.2: one for all), and on the links that they use. A collective that is not split into a start and a done
-blocks the stream of kernels; of a pair, the start enqueues and the done waits. A computation that is
-started on a stream of its own (jax's `compute_on("gpu_stream:1")`) slows nothing down but the network. All devices do
-the same at the same time, so one is replayed. Loops are replayed until an iteration leaves everything as the one before
-did; the rest of their iterations is multiplied.
+Kernels run on one stream, in the order of the text. Collectives queue on the communication stream that the program
+names (jax 0.10.2: one for all), and on the links that they use. A collective without a start and a done blocks the
+kernels; with both, the start enqueues and the done waits. A computation on a separate stream (jax's
+`compute_on("gpu_stream:1")`) slows down only the network. All devices do the same at the same time, so one is replayed.
+ Loops are replayed until two consecutive iterations leave the same state; the remaining
+iterations are multiplied.
 """
 
 import re
@@ -21,19 +21,19 @@ from sharding.mesh import MeshShape
 
 LEVELS = ("inter", "intra")
 STREAM = "stream"  # the lane of kernels on other streams
-REPEATED = "repeated"  # the lane of iterations that stand for several, named `x 8`
-# what is printed for the labels of a step's collectives
+REPEATED = "repeated"  # the lane of iterations that represent several, named `x 8`
+# names of the collectives' labels in the output
 NAMES = {"gather": "gathers", "hop_one": "hop one", "hop_two": "hop two", "experts": "tokens to experts"}
 NAMES |= {"gradient_scope": "gradient scope", "orthogonalise": "Muon's matrices", "parameter_scope": "parameters"}
 NAMES |= {"context": "positions to heads"}
 MAX_INTERVALS = 50_000
-ASYNCHRONOUS = ("async", "call", "fusion", "custom-call")  # what is started with a computation of its own
+ASYNCHRONOUS = ("async", "call", "fusion", "custom-call")  # instructions that start a computation
 _PASSED = ("bitcast", "copy", "opt-barrier", "async-update", "get-tuple-element")  # the handle of a transfer survives
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A bar of the picture, in seconds of a step from which the repeated iterations of its loops are cut out."""
+    """A bar of the picture, in seconds of a step without the repeated iterations of its loops."""
 
     lane: str  # compute, stream, intra, inter, or REPEATED
     start_s: float
@@ -43,11 +43,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Use:
-    """What the collectives of one kind take on one level, in a step."""
+    """Time of the collectives of one kind on one level, in a step."""
 
     times: int = 0
-    busy_s: float = 0.0  # of the link
-    exposed_s: float = 0.0  # that the compute stream waits for it
+    busy_s: float = 0.0  # the link is busy
+    exposed_s: float = 0.0  # the compute stream waits
 
     def __add__(self, other: "Use") -> "Use":
         return Use(self.times + other.times, self.busy_s + other.busy_s, self.exposed_s + other.exposed_s)
@@ -55,17 +55,17 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A step: `step_s` is `compute_s` and all that is exposed.
+    """A step: `step_s` is `compute_s` plus all exposed time.
 
-    A collective that uses both levels is counted on the one that takes longer, "inter" or "intra". Kernels on other
-    streams are ("kernels", "stream"): busy beside the compute, exposed where that waits for them.
+    A collective on both levels is counted on the slower one, "inter" or "intra". Kernels on other streams are
+    ("kernels", "stream"): busy during the compute, exposed where the compute waits for them.
     """
 
     step_s: float
     compute_s: float
     uses: dict[tuple[str, str], Use]  # by label (the kind, where the program has lost the label) and level
     intervals: tuple[Interval, ...]
-    streams: int  # for communication, that the program names; without one, the links alone are queues
+    streams: int  # for communication, named by the program; without any, only the links are queues
 
     def use(self, *names: str, level: str | None = None) -> Use:
         """Returns the sum over these names, or over all if none is given, on one level or both."""
@@ -76,8 +76,8 @@ class Timeline:
 def replay(program: Program, shape: MeshShape, device: Device, network: Network, hides: str = SCHEDULE) -> Timeline:
     """Returns the timeline of one execution of `program` on a mesh of `shape`.
 
-    `hides` is what is hidden by the kernels: what its own SCHEDULE says, NOTHING, or ALL that they last for.
-    ValueError names what cannot be replayed: a loop without a trip count, a done without its start, a send.
+    `hides` is the communication that kernels hide: as in the program's SCHEDULE, NOTHING, or ALL that fits into them.
+    ValueError names an unsupported instruction: a loop without a trip count, a done without its start, a send.
     """
     if network.devices_per_node != shape.devices_per_node:
         raise ValueError(f"a mesh with nodes of {shape.devices_per_node} on a network with {network.devices_per_node}")
@@ -97,7 +97,7 @@ def replay(program: Program, shape: MeshShape, device: Device, network: Network,
 
 @dataclass(frozen=True, eq=False)
 class _Transfer:
-    """A collective on the network, or a piece of another stream; `ahead` is the one that it had to queue behind."""
+    """A collective on the network, or a piece of another stream; `ahead` is its predecessor in the queue."""
 
     key: tuple[str, str]
     start: float
@@ -105,12 +105,12 @@ class _Transfer:
     ahead: "_Transfer | None" = None
 
 
-_Handle = _Transfer | tuple["_Handle", ...] | None  # what a value holds of transfers that are under way
+_Handle = _Transfer | tuple["_Handle", ...] | None  # transfers in flight that a value depends on
 
 
 @dataclass
 class _State:
-    """The clock, and what was counted so far; iterations that are multiplied are `skipped`, not on the clock."""
+    """The clock and the counts so far; multiplied iterations are in `skipped`, not on the clock."""
 
     now: float = 0.0
     skipped: float = 0.0
@@ -118,7 +118,7 @@ class _State:
     uses: dict[tuple[str, str], Use] = field(default_factory=dict)
     newest: dict[str, _Transfer] = field(default_factory=dict)  # by queue: a level, or a stream
     in_flight: list[_Transfer] = field(default_factory=list)
-    other: _Transfer | None = None  # while another stream is replayed: what it did last
+    other: _Transfer | None = None  # while another stream is replayed: its last transfer
 
     def copy(self) -> "_State":
         return replace(self, uses=dict(self.uses), newest=dict(self.newest), in_flight=list(self.in_flight))
@@ -126,7 +126,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Step:
-    """An instruction with what is the same in each of its executions."""
+    """An instruction with its constant properties."""
 
     instruction: Instruction
     what: str  # kernel, collective, start, done, passed, call-start, or an opcode
@@ -145,7 +145,7 @@ class _Machine:
         self._steps: dict[str, list[_Step]] = {}
 
     def run(self, site: Site, arguments: dict[int, _Handle]) -> _Handle:
-        """Executes a computation; returns the transfers that its result holds."""
+        """Executes a computation; returns the transfers that its result depends on."""
         held: dict[str, _Handle] = {}
         for step in self._steps_of(site.computation):
             instruction, what = step.instruction, step.what
@@ -177,7 +177,7 @@ class _Machine:
                 handle = self._loop(instruction, site, held.get(instruction.operands[0]))
             elif what == "conditional":
                 handle = self._longest(instruction, site, [held.get(name) for name in instruction.operands[1:]])
-            else:  # a call, or one that is started
+            else:  # a call, or the start of one
                 values = {n: held[name] for n, name in enumerate(instruction.operands) if name in held}
                 inside = self._inside(instruction, site, instruction.calls[0])
                 handle = self.run(inside, values) if what == "call" else self._beside(inside, values)
@@ -186,11 +186,11 @@ class _Machine:
         return held.get(site.computation.root.name) if site.computation.root else None
 
     def _waits(self, in_schedule: bool) -> bool:
-        """Whether the kernels wait for a collective where they do `in_schedule`."""
+        """Whether the kernels wait for a collective, given whether they do `in_schedule`."""
         return {SCHEDULE: in_schedule, NOTHING: True, ALL: False}[self._hides]
 
     def wait(self, transfer: _Handle) -> None:
-        """Moves the clock to the end of a transfer; the time is exposed by those that the link is busy with."""
+        """Moves the clock to the end of a transfer; the exposed time belongs to the transfers on the link."""
         state = self.state
         if not isinstance(transfer, _Transfer) or transfer.end <= state.now:
             return
@@ -217,14 +217,14 @@ class _Machine:
         state.now = end
 
     def _spend(self, key: tuple[str, str], begin: float, end: float) -> None:
-        """Counts time that this stream waits; on another stream, that who waits for it is to count."""
+        """Counts waiting time of this stream; on another stream the waiting stream counts it."""
         if self.state.other is None:
             self._count(key, Use(exposed_s=end - begin))
         else:
             self.state.other = _Transfer(key, begin, end, self.state.other)
 
     def _beside(self, site: Site, arguments: dict[int, _Handle]) -> _Handle:
-        """Executes a computation on a stream of its own that starts now."""
+        """Executes a computation on a separate stream that starts now."""
         now, other = self.state.now, self.state.other
         self.state.other = _Transfer(("kernels", STREAM), now, now)
         self.run(site, arguments)
@@ -267,7 +267,7 @@ class _Machine:
             handle = self.run(inside, {0: handle})
             took = self.state.now + self.state.skipped - before.now - before.skipped
             this = [took, *self._left(handle)]
-            if _same(last, this, took) and self.state.other is None:  # another stream has no clock of its own
+            if _same(last, this, took) and self.state.other is None:  # another stream has no separate clock
                 self._repeat(before, trips - n - 1)
                 if n + 1 < trips:
                     self._draw(REPEATED, before.now, self.state.now, f"x {trips - n}")
@@ -276,7 +276,7 @@ class _Machine:
         return handle
 
     def _left(self, handle: _Handle) -> list[float]:
-        """Returns how long after now each transfer ends that is under way, and each that a value holds."""
+        """Returns the remaining seconds of each transfer in flight, and of each that a value depends on."""
         under_way = [*self.state.in_flight, *self.state.newest.values()]
         handles, ends = [handle], [transfer.end for transfer in under_way]
         while handles:
@@ -288,7 +288,7 @@ class _Machine:
         return [end - self.state.now for end in ends if end > self.state.now]
 
     def _repeat(self, before: _State, times: int) -> None:
-        """Adds what was counted since `before`, so many times."""
+        """Adds the counts since `before`, `times` times."""
         state = self.state
         state.skipped += times * (state.now + state.skipped - before.now - before.skipped)
         state.compute += times * (state.compute - before.compute)
@@ -301,7 +301,7 @@ class _Machine:
             )
 
     def _longest(self, instruction: Instruction, site: Site, arguments: Sequence[_Handle]) -> _Handle:
-        """Executes every branch of a conditional, and keeps the one that takes longest."""
+        """Executes every branch of a conditional, and keeps the slowest."""
         before, drawn = self.state, len(self.intervals)
         kept, kept_intervals, kept_handle = before, [], None
         for n, name in enumerate(instruction.calls):
@@ -333,7 +333,7 @@ class _Machine:
         return self._steps[computation.name]
 
     def _started(self, instruction: Instruction) -> Collective | None:
-        """Returns the collective of an async-start that calls a computation with nothing else in it."""
+        """Returns the collective of an async-start whose computation contains nothing else."""
         if instruction.opcode != "async-start":
             return None
         called = self._program.called(instruction.calls[0], instruction)
@@ -342,7 +342,7 @@ class _Machine:
         return found[0] if len(found) == 1 else None
 
     def _step(self, instruction: Instruction, computation: Computation) -> _Step | None:
-        """Returns what an instruction does; None if it does nothing."""
+        """Returns the step of an instruction; None if it does nothing."""
         opcode = instruction.opcode
         if opcode in ("send", "recv"):
             raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
@@ -363,16 +363,16 @@ class _Machine:
 
 
 def _stream(instruction: Instruction) -> str:
-    """Returns the communication stream of a collective that is started; "" if the program names none."""
+    """Returns the communication stream of a started collective; "" if the program names none."""
     found = re.search(r'"operation_queue_id":"(\d+)"', instruction.attributes.get("backend_config", ""))
     return f"stream {found[1]}" if found and instruction.opcode.endswith("-start") else ""
 
 
 def level_seconds(collective: Collective, network: Network) -> dict[str, float]:
-    """Returns how long one execution of a collective occupies each level: the latencies of its path, and its bytes.
+    """Returns the seconds for which one execution of a collective occupies each level: latencies and bytes.
 
-    All go along rings; an all-reduce between nodes goes along trees where that is faster and the library has them. Of
-    the messages of a ring's path as great a share is between nodes as of its edges; the others are inside a node.
+    All collectives use rings; an all-reduce between nodes uses trees if they are faster and the library has them. The
+    share of a ring path's messages between nodes is the share of its edges between nodes.
     """
     ring = _ring_seconds(collective, network)
     if collective.kind != "all-reduce" or not collective.inter_bytes or not network.tree_fractions:
@@ -391,10 +391,10 @@ def _ring_seconds(collective: Collective, network: Network) -> dict[str, float]:
 
 
 def _tree_seconds(collective: Collective, network: Network) -> dict[str, float]:
-    """Returns the same of an all-reduce along two binary trees of nodes, with a chain of devices in each node.
+    """Returns the same for an all-reduce along two binary trees of nodes, with a chain of devices in each node.
 
-    A node sends the whole payload up and down, and so do its devices but one in the chain. The path is the chain and
-    log2(nodes) messages, each way (after NCCL's model, src/graph/tuning.cc).
+    A node sends the whole payload up and down, and so does each device of its chain except one. The path is the chain
+    plus log2(nodes) messages, each way (after NCCL's model, src/graph/tuning.cc).
     """
     size, nodes, payload = collective.group_size, collective.group_nodes, collective.payload_bytes
     chain, height = size // nodes - 1, nodes.bit_length() - 1

@@ -1,4 +1,4 @@
-"""`Plan`: what the planner found for a number of nodes; as text, as JSON that can be read back, and as an HTML page."""
+"""`Plan`: the planner's answer for a number of nodes, as text, as JSON that can be read back, and as an HTML page."""
 
 import json
 import textwrap
@@ -16,9 +16,9 @@ from planner.replay import NAMES
 from planner.search import Counts
 
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
-# of kinds of traffic, by their place in files.palette.SERIES
+# colours of traffic: indices of files.palette.SERIES
 TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
-TRAFFIC |= {"orthogonalise": 6, "experts": 7, "context": 7}  # a model with experts shares no rows
+TRAFFIC |= {"orthogonalise": 6, "experts": 7, "context": 7}  # a model with experts does not shard rows
 CHANGED = "with another result than the config's:"
 ABOUT_LOSS = (
     "loss: how much higher the validation loss was in recorded runs of a small model, with the range of the seeds; of "
@@ -35,7 +35,7 @@ ABOUT_OTHER = (
     "has 2e-2, AdamW 4e-3)"
 )
 DAY = "what a day loses besides:"
-SHOWN = 1e-3  # of a step: what takes less is in the page's table, not in its bar
+SHOWN = 1e-3  # of a step: shorter parts are in the page's table, not in its bar
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "strategy": lambda p: p.candidate.name,
     "micro": lambda p: str(p.candidate.micro_size),
@@ -66,12 +66,12 @@ class Plan:
     predictions: tuple[Prediction, ...]  # the fastest first
     helps: Mapping[str, float]  # of the first: seconds of its step with better hardware
     counts: Counts | None  # of a search
-    error_bar: str  # how far predicted steps were from timed ones
+    error_bar: str  # errors of predicted steps
     notes: tuple[str, ...]
-    changed: tuple[Prediction, ...] = ()  # of a search: those whose result is another one
-    day: tuple[Loss, ...] = ()  # what a day of the first loses
+    changed: tuple[Prediction, ...] = ()  # of a search: with another result
+    day: tuple[Loss, ...] = ()  # losses of a day, for the first prediction
     steps: int = 0  # of the config's run
-    optimizer: str = ""  # of that run, if it is dense: of hop two without a codec, in every step
+    optimizer: str = ""  # of that run, if it averages gradients in every step without a codec
 
     @property
     def best(self) -> Prediction:
@@ -101,7 +101,7 @@ def from_json(text: str) -> list[Plan]:
 
 
 def plan_text(plan: Plan) -> str:
-    """Returns what is printed of a plan, at most 120 columns wide but for notes."""
+    """Returns the printed text of a plan, at most 120 columns wide, except notes."""
     best, step_s = plan.best, format_seconds(plan.best.step_s)
     memory = " + ".join(f"{name} {format_bytes(size)}" for name, size in best.memory.parts.items())
     about = _wrapped(f"{best.candidate}: a device's memory, and what a step of {step_s} is spent on")
@@ -131,10 +131,10 @@ def candidate_rows(plan: Plan) -> list[Sequence[str]]:
 
 
 def changed_rows(plan: Plan) -> list[Sequence[str]]:
-    """Returns a row for each prediction whose result is another one, with its recorded cost in loss, below the names.
+    """Returns a header and a row for each prediction with another result, with its recorded cost in loss.
 
-    Of several records it is that with the highest mean. `shorter` is by what the step is shorter than the best
-    one with the config's result. Other optimizers are last and marked.
+    With several records the cost is the highest mean. `shorter` compares the step with the best one that has the
+    config's result. Other optimizers are last and marked.
     """
     head = ("", "strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss", "recorded on")
     rows: list[Sequence[str]] = [head]
@@ -185,20 +185,20 @@ def to_loss_rows(plan: Plan) -> list[list[str]]:
 
 
 def _price(p: Prediction, seconds: float) -> str:
-    """Returns what so long a run of a prediction's nodes costs on demand; "" without a price."""
+    """Returns the on-demand price of `seconds` of a prediction's nodes; "" without a price."""
     if p.usd_on_demand is None or p.tokens_per_s is None:
         return ""
     return f"{p.usd_on_demand * p.tokens_per_s * seconds / TOKENS:,.0f} $"
 
 
 def to_loss_text(plan: Plan) -> str:
-    """Returns the table of ways to the config's loss, with what it means; "" without one."""
+    """Returns the table of ways to the config's loss, with its explanation; "" without one."""
     rows = to_loss_rows(plan)
     return "\n".join([TO_LOSS, *_folded(rows), _wrapped(about_steps(plan))]) if rows else ""
 
 
 def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:
-    """Returns throughput against nodes, below the names of the columns; a row without a plan is short, and says why."""
+    """Returns throughput against nodes, below the names of the columns; a row without a plan has the reason."""
     first = next(plan for plan in plans if isinstance(plan, Plan))
     speed = f"{first.unit}/s"
     rows: list[Sequence[str]] = [("nodes", "devices", "strategy", "micro", "step", speed, "of linear", "MFU")]
@@ -220,7 +220,7 @@ def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
 
 
 def _folded(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a table's lines; what follows the first plus of a strategy is a line of its own, below the row."""
+    """Returns a table's lines; the extras of a strategy are a separate line, below the row."""
     at = rows[0].index("strategy")
     names = [row[at].partition("+") if len(row) == len(rows[0]) else ("", "", "") for row in rows]
     short = [[*row[:at], name, *row[at + 1 :]] if name else row for row, (name, *_) in zip(rows, names, strict=True)]
@@ -234,7 +234,7 @@ def _folded(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def helps_text(helps: Mapping[str, float], step_s: float) -> str:
-    """Returns which better hardware would help most, and by how much shorter the step were, on one line."""
+    """Returns a line with the hardware changes that shorten the step most."""
     gains = [(name, max(0.0, 1 - seconds / step_s)) for name, seconds in helps.items()]
     (best, gain), *rest = gains
     if gain < 0.005:
@@ -244,7 +244,7 @@ def helps_text(helps: Mapping[str, float], step_s: float) -> str:
 
 
 def counts_text(counts: Counts) -> str:
-    """Returns what the search looked at, on one line."""
+    """Returns a line with the counts of a search."""
     unseen = f"{counts.illegal} not legal, {counts.too_large} too large, {counts.too_slow} too slow by a bound"
     unseen += f", {counts.no_gain} changes without a gain" if counts.no_gain else ""
     seen = f"{counts.compiled} compiled ({counts.from_cache} from the cache, {counts.did_not_fit} did not fit)"
@@ -253,7 +253,7 @@ def counts_text(counts: Counts) -> str:
 
 
 def time_rows(p: Prediction) -> list[Sequence[str]]:
-    """Returns what a step is spent on, below the names of the columns: two of words and three of times."""
+    """Returns the parts of a step's time, below a header: two columns of words and three of times."""
     rows: list[Sequence[str]] = [("", "", "takes", "hidden", "exposed")]
     rows.append(("compute", "", format_seconds(p.compute_s), "", format_seconds(p.compute_s)))
     known = [part for part in p.traffic if part.name in NAMES]
@@ -271,7 +271,7 @@ def time_rows(p: Prediction) -> list[Sequence[str]]:
 
 
 def sent_text(p: Prediction) -> str:
-    """Returns what a device sends in a step."""
+    """Returns the bytes that a device sends in a step."""
     inter, intra = format_bytes(p.inter_bytes), format_bytes(p.intra_bytes)
     local = f"; replicas meet every {p.inner_steps} steps" if p.inner_steps else ""
     return f"a device sends {inter} between nodes and {intra} inside its node{local}"
@@ -287,10 +287,10 @@ def _wrapped(text: str) -> str:
 def plan_page(
     name: str, plans: Sequence[Plan | str], nodes: Sequence[int], pictures: Mapping[str, bytes], command: str, spot: str
 ) -> str:
-    """Returns a page of one file: how a run scales, if there are several plans, and all that the last one says.
+    """Returns a page of one file: scaling, if there are several plans, and all details of the last one.
 
-    A plan that is text says why there is none for its number of `nodes`. `pictures` are PNGs: `timeline` of the last
-    plan's best step, and `curves` if there are several; `spot` is the text about spot nodes, if any.
+    A plan that is text is the reason why its number of `nodes` has none. `pictures` are PNGs: `timeline` of the last
+    plan's best step, and `curves` for several plans; `spot` is the text about spot nodes, if any.
     """
     plan = [plan for plan in plans if isinstance(plan, Plan)][-1]
     best = plan.best
@@ -341,14 +341,14 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _memory(p: Prediction) -> dict[str, Any]:
-    """Returns a bar of what a program can have, and what of it is used by which part."""
+    """Returns a bar of the memory for a program, and the part of each use."""
     parts = [(name, size, format_bytes(size), colour) for colour, (name, size) in enumerate(p.memory.parts.items())]
     used = f"{format_bytes(p.memory.total)} of the {format_bytes(p.memory.capacity)} that a program can have."
     return {"parts": parts, "whole": p.memory.capacity, "note": used}
 
 
 def _times(p: Prediction) -> dict[str, Any]:
-    """Returns a bar of what the step waits for, and a table of what is hidden."""
+    """Returns a bar of the step's parts, and a table of hidden and exposed time."""
     parts: list[tuple[str, float, str, int | None]] = [("compute", p.compute_s, format_seconds(p.compute_s), None)]
     for part in sorted(p.traffic, key=lambda part: -part.exposed_s):
         if part.exposed_s > SHOWN * p.step_s:

@@ -1,13 +1,14 @@
-"""Searches the ways to train a config on a cluster: many are discarded unseen, a few are compiled, the best come first.
+"""Searches for the best way to train a config on a cluster: bounds discard most candidates, the rest is compiled.
 
-Nothing is proposed that does not fit; what is asked for is priced if the whole device could hold it, and may not fit.
-What is discarded before it is compiled: what is not legal, what needs more memory than there is (a bound, and what was
-learned from programs that did not fit), and what the bound on its time says is slower than the best so far. The rest is
-compiled in the order of an estimate of its time, what is estimated to fit before what is not; one program of a strategy
-at a time, because what it needs corrects the estimates of the others.
+The search proposes only candidates that fit. Candidates that the user names are priced if the whole device could hold
+them. A candidate is discarded before compilation if it is illegal, if it needs too much memory (by a bound, or because
+a smaller program did not fit), or if the bound on its time is above the best step so far. The others are compiled in
+the order of their estimated times, those estimated to fit first. A strategy has one program in compilation at a time,
+because its memory corrects the estimates of the next ones.
+
 Candidates that change the result of a step form a second list: int8 between nodes with the two best strategies first,
-then each other change where it is fastest, if a milder change is not as fast. Another optimizer is last in the list. A
-change with records (configs/losses.py) is compared by the estimated time to the loss of the config's own run.
+then each other change with its fastest strategy, unless a milder change is as fast. Another optimizer is last. A change
+with records (configs/losses.py) is compared by the estimated time to the loss of the config's own run.
 """
 
 from collections import deque
@@ -40,36 +41,36 @@ from training.batches import batches_of
 from training.experiment import Experiment, make_experiment
 from training.memory import Memory, state_bytes
 
-AT_ONCE = 2  # programs that are compiled, each in a process of its own that is busy with one core and takes 1 GB
-Strategy = tuple[str, int]  # with the devices of a partition group
+AT_ONCE = 2  # programs in compilation, each in a separate process with one core and 1 GB
+Strategy = tuple[str, int]  # name, and devices of a partition group
 WHY = ("too_large", "too_slow", "no_gain", "from_cache")
-GAIN = 0.95  # of a step's estimate, at the most, is what a change of the result must take
-NUM_INT8 = 2  # strategies that are compiled with int8, whatever the estimate of its gain
+GAIN = 0.95  # a change of the result must take at most this fraction of a step's estimate
+NUM_INT8 = 2  # strategies compiled with int8, whatever its estimated gain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What became of the candidates of a search."""
+    """Outcomes of the candidates of a search."""
 
     candidates: int
     illegal: int  # or refused by XLA
     too_large: int  # by the bound on their memory, or because a smaller one did not fit
     too_slow: int  # by the bound on their time
     compiled: int
-    from_cache: int  # of those
-    did_not_fit: int  # of those
-    not_looked_at: int  # because enough were compiled
-    no_gain: int = 0  # changes of the result, by the estimate of their time: something milder is as fast
+    from_cache: int  # of the compiled ones
+    did_not_fit: int  # of the compiled ones
+    not_looked_at: int  # enough were compiled
+    no_gain: int = 0  # changes of the result whose estimated time is not below a milder change's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The candidates that fit, the fastest first; then, if they were given, those that may."""
+    """The candidates that fit, fastest first; then candidates named by the user that may fit."""
 
     steps: tuple[tuple[Prediction, Step], ...]
-    changed: tuple[tuple[Prediction, Step], ...]  # whose result is another one
-    too_large: tuple[str, ...]  # of those that were compiled: a line for each that does not fit, or may not
-    refused: tuple[str, ...]  # a line for each that is not legal, or that XLA refuses
+    changed: tuple[tuple[Prediction, Step], ...]  # with another result
+    too_large: tuple[str, ...]  # a line for each compiled candidate that does not fit, or may not
+    refused: tuple[str, ...]  # a line for each illegal candidate, or one refused by XLA
     counts: Counts
 
 
@@ -79,8 +80,8 @@ class _Option:
     experiment: Experiment
     bounds: Bounds
     change: Change
-    is_recorded: bool = True  # whether a record says what the change costs in loss
-    steps: float | None = 1.0  # to the loss of the config's run, over the steps of that; None: not known, or never
+    is_recorded: bool = True  # whether a record has the change's cost in loss
+    steps: float | None = 1.0  # to the loss of the config's run, divided by its steps; None: unknown, or never
 
 
 def search(
@@ -94,11 +95,11 @@ def search(
     say: Callable[[str], None] = lambda line: None,
     count: Callable[[int, int], None] = lambda done, most: None,
 ) -> Found:
-    """Returns the candidates that fit: the best of all; or of those given, also those that may.
+    """Returns the best candidates that fit; of candidates that the user names also those that may fit.
 
-    At most `most` programs are looked at, the config's own first. Those in the cache count, so that the answer does not
-    depend on it; those given are all looked at. `count` hears how many are done. ValueError if there is none, with what
-    would fit.
+    At most `most` programs are examined, the config's own first. Cached programs count, so that the answer does not
+    depend on the cache; named candidates are all examined. `count` is called with the number done. ValueError if none
+    fits, with a config that would.
     """
     options = _Options(config, machine, devices)
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -109,7 +110,7 @@ def search(
         here = machine.nodes, machine.cluster.devices_per_node
         mine = of_config(config) if candidates else canonical(of_config(config), *here, config.mesh)
         own = [] if candidates else options.made([mine])
-        # while the others are made
+        # during the next lowering
         begun = {option.candidate: begin(option) for option in own if option.bounds.least_bytes <= machine.capacity}
         made = options.check(options.made(candidates) if candidates else options.of_search(mine, own))
         found = _Search(
@@ -127,7 +128,7 @@ def search(
                 running.append((chosen, begun.pop(chosen.candidate, None) or begin(chosen)))
             if not running:
                 return found.result(options.num_candidates)
-            option, done = running.popleft()  # the oldest: what is chosen depends on no speed
+            option, done = running.popleft()  # the oldest, so that the choice does not depend on speed
             if isinstance(error := done.exception(), ValueError):
                 say(found.refuse(option, error))
             else:
@@ -136,7 +137,7 @@ def search(
 
 
 class _Search:
-    """What waits to be compiled, and what was learned from what was; without `is_search` everything is compiled."""
+    """The options that wait, and facts learned from compiled ones; without `is_search` everything is compiled."""
 
     def __init__(
         self, machine: Machine, options: Sequence[_Option], *, own: Candidate, most: int, is_search: bool
@@ -145,18 +146,20 @@ class _Search:
         self.compiled, self.most = 0, most
         self._machine, self._own, self._is_search = machine, own, is_search
         self._options, self._waiting = options, [*options]
-        self._steps: list[tuple[_Option, Prediction, Step]] = []  # that fit, or may
+        self._steps: list[tuple[_Option, Prediction, Step]] = []  # options that fit, or may fit
         self._failed: list[tuple[_Option, Memory]] = []
-        self._errors: list[ValueError] = []  # of programs that XLA refuses
-        self._more: dict[str, float] = {}  # than was estimated the programs of a strategy needed, at the most
-        self._slower: dict[Strategy, float] = {}  # than was estimated steps with the config's result were, at the most
+        self._errors: list[ValueError] = []  # of programs refused by XLA
+        self._more: dict[str, float] = {}  # largest ratio of a strategy's needed to its estimated memory
+        self._slower: dict[
+            Strategy, float
+        ] = {}  # largest ratio of a step's time to its estimate
         self._seen: dict[str, int] = dict.fromkeys(WHY, 0)
         if is_search:
             self._discard("too_large", [o for o in options if o.bounds.least_bytes > machine.capacity])
             self._discard("no_gain", self._without_gain())
 
     def chosen(self, running: Sequence[_Option]) -> _Option | None:
-        """Returns the next program to compile beside those that are, if any, and discards what need not be."""
+        """Returns the next program to compile, if any, and discards options that need not be compiled."""
         best_s = min((prediction.step_s for option, prediction, _ in self._steps if _is_exact(option)), default=inf)
         if self._is_search:
             slow = [o for o in self._waiting if o.bounds.least_s * (o.steps or 1.0) > SLACK * best_s]
@@ -165,7 +168,7 @@ class _Search:
             self._discard("too_slow", [option for option in slow if option not in large])
             if sum(option.change == INT8 for option in [*self._tried(), *running]) >= NUM_INT8:
                 self._discard("no_gain", [option for option in self._waiting if option.change == INT8])
-        # of one strategy one at a time: what it needs tells about the others
+        # one program per strategy at a time: its memory corrects the others' estimates
         names = {option.candidate.name for option in running}
         free = [option for option in self._waiting if option.candidate.name not in names]
         if not free or self.compiled + len(running) >= self.most:
@@ -175,7 +178,7 @@ class _Search:
         return option
 
     def add(self, option: _Option, step: Step) -> str:
-        """Takes a compiled program; returns what is said of it."""
+        """Takes a compiled program; returns the line to print."""
         memory, name = step.memory(), option.candidate.name
         self.compiled += 1
         self._seen["from_cache"] += step.compiled.from_cache
@@ -195,13 +198,13 @@ class _Search:
         return [option for option, *_ in (*self._steps, *self._failed)]
 
     def refuse(self, option: _Option, error: ValueError) -> str:
-        """Takes a program that XLA refuses; returns what is said of it."""
+        """Takes a program that XLA refuses; returns the line to print."""
         self._errors.append(error)
         self.refused.append(f"{option.candidate}: {error}")
         return self.refused[-1]
 
     def result(self, num_candidates: int) -> Found:
-        """Returns what was found. ValueError if nothing whose result is the config's fits."""
+        """Returns the result. ValueError if no candidate with the config's result fits."""
         exact, changed = (
             sorted([(p, step) for o, p, step in self._steps if _is_exact(o) is wanted], key=_by_speed)
             for wanted in (True, False)
@@ -233,13 +236,13 @@ class _Search:
         self._waiting = [option for option in self._waiting if option not in options]
 
     def _order(self, running: Sequence[_Option]) -> Callable[[_Option], tuple[float, ...]]:
-        """Returns a key: the config's own, exact ones for a half of all programs, changes, other exact ones.
+        """Returns a sort key: the config, exact candidates for half of all programs, changes, other exact candidates.
 
-        Of exact ones, what should fit goes first, then the best MiCS and the best of the config's strategy, so that
-        neither is judged by the config's micro-batch. Of changes, int8 goes first: where it is estimated to be
-        fastest, corrected by the time of the same strategy without it, if known. Then those that reach the config's
-        loss by the records, with its optimizer before another one, then those with a recorded cost, then those of one
-        kind. Then what is estimated to be fastest, has the fewest extras, and is the smallest.
+        Exact candidates that should fit come first, then the best MiCS and the best of the config's strategy, so that
+        neither is judged by the config's micro-batch. Among changes int8 comes first, with the strategy that is
+        estimated to be fastest, corrected by the time of this strategy without int8, if known. Then come changes that
+        reach the config's loss in records (its optimizer before others), then changes with a recorded cost, then
+        changes of one kind. Ties: lowest estimated time, fewest extras, smallest memory.
         """
         tried = [*self._tried(), *running]
         enough = sum(map(_is_exact, tried)) >= self.most - self.most // 2
@@ -267,10 +270,10 @@ class _Search:
         return option.bounds.estimate_bytes * self._more.get(option.candidate.name, 1.0) <= self._machine.capacity
 
     def _without_gain(self) -> list[_Option]:
-        """Returns the options with a change that is not worth it: it is faster elsewhere, or something milder does.
+        """Returns the options whose change is not worth it: it is faster elsewhere, or a milder change is as fast.
 
-        What is known to reach the loss is compared with what is milder and does, too. int8 stays with each strategy:
-        estimates count much of the traffic as hidden, which the programs of some strategies do not hide.
+        A change that reaches the loss is compared only with milder ones that reach it, too. int8 stays with each
+        strategy, because estimates count traffic as hidden that the programs of some strategies expose.
         """
         fit = [option for option in self._waiting if self._should_fit(option)]
         exact_s = min((option.bounds.estimate_s for option in fit if _is_exact(option)), default=inf)
@@ -298,7 +301,7 @@ def _too_large(candidate: Candidate, memory: Memory, machine: Machine) -> str:
 
 
 def _by_speed(found: tuple[Prediction, Step]) -> tuple[bool, bool, float]:
-    """Returns a key: what fits first, another optimizer last, then the seconds of a step."""
+    """Returns a sort key: fitting first, another optimizer last, then the seconds of a step."""
     return not found[0].memory.fits, found[0].candidate.has_other_optimizer, found[0].step_s
 
 
@@ -315,17 +318,17 @@ def _speed(option: _Option) -> tuple[float, int, float]:
 
 
 class _Options:
-    """Makes candidates into options, and counts them: `refused` says why some are not legal."""
+    """Turns candidates into options and counts them; `refused` has the reasons of illegal ones."""
 
     def __init__(self, config: Config, machine: Machine, devices: Sequence[Any]) -> None:
         self.num_candidates, self.refused = 0, list[str]()
         self._config, self._machine, self._devices = config, machine, devices
         self._optimizer = dense_optimizer(config.to_dict())
         self._states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy, micro-batch and remat
-        self._experiments: dict[tuple[str, str], Experiment] = {}  # the same but for the micro-batch
+        self._experiments: dict[tuple[str, str], Experiment] = {}  # without the micro-batch
 
     def made(self, candidates: Iterable[Candidate], change: Change = NO_CHANGE) -> list[_Option]:
-        """Returns the legal ones with their bounds."""
+        """Returns the legal candidates with their bounds."""
         options: list[_Option] = []
         for candidate in candidates:
             self.num_candidates += 1
@@ -347,7 +350,7 @@ class _Options:
         return options
 
     def of_search(self, mine: Candidate, own: Sequence[_Option]) -> list[_Option]:
-        """Returns the config's own (`mine`), every strategy, and of each one's best policy variants and changes."""
+        """Returns the config's own (`mine`), every strategy, and variants and changes of each one's best policy."""
         config, machine = self._config, self._machine
         every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
         options = [*own, *self.made(candidate for candidate in every if candidate != mine)]
@@ -390,9 +393,9 @@ class _Options:
 
 
 def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:
-    """Whether what did not fit says that a candidate does not: the same with fewer rows, or a line through two such.
+    """Whether failed programs show that a candidate does not fit: the same with fewer rows, or a line through two.
 
-    Memory grows no faster with few rows than with many, so that the line is no more than what is needed.
+    Memory does not grow faster with few rows than with many, so the line is a lower bound.
     """
     alike = [pair for pair in failed if replace(pair[0].candidate, micro_size=candidate.micro_size) == candidate]
     points = sorted((option.candidate.micro_size, memory.total) for option, memory in alike)
@@ -407,14 +410,14 @@ def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], 
 def _nothing_fits(
     machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]], is_search: bool
 ) -> str:
-    """Returns the error of a config that fits nowhere: what it needs, what there is, and what would help."""
+    """Returns the error for a config that does not fit: needed memory, available memory, and remedies."""
     needs = [(memory.total, "", option) for option, memory in failed]
     needs = needs or [(option.bounds.least_bytes, "at least ", option) for option in options]
     need, about, least = min(needs, key=lambda entry: entry[0])
     candidate, model = least.candidate, least.experiment.model.config
     per_node, here = machine.cluster.devices_per_node, machine.num_devices
     whole = sum(sum(row.whole_bytes) for row in table_rows(least.experiment))
-    rest = need - least.bounds.state_bytes  # what a smaller share of the state leaves as it is
+    rest = need - least.bounds.state_bytes  # memory that does not shrink with a smaller share of the state
     fixes = []
     if rest < machine.capacity:
         shards = -(-whole // (machine.capacity - rest))

@@ -1,10 +1,10 @@
-"""Replays a run on spot nodes that come and go: hours, dollars, and what of the time trains.
+"""Replays a run on spot nodes that come and go: hours, dollars, and the useful part of the time.
 
-A trace says how many nodes there are from which second on. Of the worlds that were planned (`--nodes=4,8,16`) the run
-takes the largest that there are nodes for, as an elastic run does; with fewer than the smallest it waits. Spare
-nodes leave first. A step takes what the planner predicts for its world, a change of the world pauses the run, and a
-loss takes it back to a snapshot in the nodes' memory, or to the checkpoint if memory may not have survived. Left out:
-what snapshots and checkpoints cost while nothing happens, prices that change, and the first start.
+A trace has the number of nodes over time. The run uses the largest planned world (`--nodes=4,8,16`) that fits, as an
+elastic run does; with fewer nodes than the smallest world it waits. Spare nodes leave first. A step takes its predicted
+time, a change of the world pauses the run, and a lost node returns it to a snapshot in the nodes' memory, or to the
+checkpoint if memory may be lost. Left out: the cost of snapshots and checkpoints in calm times, changing prices, and
+the first start.
 """
 
 import csv
@@ -34,7 +34,7 @@ FORMAT = "give a CSV with the columns seconds,nodes"
 
 @dataclass(frozen=True)
 class Change:
-    """From `start_s` on there are so many nodes."""
+    """A number of nodes, from `start_s` on."""
 
     start_s: float
     nodes: int
@@ -75,7 +75,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _points(text: str) -> list[tuple[float, int]]:
-    """Returns the seconds and nodes of a CSV's lines. ValueError if they are no trace."""
+    """Returns the seconds and nodes of a CSV's lines. ValueError if they are not a trace."""
     rows = list(csv.reader(line for line in text.splitlines() if line.strip() and not line.startswith("#")))
     if not rows or [cell.strip() for cell in rows[0]] != ["seconds", "nodes"]:
         raise ValueError("the first line is not seconds,nodes")
@@ -102,20 +102,20 @@ class World:
 
     nodes: int
     step_s: float
-    whole_copies: int  # of the state, on nodes of their own: 1 if it takes all nodes to hold one
+    whole_copies: int  # of the state, on disjoint nodes: 1 if all nodes are needed for one copy
     snapshot_every: int = 1  # steps; 0 for none
 
     def survives(self, lost: int) -> bool:
-        """Whether the nodes' memory has the state after so many of them are lost, whichever they are.
+        """Whether the nodes' memory still has the state after any `lost` nodes are lost.
 
-        With several whole copies one must be untouched; with one, each node has its partner's part too.
+        With several whole copies one must be untouched; with a single copy each node also has its partner's part.
         """
         return lost < self.nodes and lost <= max(1, self.whole_copies - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, and how often checkpoints keep it."""
+    """The length of a run, and its interval of checkpoints."""
 
     steps: int
     tokens: float  # of all steps
@@ -125,7 +125,7 @@ class Run:
 def world_of(step: Step, step_s: float, snapshot_every: int) -> World:
     """Returns the world of a planned step; each copy of the state takes the nodes over which it is cut.
 
-    What each replica has for itself (residuals, copies that drift apart) makes one copy of all.
+    State that differs between replicas (residuals, local parameters) means a single copy over all nodes.
     """
     layout, nodes = step.experiment.plan.layout, step.machine.nodes
     copies = nodes // layout.shape.size(inter_part(layout.optimizer))
@@ -151,14 +151,14 @@ class SpotCost:
 
     total_s: float
     useful_s: float  # steps that were kept
-    lost_s: float  # steps that had to be repeated, and those that were interrupted
+    lost_s: float  # repeated and interrupted steps
     restart_s: float
     waiting_s: float  # too few nodes
     node_s: float  # paid: up to the largest world's nodes, whether they train, wait or restart
     losses: int  # times that nodes of the run were lost
-    from_checkpoint: int  # of those: the nodes' memory had not survived
+    from_checkpoint: int  # losses after which the nodes' memory was incomplete
     tokens: float
-    fixed_s: float  # the same on the largest world on demand, which nobody takes away
+    fixed_s: float  # the same run on the largest world with on-demand nodes
     fixed_node_s: float
     usd: float | None
     fixed_usd: float | None
@@ -182,7 +182,7 @@ def replay_spot(
     spot_usd: float | None = None,
     on_demand_usd: float | None = None,
 ) -> SpotCost:
-    """Returns what a run costs on the nodes of a trace, by the hourly prices. ValueError if it makes no progress."""
+    """Returns the cost of a run on the nodes of a trace, at hourly prices. ValueError if it makes no progress."""
     worlds = sorted(worlds, key=lambda world: world.nodes)
     largest = worlds[-1]
     book = _Book(run)
@@ -217,12 +217,12 @@ def replay_spot(
 
 
 def planned_cost(trace: Trace, worlds: Sequence[World], config: Config, cluster: Cluster) -> SpotCost:
-    """Returns what the run of a config costs in planned worlds."""
+    """Returns the cost of a config's run in planned worlds."""
     return replay_spot(trace, worlds, run_of(config), spot_usd=cluster.spot, on_demand_usd=cluster.on_demand)
 
 
 class _Book:
-    """Steps done and where the time went; what is not yet safe is kept with the seconds that it took."""
+    """Steps done and time spent; steps that are not saved yet are stored with their seconds."""
 
     def __init__(self, run: Run) -> None:
         self.done = 0.0  # steps
@@ -231,13 +231,13 @@ class _Book:
         self._run = run
         self._there = 0
         self._world: World | None = None  # now
-        self._last: World | None = None  # the one that trained last
-        self._in_memory = False  # whether the nodes that are there have the state
+        self._last: World | None = None  # the last world that trained
+        self._in_memory = False  # whether the present nodes have the state
         self._pause_s = 0.0
         self._pieces: list[tuple[float, float, float]] = []  # (first step, last step, seconds of each)
 
     def change(self, there: int, world: World | None) -> None:
-        """Notes that there are so many nodes now, and that the run continues in `world`, or waits."""
+        """Notes the present number of nodes, and that the run continues in `world`, or waits."""
         old, last, fewer = self._world, self._last, there < self._there
         self._there, self._world = there, world
         if fewer and old and there < old.nodes:
@@ -286,7 +286,7 @@ class _Book:
 
 
 def spot_text(cost: SpotCost, source: str) -> str:
-    """Returns what is printed of a run on spot nodes."""
+    """Returns the printed text about a run on spot nodes."""
     parts = {"useful": cost.useful_s, "lost work": cost.lost_s, "restarts": cost.restart_s, "waiting": cost.waiting_s}
     spent = ", ".join(f"{name} {format_seconds(s)} ({format_percent(s / cost.total_s)})" for name, s in parts.items())
     total = f"{format_count(cost.tokens)} tokens in {format_seconds(cost.total_s)}"
@@ -301,7 +301,7 @@ def spot_text(cost: SpotCost, source: str) -> str:
 
 
 def other_strategies(steps: Sequence[Step]) -> str:
-    """Returns a line for planned steps whose strategies differ from world to world, as those of no run do; else ""."""
+    """Returns a line if the planned strategies differ between worlds, which a run's cannot; else ""."""
     names = {step.machine.nodes: step.candidate.name for step in steps}
     if len({*names.values()}) == 1:
         return ""

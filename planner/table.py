@@ -1,10 +1,10 @@
-"""The program that prints where every parameter lies and what it takes, with nothing allocated and nothing compiled.
+"""Prints placement and bytes of every parameter, without allocating or compiling anything.
 
     python -m planner.table --config=configs/mics_paper.py:bert_10b --devices=128 --devices_per_node=8 --png=mesh.png
 
-`--devices` plays a cluster that is not here; without it, the devices are those of the config or of this machine.
-Printed are the mesh, the three scopes, and for each parameter its shape, its spec and the bytes of parameter, gradient
-and optimizer state on a device. Exit codes: 0 done; 2 bad configuration.
+`--devices` simulates a cluster; without it the devices are the config's or this machine's. The output has the mesh, the
+three scopes, and for each parameter its shape, its spec and its bytes of parameter, gradient and optimizer state on a
+device. Exit codes: 0 done; 2 bad configuration.
 """
 
 import sys
@@ -35,7 +35,7 @@ MOST_DEVICES = 16_384  # jax makes each of them, on this machine
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A parameter, or what of the optimizer's state belongs to none; bytes of parameter, gradient, optimizer state."""
+    """A parameter, or optimizer state without a parameter; bytes of parameter, gradient, optimizer state."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start_devices(config: Config, devices: int | None, devices_per_node: int | None) -> Config:
-    """Makes virtual devices if the flags or the config ask for them; returns the config with those of the flags."""
+    """Makes virtual devices if the flags or the config ask for them; returns the config with the flags' devices."""
     asked = {"num_cpu_devices": devices, "devices_per_node": devices_per_node}
     for key, value in asked.items():
         if value is not None and value < 1:
@@ -89,7 +89,7 @@ def start_devices(config: Config, devices: int | None, devices_per_node: int | N
 
 
 def _described(config: Config) -> Experiment:
-    """Returns the experiment; if it does not fit this machine, the error says how to play another one."""
+    """Returns the experiment; if it does not fit this machine, the error says how to simulate another one."""
     try:
         return make_experiment(config)
     except ValueError as error:
@@ -102,7 +102,7 @@ def _described(config: Config) -> Experiment:
 
 
 def table_text(experiment: Experiment) -> str:
-    """Returns what the program prints, at most 120 columns wide."""
+    """Returns the output of the program, at most 120 columns wide."""
     sharding, model, layout = experiment.config.sharding, experiment.model, experiment.plan.layout
     size = f"({sharding.partition_size})" if sharding.strategy == "mics" else ""
     rows = table_rows(experiment)
@@ -129,7 +129,7 @@ def table_text(experiment: Experiment) -> str:
 
 
 def table_rows(experiment: Experiment) -> list[Row]:
-    """Returns a row for each parameter and one for the optimizer's state that belongs to none."""
+    """Returns a row for each parameter and one for optimizer state without a parameter."""
     plan, layout, held = experiment.plan, experiment.plan.layout, bytes_by_name(experiment)
     specs: dict[str, ParamSpec] = by_name(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
     placements: dict[str, Placement] = by_name(plan.all_placements, is_placement)
@@ -141,7 +141,7 @@ def table_rows(experiment: Experiment) -> list[Row]:
         replica = replica_key(path)
         if replica is None:
             whole[name] += nbytes(leaf)
-        elif replica.combine == "mean":  # copies: one device has one (and no residual, having nobody to send to)
+        elif replica.combine == "mean":  # copies: a single device has one, and no residual, because it sends nothing
             by_replica = True
             whole[name] += nbytes(leaf) // layout.num_replicas
     rows = [
@@ -164,9 +164,9 @@ def table_rows(experiment: Experiment) -> list[Row]:
 
 
 def _aloud(spec: ParamSpec, placement: Placement, experiment: Experiment) -> tuple[str, ...]:
-    """Returns the spec as lines to read aloud: `layers, embed by shard_intra, mlp`; one for each scope that differs."""
+    """Returns the spec as lines to read aloud: `layers, embed by shard_intra, mlp`; a line per distinct scope."""
     layout = experiment.plan.layout
-    by_scope: dict[str, str] = {}  # what is read to the letters of the scopes
+    by_scope: dict[str, str] = {}  # line -> letters of the scopes
     for letter, scope in (("P", layout.parameters), ("G", layout.gradients), ("O", layout.optimizer)):
         dims = []
         for dim, axes in zip(spec.dims, placement.pspec(scope), strict=True):
