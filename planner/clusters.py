@@ -69,7 +69,7 @@ class Network:
     node_bandwidth: float  # bytes/s that a node sends to the others, shared by its devices
     inter_latency_s: float  # of one message
     all_to_all_fraction: float = 1.0  # of a node's bandwidth, reached by an all-to-all
-    # of a node's bandwidth, reached by an all-reduce along trees with 64 bytes, 128, 256 and so on; larger sizes use the
+    # of a node's bandwidth, reached by an all-reduce along trees with 64 bytes, 128, 256, ...; larger sizes use the
     # last entry; empty: all-reduces use rings only
     tree_fractions: tuple[float, ...] = ()
 
