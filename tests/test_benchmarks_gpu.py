@@ -37,22 +37,6 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert said == ["error: this needs a GPU and jax with CUDA (make gpu); --cpu tries the program without"]
 
 
-def test_a_size_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--sizes=2b"]) == 2
-    assert capsys.readouterr().err == "error: --sizes=2b is not one of 124m, 350m, 1.3b, tiny\n"
-
-
-def test_a_python_without_torch_is_an_error_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "run_ours", lambda *_: {"tokens_per_s": 1.0})
-    missing = [f"--pytorch={tmp_path}/python", f"--results={tmp_path}/gpu.jsonl"]
-    assert gpu.main([*OF_BOTH, *missing]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and all(line.startswith("error: tiny, pytorch, ") for line in said)
-    assert all(f"{tmp_path}/python: " in line for line in said)
-
-
 def test_the_sizes_are_what_they_are_called() -> None:
     """By the FLOPs of a token: 6 for each parameter that is multiplied with, and those of the scores."""
     device = Device(count=2, kind="NVIDIA H100", peak_flops=1e12)
@@ -80,14 +64,3 @@ def test_the_table() -> None:
     other = [each | {"devices": 8} for each in theirs]
     assert table([*ours, *other]).splitlines()[2].endswith("| - | 60 s | 0e+00 |")
     assert interval([1.5]) == "1.50" and interval([]) == "-"
-
-
-def test_the_rates_stand_beside_the_planners() -> None:
-    ways = {"forward": 4e14, "backward": 3e14}
-    line = {"device": "a GPU", "products_flops_per_s": 7e14, "attention_flops_per_s": dict.fromkeys(KERNELS, ways)}
-    line |= {"memory_bandwidth": 3e12, "launch_s": 7e-7, "copies_to_host_bytes_per_s": 2e9}
-    heads, _, products, *_, copies = gpu.rates([line]).splitlines()
-    assert copies == "| copies to the host, GB/s | 2.0 | 2.0 |"
-    line["attention_flops_per_s"] = {}  # of no kernel
-    assert "| attention, cudnn, forward, TFLOP/s | - | 518 |" in gpu.rates([line])
-    assert heads == "| figure | a GPU | the planner's, of an H100 |" and products == "| products, TFLOP/s | 700 | 590 |"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lab.benchmarks import replica_events, replica_links, replicas, runner
-from lab.benchmarks.replica_events import COSTS, ENDED, EVENT_A_MINUTE, GOODPUT, RANDOM
+from lab.benchmarks import replica_events, replicas, runner
+from lab.benchmarks.replica_events import COSTS, EVENT_A_MINUTE, GOODPUT, RANDOM
 from lab.benchmarks.runner import FailedRunError
 
 
@@ -57,16 +57,6 @@ def test_time_and_bytes_are_those_of_steps_that_all_replicas_took_part_in() -> N
     assert replicas.timed(alone)["step_time_s"] == 3.0
 
 
-def test_alone_each_node_has_its_own_run_of_a_quarter_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(replicas, "started", asked.extend)
-    monkeypatch.setattr(replicas, "losses_of", lambda folder: [row(1.0, 1, 0.0) | {"loss": folder.parts[-3:]}] * 7)
-    found = replicas.measured({"mode": "one micro-step", "rate": "1gbit", "run": replicas.ALONE}, python="")
-    assert found["losses"][0] == ("0", "replicas", "0")  # in a directory of node 0's own
-    assert asked[-3:-1] == ["sh", "-c"] and asked[-1].endswith("/independent-none-dots-alone/$SLURM_ARRAY_TASK_ID")
-    assert "--config.batch.global_size=2 " in asked[-1]
-
-
 def test_pytorch_skips_as_many_steps_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -80,12 +70,6 @@ def test_pytorch_skips_as_many_steps_as_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[-5:] == ["ddp", "fp16", "accum=1", "steps=7", "skipped=2"] and "torch/python" in asked
 
 
-def test_links_are_used_for_what_they_need_over_what_a_sum_took() -> None:
-    about = {"rate": "200mbit", "megabytes": 16}
-    lines = [about | {"link_s": 0.9, "sum_times_s": times} for times in ([1.0, 5.0, 0.5], [2.0, 2.0, 2.0])]
-    assert cells(replica_links.table(lines)) == [["200mbit", "16 MB", "2", "67.5 (45.0 to 90.0)"]]
-
-
 # -------------------------------------------------------------------------------------------------------- events
 
 
@@ -95,15 +79,6 @@ def test_an_event_costs_its_longest_step_beyond_a_calm_one_of_its_run() -> None:
     assert cells(replica_events.table(lines)) == [
         ["none", "2", "1.5 (1.0 to 2.0)", "2.5 (2.0 to 3.0)", "1.0 (0.0 to 2.0)"],
         ["kill", "2", "2.5 (2.0 to 3.0)", "6.5 (4.0 to 9.0)", "5.0 (3.0 to 7.0)"],
-    ]
-
-
-def test_a_loss_with_another_bit_is_counted() -> None:
-    about = {"mode": RANDOM, "events": 100, "replicas": 40, "losses": 1000, "counts": {ENDED: 2}}
-    lines = [about | {"codec": codec, "differ": differ} for codec, differ in (("int8", 1), ("none", 0), ("int8", 2))]
-    assert cells(replica_events.random_table(lines)) == [
-        ["`none`", "1", "100", "40", "1000", "0", "2"],
-        ["`int8`", "2", "200", "80", "2000", "3", "4"],
     ]
 
 

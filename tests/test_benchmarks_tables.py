@@ -4,11 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.container import ErrorbarContainer
-from matplotlib.figure import Figure
 
 from lab import pages
-from lab.benchmarks import accuracy, hop_two, overlap_table, planner_validation, scores, tables, utilisation
+from lab.benchmarks import accuracy, planner_validation, scores, tables, utilisation
 from lab.benchmarks.runner import ROOT
 from lab.records import MEASURED, Range, recorded, same_until
 
@@ -31,15 +29,6 @@ def trained(method: str, seed: int, loss: float) -> dict[str, Any]:
     return {"task": "text", "method": method, "seed": seed, "validation_loss": loss, "hop_two_ratio": 4.0}
 
 
-def drawn(figure: Figure) -> tuple[list[str], list[float], list[str], list[tuple[float, float]]]:
-    """The names of the rows, the bars, the words next to them, and from where to where each error bar goes."""
-    (axes,) = figure.axes
-    bars = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
-    ranges = [(segment[0][0], segment[1][0]) for c in bars for segment in c.lines[2][0].get_segments()]
-    words = [text.get_text().strip() for text in axes.texts]
-    return [x.get_text() for x in axes.get_yticklabels()], [bar.get_width() for bar in axes.patches], words, ranges
-
-
 # ---------------------------------------------------------------------------------------------------- strategies
 
 
@@ -60,25 +49,6 @@ def test_ratios_and_differences_are_of_runs_at_the_same_commits_and_have_the_ran
     assert "| zero1 | 1 | b | 2.0 (2.0 to 2.0) | - | - | 0.1 |" in table
     lines += [step("pytorch ddp", "1gbit", times, commit) for times, commit in (([5.0], "a"), ([1.0], "c"))]
     assert scores.best_ratio(lines, "1gbit") == Range(value=1.0, low=5 / 6, high=1.25)
-
-
-def test_steps_beside_pytorch_count_where_there_are_no_others() -> None:
-    """They were of another day; what keeps products is compared with PyTorch's only."""
-    alone = [step("mics(2)", "1gbit", [2.0]), step("zero3", "1gbit", [5.0])]
-    names, rates = ("mics(2)", "ddp dots", "pytorch ddp"), ("1gbit", "200mbit")
-    beside = [step(name, rate, [3.0]) | {"mode": scores.PEER} for name in names for rate in rates]
-    scale_model = step("mics(2)", "200mbit", [9.0]) | {"mode": scores.SCALE_MODEL}
-    assert scores.by_themselves([*alone, *beside, scale_model]) == [*alone, beside[1]]
-
-
-def test_step_times_are_drawn_with_their_range_and_missing_ones_are_named() -> None:
-    lines = [step("compute only", "1gbit", [1.5]), step("ddp", "1gbit", [2.0, 3.0]), step("zero3", "200mbit", [9.0])]
-    names, bars, words, ranges = drawn(tables.draw_step_times(lines))
-    assert (names, bars) == (["ddp", "zero3"], [2.5, 0.0, 0.0, 9.0])  # at 1gbit, at 200mbit
-    assert words == ["2.5", "not measured", "not measured", "9.0"] and ranges == [(2.0, 3.0)]
-    lines[2]["compiled_inter_bytes"] = 2e6
-    between, inside = tables.draw_bytes(lines, ["ddp", "zero3"]).axes[0].containers
-    assert [bar.get_width() for bar in between] == [bar.get_x() for bar in inside] == [8.0, 2.0]
 
 
 # -------------------------------------------------------------------------------------------------------- codecs
@@ -110,24 +80,6 @@ def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimize
     assert "| int8 | 1 | b | adamw | 0.00 | 4.00 | 4.00 (2.00 to 6.00) | 2.00 (1.33 to 4.00) | 5.000, 4.000 |" in text
     assert "| int4 | 1 | c | adamw | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 4.000 |" in text
     assert "| dgc | 1 | a | sgd | 0.00 | 4.00 | 1.00 (1.00 to 1.00) | - | 5.000, 6.000 |" in text
-
-
-def test_of_a_step_is_what_a_method_takes_more_than_none() -> None:
-    """Of one with the same codec, on nodes that share the cores too."""
-    lines = [
-        {"method": name, "seconds": s, "times_s": [s]} for name, s in (("none", 0.1), ("int8", 0.3), ("demo", 1.1))
-    ]
-    _, _, none, int8, demo = hop_two.table(lines, [coded("none", [8.0]), coded("int8", [4.0])]).splitlines()
-    assert none == "| `none` | 1 | 0.10 (0.10 to 0.10) |  | - |"
-    assert int8 == "| `int8` | 1 | 0.30 (0.30 to 0.30) | +0.20 | 5.0% |"
-    assert demo == "| `demo` | 1 | 1.10 (1.10 to 1.10) | +1.00 | - |"
-
-
-def test_of_a_step_is_told_for_each_rate() -> None:
-    lines = [{"method": name, "seconds": s, "times_s": [s]} for name, s in (("none", 0.1), ("int8", 0.3))]
-    slow = {**coded("int8", [10.0]), "rate": "10mbit"}
-    head, _, _, int8 = hop_two.table(lines, [coded("int8", [1.0]), slow]).splitlines()
-    assert head.count("of a step at") == 2 and {*int8.split(" | ")[-2:]} == {"20.0%", "2.0% |"}
 
 
 def test_differences_of_losses_are_those_of_the_same_seed() -> None:
@@ -173,30 +125,6 @@ def test_how_many_times_fewer_bytes_a_run_sends() -> None:
 # ---------------------------------------------------------------------------------------------------- elasticity
 
 
-def test_events_are_told_by_title_and_old_ones_without_a_pause() -> None:
-    phases = {"noticed": 1.0, "stopped": None, "started": 2.0, "restored": 3.0}
-    killed = {"title": "SIGKILL of a node", "lost_steps": 1, "phases": phases, "source": "memory (3 of 3)"}
-    text = tables.kill_matrix([{**killed, "next_step_s": 20.0}, {**killed, "next_step_s": 21.0, "pause_s": 20.0}])
-    assert "| 1, 30 s | 2 | 1 | 20.5 (20.0 to 21.0) | 20.0 | 1.0 (1.0 to 1.0) | - | 2.0 (2.0 to 2.0) |" in text
-    assert "| a node joins | 0, 20 s | 0 | not measured |  |  |  |  |  |  |  |" in text
-
-
-def test_every_run_of_chaos_is_shown() -> None:
-    def event(seconds: float, lost: int) -> dict[str, Any]:
-        return {"kind": "cut", "next_step_s": seconds, "lost_steps": lost, "load": seconds}
-
-    about = {"title": "chaos", "steps": 50, "parameter_difference": 5e-7, "commit": "abcdef0123"}
-    about["command"] = "python -m lab.chaos --seed=7 --rate=200mbit --workdir=runs/chaos -- --config.num_steps=50"
-    lines = [{**about, "loss_difference": 2.3e-7, "events": [event(9.0, 2), event(10.0, 0)]}]
-    lines[0]["command"] = "python -m elastic.chaos --workdir=runs/chaos"
-    lines += [{**about, "loss_difference": 1e-9, "events": [event(3.0, 2)], "seed": 7}]
-    assert tables.chaos_runs(lines).splitlines()[2:] == [
-        "| `--events=2 --seed=0` | 50 | 2e-07 | 5e-07 | 9 to 10 | abcdef0 |",
-        "| `--events=1 --seed=7 --rate=200mbit -- --config.num_steps=50` | 50 | 1e-09 | 5e-07 | 3 to 3 | abcdef0 |",
-    ]
-    assert tables.chaos_events(lines).endswith("| `cut` | 3 | 9.0 (3.0 to 10.0) | 2, 0, 2 |")
-
-
 def test_losses_are_the_same_until_a_step() -> None:
     assert same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
     assert same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
@@ -219,15 +147,6 @@ def test_a_ratio_of_pipelines_compares_what_was_measured_in_the_same_round() -> 
         "| 2 | 33.3% | 0.15 to 0.25 s | 1.25 (1.00 to 1.50) | 1.33 | 2.50 (2.00 to 3.00) |",
         "| 8 | 11.1% | 0.40 to 1.00 s | 1 | 1.00 | 1.50 (1.00 to 2.00) |",
     ]
-
-
-def test_a_row_of_overlap_has_both_speeds_of_kernels_and_the_step_without() -> None:
-    hops = {"hop_two_s": 6.049, "hop_two_exposed_s": 5.0, "gathers_hop_one_s": 1.0, "gathers_hop_one_exposed_s": 0.25}
-    times = {"compute_s": 14.4, "step_s": 20.0, "slow_compute_s": 24.0, "slow_step_s": 25.0}
-    on = {"case": "zero3", "rate": "100gbit", **hops, **times, "temporary_bytes": 17_900_000_000}
-    off = {"step_s": 21.0, "temporary_bytes": 1e9}
-    wanted = "zero3 | 100 | 14.40 | 6.05 (5.00) | 1.00 (0.25) | 20.00 (21.00) | 28.0 % | 4.0 % | 17.9 (1.0) GB"
-    assert " | ".join(overlap_table.row(on, off)) == wanted
 
 
 def predicted(name: str, rate: str, measured_s: float, predicted_s: float) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The papers' pages: what is published, how ours are scored, bytes by formula, losses, the marked tables and charts."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from files.pages import TABLE
 from lab import pages
 from lab.paper import mics, published, replays, scores, tables, traffic
 from lab.paper.scores import Cell, Comparison
-from lab.plots import draw_bars, exactly, rate_in_words
 from lab.records import Records, read_records, same_until
 
 pytestmark = pytest.mark.document
@@ -93,14 +91,6 @@ def test_scores_by_hand() -> None:
     assert scores.orders([*some[:2], *other]) == (1, 2)
 
 
-def test_tables_have_a_line_a_cell_or_columns_in_order() -> None:
-    one = Comparison(title="s", cells=cells(a=(1.0, 2.0), b=(1.0, None)))
-    assert one.markdown().splitlines()[2:] == ["| a | 1.00 | 2.00 | +100.0% |", "| b | 1.00 | not measured | - |"]
-    wide = [Cell(row="a", column=f"{n} GPUs", published=p, ours=2.0) for n, p in ((32, 1.0), (4, None))]
-    lines = Comparison(title="s", cells=wide).markdown().splitlines()
-    assert lines[0] == "| s | 4 GPUs | 32 GPUs |" and lines[2] == "| a | 2.00 | 1.00, 2.00 (+100.0%) |"
-
-
 # ------------------------------------------------------------------------------------------------ bytes by formula
 
 
@@ -163,16 +153,6 @@ def test_losses_part_at_the_step_that_concepts_names(records: Records) -> None:
     assert f"under `mics(2)` and `zero3` exceeds 1e-5 from step {first} on" in concepts
 
 
-def test_fidelity_configs_differ_only_in_the_strategy() -> None:
-    from configs.fidelity import get_config
-    from configs.schema import flat
-
-    ours, zero3 = (flat(json.loads(get_config(arg).to_json())) for arg in ("mics", "zero3"))
-    assert {key for key in ours if ours[key] != zero3[key]} == {"sharding.strategy", "sharding.partition_size"}
-    with pytest.raises(ValueError, match="use :mics, :zero3"):
-        get_config("ddp")
-
-
 # ------------------------------------------------------------------------------------------------------- the pages
 
 
@@ -214,10 +194,3 @@ def test_charts_have_published_and_ours(records: Records) -> None:
         assert len(axes.patches) == len(series) * len(labels) > 0
         assert [name.rpartition(", ")[2] for name in series] == ["published", "ours"] * (len(series) // 2)
         assert axes.get_xscale() == ("log" if name == "paper_compression" else "linear")  # its bars are 3 to 667
-
-
-def test_a_missing_bar_is_not_measured_and_rates_are_in_words() -> None:
-    (axes,) = draw_bars(["a", "b"], {"x": [exactly(2.0), exactly(None)]}, "", line=1.0).axes
-    assert [text.get_text() for text in axes.texts] == ["2.00", "not measured"]
-    rates = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s", "1.5gbit": "1.5 Gbit/s", "none": "none"}
-    assert {rate: rate_in_words(rate) for rate in rates} == rates

@@ -102,19 +102,6 @@ def test_compute_of_one_gpu_by_hand(records: Records) -> None:
     assert throughput.with_slower_compute(run(), replay(run()), 1.3) == pytest.approx(19 + 3)
 
 
-@pytest.mark.parametrize(
-    ("system", "ours", "exposed", "layers"), [("MiCS", 13, 16, 19), ("one group", 13, 19, 19), ("ZeRO-3", 19, 19, 38)]
-)
-def test_choices_change_the_systems_that_they_are_of(system: str, ours: float, exposed: float, layers: float) -> None:
-    """Of 9 s of traffic 3 are exposed; of the sums of gradients, 5 s, 2 are, and in buckets they take 24 s."""
-    one = run(system)
-    assert throughput.as_ours(one, replay(one)) == ours
-    assert throughput.gradients_exposed(one, replay(one)) == exposed
-    assert throughput.gathered_by_layer(one, replay(one)) == layers
-    unfit = dataclasses.replace(one, replay=None)
-    assert [cell.ours for cell in throughput.changed([one, unfit], lambda *_: 256.0)] == [2.0, None]
-
-
 # ------------------------------------------------------------------------------------------------- the tables
 
 
@@ -135,39 +122,6 @@ def test_systems_are_as_near_as_was_asked_for(records: Records) -> None:
     assert len(ours) == 14 and all(cell.published is None for cell in ours)
 
 
-def test_what_fits_is_called_right_and_what_is_not_is_said(records: Records) -> None:
-    runs = throughput.runs(records, "figure 7")
-    assert all((one.replay is None) == (one.bar.value is None) for one in runs)
-    table = throughput.memory(records)
-    assert table.count("OOM") == 17 and "the paper not" not in table
-    none = Records({"full_scale": [{**line, "memory": {"capacity": 0}} for line in records.lines("full_scale")]})
-    assert throughput.memory(none).count("0.0, the paper not") == 2  # BERT 50B on few GPUs
-    more = [{**line, "memory": {"parameters": 1e12, "capacity": 0}} for line in records.lines("full_scale")]
-    assert throughput.memory(Records({"full_scale": more})).count("1000.0, OOM, the paper not") == 14
-
-
-def test_scale_model_uses_median_steps_of_its_newest_rate(records: Records) -> None:
-    times = [("mics(2)", 2.0, "1gbit"), ("mics(2)", 2.0, "now"), ("mics(2)", 2.2, "now"), ("mics(2)", 9.0, "now")]
-    times += [("mics(8)", 1.0, "1gbit"), ("mics(8)", 4.4, "now")]
-    lines = [{"mode": "scale_model", "strategy": s, "step_time_s": t, "rate": rate} for s, t, rate in times]
-    some = Records({"strategies": [*lines, {**lines[0], "mode": "standard", "rate": "other"}]})
-    (only,) = throughput.scale_model(some).cells  # the others were not measured
-    assert only.row == "12: group of 8 over group of 64"
-    assert only.ours == pytest.approx(4.4 / 2.2) and only.published == pytest.approx(84.80 / 52.16)
-    assert len(throughput.scale_model(records).cells) == 2 + 2 + 1 + 2
-
-
-def test_ratios_are_over_the_base_of_the_figure(records: Records) -> None:
-    cells = {cell.name: cell for cell in throughput.ablations(records).cells}
-    assert len(cells) == 3 + 2 * 4 + 4 + 2 * 4
-    gain = cells["15: MiCS over ZeRO-3, 64 GPUs"]
-    flat, ours = (replays.find(records, "bert_10b", 64, strategy) for strategy in ("zero3 flat", "mics(8)"))
-    assert gain.published == pytest.approx(84.79 / 32.09)
-    assert gain.ours == pytest.approx(replays.zero3_s(flat) / ours.deepspeed_s)
-    hops = cells["14: two hops over one hop, 64 GPUs"]
-    assert hops.ours == pytest.approx(replays.one_hop_s(ours) / ours.deepspeed_s)
-
-
 def test_the_text_of_the_paper_by_hand(records: Records) -> None:
     """ZeRO-3: 5.78701 s with 0.973118 of sums, for which 6.07112 buckets of 0.307863; 131 gathers in three parts."""
     zero3_s = 5.78701 - 0.973118 + 6.07112 * 0.307863 + 2 * 131 * 0.0014802
@@ -183,21 +137,6 @@ def test_the_text_of_the_paper_by_hand(records: Records) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- cells
-
-
-def test_a_name_that_no_step_has_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert full_scale.main(["--only=bert_9b"]) == 2
-    said = "error: --only=bert_9b is in no name, such as bert_10b, zero2 flat, 32 GPUs of p3dn.24xlarge\n"
-    assert capsys.readouterr().err == said
-
-
-def test_only_the_cluster_that_the_paper_measured_has_its_network() -> None:
-    assert [*full_scale.networks(replays.P4D, 16)] == [replays.PLANNER]
-    own, paper = full_scale.networks(replays.P3DN, 16).values()
-    assert (paper.intra_bandwidth, paper.node_bandwidth) == (128e9, 12.299e9)
-    assert dataclasses.replace(paper, inter_latency_s=0.0, intra_bandwidth=0.0, node_bandwidth=0.0) == (
-        dataclasses.replace(own, inter_latency_s=0.0, intra_bandwidth=0.0, node_bandwidth=0.0)
-    )
 
 
 def test_a_bucket_crosses_once_for_each_node() -> None:

@@ -117,19 +117,6 @@ def test_zeropp_bytes_are_those_of_its_codecs(records: Records) -> None:
         assert one.ours == pytest.approx(one.published, rel=0.015), one.name
 
 
-def test_zeropp_speed_up_is_the_ratio_of_replayed_steps(records: Records) -> None:
-    names = {"ZeRO-3": "18B zero3 flat, 1K", "ZeRO++": "18B ZeRO++, 1K"}
-    lines = {name: records.line("compiled", kind="prediction", name=of) for name, of in names.items()}
-    seconds = {name: one["rates"]["100"]["step_s"] for name, one in lines.items()}
-    ratio = row(sharding.zeropp_speed_up(records), "ZeRO++ over ZeRO-3, 100 Gbit/s, 1K")
-    assert ratio.ours == pytest.approx(seconds["ZeRO-3"] / seconds["ZeRO++"])
-    assert ratio.published == pytest.approx(31 / 14)
-    # 8 operations a parameter and token, and attention's, in 1024 tokens of each GPU
-    for name, step_s in seconds.items():
-        ours = row(sharding.zeropp_throughput(records), f"{name}, 100 Gbit/s, 1K").ours
-        assert ours == pytest.approx(8 * lines[name]["num_params"] * 1024 / step_s / 1e12, rel=0.03)
-
-
 # ------------------------------------------------------------------------------------------------ compression
 
 
@@ -170,15 +157,6 @@ def test_power_sgd_epoch_is_the_factors_of_resnet_18(rank: int, records: Records
     assert ours == pytest.approx(24 * 4 * (whole + values + factors) / 2**20, rel=1e-3)
 
 
-def test_costs_are_means_of_seeds_minus_the_dense_runs(records: Records) -> None:
-    runs = (("two_bit, SGD", 0.9), ("two_bit, SGD", 0.8), ("dense, SGD", 0.95))
-    lines = [{"task": "digits", "method": method, "validation_accuracy": accuracy} for method, accuracy in runs]
-    some = changed(records, "accuracy", lines)
-    assert compression.change(some, "two_bit, SGD") == pytest.approx(-10.0)
-    with pytest.raises(ValueError, match=r"accuracy.jsonl has no dgc, 99 %, SGD on digits; python -m lab.benchm"):
-        compression.change(some, "dgc, 99 %, SGD")
-
-
 # ------------------------------------------------------------------------------------------------ scopes
 
 
@@ -191,11 +169,3 @@ def test_amsp_memory_by_hand(records: Records) -> None:
     for other in found.cells:
         if "mics" in other.row or other.row in ("PaRO NNN", "PaRO III", "PaRO GGG"):  # all cut alike
             assert other.ours == pytest.approx(other.published, rel=1e-3), other.row
-
-
-def test_amsp_bytes_by_hand(records: Records) -> None:
-    """64 GPUs, optimizer state over 8 of a node: reduce-scatter, all-reduce among 8 of an eighth, and gather."""
-    once = row(traffic.volumes(records, "amsp"), "LLaMA-7B, once a step")
-    assert once.published == pytest.approx(2 * 63 / 64 + 7 / 8)
-    assert once.ours == pytest.approx(7 / 8 + 2 * 7 / 8 / 8 + 7 / 8, rel=1e-4)
-    assert once.ours == pytest.approx(2 * 63 / 64, rel=1e-4)  # the all-reduce alone

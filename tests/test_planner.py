@@ -512,17 +512,6 @@ def test_a_config_that_does_not_fit_says_what_would(
 
 
 @pytest.mark.slow
-def test_the_lines_of_a_search_name_the_nodes_if_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=2,4", "--search", "--compile=1")
-    assert [line.split(": ")[0] for line in err.splitlines()] == [
-        "2 nodes, mics(2), micro-batch 1, gather layer",
-        "4 nodes, mics(2), micro-batch 1, gather layer",
-    ]
-    _, _, err = run(capsys, *WORDS, *EMULATED, "--search", "--compile=1")
-    assert err.startswith("mics(2), micro-batch 1, gather layer: ")
-
-
-@pytest.mark.slow
 def test_rows_of_padding_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 4 rows on 8 devices, and of 36 in micro-batches of at most 4; 16 divide."""
     many = "4 of 8 rows of a step are padding: the batch has 4, and 8 devices take 1 in each of 1 micro-step; choose"

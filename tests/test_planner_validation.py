@@ -12,9 +12,16 @@ from planner import clusters
 from planner.compile import WHEELS
 
 
-def test_every_timed_step_was_predicted() -> None:
-    timed = list(planner_validation.timed_steps())
-    assert [{key: line[key] for key in timed[0]} for line in recorded(planner_validation.RESULTS)] == timed
+@pytest.mark.document
+def test_every_timed_run_was_predicted() -> None:
+    """Steps of the emulated cluster, of independent replicas, and of one GPU."""
+    for benchmark, timed in (
+        (planner_validation, planner_validation.timed_steps()),
+        (planner_replicas, planner_replicas.timed_runs()),
+        (planner_gpu, planner_gpu.timed_runs()),
+    ):
+        runs = [*timed]
+        assert [{key: line[key] for key in runs[0]} for line in recorded(benchmark.RESULTS)] == runs
 
 
 @pytest.mark.release
@@ -32,25 +39,6 @@ def test_a_recorded_replay_of_a_published_step_is_todays() -> None:
     assert {name: line[name] for name in found} == pytest.approx(found, rel=1e-6)
 
 
-def test_every_timed_run_of_replicas_was_predicted() -> None:
-    timed = list(planner_replicas.timed_runs())
-    assert [{key: line[key] for key in timed[0]} for line in recorded(planner_replicas.RESULTS)] == timed
-
-
-def test_every_timed_program_on_a_gpu_was_predicted() -> None:
-    timed = list(planner_gpu.timed_runs())
-    assert [{key: line[key] for key in timed[0]} for line in recorded(planner_gpu.RESULTS)] == timed
-    line = {
-        "size": "124m",
-        "side": "mics-jax",
-        "runs": 3,
-        "measured_s": 0.04,
-        "predicted_s": 0.038,
-        "memory_bytes": 9e9,
-    }
-    assert planner_gpu.table([line]).splitlines()[-1] == "| 124m | mics-jax | 3 | 38.0 | 40.0 | -5.0% | 9.0 |"
-
-
 def test_what_of_the_sending_is_exposed_is_what_a_step_takes_beyond_the_planned_compute() -> None:
     """8 s of a step of 10 are compute that hides 3 of 5 s of sending; it took 1 s longer."""
     line = {
@@ -66,6 +54,7 @@ def test_what_of_the_sending_is_exposed_is_what_a_step_takes_beyond_the_planned_
     assert row == "| 4 | 1gbit | `independent none` | 1 | 2 | 1 | 10.0 | 11.0 | -9% | 40% | 60% |"
 
 
+@pytest.mark.document
 def test_the_figures_of_the_cpu_are_those_that_were_measured() -> None:
     newest = recorded(planner_validation.CPU_RATES)[-1]
     device = clusters.CPU
@@ -96,6 +85,7 @@ def held_back() -> list[Line]:
     return [line for line in recorded(published_steps.RESULTS) if not line["chose_rates"]]
 
 
+@pytest.mark.document
 def test_every_published_step_was_predicted_and_a_third_chose_rates() -> None:
     cells, lines = published_steps.cells(), recorded(published_steps.RESULTS)
     assert len(cells) == len(lines) == 90
@@ -116,6 +106,7 @@ def test_steps_that_ran_are_not_refused_and_those_held_back_are_predicted() -> N
     assert abs(fmean(errors)) <= 0.04
 
 
+@pytest.mark.document
 def test_most_steps_below_half_of_the_memory_lack_all_logits() -> None:
     """Of 50,368 words in bf16, in f32, and their gradient in f32: the page says how many are below half with them."""
     lines = recorded(published_steps.RESULTS)
