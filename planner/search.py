@@ -150,9 +150,7 @@ class _Search:
         self._failed: list[tuple[_Option, Memory]] = []
         self._errors: list[ValueError] = []  # of programs refused by XLA
         self._more: dict[str, float] = {}  # largest ratio of a strategy's needed to its estimated memory
-        self._slower: dict[
-            Strategy, float
-        ] = {}  # largest ratio of a step's time to its estimate
+        self._slower: dict[Strategy, float] = {}  # largest ratio of a step's time to its estimate
         self._seen: dict[str, int] = dict.fromkeys(WHY, 0)
         if is_search:
             self._discard("too_large", [o for o in options if o.bounds.least_bytes > machine.capacity])
