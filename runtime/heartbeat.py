@@ -107,6 +107,7 @@ class Heartbeat:
         self._steps: dict[str, int] = {}  # last completed steps of the other processes, as far as this one knows
         self._verdict: Verdict | None = None
         self._act_at_s = self._exit_at_s = float("inf")
+        self._next_beat_s = 0.0
         self._leaving = self._has_warned = False
 
     def start(
@@ -183,23 +184,29 @@ class Heartbeat:
         selector = selectors.DefaultSelector()
         for peer in self._peers:
             selector.register(peer.connection, selectors.EVENT_READ, peer)
-        next_beat_s, is_alone = 0.0, not self._peers
+        is_alone = not self._peers
         # process 0 may die during the grace period
         while selector.get_map() or ((is_alone or self._verdict) and not self._leaving):
-            for key, _ in selector.select(max(0.0, next_beat_s - time.monotonic())):
-                for message in key.data.receive():
-                    self._take(key.data, message)
+            readable = selector.select(max(0.0, self._next_beat_s - time.monotonic()))
+            self._turn([key.data for key, _ in readable])
+            for key, _ in readable:
                 if key.data.gone:
                     selector.unregister(key.fileobj)
-            if not self._leaving:
-                self._judge()
-                self._carry_out()
-            if time.monotonic() >= next_beat_s:
-                next_beat_s = time.monotonic() + self._beat_s
-                self._note_moved()
-                for peer in self._peers:
-                    peer.send(steps=self._own, doing=self._doing_for())
-                self._warn_of_shortage()
+
+    def _turn(self, readable: Sequence[Peer]) -> None:
+        """Reads from peers, acts on what they and the clock say, and sends a beat if one is due."""
+        for peer in readable:
+            for message in peer.receive():
+                self._take(peer, message)
+        if not self._leaving:
+            self._judge()
+            self._carry_out()
+        if time.monotonic() >= self._next_beat_s:
+            self._next_beat_s = time.monotonic() + self._beat_s
+            self._note_moved()
+            for peer in self._peers:
+                peer.send(steps=self._own, doing=self._doing_for())
+            self._warn_of_shortage()
 
     def _warn_of_shortage(self) -> None:
         """Says once that the file descriptors are running out; gloo then aborts, and our delay of that is enough."""

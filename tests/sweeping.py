@@ -1,7 +1,12 @@
 """Sweeps for the tests: sweep files, and a short program that runs instead of train.py."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+from running import ROOT, wait_until
 
 import sweep
 
@@ -19,18 +24,19 @@ def get_config(arg=""):
     config.sharding.strategy = "ddp"
     return config
 """
-# What each seed does: 0 finishes, 1 fails, 2 stops resumable once, 3 always, 4 waits for a signal, 5 diverges,
-# 8 waits for two signals.
+# What the program does with a seed of these numbers; with any other one it finishes.
+FAILS, STOPS_ONCE, STOPS_ALWAYS, WAITS, DIVERGES, WAITS_FOR_TWO_SIGNALS = MODES = range(101, 107)
 TRAIN = """
 import json, signal, sys, time
 from pathlib import Path
 flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
 folder, seed = Path(flags["workdir"]), int(flags.get("config.seed", 0))
+FAILS, STOPS_ONCE, STOPS_ALWAYS, WAITS, DIVERGES, WAITS_FOR_TWO_SIGNALS = MODES
 folder.mkdir(parents=True, exist_ok=True)
 def log(event):
     with open(folder.parent / "events.jsonl", "a") as file:
         file.write(json.dumps([event, seed, time.monotonic()]) + "\\n")
-signals = [signal.SIGINT] * (2 if seed == 8 else 1)
+signals = [signal.SIGINT] * (2 if seed == WAITS_FOR_TWO_SIGNALS else 1)
 def stop(*_):
     log("signal")
     signals.pop()
@@ -44,18 +50,18 @@ earlier = (folder / "started").exists()
 (folder / "arguments.json").write_text(json.dumps(sys.argv[1:]))
 log("start")
 print("config", flags["config"])
-if seed == 1:
+if seed == FAILS:
     print("error: the loss is not a number\\na warning at exit", file=sys.stderr)
-if seed in (4, 8) and not earlier:
+if seed in (WAITS, WAITS_FOR_TWO_SIGNALS) and not earlier:
     time.sleep(60)
 time.sleep({pause_s})
 log("end")
-if seed == 1:
+if seed == FAILS:
     sys.exit(1)
-if seed == 3 or (seed == 2 and not earlier):
+if seed == STOPS_ALWAYS or (seed == STOPS_ONCE and not earlier):
     sys.exit(75)
 rate = float(flags.get("config.optimizer.learning_rate", 0.001))
-loss = "NaN" if seed == 5 else 1000 * rate + seed
+loss = "NaN" if seed == DIVERGES else 1000 * rate + seed
 rows = [dict(step=1, loss=9.0, gib=4.0), dict(step=2, loss=loss, gib=6.0)]
 rows += [dict(step=3, loss=loss, gib=50.0, validation_loss=loss)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
@@ -80,7 +86,7 @@ def seeds(*values: int) -> str:
 def program(folder: Path, pause_s: float = 0.0) -> str:
     """Writes the program and returns its path."""
     path = folder / "train_in_play.py"
-    path.write_text(TRAIN.replace("{pause_s}", str(pause_s)))
+    path.write_text(TRAIN.replace("{pause_s}", str(pause_s)).replace("= MODES", f"= {[*MODES]}"))
     return str(path)
 
 
@@ -99,3 +105,27 @@ def events(folder: Path) -> list[tuple[str, int, float]]:
 def started(folder: Path) -> list[int]:
     """Returns the seeds of the runs in the order in which they were started."""
     return [seed for event, seed, _ in events(folder) if event == "start"]
+
+
+# sweep.py in its own process, with the tests' program instead of train.py
+PROGRAM = "import sys; import sweep; sys.exit(sweep.main(sys.argv[1:], program=sys.argv[1]))"
+
+
+def start_sweep(folder: Path, config: str, *flags: str) -> subprocess.Popen[str]:
+    """Starts a sweep in its own session with Ctrl-C ignored, like a background job of a shell."""
+    words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    words += [sys.executable, "-c", PROGRAM, program(folder), f"--config={config}", f"--workdir={folder / 'runs'}"]
+    return subprocess.Popen(
+        [*words, *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def wait_for(folder: Path, event: tuple[str, int], process: subprocess.Popen[str]) -> None:
+    """Waits until a program has logged an event."""
+    wait_until(lambda: event in [(name, seed) for name, seed, _ in events(folder)], process)

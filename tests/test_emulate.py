@@ -65,6 +65,7 @@ def sleeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
     assert finish(process)[0] == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 @EMULATED
 def test_what_the_program_finds(tmp_path: Path) -> None:
     """Process 0's output comes through; everyone's is in the log of its node."""
@@ -77,6 +78,7 @@ def test_what_the_program_finds(tmp_path: Path) -> None:
         assert sorted(lines) == [f"[{first.format(2 * node + local, local)}]" for local in (0, 1)]
 
 
+@pytest.mark.slow
 @EMULATED
 def test_nodes_that_are_worlds_of_their_own(tmp_path: Path) -> None:
     """Each has its own coordinator and number, and outlives one that fails."""
@@ -98,6 +100,7 @@ sys.exit(4 * (number == "0"))
         assert found == [f"[{address}:29400, 1, 0, 2, {address}, 29500, 0, 1, 0, 1, 2]", str(node)]
 
 
+@pytest.mark.slow
 @EMULATED
 @pytest.mark.parametrize(
     ("program", "code", "said"),
@@ -131,6 +134,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert (code, out) == (6, "up\nno\n")
 
 
+@pytest.mark.slow
 @EMULATED
 def test_signals_are_passed_on(tmp_path: Path) -> None:
     handler = "signal.signal(signal.SIGINT, lambda *_: (time.sleep(0.3), sys.exit(75)))\n"
@@ -143,6 +147,7 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
     assert [node["node"] for node in traffic(tmp_path)] == [0, 1]
 
 
+@pytest.mark.slow
 @EMULATED
 def test_a_killed_emulation_leaves_nothing(tmp_path: Path) -> None:
     """No process, nor one in its networks; the next one removes its name. Another one beside it lives."""
@@ -166,6 +171,7 @@ def test_a_killed_emulation_leaves_nothing(tmp_path: Path) -> None:
     assert lives not in control.running()
 
 
+@pytest.mark.slow
 @EMULATED
 def test_ctl(tmp_path: Path) -> None:
     """A node that was killed on purpose has not failed: the job's code is that of the others."""
@@ -217,6 +223,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.slow
 @EMULATED
 def test_requests_that_are_none(sleeping: tuple[str, Path]) -> None:
     """A `ctl` that is killed in between, and one that is none of ours, leave the job alone."""
@@ -231,6 +238,7 @@ def test_requests_that_are_none(sleeping: tuple[str, Path]) -> None:
     assert control.ask(name, {"verb": "status"}) == before  # none was added, cut or slowed
 
 
+@pytest.mark.slow
 @EMULATED
 @pytest.mark.parametrize("word", ["a\0b", "a" * (1 << 18)], ids=["null byte", "too long"])
 def test_an_added_node_whose_program_cannot_start(word: str, sleeping: tuple[str, Path]) -> None:
@@ -280,6 +288,7 @@ def test_a_crash_after_an_interruption_ends_the_others(tmp_path: Path) -> None:
     assert code == 1 and "process 1 on node1 ended with exit code 1" in err, err
 
 
+@pytest.mark.slow
 @EMULATED
 def test_paths_that_lead_elsewhere(tmp_path: Path) -> None:
     """A program with `=` in its path, and a link, both in a folder that nodes do not share by itself."""
@@ -293,6 +302,7 @@ def test_paths_that_lead_elsewhere(tmp_path: Path) -> None:
     assert finish(emulate(tmp_path / "run", command)) == (0, "found\n", "")
 
 
+@pytest.mark.slow
 @EMULATED
 def test_a_workdir_and_a_name_are_for_one_emulation(tmp_path: Path, sleeping: tuple[str, Path]) -> None:
     name, folder = sleeping
@@ -323,19 +333,20 @@ BAD_CTL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [*((SIZE + args, said) for args, said in BAD), *((["ctl", *args], said) for args, said in BAD_CTL)],
-)
 def test_mistakes_are_one_line_and_make_nothing(
-    args: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    program = [] if "--" in args or args[0] == "ctl" else ["--", "true"]
-    assert main(["emulate", *args, *program]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {said}") and err.count("\n") == 1
-    assert not any(tmp_path.iterdir())
+    for args, said in [
+        *((SIZE + args, said) for args, said in BAD),
+        *((["ctl", *args], said) for args, said in BAD_CTL),
+    ]:
+        with subtests.test(args=args, said=said):
+            monkeypatch.chdir(tmp_path)
+            program = [] if "--" in args or args[0] == "ctl" else ["--", "true"]
+            assert main(["emulate", *args, *program]) == 2
+            out, err = capsys.readouterr()
+            assert out == "" and err.startswith(f"error: {said}") and err.count("\n") == 1
+            assert not any(tmp_path.iterdir())
 
 
 def test_options_are_checked_without_a_program(capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,6 +376,7 @@ def as_nobody(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 @EMULATED
 @pytest.mark.skipif(not PYTHON, reason="no python3 that all users may run")
 def test_without_root() -> None:

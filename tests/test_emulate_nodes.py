@@ -13,7 +13,7 @@ from lab.emulate import namespaces
 from lab.emulate.links import Links
 from lab.emulate.nodes import Cluster
 
-pytestmark = EMULATED
+pytestmark = [pytest.mark.slow, EMULATED]
 MB = 10**6
 ECHO = """
 import socket

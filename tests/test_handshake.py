@@ -133,6 +133,7 @@ def test_no_more_threads(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
         admitted.close()
 
 
+@pytest.mark.slow
 def test_a_stranger_who_dawdles(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a time for all that it says, not for each byte."""
     monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.5)
@@ -217,18 +218,22 @@ def _reaches(address: str, port: int) -> bool:
         return probe.connect_ex((address, port)) == 0
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "192.0.2.1", "a-name"])
-def test_where_process_0_and_the_service_of_jax_listen(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_process_0_and_the_service_of_jax_listen(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
     """Not at all addresses of the machine, where it is known which one the others use."""
-    place = Place(coordinator=f"{host}:{free_port()}", count=2, process=0, source="")
-    for bind, expected in (
-        (None, {"127.0.0.1"} if to_listen_at(host) else {"::", "0.0.0.0"}),
-        ("127.0.0.3:", {"127.0.0.3"}),
-    ):
-        if bind:
-            monkeypatch.setenv(rendezvous.BIND_VARIABLE, f"{bind}{free_port()}")
-        with rendezvous._listen(place) as own, rendezvous._free_port(host) as service:
-            assert {own.getsockname()[0], service.getsockname()[0]} <= expected
+    for host in ["127.0.0.1", "localhost", "192.0.2.1", "a-name"]:
+        with subtests.test(host=host):
+            place = Place(coordinator=f"{host}:{free_port()}", count=2, process=0, source="")
+            for bind, expected in (
+                (None, {"127.0.0.1"} if to_listen_at(host) else {"::", "0.0.0.0"}),
+                ("127.0.0.3:", {"127.0.0.3"}),
+            ):
+                with monkeypatch.context() as environment:
+                    if bind:
+                        environment.setenv(rendezvous.BIND_VARIABLE, f"{bind}{free_port()}")
+                    with rendezvous._listen(place) as own, rendezvous._free_port(host) as service:
+                        assert {own.getsockname()[0], service.getsockname()[0]} <= expected
 
 
 def test_the_token_of_a_work_directory(tmp_path: Path) -> None:
@@ -250,16 +255,22 @@ def test_the_token_of_a_work_directory(tmp_path: Path) -> None:
         shared_token(file / "run")
 
 
-@pytest.mark.parametrize("other", ["", "1" * 64])
-def test_a_start_that_finds_an_empty_token(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_finds_an_empty_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
     """Of a start that was killed before it wrote one; or of one that writes it while this one waits for its lock."""
-    (file := tmp_path / "token").touch(mode=0o600)
     monkeypatch.setattr("runtime.handshake._WRITTEN_S", 0.0)
-    monkeypatch.setattr("fcntl.flock", lambda *_: file.write_text(other))
-    token = shared_token(tmp_path)
-    assert len(token) == 64 and token == file.read_text() and token == (other or token)
+    for other in ["", "1" * 64]:
+        with subtests.test(other=other):
+            file = tmp_path / "token"
+            file.unlink(missing_ok=True)
+            file.touch(mode=0o600)
+            monkeypatch.setattr("fcntl.flock", lambda *_, file=file, other=other: file.write_text(other))
+            token = shared_token(tmp_path)
+            assert len(token) == 64 and token == file.read_text() and token == (other or token)
 
 
+@pytest.mark.slow
 def test_starts_at_once_have_one_token_where_files_have_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """A process that dies, stops or cannot be reached ends its run with exit code 75 and its name; never a hang."""
 
 import faulthandler
+import itertools
 import os
 import queue
 import re
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from heartbeat_world import HOST, RESUMABLE, STALL_S, World, check_ended
 from ports import free_port
 from running import ROOT, finish
 
@@ -26,8 +28,7 @@ from runtime.heartbeat import Heartbeat, Peer, moved_bytes
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor
 
-RESUMABLE = 75
-HOST = socket.gethostname()
+STEP, READ = Phase.STEPPING, Phase.READING
 
 # Process ME of COUNT at PORT, without jax: it completes step 10 + ME and then waits in what never returns.
 PLAYER = """
@@ -68,6 +69,7 @@ print("ready", flush=True)
 {then}
 """
 WAIT = "time.sleep(60)"
+STEPS, READS = f"watch.enter(Phase.STEPPING)\n{WAIT}", f"watch.enter(Phase.READING)\n{WAIT}"
 
 
 def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subprocess.Popen[str]]:
@@ -91,17 +93,104 @@ def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subpr
     return players
 
 
-def check_ended(outcomes: Sequence[tuple[int, str, str]], message: str) -> None:
-    for code, _, err in outcomes:
-        assert code == RESUMABLE, outcomes
-        (said,) = [line for line in err.splitlines() if line.startswith("error: ")]  # jax's own words may follow
-        assert re.search(message, said), err
-
-
 def last_steps(*known: int) -> str:
     return "last completed step: " + ", ".join(rf"{10 + process} \(process {process}\)" for process in known) + ";"
 
 
+def check_said(world: World, process: int, message: str) -> None:
+    assert len(world.said[process]) == 1 and re.search(message, world.said[process][0]), world.said
+
+
+def test_who_is_left_ends_and_names_the_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 after the others: when it exits, jax aborts them."""
+    world = World(3, monkeypatch)
+    world.kill(1)
+    world.run_to_the_end(0, 2)
+    assert world.codes == {1: -9, 2: RESUMABLE, 0: RESUMABLE} and [*world.codes] == [1, 2, 0] and not world.stacks
+    for process in (0, 2):
+        check_said(world, process, f"^error: process 1 on {HOST} died .*; {last_steps(2, 1, 0)}")
+
+
+def test_a_process_without_heartbeats_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 notices for all, or all notice that it is silent, which then know the steps of nobody else."""
+    for stopped, others in ((2, (0, 1)), (0, (1, 2))):
+        world = World(3, monkeypatch)
+        world.stopped.add(stopped)
+        world.run_to_the_end(*others)
+        for process in others:
+            known = last_steps(2, 1, 0) if stopped else last_steps(process, 0)
+            check_said(world, process, f"^error: process {stopped} on {HOST}: silent for 2.5 s .*; {known}")
+        assert world.stacks == {*others}
+        world.stopped.clear()  # once it goes on, it ends too
+        world.run_to_the_end(stopped)
+        assert {*world.codes.values()} == {RESUMABLE}
+
+
+NO_PROGRESS = [
+    ([READ, STEP, STEP], rf"process 0 on {HOST} reads a batch, every other process is in a step; "),
+    ([STEP, STEP], "every process is in a step; "),
+    ([STEP], "every process is in a step; "),  # which others wait for
+    ([READ] * 7, rf"(process \d on {HOST} reads a batch, ){{5}}2 others do not step either; "),
+]
+
+
+def test_all_main_threads_without_progress_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """All are well but one, which the others wait for in a collective; or a collective hangs; or all want data."""
+    for phases, said in NO_PROGRESS:
+        with subtests.test(said=said):
+            world = World(len(phases), monkeypatch)
+            world.enter(phases)
+            world.run(STALL_S - 0.5)
+            assert not world.codes
+            world.run_to_the_end(*range(len(phases)))
+            for process in range(len(phases)):
+                check_said(
+                    world, process, f"^error: no progress for 3 s .*: {said}{last_steps(*range(len(phases))[::-1])}"
+                )
+
+
+@pytest.mark.parametrize("long", [Phase.COMPILING, Phase.RESTORING])
+def test_a_long_phase_is_not_a_hang(long: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that compiles, or that reads and writes files."""
+    world = World(2, monkeypatch)
+    world.enter([STEP, long])
+    moved = itertools.count(0, 2 << 20)
+    if long is Phase.RESTORING:
+        monkeypatch.setattr(heartbeat, "moved_bytes", lambda: next(moved))
+    world.run(5 * STALL_S)
+    assert not world.codes
+
+
+def test_an_error_ends_the_others_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(3, monkeypatch)
+    world.fail(1, 1, "the disk is full")
+    world.run_to_the_end(0, 2)
+    assert world.codes == {0: 1, 1: 1, 2: 1} and not world.said[1]
+    for process in (0, 2):
+        check_said(world, process, f"error: process 1 on {HOST} failed: the disk is full; last completed step")
+
+
+def test_nobody_is_blamed_for_an_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(3, monkeypatch)
+    for process, wait_s in ((1, 1.0), (2, 2.0)):
+        world.later(wait_s, lambda process=process: world.fail(process, 2, "the vocabulary is too small"))
+    world.fail(0, 2, "the vocabulary is too small")
+    assert world.codes == {0: 2, 1: 2, 2: 2} and not any(world.said.values())
+
+
+def test_process_0_fails_and_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the time that it gives the others to fail with the same error: they lose it, but know why."""
+    world = World(2, monkeypatch)
+    world.later(1.0, lambda: world.kill(0, 137))
+    world.fail(0, 1, "the disk is full")
+    world.run_to_the_end(1)
+    assert world.codes == {0: 137, 1: 1}
+    check_said(world, 1, f"^error: process 0 on {HOST} failed: the disk is full; {last_steps(1, 0)}"[:-1])
+
+
+@pytest.mark.slow
 def test_a_process_dies() -> None:
     """A worker here, process 0 in test_heartbeat_runs.py; who is left leaves at once, process 0 after the other."""
     players = play([free_port()] * 3)
@@ -135,6 +224,7 @@ def test_others_learn_of_an_error_that_cannot_be_printed(monkeypatch: pytest.Mon
     assert told == [(75, "the disk is full"), (1, "KeyError: 'a bug'")]
 
 
+@pytest.mark.slow
 def test_jax_aborts_before_the_loss_is_noticed() -> None:
     """Its threads see the end of process 0 at the same time as ours."""
     players = play([free_port()] * 2)
@@ -145,82 +235,27 @@ def test_jax_aborts_before_the_loss_is_noticed() -> None:
     check_ended(finish(*players)[1:], f"^error: process 0 on {HOST} died .*; {last_steps(1, 0)}")
 
 
-STEP, READ = f"watch.enter(Phase.STEPPING)\n{WAIT}", f"watch.enter(Phase.READING)\n{WAIT}"
-
-
-@pytest.mark.parametrize(
-    ("then", "said"),
-    [
-        ({0: READ, 1: STEP, 2: STEP}, rf"process 0 on {HOST} reads a batch, every other process is in a step; "),
-        ({0: STEP, 1: STEP}, "every process is in a step; "),
-        ({0: STEP}, "every process is in a step; "),  # which others wait for
-        (dict.fromkeys(range(7), READ), rf"(process \d on {HOST} reads a batch, ){{5}}2 others do not step either; "),
-    ],
-)
-def test_no_main_thread_makes_progress(then: dict[int, str], said: str) -> None:
-    """All are well but one, which the others wait for in a collective; or a collective hangs; or all want data."""
-    outcomes = finish(*play([free_port()] * len(then), then))
-    check_ended(outcomes, f"^error: no progress for 3 s .*: {said}{last_steps(*reversed(then))}")
+@pytest.mark.slow
+def test_no_main_thread_makes_progress() -> None:
+    """All are well but one, which the others wait for in a collective."""
+    outcomes = finish(*play([free_port()] * 3, {0: READS, 1: STEPS, 2: STEPS}))
+    said = rf"process 0 on {HOST} reads a batch, every other process is in a step; "
+    check_ended(outcomes, f"^error: no progress for 3 s .*: {said}{last_steps(2, 1, 0)}")
     assert all("Thread" in err for _, _, err in outcomes)
 
 
-COMPILE = "watch.enter(Phase.COMPILING)\ntime.sleep(6)"
-RESTORE = """watch.enter(Phase.RESTORING)
-with open(os.devnull, "wb", buffering=0) as file:
-    for _ in range(12):
-        file.write(bytes(2 << 20))
-        time.sleep(0.5)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("long", [COMPILE, RESTORE])
-def test_what_may_take_long_is_no_hang(long: str) -> None:
-    """One of them compiles, or reads and writes files."""
-    ends = f"{long}\nprint('still there', flush=True)\nsys.exit(watch.end(0))"
-    outcomes = finish(
-        *play([free_port()] * 2, {0: f"{STEP[: -len(WAIT)]}time.sleep(7)\nsys.exit(watch.end(0))", 1: ends})
-    )
-    assert [code for code, _, _ in outcomes] == [0, 0] and "still there" in outcomes[1][1], outcomes
-
-
-@pytest.mark.parametrize("stopped", [0, 2])
-def test_a_process_is_stopped(stopped: int) -> None:
-    """Process 0 notices for all, or all notice that it is silent, which then know the steps of nobody else."""
+def test_a_process_is_stopped() -> None:
+    """All notice that process 0 is silent; once it goes on, it ends too."""
     players = play([free_port()] * 3)
-    players[stopped].send_signal(signal.SIGSTOP)
-    others = [i for i in range(3) if i != stopped]
-    outcomes = finish(*(players[i] for i in others))
-    players[stopped].send_signal(signal.SIGCONT)
-    for i, outcome in zip(others, outcomes, strict=True):
-        known = last_steps(2, 1, 0) if stopped else last_steps(i, 0)
-        check_ended([outcome], f"^error: process {stopped} on {HOST}: silent for 2.5 s .*; {known}")
-        assert "most recent call first" in outcome[2]  # what it was waiting in
-    check_ended(finish(players[stopped]), "^error: ")  # once it goes on, it ends too
-
-
-def test_a_process_fails() -> None:
-    """The others end with its code, and say what it said."""
-    players = play([free_port()] * 3, {1: 'time.sleep(1); watch.end(1, failure="the disk is full")'})
-    outcomes = finish(*players)
-    assert [code for code, _, _ in outcomes] == [1] * 3, outcomes
-    for i in (0, 2):
-        assert f"error: process 1 on {HOST} failed: the disk is full; last completed step" in outcomes[i][2]
-
-
-def test_all_fail_with_the_same_error() -> None:
-    """Each is left to say it itself: nobody is blamed."""
-    fail = 'heartbeat._GRACE_S = 60.0; time.sleep(1); watch.end(2, failure="the vocabulary is too small")'
-    outcomes = finish(*play([free_port()] * 3, {0: fail, 1: f"time.sleep(0.1); {fail}", 2: fail}))
-    assert [(code, err) for code, _, err in outcomes] == [(2, "")] * 3
-
-
-def test_process_zero_fails_and_is_killed() -> None:
-    """In the time that it gives the others to fail with the same error: they lose it, but know why."""
-    then = 'threading.Timer(0.5, os._exit, [137]).start(); watch.end(1, failure="the disk is full")'
-    outcomes = finish(*play([free_port()] * 2, {0: then}))
-    assert [code for code, _, _ in outcomes] == [137, 1], outcomes
-    assert re.search(f"^error: process 0 on {HOST} failed: the disk is full; {last_steps(1, 0)}"[:-1], outcomes[1][2])
+    players[0].send_signal(signal.SIGSTOP)
+    outcomes = finish(*players[1:])
+    players[0].send_signal(signal.SIGCONT)
+    for process, outcome in enumerate(outcomes, 1):
+        known = last_steps(process, 0)
+        check_ended([outcome], f"^error: process 0 on {HOST}: silent for 2.5 s .*; {known}")
+        assert "most recent call first" in outcome[2]  # the wait
+    check_ended(finish(players[0]), "^error: ")
 
 
 @pytest.fixture
@@ -236,7 +271,7 @@ def pair() -> Iterator[tuple[Peer, Peer]]:
 def test_a_message_is_sent_whole(pair: tuple[Peer, Peer]) -> None:
     """Though it does not fit into what the system buffers for a process that does not read, and no send waits."""
     one, other = pair
-    sizes = [1_000_000 + i for i in range(20)]
+    sizes = [1_000_000 + i for i in range(8)]
     for size in sizes:
         one.send(text="x" * size)
     assert one.unsent
@@ -267,6 +302,7 @@ def test_what_breaks_the_watch_ends_the_program(
     assert f"a message of {pair[0]} is not JSON: Expecting value" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_events_that_cannot_be_written_do_not_keep_a_run_from_ending(
     pair: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,28 +324,17 @@ def test_events_that_cannot_be_written_do_not_keep_a_run_from_ending(
     goes_on.set()
 
 
-def test_a_shortage_of_file_descriptors_is_said_once(
-    pair: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shortage_of_file_descriptors_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "shortage", lambda: "199 of 200 are in use")
-    monkeypatch.setattr(faulthandler, "enable", lambda: None)
-    monkeypatch.setattr(heartbeat, "_delay_aborts", lambda: None)
-    others = {*threading.enumerate()}
-    Heartbeat().start(0, [pair[0]], 60.0, 600.0)
-    (watch,) = {*threading.enumerate()} - others
-    for _ in range(2):
-        assert pair[1].connection.recv(1000)
-    pair[1].send(goodbye=True)
-    pair[1].connection.close()
-    watch.join(30)  # or it would take the end of the test for a loss, and end this process
-    assert not watch.is_alive()
-    assert capfd.readouterr().err == f"warning: process 0 on {HOST}: 199 of 200 are in use\n"
+    world = World(1, monkeypatch)
+    world.run(5)
+    assert world.said == {0: [f"warning: process 0 on {HOST}: 199 of 200 are in use\n"]}
 
 
-@pytest.mark.parametrize("silence_s", [0.5, 90.0])
-def test_a_bound_that_cannot_be_kept(silence_s: float) -> None:
-    with pytest.raises(ValueError, match="must be from 1 to 60"):
-        ElasticConfig(silence_s=silence_s, stall_s=600.0, snapshot_every=0, memory_dir="/dev/shm")
+def test_a_bound_that_cannot_be_kept() -> None:
+    for silence_s in (0.5, 90.0):
+        with pytest.raises(ValueError, match="must be from 1 to 60"):
+            ElasticConfig(silence_s=silence_s, stall_s=600.0, snapshot_every=0, memory_dir="/dev/shm")
 
 
 def test_files_that_are_read_and_written_are_progress(tmp_path: Path) -> None:

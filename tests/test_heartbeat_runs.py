@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from heartbeat_world import HOST, RESUMABLE, check_ended
 from running import arguments, finish, start_together, steps_logged, wait_until
 from suite import sampled
-from test_heartbeat import HOST, RESUMABLE, check_ended
 
 from runtime.events import EventReader
 
@@ -34,6 +34,7 @@ def check_lost(tmp_path: Path, victim: int, number: int) -> None:
     assert (exited["event"], exited["code"]) == ("exited", RESUMABLE) and what in exited["why"]
 
 
+@pytest.mark.slow
 def test_a_process_of_a_real_run_dies(tmp_path: Path) -> None:
     check_lost(tmp_path, 0, signal.SIGKILL)
 

@@ -145,19 +145,22 @@ def test_an_error_of_one_process_ends_all_of_its_run(port: int, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize(
-    ("process", "state"),
-    [(1, "process 0 at 127.0.0.1:{} cannot be reached (Connection refused)"), (0, "process 1 did not connect")],
-)
 def test_a_wait_is_reported_and_ends(
-    process: int, state: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     """With exit code 75; jax would wait in silence, and abort."""
-    with pytest.raises(ResumableError) as caught:
-        meet(place(port, process), "run", lambda: handshake.make_token(tmp_path))
-    said = state.format(port)
-    assert str(caught.value).startswith(f"process {process} could not join the others in 60 s: {said}; start all")
-    assert capsys.readouterr().err == f"process {process} waits for the others, up to 60 s: {said}\n"
+    for process, state in [
+        (1, "process 0 at 127.0.0.1:{} cannot be reached (Connection refused)"),
+        (0, "process 1 did not connect"),
+    ]:
+        with subtests.test(process=process, state=state):
+            with pytest.raises(ResumableError) as caught:
+                meet(place(port, process), "run", lambda: handshake.make_token(tmp_path))
+            said = state.format(port)
+            assert str(caught.value).startswith(
+                f"process {process} could not join the others in 60 s: {said}; start all"
+            )
+            assert capsys.readouterr().err == f"process {process} waits for the others, up to 60 s: {said}\n"
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
@@ -206,19 +209,12 @@ def _connected(port: int) -> socket.socket:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("address", "parts"),
-    [
-        *{"a-name:1": ("a-name", 1), "[::1]:65535": ("::1", 65535), "10.0.0.1:080": ("10.0.0.1", 80)}.items(),
-        *[
-            (bad, None)
-            for bad in (*"", "a", "a:", ":1", "[]:1", "a:b", "a:0", "a:65536", "a:-1", "::1", "::1:1", "[::1")
-        ],
-    ],
-)
-def test_hosts_and_ports(address: str, parts: tuple[str, int] | None) -> None:
-    with contextlib.nullcontext() if parts else pytest.raises(ValueError, match="must be HOST:PORT"):
-        assert host_and_port(address) == parts
+def test_hosts_and_ports() -> None:
+    parts = {"a-name:1": ("a-name", 1), "[::1]:65535": ("::1", 65535), "10.0.0.1:080": ("10.0.0.1", 80)}
+    assert {address: host_and_port(address) for address in parts} == parts
+    for bad in ("", "a", "a:", ":1", "[]:1", "a:b", "a:0", "a:65536", "a:-1", "::1", "::1:1", "[::1"):
+        with pytest.raises(ValueError, match="must be HOST:PORT"):
+            host_and_port(bad)
 
 
 DIES = """

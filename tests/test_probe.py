@@ -57,14 +57,17 @@ def measurement(collective: str, size_bytes: int, time_s: float) -> Measurement:
     )
 
 
-@pytest.mark.parametrize(
-    ("collective", "steps", "link_bytes"),
-    [("all_gather", 3, 24), ("reduce_scatter", 3, 24), ("all_reduce", 6, 48), ("all_to_all", 3, 24)],
-)
-def test_steps_and_bytes_of_a_ring(collective: str, steps: int, link_bytes: int) -> None:
+def test_steps_and_bytes_of_a_ring(subtests: pytest.Subtests) -> None:
     """16 MB in groups of 4: a device sends 3 quarters, twice for an all-reduce, and two devices share the link."""
-    m = measurement(collective, 16, time_s=2.0)
-    assert (m.steps, m.link_bytes, m.bandwidth_bytes_per_s) == (steps, link_bytes, link_bytes / 2)
+    for collective, steps, link_bytes in [
+        ("all_gather", 3, 24),
+        ("reduce_scatter", 3, 24),
+        ("all_reduce", 6, 48),
+        ("all_to_all", 3, 24),
+    ]:
+        with subtests.test(collective=collective, steps=steps, link_bytes=link_bytes):
+            m = measurement(collective, 16, time_s=2.0)
+            assert (m.steps, m.link_bytes, m.bandwidth_bytes_per_s) == (steps, link_bytes, link_bytes / 2)
 
 
 def test_fit_finds_latency_and_bandwidth() -> None:
@@ -78,37 +81,44 @@ def test_fit_finds_latency_and_bandwidth() -> None:
     assert 2e-4 < noisy.alpha_s < 1e-3 and noisy.worst_error > 0.2
 
 
-@pytest.mark.parametrize(("small_s", "large_s"), [(1e-5, 1e-2), (2e-2, 1e-2)])
-def test_neither_is_ever_negative(small_s: float, large_s: float) -> None:
+def test_neither_is_ever_negative(subtests: pytest.Subtests) -> None:
     """Too fast a small message makes the latency negative, too slow a one the time of a byte."""
-    found = fit([measurement("all_gather", 10**4, small_s), measurement("all_gather", 10**6, large_s)])
-    assert found.alpha_s == 0
-    np.testing.assert_allclose(found.bandwidth_bytes_per_s, 1.5e6 / large_s, rtol=0.11)
+    for small_s, large_s in [(1e-5, 1e-2), (2e-2, 1e-2)]:
+        with subtests.test(small_s=small_s, large_s=large_s):
+            found = fit([measurement("all_gather", 10**4, small_s), measurement("all_gather", 10**6, large_s)])
+            assert found.alpha_s == 0
+            np.testing.assert_allclose(found.bandwidth_bytes_per_s, 1.5e6 / large_s, rtol=0.11)
 
 
-@pytest.mark.parametrize(("level", "group_size"), [("intra", 2), ("inter", 4)])
-def test_each_execution_waits_for_the_last(level: str, group_size: int) -> None:
+def test_each_execution_waits_for_the_last(subtests: pytest.Subtests) -> None:
     """Each of three sums over the group multiplies the first element; the others stay."""
-    found = next(x for x in measure.find_levels(measure.find_mesh(2)) if x.name == level)
-    run = measure.compile_loop(measure.collective_of("all_reduce", found), found.mesh)
-    ones = jax.device_put(np.ones(8 * 5, np.float32), measure.zeros(5, found.mesh).sharding)
-    result = np.asarray(run(ones, 3)).reshape(8, 5)
-    np.testing.assert_array_equal(result, [[group_size**3, 1, 1, 1, 1]] * 8)
+    for level, group_size in [("intra", 2), ("inter", 4)]:
+        with subtests.test(level=level, group_size=group_size):
+            found = next(x for x in measure.find_levels(measure.find_mesh(2)) if x.name == level)
+            run = measure.compile_loop(measure.collective_of("all_reduce", found), found.mesh)
+            ones = jax.device_put(np.ones(8 * 5, np.float32), measure.zeros(5, found.mesh).sharding)
+            result = np.asarray(run(ones, 3)).reshape(8, 5)
+            np.testing.assert_array_equal(result, [[group_size**3, 1, 1, 1, 1]] * 8)
 
 
-@pytest.mark.parametrize("collective", RING_PASSES)
-def test_collectives_of_the_program(collective: str) -> None:
+def test_collectives_of_the_program(subtests: pytest.Subtests) -> None:
     """The compiled program has the collective, in a loop, over the devices with the same number in each node."""
-    inter = measure.find_levels(measure.find_mesh(2))[1]
-    run = measure.compile_loop(measure.collective_of(collective, inter), inter.mesh)
-    text = run.lower(measure.zeros(16, inter.mesh), 1).compile().as_text()  # pyright: ignore[reportFunctionMemberAccess]
-    lines = [line for line in text.splitlines() if f" {collective.replace('_', '-')}(" in line]
-    axes = "'replica_inter'=1,'shard_inter'=4,'replica_intra'=1,'shard_intra'=2,'tensor'=1"
-    groups = ("{{0,2,4,6},{1,3,5,7}}", f"mesh[{axes}] {{'shard_inter'}}")  # as jax 0.10 writes them, and as 0.12 does
-    assert len(lines) == 1 and any(f"replica_groups={spelling}" in lines[0] for spelling in groups)
-    assert "/while/body/" in lines[0]
+    for collective in RING_PASSES:
+        with subtests.test(collective=collective):
+            inter = measure.find_levels(measure.find_mesh(2))[1]
+            run = measure.compile_loop(measure.collective_of(collective, inter), inter.mesh)
+            text = run.lower(measure.zeros(16, inter.mesh), 1).compile().as_text()  # pyright: ignore[reportFunctionMemberAccess]
+            lines = [line for line in text.splitlines() if f" {collective.replace('_', '-')}(" in line]
+            axes = "'replica_inter'=1,'shard_inter'=4,'replica_intra'=1,'shard_intra'=2,'tensor'=1"
+            groups = (
+                "{{0,2,4,6},{1,3,5,7}}",
+                f"mesh[{axes}] {{'shard_inter'}}",
+            )  # as jax 0.10 writes them, and as 0.12 does
+            assert len(lines) == 1 and any(f"replica_groups={spelling}" in lines[0] for spelling in groups)
+            assert "/while/body/" in lines[0]
 
 
+@pytest.mark.slow
 def test_probe_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,22 +185,21 @@ def test_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys
 BAD_SIZES = "give two sizes or more, one of 64k at least, such as 1k,64k,16m"
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
+def test_bad_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    for flag, message in [
         *((f"--sizes={x}", f"--sizes={x}: {BAD_SIZES}") for x in ("64k", "", "64k,2q", "0,64k", "-1k,64k", "1k,2k")),
         ("--size=1k,64k,x", "unrecognized arguments: --size=1k,64k,x; did you mean --sizes?"),
         ("--devices_per_node=-2", "--devices_per_node=-2 must be 0 or more"),
         ("--devices_per_node=3", "mesh.devices_per_node=3 does not divide the 8 devices; 1, 2, 4, 8 do"),
         ("--num_processes=2", "--coordinator, --num_processes and --process_id belong together; give all three"),
         ("--out=Makefile/x", "Makefile/x cannot be made (Not a directory); choose another --out"),
-    ],
-)
-def test_bad_flags(flag: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert probe.main([f"--out={tmp_path}", flag]) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    ]:
+        with subtests.test(flag=flag, message=message):
+            assert probe.main([f"--out={tmp_path}", flag]) == 2
+            assert capsys.readouterr().err == f"error: {message}\n"
 
 
+@pytest.mark.slow
 def test_one_device_has_no_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,20 +248,18 @@ def test_copies_to_the_host_are_of_one_array_each() -> None:
     assert (found.times_s, found.per_s) == ((1, 3, 2, 2, 2), 2048)
 
 
-@pytest.mark.parametrize(
-    ("work", "dots"),
-    [
+def test_xla_drops_none_of_the_work(subtests: pytest.Subtests) -> None:
+    """Each time every product is there, in a loop that the compiled program runs TIMES times."""
+    for work, dots in [
         (device.product(8, 16, 8, "float32"), 1),
         (device.attention("xla", "forward", TINY), 2),
         (device.attention("xla", "forward and backward", TINY), 6),  # XLA keeps the scores
         (device.launches(), LAUNCHES),
-    ],
-)
-def test_xla_drops_none_of_the_work(work: Work, dots: int) -> None:
-    """Each time every product is there, in a loop that the compiled program runs TIMES times."""
-    mesh = measure.find_mesh(0)
-    text = device.program_of(work, mesh).lower(*arrays(work)).compile().as_text()
-    assert len(re.findall(r" dot\(", text)) == dots and f'"known_trip_count":{{"n":"{TIMES}"' in text
+    ]:
+        with subtests.test(work=work, dots=dots):
+            mesh = measure.find_mesh(0)
+            text = device.program_of(work, mesh).lower(*arrays(work)).compile().as_text()
+            assert len(re.findall(r" dot\(", text)) == dots and f'"known_trip_count":{{"n":"{TIMES}"' in text
 
 
 def arrays(work: Work) -> list[jax.Array]:
@@ -268,12 +275,13 @@ def test_each_time_needs_the_time_before() -> None:
     np.testing.assert_allclose(result[:4], first, rtol=1e-5)
 
 
-@pytest.mark.parametrize("part", device.PRODUCTS)
-def test_our_kernel_and_that_of_xla_do_the_same(part: str) -> None:
-    of_xla, ours = (device.attention(kernel, part, TINY) for kernel in ("xla", "pallas"))
-    assert of_xla.amount == ours.amount == {"forward": 2, "forward and backward": 7}[part] * 16**3
-    results = [device.program_of(work, measure.find_mesh(0))(*arrays(work)) for work in (of_xla, ours)]
-    np.testing.assert_allclose(*results, rtol=1e-4)
+def test_our_kernel_and_that_of_xla_do_the_same(subtests: pytest.Subtests) -> None:
+    for part in device.PRODUCTS:
+        with subtests.test(part=part):
+            of_xla, ours = (device.attention(kernel, part, TINY) for kernel in ("xla", "pallas"))
+            assert of_xla.amount == ours.amount == {"forward": 2, "forward and backward": 7}[part] * 16**3
+            results = [device.program_of(work, measure.find_mesh(0))(*arrays(work)) for work in (of_xla, ours)]
+            np.testing.assert_allclose(*results, rtol=1e-4)
 
 
 def timed(figure: str, of: str, amount: float, time_s: float) -> Timed:

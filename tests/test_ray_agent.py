@@ -13,6 +13,7 @@ import pytest
 
 from engines.ray_agent import STANDBY, Agent, News
 
+pytestmark = pytest.mark.slow  # each starts processes
 WAIT_S = 180
 # Says that it is imported, then does what its arguments say; SIGTERM makes it stop in good order.
 PROGRAM = """

@@ -11,6 +11,9 @@ from runtime.events import EventLog, EventReader
 ray_members = pytest.importorskip("engines.ray_members", reason="needs Ray: make .venv/ray-installed")
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of the nodes a, b and c, at most two."""

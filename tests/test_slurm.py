@@ -12,7 +12,7 @@ import pytest
 import slurm_cluster
 from running import TRAIN, arguments, finish, losses, rows, run_here, start, steps_logged
 from slurm_cluster import Slurm
-from sweeping import seeds, started, sweep_file
+from sweeping import FAILS, STOPS_ONCE, seeds, started, sweep_file
 
 pytestmark = [
     pytest.mark.slow,
@@ -185,7 +185,11 @@ def test_a_sweep_is_an_array(slurm: Slurm) -> None:
     folder = slurm.folder / 'it\'s 50%j # "a"'
     folder.mkdir()
     comment = "it's 5 \\ \"o'clock\" # now"
-    flags = [sweep_file(folder, seeds(0, 1, 2)), f"--slurm=--comment={shlex.quote(comment)}", "--workers=2"]
+    flags = [
+        sweep_file(folder, seeds(0, FAILS, STOPS_ONCE)),
+        f"--slurm=--comment={shlex.quote(comment)}",
+        "--workers=2",
+    ]
     sweep = (sys.executable, "-c", SWEEP, str(folder), *flags)
     job = (folder / "runs" / "slurm_job.txt").read_text().strip() if slurm.run(*sweep) else ""
     assert f"Comment={comment} \n" in slurm.run("scontrol", "show", "job", f"{job}_1")
@@ -194,8 +198,8 @@ def test_a_sweep_is_an_array(slurm: Slurm) -> None:
     assert f"job {job} is in the queue" in slurm.run(*sweep)
     slurm.go_on(f"{job}_3")
     assert slurm.wait(f"{job}_3", "COMPLETED")["Restarts"] == "1"
-    assert sorted(started(folder)) == [0, 1, 2, 2]
+    assert sorted(started(folder)) == [0, FAILS, STOPS_ONCE, STOPS_ONCE]
     assert {file.name for file in (folder / "runs" / "slurm").iterdir()} == {f"{job}_{i}.txt" for i in (1, 2, 3)}
 
     report = slurm.run(*sweep)
-    assert "failed: seed=1-" in report and "submitted 1 runs" in report
+    assert f"failed: seed={FAILS}-" in report and "submitted 1 runs" in report

@@ -9,10 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweeping import events, run_sweep, seeds, started, sweep_file
-from test_sweep_run import start_sweep, wait_for
+from sweeping import FAILS, WAITS, events, run_sweep, seeds, start_sweep, started, sweep_file, wait_for
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed"),
 ]
 LOCAL = "--ray=local"
@@ -23,21 +23,20 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out
 
 
-@pytest.mark.slow
 def test_runs_of_a_ray_cluster_and_ctrl_c(tmp_path: Path) -> None:
-    config = sweep_file(tmp_path, seeds(0, 1, 4))
+    config = sweep_file(tmp_path, seeds(0, FAILS, WAITS))
     process = start_sweep(tmp_path, config, LOCAL, "--workers=2")
-    wait_for(tmp_path, ("start", 4), process)
+    wait_for(tmp_path, ("start", WAITS), process)
     process.send_signal(signal.SIGINT)
     code, out = end(process)
     assert code == 75, out
     assert "stopped with 1 of 3 runs to do" in out and "failed: error: the loss is not a number" in out
-    assert [name for name, seed, _ in events(tmp_path) if seed == 4] == ["start", "signal", "end"]
+    assert [name for name, seed, _ in events(tmp_path) if seed == WAITS] == ["start", "signal", "end"]
     # the same command goes on
     code, out = end(start_sweep(tmp_path, config, LOCAL))
-    assert code == 1, out  # seed 1 fails again
+    assert code == 1, out  # one fails again
     assert (
-        sorted(started(tmp_path)) == [0, 1, 1, 4, 4]
+        sorted(started(tmp_path)) == [0, FAILS, FAILS, WAITS, WAITS]
         and "2 finished, 1 failed" in (tmp_path / "runs/results.md").read_text()
     )
 
@@ -53,12 +52,11 @@ def running(run_dir: Path) -> dict[int, int]:
     return found
 
 
-@pytest.mark.slow
 def test_a_run_ends_with_its_actor_and_starts_again(tmp_path: Path) -> None:
-    config = sweep_file(tmp_path, seeds(4))
+    config = sweep_file(tmp_path, seeds(WAITS))
     process = start_sweep(tmp_path, config, LOCAL)
-    wait_for(tmp_path, ("start", 4), process)
-    (run_dir,) = (tmp_path / "runs").glob("seed=4-*")
+    wait_for(tmp_path, ("start", WAITS), process)
+    (run_dir,) = (tmp_path / "runs").glob(f"seed={WAITS}-*")
     ((child, actor),) = running(run_dir).items()
     os.kill(actor, signal.SIGKILL)
     code, out = end(process)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from parsed_page import Page
 from rich.console import Console
-from sweeping import run_sweep, seeds, sweep_file
-from test_metrics_report import Page
+from sweeping import DIVERGES, FAILS, run_sweep, seeds, sweep_file
 
 from metrics.charts import Chart
 from metrics.units import UNKNOWN
@@ -19,12 +19,12 @@ from sweeps.plan import plan
 from sweeps.pool import Job
 from sweeps.records import State
 
-GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1))\n" + seeds(0, 1, 5, 7)
+GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1))\n" + seeds(0, FAILS, DIVERGES, 7)
 
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of 3 rates x 4 seeds: losses are 1000 x rate + seed; seed 1 fails, seed 5 diverges."""
+    """Returns the folder of 3 rates x 4 seeds: losses are 1000 x rate + seed; one fails, one diverges."""
     folder = tmp_path_factory.mktemp("grid")
     assert run_sweep(folder, sweep_file(folder, GRID), "--workers=6") == 1
     return folder / "runs"
@@ -33,16 +33,16 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_csv_has_every_run_and_number(grid: Path) -> None:
     rows = list(csv.DictReader((grid / "results.csv").read_text().splitlines()))
     assert [(float(row["optimizer.learning_rate"]), int(row["seed"])) for row in rows] == [
-        (rate, seed) for rate in (0.001, 0.01, 0.1) for seed in (0, 1, 5, 7)
+        (rate, seed) for rate in (0.001, 0.01, 0.1) for seed in (0, FAILS, DIVERGES, 7)
     ]
     for row in rows:
         rate, seed = float(row["optimizer.learning_rate"]), int(row["seed"])
-        if seed == 1:
+        if seed == FAILS:
             assert (row["state"], row["validation_loss"]) == ("failed", "")
             assert row["error"] == "error: the loss is not a number"
         else:
             assert row["state"] == "finished" and row["wall_time_s"] == "65.0"
-            assert row["validation_loss"] == ("nan" if seed == 5 else str(1000 * rate + seed))
+            assert row["validation_loss"] == ("nan" if seed == DIVERGES else str(1000 * rate + seed))
 
 
 def test_the_markdown_shows_the_best_in_bold(grid: Path) -> None:
@@ -107,20 +107,23 @@ def test_the_best_is_the_highest_where_the_file_says_so(tmp_path: Path, capsys: 
 
 
 def test_a_metric_that_no_run_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 1, 6) + "METRIC = 'gb'")) == 1  # one run fails
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, FAILS, 6) + "METRIC = 'gb'")) == 1  # one run fails
     out = capsys.readouterr().out
     assert re.search(r"^METRIC='gb' is not in .*/seed=0-\w+; the nearest there is 'gib'$", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("values", "log"),
-    [((1e-3, 2e-3, 4e-3, 8e-3), True), ((1, 2, 3, 4, 5), False), ((0, 10, 100), False), ((0.001, 0.1), True)],
-)
-def test_axes_of_wide_ranges_are_logarithmic(values: tuple[float, ...], log: bool) -> None:
-    places = [axis_of(values).position(value) for value in values]
-    assert places == sorted(places) and 0 < places[0] < places[-1] < 1
-    even = np.diff(np.log(values) if log else values)
-    np.testing.assert_allclose(np.diff(places) / np.diff(places)[0], even / even[0])
+def test_axes_of_wide_ranges_are_logarithmic(subtests: pytest.Subtests) -> None:
+    for values, log in [
+        ((1e-3, 2e-3, 4e-3, 8e-3), True),
+        ((1, 2, 3, 4, 5), False),
+        ((0, 10, 100), False),
+        ((0.001, 0.1), True),
+    ]:
+        with subtests.test(values=values, log=log):
+            places = [axis_of(values).position(value) for value in values]
+            assert places == sorted(places) and 0 < places[0] < places[-1] < 1
+            even = np.diff(np.log(values) if log else values)
+            np.testing.assert_allclose(np.diff(places) / np.diff(places)[0], even / even[0])
 
 
 def test_rates_are_numbers_and_words_stand_side_by_side() -> None:
@@ -165,7 +168,7 @@ def test_dots_over_words_stand_apart_and_are_not_joined() -> None:
 
 
 def test_the_live_table_shows_what_fits(grid: Path) -> None:
-    runs = plan(str(grid.parent / "mine.py"), [{"seed": seed} for seed in (0, 1, 5)], workdir=grid)
+    runs = plan(str(grid.parent / "mine.py"), [{"seed": seed} for seed in (0, FAILS, DIVERGES)], workdir=grid)
     states = (State.FINISHED, State.FAILED, State.WAITING)
     jobs = [Job(run=run, state=state, error="oh no" * (state == "failed")) for run, state in zip(runs, states)]
     screen = io.StringIO()

@@ -6,15 +6,29 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from emulating import EMULATED
-from running import ROOT, SMALL, wait_until
-from sweeping import events, program, run_sweep, seeds, started, sweep_file
+from running import SMALL
+from sweeping import (
+    DIVERGES,
+    FAILS,
+    STOPS_ALWAYS,
+    STOPS_ONCE,
+    WAITS,
+    WAITS_FOR_TWO_SIGNALS,
+    events,
+    program,
+    run_sweep,
+    seeds,
+    start_sweep,
+    started,
+    sweep_file,
+    wait_for,
+)
 from waiting import until
 
 import sweep
@@ -23,49 +37,29 @@ from sweeps import plan, pool
 from sweeps.records import State
 
 TIMEOUT_S = 240
-# sweep.py in its own process, with the tests' program instead of train.py
-PROGRAM = "import sys; import sweep; sys.exit(sweep.main(sys.argv[1:], program=sys.argv[1]))"
-
-
-def start_sweep(folder: Path, config: str, *flags: str) -> subprocess.Popen[str]:
-    """Starts a sweep in its own session with Ctrl-C ignored, like a background job of a shell."""
-    words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
-    words += [sys.executable, "-c", PROGRAM, program(folder), f"--config={config}", f"--workdir={folder / 'runs'}"]
-    return subprocess.Popen(
-        [*words, *flags],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-
-
-def wait_for(folder: Path, event: tuple[str, int], process: subprocess.Popen[str]) -> None:
-    wait_until(lambda: event in [(name, seed) for name, seed, _ in events(folder)], process)
 
 
 def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that stops is retried."""
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(1, 0, 5, 2, 3))) == 1
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(FAILS, 0, DIVERGES, STOPS_ONCE, STOPS_ALWAYS))) == 1
     out = capsys.readouterr().out
-    assert Counter(started(tmp_path)) == {1: 1, 0: 1, 5: 1, 2: 2, 3: pool.MAX_ATTEMPTS}
+    assert Counter(started(tmp_path)) == {FAILS: 1, 0: 1, DIVERGES: 1, STOPS_ONCE: 2, STOPS_ALWAYS: pool.MAX_ATTEMPTS}
     assert "failed: stopped 4 times" in out
-    assert re.search(r"^\[1/5\] seed=1-\w+ failed: error: the loss is not a number$", out, re.M)
+    assert re.search(rf"^\[1/5\] seed={FAILS}-\w+ failed: error: the loss is not a number$", out, re.M)
     assert re.search(r"^\[2/5\] seed=0-\w+ finished in .*, validation_loss 1.0000$", out, re.M), out
     assert re.search(r"^best validation_loss: 1.0000 in seed=0-", out, re.M)
 
 
 def test_a_rerun_does_only_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 1))) == 1
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(1, 7, 0))) == 1
-    assert started(tmp_path) == [0, 1, 1, 7]
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, FAILS))) == 1
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(FAILS, 7, 0))) == 1
+    assert started(tmp_path) == [0, FAILS, FAILS, 7]
     assert "[3/3] seed=0-" in (out := capsys.readouterr().out) and "was already finished" in out
     assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0, 7), num_steps=21)) == 0  # another base config
-    assert started(tmp_path) == [0, 1, 1, 7, 0, 7]
+    assert started(tmp_path) == [0, FAILS, FAILS, 7, 0, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_more_runs_at_a_time_than_workers(workers: int, tmp_path: Path) -> None:
     config = sweep_file(tmp_path, seeds(0, 6, 7))
@@ -76,37 +70,42 @@ def test_no_more_runs_at_a_time_than_workers(workers: int, tmp_path: Path) -> No
     assert max(alive) == workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_is_passed_on_once_and_waited_for(number: signal.Signals, tmp_path: Path) -> None:
-    config = sweep_file(tmp_path, seeds(0, 4, 7))
+    config = sweep_file(tmp_path, seeds(0, WAITS, 7))
     process = start_sweep(tmp_path, config)
-    wait_for(tmp_path, ("start", 4), process)
+    wait_for(tmp_path, ("start", WAITS), process)
     os.killpg(process.pid, number)  # as a terminal does, to all of its foreground processes
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75, out
-    assert [(name, seed) for name, seed, _ in events(tmp_path)][2:] == [("start", 4), ("signal", 4), ("end", 4)]
+    assert [(name, seed) for name, seed, _ in events(tmp_path)][2:] == [
+        (event, WAITS) for event in ("start", "signal", "end")
+    ]
     assert "stopped with 2 of 3 runs to do; run the same command again to go on\n" in out
     assert "3 runs: 1 waiting, 1 finished, 1 stopped." in (tmp_path / "runs" / "results.md").read_text()
     process = start_sweep(tmp_path, config)
     out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0 and started(tmp_path) == [0, 4, 4, 7], out
+    assert process.returncode == 0 and started(tmp_path) == [0, WAITS, WAITS, 7], out
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_is_passed_on_too(tmp_path: Path) -> None:
     """The run hangs while it saves."""
-    process = start_sweep(tmp_path, sweep_file(tmp_path, seeds(8)))
+    process = start_sweep(tmp_path, sweep_file(tmp_path, seeds(WAITS_FOR_TWO_SIGNALS)))
     for event in ("start", "signal"):
-        wait_for(tmp_path, (event, 8), process)
+        wait_for(tmp_path, (event, WAITS_FOR_TWO_SIGNALS), process)
         os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75, out
     assert [name for name, _, _ in events(tmp_path)] == ["start", "signal", "signal", "end"]
 
 
+@pytest.mark.slow
 def test_orphaned_runs_keep_the_directory_locked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = sweep_file(tmp_path, seeds(4))
+    config = sweep_file(tmp_path, seeds(WAITS))
     process = start_sweep(tmp_path, config)
-    wait_for(tmp_path, ("start", 4), process)
+    wait_for(tmp_path, ("start", WAITS), process)
     assert run_sweep(tmp_path, config) == 2
     assert "is in use by another sweep or its runs; wait for them" in capsys.readouterr().err
     number = int(subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True))
@@ -117,16 +116,17 @@ def test_orphaned_runs_keep_the_directory_locked(tmp_path: Path, capsys: pytest.
     signal.pidfd_send_signal(orphan, signal.SIGINT)
     os.close(orphan)
     until(lambda: run_sweep(tmp_path, config) != 2)
-    assert started(tmp_path) == [4, 4]
+    assert started(tmp_path) == [WAITS, WAITS]
 
 
-@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (35, "signal 35")])
-def test_the_signal_that_killed_a_program_is_named(number: int, name: str, tmp_path: Path) -> None:
+def test_the_signal_that_killed_a_program_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Python has no name for most real-time signals."""
-    script = tmp_path / "killed.py"
-    script.write_text(f"import os; print('half way', flush=True); os.kill(os.getpid(), {number})")
-    records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", program=str(script))
-    assert [(r.state, r.error) for r in records] == [(State.FAILED, f"killed by {name}: half way")]
+    for number, name in [(9, "SIGKILL"), (35, "signal 35")]:
+        with subtests.test(number=number, name=name):
+            script = tmp_path / "killed.py"
+            script.write_text(f"import os; print('half way', flush=True); os.kill(os.getpid(), {number})")
+            records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", program=str(script))
+            assert [(r.state, r.error) for r in records] == [(State.FAILED, f"killed by {name}: half way")]
 
 
 SUMMARIES = ["[]", "null", '"finished"', "[" * 100_000, '{"exit_reason": ["finished"]}', "{", "\xff"]
@@ -160,10 +160,11 @@ def test_programs_get_records_in_their_order(tmp_path: Path) -> None:
     assert [r.results["validation_loss"] for r in records] == [9.0, 8.0, 9.0, 8.0]
 
 
+@pytest.mark.slow
 @EMULATED
 def test_each_run_has_its_own_emulated_cluster(tmp_path: Path) -> None:
     body = "EMULATE = '--nodes=1 --devices_per_node=2'\ndef sweep_nodes(): return over('emulate.nodes', (1, 2))\n"
-    config = sweep_file(tmp_path, body + seeds(0, 1))
+    config = sweep_file(tmp_path, body + seeds(0, FAILS))
     assert run_sweep(tmp_path, config, "--emulate=--rate=100mbit", "--workers=2") == 1
     found = {}
     for row in csv.DictReader((tmp_path / "runs" / "results.csv").read_text().splitlines()):
@@ -172,9 +173,9 @@ def test_each_run_has_its_own_emulated_cluster(tmp_path: Path) -> None:
     error = "error: the loss is not a number"
     assert found == {
         ("1", "0"): ("finished", "", 1),
-        ("1", "1"): ("failed", error, 1),
+        ("1", f"{FAILS}"): ("failed", error, 1),
         ("2", "0"): ("finished", "", 2),
-        ("2", "1"): ("failed", error, 2),
+        ("2", f"{FAILS}"): ("failed", error, 2),
     }
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeping import run_sweep, seeds, started, sweep_file
-from test_sweep_run import TIMEOUT_S, start_sweep, wait_for
+from sweeping import DIVERGES, FAILS, WAITS, run_sweep, seeds, start_sweep, started, sweep_file, wait_for
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("optuna"), reason="needs Optuna: make .venv/optuna-installed"),
 ]
+TIMEOUT_S = 240
 # the loss of the tests' program is 1000 times the learning rate, plus the seed
 RATES = "SEARCH = {'optimizer.learning_rate': log_uniform(1e-4, 1e-1)}\n"
 
@@ -83,34 +84,38 @@ def test_bad_runs_are_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_an_interrupted_trial_goes_on_with_its_values(tmp_path: Path) -> None:
-    config = sweep_file(tmp_path, "SEARCH = {'seed': choice(4), 'optimizer.learning_rate': log_uniform(1e-4, 1e-1)}\n")
+    config = sweep_file(
+        tmp_path, f"SEARCH = {{'seed': choice({WAITS}), 'optimizer.learning_rate': log_uniform(1e-4, 1e-1)}}\n"
+    )
     process = start_sweep(tmp_path, config, "--search=1")
-    wait_for(tmp_path, ("start", 4), process)
+    wait_for(tmp_path, ("start", WAITS), process)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75 and "run the same command again" in out and states(tmp_path) == ["stopped"]
     (rate,) = results(tmp_path)
     assert run_sweep(tmp_path, config, "--search=1") == 0
-    assert results(tmp_path) == [rate] and started(tmp_path) == [4, 4] and states(tmp_path) == ["finished"]
+    assert results(tmp_path) == [rate] and started(tmp_path) == [WAITS, WAITS] and states(tmp_path) == ["finished"]
 
 
 def test_a_metric_that_no_run_has_ends_the_search_at_its_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the right one the run counts; a run that diverged has the metric."""
-    searched = "SEARCH = {'seed': choice(5)}\n"
+    searched = f"SEARCH = {{'seed': choice({DIVERGES})}}\n"
     assert run_sweep(tmp_path, sweep_file(tmp_path, searched + "METRIC = 'val_loss'\n"), "--search=2") == 2
     error = capsys.readouterr().err.strip()
-    assert re.fullmatch(r"error: METRIC='val_loss' is not in .*/seed=5-\w+; the nearest .* 'validation_loss'", error)
-    assert run_sweep(tmp_path, sweep_file(tmp_path, searched), "--search=1") == 1 and started(tmp_path) == [5]
-    assert "failed: seed=5-" in (out := capsys.readouterr().out) and "validation_loss is not a number" in out
+    assert re.fullmatch(
+        rf"error: METRIC='val_loss' is not in .*/seed={DIVERGES}-\w+; the nearest .* 'validation_loss'", error
+    )
+    assert run_sweep(tmp_path, sweep_file(tmp_path, searched), "--search=1") == 1 and started(tmp_path) == [DIVERGES]
+    assert f"failed: seed={DIVERGES}-" in (out := capsys.readouterr().out) and "validation_loss is not a number" in out
 
 
 def test_a_failed_trial_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = sweep_file(tmp_path, "SEARCH = {'seed': choice(1)}\n")
+    config = sweep_file(tmp_path, f"SEARCH = {{'seed': choice({FAILS})}}\n")
     for _ in range(2):
         assert run_sweep(tmp_path, config, "--search=1") == 1 and states(tmp_path) == ["failed"]
-    assert started(tmp_path) == [1] and "failed: seed=1-" in capsys.readouterr().out
+    assert started(tmp_path) == [FAILS] and f"failed: seed={FAILS}-" in capsys.readouterr().out
 
 
 def test_trials_with_the_values_of_a_running_one_end_as_it_does(tmp_path: Path) -> None:

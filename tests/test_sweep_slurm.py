@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweeping import run_sweep, seeds, started, sweep_file
+from sweeping import DIVERGES, FAILS, STOPS_ALWAYS, STOPS_ONCE, run_sweep, seeds, started, sweep_file
 
 import sweep
 from sweeps.pool import claimed
@@ -68,7 +68,7 @@ def words_of(line: str) -> list[str]:
 def test_an_array_is_submitted_run_and_reported(
     slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = sweep_file(tmp_path, seeds(0, 1, 2))
+    config = sweep_file(tmp_path, seeds(0, FAILS, STOPS_ONCE))
     flags = ["--slurm=--partition=gpu --nodes=2 --comment='two words'", "--workers=2"]
     assert run_sweep(tmp_path, config, *flags) == 0
     assert slurm.read_text() == f"--parsable {tmp_path / 'runs' / 'sweep.sbatch'}\n"
@@ -87,26 +87,29 @@ def test_an_array_is_submitted_run_and_reported(
     assert slurm.read_text().splitlines()[-1] == "scontrol requeue 77_3"
     assert run_task(tmp_path, 3, SLURM_RESTART_COUNT="1", SLURM_CPUS_PER_TASK="5") == 0
     assert slurm.read_text().endswith("srun --kill-on-bad-exit=0 5\n")
-    assert started(tmp_path) == [0, 1, 2, 2] and slurm.read_text().count("srun --kill-on-bad-exit=0") == 4
+    assert (
+        started(tmp_path) == [0, FAILS, STOPS_ONCE, STOPS_ONCE]
+        and slurm.read_text().count("srun --kill-on-bad-exit=0") == 4
+    )
 
     (tmp_path / "queue").unlink()
     for dry, submitted in (["--dry_run"], 1), ([], 2):
         assert run_sweep(tmp_path, config, *flags, *dry) == 0
         out = capsys.readouterr().out
-        assert "failed: seed=1-" in out and ": error: the loss is not a number\n" in out
+        assert f"failed: seed={FAILS}-" in out and ": error: the loss is not a number\n" in out
         assert slurm.read_text().count("parsable") == submitted
     assert "submitted 1 runs" in out
     assert options_of(tmp_path / "runs")[1] == "--array=1-1%2"
     (tmp_path / "queue").write_text("77 77\n")
     assert run_sweep(tmp_path, config, *flags) == 0  # it has not begun again
     assert "3 runs: 1 waiting, 2 finished." in (tmp_path / "runs" / "results.md").read_text()
-    assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == 1
-    outputs = [path.name for path in (tmp_path / "runs").glob("seed=1-*/output*")]
+    assert run_task(tmp_path, 1) == 1 and started(tmp_path)[-1] == FAILS
+    outputs = [path.name for path in (tmp_path / "runs").glob(f"seed={FAILS}-*/output*")]
     assert sorted(outputs) == ["output.1.txt", "output.txt"]
 
 
 def test_a_dry_run_submits_nothing_and_requeuing_is_limited(slurm: Path, tmp_path: Path) -> None:
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(3)), "--slurm=--time=1:00:00", "--dry_run") == 0
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(STOPS_ALWAYS)), "--slurm=--time=1:00:00", "--dry_run") == 0
     assert not slurm.exists()
     assert {"--array=1-1", "--time=1:00:00"} <= {*options_of(tmp_path / "runs")}
     assert run_task(tmp_path, 1, SLURM_RESTART_COUNT="3") == 75
@@ -117,7 +120,7 @@ def test_a_dry_run_leaves_the_array_that_is_queued_as_it_is(
     slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its tasks read their lines when they begin: a shorter list would give them others."""
-    file = sweep_file(tmp_path, seeds(0, 5))
+    file = sweep_file(tmp_path, seeds(0, DIVERGES))
     assert run_sweep(tmp_path, file, "--slurm=") == 0
     assert run_task(tmp_path, 1) == 0
     (tmp_path / "queue").write_text("77 77\n")
@@ -170,26 +173,30 @@ def test_a_value_reaches_its_task_unchanged(slurm: Path, tmp_path: Path) -> None
     assert sorted(given) == sorted(f"--config.sample.prompt={prompt}" for prompt in prompts)
 
 
-@pytest.mark.parametrize("name", ["a b", "it's 50%j", 'a"b#c', "$HOME `x`", "ünï 100%%"])
-def test_directives_say_what_was_given(name: str, slurm: Path, tmp_path: Path) -> None:
+STANDING_FOR = {"%": "%", "A": "77", "a": "1"}  # as sbatch's manual has it, of task 1 of job 77
+
+
+def test_directives_say_what_was_given(slurm: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Whatever the name of the directory has in it; `%` would stand for numbers of the job."""
-    workdir, comment = tmp_path / name, "it's 5 \\ \"o'clock\" # now"
-    flags = [f"--slurm=--comment={shlex.quote(comment)} --error=%j", f"--workdir={workdir}"]
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 0
-    options = options_of(workdir)
-    assert f"--job-name={name}" in options and options[-2:] == [f"--comment={comment}", "--error=%j"]
-    (output,) = [option for option in options if option.startswith("--output=")]
-    standing_for = {"%": "%", "A": "77", "a": "1"}  # as sbatch's manual has it, of task 1 of job 77
-    written = re.sub("%(.)", lambda found: standing_for[found[1]], output.removeprefix("--output="))
-    assert written == f"{workdir}/slurm/77_1.txt" and (workdir / "slurm").is_dir()
-    assert slurm.read_text() == f"--parsable {workdir / 'sweep.sbatch'}\n"
+    for name in ["a b", "it's 50%j", 'a"b#c', "$HOME `x`", "ünï 100%%"]:
+        with subtests.test(name=name):
+            workdir, comment = tmp_path / name, "it's 5 \\ \"o'clock\" # now"
+            flags = [f"--slurm=--comment={shlex.quote(comment)} --error=%j", f"--workdir={workdir}"]
+            assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 0
+            options = options_of(workdir)
+            assert f"--job-name={name}" in options and options[-2:] == [f"--comment={comment}", "--error=%j"]
+            (output,) = [option for option in options if option.startswith("--output=")]
+            written = re.sub("%(.)", lambda found: STANDING_FOR[found[1]], output.removeprefix("--output="))
+            assert written == f"{workdir}/slurm/77_1.txt" and (workdir / "slurm").is_dir()
+            assert slurm.read_text().endswith(f"--parsable {workdir / 'sweep.sbatch'}\n")
 
 
-@pytest.mark.parametrize(("folder", "options"), [("runs", "--comment='a\nb'"), ("run\ns", ""), ("run\\s", "")])
 def test_what_no_directive_can_say_is_refused(
-    folder: str, options: str, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    flags = [f"--slurm={options}", f"--workdir={tmp_path / folder}"]
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 2
-    assert " which sbatch cannot read; " in capsys.readouterr().err
-    assert not slurm.exists()
+    for folder, options in [("runs", "--comment='a\nb'"), ("run\ns", ""), ("run\\s", "")]:
+        with subtests.test(folder=folder, options=options):
+            flags = [f"--slurm={options}", f"--workdir={tmp_path / folder}"]
+            assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 2
+            assert " which sbatch cannot read; " in capsys.readouterr().err
+            assert not slurm.exists()

@@ -121,13 +121,16 @@ def test_kubernetes_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.local_devices is None
 
 
-@pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_unreachable_kubernetes_is_an_error(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
-    if host:
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
-    with pytest.raises(ValueError, match=r"^Kubernetes started this process, .*; give --coordinator, --num_proc"):
-        launch.find_place(launch.FROM_ENVIRONMENT)
+def test_unreachable_kubernetes_is_an_error(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
+    for host in [None, "127.0.0.1"]:
+        with subtests.test(host=host):
+            monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+            if host:
+                monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+            with pytest.raises(
+                ValueError, match=r"^Kubernetes started this process, .*; give --coordinator, --num_proc"
+            ):
+                launch.find_place(launch.FROM_ENVIRONMENT)
 
 
 def check_joined(workdir: Path, outcomes: list[tuple[int, str, str]]) -> None:

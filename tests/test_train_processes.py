@@ -131,12 +131,13 @@ def test_signals_are_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pyte
                 signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_process_alone_is_asked_to_stop(number: int) -> None:
+def test_a_process_alone_is_asked_to_stop(subtests: pytest.Subtests) -> None:
     """At once if it has not begun to train; then it saves first."""
-    with PreemptionHandler(), pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(number)
-    with PreemptionHandler() as preemption:
-        assert not preemption.requested()
-        signal.raise_signal(number)
-        assert preemption.requested()
+    for number in [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]:
+        with subtests.test(number=number):
+            with PreemptionHandler(), pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+            with PreemptionHandler() as preemption:
+                assert not preemption.requested()
+                signal.raise_signal(number)
+                assert preemption.requested()
