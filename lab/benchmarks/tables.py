@@ -55,7 +55,13 @@ from lab.plots import draw_bars, draw_headline, draw_stacked, rate_in_words
 from lab.records import SAME, Line, Range, Records, middle, same_until, spread
 
 LEVELS = ("inter", "intra")
-NOT_SHOWN = ("--events", "--seed", "--workdir", "--reference")  # of chaos: those are shown in any case, these never
+NOT_SHOWN = (
+    "--events",
+    "--seed",
+    "--workdir",
+    "--reference",
+    "--smaller",
+)  # options of chaos
 TITLE = "seconds a step, measured on emulated nodes"
 PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
