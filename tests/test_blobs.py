@@ -105,6 +105,7 @@ def test_strangers_get_nothing(service: BlobService) -> None:
         assert received.count(b"\n") <= 1  # the challenge alone
 
 
+@pytest.mark.slow
 def test_a_process_that_goes_before_its_answer_ends_its_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither writing the answer nor closing, which writes it once more, is an error; and nothing works on for it."""
     monkeypatch.setattr(blobs, "WAIT_S", 0.02)

@@ -66,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("ddp", "zero3", "mics(2) in nodes of 4", "mics(4) over two nodes", "tensor over nodes")
+QUICK = ("mics(4) over two nodes", "tensor over nodes")
 
 
 def cases(all_of_them: dict[str, Any], quick: tuple[str, ...]) -> Any:
@@ -145,7 +145,7 @@ SHARED: dict[str, tuple[int, int, int, bool]] = {
     "mics(4) over two nodes": (2, 2, 1, False),
     "auto": (2, 2, 1, False),
 }
-QUICK_BYTES = ("zero3 flat", "mics(2) in nodes of 4")
+QUICK_BYTES = ("mics(2) in nodes of 4",)
 
 
 def sent(sharing: tuple[int, int, int, bool], matrices: Sequence[tuple[int, int, int]]) -> tuple[float, float]:

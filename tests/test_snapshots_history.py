@@ -1,43 +1,13 @@
-"""Which state a run goes on from: of snapshots, checkpoints and attempts of which some are older, gone or put back."""
+"""Which state a run goes on from, where attempts, snapshots or checkpoints were put back, deleted or copied."""
 
 import os
 import shutil
 from pathlib import Path
 
-import pytest
 from keeping import Run, a_run, abstract, check, keep, state_of  # noqa: F401 (fixture)
 
 from state import manifest
 from state.snapshots import Snapshots
-
-
-def test_the_newer_of_memory_and_checkpoints(run: Run) -> None:
-    run.save(1, 2)
-    run.keep(3)
-    check(run.restore(), 3)
-    run.save(3)
-    check(run.restore(), 3)
-    run.save(4)
-    check(run.restore(), 4, source="its checkpoint")
-    (run.workdir / "checkpoints" / "4" / "data" / "metadata").write_text("{}")
-    check(run.restore(), 3)
-    assert len(run.said) == 1 and "step 3 is used instead" in run.said[0]
-    assert manifest.step_numbers(run.workdir / "checkpoints") == [1, 2, 3]
-
-
-def test_what_was_not_restored_goes(run: Run) -> None:
-    """So that no more than two snapshots of the state are there at a time."""
-    for checkpoints, left in (((), 1), ((3,), 0)):
-        run.keep(1, 2)
-        half_written = run.files("json")[-1].with_name("0-1-a.partial")
-        half_written.touch()
-        run.save(*checkpoints)
-        with run.checkpoints() as checkpointer, run.attempt() as snapshots:
-            restored = snapshots.restore(abstract(), checkpointer)
-            assert restored
-            assert len(run.files("data")) == 2
-            snapshots.begin(restored.step)
-        assert len(run.files("data")) == len(run.files("json")) == left and not half_written.exists()
 
 
 def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:
@@ -73,9 +43,13 @@ def test_an_attempt_without_snapshots_counts(run: Run, tmp_path: Path) -> None:
     assert run.restore() is None
 
 
-@pytest.mark.parametrize("stops", [True, False])
-def test_checkpoints_are_deleted_to_go_back(run: Run, stops: bool) -> None:
+def test_checkpoints_are_deleted_to_go_back(tmp_path: Path) -> None:
     """Snapshots that know of them do not bring back what came after; without a checkpoint they are all there is."""
+    for stops in (True, False):
+        check_goes_back(Run(tmp_path, f"stops {stops}"), stops)
+
+
+def check_goes_back(run: Run, stops: bool) -> None:
     with run.attempt() as snapshots:
         snapshots.begin(0)
         run.save(1)

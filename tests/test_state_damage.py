@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def added(newest: Path, kind: str) -> str:
     return name
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
     how=st.sampled_from(["flipped", "cut", "deleted", "pipe", "folder", "zeros", "circle", "other", "added"]),
     data=st.data(),
@@ -136,11 +136,17 @@ def test_any_damage_of_any_file(saved: Path, how: str, data: st.DataObject) -> N
             check_falls_back(saved, path.relative_to(newest).as_posix())
 
 
-@pytest.mark.parametrize("name", [manifest.FILE_NAME, manifest.STATE_FILE, manifest.CONFIG_FILE])
 def test_a_file_that_cannot_be_read_is_not_damage(
-    saved: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its step may be undamaged: a restore fails and says so, and does not go back to an older step."""
+    for name in (manifest.FILE_NAME, manifest.STATE_FILE, manifest.CONFIG_FILE):
+        check_is_not_damage(saved, name, monkeypatch, capsys)
+
+
+def check_is_not_damage(
+    saved: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, real = saved / str(NEWEST) / name, os.open
 
     def fail(path_to_open: Any, *args: Any, **kwargs: Any) -> int:
@@ -178,20 +184,6 @@ def test_a_file_system_that_goes_away_is_not_damage(saved: Path, monkeypatch: py
     assert lines == [] and newest_restored(saved, lines) == NEWEST
 
 
-def test_no_byte_of_the_manifest_is_idle(saved: Path) -> None:
-    with undone(saved) as newest:
-        path = newest / manifest.FILE_NAME
-        content = path.read_bytes()
-        for position in range(0, len(content), 5):
-            flipped = bytearray(content)
-            flipped[position] ^= 1 << position % 8
-            path.write_bytes(flipped)
-            with pytest.raises(manifest.DamagedError, match=r"manifest\.json"):
-                manifest.read(newest)
-        path.write_bytes(content)
-        manifest.read(newest)
-
-
 def test_a_file_behind_a_link_that_the_manifest_does_not_know(saved: Path) -> None:
     with undone(saved) as newest:
         elsewhere = saved / "elsewhere"
@@ -226,12 +218,12 @@ def test_a_newer_format_is_said_and_never_moved(saved: Path) -> None:
         assert done.returncode == 1 and f"step {NEWEST}: UNKNOWN FORMAT: " in done.stdout and said in done.stdout
 
 
-@pytest.mark.parametrize(("other", "said"), [("", manifest.FILE_NAME), (str(GOOD), f"belongs to step {GOOD}")])
-def test_an_empty_step_and_one_under_another_number(saved: Path, other: str, said: str) -> None:
-    with undone(saved) as newest:
-        shutil.rmtree(newest)
-        shutil.copytree(saved / other, newest) if other else newest.mkdir()
-        check_falls_back(saved, said)
+def test_an_empty_step_and_one_under_another_number(saved: Path) -> None:
+    for other, said in (("", manifest.FILE_NAME), (str(GOOD), f"belongs to step {GOOD}")):
+        with undone(saved) as newest:
+            shutil.rmtree(newest)
+            shutil.copytree(saved / other, newest) if other else newest.mkdir()
+            check_falls_back(saved, said)
 
 
 def test_several_damaged_steps_are_each_reported(saved: Path) -> None:
@@ -273,26 +265,22 @@ def test_other_folders_are_not_steps(saved: Path) -> None:
         assert (saved / "30.orbax-checkpoint-tmp").is_dir()
 
 
-@pytest.mark.parametrize(("look", "command"), [("verify", command_line.verify), ("read", command_line.ls)])
 def test_a_step_that_the_run_deletes_while_others_are_looked_at_is_not_damage(
-    saved: Path,
-    look: str,
-    command: Callable[[Path], int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = getattr(manifest, look)
+    for look, command in (("verify", command_line.verify), ("read", command_line.ls)):
+        real = getattr(manifest, look)
 
-    def delete_and_look(folder: Path) -> manifest.Manifest:
-        if folder.name == str(NEWEST):
-            shutil.rmtree(folder)
-        return real(folder)
+        def delete_and_look(folder: Path, real: Any = real) -> manifest.Manifest:
+            if folder.name == str(NEWEST):
+                shutil.rmtree(folder)
+            return real(folder)
 
-    with undone(saved), monkeypatch.context() as patch:
-        patch.setattr(manifest, look, delete_and_look)
-        assert command(saved) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert re.match(rf"step +{GOOD}\b", line) and "DAMAGED" not in line
+        with undone(saved), monkeypatch.context() as patch:
+            patch.setattr(manifest, look, delete_and_look)
+            assert command(saved) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert re.match(rf"step +{GOOD}\b", line) and "DAMAGED" not in line
 
 
 def test_a_folder_without_checkpoints_is_a_mistake(

@@ -264,48 +264,53 @@ def test_a_replica_deletes_its_own_failed_saves(tmp_path: Path) -> None:
     assert not own.exists() and of_others.exists()
 
 
-@pytest.mark.parametrize("reads", [(manifest, "verify"), (tree, "load")], ids=["verify", "load"])
 def test_a_step_that_another_replica_deletes_while_it_is_read_is_to_be_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: tuple[Any, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
         Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), replica=0) as other,
         Checkpointer(tmp_path, KEEP_ALL, replica=1, report=pytest.fail) as checkpointer,
     ):
-        save_small(other, 1)
-        other.wait()
-        read = getattr(*reads)
-
-        def read_late(*how: Any, **keys: Any) -> Any:
-            save_small(other, 2)
+        for step, reads in ((1, (manifest, "verify")), (3, (tree, "load"))):
+            save_small(other, step)
             other.wait()
-            return read(*how, **keys)
 
-        with monkeypatch.context() as patched, pytest.raises(ResumableError, match="another replica .* step 1 in"):
-            patched.setattr(*reads, read_late)
-            checkpointer.restore(abstract(small_state(0)))
-        check_restores(checkpointer, 2)
+            read = getattr(*reads)
+
+            def read_late(*how: Any, step: int = step, read: Any = read, **keys: Any) -> Any:
+                save_small(other, step + 1)
+                other.wait()
+                return read(*how, **keys)
+
+            said = f"another replica .* step {step} in"
+            with monkeypatch.context() as patched, pytest.raises(ResumableError, match=said):
+                patched.setattr(*reads, read_late)
+                checkpointer.restore(abstract(small_state(0)))
+            check_restores(checkpointer, step + 1)
 
 
-@pytest.mark.parametrize(
-    ("failing", "replica", "error", "step"),
-    [
+def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the background, and before anything is written: the next one is tried. A replica starts again."""
+    cases: list[tuple[tuple[Any, str], int | None, type[Exception], int]] = [
         ((manifest, "write"), None, CheckpointError, 3),
         ((Path, "mkdir"), None, CheckpointError, 3),
         ((manifest, "write"), 0, ResumableError, 2),
-    ],
-    ids=["manifest", "folder", "manifest of a replica"],
-)
-def test_a_failing_save_keeps_the_old_step_and_reaches_the_caller(
-    tmp_path: Path,
+    ]
+    for number, case in enumerate(cases):
+        check_fails(tmp_path / str(number), monkeypatch, *case)
+
+
+def check_fails(
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     failing: tuple[Any, str],
     replica: int | None,
     error: type[Exception],
     step: int,
 ) -> None:
-    """In the background, and before anything is written: the next one is tried. A replica starts again."""
-    checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), replica=replica)
+    checkpointer = Checkpointer(folder, CheckpointConfig(every=1, keep_last=1), replica=replica)
     save_small(checkpointer, 1)
     checkpointer.wait()
     with monkeypatch.context() as patch:
@@ -474,6 +479,7 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert said[:2] == ["somebody else", "matters"] and len(said) == 4 and "other.py" in said[2]
 
 
+@pytest.mark.slow
 def test_command_line_lists_and_verifies_without_jax(tmp_path: Path) -> None:
     def run(command: str, directory: Path = tmp_path) -> tuple[int, list[str]]:
         code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('state', run_name='__main__')"
