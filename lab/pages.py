@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None, docs: Path = DOCS) -> int:
         return complain(error)
     for name, content in charts.items():
         (docs / "images" / f"{name}.png").write_bytes(content)
-    return max(stale, update(texts, docs.parent, COMMAND, check=check))
+    stale = max(stale, update(texts, docs.parent, COMMAND, check=check))
+    if check and not stale:
+        print(f"the tables of {len(texts)} pages are those of the records")
+    return stale
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The tables and charts of the measured pages: what is compared with what, and that pages say what the records say."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -179,3 +180,4 @@ def test_concepts_say_when_losses_on_changing_nodes_leave_each_other() -> None:
 
 def test_pages_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert pages.main(["--check"]) == 0, capsys.readouterr().err
+    assert re.fullmatch(r"the tables of \d+ pages are those of the records\n", capsys.readouterr().out)

@@ -14,7 +14,6 @@ from configs.losses import Loss
 from configs.schema import defaults
 from lab.benchmarks import accuracy, time_to_loss
 from lab.benchmarks import losses as written
-from lab.benchmarks.names import on_pages
 from lab.records import Records
 
 INT8 = {"compression.hop_two": "int8"}
@@ -63,32 +62,6 @@ def test_steps_to_the_loss_are_over_the_dense_runs_and_of_the_best_length() -> N
     alone = [line for line in lines if "longer" not in line["method"]]
     (row,) = written.of_time_to_loss(Records({"time_to_loss": alone}))
     assert row["steps"] == ""  # neither seed gets there
-
-
-def test_learning_rates_that_were_tried_are_no_rows_of_their_own() -> None:
-    name, at = "Muon, DiLoCo, 10 steps, momentum 0.6, int4", [20, 40]
-    runs = [("dense", 0, 2.0), ("dense", 1, 3.0), (name, 0, 1.5), (name, 1, 2.5), (f"Muon at 1e-2{name[4:]}", 0, 1.9)]
-    lines = [loss_line(method, seed, at, [9.0, loss]) for method, seed, loss in runs]
-    (row,) = written.of_time_to_loss(Records({"time_to_loss": lines}))
-    assert (row["seeds"], row["mean"]) == (2, "-0.5000")
-
-
-def test_methods_of_local_sgd_have_one_name_on_all_pages() -> None:
-    """Whichever record has them; H, then what differs from DiLoCo's usual outer step."""
-    for old, new in {
-        "Muon, DiLoCo, 50 steps, momentum 0.6, statistical": "MuLoCo(50), statistical",
-        "momentum 0.6, 50 steps, statistical, Muon": "MuLoCo(50), statistical",
-        "Muon at 1e-2, DiLoCo, 10 steps, momentum 0.6, int4": "MuLoCo(10) at 1e-2, int4",
-        "DiLoCo, 10 steps, AdamW": "DiLoCo(10), outer momentum 0.9, AdamW",
-        "averages, 10 steps, int4, AdamW": "averages(10), int4, AdamW",
-        "pytorch local SGD, 10 steps, Muon": "pytorch local SGD(10), Muon",
-        "int4, no feedback, AdamW": "int4, no feedback, AdamW",
-    }.items():
-        assert on_pages(old) == new
-    line = {"optimizer": "muon", "inner_steps": 50, "momentum": 0.6, "rate": 0.7, "codec": "statistical"}
-    assert written._name_of(line) == "MuLoCo(50), statistical"
-    line |= {"optimizer": "adamw", "momentum": 0.9, "codec": "none", "state": "mean"}
-    assert written._name_of(line) == "DiLoCo(50), outer momentum 0.9, mean state, AdamW"
 
 
 def test_a_setting_is_dominated_by_what_sends_no_more_and_ends_lower_with_every_seed() -> None:

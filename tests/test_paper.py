@@ -179,18 +179,3 @@ def test_check_writes_nothing_and_only_marked_tables_are_filled(
     wrong, option = capsys.readouterr().err.splitlines()
     assert wrong.startswith("error: there is no table cals; did you mean calls")
     assert option == "error: unrecognized arguments: --only=zeropp"
-
-
-def test_charts_have_published_and_ours(records: Records) -> None:
-    figures = {name: draw(records) for name, draw in tables.CHARTS.items()}
-    left, right = figures.pop("paper_figure_16").axes  # which has every step
-    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[0] == 0 and left.get_xlim() == right.get_xlim()
-    assert [len(line.get_ydata()) for line in left.lines] == [10, 10]
-    assert [list(line.get_ydata()) for line in right.lines] == mics.curves(records)
-    for name, figure in figures.items():
-        (axes,) = figure.axes
-        labels = [text.get_text() for text in axes.get_yticklabels()]
-        series = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert len(axes.patches) == len(series) * len(labels) > 0
-        assert [name.rpartition(", ")[2] for name in series] == ["published", "ours"] * (len(series) // 2)
-        assert axes.get_xscale() == ("log" if name == "paper_compression" else "linear")  # its bars are 3 to 667

@@ -122,20 +122,6 @@ def test_systems_are_as_near_as_was_asked_for(records: Records) -> None:
     assert len(ours) == 14 and all(cell.published is None for cell in ours)
 
 
-def test_the_text_of_the_paper_by_hand(records: Records) -> None:
-    """ZeRO-3: 5.78701 s with 0.973118 of sums, for which 6.07112 buckets of 0.307863; 131 gathers in three parts."""
-    zero3_s = 5.78701 - 0.973118 + 6.07112 * 0.307863 + 2 * 131 * 0.0014802
-    exposed, overlapped, reached, weak = (cell.ours for cell in throughput.in_the_text(records).cells)
-    assert exposed == pytest.approx(zero3_s / 3.99306, rel=1e-3)
-    assert overlapped == pytest.approx(zero3_s / 3.0553, rel=1e-3)
-    few, many = (records.lines("full_scale", model="GPT 100B", gpus=gpus)[-1] for gpus in (128, 512))
-    assert weak == pytest.approx(100 * few["deepspeed_s"] / many["deepspeed_s"], rel=1e-4)
-    h, layers, s, vocab = 10240, 80, 512, 50265
-    operations = 4 * layers * (24 * s * h**2 + 4 * s**2 * h) + 6 * s * h * vocab
-    rate = many["global_size"] / many["deepspeed_s"]
-    assert reached == pytest.approx(rate * operations / 512 / 1e12, rel=1e-4)
-
-
 # ------------------------------------------------------------------------------------------------------- cells
 
 

@@ -138,25 +138,6 @@ def test_compression_ratios_are_those_of_the_record(records: Records) -> None:
     assert gradients == pytest.approx(4 * (25_557_032 + 24 * 2049) / 2**20)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_power_sgd_epoch_is_the_factors_of_resnet_18(rank: int, records: Records) -> None:
-    """[outputs, inputs k k] of 20 convolutions and the classifier; scales, biases and as many averages whole."""
-    shapes, values, inputs = [(64, 3 * 9)], 2 * 64, 64
-    for width in (64, 128, 256, 512):
-        shapes += [(width, inputs * 9), *3 * [(width, width * 9)]]
-        values += 4 * 2 * width
-        if width != inputs:
-            shapes.append((width, inputs))
-            values += 2 * width
-        inputs = width
-    shapes.append((512, 10))
-    whole = values + 10
-    assert whole + sum(a * b for a, b in shapes) == traffic.step(records, "ResNet-18 power_sgd 1").num_params
-    factors = sum(min(rank * (a + b), a * b) for a, b in shapes)
-    ours = row(compression.power_sgd(records), f"ResNet-18 on CIFAR-10, rank {rank}").ours
-    assert ours == pytest.approx(24 * 4 * (whole + values + factors) / 2**20, rel=1e-3)
-
-
 # ------------------------------------------------------------------------------------------------ scopes
 
 

@@ -512,16 +512,11 @@ def test_a_config_that_does_not_fit_says_what_would(
 
 
 @pytest.mark.slow
-def test_rows_of_padding_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 4 rows on 8 devices, and of 36 in micro-batches of at most 4; 16 divide."""
-    many = "4 of 8 rows of a step are padding: the batch has 4, and 8 devices take 1 in each of 1 micro-step; choose"
-    odd = "12 of 48 rows of a step are padding: the batch has 36, and 8 devices take 3 in each of 2 micro-steps; choose"
-    for rows, micro, taken, said in ((4, 2, 1, many), (36, 4, 3, odd), (16, 1, 1, "")):
-        words = (f"--config.batch.micro_size={micro}", f"--config.batch.global_size={rows}")
-        code, out, err = run(capsys, *WORDS, *EMULATED, *words)
-        assert (code, err) == (0, "")
-        assert (f"\nnote: {said}" if said else "\nnote: emulated") in out and ("padding" in out) == bool(said)
-        assert f"mics(2), micro-batch {taken}, gather layer: a device's memory" in out
+def test_rows_of_padding_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--config.batch.micro_size=4", "--config.batch.global_size=36")
+    _, out, _ = run(capsys, *WORDS, *EMULATED, *words)
+    assert "\nnote: 12 of 48 rows of a step are padding: the batch has 36, and 8 devices take 3 in each of 2" in out
+    assert "mics(2), micro-batch 3, gather layer: a device's memory" in out
 
 
 def test_other_nodes_than_the_clusters_have_no_price() -> None:

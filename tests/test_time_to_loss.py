@@ -176,29 +176,11 @@ def test_ratios_are_of_one_seed_and_one_repetition() -> None:
     assert ratio and (ratio.low, ratio.value, ratio.high) == pytest.approx((ratios[0], sum(ratios) / 2, ratios[1]))
 
 
-def test_learning_rates_are_compared_on_the_seeds_that_all_have() -> None:
-    """A third one that is worse on seed 0 was not run on seed 1, whose losses are higher."""
-    lines = list(by_hand())
-    trial = next(x for x in lines if (x["part"], x["method"], x["seed"]) == ("losses", "dense", 0))
-    lines.insert(0, trial | {"learning_rate": 3e-3, "validation_losses": [4.0, 3.0, 2.5, 2.05]})
-    curves = joining.joined(lines, BY_HAND)["dense"].curves
-    assert {seed: losses[-1] for seed, (_, losses) in curves.items()} == pytest.approx({0: 2.0, 1: 2.2})
-
-
 def test_a_seed_that_does_not_get_there_makes_the_method_one_that_does_not() -> None:
     lines = list(by_hand())
     late = next(x for x in lines if (x["part"], x["method"], x["seed"]) == ("losses", "coded", 1))
     late["validation_losses"][-1] = 2.3
     assert joining.reached(joining.joined(lines, BY_HAND), "coded") is None
-
-
-def test_what_was_not_timed_or_not_reached_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = list(by_hand())
-    monkeypatch.setattr(joining, "joined", partial(joining.joined, methods=BY_HAND))
-    assert "| `lost` | 2 | +10.00% (+10.00% to +10.00%) | not reached | - | - | - |" in joining.table(lines)
-    only = [line for line in lines if line["part"] == "losses"]
-    assert "| `dense` | 2 |  | 40 (40 to 40) | - |" in joining.table(only)
-    assert len(joining.choice(only).splitlines()) == 2  # no rate, no row
 
 
 def choices(lines: list[dict[str, Any]]) -> list[list[str]]:
