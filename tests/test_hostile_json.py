@@ -35,6 +35,7 @@ from runtime.supervisor import supervise
 from sharding.state import by_name
 from state import __main__ as state_command
 from state import attempts, manifest
+from training.registered import register_names
 
 BOUNDED = dict(deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 quick = settings(max_examples=60, **BOUNDED)
@@ -237,10 +238,11 @@ def test_a_shard_index(folder: Path, data: st.DataObject) -> None:
 
 @quick
 @given(data=st.data())
-def test_a_saved_config(data: st.DataObject) -> None:
+def test_a_saved_config(folder: Path, data: st.DataObject) -> None:
     """Of a checkpoint: its keys with the defaults, or one line."""
     content = data.draw(hostile(json.dumps({"model": {"kind": "gpt2"}, "data": {"seq_len": 9}, "seed": 3}).encode()))
     saved, _ = said(lambda: json_objects.parse(content, "it", lenient=True), ValueError)
+    said(lambda: register_names(saved or {}, folder, ""), ValueError)
     got, line = said(lambda: with_defaults(saved or {}), ValueError)
     assert got is not None or line
     assert got is None or flat(saved).items() <= flat(got).items()

@@ -17,7 +17,7 @@ def register_names(saved: Mapping[str, Any], workdir: Path, config_file: str) ->
 
     ValueError if a name of the model or the data remains unknown.
     """
-    needed = {section: saved[section] for section in NEEDED}
+    needed = {section: found for section in NEEDED if isinstance(found := saved.get(section), Mapping)}
     if config_file:
         command_line.import_file(config_file)
     elif unknown_names(needed) and Path(file := _remembered(workdir)).is_file():
