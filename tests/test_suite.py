@@ -12,7 +12,7 @@ def test_files_that_wait_and_files_of_jax_are_found() -> None:
     assert all((HERE / name).exists() for name in suite.WAITING)
     with_jax = {path.stem for path in HERE.glob("test_*.py") if suite.depends_on_jax(path)}
     assert {"test_strategies", "test_optimizers", "test_snapshots_train"} <= with_jax
-    assert with_jax.isdisjoint({"test_suite", "test_metrics_report", "test_records", "test_readme"})
+    assert with_jax.isdisjoint({"test_suite", "test_metrics_report", "test_records", "test_documented_commands"})
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
