@@ -19,10 +19,10 @@ from tables import check_rows, raised
 from text_streams import ids_of, settings, text_of
 from tokenizer_files import tiktoken_file, tokenizer_json, with_image_token, word_level
 
-from configs.schema import flat, nested, with_defaults
+from configs.schema import DataConfig, SampleConfig, flat, nested, with_defaults
 from input_pipeline import load
 from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace, make_tokenizer
-from training import generate
+from training import generate, resume, sampling
 from training.datasets import tokenizer_of
 
 
@@ -264,6 +264,7 @@ def test_tokenizer_config_says_whether_documents_begin_with_bos(tmp_path: Path) 
         config_file(tmp_path, **{"eos_token": "<EOT>" if name == "eod" else "<eos>"} | content)
         ours = HuggingFace(path)
         assert (ours.adds_bos, ours.bos_is_unclear) == (adds, is_unclear)
+        assert not HuggingFace(path, add_bos="never").bos_is_unclear
         if ours.bos == ours.separator:  # the separator of the document before is in front of a document already
             assert ours.document("a").tolist() == [*ours.encode("a"), ours.separator]
             assert ours.prompt("a").tolist() == [ours.separator, *ours.encode("a")]
@@ -322,10 +323,17 @@ def test_generate_and_samples_begin_with_bos_and_do_not_show_it(monkeypatch: pyt
             return np.append(prompt, tokenizer.encode(" two"))
 
     monkeypatch.setattr(generate, "Continuation", Continuation)
+    monkeypatch.setattr(sampling, "Continuation", Continuation)
+    monkeypatch.setattr(sampling, "models", SimpleNamespace(Decoder=SimpleNamespace))
+    monkeypatch.setattr(sampling, "inter_part", lambda parameters: False)
     model: Any = SimpleNamespace(tokenizer=lambda: tokenizer, experiment=None, params=None)
     options = {"length": 3, "temperature": 0.0, "seed": 0, "chat": False}
     assert [*generate.generate(model, ["one", ""], **options)] == ["one two", " two"]
     assert asked == [[tokenizer.bos, *tokenizer.encode("one")], [tokenizer.bos]]
+    layout = SimpleNamespace(layout=SimpleNamespace(parameters=None))
+    experiment: Any = SimpleNamespace(model=SimpleNamespace(), config=SimpleNamespace(seed=0), plan=layout)
+    assert sampling.Sampler(experiment, tokenizer, SampleConfig(prompt="one", length=3))(None) == "one two"
+    assert asked[2] == asked[0]
     data = settings("a", objective="causal", tokenizer="hugging_face", tokenizer_path=str(tokenizer._path))
     config = replace(small(), data=data)
     assert tokenizer_of(replace(config, model=replace(config.model, vocab_size=400))).bos == tokenizer.bos  # evaluate
@@ -337,6 +345,22 @@ def test_a_run_of_a_version_without_these_keys_has_no_bos() -> None:
     data = with_defaults(nested(saved))["data"]
     assert (data["add_bos"], data["eos_token"]) == ("never", "")
     assert with_defaults(small().to_dict())["data"]["add_bos"] == "auto"
+    data = settings("a", objective="causal", tokenizer="hugging_face", tokenizer_path="t")
+    experiment: Any = SimpleNamespace(config=replace(small(), data=data), state_shapes=SimpleNamespace(to_keep=None))
+    for config, hint in ((experiment.config.to_dict(), False), (with_data(saved, data), True)):
+        found = SimpleNamespace(config=config, data={"fingerprint": "b"}, step=3)
+        snapshots: Any = SimpleNamespace(restore=lambda *_, found=found: found)
+        restored = lambda snapshots=snapshots: resume.restore(
+            experiment, Path("run"), Any, snapshots, {"fingerprint": "a"}
+        )
+        message = raised(restored)
+        assert ("set data.add_bos=never" in message) == hint and message.endswith("choose another --workdir")
+
+
+def with_data(saved: dict[str, Any], data: DataConfig) -> dict[str, Any]:
+    """Returns a saved config of an earlier version with another section."""
+    values = {name: value for name, value in vars(data).items() if name not in ("add_bos", "eos_token")}
+    return nested(saved | {f"data.{name}": value for name, value in values.items()})
 
 
 def test_an_id_that_no_vocabulary_has_is_refused_before_memory_grows_with_it(tmp_path: Path) -> None:
