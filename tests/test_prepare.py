@@ -80,12 +80,16 @@ def test_mistakes_are_one_line_in_terms_of_its_own_options(
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(texts)
     out, path = f"--out={tmp_path / 'set'}", f"--path={texts}"
+    assert prepare.main([path, f"--out={tmp_path / 'done'}"]) == 0
+    capsys.readouterr()
     rows = [
         (["--path=/nope", out], "--path /nope does not exist"),
         ([path, out, "--tokenizer=hugging_face", "--tokenizer_path=/nope"], "--tokenizer_path /nope cannot be read"),
         ([path, out, "--add_bos=always"], "--add_bos='always': --tokenizer='bytes' has no <bos>"),
         ([path, "--out=ftp://x"], "error: --out ftp://x is no"),
         ([path, out, "--tokeniser=z"], "--tok"),
+        ([path, f"--out={texts}/"], "is --path: its index would hide the files there"),
+        ([f"--path={tmp_path / 'done'}", out], "done is a prepared set already: train on it, or copy its files"),
         ([path, f"--out={tmp_path / 'link'}"], "link is --path: its index would hide"),
         ([path, f"--out={tmp_path / 'file' / 'set'}"], "free space there, or choose another --out"),
     ]
@@ -97,4 +101,4 @@ def test_mistakes_are_one_line_in_terms_of_its_own_options(
         assert "data." not in said and "cache" not in said
 
     check_rows(rows, check)
-    assert not (texts / "index.json").exists()
+    assert {file.name for file in texts.iterdir()} == set(TEXTS) and not (tmp_path / "set").exists()

@@ -319,16 +319,6 @@ def test_prepared_set_gives_the_same_examples_and_needs_no_tokenising(texts, tmp
     assert datasets[0].fingerprint == datasets[1].fingerprint
 
 
-def test_a_set_is_prepared_neither_into_its_own_folder_nor_twice(texts, tmp_path, capsys):
-    assert prepare.main([f"--path={texts}", f"--out={texts}/"]) == 2
-    assert "is --path: its index would hide the files there" in capsys.readouterr().err
-    assert {file.name for file in texts.iterdir()} == set(TEXTS)
-    assert prepare.main([f"--path={texts}", f"--out={tmp_path}/set"]) == 0
-    assert prepare.main([f"--path={tmp_path}/set", f"--out={tmp_path}/copy"]) == 2
-    said = f"error: --path={tmp_path}/set is a prepared set already: train on it, or copy its files\n"
-    assert capsys.readouterr().err == said and not (tmp_path / "copy").exists()
-
-
 def test_prepared_set_of_another_tokenizer_or_without_an_index_is_refused(texts, tmp_path):
     assert prepare.main(["--path", str(texts), "--out", str(tmp_path / "set")]) == 0
     file = tmp_path / "set" / "index.json"

@@ -5,18 +5,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from ports import free_port
-from running import (
-    arguments,
-    finish,
-    losses,
-    rows,
-    run_here,
-    start,
-    stop_after,
-)
+from running import arguments, losses, rows, run_here, stop_after
 from stores import BUCKET, KEY_ID, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, send
 
 from input_pipeline import prepare
@@ -88,29 +78,3 @@ def test_run_is_stopped_and_goes_on_elsewhere_with_the_same_losses(bucket, tmp_p
 
 def size_of(path: str, folder: Path) -> int:
     return (folder / "cache" / "shards" / Path(path).name).stat().st_size
-
-
-@pytest.mark.release
-def test_four_processes_with_caches_of_their_own_read_each_shard_once(bucket, tmp_path):
-    one = tmp_path / "one"
-    assert run_here(*flags(one, PREPARED)) == 0
-    bucket.gets.clear()
-    options = {"mesh__devices_per_node": 1, "sharding__partition_size": 2}
-    processes = []
-    for number, process_flags in enumerate(split(flags(tmp_path / "four", PREPARED, **options), 4)):
-        processes.append(start(process_flags, MICS_JAX_CACHE=str(tmp_path / f"node{number}")))
-    outcomes = finish(*processes, timeout_s=400)
-    assert [code for code, _, _ in outcomes] == [0] * 4, outcomes
-    np.testing.assert_allclose(losses(tmp_path / "four"), losses(one), rtol=1e-5)
-    read = shards_read(bucket)
-    assert len(read) >= 10 and set(read.values()) == {1}
-    last = rows(tmp_path / "four")[-1]
-    assert last["data_peer_hits"] > 0  # of process 0, which may have none from the store
-    check_no_secret(tmp_path, *(text for _, out, err in outcomes for text in (out, err)))
-
-
-def split(args: list[str], count: int) -> list[list[str]]:
-    """Returns the arguments of each of several processes of one run, with one device each."""
-
-    here = [*args, "--config.mesh.num_cpu_devices=1", f"--coordinator=localhost:{free_port()}"]
-    return [[*here, f"--num_processes={count}", f"--process_id={i}"] for i in range(count)]

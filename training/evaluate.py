@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from input_pipeline import load
+from input_pipeline import ImageDataset, load
 from runtime.command_line import prepare_output
 from training import trained
 from training.validation import Validator
@@ -52,6 +52,8 @@ def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: b
     there = model.data.get("validation_fingerprint", data.fingerprint)
     if not whole and there != data.fingerprint:
         raise ValueError(f"{model.name} was validated on other data: {config.data.origin} has changed; give --path")
+    if not isinstance(data, ImageDataset) and data.summary:
+        trained.say(data.summary)
     most = sys.maxsize if whole else config.eval.num_batches
     found = Validator(model.experiment, data, num_batches or most)(model.params, trained.say)
     causal = {"perplexity": math.exp(found.loss)} if config.data.objective == "causal" else {}
