@@ -53,6 +53,30 @@ def check_equal(found: dict[str, jax.Array], expected: dict[str, jax.Array]) -> 
     assert all(np.array_equal(np.asarray(found[name]), np.asarray(expected[name])) for name in expected)
 
 
+def save(directory: Path, state: Any, step: int) -> None:
+    """Saves a state as the checkpoint of a step."""
+    with Checkpointer(directory, KEEP_ALL) as checkpointer:
+        checkpointer.save(step, state, data={}, config={})
+
+
+def restore(directory: Path, like: Any) -> Any:
+    """Returns the newest state, with the shardings of `like`."""
+    with Checkpointer(directory, KEEP_ALL) as checkpointer:
+        restored = checkpointer.restore(abstract(like))
+    assert restored
+    return restored.state
+
+
+def replicas(tree: Any, combine: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Combines the rows of each array `[R, ...]` in float64."""
+    return jax.tree.map(lambda x_R: combine(np.asarray(x_R, np.float64)), tree)
+
+
+def owed(tree: Any) -> Any:
+    """Returns the sum of all replicas' residuals `[R, ...]`."""
+    return replicas(tree, lambda x_R: x_R.sum(0))
+
+
 @contextmanager
 def files_no_larger_than(num_bytes: int) -> Iterator[None]:
     """Makes every write beyond `num_bytes` of a file fail in this process, as on a disk without room."""

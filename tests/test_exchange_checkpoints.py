@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 import workload
-from checkpointing import KEEP_ALL, abstract
-from test_exchange_codecs import gradients
+from checkpointing import owed, replicas, restore, save
+from exchanging import gradients
 
 from compression.codecs import OneBit
 from compression.exchange import exchange
@@ -22,7 +22,6 @@ from configs.schema import LocalSGDConfig
 from optimizers import guarded
 from sharding.plan import ShardingPlan
 from sharding.step import TrainState
-from state.checkpointer import Checkpointer
 from training.optimizer_chain import watch
 
 CODEC = OneBit(block=32)
@@ -48,18 +47,6 @@ def filled(state: TrainState) -> TrainState:
         return jax.device_put(values.astype(x.dtype), x.sharding)
 
     return jax.tree.map(fill, state)
-
-
-def save(directory: Path, state: TrainState, step: int) -> None:
-    with Checkpointer(directory, KEEP_ALL) as checkpointer:
-        checkpointer.save(step, state, data={}, config={})
-
-
-def restore(directory: Path, like: TrainState) -> TrainState:
-    with Checkpointer(directory, KEEP_ALL) as checkpointer:
-        restored = checkpointer.restore(abstract(like))
-    assert restored
-    return restored.state
 
 
 def test_what_is_restored_is_what_was_saved(tmp_path: Path) -> None:
@@ -126,15 +113,6 @@ CHANGES = {  # the layouts before and after; the number of replicas
     "2 to 4": (dict(nodes=4, strategy="mics", partition_size=4), dict(nodes=4, strategy="mics", partition_size=2)),
 }
 DONE = 4  # steps: past both warm-ups
-
-
-def replicas(tree: Any, combine: Callable[[np.ndarray], np.ndarray]) -> Any:
-    return jax.tree.map(lambda x_R: combine(np.asarray(x_R, np.float64)), tree)
-
-
-def owed(tree: Any) -> Any:
-    """What all replicas owe, of residuals `[R, ...]`."""
-    return replicas(tree, lambda x_R: x_R.sum(0))
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 from hugging_face_reference import FOLDER
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
-from test_hugging_face_models import changed, loaded, section
 from tokenizer_files import tokenizer_json
 
+import models
 from configs import hugging_face
-from configs.schema import DataConfig, flat, with_defaults
+from configs.schema import MODELS, DataConfig, flat, with_defaults
 from files import json_lines, json_objects, run_directory
 from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards
 from input_pipeline.store import StoreError, open_store
 from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace
 from metrics.run_files import read_run
-from models.hugging_face import INDEX_FILE, SINGLE_FILE, open_file
+from models.hugging_face import INDEX_FILE, SINGLE_FILE, Weights, open_file
 from runtime.command_line import complain
 from runtime.supervisor import supervise
 from sharding.state import by_name
@@ -289,7 +291,7 @@ def test_a_config_of_hugging_face(folder: Path, name: str, data: st.DataObject) 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, dict[str, np.ndarray]]:
     """A checkpoint in two files with an index, the content of that, and its parameters."""
-    folder = changed(FOLDER / "llama", tmp_path_factory.mktemp("weights") / "llama")
+    folder = shutil.copytree(FOLDER / "llama", tmp_path_factory.mktemp("weights") / "llama")
     tensors = load_file(folder / "model.safetensors")
     halves = {"a.safetensors": [*tensors][::2], "b.safetensors": [*tensors][1::2]}
     for file, names in halves.items():
@@ -300,7 +302,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, dict[s
 
 
 def parameters(folder: Path) -> dict[str, np.ndarray]:
-    return {path: np.asarray(x) for path, x in by_name(loaded(folder, section(FOLDER / "llama"))[1]).items()}
+    model = models.build(MODELS["decoder"](**hugging_face.model(FOLDER / "llama").to_dict()))
+    here = SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), model.param_specs())
+    return {path: np.asarray(x) for path, x in by_name(Weights(model, folder).load(wanted)).items()}
 
 
 def check_same(got: dict[str, np.ndarray] | None, line: str, wanted: dict[str, np.ndarray], folder: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import workload
+from checkpointing import owed, replicas, restore, save
 from numpy_oracles import (
     CODED,
     REPLICAS,
@@ -23,7 +24,6 @@ from numpy_oracles import (
     statistical,
     unflat,
 )
-from test_exchange_checkpoints import owed, replicas, restore, save
 from test_exchange_codecs import gradients, matrices
 from test_exchange_sparse import two_bits
 from test_local_sgd import LEARNING_RATE, inner

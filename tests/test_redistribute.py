@@ -13,7 +13,6 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from optax import contrib
-from test_optimizers import optimizer_config
 
 from compression.exchange import exchange
 from configs.schema import OptimizerConfig, ShardingConfig
@@ -80,7 +79,16 @@ def make_plan(specs: Any, *, per_node: int = 2, tensor: int = 1, **sharding: Any
 
 
 def muon_config() -> OptimizerConfig:
-    return optimizer_config("muon", clip_norm=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant")
+    return OptimizerConfig(
+        name="muon",
+        learning_rate=0.02,
+        warmup_steps=0,
+        schedule="constant",
+        weight_decay=0.0,
+        clip_norm=0.0,
+        b2=0.99,
+        eps=1e-7,
+    )
 
 
 def values(seed: int, specs: Any = SPECS, *lead: int) -> Any:
