@@ -85,6 +85,7 @@ class Replicas:
         self._skipped = range(0)  # steps that this member did not end: it has the others' state after them
         self._behind: int | None = None  # the step of which the others no longer have the totals
         self._has_fetched = False  # a state, since this member took part
+        self._fetched = -1  # the step of the others' state that this member takes, after which it has hashes
         self._digests: dict[int, str] = {}  # of the last step that was compared
         self.copies = StateCopies(self._changed)
         # of those that took part in the last step to its end
@@ -176,6 +177,7 @@ class Replicas:
                     self._plans.clear()  # what is under way is to be computed here
                 return None
             step = newest + AHEAD * tries
+            self._fetched = step
             self.members.tell(step=step, first=step if takes_part else NEVER)  # from which on they keep the totals
             begun = [member.address for member in self.members.others if member.trains and member.last >= step]
             if not any(self._agree(len(begun))):
@@ -421,7 +423,8 @@ class Replicas:
             step, here = request["step"], self.members
             with self._changed:
                 passed = lambda: here.step >= step or max(self._digests, default=-1) > step
-                never = lambda: here.closed or not here.me.takes_part(step)  # it leaves, or fetches the others' state
+                # it leaves, or takes the others' state: a member that asks for a hash does not send that meanwhile
+                never = lambda: here.closed or not here.me.takes_part(step) or step <= self._fetched
                 self._changed.wait_for(lambda: step in self._digests or passed() or never())
                 return memoryview(self._digests[step].encode())
         step, piece = request["step"], request["piece"]

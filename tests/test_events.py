@@ -35,6 +35,7 @@ def kinds(workdir: Path) -> list[str]:
     return [event["event"] for event in EventReader(workdir).new()]
 
 
+@pytest.mark.slow
 def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path, name], cwd=ROOT) for name in "ab"]
     assert [writer.wait(60) for writer in writers] == [0, 0]
@@ -94,6 +95,7 @@ def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
     assert ends == ["process 1 failed: x"]
 
 
+@pytest.mark.slow
 def test_events_that_cannot_be_written_do_not_keep_a_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network file system hangs."""
     goes_on, ended = threading.Event(), list[bool]()
@@ -104,7 +106,8 @@ def test_events_that_cannot_be_written_do_not_keep_a_process_from_ending(monkeyp
     goes_on.set()
 
 
-def test_a_frozen_writer_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_frozen_writer_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.events._LOCK_S", 0.0)
     EventLog(tmp_path).write(Event.FIRST_STEP, step=1)
     descriptor = os.open(tmp_path / run_directory.EVENTS, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -125,6 +128,7 @@ def test_a_disk_without_room_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert kinds(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_what_a_run_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its start to its exit code, in order; the same command again finds it finished, and writes nothing.
 

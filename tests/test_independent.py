@@ -379,10 +379,11 @@ def test_a_replicas_speed_is_that_of_its_slowest_share(monkeypatch: pytest.Monke
     assert 1 / told[0] == pytest.approx(0.4) and one._longest_s == 0
 
 
-@pytest.mark.parametrize(("prefetch", "at_once"), [(2, 2), (0, 1)])
-def test_the_rows_of_a_share_are_read_at_once(prefetch: int, at_once: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [2, 0])
+def test_the_rows_of_a_share_are_read_at_once(prefetch: int) -> None:
     """Images take longer to decode in one thread than to learn from."""
-    together = threading.Barrier(at_once)
+    together = threading.Barrier(max(prefetch, 1))
 
     class Images:
         threads, row_arrays = 16, {"x": np.zeros(1)}
@@ -489,6 +490,7 @@ def test_one_with_other_parameters_than_the_others_does_not_save_them(monkeypatc
     assert Independent.to_save(one, state) == "state"
 
 
+@pytest.mark.slow
 def test_a_share_ends_when_all_devices_have_handed_out() -> None:
     """Its means may be here while a callback of another device still waits: as here, until the share is waited for."""
     gradients = Gradients(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
@@ -540,6 +542,7 @@ def test_vectors_travel_as_they_are_and_share_no_scale_with_matrices() -> None:
     assert is_sent_exactly == ex.plan.map(lambda p: p.is_vector) and is_sent_exactly["averages"]
 
 
+@pytest.mark.slow
 def test_closed_gradients_have_no_thread_that_drops_arrays() -> None:
     """Python ends such a thread in the middle of jax's C++: the process of a finished run was aborted (SIGABRT)."""
     gradients = Gradients(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
@@ -589,6 +592,7 @@ print(*np.asarray(step(jnp.ones((2, 1 << 16)))), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_what_a_program_hands_out_can_be_read_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC", raising=False)
     done = subprocess.run([sys.executable, "-c", READS], cwd=ROOT, capture_output=True, text=True, check=False)

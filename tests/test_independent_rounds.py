@@ -208,6 +208,7 @@ def test_a_state_of_unknown_pace_travels_in_f32(name: str, is_exact: bool, monke
     assert np.array_equal(arrived, values) is is_exact and payload.bytes_per_value == (4 if is_exact else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["eval__every", "checkpoint__every"])
 def test_what_needs_common_parameters_is_at_meetings(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -216,6 +217,7 @@ def test_what_needs_common_parameters_is_at_meetings(
     assert f"{key.replace('__', '.')}=4 must be a multiple of local_sgd.inner_steps={STEPS}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_state_between_two_meetings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(*arguments(tmp_path, **WORLD, **SGD, **ROUNDS), hooks=[stop_after(STEPS + 1)]) == 75
     assert run_here(*arguments(tmp_path, **REPLICA, **SGD, **ROUNDS), "--group=0") == 2

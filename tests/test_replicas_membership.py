@@ -386,34 +386,35 @@ def catching_up(*, looked: Any, nearest: Any, newest: Callable[[], int]) -> tupl
     return one, entered
 
 
-@pytest.mark.parametrize(
-    ("now_s", "looked", "nearest", "step", "newest", "entered"),
-    [
-        # in a second the others came from step 110 to 130, so in half of one they will have done ten more
-        (8.0, (7.0, 100, 110), (7.0, 10), 125, 130, [140]),  # it came 25 steps: 5 take it 0.2 s
-        (8.0, (7.0, 100, 110), (7.0, 10), 110, 130, []),  # 20 steps would take it 2 s
-        (8.0, (7.0, 100, 110), (7.0, 10), 129, 130, [140]),
-        (8.0, None, (0.0, 0), 125, 130, []),  # the first look says nothing of how fast they are
-        (8.0, None, (0.0, 0), 129, 130, [132]),
-        # totals take it 5 s a step, as over a slow link, and the only other one a second: it would never catch up
-        (15.0, (10.0, 100, 103), (10.0, 3), 101, 108, [110]),
-        (15.0, (10.0, 100, 103), (10.0, 6), 101, 108, []),  # it gains less than a step at a time
-        (15.0, (10.0, 100, 103), (-300.0, 6), 101, 108, [110]),
-        (15.0, (10.0, 100, 103), (10.0, 8), 101, 108, []),  # it was further behind than now
-        # all start together, and one is the first: the others need none of its state
-        (8.0, None, (0.0, 0), 0, 0, [2]),
-        (8.0, None, (0.0, 0), 0, 1, [3]),
-        (8.0, None, (0.0, 0), 0, 2, []),
-        (8.0, None, (0.0, 0), 5, NOBODY, [5]),
-    ],
-)
-def test_a_member_enters_where_the_others_need_not_wait_for_it(
-    now_s: float, looked: Any, nearest: Any, step: int, newest: int, entered: list[int], in_turn: SimpleNamespace
-) -> None:
-    in_turn.now_s = now_s
-    one, found = catching_up(looked=looked, nearest=nearest, newest=lambda: newest)
-    Membership.choose_entry(one, step)
-    assert found == entered and one._looked == (now_s, step, newest)
+ENTRIES: list[tuple[Any, ...]] = [  # now, the last look, the nearest; its own step and the others'; where it enters
+    # in a second the others came from step 110 to 130, so in half of one they will have done ten more
+    (8.0, (7.0, 100, 110), (7.0, 10), 125, 130, [140]),  # it came 25 steps: 5 take it 0.2 s
+    (8.0, (7.0, 100, 110), (7.0, 10), 110, 130, []),  # 20 steps would take it 2 s
+    (8.0, (7.0, 100, 110), (7.0, 10), 129, 130, [140]),
+    (8.0, None, (0.0, 0), 125, 130, []),  # the first look says nothing of how fast they are
+    (8.0, None, (0.0, 0), 129, 130, [132]),
+    # totals take it 5 s a step, as over a slow link, and the only other one a second: it would never catch up
+    (15.0, (10.0, 100, 103), (10.0, 3), 101, 108, [110]),
+    (15.0, (10.0, 100, 103), (10.0, 6), 101, 108, []),  # it gains less than a step at a time
+    (15.0, (10.0, 100, 103), (-300.0, 6), 101, 108, [110]),
+    (15.0, (10.0, 100, 103), (10.0, 8), 101, 108, []),  # it was further behind than now
+    # all start together, and one is the first: the others need none of its state
+    (8.0, None, (0.0, 0), 0, 0, [2]),
+    (8.0, None, (0.0, 0), 0, 1, [3]),
+    (8.0, None, (0.0, 0), 0, 2, []),
+    (8.0, None, (0.0, 0), 5, NOBODY, [5]),
+]
+
+
+def test_a_member_enters_where_the_others_need_not_wait_for_it(in_turn: SimpleNamespace) -> None:
+    failed = []
+    for now_s, looked, nearest, step, newest, expected in ENTRIES:
+        in_turn.now_s = now_s
+        one, entered = catching_up(looked=looked, nearest=nearest, newest=lambda newest=newest: newest)
+        Membership.choose_entry(one, step)
+        if entered != expected or one._looked != (now_s, step, newest):
+            failed.append((now_s, looked, nearest, step, newest, entered))
+    assert not failed
 
 
 def test_a_member_does_not_enter_where_the_others_step_while_it_asks(in_turn: SimpleNamespace) -> None:

@@ -248,6 +248,25 @@ def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytes
     assert joins.fetch_state([0]) is None, "no other one trains"
 
 
+def test_none_waits_for_the_hash_of_a_state_that_is_on_its_way(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that needs the others' state again takes part from that step on: they compare before they send it."""
+    stays, joins = make(0), make(1)
+    stays.members.tell(step=9, begun=True)
+    asked: list[int] = []
+
+    def fetch(connect: Any, addresses: Any, at: int, *_: object) -> Any:
+        joins._changed.wait_for = lambda predicate, timeout=None: predicate() or pytest.fail("it waits")
+        with stays._transport.connect(joins.members.me.address) as link, pytest.raises(RefusedError, match="KeyError"):
+            link.ask({"op": "digest", "step": at}, 99)
+        asked.append(at)
+        return {0: memoryview(b"")}
+
+    monkeypatch.setattr("replicas.group.fetch_copies", fetch)
+    for _ in range(2):
+        assert joins.fetch_state([0])
+    assert asked == [11, 11] and joins.members.me.takes_part(11)
+
+
 def test_none_waits_for_a_step_that_was_skipped() -> None:
     """Its sums were found before they ended: none would wake a thread that waits for them then."""
     lock = threading.RLock()

@@ -6,6 +6,8 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replicas.payloads import BFloat16, Blockwise, Float32, Payload
 from replicas.sums import WAITING, StepSums, check_nodes
@@ -43,32 +45,32 @@ def never() -> None:
     """What `look` calls before it looks."""
 
 
-@pytest.mark.parametrize("num_shares", range(1, 18))
-def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_shares: int) -> None:
+@given(num_shares=st.integers(1, 17), members=st.integers(1, 5), draw=st.randoms(use_true_random=False))
+@settings(derandomize=True, max_examples=60, deadline=None, database=None)
+def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_shares: int, members: int, draw: random.Random) -> None:
+    """Whoever computes which share, and in whatever order pieces are put and sums arrive."""
     expected = [carried([leaf(share, piece) for share in range(num_shares)]) for piece in range(2)]
-    draw = random.Random(num_shares)
-    for members in (1, 2, 3, num_shares):
-        owner_of = [draw.randrange(members) for _ in range(num_shares)]  # not neighbours
-        all_sums = [sums_of(num_shares, [Float32(), Float32()]) for _ in range(members)]
-        for member, sums in enumerate(all_sums):
-            sums.owe(nodes_of(member, owner_of))
-            shares = []
-            for _ in range(owner_of.count(member)):
-                shares.append(sums.look(never, 0.0))
-                sums.begin(shares[-1])
-            assert shares == [share for share, owner in enumerate(owner_of) if owner == member]
-            parts = [(share, piece) for share in shares for piece in range(2) if share is not None]
-            for share, piece in draw.sample(parts, len(parts)):
-                sums.put(share, piece, leaf(share, piece))
-        for (member, sums), piece in itertools.product(enumerate(all_sums), range(2)):
-            there = [(other, node) for other in range(members) if other != member for node in nodes_of(other, owner_of)]
-            for other, node in draw.sample(there, len(there)):
-                assert not sums.reduce(piece) and not sums.has(node, piece)
-                sums.take(node, piece, all_sums[other].wait_for(node, piece))
-                assert sums.has(node, piece)
-            assert sums.reduce(piece) and sums.is_complete == bool(piece)
-        for sums in all_sums:
-            assert sums.totals().tobytes() == b"".join(expected)
+    owner_of = [draw.randrange(members) for _ in range(num_shares)]  # not neighbours
+    all_sums = [sums_of(num_shares, [Float32(), Float32()]) for _ in range(members)]
+    for member, sums in enumerate(all_sums):
+        sums.owe(nodes_of(member, owner_of))
+        shares = []
+        for _ in range(owner_of.count(member)):
+            shares.append(sums.look(never, 0.0))
+            sums.begin(shares[-1])
+        assert shares == [share for share, owner in enumerate(owner_of) if owner == member]
+        parts = [(share, piece) for share in shares for piece in range(2) if share is not None]
+        for share, piece in draw.sample(parts, len(parts)):
+            sums.put(share, piece, leaf(share, piece))
+    for (member, sums), piece in itertools.product(enumerate(all_sums), range(2)):
+        there = [(other, node) for other in range(members) if other != member for node in nodes_of(other, owner_of)]
+        for other, node in draw.sample(there, len(there)):
+            assert not sums.reduce(piece) and not sums.has(node, piece)
+            sums.take(node, piece, all_sums[other].wait_for(node, piece))
+            assert sums.has(node, piece)
+        assert sums.reduce(piece) and sums.is_complete == bool(piece)
+    for sums in all_sums:
+        assert sums.totals().tobytes() == b"".join(expected)
 
 
 def test_the_order_of_the_tree_matters_to_the_bits() -> None:
@@ -77,7 +79,8 @@ def test_the_order_of_the_tree_matters_to_the_bits() -> None:
     assert carried(values).tobytes() != sum(values[1:], values[0]).tobytes()
 
 
-@pytest.mark.parametrize("num_shares", range(1, 18))
+@given(num_shares=st.integers(1, 40))
+@settings(derandomize=True, max_examples=25, deadline=None, database=None)
 def test_the_nodes_of_a_tree(num_shares: int) -> None:
     root = (0, num_shares)
     nodes, left = [root], [root]
@@ -99,7 +102,8 @@ def test_the_nodes_of_a_tree(num_shares: int) -> None:
                 check_nodes([(lo, hi)], num_shares)
 
 
-@pytest.mark.parametrize("num_shares", [1, 2, 5, 8, 13])
+@given(num_shares=st.integers(1, 20))
+@settings(derandomize=True, max_examples=12, deadline=None, database=None)
 def test_a_cover_has_each_share_once_in_the_fewest_nodes(num_shares: int) -> None:
     root = (0, num_shares)
     for lo, hi in itertools.combinations(range(num_shares + 1), 2):
@@ -146,7 +150,8 @@ def test_shares_are_divided_by_the_rates_so_that_the_slowest_ends_early() -> Non
     assert counts(6, [9, 3, 0]) == counts(6, [9, 3, 6])
 
 
-@pytest.mark.parametrize(("num_shares", "members"), [(1, 1), (2, 4), (7, 3), (8, 4), (17, 5)])
+@given(num_shares=st.integers(1, 17), members=st.integers(1, 5))
+@settings(derandomize=True, max_examples=15, deadline=None, database=None)
 def test_what_lost_members_owe_is_divided_and_nothing_else_moves(num_shares: int, members: int) -> None:
     rates = {number * 3: 1.0 + number for number in range(members)}
     began = owners(num_shares, rates, [])
@@ -165,13 +170,10 @@ def test_what_lost_members_owe_is_divided_and_nothing_else_moves(num_shares: int
         assert all(found[share] == n for n in rates for node in nodes_of(n, found) for share in range(*node))
 
 
-@pytest.mark.parametrize(
-    ("payload", "encoded"),
-    [(Float32(), 0), (BFloat16(), 1), (Blockwise(bits=8, block=64), 3), (Blockwise(bits=4, block=64), 7)],
-)
-def test_sums_travel_in_the_form_of_fewest_bytes(payload: Payload, encoded: int) -> None:
-    sums = sums_of(8, [payload, Float32()])
-    for size in (1, 2, 3, 4, 7, 8):
+def test_sums_travel_in_the_form_of_fewest_bytes() -> None:
+    forms = {Float32(): 0, BFloat16(): 1, Blockwise(bits=8, block=64): 3, Blockwise(bits=4, block=64): 7}
+    for (payload, encoded), size in itertools.product(forms.items(), (1, 2, 3, 4, 7, 8)):
+        sums = sums_of(8, [payload, Float32()])
         sent = sums.nodes_to_send([(0, size)], 0)
         assert sums.nodes_to_send([(0, size)], 1) == [(0, size)]  # whatever the other pieces do
         assert len(sent) == (size if size <= encoded else 1)
