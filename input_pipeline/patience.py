@@ -1,4 +1,4 @@
-"""Waits for a store that is away: how long, with which pauses, and what is logged."""
+"""Waits for a store that is away: the time limits, the pauses and the log."""
 
 import logging
 import random
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class StoreError(OSError):
-    """A store that refuses, lacks or damages something; the text is the whole message."""
+    """A store refuses, lacks or damages an object; the text is the whole message."""
 
 
 class MissingError(StoreError):
@@ -25,11 +25,11 @@ class MissingError(StoreError):
 
 
 class StoreAwayError(ResumableError):
-    """A store did not come back; the same command goes on when it does."""
+    """A store did not come back; the same command continues when it does."""
 
 
 class AwayError(Exception):
-    """A failure that waiting may cure. With a remedy nothing answered: if nothing ever did, that is what to check."""
+    """A failure that waiting may cure; `remedy` is for a store that has never answered."""
 
     def __init__(self, reason: str, remedy: str = "", pause_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -37,7 +37,7 @@ class AwayError(Exception):
 
 
 class Patience:
-    """Waits for one store, on behalf of all threads: says once that it is away, and once that it answers all again."""
+    """Waits for one store, on behalf of all threads; logs once that it is away, and once that it answers again."""
 
     def __init__(
         self,
@@ -54,72 +54,70 @@ class Patience:
         """
         self._url, self._patience_s, self._first_s, self._clock = url, patience_s, first_s, clock
         self._lock = threading.Lock()
-        self._failing: dict[object, float] = {}  # what waits, and since when
-        self._said_s = 0.0  # since when it is away, as was said; 0: nothing was said
+        self._failing: dict[object, float] = {}  # requests that wait, and the time of their first failure
+        self._logged_since_s = 0.0  # the first failure of an absence that was logged; 0 if none was
         self.reached = False  # it answered once
         self.ended = threading.Event()
         self._pause = pause or self.ended.wait
 
-    def for_answer(self, what: str, attempt: Callable[[], T]) -> T:
-        """Returns `attempt()`, which reads the URL `what`, repeated while it raises `AwayError`.
+    def for_answer(self, url: str, attempt: Callable[[], T]) -> T:
+        """Returns `attempt()`, which reads a URL, and repeats it while it raises `AwayError`.
 
         StoreAwayError when the patience is over, or BROKEN answers broke off after a while; StoreError before that if
         nothing ever answered.
         """
-        me, failures, broken, answers = object(), 0, 0, False
+        request, failures, broken, has_answer = object(), 0, 0, False
         try:
             while True:
                 begun_s = self._clock()
                 try:
-                    found = attempt()
-                    answers = self.reached = True
-                    return found
+                    answer = attempt()
+                    has_answer = self.reached = True
+                    return answer
                 except AwayError as error:
                     broken += self._clock() - begun_s > _ANSWERED_S
                     if broken == BROKEN:
                         raise StoreAwayError(
-                            f"{what}: {BROKEN} answers broke off, each after more than {_ANSWERED_S:g} s ({error}); "
+                            f"{url}: {BROKEN} answers broke off, each after more than {_ANSWERED_S:g} s ({error}); "
                             "a proxy that ends connections? the same command tries again"
                         ) from None
                     pause_s = min(error.pause_s, self._patience_s) + backoff_s(failures)
-                    self._failed(me, what, error, begun_s, pause_s)
+                    self._failed(request, url, error, begun_s, pause_s)
                 if self._pause(pause_s):
                     raise StoreAwayError(f"{self._url}: reading ended while the store was away")
                 failures += 1
         finally:
-            self._ended(me, answers)
+            self._ended(request, has_answer)
 
-    def _failed(self, me: object, what: str, error: AwayError, begun_s: float, pause_s: float) -> None:
+    def _failed(self, request: object, url: str, error: AwayError, begun_s: float, pause_s: float) -> None:
         reason = str(error)
         with self._lock:
             now_s = self._clock()
-            since_s = self._failing.setdefault(me, now_s)
+            since_s = self._failing.setdefault(request, now_s)
             if now_s - begun_s > _ANSWERED_S:  # in that time the store was not away
-                since_s = self._failing[me] = min(since_s + now_s - begun_s, now_s)
+                since_s = self._failing[request] = min(since_s + now_s - begun_s, now_s)
             remedy = "" if self.reached else error.remedy
             patience_s = min(self._first_s, self._patience_s) if remedy else self._patience_s
             if remedy and now_s - since_s > patience_s:
-                raise StoreError(
-                    f"{what}: the store was never reached, in {now_s - since_s:.0f} s ({reason}); {remedy}"
-                )
+                raise StoreError(f"{url}: the store was never reached, in {now_s - since_s:.0f} s ({reason}); {remedy}")
             if now_s - since_s > patience_s:
                 raise StoreAwayError(
-                    f"{what}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
+                    f"{url}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
                     "goes on when it is back"
                 )
-            if now_s - since_s + pause_s >= SAY_AFTER_S and not self._said_s:
-                self._said_s = since_s
+            if now_s - since_s + pause_s >= SAY_AFTER_S and not self._logged_since_s:
+                self._logged_since_s = since_s
                 logging.getLogger(__name__).warning(
                     "%s: the store is away (%s): waiting up to %.0f s", self._url, reason, patience_s
                 )
 
-    def _ended(self, me: object, answers: bool) -> None:
+    def _ended(self, request: object, has_answer: bool) -> None:
         with self._lock:
-            self._failing.pop(me, None)
-            if self._failing or not self._said_s:
+            self._failing.pop(request, None)
+            if self._failing or not self._logged_since_s:
                 return
-            away_s, self._said_s = self._clock() - self._said_s, 0.0
-            if answers:  # else what was waited for never came, and the error says so
+            away_s, self._logged_since_s = self._clock() - self._logged_since_s, 0.0
+            if has_answer:  # else an error tells that the store is still away
                 logging.getLogger(__name__).warning("%s: the store answers again after %.0f s", self._url, away_s)
 
 

@@ -25,7 +25,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters "for internal use", around what `{% generation %}` renders
+BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters "for internal use", around the text of `{% generation %}`
 TODAY = datetime(2026, 1, 1)  # for `strftime_now`: a batch depends on nothing but the seed and the step
 SECONDS = 10.0  # of CPU time, to compile and render a template once; real ones take milliseconds
 MEMORY_BYTES = 1 << 30
@@ -33,7 +33,7 @@ MOST_CHARACTERS = 1 << 24  # of a rendered conversation
 
 
 class Renderer:
-    """A process that renders; the first template starts it, and the next one if a template has ended it."""
+    """Renders in a child process, which starts with the first template, and again after a template has ended it."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -91,7 +91,7 @@ class Renderer:
 
 
 class _Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: puts marks around what it renders."""
+    """`{% generation %}` ... `{% endgeneration %}`: puts marks around the rendered text."""
 
     tags = {"generation"}
 
@@ -106,7 +106,7 @@ class _Generation(Extension):
 
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns what transformers gives to a template, but for the date, which is TODAY."""
+    """Returns the environment that transformers gives to a template, except that the date is TODAY."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -116,7 +116,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    """Returns JSON; jinja's own filter escapes what HTML needs escaped."""
+    """Returns JSON; jinja's filter of this name escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 
@@ -155,7 +155,7 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF ends the process, whatever it is doing
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF then ends the process, even inside C code
         answer = json.dumps(_answer(request["source"], request["variables"])).encode() + b"\n"
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer)

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """An object: its name relative to the store's URL, its size, and what changes with its content.
+    """An object: its name relative to the store's URL, its size, and a version that changes with its content.
 
     The version is a strong ETag or else the hash of the content (times of a local file). It is never Last-Modified,
     which other content can have too.
@@ -100,7 +100,7 @@ class LocalStore:
     def fetch(self, name: str, to: Path) -> Item:
         """Writes an object to a file; returns size and version of what came.
 
-        The version is "" here: another node may have a copy of its own, with other times.
+        The version is "" here: another node may have another copy, with other times.
         """
         with _explained(self.root / name):
             source = open_regular(self.root / name)
@@ -134,7 +134,7 @@ class LocalStore:
             ) from error
 
     def assume_reached(self) -> None:
-        """Says that the store is known to exist, so that it is waited for; a disk is not."""
+        """Marks the store as known to exist, so that reads wait for it; a disk is never waited for."""
 
     def close(self) -> None:
         """Ends waiting in all threads."""
@@ -175,7 +175,7 @@ class RemoteStore:
             raise StoreError(f"{url} cannot be used as a store; {remedy}") from error
         self.patience = Patience(self.url, patience_s, FIRST_S)
         self._reads_for_versions = False
-        self._may_say_when = self.scheme == "http"  # to ask again; not after it did not
+        self._gives_pauses = self.scheme == "http"  # until it answers 429 or 503 without one
 
     def list(self) -> list[Item]:
         import obstore
@@ -252,7 +252,7 @@ class RemoteStore:
             raise AwayError(_KINDS["Interrupted"])
         return item if item.version else replace(item, version=f"sha256 {digest.hexdigest()}")
 
-    def _patiently(self, what: str, action: Callable[[], T], *, writes: bool = False) -> T:
+    def _patiently(self, url: str, action: Callable[[], T], *, writes: bool = False) -> T:
         """Returns `action()`, repeated while the store is away."""
 
         def attempt() -> T:
@@ -263,25 +263,25 @@ class RemoteStore:
             except Exception as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # of the local disk; the store's have no number
-                raise self._explained(what, error, writes) from None  # its text may hold what nobody should read
+                raise self._explained(url, error, writes) from None  # its text may hold credentials
 
-        return self.patience.for_answer(what, attempt)
+        return self.patience.for_answer(url, attempt)
 
-    def _explained(self, what: str, error: Exception, writes: bool) -> Exception:
-        """Returns what an error of the library means: `AwayError` if waiting may cure it."""
+    def _explained(self, url: str, error: Exception, writes: bool) -> Exception:
+        """Returns our error for an error of the library: `AwayError` if waiting may cure it."""
         said, _, details = str(error).partition("Debug source:")
         key = "--out" if writes else "data.path"  # prepare.py alone stores
         remedy = f"check {key}" if self.scheme == "http" else f"check {key}, and {self._help}"
         if self.scheme != "http" and _METADATA.search(str(error)):
             return AwayError("no credentials, neither in the environment nor from this machine", self._help)
         if (status := found[1] if (found := _STATUS.search(said)) else "") or isinstance(error, FileNotFoundError):
-            return self._refused(what, status or "404", writes, remedy)
+            return self._refused(url, status or "404", writes, remedy)
         if "MissingContentLength" in details:
             remedy = "let another one serve the files as they are, not packed on the way"
-            return StoreError(f"{what}: the server does not say how long it is (Content-Length); {remedy}")
+            return StoreError(f"{url}: the server does not say how long it is (Content-Length); {remedy}")
         kind = found[1] if (found := re.search(r"kind: (\w+)", details)) else ""
         if NO_PROXY_LISTENS in details:
-            return self._redirected(what)
+            return self._redirected(url)
         if "redirect" in said:
             why = "the store redirects to nowhere, or in a circle"
         elif "Parse(" in details:
@@ -295,45 +295,45 @@ class RemoteStore:
             return AwayError(_KINDS.get(kind, "no whole answer"))
         else:
             why = f"the store cannot be used ({type(error).__name__})"
-        return StoreError(f"{what}: {why}; {remedy}")
+        return StoreError(f"{url}: {why}; {remedy}")
 
-    def _refused(self, what: str, status: str, writes: bool, remedy: str) -> Exception:
-        """Returns what an HTTP status means."""
+    def _refused(self, url: str, status: str, writes: bool, remedy: str) -> Exception:
+        """Returns the error for an HTTP status."""
         self.patience.reached = True
         if status in ("401", "403"):
             refuses = "to write below --out" if writes else "access"
             clock = "; or set this machine's clock, if it is minutes off" if self.scheme == "s3" else ""  # it is signed
-            return StoreError(f"{what}: the store refuses {refuses} ({status}); {self._help}{clock}")
+            return StoreError(f"{url}: the store refuses {refuses} ({status}); {self._help}{clock}")
         if status == "404":
             missing = "file" if self.scheme == "http" else "bucket" if writes else "object or bucket"
-            is_whole = writes or what == self.url or what.endswith("/index.json")
+            is_whole = writes or url == self.url or url.endswith("/index.json")
             named = "" if is_whole else ", or the index.json that names it"
-            return MissingError(f"{what}: there is no such {missing} (404); {remedy.partition(',')[0]}{named}")
+            return MissingError(f"{url}: there is no such {missing} (404); {remedy.partition(',')[0]}{named}")
         if status.startswith("5") or status in ("408", "429"):
-            return AwayError(f"it answers {status}", pause_s=self._pause_s(what, status))
-        return StoreError(f"{what}: the store answers {status}; {remedy}")
+            return AwayError(f"it answers {status}", pause_s=self._pause_s(url, status))
+        return StoreError(f"{url}: the store answers {status}; {remedy}")
 
-    def _pause_s(self, what: str, status: str) -> float:
-        """Returns the seconds for which a server that is asked too often wants to be left alone, 0 if not known."""
-        if status not in ("429", "503") or not self._may_say_when:
+    def _pause_s(self, url: str, status: str) -> float:
+        """Returns the pause that a server with too many requests asks for, 0 if it asks for none."""
+        if status not in ("429", "503") or not self._gives_pauses:
             return 0.0
-        pause_s = retry_after_s(ask_headers(self._quoted(what)))
-        self._may_say_when = pause_s > 0
+        pause_s = retry_after_s(ask_headers(self._quoted(url)))
+        self._gives_pauses = pause_s > 0
         return pause_s
 
-    def _redirected(self, what: str) -> Exception:
+    def _redirected(self, url: str) -> Exception:
         """Returns the error of a redirect to a host that is neither the store's nor named by the user."""
-        place = urlsplit(ask_headers(self._quoted(what)).get("Location", "") if self.scheme == "http" else "")
+        place = urlsplit(ask_headers(self._quoted(url)).get("Location", "") if self.scheme == "http" else "")
         is_known = bool(place.hostname) and place.hostname != urlsplit(self.url).hostname
         target = f"{place.scheme}://{place.hostname}" if is_known else "another host"
         return StoreError(
-            f"{what}: the store redirects to {target}, which is not followed; if you trust that host, set "
+            f"{url}: the store redirects to {target}, which is not followed; if you trust that host, set "
             f"{REDIRECT_HOSTS}={place.hostname if is_known else 'HOST'}"
         )
 
-    def _quoted(self, what: str) -> str:
+    def _quoted(self, url: str) -> str:
         """Returns the URL of an object as it is sent."""
-        return self.url + quote(what.removeprefix(self.url))
+        return self.url + quote(url.removeprefix(self.url))
 
 
 Store = LocalStore | RemoteStore
@@ -346,6 +346,6 @@ def sha256(path: Path) -> str:
 
 
 def _item(name: str, found: Any) -> Item:
-    """Returns what an answer says of an object; its version is "" without a strong ETag (RFC 9110, section 8.8)."""
+    """Returns the object that an answer describes; its version is "" without a strong ETag (RFC 9110, section 8.8)."""
     tag = found["e_tag"] or ""
     return Item(name=name, size=found["size"], version="" if tag.startswith("W/") else tag.strip('"'))
