@@ -42,7 +42,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 LIMIT_S = 900  # of a block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")
-OUTPUT = ("text", "json", "jsonl")  # languages of blocks that are not commands
+OUTPUT, DATA = "text", ("json", "bibtex")  # languages of blocks that are not commands
 UNITS = {"B", "kB", "MB", "GB", "us", "ms", "s"}
 
 
@@ -140,7 +140,7 @@ def mistakes(block: Block) -> Iterator[str]:
                 program = Path(found.origin or "") if found else ROOT / word
                 if found and found.submodule_search_locations:
                     program = Path(found.submodule_search_locations[0], "__main__.py")
-                if not program.exists() and word not in files_of(block.page):
+                if not (program.exists() or word in files_of(block.page) or "NAME" in word):
                     yield f"{block.name}: there is no program {word}"
             elif word.startswith("--") and program.is_relative_to(ROOT) and program.exists():
                 name = word[2:].partition("=")[0]
@@ -166,11 +166,13 @@ def test_every_block_is_of_a_known_kind_and_names_what_exists() -> None:
     """Programs, options and configs of all blocks, also of those that do not run here."""
     found = [f"{block.name}: no reason" for page in PAGES for block in blocks(page) if block.marker == NOT_RUN.strip()]
     for page in PAGES:
+        inline = re.findall(r"`((?:\S*/)?python3? [^`]+)`", (ROOT / page).read_text())
+        found += [mistake for text in inline for mistake in mistakes(Block(page, 0, "", text.replace("\n", " "), ""))]
         for block in blocks(page):
             found += mistakes(block)
             if block.language == "python" and not (block.reason or block.file):
                 found.append(f"{block.name}: a block of Python has a marker with the name of its file")
-            if not block.is_shell and block.language not in ("python", *OUTPUT):
+            if not block.is_shell and block.language not in ("python", OUTPUT, *DATA):
                 found.append(f"{block.name}: no block is in {block.language}")
     assert not found, "\n".join(found)
 
@@ -362,9 +364,9 @@ def run_page(page: str, folder: Path) -> None:
         (folder / name).write_text(text)
     shown, printed = [block for block in blocks(page) if not (block.reason or block.file)], ""
     for block, after in pairwise([*shown, Block(page, 0, "text", "", "")]):
-        if not block.is_shell:
+        if block.language == OUTPUT:
             check_output(block, printed)
-        elif not block.marker.startswith(BESIDE):
+        elif block.is_shell and not block.marker.startswith(BESIDE):
             process, output = start(block, folder)
             code = 0
             if after.marker.startswith(BESIDE):
