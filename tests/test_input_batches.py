@@ -41,13 +41,11 @@ def test_rows_are_independent_of_processes_and_restarts(dataset):
                 assert_rows(batch, rows, step, dataset)
 
 
-def test_rows_are_in_the_requested_order_and_those_beyond_the_global_batch_are_zero(dataset):
+def test_rows_are_in_the_requested_order_and_continue_into_the_next_epoch(dataset):
+    """Those beyond the global batch are zero."""
     batch = steps_of(dataset, [7, 2, 2, 10, 11], 2, 1)[0]
     assert_rows({name: value[:3] for name, value in batch.items()}, [7, 2, 2], 2, dataset)
     assert all(value.shape == (5, 8) and not value[3:].any() for value in batch.values())
-
-
-def test_batches_continue_into_the_next_epoch(dataset):
     step = len(dataset) // GLOBAL_SIZE  # this batch lies across the end
     assert len(dataset) % GLOBAL_SIZE
     for offset, batch in enumerate(steps_of(dataset, range(GLOBAL_SIZE), step - 1, 3)):

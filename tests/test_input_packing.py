@@ -116,21 +116,5 @@ def check_rows_of_whole_documents(folder: Path, objective: str) -> None:
     assert data.filled == pytest.approx(1 - sum(left) / (len(data) * length))
 
 
-def test_index_of_rows_is_kept_and_verified(folders: list[Path], cache_folder: Path) -> None:
-    first = epoch(dataset(folders[0], "whole"))
-    (folder,) = [path for path in (cache_folder / "rows").iterdir() if path.is_dir()]
-    before = (folder / "pieces.npy").stat().st_mtime_ns
-    again = epoch(dataset(folders[0], "whole"))
-    assert (folder / "pieces.npy").stat().st_mtime_ns == before
-    content = bytearray((folder / "pieces.npy").read_bytes())
-    content[-8] ^= 1
-    (folder / "pieces.npy").write_bytes(content)
-    repaired = epoch(dataset(folders[0], "whole"))
-    for one, two, three in zip(first, again, repaired, strict=True):
-        for name in one:
-            np.testing.assert_array_equal(one[name], two[name])
-            np.testing.assert_array_equal(one[name], three[name])
-
-
 def test_fingerprints_of_packings_differ(folders: list[Path]) -> None:
     assert len({dataset(folders[0], packing).fingerprint for packing in ("stream", "documents", "whole")}) == 3

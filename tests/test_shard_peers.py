@@ -1,5 +1,9 @@
-"""Several nodes, each with a cache of its own: a shard leaves the store once, and a failing peer costs time alone."""
+"""Several nodes, each with a separate cache: a shard leaves the store once, and a failing peer costs time alone.
 
+What they agree on is small, and if one fails, all of them fail alike.
+"""
+
+import json
 import socket
 import threading
 from collections import Counter
@@ -9,15 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shard_nodes import TOKEN, caches, in_threads, opened
+from shard_nodes import TOKEN, caches, in_threads, open_together, opened
 from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from stores import of_folder
+from stores import Server, of_folder, served
 
 from configs.schema import DataConfig
 from input_pipeline import load, prepare, shard_tiers
+from input_pipeline.patience import StoreAwayError
+from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_tiers import Peers, maker_of, rendezvous
 from input_pipeline.shard_windows import parts
 from input_pipeline.shards import ShardSet
+from input_pipeline.store import RemoteStore, StoreError
 from runtime import blobs
 from runtime.blobs import Address, RefusedError
 
@@ -55,22 +62,20 @@ def test_shards_leave_the_store_once_for_four_nodes(web, tmp_path, monkeypatch):
         assert [one.tiers.counters.store_hits for one in sets] == [downloads[node] for node in nodes]
 
 
-def test_files_of_documents_are_tokenised_once_by_all_nodes(texts, tmp_path, monkeypatch):
-    (texts / "index.json").write_text(f"[{', '.join(repr(name) for name in TEXTS)}]".replace("'", '"'))
-    with of_folder(texts) as web:
-        once = {f"/{name}": 1 for name in TEXTS}
-        with opened(settings(web.url), caches(tmp_path, 3), monkeypatch) as sets:
-            index = sets[0].index
-            assert web.gets == once | {"/index.json": 1}
-            assert index == sets[1].index == sets[2].index
-            made = [len([*(folder / "shards").glob("*.tokens")]) for folder in caches(tmp_path, 3)]
-            assert sum(made) == len(TEXTS) and min(made) > 0
-            epochs = in_threads([lambda one=one: epoch_of(one, settings(web.url)) for one in sets])
-            assert epochs[1:] == epochs[:1] * 2
-        (tmp_path / "node0" / "shards" / "entries").rename(tmp_path / "gone")  # as on a node that is new
-        with opened(settings(web.url), caches(tmp_path, 3), monkeypatch) as sets:
-            assert all(one.index == index for one in sets)
-        assert web.gets == once | {"/index.json": 2}  # the nodes have the rest from each other
+def test_files_of_documents_are_tokenised_once_by_all_nodes(raw, tmp_path, monkeypatch):
+    once = {f"/{name}": 1 for name in TEXTS}
+    with opened(settings(raw.url), caches(tmp_path, 3), monkeypatch) as sets:
+        index = sets[0].index
+        assert raw.gets == once | {"/index.json": 1}
+        assert index == sets[1].index == sets[2].index
+        made = [len([*(folder / "shards").glob("*.tokens")]) for folder in caches(tmp_path, 3)]
+        assert sum(made) == len(TEXTS) and min(made) > 0
+        epochs = in_threads([lambda one=one: epoch_of(one, settings(raw.url)) for one in sets])
+        assert epochs[1:] == epochs[:1] * 2
+    (tmp_path / "node0" / "shards" / "entries").rename(tmp_path / "gone")  # as on a node that is new
+    with opened(settings(raw.url), caches(tmp_path, 3), monkeypatch) as sets:
+        assert all(one.index == index for one in sets)
+    assert raw.gets == once | {"/index.json": 2}  # the nodes have the rest from each other
 
 
 @pytest.mark.slow
@@ -192,3 +197,71 @@ def test_the_order_in_which_nodes_are_asked():
             for downloads in (True, False):
                 asked = one.to_ask(shard, downloads=downloads)
                 assert made.to_ask(shard, downloads=downloads) == [(maker, False)] * (node != maker) + asked
+
+
+@pytest.mark.slow  # a race of threads
+def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> None:
+    """They share the cache, write the same file in it, and open it, which removes what killed processes left."""
+    with ShardSet(settings(texts)) as one:
+        raw, found = one._raw, one.index.shards
+        assert raw is not None
+        for _ in range(50):
+            in_threads([lambda: raw.write_index(found), lambda: ShardCache(one.cache.folder, 0)] * 2)
+        assert raw.index() == one.index
+
+
+@pytest.fixture
+def raw(texts: Path) -> Any:
+    """A server of the texts, with a list of them, which counts."""
+    (texts / "index.json").write_text(json.dumps(sorted(TEXTS)))
+    with of_folder(texts) as server:
+        yield server
+
+
+def opened_by(count: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns the set, which is closed, or the error of each of several processes, which are threads."""
+    found = open_together(settings(path), caches(tmp_path, count), monkeypatch)
+    for one in found:
+        if isinstance(one, ShardSet):
+            one.__exit__()
+    return found
+
+
+def lose(web: Server, path: str, fault: int) -> None:
+    """Makes a server fail for a file after it was asked for its size."""
+    asked, answer = [], web.answer
+    web.answer = lambda method, path, *rest: (asked.append(path), answer(method, path, *rest))[1]
+    web.fault = lambda wanted: fault if wanted == path and path in asked else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        pytest.param(500, StoreAwayError, "the store has been away for .* s .it answers 500", marks=pytest.mark.slow),
+        (403, StoreError, "part05.txt: .*403"),
+    ],
+)
+def test_failure_of_one_while_it_tokenises_is_that_of_all(
+    raw: Server, fault: int, kind: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteStore.__init__, "__defaults__", (0.5,))  # its patience
+    lose(raw, "/part05.txt", fault)
+    first, second = opened_by(2, raw.url, tmp_path, monkeypatch)
+    with pytest.raises(kind, match=message):
+        raise first
+    assert type(first) is type(second) and str(first) == str(second)
+
+
+def test_index_that_is_replaced_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = {"format": "mics-jax token shards 1", "tokenizer": "bytes"}
+    row = {"name": "a.txt", "num_tokens": 100, "text_bytes": 100, "dtype": "<u2", "sha256": "0" * 64}
+    contents = iter([100, 101])
+
+    def answer(method: str, path: str, *_: Any) -> Any:
+        return 200, {}, json.dumps(index | {"shards": [row | {"num_tokens": next(contents)}]}).encode()
+
+    with served(answer) as server:
+        one, other = opened_by(2, server.url, tmp_path, monkeypatch)
+    assert isinstance(one, ShardSet)
+    with pytest.raises(StoreError, match=r"index.json was replaced while the processes read it, or differs[^\n]*\Z"):
+        raise other
