@@ -18,9 +18,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def test_every_picture_is_shown_and_every_shown_one_exists() -> None:
-    shown = {
-        name for page in PAGES for name in re.findall(r"!\[[^]]*\]\((?:docs/|\.\./)?images/(\S+)\)", page.read_text())
-    }
+    shown = {name for page in PAGES for name in re.findall(r"[(\"](?:docs/|\.\./)?images/(\w+\.png)", page.read_text())}
     assert shown == {file.name for file in IMAGES.glob("*.png")}
 
 
