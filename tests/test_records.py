@@ -216,8 +216,9 @@ def test_a_new_line_is_refused_unless_its_commit_is_an_ancestor(
                 write(file, {"seconds": 2, "commit": name})
         write(file, {"seconds": 1, "commit": first})
         write(elsewhere, {"seconds": 1, "commit": rebased})  # not a record
-    put(file, {"seconds": 3, "commit": first}, ["seconds"])
-    assert [line["commit"] for line in recorded(file)] == [first, first] and len(recorded(elsewhere)) == 1
+    add(file, {"seconds": 3, "commit": rebased, COMMIT_LOST: "a rebase removed it"})  # an old line, which stays
+    put(file, {"seconds": 4, "commit": first}, ["seconds"])
+    assert [line["commit"] for line in recorded(file)] == [first, rebased, first] and len(recorded(elsewhere)) == 1
 
 
 def test_a_table_says_that_a_rebase_removed_the_commits_of_its_lines() -> None:
