@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 
 def check_rows(rows: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
     """Calls `check` with the values of each row; raises one AssertionError for all rows that fail."""
@@ -10,7 +12,7 @@ def check_rows(rows: Iterable[tuple[Any, ...]], check: Callable[..., object]) ->
     for row in rows:
         try:
             check(*row)
-        except (Exception, AssertionError) as error:
+        except (Exception, pytest.fail.Exception) as error:
             failures.append(f"{row!r}:\n    {type(error).__name__}: {error}")
     assert not failures, f"{len(failures)} rows fail:\n" + "\n".join(failures)
 

@@ -15,6 +15,7 @@ import optax
 import pytest
 import workload
 from running import ROOT, arrays, manifest, rows, run_here, stop_after
+from tables import check_rows
 from test_exchange_codecs import LAYOUTS, gradients
 
 import models
@@ -346,20 +347,22 @@ def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
     assert "resumed at step 2 of 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("optimiser", "lion"), r"^register\('optimiser', 'lion'\): the topic must be optimizer, or another of"),
-        (("optimizer", "adamw"), r"^register\('optimizer', 'adamw'\): optimizer.name=adamw exists already"),
-        (("model", "my model"), r"^register\('model', 'my model'\): the name must be letters, digits and _"),
-        (("codec", "demo"), "compression.hop_two=demo exists already"),
-        (("codec", "mine"), "compression.hop_two=mine exists already"),
-    ],
-)
-def test_names_that_cannot_be_registered(arguments: tuple[str, str], message: str) -> None:
-    register("hop_two", "mine", None)
-    with pytest.raises(ValueError, match=message):
-        register(*arguments, None)
+def test_names_that_cannot_be_registered() -> None:
+    def check(arguments: tuple[str, str], message: str) -> None:
+        register("hop_two", "mine", None)
+        with pytest.raises(ValueError, match=message):
+            register(*arguments, None)
+
+    check_rows(
+        [
+            (("optimiser", "lion"), r"^register\('optimiser', 'lion'\): the topic must be optimizer, or another of"),
+            (("optimizer", "adamw"), r"^register\('optimizer', 'adamw'\): optimizer.name=adamw exists already"),
+            (("model", "my model"), r"^register\('model', 'my model'\): the name must be letters, digits and _"),
+            (("codec", "demo"), "compression.hop_two=demo exists already"),
+            (("codec", "mine"), "compression.hop_two=mine exists already"),
+        ],
+        check,
+    )
 
 
 def test_errors_list_registered_names() -> None:

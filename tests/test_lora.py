@@ -14,6 +14,7 @@ import pytest
 import workload
 from hugging_face_reference import FOLDER
 from suite import sampled
+from tables import check_rows
 from workload import LORA
 
 import models
@@ -131,21 +132,29 @@ def test_blocks_keep_what_their_bits_can() -> None:
         np.testing.assert_array_equal(lora.decode(lora.encode(back, base), jax.numpy.float32), back)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (dict(lora_base="nf4"), "model.lora_rank = 0: model.lora_base needs a rank from 1 on"),
-        (dict(lora_rank=2, lora_targets="query gates"), "one of query key value out gate up down has adapters, not"),
-        (dict(lora_rank=2, lora_targets=""), "model.lora_targets = '': one of query key value out gate up down has"),
-        (dict(lora_rank=2, lora_targets="gate", kind="encoder"), "one of query key value out up down has adapters"),
-        (dict(lora_rank=-1), "model.lora_rank=-1 must be at least 0"),
-        (dict(lora_rank=2, kind="moe"), "models with experts have no adapters"),
-    ],
-)
-def test_a_mistake_in_the_config_is_one_line(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as found:
-        MODELS[changes.get("kind", "decoder")](**changes)
-    assert "\n" not in str(found.value)
+def test_a_mistake_in_the_config_is_one_line() -> None:
+    def check(changes: dict, words: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(words)) as found:
+            MODELS[changes.get("kind", "decoder")](**changes)
+        assert "\n" not in str(found.value)
+
+    check_rows(
+        [
+            (dict(lora_base="nf4"), "model.lora_rank = 0: model.lora_base needs a rank from 1 on"),
+            (
+                dict(lora_rank=2, lora_targets="query gates"),
+                "one of query key value out gate up down has adapters, not",
+            ),
+            (
+                dict(lora_rank=2, lora_targets=""),
+                "model.lora_targets = '': one of query key value out gate up down has",
+            ),
+            (dict(lora_rank=2, lora_targets="gate", kind="encoder"), "one of query key value out up down has adapters"),
+            (dict(lora_rank=-1), "model.lora_rank=-1 must be at least 0"),
+            (dict(lora_rank=2, kind="moe"), "models with experts have no adapters"),
+        ],
+        check,
+    )
 
 
 def test_a_config_with_adapters_may_train_all_parameters() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from running import ROOT, SMALL, arguments, run_here
+from tables import check_rows
 
 from input_pipeline.tokenizers import Bytes
 from runtime.heartbeat import Heartbeat
@@ -36,11 +37,14 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", CHANGES)
-def test_user_error_is_one_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes, message = CHANGES[mistake]
-    assert_matches(error_of(capsys, *arguments(tmp_path / "run", **changes)), message)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+def test_user_error_is_one_line(tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]) -> None:
+    def check(mistake: str) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        changes, message = CHANGES[mistake]
+        assert_matches(error_of(capsys, *arguments(tmp_path / "run", **changes)), message)
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+    check_rows([(mistake,) for mistake in CHANGES], check)
 
 
 def assert_matches(text: str, pattern: str) -> None:
@@ -62,46 +66,55 @@ def config_file(folder: Path, body: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("    raise SystemExit(3)", r"^/\S+mine.py, line 6, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
-        ("del get_config", r"^/\S+mine.py: it lacks get_config\(\), which returns the config$"),
-        ("    config.model.hiden = 3\n    return config", "model.hiden.*the nearest is model.hidden$"),
-        ("    del config.model.hidden\n    return config", "model.hidden is missing"),
-        ("    config.batch.global_size = '16'\n    return config", "batch.global_size"),
-        ("    return None", "mine.py: get_config must return the config"),
-        ("    return 1 / 0", "mine.py.*division"),
-        ("    return (", r"^/\S+mine.py, line 6, `return \(`: '\(' was never closed \(SyntaxError\)$"),
-        (
-            "import missing_one",
-            r"^/\S+mine.py, line 6, `import missing_one`: No module named .* \(ModuleNotFoundError\)$",
-        ),
-        ("    raise ValueError(f'mine.py:{arg}: there is none')", "^mine.py:: there is none$"),
-        ("    raise ValueError('choose one')", r"^/\S+mine.py, line 6, `raise .*`: choose one \(ValueError\)$"),
-    ],
-)
 def test_config_file_error_names_file_and_cause(
-    body: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = config_file(tmp_path, body)
-    assert_matches(error_of(capsys, f"--config={path}", f"--workdir={tmp_path / 'run'}"), message)
+    def check(body: str, message: str) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        path = config_file(tmp_path, body)
+        assert_matches(error_of(capsys, f"--config={path}", f"--workdir={tmp_path / 'run'}"), message)
 
-
-@pytest.mark.parametrize("source", ["folder", "shards", "mixture"])
-def test_a_vocabulary_too_small_is_told_before_anything_is_tokenised(
-    source: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Bytes, "document", lambda *_: pytest.fail("it tokenises"))
-    data = {"data__source": source, "data__path": corpus} if source != "mixture" else {}
-    data |= {} if data else {"data__mixture": f"1 folder:{corpus}, 1 shards:{corpus}"}
-    args = arguments(tmp_path / "run", model__vocab_size=200, **data)
-    assert run_here(*args) == 2
-    assert capsys.readouterr().err == (
-        "error: model.vocab_size=200 is less than the 256 ids of data.tokenizer=bytes; set model.vocab_size=256\n"
+    check_rows(
+        [
+            ("    raise SystemExit(3)", r"^/\S+mine.py, line 6, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
+            ("del get_config", r"^/\S+mine.py: it lacks get_config\(\), which returns the config$"),
+            ("    config.model.hiden = 3\n    return config", "model.hiden.*the nearest is model.hidden$"),
+            ("    del config.model.hidden\n    return config", "model.hidden is missing"),
+            ("    config.batch.global_size = '16'\n    return config", "batch.global_size"),
+            ("    return None", "mine.py: get_config must return the config"),
+            ("    return 1 / 0", "mine.py.*division"),
+            ("    return (", r"^/\S+mine.py, line 6, `return \(`: '\(' was never closed \(SyntaxError\)$"),
+            (
+                "import missing_one",
+                r"^/\S+mine.py, line 6, `import missing_one`: No module named .* \(ModuleNotFoundError\)$",
+            ),
+            ("    raise ValueError(f'mine.py:{arg}: there is none')", "^mine.py:: there is none$"),
+            ("    raise ValueError('choose one')", r"^/\S+mine.py, line 6, `raise .*`: choose one \(ValueError\)$"),
+        ],
+        check,
     )
-    assert not (tmp_path / "cache").exists()
+
+
+def test_a_vocabulary_too_small_is_told_before_anything_is_tokenised(
+    corpus: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def check(source: str) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(Bytes, "document", lambda *_: pytest.fail("it tokenises"))
+        data = {"data__source": source, "data__path": corpus} if source != "mixture" else {}
+        data |= {} if data else {"data__mixture": f"1 folder:{corpus}, 1 shards:{corpus}"}
+        args = arguments(tmp_path / "run", model__vocab_size=200, **data)
+        assert run_here(*args) == 2
+        assert capsys.readouterr().err == (
+            "error: model.vocab_size=200 is less than the 256 ids of data.tokenizer=bytes; set model.vocab_size=256\n"
+        )
+        assert not (tmp_path / "cache").exists()
+
+    check_rows([(source,) for source in ["folder", "shards", "mixture"]], check)
 
 
 def test_missing_config_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,10 +159,9 @@ def test_bad_flags_are_rejected(
     for process in ("--process_id=0", "--process_id=1"):  # jax would crash, or wait
         said = error_of(capsys, *args, "--coordinator=::1:1234", *three[1:], process)
         assert_matches(said, r"^--coordinator=::1:1234 must be .* an IPv6 address needs brackets: \[::1\]:1234$")
-    for at, why in (("::1:1234", "brackets"), ("192.0.2.1:1234", "cannot listen at port 1234 of .*: Cannot assign")):
-        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", at)
-        said = error_of(capsys, *args, *three, "--process_id=0")
-        assert_matches(said, f"^JAX_COORDINATOR_BIND_ADDRESS={at}.* {why}")
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "::1:1234")
+    said = error_of(capsys, *args, *three, "--process_id=0")
+    assert_matches(said, "^JAX_COORDINATOR_BIND_ADDRESS=::1:1234.* brackets")
 
 
 def test_coordinator_port_in_use_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from running import arguments, finish, run_here, start_together
+from tables import check_rows
 
 from configs.schema import BatchConfig, Config, DataConfig
 from input_pipeline import load
@@ -67,35 +68,44 @@ def check_batches(out: Path, num_processes: int, global_size: int, rows_wanted: 
             assert (rows[global_size:] == 0).all()
 
 
-@pytest.mark.parametrize(("micro_size", "multiple"), [(1, 1), (8, 1), (64, 32)])
-def test_few_rows_are_padding_on_any_number_of_nodes(micro_size: int, multiple: int) -> None:
+def test_few_rows_are_padding_on_any_number_of_nodes() -> None:
     """Less than a row (a ghost batch) of each device and micro-step, and none where micro-batches divide the batch."""
-    batch, of_device = BatchConfig(global_size=4096, micro_size=micro_size), []
-    for devices in range(8, 8 * 65 + 1, 8):
-        found = fitted(batch, devices, multiple)
-        steps, rows = accumulation(found, devices), found.micro_size
-        assert steps == math.ceil(4096 / (devices * micro_size))
-        assert rows <= micro_size and rows % multiple == 0
-        assert 0 <= steps * rows * devices - 4096 < steps * multiple * devices
-        assert found == batch or 4096 % (devices * micro_size)
-        of_device.append(steps * rows)
-    assert of_device == sorted(of_device, reverse=True), "a node more makes no step longer"
-    if micro_size == 8:  # two micro-steps of 8 rows on 32 nodes, of 5 on 63, one of 8 on 64 and 65
-        assert [of_device[nodes - 1] for nodes in (32, 63, 64, 65)] == [16, 10, 8, 8]
+
+    def check(micro_size: int, multiple: int) -> None:
+        batch, of_device = BatchConfig(global_size=4096, micro_size=micro_size), []
+        for devices in range(8, 8 * 65 + 1, 8):
+            found = fitted(batch, devices, multiple)
+            steps, rows = accumulation(found, devices), found.micro_size
+            assert steps == math.ceil(4096 / (devices * micro_size))
+            assert rows <= micro_size and rows % multiple == 0
+            assert 0 <= steps * rows * devices - 4096 < steps * multiple * devices
+            assert found == batch or 4096 % (devices * micro_size)
+            of_device.append(steps * rows)
+        assert of_device == sorted(of_device, reverse=True), "a node more makes no step longer"
+        if micro_size == 8:  # two micro-steps of 8 rows on 32 nodes, of 5 on 63, one of 8 on 64 and 65
+            assert [of_device[nodes - 1] for nodes in (32, 63, 64, 65)] == [16, 10, 8, 8]
+
+    check_rows([(1, 1), (8, 1), (64, 32)], check)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"batch__global_size": 34, "batch__micro_size": 4},  # two micro-steps of 3 rows
-        {"batch__global_size": 5, "batch__micro_size": 4},  # fewer rows than devices
-        {"batch__global_size": 30, "mesh__tensor": 2, "sharding__partition_size": 4},
-    ],
-)
-def test_batch_layout_of_one_process(changes: dict[str, Any], tmp_path: Path) -> None:
-    assert run_here(*arguments(tmp_path / "run", **changes), make=writes_batches(str(tmp_path))) == RESUMABLE
-    check_batches(tmp_path, 1, changes.get("batch__global_size", 16))
+def test_batch_layout_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
+    def check(changes: dict[str, Any]) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        assert run_here(*arguments(tmp_path / "run", **changes), make=writes_batches(str(tmp_path))) == RESUMABLE
+        check_batches(tmp_path, 1, changes.get("batch__global_size", 16))
+
+    check_rows(
+        [
+            (changes,)
+            for changes in [
+                {},
+                {"batch__global_size": 34, "batch__micro_size": 4},  # two micro-steps of 3 rows
+                {"batch__global_size": 5, "batch__micro_size": 4},  # fewer rows than devices
+                {"batch__global_size": 30, "mesh__tensor": 2, "sharding__partition_size": 4},
+            ]
+        ],
+        check,
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from running import arguments, losses, rows, run_here, stop_after
+from tables import check_rows
 
 from configs import base, tiny
 from configs.schema import Config
@@ -54,22 +55,21 @@ def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
         assert 0.6 * report[f"{level}_bytes"] <= planned[level] <= SLACK * report[f"{level}_bytes"], level
 
 
-@pytest.mark.parametrize(
-    ("hierarchical", "inside", "remat", "times"),
-    # of two layers: 6 each, but 4 of the last one, at least: with overlap it is not computed again
-    [(False, 1 / 4, "full", 6 + 4), (True, 1 / 2, "dots", 4 + 4)],
-)
-def test_the_planner_counts_tokens_between_nodes_too(hierarchical: bool, inside: float, remat: str, times: int) -> None:
+def test_the_planner_counts_tokens_between_nodes_too() -> None:
     """Four devices on two nodes hold an expert each; half of all tokens go to the other node, on either way."""
-    config = tiny.get_config("moe")
-    config.mesh.devices_per_node = 2
-    config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4", "hierarchical": hierarchical})
-    config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 1.0})
-    config.model.update({"experts_per_token": 1, "compute_dtype": "float32", "remat": remat})
-    experiment = make_experiment(base.typed(config))
-    rows, seq_len = experiment.config.batch.micro_size, experiment.config.data.seq_len
-    whole = experiment.batches.accumulation * times * 4 * rows * seq_len * config.model.hidden  # of all-to-alls
-    assert traffic_by_use(experiment)["experts"] == {"inter": whole / 2, "intra": whole * inside}
+
+    def check(hierarchical: bool, inside: float, remat: str, times: int) -> None:
+        config = tiny.get_config("moe")
+        config.mesh.devices_per_node = 2
+        config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4", "hierarchical": hierarchical})
+        config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 1.0})
+        config.model.update({"experts_per_token": 1, "compute_dtype": "float32", "remat": remat})
+        experiment = make_experiment(base.typed(config))
+        rows, seq_len = experiment.config.batch.micro_size, experiment.config.data.seq_len
+        whole = experiment.batches.accumulation * times * 4 * rows * seq_len * config.model.hidden  # of all-to-alls
+        assert traffic_by_use(experiment)["experts"] == {"inter": whole / 2, "intra": whole * inside}
+
+    check_rows([(False, 1 / 4, "full", 6 + 4), (True, 1 / 2, "dots", 4 + 4)], check)
 
 
 @pytest.mark.slow
@@ -100,10 +100,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=[*REFUSED])
 def test_what_cannot_be_divided_is_one_line(
-    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(*arguments(tmp_path / "run", **MOE | changes)) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and re.search(said, err), err
+    def check(changes: dict[str, Any], said: str) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        assert run_here(*arguments(tmp_path / "run", **MOE | changes)) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1 and re.search(said, err), err
+
+    check_rows(REFUSED.values(), check)

@@ -31,6 +31,7 @@ from running import (
     steps_logged,
     stop_after,
 )
+from tables import check_rows
 
 import train
 from configs import command_line
@@ -351,24 +352,26 @@ def called(wanted: dict[str, Any], *, steps: int, begin: int = 0, last: int = 10
     return seen
 
 
-@pytest.mark.parametrize(
-    ("wanted", "run", "steps"),
-    [
-        ({}, {"steps": 10}, [4, 8]),
-        ({}, {"steps": 10, "moments": 0}, []),
-        ({"at_end": True}, {"steps": 10}, [4, 8, 10]),
-        ({"at_end": True}, {"steps": 8, "last": 8}, [4, 8]),
-        ({"at_end": True}, {"steps": 6}, [4]),
-        ({"at_stop": True}, {"steps": 10}, [4, 8]),
-        ({"at_stop": True}, {"steps": 6}, [4, 6]),
-        ({"at_stop": True}, {"steps": 4}, [4]),
-        ({"at_stop": True, "done": 5}, {"begin": 5, "steps": 5}, []),
-        ({"at_stop": True, "done": 4}, {"begin": 5, "steps": 5}, [5]),  # its step was restored from elsewhere
-        ({"at_end": True, "done": 8}, {"begin": 10, "steps": 10}, [10]),
-    ],
-)
-def test_a_hook_is_called_when_it_is_due(wanted: dict[str, Any], run: dict[str, int], steps: list[int]) -> None:
-    assert called(wanted, **run) == steps
+def test_a_hook_is_called_when_it_is_due() -> None:
+    def check(wanted: dict[str, Any], run: dict[str, int], steps: list[int]) -> None:
+        assert called(wanted, **run) == steps
+
+    check_rows(
+        [
+            ({}, {"steps": 10}, [4, 8]),
+            ({}, {"steps": 10, "moments": 0}, []),
+            ({"at_end": True}, {"steps": 10}, [4, 8, 10]),
+            ({"at_end": True}, {"steps": 8, "last": 8}, [4, 8]),
+            ({"at_end": True}, {"steps": 6}, [4]),
+            ({"at_stop": True}, {"steps": 10}, [4, 8]),
+            ({"at_stop": True}, {"steps": 6}, [4, 6]),
+            ({"at_stop": True}, {"steps": 4}, [4]),
+            ({"at_stop": True, "done": 5}, {"begin": 5, "steps": 5}, []),
+            ({"at_stop": True, "done": 4}, {"begin": 5, "steps": 5}, [5]),  # its step was restored from elsewhere
+            ({"at_end": True, "done": 8}, {"begin": 10, "steps": 10}, [10]),
+        ],
+        check,
+    )
 
 
 def test_the_hook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
