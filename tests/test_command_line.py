@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from running import ROOT
+from tables import check_rows
 from test_imports import our_files
 
 import sweep
@@ -52,12 +53,14 @@ def into_closed_pipe(*command: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [1, 10_000], ids=["less than a buffer", "more"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_pipe_ends_nothing(lines: int, unbuffered: str) -> None:
     assert into_closed_pipe("-c", PROGRAM.format(lines=lines), PYTHONUNBUFFERED=unbuffered) == (3, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sweep.py --help", "-m lab.emulate --help"])
 def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
     assert into_closed_pipe(*command.split()) == (0, "")
@@ -79,6 +82,7 @@ def test_every_program_for_users_prepares_its_output() -> None:
     assert left == set(NOT_FOR_USERS.split()) and len(programs) - len(left) >= 10
 
 
+@pytest.mark.slow
 def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
     file = tmp_path / "out"
     with file.open("wb") as output:
@@ -87,31 +91,28 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
     assert file.read_bytes() == b"0 \\ud800\n1 \\ud800\n2 \\ud800\n"
 
 
-@pytest.mark.parametrize(
-    ("program", "argv", "said"),
-    [
-        (
-            chaos,
-            ["lab.chaos"],
-            ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"],
-        ),
-        (emulate, ["lab.emulate"], ["how many there are at the start"]),
-        (accuracy, [], ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
-    ],
-)
-def test_help_says_what_options_mean_and_their_defaults(
-    program: Any,
-    argv: list[str],
-    said: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
-        program.main([*argv, "--help"])
-    out = capsys.readouterr().out
-    assert all(words in out for words in said), out
-    assert not re.search(r"^  --\w+ \S+$(?!\n {10})", out, re.MULTILINE)  # an option without a word on it
+def test_help_says_what_options_mean_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(program: Any, argv: list[str], said: list[str]) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("COLUMNS", "200")
+            with pytest.raises(SystemExit):
+                program.main([*argv, "--help"])
+            out = capsys.readouterr().out
+            assert all(words in out for words in said), out
+            assert not re.search(r"^  --\w+ \S+$(?!\n {10})", out, re.MULTILINE)  # an option without a word on it
+
+    check_rows(
+        [
+            (
+                chaos,
+                ["lab.chaos"],
+                ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"],
+            ),
+            (emulate, ["lab.emulate"], ["how many there are at the start"]),
+            (accuracy, [], ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
+        ],
+        check,
+    )
 
 
 def refuse_to_write(path: Path, *_: object, **__: object) -> None:
@@ -119,31 +120,30 @@ def refuse_to_write(path: Path, *_: object, **__: object) -> None:
 
 
 EMULATE = "lab.emulate --nodes=2 --devices_per_node=1"
-WRITERS = [
-    pytest.param(lambda argv: sweep.main(argv), SWEEP, "--workdir", id="sweep"),
-    pytest.param(lambda argv: emulate.main([*argv, "--", "true"]), EMULATE, "--workdir", id="emulate"),
-    pytest.param(lambda argv: probe.main(argv[1:]), "lab.probe", "--out", id="probe"),
-    pytest.param(lambda argv: table.main(argv), "planner.table --config=configs/quickstart.py", "--png", id="table"),
+WRITERS: list[tuple[Callable[[list[str]], int], str, str]] = [
+    (lambda argv: sweep.main(argv), SWEEP, "--workdir"),
+    (lambda argv: emulate.main([*argv, "--", "true"]), EMULATE, "--workdir"),
+    (lambda argv: probe.main(argv[1:]), "lab.probe", "--out"),
+    (lambda argv: table.main(argv), "planner.table --config=configs/quickstart.py", "--png"),
 ]
 
 
-@pytest.mark.parametrize(("program", "command", "option"), WRITERS)
 def test_a_place_that_is_read_only(
-    program: Callable[[list[str]], int],
-    command: str,
-    option: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Path, "mkdir", refuse_to_write)
-    monkeypatch.setattr(Path, "open", refuse_to_write)
-    monkeypatch.setattr(sweep, "check_runs", lambda runs: None)  # which reads them, and starts a process for it
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it has begun"))
-    assert program([*command.split(), f"{option}={tmp_path / 'there'}"]) == 2
-    said = capsys.readouterr()
-    message = f"{tmp_path / 'there'} cannot be made (Read-only file system); choose another {option}"
-    assert (said.out, said.err) == ("", f"error: {message}\n")
+    def check(program: Callable[[list[str]], int], command: str, option: str) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(Path, "mkdir", refuse_to_write)
+            monkeypatch.setattr(Path, "open", refuse_to_write)
+            monkeypatch.setattr(sweep, "check_runs", lambda runs: None)  # which reads them, and starts a process for it
+            monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it has begun"))
+            assert program([*command.split(), f"{option}={tmp_path / 'there'}"]) == 2
+            said = capsys.readouterr()
+            message = f"{tmp_path / 'there'} cannot be made (Read-only file system); choose another {option}"
+            assert (said.out, said.err) == ("", f"error: {message}\n")
+
+    check_rows(WRITERS, check)
 
 
 def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +176,11 @@ def test_a_path_behind_the_config_file_is_no_folder_of_the_run() -> None:
         assert command_line.config_name(values) == name
 
 
-@pytest.mark.parametrize(("program", "command", "option"), WRITERS[:3])
-def test_an_empty_path_is_a_mistake(
-    program: Callable[[list[str]], int], command: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_path_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     """As of an unset variable: it is not the folder in which the command was given."""
-    assert program([*command.split(), f"{option}="]) == 2
-    assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"
+
+    def check(program: Callable[[list[str]], int], command: str, option: str) -> None:
+        assert program([*command.split(), f"{option}="]) == 2
+        assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"
+
+    check_rows(WRITERS[:3], check)

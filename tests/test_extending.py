@@ -230,7 +230,10 @@ def test_the_page_has_a_listing_for_each_topic() -> None:
     assert {re.findall(r'^register\("(\w+)"', code, re.MULTILINE)[0] for code in LISTINGS.values()} == OWN.keys()
 
 
-@pytest.mark.parametrize("titles", RUNS, ids=", ".join)
+QUICK = [("A model",), ("A data set", "An optimizer", "A schedule")]  # the others are slow
+
+
+@pytest.mark.parametrize("titles", [pytest.param(t, marks=[pytest.mark.slow] * (t not in QUICK)) for t in RUNS])
 @pytest.mark.usefixtures("corpus")
 def test_a_listing_trains_and_what_it_defines_is_used(titles: tuple[str, ...], tmp_path: Path) -> None:
     files = []
@@ -250,7 +253,7 @@ def listed_dgc(tmp_path: Path, workers: ShardingPlan) -> Any:
     return OWN["hop_two"]["dgc"].transform(workload.setup(workers, "none", sparsity=0.9))
 
 
-@pytest.mark.parametrize("layout", ["mics(2)", "zero1", "tensor"])
+@pytest.mark.parametrize("layout", ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mics(2)", "zero1"))])
 def test_the_listed_dgc_keeps_what_it_does_not_send_in_every_layout(layout: str, tmp_path: Path) -> None:
     """What was sent and what is kept are the velocities' mean; a step with a bad value leaves all as it was."""
     workers = workload.plan("tensors", **LAYOUTS[layout])
@@ -294,6 +297,7 @@ def test_the_listed_dgc_matches_numpy(tmp_path: Path) -> None:
         jax.tree.map(check, mean, unsent, velocity)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_of_an_optimizer_with_its_own_is_not_logged(tmp_path: Path) -> None:
     listing = LION.replace("lion(schedule", "lion(lambda step: 1e-3")
     assert train(listing, "run", num_steps=2) == 0
@@ -412,11 +416,13 @@ def test_the_planner_compiles_again_when_the_file_changes() -> None:
     assert found == [False, True, False]
 
 
+@pytest.mark.slow
 def test_emulated_nodes_see_the_file() -> None:
     file = listed("An optimizer")
     assert {file, file.parent} <= {*emulate.named_paths(["train.py", f"--config={file}:{file.parent}"])}
 
 
+@pytest.mark.slow
 def test_emulated_nodes_see_what_the_file_names(tmp_path: Path) -> None:
     """But not its RAM disk, of which each node has its own."""
     (tmp_path / "chats").mkdir()

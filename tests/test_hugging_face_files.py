@@ -87,27 +87,32 @@ def test_every_sharding_has_the_values_of_the_files(taken: Counter[str]) -> None
     check_rows([("gpt2", "zero3"), ("llama", "tensor"), ("bert", "mics"), ("roberta", "ddp")], check)
 
 
-@pytest.mark.parametrize("base", ["int8", "nf4"])
-def test_a_base_in_blocks_is_read_and_encoded_once(base: str, taken: Counter[str], monkeypatch: Any) -> None:
+def test_a_base_in_blocks_is_read_and_encoded_once(taken: Counter[str]) -> None:
     """Its codes and its scales are of one reading; and what is encoded at once is a layer of a device's share."""
-    encoded: list[int] = []
-    encode = lambda x, *how: (encoded.append(x.size), lora.encode(x, *how))[1]
-    monkeypatch.setattr(hugging_face, "encode", encode)
-    monkeypatch.setattr(lora, "BLOCK", 8)  # the example has few columns
-    model = models.build(replace(section(FOLDER / "llama"), lora_rank=2, lora_base=base))
-    weights = Weights(model, FOLDER / "llama")
-    _, frozen = part_frozen(model.param_specs())
-    params = by_name(weights.load(part_like(abstract(model, strategy="mics", partition_size=2), frozen)[0]))
-    assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / "llama").items()}
-    plain = by_name(model.plain_specs, is_spec)
-    stacks = {path: x for path, x in plain.items() if f"{path}/codes" in params}
-    assert sum(encoded) == sum(prod(spec.shape) for spec in stacks.values()) and len(stacks) == 7
-    layers, shares = model.config.num_layers, 2
-    assert max(encoded) == max(prod(spec.shape) for spec in stacks.values()) // layers // shares
-    for path in stacks:
-        whole = lora.encode(weights.region(path, (slice(None),) * 3), base)
-        for part in lora.IN_BLOCKS:
-            np.testing.assert_array_equal(params[f"{path}/{part}"], whole[part])
+
+    def check(base: str) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            taken.clear()
+            encoded: list[int] = []
+            encode = lambda x, *how: (encoded.append(x.size), lora.encode(x, *how))[1]
+            monkeypatch.setattr(hugging_face, "encode", encode)
+            monkeypatch.setattr(lora, "BLOCK", 8)  # the example has few columns
+            model = models.build(replace(section(FOLDER / "llama"), lora_rank=2, lora_base=base))
+            weights = Weights(model, FOLDER / "llama")
+            _, frozen = part_frozen(model.param_specs())
+            params = by_name(weights.load(part_like(abstract(model, strategy="mics", partition_size=2), frozen)[0]))
+            assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / "llama").items()}
+            plain = by_name(model.plain_specs, is_spec)
+            stacks = {path: x for path, x in plain.items() if f"{path}/codes" in params}
+            assert sum(encoded) == sum(prod(spec.shape) for spec in stacks.values()) and len(stacks) == 7
+            layers, shares = model.config.num_layers, 2
+            assert max(encoded) == max(prod(spec.shape) for spec in stacks.values()) // layers // shares
+            for path in stacks:
+                whole = lora.encode(weights.region(path, (slice(None),) * 3), base)
+                for part in lora.IN_BLOCKS:
+                    np.testing.assert_array_equal(params[f"{path}/{part}"], whole[part])
+
+    check_rows([(base,) for base in ["int8", "nf4"]], check)
 
 
 def test_a_fingerprint_tells_other_weights(tmp_path: Path) -> None:

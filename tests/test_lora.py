@@ -51,8 +51,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("base", "how"), sampled(CASES, "ddp", "zero3", "mics4 overlap", "mics4 node overlap"))
-def test_losses_equal_a_single_device(base: str, how: dict) -> None:
+def test_losses_equal_a_single_device() -> None:
+    check_losses(*CASES["mics4 node overlap"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "how"), sampled(CASES, "ddp", "zero3", "mics4 overlap"))
+def test_losses_of_every_strategy_equal_a_single_device(base: str, how: dict) -> None:
+    check_losses(base, how)
+
+
+def check_losses(base: str, how: dict) -> None:
+    """Trains adapters beside a base, and compares the losses with those of one device."""
     kind = LORA + base
     step, state, data = workload.compiled_step(kind, workload.plan(kind, **how))
     frozen = jax.tree.map(np.asarray, state.frozen)
@@ -63,7 +73,7 @@ def test_losses_equal_a_single_device(base: str, how: dict) -> None:
     jax.tree.map(np.testing.assert_array_equal, frozen, state.frozen)
 
 
-@pytest.mark.parametrize(("base", "codec"), [("compute", None), ("int8", None), ("nf4", INT8)])
+@pytest.mark.parametrize(("base", "codec"), [pytest.param("compute", None, marks=pytest.mark.slow), ("nf4", INT8)])
 def test_adapters_alone_cross_nodes_and_the_base_travels_as_it_is_stored(base: str, codec: Codec | None) -> None:
     """Groups of a node: of formulas and of docs/concepts.md, in the compiled program; the rest are a few scalars.
 
@@ -110,9 +120,10 @@ def test_float16_beside_what_else_a_decoder_may_have(monkeypatch: pytest.MonkeyP
     assert found["float32"][-1] < found["float32"][0] - 0.01 and np.any(found["float16"] != found["float32"])
 
 
+@pytest.mark.slow
 def test_a_loss_in_pieces_uses_what_was_gathered_for_the_micro_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "MOST_LOGITS", 200)
-    test_losses_equal_a_single_device("nf4", dict(gather="micro_step", **GROUP))
+    check_losses("nf4", dict(gather="micro_step", **GROUP))
 
 
 def stored_bytes(specs: Any) -> int:

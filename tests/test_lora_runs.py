@@ -45,7 +45,7 @@ def test_new_adapters_change_nothing_at_first_and_only_they_are_kept(trained: Pa
     assert len(kept) == 14 and all(name.endswith(("lora_a", "lora_b")) and x.all() for name, x in kept.items())
 
 
-@pytest.mark.parametrize("strategy", ["mics", "zero3"])
+@pytest.mark.parametrize("strategy", ["mics", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same(strategy: str, trained: Path, tmp_path: Path) -> None:
     """Bit by bit on the same mesh, and on another one up to the order of additions."""
     workdir = tmp_path / "run"
@@ -79,6 +79,7 @@ def test_adapters_in_memory_go_on_in_another_number_of_replicas(
         np.testing.assert_allclose(after[name], before[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_adapters(trained: Path, tmp_path: Path) -> None:
     assert train(tmp_path, model__lora_weights=trained.parent / "adapters", optimizer__learning_rate=1e-9) == 0
     before, after = arrays(trained, 3), arrays(tmp_path, 2)
@@ -86,6 +87,7 @@ def test_a_run_starts_from_adapters(trained: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(after[name], before[name], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_another_base_than_that_of_the_adapters_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A node that was replaced has another revision in the folder, of the same names and shapes."""
     folder, kept, workdir = changed(FOLDER / "llama", tmp_path / "base"), tmp_path / "kept", tmp_path / "run"
@@ -111,20 +113,21 @@ def test_another_base_than_that_of_the_adapters_is_one_line(tmp_path: Path, caps
     assert "resumed at step " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rank", [0, 2])
 def test_processes_with_other_weights_are_refused(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both a base that is kept frozen and the start of a run that trains all parameters."""
     gather = experiment.all_gather
     other = lambda key, value: [*gather(key, value), "another"] if key.topic == "weights" else gather(key, value)
     monkeypatch.setattr(experiment, "all_gather", other)
-    assert train(tmp_path, model__lora_rank=rank) == 2
-    err = capsys.readouterr().err
-    assert f"model.weights={FOLDER / 'llama'} differs between processes; give all the same files" in err
-    assert err.count("\n") == 1
+    for rank in (0, 2):
+        assert train(tmp_path / str(rank), model__lora_rank=rank) == 2
+        err = capsys.readouterr().err
+        assert f"model.weights={FOLDER / 'llama'} differs between processes; give all the same files" in err
+        assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for length in ([], ["--length=200"]):
@@ -152,7 +155,7 @@ def test_peft_finds_the_matrices_that_have_adapters_and_no_others(tmp_path_facto
     check_rows([(name,) for name in ["llama", "bert"]], check)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, pytest.param(np.float16, marks=pytest.mark.slow)])
 def test_a_merged_model_has_the_dtype_of_its_base(
     dtype: Any, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def forgotten() -> Iterator[None]:
     OWN["optimizer"].clear()
 
 
+@pytest.mark.slow
 def test_the_listing_trains() -> None:
     found: dict[str, Any] = {}
     exec(LOOP, found)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from running import arguments, at_step, losses, run_here, snapshot, stop_after
+from tables import check_rows
 from test_train_bad_input import assert_matches, error_of
 
 import models
@@ -25,42 +26,45 @@ def test_bad_workdir_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert file.read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "run[1]",
-            r"/run\[1\]/run, because of \[ in the path; choose a directory whose absolute path has none of \* \? \[",
-        ),
-        (os.fsdecode(b"run\xff"), "the path is not UTF-8; choose a directory whose path is"),
-    ],
-    ids=["a pattern", "no UTF-8"],
-)
 def test_workdir_unfit_for_checkpoints_is_rejected(
-    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Is refused before anything runs, wherever in the absolute path the reason is."""
-    monkeypatch.setattr(Supervisor, "join", lambda *_, **__: pytest.fail("it has begun"))
-    assert_matches(error_of(capsys, *arguments(tmp_path / name / "run")), message)
-    (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / name)
-    assert_matches(error_of(capsys, *arguments("run")), message)
-    assert not any(Path().iterdir())
+
+    def check(name: str, message: str) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(Supervisor, "join", lambda *_, **__: pytest.fail("it has begun"))
+            assert_matches(error_of(capsys, *arguments(tmp_path / name / "run")), message)
+            (tmp_path / name).mkdir()
+            monkeypatch.chdir(tmp_path / name)
+            assert_matches(error_of(capsys, *arguments("run")), message)
+            assert not any(Path().iterdir())
+
+    check_rows(
+        [
+            (
+                "run[1]",
+                r"/run\[1\]/run, because of \[ in the path; choose a directory whose absolute path has none of \* \?",
+            ),
+            (os.fsdecode(b"run\xff"), "the path is not UTF-8; choose a directory whose path is"),
+        ],
+        check,
+    )
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints"])
 def test_unwritable_workdir_is_rejected(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is refused before the step is compiled, unless there is nothing to do."""
     args = arguments(tmp_path)
     assert run_here(*args, hooks=[stop_after(3)]) == 75
-    with monkeypatch.context() as patched:  # as on a disk that is mounted read-only, where root cannot write either
-        access = os.access
-        patched.setattr(os, "access", lambda path, mode: path != tmp_path / name and access(path, mode))
-        patched.setattr(Supervisor, "started", lambda *_, **__: pytest.fail("it has begun"))
-        message = f"{tmp_path / name} cannot be written; change that, or choose another --workdir"
-        assert error_of(capsys, *args) == message
+    access = os.access
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        with monkeypatch.context() as patched:  # as on a disk that is mounted read-only, where root cannot write either
+            patched.setattr(os, "access", lambda path, mode, folder=folder: path != folder and access(path, mode))
+            patched.setattr(Supervisor, "started", lambda *_, **__: pytest.fail("it has begun"))
+            assert error_of(capsys, *args) == f"{folder} cannot be written; change that, or choose another --workdir"
     assert run_here(*args) == 0
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert run_here(*args) == 0
@@ -99,11 +103,13 @@ def test_a_key_that_an_older_version_did_not_have_counts_with_its_default() -> N
     assert changed_keys(older, packed) == {"data.packing": ("stream", "documents")}
 
 
-@pytest.mark.parametrize("key", ["threshold", "sampled"])
-def test_a_key_that_has_gone_since_is_not_looked_at(key: str) -> None:
-    config = typed(quickstart.get_config()).to_dict()
-    older = {**config, "compression": {**config["compression"], key: 0.5}}
-    assert changed_keys(older, config) == {}
+def test_a_key_that_has_gone_since_is_not_looked_at() -> None:
+    def check(key: str) -> None:
+        config = typed(quickstart.get_config()).to_dict()
+        older = {**config, "compression": {**config["compression"], key: 0.5}}
+        assert changed_keys(older, config) == {}
+
+    check_rows([(key,) for key in ["threshold", "sampled"]], check)
 
 
 def test_workdir_of_another_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

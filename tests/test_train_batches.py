@@ -108,11 +108,12 @@ def test_batch_layout_of_one_process(tmp_path_factory: pytest.TempPathFactory) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "changes"),
     [
         (2, {"batch__global_size": 30}),
-        pytest.param(4, {"batch__global_size": 30, "mesh__tensor": 2}, marks=pytest.mark.slow),
+        (4, {"batch__global_size": 30, "mesh__tensor": 2}),
     ],
 )
 def test_batch_layout_of_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:

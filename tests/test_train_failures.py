@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from running import arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
+from tables import check_rows
 from waiting import until
 
 from files import run_directory
@@ -17,7 +18,8 @@ from runtime.events import EventReader
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open
-@pytest.mark.parametrize("room", [20_000, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [20_000, 100])
 def test_full_disk_ends_the_run_with_one_line(tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]) -> None:
     """From step 9 on no file may be larger than `room`; with 100 the report cannot be written either."""
     undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "run"
@@ -60,6 +62,7 @@ def test_a_deleted_workdir_is_noticed_at_the_next_save(tmp_path: Path, capsys: p
     assert [row["loss"] for row in rows(workdir)] == losses(undisturbed)[5:]
 
 
+@pytest.mark.slow
 def test_too_many_non_finite_updates_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"optimizer__learning_rate": 1e16, "optimizer__max_skipped": 3, "checkpoint__every": 1, "num_steps": 20}
     assert run_here(*arguments(tmp_path, **changes)) == 1
@@ -93,29 +96,33 @@ def test_unexpected_error_is_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "failed: out of the blue"
 
 
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        ("UNKNOWN: Gloo all-reduce failed: Read error [10.0.0.9]:4711: Connection reset by peer", 75),
-        ("INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network error", 75),
-        ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled cuda error", 1),
-        ("INTERNAL: NCCL operation ncclCommInitRank failed: unhandled system error", 1),  # /dev/shm may be full
-    ],
-)
 def test_a_broken_connection_is_resumable(
-    said: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of processes that all live: nobody is lost."""
 
-    def fail() -> None:
-        raise jax.errors.JaxRuntimeError(said)
+    def check(said: str, code: int) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
 
-    assert run_here(*arguments(tmp_path), hooks=[at_step(3, fail)]) == code
-    err = capsys.readouterr().err
-    assert ("Traceback" in err) == (code == 1) and said in err
+        def fail() -> None:
+            raise jax.errors.JaxRuntimeError(said)
+
+        assert run_here(*arguments(tmp_path), hooks=[at_step(3, fail)]) == code
+        err = capsys.readouterr().err
+        assert ("Traceback" in err) == (code == 1) and said in err
+
+    check_rows(
+        [
+            ("UNKNOWN: Gloo all-reduce failed: Read error [10.0.0.9]:4711: Connection reset by peer", 75),
+            ("INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network error", 75),
+            ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled cuda error", 1),
+            ("INTERNAL: NCCL operation ncclCommInitRank failed: unhandled system error", 1),  # /dev/shm may be full
+        ],
+        check,
+    )
 
 
-@pytest.mark.parametrize("name", ["compile_train_step", "init_state"])
+@pytest.mark.parametrize("name", ["compile_train_step", pytest.param("init_state", marks=pytest.mark.slow)])
 def test_unexpected_error_before_step_1_is_not_bad_input(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

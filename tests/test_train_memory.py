@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import pytest
 from running import arguments, changed, compiled_once, finish, run_here, start_together
+from tables import check_rows
 
 from configs import command_line
 from configs.schema import Config
@@ -249,29 +250,35 @@ def test_a_host_of_others_ends_all_processes(tmp_path: Path) -> None:
     assert lines[0] == lines[1] and lines[0].startswith("error: the run takes ")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_limits_of_control_groups_count(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_of_control_groups_count(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The least that any group of the process leaves; files in the cache are free."""
-    monkeypatch.setattr(memory, "GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    (tmp_path / "meminfo").write_text("MemAvailable:   10 kB\n")
-    (tmp_path / "own").write_text("4:cpu,memory:/a/b\n3:cpuset:/\n" if version == 1 else "0::/a/b\n")
-    assert memory._free_bytes() == 10240  # a group without files
-    root = tmp_path / "memory" if version == 1 else tmp_path
-    names = (
-        ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
-        if version == 1
-        else ("max", "current", "inactive_file")
-    )
-    for folder, limit, used, cached in ((root / "a", 9000, 5000, 300), (root / "a" / "b", 8000, 3000, 0)):
-        folder.mkdir(parents=True)
-        (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
-        (folder / f"memory.{names[1]}").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"cache 7\n{names[2]} {cached}\n")
-    assert memory._free_bytes() == 9000 - 5000 + 300
-    (root / "a" / f"memory.{names[0]}").write_text("max\n" if version == 2 else "9223372036854771712\n")
-    assert memory._free_bytes() == 8000 - 3000
+
+    def check(version: int) -> None:
+        tmp_path = tmp_path_factory.mktemp("row")
+        monkeypatch.setattr(memory, "GROUPS", tmp_path)
+        monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
+        monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+        (tmp_path / "meminfo").write_text("MemAvailable:   10 kB\n")
+        (tmp_path / "own").write_text("4:cpu,memory:/a/b\n3:cpuset:/\n" if version == 1 else "0::/a/b\n")
+        assert memory._free_bytes() == 10240  # a group without files
+        root = tmp_path / "memory" if version == 1 else tmp_path
+        names = (
+            ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+            if version == 1
+            else ("max", "current", "inactive_file")
+        )
+        for folder, limit, used, cached in ((root / "a", 9000, 5000, 300), (root / "a" / "b", 8000, 3000, 0)):
+            folder.mkdir(parents=True)
+            (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
+            (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+            (folder / "memory.stat").write_text(f"cache 7\n{names[2]} {cached}\n")
+        assert memory._free_bytes() == 9000 - 5000 + 300
+        (root / "a" / f"memory.{names[0]}").write_text("max\n" if version == 2 else "9223372036854771712\n")
+        assert memory._free_bytes() == 8000 - 3000
+
+    check_rows([(version,) for version in [1, 2]], check)
 
 
 def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ def test_finished_run_is_complete_and_not_repeated(
     assert snapshot(workdir) == before
 
 
+@pytest.mark.slow
 def test_what_stays_idle_is_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +197,7 @@ def test_rows_are_written_before_their_checkpoint(tmp_path: Path, monkeypatch: p
     assert written == [(5, 2), (10, 5)] and asked == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_stops_and_the_same_command_resumes(
     tmp_path: Path, undisturbed: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,7 +246,7 @@ def test_a_run_that_has_begun_waits_for_more_memory(
     assert capsys.readouterr().err.startswith("error: the state takes ")
 
 
-@pytest.mark.parametrize("was_killed", [True, False])
+@pytest.mark.parametrize("was_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_damaged_newest_checkpoint_falls_back_to_the_previous(
     was_killed: bool, tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

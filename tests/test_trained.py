@@ -13,6 +13,7 @@ from chat_cases import CHATML, template, write_chats, write_tokenizer
 from hugging_face_reference import FOLDER
 from planning import small
 from running import ROOT, arguments, rows, run_here
+from tables import check_rows
 from test_hugging_face_models import our_logits
 from test_hugging_face_runs import flags
 from tokenizer_files import tokenizer_json, with_image_token
@@ -79,6 +80,7 @@ def test_the_validation_of_a_run_is_that_of_its_log(run: Path, capsys: pytest.Ca
     assert logged[5]["validation_loss"] > logged[10]["validation_loss"] + 0.1
 
 
+@pytest.mark.slow
 def test_any_number_of_devices_gives_the_same(run: Path) -> None:
     """Validation loss and the run's own sample, here on 3, which divide no parameter."""
     model = trained.of_run(run, devices=jax.devices()[:3])
@@ -132,12 +134,17 @@ def test_the_sample_of_a_run_is_made_again(run: Path, tmp_path: Path, capsys: py
     assert sample.startswith(first["text"]) and len(first["text"]) < len(sample)
 
 
-@pytest.mark.parametrize(("strategy", "size", "said"), [("zero3", 0, True), ("mics", 2, False)])
-def test_a_sample_that_gathers_between_nodes_says_so(strategy: str, size: int, said: bool) -> None:
+def test_a_sample_that_gathers_between_nodes_says_so() -> None:
     """Over the links of a run between regions each token may take seconds, or more."""
-    config = small(sharding__strategy=strategy, sharding__partition_size=size, sample__length=8, sample__prompt="def ")
-    warnings = Sampler(make_experiment(config), tokenizer_of(config), config.sample).warnings
-    assert ["between nodes for each of 11 tokens" in line for line in warnings] == [True] * said
+
+    def check(strategy: str, size: int, said: bool) -> None:
+        config = small(
+            sharding__strategy=strategy, sharding__partition_size=size, sample__length=8, sample__prompt="def "
+        )
+        warnings = Sampler(make_experiment(config), tokenizer_of(config), config.sample).warnings
+        assert ["between nodes for each of 11 tokens" in line for line in warnings] == [True] * said
+
+    check_rows([("zero3", 0, True), ("mics", 2, False)], check)
 
 
 def test_what_is_written_for_transformers_chats_as_the_run(

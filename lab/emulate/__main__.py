@@ -175,7 +175,7 @@ def texts_in_config(command: Sequence[str]) -> list[str]:
     A program of its own reads the config, because the modules that a config file imports may start threads.
     """
     words = [word for word in command if re.match("--?(no)?config[.=]", word)]
-    if not words:
+    if not any(re.match("--?config=", word) for word in words):
         return []
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     show = [sys.executable, "-m", "configs.show", *words]
