@@ -24,12 +24,14 @@ from input_pipeline.chat_template import ChatTemplate, Messages, Span
 from input_pipeline.shard_index import Progress
 from input_pipeline.text import TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
+from runtime.command_line import one_line
 
 FORMAT = 2  # version of the files in the cache; part of the folder's name
 RULE = 1  # version of the rows that follow from these files; part of the fingerprint
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = ("answer", "completion", "response")  # the names of an answer beside a `prompt`
 MASKS = ("weight", "train")  # fields of a message that exclude its answer from the loss
+MOST_NAMED = 20  # fields without effect; a file of strangers may have any number
 OTHER_FILES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow")  # endings of files without JSON lines
 
 
@@ -42,6 +44,7 @@ class ChatTokens:
     ends: np.ndarray  # int64 [C], of the conversations
     sha256: str  # of these three, conversation by conversation
     bytes_per_token: float  # of the answers
+    of_split: str  # for messages
     masked: int  # answers that `weight` or `train` excludes from the loss
     unused: tuple[str, ...]  # fields that have no effect, with their numbers, in words
 
@@ -66,9 +69,10 @@ class ChatRows(packing.PackedRows):
         counts = _counts(chats.is_answer, starts, stops)
         is_trained = _counts(chats.is_answer, starts, chats.ends) > 0
         if not is_trained.any():
-            raise ValueError(f"{name}: `weight` or `train` excludes every answer from the loss")
+            raise ValueError(f"{name}: `weight` or `train` excludes every answer from the loss{chats.of_split}")
         if not counts.any():
-            raise ValueError(f"{name}: no answer begins within data.seq_len={seq_len} tokens; raise data.seq_len")
+            where = f"within data.seq_len={seq_len} tokens{chats.of_split}"
+            raise ValueError(f"{name}: no answer begins {where}; raise data.seq_len")
         self._found = np.stack([starts, stops], axis=1)[counts > 0]
         self._chats, self._padding, self.bytes_per_token = chats, padding, chats.bytes_per_token
         parts = {
@@ -161,6 +165,7 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
         ends=np.load(found / "ends.npy"),
         sha256=meta["sha256"],
         bytes_per_token=meta["answer_bytes"] / max(1, meta["answer_tokens"]),
+        of_split="" if split == "all" else f" of the {split} split",
         masked=meta["masked"],
         unused=tuple(meta["unused"]),
     )
@@ -280,9 +285,12 @@ class _Totals:
     unused: Counter[str] = field(default_factory=Counter)  # messages, by field and role
 
     def in_words(self) -> list[str]:
-        """Returns the fields that have no effect."""
-        lines = [f"{name} in {count} lines" for name, count in sorted(self.unread.items())]
-        return lines + [f"{name} in {count} messages" for name, count in sorted(self.unused.items())]
+        """Returns the fields that have no effect, the most frequent ones if there are many."""
+        found = [(count, f"{name} in {count} lines") for name, count in self.unread.items()]
+        found += [(count, f"{name} in {count} messages") for name, count in self.unused.items()]
+        frequent = sorted(found, key=lambda pair: (-pair[0], pair[1]))
+        words = [one_line(text, "the file has") for _, text in frequent[:MOST_NAMED]]
+        return words + [f"{len(found) - MOST_NAMED} others"] * (len(found) > MOST_NAMED)
 
 
 def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: HuggingFace, template: ChatTemplate) -> None:

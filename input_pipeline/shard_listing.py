@@ -85,7 +85,7 @@ def _checked(content: Any, store: Store, config: DataConfig, tokenizer: Tokenize
     if found.tokenizer != tokenizer.identity:
         raise ValueError(
             f"{where} was made by the tokenizer {found.tokenizer!r}, but data.tokenizer is "
-            f"{tokenizer.identity!r}; set data.tokenizer and data.tokenizer_path to the former"
+            f"{tokenizer.identity!r}; set data.tokenizer, tokenizer_path, add_bos and eos_token as for the former"
         )
     shards = tuple(shard for shard in found.shards if matches(shard.name, config.pattern))
     if not shards:

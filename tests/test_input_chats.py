@@ -281,10 +281,12 @@ def test_the_summary_counts_what_a_row_does_not_hold(tmp_path: Path) -> None:
     assert data.summary == (
         f"data.path {file}: 2 conversations, {2 * int(data[0]['weights'].sum())} of their {2 * (LENGTH + 1)} tokens "
         "are answers; 2 longer than a row were cut; 1 more had no answer within a row and were left out; 1 more had no "
-        "answer of weight 1 and were left out; 1 answers have weight 0 or train false; without effect: id in 1 lines, "
-        "n in 3 lines"
+        "answer of weight 1 and were left out; 1 answers have weight 0 or train false; without effect: n in 3 lines, "
+        "id in 1 lines"
     )
     assert raised(lambda: dataset(file, "all", seq_len=4)).endswith("within data.seq_len=4 tokens; raise data.seq_len")
+    named = dataset(written(tmp_path / "names.jsonl", long | {f"\x1b{n:02d}": 1 for n in range(25)}), "all").summary
+    assert named.endswith(", \\x1b19 in 1 lines, 5 others") and "\x1b" not in named
     file = written(tmp_path / "bad.jsonl", bad)
     assert raised(lambda: dataset(file, "all")).endswith("`weight` or `train` excludes every answer from the loss")
 
@@ -364,7 +366,7 @@ def test_an_answer_of_a_tool_call_alone_counts_if_the_template_renders_it(tmp_pa
     data = dataset(file, "all", seq_len=300)
     ((_, answers),) = conversations(data)
     assert answers == (json.dumps([CALL]), "3 degrees", "")
-    assert data.summary.endswith("; without effect: tools in 1 lines, tool_call_id of tool in 1 messages")
+    assert data.summary.endswith("; without effect: tool_call_id of tool in 1 messages, tools in 1 lines")
 
 
 def rewritten(name: str, content: str) -> Callable[[Path], object]:
