@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import workload
+from extending_page import LISTINGS
 from running import ROOT, arrays, manifest, rows, run_here, stop_after
 from tables import check_rows
 from test_exchange_codecs import LAYOUTS, gradients
@@ -32,9 +33,6 @@ from training import convert, evaluate, generate, trained
 from training.experiment import make_experiment
 from training.hooks import Hook
 
-PAGE = (ROOT / "docs" / "extending.md").read_text()
-LISTINGS = dict(re.findall(r"^## (.+)\n(?:(?!^## ).*\n)*?```python\n((?:.*\n)*?)```", PAGE, re.MULTILINE))
-LOOP = LISTINGS.pop("A loop of your own")
 RUN: dict[str, Any] = {
     "num_steps": 3,
     "data.seq_len": 16,

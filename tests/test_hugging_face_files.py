@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from counting_file import CountingFile
+from hugging_face_folders import changed, loaded, section, tensors_of
 from hugging_face_reference import FOLDER, MODELS
 from safetensors.numpy import load_file, save_file
 from tables import check_rows
-from test_hugging_face_models import changed, loaded, section
 
 import models
 from configs.schema import DecoderConfig, ShardingConfig
@@ -32,11 +32,6 @@ from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import is_spec, place_all
 from sharding.state import by_name
-
-
-def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    """Returns every tensor, as the library itself reads it."""
-    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
 def abstract(model: models.Model, *, nodes: int = 4, tensor: int = 1, **strategy: Any) -> Any:

@@ -14,12 +14,10 @@ import chat_cases
 import hugging_face_reference
 import numpy as np
 import pytest
+from hugging_face_folders import flags, our_logits, run_convert, tensors_of
 from hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make, reference
 from running import losses, run_here
 from suite import sampled
-from test_hugging_face_files import tensors_of
-from test_hugging_face_models import our_logits
-from test_hugging_face_runs import flags, run_convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

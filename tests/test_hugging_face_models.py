@@ -7,7 +7,6 @@ them again.
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hugging_face_folders import changed, loaded, our_logits, section
 from hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, reference
 from running import ROOT
 from safetensors.numpy import load_file, save_file
@@ -23,44 +23,12 @@ from tables import check_rows
 
 import models
 from configs import command_line, hugging_face
-from configs.schema import MODELS as KINDS
 from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
 from models.block import exact_gelu
 from models.hugging_face import Weights
 from models.hugging_face_export import write
-from models.model import Params
 from optimizers import is_matrix
 from sharding.state import by_name
-
-HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def section(folder: Path) -> TransformerConfig:
-    values = hugging_face.model(folder).to_dict()
-    found = KINDS[values["kind"]](**values)
-    assert isinstance(found, TransformerConfig)
-    return found
-
-
-def loaded(folder: Path, config: TransformerConfig) -> tuple[Any, Params]:
-    """Returns the model and its parameters on one device."""
-    model = models.build(config)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HERE), model.param_specs())
-    return model, Weights(model, folder).load(abstract)
-
-
-def our_logits(folder: Path, tokens: np.ndarray, config: TransformerConfig | None = None) -> np.ndarray:
-    model, params = loaded(folder, config or section(folder))
-    ids = tokens.astype(np.int32)
-    return np.asarray(jax.jit(lambda p: model.logits(p, ids, lambda _, tree: tree))(params))[..., :VOCAB]
-
-
-def changed(folder: Path, target: Path, **changes: Any) -> Path:
-    """Copies a checkpoint and changes keys of its config.json; None removes one."""
-    shutil.copytree(folder, target)
-    values = json.loads((target / "config.json").read_text()) | changes
-    (target / "config.json").write_text(json.dumps({key: x for key, x in values.items() if x is not None}))
-    return target
 
 
 def test_logits_equal_transformers() -> None:

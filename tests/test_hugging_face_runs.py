@@ -4,54 +4,21 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hugging_face_reference import FOLDER, reference
-from running import ROOT, SMALL, arrays, losses, run_here
+from hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, tensors_of
+from hugging_face_reference import FOLDER
+from running import ROOT, arrays, losses, run_here
 from safetensors.numpy import save_file
 from tables import check_rows
-from test_hugging_face_files import tensors_of
-from test_hugging_face_models import changed, section
 
 from configs.schema import may_change
-from training import convert
 
 SAME = {"rtol": 1e-5}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "zero3": {"sharding.strategy": "zero3", "sharding.partition_size": 0},
-    "ddp": {"sharding.strategy": "ddp", "sharding.partition_size": 0},
-    "mics": {"sharding.partition_size": 4},
-    "tensor": {"sharding.partition_size": 4, "mesh.devices_per_node": 4, "mesh.tensor": 2},
-    "auto": {"sharding.strategy": "zero3", "sharding.partition_size": 0, "sharding.partitioner": "auto"},
-}
-
-
-def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
-    """Returns the flags of a run of 2 steps with the sizes of a checkpoint, which starts from it unless changed."""
-    values = {f"model.{key}": x for key, x in model_section(name).items()}
-    values |= {key: x for key, x in SMALL.items() if not key.startswith("model.")}
-    values |= {"num_steps": 2, "optimizer.warmup_steps": 1, "model.weights": str(folder or FOLDER / name)}
-    values |= {key.replace("__", "."): x for key, x in changes.items()}
-    config = "tiny.py:bert" if "bert" in name else "quickstart.py"
-    return [f"--config={ROOT}/configs/{config}", *(f"--config.{key}={x}" for key, x in values.items())]
-
-
-def run_convert(*args: str) -> int:
-    return convert.main(args)
-
-
-def model_section(name: str) -> dict[str, Any]:
-    return {key: x for key, x in asdict(section(FOLDER / name)).items() if key != "kind"}
-
-
-def batch_loss(name: str) -> float:
-    """The loss of the first batch, as transformers computed it."""
-    return float(reference(name)["batch_loss"])
 
 
 PAIRS = [("llama", "tensor"), ("roberta", "mics"), ("gpt2", "zero3"), ("bert", "ddp"), ("llama", "auto")]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_runs import make_run
 from tables import check_rows
-from test_metrics_report import make_run
 
 from metrics.attempts import attempts_of, goodput, pauses, span_s
 from metrics.report import write_report

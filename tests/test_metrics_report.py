@@ -3,12 +3,12 @@
 import base64
 import json
 import math
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from metrics_runs import make_run
+from parsed_page import EVIL, PIXEL, Page
 from tables import check_rows
 
 from metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
@@ -16,131 +16,6 @@ from metrics.report import charts_of, main, write_report
 from metrics.run_files import read_run
 
 UNKNOWN = "\N{EN DASH}"
-
-PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-)
-EVIL = "<script>alert('&')</script>"
-
-
-def collective(name: str, kind: str, axes: list[str], times: int, intra: int, inter: int) -> dict[str, Any]:
-    return {
-        "name": name, "kind": kind, "axes": axes, "dtype": "f32", "payload_bytes": 1_100_000, "times": times,
-        "intra_bytes": intra, "inter_bytes": inter,
-    }  # fmt: skip
-
-
-def make_run(folder: Path, num_steps: int = 120) -> Path:
-    """Writes the files of a finished run as train.py writes them."""
-    rng = np.random.default_rng(0)
-    lines = []
-    for step in range(1, num_steps + 1):
-        row: dict[str, Any] = {"step": step, "loss": 2 + 3 * math.exp(-step / 20), "data_wait_s": 0.002}
-        row |= {"learning_rate": 1e-3 * step / num_steps, "grad_norm": 2 + rng.random()}
-        row |= {"collective_inter_bytes": 1_650_012, "collective_intra_bytes": 4_430_012}
-        if step > 1:
-            row |= {
-                "step_time_s": 0.2 + 0.01 * rng.random(),
-                "tokens_per_s": 8192 / 0.2,
-                "wire_tx_bytes": 3.4e6,
-                "wire_rx_bytes": 3.3e6,
-            }
-        if step % 40 == 0:
-            row |= {"validation_loss": 2.1, "validation_bits_per_byte": 3.03}
-        if step == 60:
-            row["loss"] = "NaN"
-        lines.append(json.dumps(row))
-    config = {
-        "model": {"kind": "decoder", "num_layers": 4, "hidden": 128},
-        "batch": {"global_size": 32, "micro_size": 4},
-        "sharding": {
-            "strategy": "mics",
-            "partition_size": 2,
-            "hierarchical": True,
-            "two_hop": False,
-            "gather": "layer",
-        },
-        "data": {"path": EVIL},
-    }
-    mesh = {"replica_inter": 4, "shard_inter": 1, "replica_intra": 1, "shard_intra": 2, "tensor": 1}
-    collectives = [
-        collective("gather", "all-gather", ["shard_intra"], 8, 2_210_000, 0),
-        collective("hop one", "reduce-scatter", ["shard_intra"], 4, 2_220_000, 0),
-        collective("hop two", "all-reduce", ["replica_inter"], 1, 0, 1_650_000),
-        collective("", EVIL, ["replica_inter", "shard_intra"], 2, 12, 12),
-    ]
-    files = {
-        "metrics.jsonl": "\n".join(lines) + "\n",
-        "config.json": json.dumps(config),
-        "environment.json": json.dumps(
-            {
-                "command": "python train.py --config=configs/quickstart.py:x --workdir=/runs/a",
-                "git_commit": "0123abcd",
-                "mesh": mesh,
-                "versions": {"jax": "0.10.2"},
-            }
-        ),
-        "collectives.json": json.dumps(
-            {"collectives": collectives, "intra_bytes": 4_430_012, "inter_bytes": 1_650_012}
-        ),
-        "summary.json": json.dumps(
-            {
-                "steps": num_steps,
-                "final_loss": 2.00712,
-                "validation_loss": 2.0834,
-                "validation_bits_per_byte": 3.0057,
-                "wall_time_s": 133.2,
-                "exit_reason": "finished",
-            }
-        ),
-        "sample.txt": f"def f(x):\n    return {EVIL}\n",
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    (folder / "mesh.png").write_bytes(PIXEL)
-    return folder
-
-
-class Page(HTMLParser):
-    """Parses a page, checks that its elements are properly nested, and collects tags, addresses and text."""
-
-    VOID = ("meta", "img", "br")
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.words: list[str] = []
-        self.texts: dict[str, list[str]] = {}  # by tag
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._note(tag, attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._note(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.words.append(data)
-            self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
-
-    def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-
-    @property
-    def text(self) -> str:
-        return " | ".join(" ".join(word.split()) for word in self.words if word.strip())
 
 
 def report(folder: Path) -> tuple[str, Page]:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from test_extending import LOOP
+from extending_page import LOOP
 from test_planner_table import tiny_config
 
 from compression.codecs import Blockwise

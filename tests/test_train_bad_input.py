@@ -6,22 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mistakes import assert_matches, error_of
 from running import ROOT, SMALL, arguments, run_here
 from tables import check_rows
 
 from input_pipeline.tokenizers import Bytes
 from runtime.heartbeat import Heartbeat
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Returns the one line of a run that ends with exit code 2."""
-    capsys.readouterr()
-    code = run_here(*args)
-    err = capsys.readouterr().err
-    assert code == 2, err
-    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n"), err
-    return err.removeprefix("error: ").strip()
-
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "a nested unknown key": ({"model__hiden": 3}, "model.hiden is not a key; the nearest is model.hidden$"),
@@ -45,11 +35,6 @@ def test_user_error_is_one_line(tmp_path_factory: pytest.TempPathFactory, capsys
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
     check_rows([(mistake,) for mistake in CHANGES], check)
-
-
-def assert_matches(text: str, pattern: str) -> None:
-    with pytest.raises(ValueError, match=pattern):
-        raise ValueError(text)
 
 
 MINE = """

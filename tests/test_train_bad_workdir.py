@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mistakes import assert_matches, error_of
 from running import arguments, at_step, losses, run_here, snapshot, stop_after
 from tables import check_rows
-from test_train_bad_input import assert_matches, error_of
 
 import models
 from configs import quickstart

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import plain_data
 import pytest
+from batch_files import RESUMABLE, check_batches, writes_batches
+from mistakes import error_of
 from running import arguments, finish, losses, rows, run_here, start_together, stop_after
-from test_train_bad_input import error_of
-from test_train_batches import RESUMABLE, check_batches, writes_batches
 
 LENGTH = 12
 

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 import pytest
 from chat_cases import CHATML, template, write_chats, write_tokenizer
+from hugging_face_folders import flags, our_logits
 from hugging_face_reference import FOLDER
 from planning import small
 from running import ROOT, arguments, rows, run_here
 from tables import check_rows
-from test_hugging_face_models import our_logits
-from test_hugging_face_runs import flags
 from tokenizer_files import tokenizer_json, with_image_token
 
 from configs import digits

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
+from hugging_face_folders import flags, run_convert
 from hugging_face_reference import FOLDER
 from planning import small
 from running import run_here
 from tables import check_rows
-from test_hugging_face_runs import flags, run_convert
 from tokenizer_files import tokenizer_json, word_level
 
 from configs.schema import DataConfig, TransformerConfig
