@@ -10,7 +10,6 @@ from files import json_lines
 from lab.benchmarks import gpu
 from lab.benchmarks.gpu import Device, interval, mfu, table
 
-KERNELS = ("cudnn", "pallas", "xla")
 OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
 
 

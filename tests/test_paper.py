@@ -110,24 +110,6 @@ def test_compiled_bytes_match_the_formulas(name: str, rel: float, but: dict[str,
         assert cell.ours == pytest.approx(cell.published, rel=loose, abs=1e-4), cell.name
 
 
-def test_hierarchical_savings_match_published_ones(records: Records) -> None:
-    printed = {f"p = {one.at}": one.value for one in published.find("MiCS", "section 3.3")}
-    found = traffic.savings(records).cells
-    assert len(found) == 6 and printed.keys() <= {cell.row for cell in found}
-    for cell in found:
-        assert cell.ours == pytest.approx(printed.get(cell.row, cell.published), abs=0.1), cell.name
-
-
-def test_two_hop_ratio_stays_above_the_bound(records: Records) -> None:
-    by_name = {cell.name: cell for cell in traffic.two_hops(records).cells}
-    counted = [cell for cell in by_name.values() if cell.published is not None]
-    for cell in counted:
-        assert cell.ours == pytest.approx(cell.published, rel=1e-3), cell.name
-    assert min(cell.ours or 0 for cell in counted) > 4 / 3 > published.value("MiCS", "section 3.4")
-    # By hand, p = 16: 2*4*63/64 over 4*15/16 + 2*(16ths of the model)*(3/4).
-    assert by_name["as sent, p = 16"].ours == pytest.approx(7.875 / (3.75 + 2 * 0.75 / 16), rel=1e-3)
-
-
 def test_three_calls_counts_collectives_per_micro_step(records: Records) -> None:
     def calls(name: str) -> Sequence[int]:
         return [traffic.step(records, name, accum=4).calls(kind) for kind in traffic.KINDS]

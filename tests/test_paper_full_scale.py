@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from lab.benchmarks import full_scale
-from lab.paper import published, replays, scores, throughput
-from lab.paper.replays import Replay, Shape, shape_of, zero2_bytes, zero3_bytes
-from lab.paper.throughput import Run
+from lab.paper import replays, scores, throughput
+from lab.paper.replays import Replay, Shape, zero2_bytes, zero3_bytes
 from lab.records import Records, read_records
 from planner import clusters
 
@@ -69,37 +68,6 @@ def test_memory_of_baselines_by_hand() -> None:
     assert shape.activation_bytes == activations
     assert zero2_bytes(shape, 10) == 2 * 1250 + 14 * 125 + activations + 2e9
     assert zero3_bytes(shape, 10) == 16 * 125 + activations + 3e9
-
-
-def test_tflops_formula_gives_figure_9_from_figure_7() -> None:
-    """But for MiCS with BERT 20B, whose figures contradict each other."""
-    for nine in published.find("MiCS", "figure 9"):
-        if (nine.case, nine.system) != ("BERT 20B", "MiCS"):
-            seven = published.value("MiCS", "figure 7", case=nine.case, system=nine.system, at=nine.at)
-            assert shape_of(nine.case).tflops(seven, nine.at) == pytest.approx(nine.value, rel=0.01)
-
-
-def run(system: str = "MiCS") -> Run:
-    """A step of BERT 10B on 16 GPUs: 10 s of compute, 13 in our schedule, 19 if nothing is hidden."""
-    replay = replayed(gather=use(4.0, 1.0), hop_one=use(2.0, 0.0), hop_two=use(3.0, 2.0))
-    (bar,) = published.find("MiCS", "figure 15", system=system, at=16)
-    return Run(bar=bar, needs_bytes=1.0, replay=replay, step_s=replay.deepspeed_s)
-
-
-def replay(one: Run) -> Replay:
-    assert one.replay
-    return one.replay
-
-
-def test_compute_of_one_gpu_by_hand(records: Records) -> None:
-    """An operation of 24 layers: four passes of 24 s h² + 4 s² h each, and three of the head's 2 s h V."""
-    sequences, s, h = replays.find(records, "BERT large", 1, "mics(1)").rate(), 512, 1024
-    operations = 4 * 24 * (24 * s * h**2 + 4 * s**2 * h) + 3 * 2 * s * h * 30528
-    assert replays.on_one_gpu(records) == pytest.approx(sequences * operations / 1e12)
-    nvidia = replays.on_one_gpu(records) / replays.published_on_one_gpu()["NVIDIA's PyTorch BERT"]
-    assert nvidia == pytest.approx(replays.on_one_gpu(records) * 1.28 / 53)
-    assert run().cell().ours == pytest.approx(512 / 19)
-    assert throughput.with_slower_compute(run(), replay(run()), 1.3) == pytest.approx(19 + 3)
 
 
 # ------------------------------------------------------------------------------------------------- the tables

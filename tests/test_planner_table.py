@@ -23,7 +23,6 @@ from sharding.spec import path_name
 from training.experiment import Experiment, make_experiment
 
 ROOT = Path(table.__file__).parents[1]
-PNG = b"\x89PNG\r\n\x1a\n"
 BERT = f"--config={ROOT}/configs/mics_paper.py:bert_10b"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
