@@ -54,7 +54,7 @@ def test_rows_are_in_the_requested_order_and_continue_into_the_next_epoch(datase
 
 def test_several_threads_read_the_rows_of_a_batch(dataset):
     """As here, where each row waits for another; padding is none of the data set's."""
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=120)
 
     class Waiting:
         row_arrays = dataset.row_arrays

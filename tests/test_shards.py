@@ -343,6 +343,7 @@ def test_order_and_content_are_in_the_fingerprint(texts):
     assert len(prints) == 4
 
 
+@pytest.mark.slow  # waits for threads
 def test_resume_opens_the_shards_of_its_blocks_alone(texts):
     """Whatever the step: those of its block and of the next one, and the last block of an epoch has one."""
     for first in (0, 10_000 * 32 + 5):
