@@ -349,7 +349,8 @@ def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
     assert "resumed at step 2 of 3" in capsys.readouterr().out
 
 
-def test_names_that_cannot_be_registered() -> None:
+def test_names_and_sizes_that_are_refused() -> None:
+    # names that cannot be registered
     def check(arguments: tuple[str, str], message: str) -> None:
         register("hop_two", "mine", None)
         with pytest.raises(ValueError, match=message):
@@ -366,14 +367,12 @@ def test_names_that_cannot_be_registered() -> None:
         check,
     )
 
-
-def test_errors_list_registered_names() -> None:
+    # errors list registered names
     register("optimizer", "lion", None)
     with pytest.raises(ValueError, match=r"one of adamw, .*muon, lion; did you mean lion\?$"):
         OptimizerConfig(name="lino")
 
-
-def test_a_strategy_that_does_not_fit_is_named() -> None:
+    # a strategy that does not fit is named
     register("strategy", "thirds", (3, 3, 3))
     with pytest.raises(ValueError, match="^sharding.strategy=thirds, parameters=3: a partition group of 3 devices"):
         make_layout(ShardingConfig(strategy="thirds"), num_nodes=4, devices_per_node=2)

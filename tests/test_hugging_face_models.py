@@ -139,18 +139,35 @@ def test_what_is_written_is_the_same_model(tmp_path_factory: pytest.TempPathFact
     )
 
 
-def test_one_base_that_is_scaled_has_no_counterpart() -> None:
-    """Gemma 3 scales the positions of layers without a window alone."""
+def test_models_without_a_counterpart_are_one_line(tmp_path: Path) -> None:
+    # one base that is scaled has no counterpart
     config = replace(section(FOLDER / "gemma3"), weights="", rotary_local_base=0.0)
     with pytest.raises(ValueError, match="Gemma3ForCausalLM needs model.rotary_local_base=500.0$"):
         hugging_face.architecture_of(config)
 
-
-def test_windows_of_no_size_are_one_line(tmp_path: Path) -> None:
+    # windows of no size are one line
     file = changed(FOLDER / "gemma3", tmp_path / "gemma3") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sliding_window": None}))
     with pytest.raises(ValueError, match=r"config.json has no sliding_window$"):
         hugging_face.read(file.parent)
+
+    # another kind of model is one line
+    with pytest.raises(ValueError, match="model.kind='encoder', but 'decoder' there"):
+        Weights(models.build(EncoderConfig()), FOLDER / "gpt2")
+
+    # models without a counterpart say what is missing
+    def check(config: TransformerConfig, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            hugging_face.architecture_of(config)
+
+    check_rows(
+        [
+            (DecoderConfig(norm="layer"), "LlamaForCausalLM needs model.norm='rms'"),
+            (EncoderConfig(), "BertForMaskedLM needs model.norm_first=False, model.token_types=1"),
+            (EncoderConfig(norm_first=False, position_offset=2), "RobertaForMaskedLM needs .*model.token_types=1"),
+        ],
+        check,
+    )
 
 
 def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
@@ -226,26 +243,6 @@ def test_bad_config_json_is_one_line(tmp_path_factory: pytest.TempPathFactory) -
                 "scale_attn_by_inverse_layer_idx=True is not supported",
             ),
             ("roberta", {"pad_token_id": 0}, "model.max_len=40, but 41 there, model.position_offset=2, but 1 there"),
-        ],
-        check,
-    )
-
-
-def test_another_kind_of_model_is_one_line() -> None:
-    with pytest.raises(ValueError, match="model.kind='encoder', but 'decoder' there"):
-        Weights(models.build(EncoderConfig()), FOLDER / "gpt2")
-
-
-def test_models_without_a_counterpart_say_what_is_missing() -> None:
-    def check(config: TransformerConfig, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            hugging_face.architecture_of(config)
-
-    check_rows(
-        [
-            (DecoderConfig(norm="layer"), "LlamaForCausalLM needs model.norm='rms'"),
-            (EncoderConfig(), "BertForMaskedLM needs model.norm_first=False, model.token_types=1"),
-            (EncoderConfig(norm_first=False, position_offset=2), "RobertaForMaskedLM needs .*model.token_types=1"),
         ],
         check,
     )

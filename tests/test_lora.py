@@ -168,21 +168,19 @@ def test_a_mistake_in_the_config_is_one_line() -> None:
     )
 
 
-def test_a_config_with_adapters_may_train_all_parameters() -> None:
-    """By the rank alone: the alpha that the config sets stays."""
+def test_configs_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a config with adapters may train all parameters
     config = fine_tune.get_config("llama_8b")
     config.model.lora_rank = 0
     found = Config.from_dict(config.to_dict()).model
     assert isinstance(found, DecoderConfig) and found.lora_alpha == 32
 
-
-def test_a_folder_may_be_named_like_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a folder may be named like a plan
     shutil.copytree(FOLDER / "llama", tmp_path / "llama_8b")
     monkeypatch.chdir(tmp_path)
     assert fine_tune.get_config("llama_8b").model.weights == "llama_8b"
 
-
-def test_a_matrix_that_no_blocks_divide_is_refused() -> None:
+    # a matrix that no blocks divide is refused
     narrow = models.build(DecoderConfig(lora_rank=2, lora_base="nf4", hidden=96, num_heads=4))
     with pytest.raises(ValueError, match="stores blocks of 64 columns, but "):
         narrow.param_specs()

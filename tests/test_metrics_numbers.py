@@ -18,6 +18,7 @@ from metrics.wire import WireCounter
 
 
 def test_step_timer_against_numpy() -> None:
+    # step timer against numpy
     rng = np.random.default_rng(0)
     steps = np.cumsum(rng.integers(1, 4, size=50))
     times = np.cumsum(rng.uniform(0.05, 0.2, size=50))
@@ -36,8 +37,7 @@ def test_step_timer_against_numpy() -> None:
     np.testing.assert_allclose([one["mfu"] for one in measured], 3e12 / (step_times * 8 * 989.5e12), rtol=1e-12)
     assert measured[0].keys() == {"step_time_s", "tokens_per_s", "mfu"}
 
-
-def test_step_timer_leaves_pauses_out_once() -> None:
+    # step timer leaves pauses out once
     timer = StepTimer(10, "examples")
     timer.pause(5.0)  # before the clock starts: nothing to leave it out of
     timer.done(1, 100.0)
@@ -48,8 +48,7 @@ def test_step_timer_leaves_pauses_out_once() -> None:
     timer.row_written()  # of step 2, although the pause after it is over
     assert [second, timer.done(3, 108.0)] == [{"step_time_s": 1.0, "examples_per_s": 10.0}] * 2
 
-
-def test_a_step_that_took_no_time_is_an_error() -> None:
+    # a step that took no time is an error
     timer = StepTimer(1, "tokens")
     timer.done(1, 5.0)
     with pytest.raises(ValueError, match="step_time_s is 0"):
@@ -123,7 +122,8 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_environment_has_the_commit_and_whether_files_changed(tmp_path: Path) -> None:
+def test_environment_with_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # environment has the commit and whether files changed
     git(tmp_path, "init")
     (tmp_path / "a.py").write_text("1")
     git(tmp_path, "add", "a.py")
@@ -138,15 +138,14 @@ def test_environment_has_the_commit_and_whether_files_changed(tmp_path: Path) ->
     assert Path(sys.orig_argv[0]).name in clean["command"]
     json.dumps(clean, allow_nan=False)
 
-
-def test_environment_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside a repository, without the program, and where that takes too long."""
+    # environment without git
 
     def fail(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("git", 2)
 
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    found = [environment({}, repository=tmp_path)]
+    (outside := tmp_path / "outside").mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    found = [environment({}, repository=outside)]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
         found.append(environment({}))

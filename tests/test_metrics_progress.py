@@ -33,7 +33,8 @@ class Clock:
         monkeypatch.setattr(progress_module.time, "monotonic", lambda: self.now)
 
 
-def test_a_file_gets_plain_lines_every_ten_seconds_and_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a file gets plain lines every ten seconds and at both ends
     clock, file = Clock(monkeypatch), io.StringIO()
     shown = Progress(100, 0, Console(file=file, width=40))
     for step in range(1, 101):
@@ -51,8 +52,7 @@ def test_a_file_gets_plain_lines_every_ten_seconds_and_at_both_ends(monkeypatch:
     assert not [character for character in text if ord(character) < 32 and character != "\n"]
     assert all(part in lines[1] for part in SHOWN) and lines[1].endswith("ETA 40 s")  # 79 steps of half a second
 
-
-def test_close_shows_a_run_that_stopped_between_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    # close shows a run that stopped between two lines
     clock, file = Clock(monkeypatch), io.StringIO()
     shown = Progress(100, 40, Console(file=file))
     for step in (41, 42, 43):

@@ -73,7 +73,8 @@ def test_all_text_is_escaped(tmp_path: Path) -> None:
     assert page.text.count(EVIL) >= 10  # shown as text
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_and_files_with_wrong_contents(tmp_path: Path) -> None:
+    # missing files are named
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.25}\n{"step": 2, "lo')
     _, page = report(tmp_path)
     for part in ("Training loss | 3.2500", "no outcome recorded", "metrics.jsonl has 1 unreadable line, skipped"):
@@ -81,8 +82,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     for name in ("config.json", "environment.json", "collectives.json", "mesh.png", "sample.txt"):
         assert f"{name} is missing" in page.text
 
-
-def test_files_with_wrong_contents(tmp_path: Path) -> None:
+    # files with wrong contents
     run = make_run(tmp_path)
     (run / "config.json").write_text("[1, 2]")
     (run / "environment.json").write_text('{"mesh": ')
@@ -112,7 +112,8 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
     assert len(html) < 150_000
 
 
-def test_thinning_keeps_ends_order_and_every_spike() -> None:
+def test_a_curve_is_thinned_and_has_a_trend() -> None:
+    # thinning keeps ends order and every spike
     points = [(float(i), 0.0) for i in range(10_000)]
     points[4321] = (4321.0, 7.0)
     points[8000] = (8000.0, -5.0)
@@ -121,8 +122,7 @@ def test_thinning_keeps_ends_order_and_every_spike() -> None:
     assert points[4321] in thin and points[8000] in thin and thin == sorted(thin)
     assert thin_out(points[:600], 600) == points[:600]
 
-
-def test_the_trend_is_the_median_of_each_interval() -> None:
+    # the trend is the median of each interval
     values = np.random.default_rng(0).normal(size=1000)
     values[::37] = 100.0
     got = np.array(trend([*enumerate(map(float, values))], 100))
@@ -130,7 +130,8 @@ def test_the_trend_is_the_median_of_each_interval() -> None:
     np.testing.assert_allclose(got[:, 0], np.arange(1000).reshape(100, 10).mean(axis=1))
 
 
-def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
+def test_a_curve_is_drawn_where_it_should_be() -> None:
+    # a curve is drawn where it should be with a gap at nan
     points = [(0.0, 0.0), (1.0, 10.0), (2.0, math.nan), (3.0, 5.0), (4.0, 10.0)]
     chart = curve_chart([Curve(label="a", points=points)], form="{:g}".format, label="a", zero=True)
     runs = list(chart.runs(chart.series[0]))
@@ -143,8 +144,7 @@ def test_a_curve_is_drawn_where_it_should_be_with_a_gap_at_nan() -> None:
     tips = list(chart.dots(chart.series[0]))
     assert [(x, y) for x, y, _ in tips] == [*zip(x, y, strict=True)] and tips[1][2] == "a, step 1: 10"
 
-
-def test_a_few_far_outliers_do_not_flatten_the_curve() -> None:
+    # a few far outliers do not flatten the curve
     points = [(float(i), 0.2) for i in range(200)]
     points[50], points[150] = (50.0, 30.0), (150.0, 40.0)
     chart = curve_chart([Curve(label="a", points=points)], form="{:g}".format, label="a", zero=True)

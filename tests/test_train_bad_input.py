@@ -167,41 +167,15 @@ def test_config_flag_accepts_a_separate_argument(tmp_path: Path, capsys: pytest.
     assert "config" in error_of(capsys, *rest, "--config")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_shown_whole_with_debug_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # debug shows the traceback
     assert run_here(*arguments(tmp_path, num_steps=0), "--debug") == 2
     err = capsys.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1].startswith("error: num_steps=0")
 
-
-def test_help_shows_flags_and_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--help", "-h"):
-        assert run_here(flag) == 0
-        out = capsys.readouterr().out
-        assert "python train.py --config=configs/quickstart.py --workdir=" in out and "[--config.a.b=value ...]" in out
-        for name in ("config", "workdir", "coordinator", "num_processes", "process_id", "debug"):
-            assert f"\n  --{name}" in out
-        assert {f"--config.{key}" for key in SMALL} <= set(re.findall(r"--config\.[\w.]+", out))
-        assert "\n  --config.optimizer.learning_rate=0.001\n" in out and "values by default" in out
-    args = arguments(tmp_path / "run", "digits", seed=7)
-    del args[3:-1]  # keys of another model
-    assert run_here(args[0], "--help", *args[1:]) == 0
-    out = capsys.readouterr().out
-    assert "values in " in out and "digits.py (docs/config.md" in out and "\n  --config.seed=7\n" in out
-    assert "\n  '--config.model.stage_blocks=(1, 1, 1)'\n" in out and "--config.model.positions" not in out
-    assert not (tmp_path / "run").exists()
-    assert "seeed is not a key; the nearest is seed" in error_of(capsys, "--help", args[0], "--config.seeed=3")
-
-
-def test_help_works_with_an_invalid_config(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who asks for it may be about to complete one."""
-    config = f"--config={ROOT}/configs/quickstart.py"
-    assert run_here(config, "--config.sharding.strategy=zero3", "--help") == 0  # and a partition size of 2
-    assert "\n  --config.sharding.strategy=zero3\n" in capsys.readouterr().out
-
-
-def test_long_error_is_shortened_in_the_middle(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # long error is shortened in the middle
     long = f"model.hidden=32 in {tmp_path}: {'f32[8,8] fusion(...)  ' * 1000}; set model.hidden=64"
     failures: list[str] = []
     end = Heartbeat.end
@@ -219,3 +193,28 @@ def test_long_error_is_shortened_in_the_middle(
     assert left_out > 15_000 and long in fail(ValueError(long), "--debug")
     assert long in fail(RuntimeError(long))  # of jax, for example: with its traceback
     assert len(failures) == 3 and all(len(failure) < 1000 for failure in failures)  # which all other processes print
+
+
+def test_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # help shows flags and keys
+    for flag in ("--help", "-h"):
+        assert run_here(flag) == 0
+        out = capsys.readouterr().out
+        assert "python train.py --config=configs/quickstart.py --workdir=" in out and "[--config.a.b=value ...]" in out
+        for name in ("config", "workdir", "coordinator", "num_processes", "process_id", "debug"):
+            assert f"\n  --{name}" in out
+        assert {f"--config.{key}" for key in SMALL} <= set(re.findall(r"--config\.[\w.]+", out))
+        assert "\n  --config.optimizer.learning_rate=0.001\n" in out and "values by default" in out
+    args = arguments(tmp_path / "run", "digits", seed=7)
+    del args[3:-1]  # keys of another model
+    assert run_here(args[0], "--help", *args[1:]) == 0
+    out = capsys.readouterr().out
+    assert "values in " in out and "digits.py (docs/config.md" in out and "\n  --config.seed=7\n" in out
+    assert "\n  '--config.model.stage_blocks=(1, 1, 1)'\n" in out and "--config.model.positions" not in out
+    assert not (tmp_path / "run").exists()
+    assert "seeed is not a key; the nearest is seed" in error_of(capsys, "--help", args[0], "--config.seeed=3")
+
+    # help works with an invalid config
+    config = f"--config={ROOT}/configs/quickstart.py"
+    assert run_here(config, "--config.sharding.strategy=zero3", "--help") == 0  # and a partition size of 2
+    assert "\n  --config.sharding.strategy=zero3\n" in capsys.readouterr().out

@@ -281,8 +281,8 @@ def test_the_limits_of_control_groups_count(
     check_rows([(version,) for version in [1, 2]], check)
 
 
-def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes of two devices, two of them on one host; where one does not know, nobody does."""
+def test_what_limits_the_memory_of_a_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # processes share the memory of their host
     given = [["a", 2, 800], ["a", 2, 790], ["b", 2, 410]]
     monkeypatch.setattr(memory, "all_gather", lambda key, own: given)
     assert memory.memory_per_device() == 790 / 4
@@ -292,9 +292,8 @@ def test_processes_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "_free_bytes", lambda: 4000)
     assert memory.memory_per_device() == 4000 / jax.local_device_count()
 
-
-def test_hosts_without_a_boot_id_do_not_share_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A sandbox may hide it: two hosts are then told apart by their names."""
+    monkeypatch.undo()
+    # hosts without a boot id do not share their memory
     sent: list[object] = []
     monkeypatch.setattr(memory, "BOOT_ID", tmp_path / "boot_id")
     monkeypatch.setattr(memory, "_free_bytes", lambda: 4000)
@@ -303,8 +302,8 @@ def test_hosts_without_a_boot_id_do_not_share_their_memory(monkeypatch: pytest.M
     for _ in range(2):  # processes, in turn; the second one has what both sent
         assert memory.memory_per_device() == 4000 / jax.local_device_count()
 
-
-def test_what_is_free_is_not_known_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    # what is free is not known everywhere
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     assert memory.memory_per_device() is None
     (tmp_path / "meminfo").write_text("MemTotal:       16 kB\nMemFree:        12 kB\nHugePages_Total:       0\n")

@@ -91,12 +91,12 @@ def test_another_tokenizer_json_is_refused(folder: Path, tmp_path_factory: pytes
     )
 
 
-def test_bytes_beside_a_tokenizer_json_are_refused(folder: Path) -> None:
+def test_another_tokenizer_of_another_kind_is_refused(folder: Path, tmp_path: Path) -> None:
+    # bytes beside a tokenizer json are refused
     with pytest.raises(ValueError, match=r"^data.tokenizer=bytes is not .*: it has 256 ids, but 260 there; set"):
         check(folder, "bytes")
 
-
-def test_another_sentencepiece_model_is_refused(tmp_path: Path) -> None:
+    # another sentencepiece model is refused
     texts = {"one": "the quick brown fox jumps over the lazy dog\n", "two": "three grey geese in a green field\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text * 50 + PROBE)
@@ -107,7 +107,7 @@ def test_another_sentencepiece_model_is_refused(tmp_path: Path) -> None:
             hard_vocab_limit=False,
             minloglevel=2,
         )
-    folder = tmp_path / "weights"
+    folder = tmp_path / "other"
     folder.mkdir()
     (tmp_path / "one.model").rename(folder / "tokenizer.model")
     check(folder, "sentencepiece", folder / "tokenizer.model", vocab_size=60)
