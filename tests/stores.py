@@ -78,23 +78,14 @@ Answer = tuple[int, Mapping[str, str], bytes] | bytes  # bytes: all that is sent
 class Server:
     """An HTTP server that counts the GETs of each path that it answered whole, and fails on demand.
 
-    `fault(path)` may return a status, "half" (half of the body), "hang" (no answer), or None. `away` and `back` close
-    and open its port.
+    `fault(path)` may return a status, "half" (half of the body), "hang" (no answer), or None.
     """
 
     def __init__(self, answer: Callable[[str, str, Mapping[str, str], bytes], Answer]) -> None:
         self.answer, self.fault = answer, lambda path: None  # type: Any
         self.gets: Counter[str] = Counter()
         self.connections: list[socket.socket] = []
-        self.port = free_port()
         self._lock = threading.Lock()
-        self.back()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def back(self) -> None:
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -118,19 +109,17 @@ class Server:
 
             do_HEAD = do_PUT = do_POST = do_GET
 
-        class Listener(http.server.ThreadingHTTPServer):
-            allow_reuse_address = True
-
-        self._listener = Listener(("127.0.0.1", self.port), Handler)
+        self._listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._listener.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True).start()
 
-    def away(self) -> None:
+    def close(self) -> None:
         self._listener.shutdown()
         self._listener.server_close()
         for connection in self.connections:  # which clients keep, and use again
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        self.connections.clear()
 
     def handle(self, request: Any) -> None:
         path = request.path.partition("?")[0]
@@ -176,7 +165,7 @@ def served(answer: Callable[[str, str, Mapping[str, str], bytes], Answer]) -> It
     try:
         yield server
     finally:
-        server.away()
+        server.close()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from orbax.checkpoint.future import ChainedFuture
 from configs.schema import CheckpointConfig
 from files import atomic
 from runtime.exit_codes import ResumableError
+from state import __main__ as command_line
 from state import latest_config, manifest, tree
 from state.checkpointer import Checkpointer, CheckpointError
 
@@ -479,29 +480,26 @@ def test_orbax_does_not_talk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert said[:2] == ["somebody else", "matters"] and len(said) == 4 and "other.py" in said[2]
 
 
-@pytest.mark.slow
-def test_command_line_lists_and_verifies_without_jax(tmp_path: Path) -> None:
-    def run(command: str, directory: Path = tmp_path) -> tuple[int, list[str]]:
-        code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('state', run_name='__main__')"
-        arguments = [sys.executable, "-c", code, command, str(directory)]
-        done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, done.stdout.splitlines()
-
+def test_command_line_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Checkpointer(tmp_path, KEEP_ALL) as checkpointer:
         save_small(checkpointer, 1, 2, losses={2: 1.25})
-    code, lines = run("verify")
-    assert code == 0 and len(lines) == 2 and all(": good: " in line for line in lines)
-    code, lines = run("ls")
-    assert code == 0 and "validation_loss=1.25" in lines[1] and "committed" in lines[1]
+    assert command_line.verify(tmp_path) == 0 and capsys.readouterr().out.count(": good: ") == 2
+    assert command_line.ls(tmp_path) == 0
+    assert re.search(r"step +2 .*committed  validation_loss=1.25", capsys.readouterr().out)
     (tmp_path / "1" / "data" / "metadata").write_text('{"step": 2}')
     (tmp_path / "3").mkdir()
-    code, lines = run("verify")
-    assert code == 1 and len(lines) == 3
-    assert "step 1: DAMAGED: data/metadata does not match its hash" in lines[0]
-    assert "step 3: DAMAGED: manifest.json is missing" in lines[2]
-    assert run("verify", tmp_path / "nowhere")[0] == 2
-    assert run("verify", tmp_path / "2")[0] == 2  # a step, not the folder of steps
+    assert command_line.verify(tmp_path) == 1
+    damaged, _, empty = capsys.readouterr().out.splitlines()
+    assert "step 1: DAMAGED: data/metadata does not match its hash" in damaged
+    assert "step 3: DAMAGED: manifest.json is missing" in empty
+    assert command_line.verify(tmp_path / "2") == 2  # a step, not the folder of steps
+
+
+@pytest.mark.slow
+def test_command_line_needs_no_jax(tmp_path: Path) -> None:
+    code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('state', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, "ls", str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr == f"{tmp_path} holds no checkpoint\n"
 
 
 def test_a_path_that_orbax_cannot_restore_from_is_refused(tmp_path: Path) -> None:
