@@ -4,6 +4,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
@@ -30,6 +31,31 @@ pytestmark = IGNORED
 AVERAGES = {"local_sgd.inner_steps": "10", **dict(zip(losses.OUTER_STEP, ("1.0", "0.0"), strict=True))}
 INT8, BF16, INT4 = ({"compression.hop_two": codec} for codec in ("int8", "bf16", "int4"))
 MUON = INT4 | {"optimizer.name": "muon"}
+
+
+class AtOnce:
+    """A pool without threads: what is submitted is done, so that programs are made in the order of their choice."""
+
+    def __init__(self, *_: int) -> None: ...
+
+    def __enter__(self) -> "AtOnce":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*arguments))
+        except ValueError as error:
+            done.set_exception(error)
+        return done
+
+
+@pytest.fixture(autouse=True)
+def without_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.node.get_closest_marker("slow"):
+        monkeypatch.setattr("planner.search.ThreadPoolExecutor", AtOnce)
 
 
 class Compiler:
