@@ -49,13 +49,6 @@ def filled(state: TrainState) -> TrainState:
     return jax.tree.map(fill, state)
 
 
-def test_what_is_restored_is_what_was_saved(tmp_path: Path) -> None:
-    """Residuals too, bit by bit: the next step is the one of a run that was not interrupted."""
-    state = filled(first_state(4, with_codec))
-    save(tmp_path, state, 2)
-    jax.tree.map(np.testing.assert_array_equal, restore(tmp_path, state), state)
-
-
 def test_a_checkpoint_without_what_a_hop_two_keeps_is_rejected(tmp_path: Path) -> None:
     """By name: PowerSGD has factors beside residuals."""
 
