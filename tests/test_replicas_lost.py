@@ -1,6 +1,5 @@
 """Members that lose each other while both are there: neither waits for the other, and they find each other again."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,16 +13,13 @@ from replica_loop import NUM_SHARES, PATIENCE_S, started
 from waiting import until
 
 from replicas import group, membership
-from replicas.group import BehindError, Replicas
+from replicas.group import Replicas
 from replicas.members import NEVER
-from replicas.membership import Membership
 from replicas.payloads import Float32
-from replicas.state_copies import LEAVES
 from replicas.sums import StepSums
 from replicas.transport import Sockets
 from runtime import blobs
 from runtime.blobs import Connection, PeerError
-from runtime.exit_codes import ResumableError
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
 SHARES, SIZES = 4, [3, 5]
@@ -62,31 +58,6 @@ def step(member: Replicas, number: int) -> np.ndarray:
 
 def check(totals: np.ndarray, number: int) -> None:
     assert totals.tolist() == [sum(number + share for share in range(SHARES))] * sum(SIZES)
-
-
-@contextlib.contextmanager
-def cut_off(one: Replicas, other: Replicas, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two members lose each other, and do not find each other again before the end."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Membership, "_greet_all", lambda _, addresses, *how: ["a cut link"] * len(addresses))
-        (
-            one.members.lose(other.members.me, PeerError("a cut link")),
-            other.members.lose(one.members.me, PeerError("a cut link")),
-        )
-        yield
-
-
-def test_members_that_lost_each_other_meet_again_and_the_one_behind_takes_the_others_state(
-    make: Callable[[int], Replicas], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead, behind = make(0), make(1)
-    with cut_off(ahead, behind, monkeypatch):
-        for number in range(9):
-            check(step(ahead, number), number)  # alone
-    until(lambda: ahead.members.others and behind.members.others)
-    check(step(ahead, 9), 9)  # without waiting for the other one, which says that it takes part
-    with pytest.raises(BehindError):
-        step(behind, 0)
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at once", "late"])
@@ -218,58 +189,6 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
         check(found[0][number], number)
 
 
-@pytest.mark.parametrize("saved", [0, 7])
-def test_one_that_is_behind_goes_on_by_itself_if_nobody_is_left(
-    saved: int, make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not if a checkpoint is newer: then it ends, to start again from that."""
-    ahead, behind = make(0), make(1, saved)
-    with cut_off(ahead, behind, monkeypatch):
-        for number in range(9):
-            step(ahead, number)
-    until(lambda: behind.members.others)
-    with pytest.raises(BehindError):
-        step(behind, 0)
-    ahead.close()
-    assert behind.fetch_state([8]) is None
-    behind.members.enter(0)
-    if saved:
-        with pytest.raises(ResumableError, match="the newest checkpoint is newer"):
-            step(behind, 0)
-    for number in () if saved else range(3):
-        check(step(behind, number), number)
-
-
-@pytest.mark.parametrize("chosen", [False, True])
-def test_one_that_catches_up_and_is_left_alone_looks_for_a_newer_checkpoint(
-    chosen: bool, make: Callable[..., Replicas]
-) -> None:
-    """Whether or not it has said from which step on it takes part."""
-    ahead, joins = make(0), make(1, 7)
-    joins.members.tell(first=4 if chosen else NEVER)
-    thread = threading.Thread(target=lambda: [step(ahead, number) for number in range(2)])
-    thread.start()
-    thread.join(60)
-    check(step(joins, 0), 0)
-    ahead.close()
-    with pytest.raises(ResumableError, match="the newest checkpoint is newer"):
-        for number in range(1, 4):  # of one of them it learns that the other one is gone
-            step(joins, number)
-
-
-def test_one_that_lacks_the_state_waits_until_those_that_leave_are_gone(make: Callable[..., Replicas]) -> None:
-    """They may save for minutes; then it goes on from its own state, or from theirs, which is saved."""
-    leaves, joins = make(0), make(1)
-    leaves.members.tell(step=10, begun=True, first=0, last=9)
-    with ThreadPoolExecutor(1) as pool:
-        fetched = pool.submit(joins.fetch_state, [0])
-        with pytest.raises(TimeoutError):
-            fetched.result(1)
-        leaves.close()
-        assert fetched.result(PATIENCE_S) is None
-    assert not joins.members.all_leave_before(5)  # there is nobody to leave
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_those_about_to_enter_go_on_where_the_last_one_leaves(
     count: int, make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
@@ -292,45 +211,3 @@ def test_those_about_to_enter_go_on_where_the_last_one_leaves(
         for totals in pool.map(lambda joins: step(joins, 2), joiners):
             check(totals, 2)
     assert any(joins.members.me.takes_part(2) for joins in joiners)
-
-
-def test_nobody_waits_for_what_one_that_has_left_will_not_have(make: Callable[..., Replicas]) -> None:
-    """A state, and what its parameters are: it may live on for minutes, while it saves a checkpoint."""
-    _, leaves = make(0), make(1)
-    leaves.copies.answer({"op": "copy", "step": 3, "arrays": [0]}, 1)
-    leaves.copies.at_step(3, [np.arange(2)])
-    requests = [{"op": "state", "step": 4, "array": 0}, {"op": "digest", "step": 4}]
-
-    def ask(request: dict[str, Any]) -> bytes:
-        with sockets(0).connect(leaves.members.me.address) as connection:
-            return b"".join(connection.get(request, 16, wait_s=20))
-
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(ask, request) for request in requests]
-        leaves.members.tell(last=3)
-        leaves.copies.close()
-        for one in waiting:
-            with pytest.raises(PeerError, match=f"{LEAVES}|KeyError: 4"):
-                one.result(60)
-    assert ask({"op": "state", "step": 3, "array": 0}) == np.arange(2).tobytes()  # it is on its way
-
-
-def test_nobody_waits_for_a_hash_that_one_has_passed_or_will_not_have(make: Callable[..., Replicas]) -> None:
-    """Delayed, a step's sum is a step behind its hash; one that fetches the others' state waits for them."""
-    _, other = make(0), make(1)
-    assert other.members.me.takes_part(5)
-
-    def ask(step: int) -> bytes:
-        with sockets(0).connect(other.members.me.address) as connection:
-            return b"".join(connection.get({"op": "digest", "step": step}, 16, wait_s=20))
-
-    with ThreadPoolExecutor(2) as pool:
-        passed, never = pool.submit(ask, 3), pool.submit(ask, 5)
-        with other._changed:
-            other._digests = {4: "the hash"}
-            other._changed.notify_all()
-        with pytest.raises(PeerError, match="KeyError: 3"):
-            passed.result(60)
-        other.members.tell(first=NEVER)
-        with pytest.raises(PeerError, match="KeyError: 5"):
-            never.result(60)

@@ -295,6 +295,21 @@ def test_a_member_that_hangs_takes_no_part_until_it_gets_on(run: Members) -> Non
     assert here.takes_part(1, 6), "a member that was cut off is not one that hangs"
 
 
+def test_a_member_that_was_cut_off_and_is_behind_takes_no_part_until_it_has_caught_up(run: Members) -> None:
+    """It does not know it: the others did its part of the steps since. Its older records change nothing."""
+    here, there = run.start(0), run.start(1)
+    old = there.me
+    here.lose(there.me, PeerError("a cut link"))
+    here.step = 9
+    for behind, takes_part in ((7, False), (8, True)):
+        there.me = there.me.changed(step=behind)
+        here.seek(1)
+        assert here.takes_part(1, 9) == takes_part, behind
+    here.answer({"op": "member", "member": there.me.changed(rate=2.0).as_dict()}, 1)
+    here.answer({"op": "member", "member": old.as_dict()}, 1)
+    assert [(member.step, member.rate) for member in here.others] == [(8, 2.0)]
+
+
 def test_a_stall_is_a_value_that_stays_the_same_for_too_long() -> None:
     times = iter([0.0, 1.0, 5.0, 11.0, 12.0, 21.0, 21.5])
     check = Stall(10.0, clock=lambda: next(times))

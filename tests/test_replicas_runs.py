@@ -20,6 +20,8 @@ from running import (
     wait_until,
 )
 
+from runtime.events import EventReader
+
 pytestmark = pytest.mark.slow
 NUM_STEPS, REPLICAS, PAUSE_S = 500, 3, 0.5  # the pauses of all steps outlast the events, on slow machines too
 KINDS = ("kill", "freeze", "leave", "kill_joining")
@@ -181,6 +183,10 @@ def test_a_replica_whose_main_thread_hangs_ends_alone(tmp_path: Path) -> None:
         (stays,) = finish(run.processes[0])
     assert stays[0] == 0 and run.last(0) == 30, stays
     assert rows(run.folder(0))[-1]["replicas"] == 1
+    about_1 = [event["event"] for event in EventReader(run.folder(0)).new() if event.get("replica") == 1]
+    assert about_1 == ["replica_joined", "replica_lost"] and "replica 1 is lost in step" in stays[1]
+    together = [row for row in rows(run.folder(0)) if row["replicas"] == 2]
+    assert sum(row["collective_inter_bytes"] for row in together) > 0
 
 
 @pytest.mark.release

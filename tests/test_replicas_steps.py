@@ -248,6 +248,43 @@ def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytes
     assert joins.fetch_state([0]) is None, "no other one trains"
 
 
+def test_a_member_that_lacks_the_state_waits_until_those_that_leave_are_gone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may save for minutes; then it goes on from its own state, or from theirs, which is saved."""
+    monkeypatch.setattr(group, "ASK_S", 0.0)
+    leaves, joins = make(0), make(1)
+    leaves.members.tell(step=10, begun=True, first=0, last=9)
+    waited: list[None] = []
+
+    def progress() -> None:
+        waited.append(None)
+        if len(waited) == 3:
+            leaves.close()
+
+    assert joins.fetch_state([0], progress) is None
+    assert len(waited) == 3 and not joins.members.all_leave_before(5), "there is none to leave"
+
+
+def test_none_waits_for_a_hash_that_will_not_come(make: Make) -> None:
+    """Of a step that was passed, delayed too, where a step's sum is a step behind its hash, or that is no member's."""
+    asks, other = make(0), make(1)
+    other._changed.wait_for = lambda predicate, timeout=None: predicate() or pytest.fail("it waits")
+
+    def refuses(at: int) -> None:
+        with asks._transport.connect(other.members.me.address) as link, pytest.raises(RefusedError, match="KeyError"):
+            link.ask({"op": "digest", "step": at}, 99)
+
+    other._digests = {4: "the hash"}
+    refuses(3)
+    other.members.step = 5
+    refuses(5)
+    other.members.me = other.members.me.changed(last=6)
+    refuses(7)
+    other.members.me = other.members.me.changed(first=NEVER, last=NEVER)  # it fetches the others' state
+    refuses(6)
+
+
 def test_none_waits_for_the_hash_of_a_state_that_is_on_its_way(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that needs the others' state again takes part from that step on: they compare before they send it."""
     stays, joins = make(0), make(1)
