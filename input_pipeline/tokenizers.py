@@ -182,8 +182,9 @@ class HuggingFace(Tokenizer):
             raise ValueError(f"data.tokenizer_path {path} has a token with the id {most}: ids may be below {MAX_IDS}")
         special = {x.content for x in self._tokenizer.get_added_tokens_decoder().values() if x.special}
         self.separator_token = self._end(eos_token, named, special)
-        self._tokenizer.add_special_tokens([self.separator_token])  # some files do not mark it as one
-        special.add(self.separator_token)
+        if self.separator_token not in special:  # adding it again would lose the flags of the file
+            self._tokenizer.add_special_tokens([self.separator_token])
+            special.add(self.separator_token)
         self.bos_token = named.get("bos_token") or _first(BOS, special)
         said = tokenizer_config.adds_bos(config)
         said = said if said is not None else (True if self._post_processor_adds_bos() else None)

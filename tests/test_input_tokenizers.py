@@ -247,6 +247,17 @@ def test_documents_and_prompts_begin_and_end_as_the_tokenizer_s_files_say() -> N
     assert len(identities) == len(DOCUMENTS)
 
 
+def test_the_end_of_a_document_is_special_and_keeps_its_flags(tmp_path: Path) -> None:
+    """Its name in a text is text also if the file does not mark it as special; one may take the spaces after it."""
+    made = tokenizers.Tokenizer.from_file(str(FILES / "two" / "tokenizer.json"))
+    made.add_tokens(["<end>"])
+    made.add_special_tokens([tokenizers.AddedToken("<stop>", rstrip=True, special=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    end, stop = (HuggingFace(tmp_path / "tokenizer.json", eos_token=eos) for eos in ("<end>", "<stop>"))
+    assert end.separator not in end.encode("a<end>b") and end.separator in end.special_ids
+    assert stop.encode_template("a<stop> b")[0].tolist() == [*stop.encode("a"), stop.separator, *stop.encode("b")]
+
+
 def test_tokenizer_config_says_whether_documents_begin_with_bos(tmp_path: Path) -> None:
     """Before the post-processor of tokenizer.json does; what both leave open is reported."""
     path = tmp_path / "tokenizer.json"
