@@ -247,6 +247,15 @@ def test_documents_and_prompts_begin_and_end_as_the_tokenizer_s_files_say() -> N
     assert len(identities) == len(DOCUMENTS)
 
 
+@pytest.mark.slow  # needs an optional package
+def test_prompts_and_ends_are_those_of_transformers() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    for folder in FILES.iterdir():
+        ours, theirs = in_file(folder.name), transformers.AutoTokenizer.from_pretrained(folder)
+        assert ours.prompt("hello").tolist() == theirs("hello")["input_ids"]
+        assert ours.separator_token == theirs.eos_token
+
+
 def test_the_end_of_a_document_is_special_and_keeps_its_flags(tmp_path: Path) -> None:
     """Its name in a text is text also if the file does not mark it as special; one may take the spaces after it."""
     made = tokenizers.Tokenizer.from_file(str(FILES / "two" / "tokenizer.json"))
