@@ -11,14 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from heartbeat_world import HOST, RESUMABLE, STALL_S, World, check_ended
-from ports import free_port
 from running import ROOT, finish
 
 from configs.schema import ElasticConfig
@@ -30,67 +29,18 @@ from runtime.supervisor import Supervisor
 
 STEP, READ = Phase.STEPPING, Phase.READING
 
-# Process ME of COUNT at PORT, without jax: it completes step 10 + ME and then waits in what never returns.
-PLAYER = """
-import ctypes, os, signal, socket, sys, threading, time
+# A process, without jax, that waits for process 0 at a port, and that SIGUSR1 aborts.
+WAITS = """
+import ctypes, signal, socket, sys, time
 from unittest.mock import MagicMock
 sys.modules |= dict.fromkeys(["jax", "jax.experimental", "runtime.consensus"], MagicMock())
-from runtime import heartbeat
-from runtime.heartbeat import Heartbeat
-from runtime.phases import Phase
-me, count, port = map(int, sys.argv[1:4])
-def listen():
-    with socket.create_server(("localhost", port)) as listener:
-        accepted = [listener.accept()[0] for _ in range(count - 1)]
-    return sorted((peer(int(each.recv(1)), each) for each in accepted), key=lambda each: each.process)
-def reach():
-    while True:
-        try:
-            connection = socket.create_connection(("localhost", port))
-        except OSError:
-            time.sleep(0.1)
-        else:
-            connection.sendall(b"%d" % me)
-            return [peer(0, connection)]
-def peer(process, connection):
-    return heartbeat.Peer(process=process, host=socket.gethostname(), connection=connection)
-heartbeat._GRACE_S = 1.5
-watch = Heartbeat()
-peers = listen() if me == 0 else reach()
-if me:
-    peers[0].connection.recv(1, socket.MSG_PEEK)  # process 0 beats when all are there
-watch.start(me, peers, 2.5, 3.0, is_awaited=count == 1)
-watch.completed(10 + me)
-while len(watch._steps) < (1 if me else count - 1):
-    time.sleep(0.01)
-# At SIGUSR1 it aborts; not by os.abort: jax's threads do not hold the GIL.
-signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())
+from runtime.heartbeat import Heartbeat, Peer
+connection = socket.create_connection(("localhost", int(sys.argv[1])))
+Heartbeat().start(1, [Peer(process=0, host="a", connection=connection)], 60.0, 600.0)
+signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())  # not os.abort: jax's threads do not hold the GIL
 print("ready", flush=True)
-{then}
+time.sleep(60)
 """
-WAIT = "time.sleep(60)"
-STEPS, READS = f"watch.enter(Phase.STEPPING)\n{WAIT}", f"watch.enter(Phase.READING)\n{WAIT}"
-
-
-def play(ports: Sequence[int], then: dict[int, str] | None = None) -> list[subprocess.Popen[str]]:
-    """Starts processes that watch each other, and waits until process 0 knows all steps, and the others its own.
-
-    `then` is what some do instead of waiting.
-    """
-    count, then = len(ports), then or {}
-    players = [
-        subprocess.Popen(
-            [sys.executable, "-c", PLAYER.format(then=then.get(me, WAIT)), str(me), str(count), str(ports[me])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for me in range(count)
-    ]
-    for player in players:
-        assert player.stdout and player.stdout.readline() == "ready\n", finish(*players)
-    return players
 
 
 def last_steps(*known: int) -> str:
@@ -190,16 +140,6 @@ def test_process_0_fails_and_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     check_said(world, 1, f"^error: process 0 on {HOST} failed: the disk is full; {last_steps(1, 0)}"[:-1])
 
 
-@pytest.mark.slow
-def test_a_process_dies() -> None:
-    """A worker here, process 0 in test_heartbeat_runs.py; who is left leaves at once, process 0 after the other."""
-    players = play([free_port()] * 3)
-    players[1].kill()
-    outcomes = finish(*players)
-    check_ended([outcomes[0], outcomes[2]], f"^error: process 1 on {HOST} died .*; {last_steps(2, 1, 0)}")
-    assert "Thread" not in outcomes[0][2]
-
-
 def test_peers_that_connected_long_before_the_last_one_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Heartbeat, "_watch", lambda self: None)
     peer = Peer(process=1, host=HOST, connection=socket.socket(), heard_s=time.monotonic() - 100)
@@ -227,35 +167,15 @@ def test_others_learn_of_an_error_that_cannot_be_printed(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_jax_aborts_before_the_loss_is_noticed() -> None:
     """Its threads see the end of process 0 at the same time as ours."""
-    players = play([free_port()] * 2)
-    players[1].send_signal(signal.SIGUSR1)
-    assert players[1].stderr
-    assert any("Fatal Python error: Aborted" in line for line in iter(players[1].stderr.readline, ""))
-    players[0].kill()
-    check_ended(finish(*players)[1:], f"^error: process 0 on {HOST} died .*; {last_steps(1, 0)}")
-
-
-@pytest.mark.slow
-def test_no_main_thread_makes_progress() -> None:
-    """All are well but one, which the others wait for in a collective."""
-    outcomes = finish(*play([free_port()] * 3, {0: READS, 1: STEPS, 2: STEPS}))
-    said = rf"process 0 on {HOST} reads a batch, every other process is in a step; "
-    check_ended(outcomes, f"^error: no progress for 3 s .*: {said}{last_steps(2, 1, 0)}")
-    assert all("Thread" in err for _, _, err in outcomes)
-
-
-@pytest.mark.slow
-def test_a_process_is_stopped() -> None:
-    """All notice that process 0 is silent; once it goes on, it ends too."""
-    players = play([free_port()] * 3)
-    players[0].send_signal(signal.SIGSTOP)
-    outcomes = finish(*players[1:])
-    players[0].send_signal(signal.SIGCONT)
-    for process, outcome in enumerate(outcomes, 1):
-        known = last_steps(process, 0)
-        check_ended([outcome], f"^error: process 0 on {HOST}: silent for 2.5 s .*; {known}")
-        assert "most recent call first" in outcome[2]  # the wait
-    check_ended(finish(players[0]), "^error: ")
+    with socket.create_server(("localhost", 0)) as listener:
+        command = [sys.executable, "-c", WAITS, str(listener.getsockname()[1])]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        connection, _ = listener.accept()
+    with connection:
+        assert process.stdout and process.stdout.readline() == "ready\n" and process.stderr
+        process.send_signal(signal.SIGUSR1)
+        assert any("Fatal Python error: Aborted" in line for line in iter(process.stderr.readline, ""))
+    check_ended(finish(process), r"^error: process 0 on a died .*; last completed step: none;")
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import jax
 import pytest
 from running import arguments, finish, free_port, start, start_together
 
-from runtime import handshake, rendezvous
+from runtime import handshake, heartbeat, rendezvous, supervisor
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
-from runtime.launch import Place
+from runtime.launch import Address, Place
 from runtime.rendezvous import Meeting, meet
 
 TIMEOUT_S = 60.0
@@ -215,6 +215,30 @@ def test_hosts_and_ports() -> None:
     for bad in ("", "a", "a:", ":1", "[]:1", "a:b", "a:0", "a:65536", "a:-1", "::1", "::1:1", "[::1"):
         with pytest.raises(ValueError, match="must be HOST:PORT"):
             host_and_port(bad)
+
+
+def test_an_error_of_jax_while_the_processes_join_is_resumable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The heartbeats run by then, and would name a process that is lost."""
+    order: list[str] = []
+
+    def start_jax(place: Place) -> None:
+        order.append(f"jax in process {place.process}")
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: a peer is gone")
+
+    monkeypatch.setattr(supervisor, "meet", lambda *_: SimpleNamespace(peers=[], start_jax=start_jax))
+    monkeypatch.setattr(heartbeat.Heartbeat, "start", lambda *_, is_awaited: order.append("heartbeats"))
+    address = Address(coordinator="127.0.0.1:1", num_processes=2, process_id=1)
+
+    def run(one: supervisor.Supervisor) -> bool:
+        one.join(address, workdir=tmp_path, silence_s=10.0, stall_s=600.0)
+        return True
+
+    assert supervisor.supervise(run) == 75 and order == ["heartbeats", "jax in process 1"]
+    assert capsys.readouterr().err == (
+        "error: jax could not connect the processes: DEADLINE_EXCEEDED: a peer is gone\n"
+    )
 
 
 DIES = """
