@@ -1,9 +1,10 @@
 """`Replicas`: one member's side of the sums of all steps.
 
-Every member computes some shares of a step, owns some pieces, and asks the others: for the sums of what they computed
-of its own pieces, and for the totals of theirs. The bytes are those of a ring all-reduce. Nothing is agreed upon. Who
-computes what is a guess that all make alike; where two guess differently, a request makes its receiver compute what it
-had left to another, and the values are the same (replicas/sums.py). So a lost member costs what it owed, not the step.
+Every member computes some shares of a step, and owns some pieces of the parameters. It asks the others for their sums
+of its own pieces, and for the totals of the other pieces. It sends as many bytes as in a ring all-reduce. There is no
+consensus: every member derives the same assignment of shares. If two differ for a moment, a request makes its receiver
+compute a share that it had left to another member, and the values are the same (replicas/sums.py). So a lost member
+costs its shares, not the step.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ from runtime.exit_codes import ResumableError
 KEPT_STEPS = 64  # of which totals are kept, at most, for members that catch up
 FETCHES = 5  # of the state
 CONNECTIONS = 2  # to each of the others, for sums; as many for totals
-LOOK_S = 0.02  # between two looks for what one of a member's processes may want
+LOOK_S = 0.02  # between two looks for a share that one of a member's processes needs
 _GONE = "the step is gone"
 _SKIPPED = "the step was not done here"
-_BEHIND = -3  # among what is agreed on
+_BEHIND = -3  # in place of a share
 
 
 class BehindError(ResumableError):
@@ -39,7 +40,7 @@ class BehindError(ResumableError):
 
 
 class Replicas:
-    """This member, and its sums with the others. Close it, so that they learn at once that it is gone."""
+    """This member, and its sums with the others. Close it, so that they notice at once."""
 
     def __init__(
         self,
@@ -64,8 +65,9 @@ class Replicas:
 
         `late`: 1 if the shares of a step are computed before the step in front of it is summed, else 0.
 
-        Of a member of several processes each has its own part of the gradients, and others that it asks: those with
-        its number. `agree` returns the values of all of them, by number; they call all methods together.
+        In a member of several processes each process owns a shard of the gradients and talks to the same-numbered
+        process of the other members. `agree` returns the values of all of them, by number; they call all methods
+        together.
 
         `saved` returns the steps done in the newest checkpoint. While this member waits for the others' sums, all its
         processes call `waits` together; while it waits for another answer, each calls `progress` by itself. An error
@@ -88,9 +90,8 @@ class Replicas:
         self._fetched = -1  # the step of the others' state that this member takes, after which it has hashes
         self._digests: dict[int, str] = {}  # of the last step that was compared
         self.copies = StateCopies(self._changed)
-        # of those that took part in the last step to its end
-        self.count = 1
-        self.is_first = True  # it does what all would do alike
+        self.count = 1  # members that took part in the last step to its end
+        self.is_first = True  # it saves the checkpoint, which would be the same in all
         self.sent_bytes = 0  # sums and totals for other members
         self._is_ready = threading.Event()  # the service answers then
         self._transport = transport
@@ -131,10 +132,10 @@ class Replicas:
 
     # ------------------------------------------------------------------------------------------------------ their state
     def agrees(self, step: int, digest: str) -> bool:
-        """Whether this member's parameters after `step` steps, by their hash, are those of most others; names others.
+        """Whether this member's parameters after `step` steps, by their hash, equal the parameters of most members.
 
-        Where as many say one thing as another, the member with the lowest number is right. False in all processes of a
-        member whose parameters differ in one of them. Of the others the lowest one is now the first.
+        Names the members that differ. With as many members on both sides the one with the lowest number is right. False
+        in all processes of a member whose parameters differ in one of them. The lowest of the others is now the first.
         """
         with self._changed:
             self._digests = {step: digest}
@@ -153,7 +154,7 @@ class Replicas:
         return all(self._agree(int(digest == right)))
 
     def _ask(self, member: Member, request: dict[str, Any]) -> bytes:
-        """Asks a member one thing, which may take as long as it says so. PeerError if it does not answer."""
+        """Returns a member's answer, however long it makes progress on it. PeerError if it does not answer."""
         with self._transport.connect(member.address) as link:
             return link.ask(request, MOST_BYTES, self._progress)
 
@@ -164,9 +165,9 @@ class Replicas:
 
         `progress` is called now and then, in several threads; an error of it ends this.
 
-        Each of the others sends a part, at once. ResumableError if they do not; None if nobody is there any more, for
-        which it waits where all of them leave: what this member has is as right as what they had, a few steps ago.
-        If it has fetched one before and did not catch up, they wait for it at that step: it would not now either.
+        All others send a part each, at the same time. ResumableError if they do not. None if no other member is there
+        any more, which it waits for if all of them leave: its own state is as right as theirs was a few steps ago. If
+        it has fetched a state before and did not catch up, the others wait for it at that step.
         """
         tries, takes_part, self._has_fetched = 1, self._has_fetched, True
         while tries <= FETCHES:
@@ -200,9 +201,9 @@ class Replicas:
         raise ResumableError("the other replicas do not send the state that this one needs")
 
     def _skip(self, step: int) -> None:
-        """Goes on from the others' state after `step` steps: it will have no totals of those that it did not end.
+        """Continues from the others' state after `step` steps, without totals of the steps that it did not finish.
 
-        Who had asked for them would wait for ever, and could ask this member for nothing else.
+        A member that has asked for these totals would wait for them indefinitely.
         """
         with self._changed:
             undone = [old for old, sums in self._steps.items() if old < step and not sums.is_complete]
@@ -223,9 +224,9 @@ class Replicas:
     def sum(self, step: int, compute: Callable[[int], None]) -> np.ndarray:
         """Returns the totals of all pieces of a step, `f32 [N]`, one after the other.
 
-        `compute(share)` computes a share, and puts its pieces: those that are this member's part, what a lost member
-        owed, and what another one asks for. A member that does not take part yet receives the totals. BehindError if
-        the others no longer have them.
+        `compute(share)` computes a share, and puts its pieces. It is called for this member's shares, for the shares of
+        lost members, and for shares that another member asks for. A member that does not take part yet receives the
+        totals. BehindError if the others no longer have them.
         """
         sums = self._begin(step)
         with self._changed:
@@ -251,12 +252,11 @@ class Replicas:
         self._add_up(step, sums, piece)
 
     def _begin(self, step: int) -> StepSums:
-        """Divides a step among those that are there, unless it is under way; returns its sums.
+        """Divides a step among the known members, unless it is under way; returns its sums.
 
-        One that was to enter later does so now if the last step of all others is an earlier one: it has all that they
-        did.
-        BehindError for a step that those who are there did not do: they entered later, or have their state from others.
-        ResumableError if this member was behind, and nobody else is there any more, where a newer state is saved.
+        A member that was about to enter later does so now if all others have left before: it has all their totals.
+        BehindError for a step that no known member did: they entered later, or took their state from others.
+        ResumableError if this member was behind, is alone now, and a newer checkpoint is there.
         """
         if step in self._plans:
             return self._steps[step]
@@ -288,7 +288,7 @@ class Replicas:
         return sums
 
     def _next_share(self, sums: StepSums, wait_s: float) -> int:
-        """Returns what `StepSums.look` does, the same in all processes: a share that one of them wants, if any."""
+        """Returns a share that one of this member's processes needs, WAITING or COMPLETE; the same in all of them."""
         try:
             found = sums.look(self._check, wait_s)
         except BehindError:
@@ -308,7 +308,7 @@ class Replicas:
             raise BehindError
 
     def _forget(self, step: int) -> None:
-        """Drops what nobody will ask for any more: all but the last totals, and those by which others catch up."""
+        """Drops all but the last totals, and the ones by which other members catch up."""
         self._steps[step].drop_values()
         catching_up = [m.step for m in self.members.others if step < m.first]
         oldest = max(min([step - self._late, *catching_up]), step - KEPT_STEPS)
@@ -319,7 +319,7 @@ class Replicas:
 
     # -------------------------------------------------------------------------------------------------- asking others
     def _ask_always(self, member: Member) -> None:
-        """Asks a member for what this one needs, until one of them is gone."""
+        """Asks a member for sums and totals, until one of the two is gone."""
         try:
             for kind in ("sum", "total") * CONNECTIONS:  # while one waits, the others use the link
                 threading.Thread(target=self._pull, args=(member, kind), daemon=True).start()
@@ -327,10 +327,7 @@ class Replicas:
             self.members.lose(member, error)
 
     def _do_without(self, number: int) -> None:
-        """Divides among the others what a member was to do of steps in which it does not take part any more.
-
-        For one that is lost no copies are kept.
-        """
+        """Divides a member's shares of the steps in which it no longer takes part, and drops copies for a lost one."""
         if number not in (member.number for member in self.members.others):
             self.copies.drop(number)
         for step in self._plans:
@@ -338,7 +335,7 @@ class Replicas:
                 self._leave_out(number, step)
 
     def _leave_out(self, number: int, step: int) -> None:
-        """Divides among the others what another member was to do of a step."""
+        """Divides another member's shares of a step among the rest."""
         plan = self._plans.get(step)
         if plan and number in plan.left and number != plan.me:
             self._plans[step] = plan.without([number])
@@ -360,11 +357,11 @@ class Replicas:
                     finally:
                         with self._lock:
                             self._under_way.discard((member.number, step, piece, node))
-        except Exception as error:  # else what the member has would be waited for without end
+        except Exception as error:  # else its sums would be waited for indefinitely
             self.members.lose(member, error)
 
     def _next(self, member: Member, kind: str) -> tuple[int, StepSums, int, Node | None] | None:
-        """Returns what to ask a member for; waits for it, and returns None when the member is gone."""
+        """Returns the next request to a member; waits until one is needed, and returns None when the member is gone."""
         with self._changed:
             while not self.members.closed and self.members.knows(member):
                 step = self.members.step

@@ -1,7 +1,7 @@
-"""`Membership`: who is there, as one member of a run with independent replicas knows it.
+"""`Membership`: the members of a run with independent replicas, as one of them knows them.
 
-Members tell each other of themselves, and of those that they know. Nothing is agreed upon: what each makes of it, who
-computes which share of a step, is a guess (replicas/group.py).
+Members send each other their own records, and the records of the members that they know. There is no consensus: each
+derives from its records which member computes which share of a step (replicas/group.py).
 """
 
 import itertools
@@ -34,16 +34,16 @@ from runtime.exit_codes import ResumableError
 
 AHEAD = 2  # steps, at least, between the word of a joining member and its first shares
 ENTRY_S = 0.5  # for which the others may wait for it, if it gets nearer to them
-PATIENCE_S = 2.0  # while it falls behind, after which they wait for it all the same: it would never get there
-LONG_S = 300.0  # the same, where it only gets no nearer
+PATIENCE_S = 2.0  # for which it may fall behind before they wait for it all the same: it would never catch up
+LONG_S = 300.0  # the same, for a member that does not get nearer
 SEEK_S = 5.0  # between two looks for members that were lost
 RARELY = 12  # of so many looks one greets unknown addresses too, and writes this member's again
 ASK_S = 0.2  # between two looks of a member that catches up, where the others are
-MOST_BYTES = 1 << 20  # of what a member says of itself and of others
+MOST_BYTES = 1 << 20  # of the records that a member sends
 CONNECT_S = 5.0
 _GREETINGS = 256  # at once
 _LEAVE_S = 30.0
-NOBODY = -1  # in the place of a step
+NOBODY = -1  # in place of a step: no other member trains
 
 
 def check_number_is_free(folder: Path, number: int, process: int, transport: Transport) -> None:
@@ -81,7 +81,7 @@ Report = Callable[..., object]
 
 
 class Membership:
-    """This member, and what it knows of the others. All methods may be called by several threads."""
+    """This member, and the records of the others. All methods may be called by several threads."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Membership:
     ) -> None:
         """`folder` has one folder for each member. The shares of a step are computed `late` steps before it is summed.
 
-        `on_met` is called when a member appears; `on_change`, which holds `changed`, with the number of one of which
-        something was learnt; `report(event, replica=, step=, ...)` when a member joins, leaves or is lost.
+        `on_met` is called when a member appears; `on_change`, which holds `changed`, with the number of a member whose
+        record is new; `report(event, replica=, step=, ...)` when a member joins, leaves or is lost.
         """
         self.me, self.step = me, -1  # the step that is being summed, or the last that was
         self.closed = False
@@ -147,7 +147,7 @@ class Membership:
         known = self._members.get(member.number)
         return known is not None and known.address == member.address
 
-    # ------------------------------------------------------------------------------------------ what this member does
+    # --------------------------------------------------------------------------------------------------- this member
     def meet(self, step: int) -> bool:
         """Says hello to the others, with the steps done here; returns whether one of them has begun.
 
@@ -175,11 +175,11 @@ class Membership:
         self._report(Event.REPLICA_JOINED, replica=self.me.number, step=step, host=self.me.host)
 
     def choose_entry(self, step: int) -> None:
-        """Says from when on this member takes part, if after `step` steps what it lacks takes it less than a moment.
+        """Announces the first step of this member, if after `step` steps it can catch up in less than ENTRY_S.
 
-        The others do some steps until they know, and it needs not catch up with more of them than they would wait for.
-        It never would where a step's totals take longer than their steps: over a slow link, with one member that has
-        nobody to exchange with. So if it falls behind they wait for it.
+        The others do some steps until they know it. They wait no longer than ENTRY_S for a member that gets nearer. If
+        a step's totals take longer than a step, for example over a slow link with a single member that sends nothing
+        else, it would never catch up: if it falls behind, the others wait for it.
         """
         looked = self._looked
         if looked and not self._agree(int(time.monotonic() - looked[0] > ASK_S))[0]:
@@ -202,7 +202,7 @@ class Membership:
             self.enter(max(self._agree(max(ahead, step) + margin)))
 
     def look(self, step: int, *, first: bool = False) -> int:
-        """Asks the others where they are, and returns what `newest_step` does; `step` is where this member is.
+        """Asks the others for their steps, and returns the newest one; this member is at `step`.
 
         `first`: since it began, or has the others' state.
         """
@@ -218,7 +218,7 @@ class Membership:
         return max(self._agree(max((m.step + self._late for m in self.others if m.trains), default=NOBODY)))
 
     def is_alone(self) -> bool:
-        """Whether nobody else trains; asks again those who did not when they were heard of."""
+        """Whether no other member trains, as the newest records say."""
         if self.newest_step() == NOBODY:
             self.tell()
         return self.newest_step() == NOBODY
@@ -229,17 +229,17 @@ class Membership:
         return all(self._agree(int(bool(lasts) and max(lasts) < step)))
 
     def tell(self, **changes: Any) -> None:
-        """Tells the others what has changed about this member, and learns of them."""
+        """Sends the others this member's record, with changes, and takes theirs."""
         with self._changed:
             if changes:
                 self.me = self.me.changed(**changes)
-                self._changed.notify_all()  # who waits for what comes no more
+                self._changed.notify_all()  # threads may wait for something that comes no more
         self._greet_or_lose(self.others)
 
     def leave(self, step: int) -> None:
-        """Leaves after `step` steps; waits until the others have what they need of this member, up to 30 s.
+        """Leaves after `step` steps; waits until the others have the totals that only this member has, up to 30 s.
 
-        If nobody stays, it waits for those about to enter too: they go on from where it ends.
+        If no member stays, it also waits for members that are about to enter: they continue where it ends.
         """
         self.tell(step=step, last=step - 1)
         until_s = time.monotonic() + _LEAVE_S
@@ -248,9 +248,9 @@ class Membership:
             self.tell()
 
     def _is_needed(self, step: int) -> bool:
-        """Whether another member lacks totals of the first `step` steps that nobody who stays can send it.
+        """Whether another member lacks totals of the first `step` steps, and no member that stays can send them.
 
-        One that has left in an earlier step lacks none.
+        A member that has left in an earlier step lacks none.
         """
         has_heir = any(member.begun and member.first < step <= member.last for member in self.others)
         due = [member for member in self.others if member.first < (step if has_heir else NEVER)]
@@ -276,9 +276,9 @@ class Membership:
     def answer(self, request: dict[str, Any], process: int) -> memoryview:
         """Answers `self` with this member's record, and `member`, which brings another one's, with all records.
 
-        ValueError for what is no member.
-        One that was lost may reach this one, and not be reached itself (a firewall): until `_seek` has greeted it, it
-        is not there, or all would wait for it each time that it speaks.
+        ValueError for a record that describes no member.
+        A lost member may reach this one, and not be reached itself (a firewall): until `seek` has greeted it, it
+        stays lost, or all would wait for it after each of its greetings.
         """
         if request["op"] == "self":
             return memoryview(json.dumps(self.me.as_dict()).encode())
@@ -292,22 +292,25 @@ class Membership:
         return memoryview(json.dumps({"member": self.me.as_dict(), "others": known}).encode())
 
     def _greet_or_lose(self, members: Sequence[Member]) -> None:
-        """Greets members that are there, and goes on without those that do not answer."""
+        """Greets known members, and loses the ones that do not answer."""
         why = self._greet_all([member.address for member in members], self._transport.silence_s)
         for member in [member for member, reason in zip(members, why, strict=True) if reason]:
             self.lose(member, TimeoutError("does not answer"))
 
     def _greet_all(self, addresses: Sequence[Address], patience_s: float = CONNECT_S) -> list[str]:
-        """Greets at once, since those that are gone may let their callers wait; returns of each why it is not there."""
+        """Greets all at the same time, since a host that drops packets lets its callers wait.
+
+        Returns for each why it did not answer, or an empty text.
+        """
         with ThreadPoolExecutor(min(len(addresses), _GREETINGS) or 1) as pool:
             return [*pool.map(partial(self._greet, patience_s=patience_s), addresses)]
 
     def _greet(self, address: Address, patience_s: float) -> str:
-        """Tells a member of this one, and learns of it and of those that it knows; returns why it is not there."""
+        """Exchanges records with a member, and greets the members that only it knows; returns why it did not answer."""
         try:
             with self._transport.connect(address, patience_s) as link:
                 answer = link.ask({"op": "member", "member": self.me.as_dict()}, MOST_BYTES)
-            said = json_objects.parse(answer, "what a member says")
+            said = json_objects.parse(answer, "a member's records")
             member = Member.from_dict(said["member"])
             known = [Member.from_dict(values) for values in said["others"]]
             if member.number != address.process:
@@ -319,7 +322,7 @@ class Membership:
             return ""
         self._register(member)
         for other in known:
-            # of those that are out of reach here others may tell again and again: they are left to `_seek`
+            # others may send records of members that are out of reach here again and again: `seek` greets those
             is_new = other.number not in (self.me.number, *self._members, *self._lost)
             if is_new and self._greet(other.address, patience_s):
                 with self._changed:
@@ -368,10 +371,10 @@ class Membership:
     def seek(self, turn: int) -> None:
         """Greets the lost members: they may have been cut off, or stopped, for a while.
 
-        And members that do not take part, or no longer: one that was cut off may have caught up, and not know that it
-        had to; and where one of them is gone no sum waits for it, and would notice. And all others that have an
-        address: a link may have been cut when both sides began. A member that knows none of them does so each time,
-        others each RARELY-th. A stale address that does not answer is removed.
+        It also greets members that do not take part, or no longer: a member that was cut off may have caught up without
+        knowing that it had to, and no sum notices when such a member is gone. And it greets unknown members that have
+        an address, because a link may have been cut when both sides began: every time if it knows no member, else
+        every RARELY-th time. A stale address that does not answer is removed.
         """
         now_s = time.monotonic()
         with self._changed:

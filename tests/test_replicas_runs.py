@@ -185,8 +185,7 @@ def test_a_replica_whose_main_thread_hangs_ends_alone(tmp_path: Path) -> None:
     assert rows(run.folder(0))[-1]["replicas"] == 1
     about_1 = [event["event"] for event in EventReader(run.folder(0)).new() if event.get("replica") == 1]
     assert about_1 == ["replica_joined", "replica_lost"] and "replica 1 is lost in step" in stays[1]
-    together = [row for row in rows(run.folder(0)) if row["replicas"] == 2]
-    assert sum(row["collective_inter_bytes"] for row in together) > 0
+    assert sum(row["collective_inter_bytes"] for row in rows(run.folder(0))) > 0
 
 
 @pytest.mark.release
