@@ -228,7 +228,7 @@ def test_the_page_has_a_listing_for_each_topic() -> None:
     assert {re.findall(r'^register\("(\w+)"', code, re.MULTILINE)[0] for code in LISTINGS.values()} == OWN.keys()
 
 
-QUICK = [("A model",), ("A data set", "An optimizer", "A schedule")]  # the others are slow
+QUICK = [("A model",)]  # the others are slow
 
 
 @pytest.mark.parametrize("titles", [pytest.param(t, marks=[pytest.mark.slow] * (t not in QUICK)) for t in RUNS])

@@ -112,6 +112,7 @@ def test_tensorboard_has_keys_values_and_steps(tmp_path: Path) -> None:
     assert math.isnan(found[2, "loss"])
 
 
+@pytest.mark.slow
 def test_a_step_imports_nothing(tmp_path: Path) -> None:
     """Others wait for the first step of a replica that joins, and where torch is installed TensorBoard imports it."""
     program = (
@@ -122,6 +123,7 @@ def test_a_step_imports_nothing(tmp_path: Path) -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 
+@pytest.mark.slow
 def test_tensorboard_is_imported_ahead(tmp_path: Path) -> None:
     program = (
         "import sys, threading; from metrics import writer; writer.import_ahead(); "

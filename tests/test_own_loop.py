@@ -38,6 +38,7 @@ def test_the_listing_trains() -> None:
     assert isinstance(found["tx"], optax.GradientTransformationExtraArgs)
 
 
+@pytest.mark.slow
 def test_in_a_plain_chain_it_gives_the_updates_of_a_run() -> None:
     """With AdamW behind it, without clipping and decay, three steps of a decoder's gradients."""
     plain = {"clip_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant"}

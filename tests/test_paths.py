@@ -21,6 +21,7 @@ from input_pipeline.tokenizers import make_tokenizer
 from lab.emulate.__main__ import named_paths
 from metrics import report
 from models.hugging_face import Weights
+from planner import __main__ as planner
 from planner import table
 from runtime.command_line import named_path
 from runtime.progress import workdir_of
@@ -108,6 +109,20 @@ def test_every_other_path_takes_every_form(home: Path) -> None:
         remove_run(f"{at}/memory", form)
         assert not (folder / "memory" / f"mics-jax-{os.getuid()}" / form).exists()
     check_home_was_found(home)
+
+
+def test_the_planner_reads_and_writes_under_every_form(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are found, and then refused for what they hold; the pictures can be made."""
+    (home / NAME / "probe.json").write_text("{}")
+    (home / NAME / "trace.csv").write_text("x")
+    words = ["", f"--config={ROOT}/configs/quickstart.py", "--nodes=1", "--cluster=emulated"]
+    for at in FORMS.values():
+        files = {"--probe": "probe.json", "--spot_trace": "trace.csv"}
+        for option, file in files.items():
+            pictures = [f"--png={at}/a.png", f"--html={at}/a.html"]
+            assert planner.main([*words, *pictures, f"{option}={at}/{file}"]) == 2
+            said = capsys.readouterr().err
+            assert f"error: {option}=" in said and "No such file" not in said and "cannot be made" not in said
 
 
 def test_a_folder_named_like_an_unknown_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
