@@ -433,7 +433,6 @@ BAD = {
     "--png=": "^error: --png= is empty",
     "--png=out.xyz": r"^error: --png=out\.xyz: .* give a name that ends in \.png$",
     "--strategy=mics(0)": r"^error: --strategy=mics\(0\): groups have .*; sizes that divide: 1, 2, 4, 8$",
-    "--strategy=zero3+hop_two=int8": "hop_two=int8 does not go with replicas none of which are on different nodes",
     "--devices_per_node=x": "^error: --devices_per_node=x: give a whole number",
     "--nodes": "^error: --nodes needs a value: --nodes=...$",
     "--search=maybe": "^error: --search=maybe: give true or false$",
