@@ -1,19 +1,17 @@
 """Gradients, states and checkpoints for the tests of exchanges between replicas."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import workload
-from checkpointing import KEEP_ALL, abstract
 from jax.sharding import NamedSharding, PartitionSpec
 
+from compression.codecs import BFloat16, Blockwise, OneBit, Statistical
+from sharding.coded import Codec
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import ParamSpec
-from sharding.step import TrainState
-from state.checkpointer import Checkpointer
 
 
 def gradients(plan: ShardingPlan, seed: int, kind: str = "tensors") -> tuple[Any, Any]:
@@ -41,25 +39,38 @@ def matrices(tree: Any) -> list[Any]:
     return [x for x, spec in zip(leaves, specs, strict=True) if not is_vector(spec)]
 
 
-def over_replicas(tree: Any, combine: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Returns `combine` of each array `[R, ...]`, in float64."""
-    return jax.tree.map(lambda x_R: combine(np.asarray(x_R, np.float64)), tree)
+CODECS: dict[str, Codec] = {
+    "bf16": BFloat16(),
+    "int8": Blockwise(bits=8, block=32),
+    "int4": Blockwise(bits=4, block=32),
+    "int4 stochastic": Blockwise(bits=4, block=32, stochastic=True),
+    "one_bit": OneBit(block=32),
+    "statistical": Statistical(block=32),
+}
 
 
-def owed(tree: Any) -> Any:
-    """Returns the sums over the replicas of residuals `[R, ...]`."""
-    return over_replicas(tree, lambda x_R: x_R.sum(0))
+# strategies whose hop two crosses nodes, by what it does there: all-reduces, with replicas inside nodes too, scatters
+LAYOUTS = {
+    "mics(2)": dict(strategy="mics", partition_size=2),
+    "mics(1)": dict(strategy="mics", partition_size=1),
+    "mics(4)": dict(strategy="mics", partition_size=4),
+    "zero1": dict(strategy="zero1"),
+    "node/node/all": dict(parameters="node", gradients="node", optimizer="all"),
+    "none/node/4": dict(parameters="none", gradients="node", optimizer=4),
+    "tensor": dict(strategy="mics", partition_size=2, tensor=2),
+}
 
 
-def save(directory: Path, state: TrainState, step: int) -> None:
-    """Saves a checkpoint."""
-    with Checkpointer(directory, KEEP_ALL) as checkpointer:
-        checkpointer.save(step, state, data={}, config={})
+# all-reduced, and cut by hop two between nodes; the others are slow
+LAYOUT_PARAMS = [
+    pytest.param(name, marks=() if name in ("mics(2)", "none/node/4") else pytest.mark.slow) for name in LAYOUTS
+]
 
 
-def restore(directory: Path, like: TrainState) -> TrainState:
-    """Returns the newest checkpoint, as a state like another one."""
-    with Checkpointer(directory, KEEP_ALL) as checkpointer:
-        restored = checkpointer.restore(abstract(like))
-    assert restored
-    return restored.state
+def two_bits(x: np.ndarray, density: float) -> np.ndarray:
+    """The largest of a chunk `[N]`, in two magnitudes; zeros for the others."""
+    count = max(8, 8 * round(density * len(x) / 8))
+    order, sent = np.argsort(-np.abs(x), kind="stable")[:count], np.zeros_like(x)
+    for here in (order[: count // 4], order[count // 4 :]):
+        sent[here] = np.sign(x[here]) * np.abs(x[here]).mean()
+    return sent

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import workload
-from test_exchange_codecs import is_vector
+from exchanging import is_vector
 
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.state import state_shardings

@@ -20,6 +20,7 @@ WAITING = frozenset(
 )
 # `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py
 JAX = {"jax", "optax", "flax", "workload", "keeping", "running"}
+SLOW = pytest.mark.slow(every_time=True)  # of a parameter's value that runs in `make test-all`, not for releases only
 PLAIN = {"ROOT", "SMALL", "finish", "wait_until"}  # of `running`, which start nothing
 
 
@@ -42,7 +43,7 @@ def is_for_releases(item: Any) -> bool:
     if item.get_closest_marker("document"):
         return True
     marks = item.callspec.marks if hasattr(item, "callspec") else ()
-    return any(mark.name == "slow" for mark in marks)
+    return any(mark.name == "slow" and mark != SLOW.mark for mark in marks)
 
 
 def sampled(cases: Mapping[str, tuple[Any, ...]] | Iterable[Any], *kept: Any) -> list[Any]:

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import workload
+from tables import every_row
 
 from compression.codecs import BFloat16, Blockwise, OneBit, Statistical, make_codec
 from configs import base
@@ -83,7 +83,7 @@ ORACLES = {
 }
 
 
-@pytest.mark.parametrize("name", CODECS)
+@every_row("name", CODECS)
 def test_codecs_match_numpy(name: str) -> None:
     """Bit for bit what is sent; to a rounding what arrives (a mean may be summed in another order)."""
     codec, x = CODECS[name], rows()
@@ -101,7 +101,7 @@ def test_codecs_match_numpy(name: str) -> None:
     np.testing.assert_allclose(np.asarray(jax.jit(codec.decode)(sent)), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@every_row("name", CODECS)
 def test_finite_values_stay_finite(name: str) -> None:
     """To the largest numbers that there are; infinity and NaN do not become finite."""
     codec, largest = CODECS[name], np.finfo(np.float32).max
@@ -115,16 +115,13 @@ def test_finite_values_stay_finite(name: str) -> None:
         assert not np.isfinite(codec.decode(codec.encode(jnp.asarray(x), KEY))[0, 1])
 
 
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("statistical", 15.5)],
-)
+@every_row(("name", "least"), [("bf16", 2), ("int8", 3.8), ("int4", 7.5), ("statistical", 15.5)])
 def test_default_compression_ratios(name: str, least: float) -> None:
     codec = make_codec(name, CompressionConfig(**base.get_config().compression))
     assert codec is not None and 4 * 2**20 / workload.payload_bytes(codec, 2**20) >= least
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@every_row("bits", [8, 4])
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     """The mean over 4000 roundings is within 5 standard errors of the value; to the nearest it is not."""
     x, keys = jnp.asarray(rows()[2:, 2 * BLOCK :]), jax.random.split(KEY, 4000)

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 import workload
+from suite import SLOW
+from tables import every_row
 
 import models
 from compression.codecs import Blockwise, make_codecs
@@ -161,10 +163,12 @@ CASES = {  # the model, the bits of gathers and of hop one, and the layout
     "zero++, bfloat16": ("decoder", {}, dict(inter=4, intra=4), ZERO_PLUS_PLUS),
     "mics(4), bfloat16": ("decoder", {}, INTRA_INT8, dict(strategy="mics", partition_size=4)),
 }
-QUICK = ("zero++", "zero3, flat, not pipelined")
+QUICK, OFTEN = "zero++", "zero3, flat, not pipelined"  # the second one in test-all
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks={QUICK: (), OFTEN: SLOW}.get(n, pytest.mark.slow)) for n in CASES]
+)
 def test_gradients_are_those_of_numpy(name: str) -> None:
     """Of each layer by itself, in blocks of its own; hop one's codec loses far more than what is wrong.
 
@@ -261,9 +265,8 @@ def as_gathered(sharding: ShardingPlan, bits: int, degree: int) -> Any:
     return sharding.map(round_parts, workload.params("decoder"))
 
 
-@pytest.mark.parametrize(
-    ("bits", "degree", "gather", "where"), [(4, 4, "layer", ("inter", "intra")), (8, 2, "node", ("intra",))]
-)
+@pytest.mark.slow
+@every_row(("bits", "degree", "gather", "where"), [(4, 4, "layer", ("inter", "intra")), (8, 2, "node", ("intra",))])
 def test_a_rematerialised_layer_that_is_split_takes_codecs(
     bits: int, degree: int, gather: str, where: tuple[str, ...]
 ) -> None:
@@ -311,8 +314,8 @@ class Signs:
         return jnp.where(jnp.unpackbits(payload, axis=-1) == 1, 1.0, -1.0)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("hop", "places"), [("gather", 8), ("hop_one", 1), ("experts", 1)])
+@every_row("bad", [np.nan, np.inf, -np.inf])
+@every_row(("hop", "places"), [("gather", 8), ("hop_one", 1), ("experts", 1)])
 def test_a_users_codec_hides_no_value_that_is_not_finite(
     hop: str, places: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

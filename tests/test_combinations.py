@@ -7,12 +7,10 @@ from typing import Any
 
 import jax
 import pytest
-from ml_collections import ConfigDict
+from four_nodes import BASE, config, of_kind
 from running import ROOT
 
-from configs import base, digits
-from configs.base import typed
-from configs.schema import USERS, Config, DecoderConfig, flat, may_change
+from configs.schema import USERS, DecoderConfig, flat, may_change
 from configs.schema.combinations import CODED, FEATURES, RULES, Facts, Rule, table
 from configs.schema.own import OWN
 from models import Decoder, chunked_loss
@@ -20,20 +18,6 @@ from training.experiment import make_experiment
 from training.share_gradients import Gradients
 from training.share_rounds import Rounds
 
-BASE: dict[str, Any] = {  # 4 nodes of 2 devices, each a replica
-    "model.num_layers": 2,
-    "model.hidden": 32,
-    "model.intermediate": 64,
-    "model.vocab_multiple": 32,
-    "data.seq_len": 16,
-    "batch.global_size": 32,
-    "mesh.num_cpu_devices": 8,
-    "mesh.devices_per_node": 2,
-    "sharding.partition_size": 2,
-    "optimizer.clip_norm": 0.0,
-    "batch.micro_size": 2,
-    "sample.length": 0,
-}
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}
 ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 1}
@@ -144,26 +128,6 @@ SIZES = (
 )  # what examples lack that were made for other pairs
 
 
-def of_kind(kind: str) -> ConfigDict:
-    """The config of a kind of model, before any change."""
-    made = digits.get_config() if kind in ("resnet", "vit") else base.get_config()
-    made.model = base.model(kind)
-    if kind == "resnet":
-        made.model.update(digits.get_config().model)
-    return made
-
-
-def config(changes: dict[str, Any]) -> Config:
-    """A config of 4 nodes of 2 devices with these changes; a key of the model's kind chooses its section."""
-    made = of_kind(changes.get("model.kind", "decoder"))
-    known = ConfigDict(made).to_dict()
-    for key, value in (BASE | changes).items():
-        section, _, name = key.rpartition(".")
-        if name in known.get(section, known):
-            (made[section] if section else made)[name] = value
-    return typed(made)
-
-
 def error_of(changes: dict[str, Any]) -> str:
     """What refuses a config, as a config or when its experiment is built; "" if nothing does."""
     try:
@@ -230,7 +194,9 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [pytest.param(p, id=" x ".join(p)) for p in PAIRS])
+@pytest.mark.parametrize(
+    "pair", [pytest.param(p, id=" x ".join(p), marks=[pytest.mark.slow] * (i % 10 > 0)) for i, p in enumerate(PAIRS)]
+)
 @pytest.mark.usefixtures("in_pieces")
 def test_a_pair_is_refused_by_its_own_rule_or_its_step_can_be_built(pair: tuple[str, str]) -> None:
     """By its own, or by one before it about what both examples have besides."""

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 import pytest
-from test_planner_table import tiny_config
+from planning import tiny_config
+from tables import every_row
 
 from compression.methods import METHODS
 from configs.base import typed
@@ -30,7 +31,7 @@ def test_config_choices_of_hop_two_are_the_implemented_methods() -> None:
 DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "per_replica"),
     [
         (LOCAL | {"compression.hop_two": "int8"}, ("[1].inner", "[1].drift", "[0].residual")),
@@ -52,7 +53,7 @@ def test_per_replica_state_is_sharded_over_the_replicas(changes: dict[str, Any],
     assert not [path for path, whole, _ in paths if whole[:1] == (4,) and not path.startswith(per_replica)]
 
 
-@pytest.mark.parametrize(("changes", "key"), [({}, "grad_norm"), (ONE_BIT_ADAM, "update_norm"), (DEMO, "update_norm")])
+@every_row(("changes", "key"), [({}, "grad_norm"), (ONE_BIT_ADAM, "update_norm"), (DEMO, "update_norm")])
 def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, Any], key: str) -> None:
     """one_bit_adam returns Adam's direction, demo signs: neither averages gradients."""
     config = tiny_config(partition_size=2)
@@ -62,7 +63,7 @@ def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, 
     assert {name for name in metrics if name in ("grad_norm", "update_norm")} == {key}
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "said"),
     [
         (LOCAL | {"num_steps": 11}, "num_steps=11 must be a multiple of local_sgd.inner_steps=2"),

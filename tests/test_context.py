@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import running
 import workload
+from config_files import values_of
 from suite import sampled
-from test_schema import values_of
+from tables import every_row
 from workload import GEMMA, LORA, PACKED
 
 from configs.schema import Config, flat, nested
@@ -52,7 +53,7 @@ def test_losses_equal_a_single_device(kind: str, how: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, workload.single_device_losses(kind), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@every_row("kind", ["decoder", "encoder"])
 def test_heads_send_the_formula(kind: str) -> None:
     """Of docs/concepts.md, in the compiled program: `2 (N + K) H (c-1)/c` values a position of a layer, three times."""
     accumulation, shape = 2, dict(context=2, nodes=2, per_node=2)
@@ -70,7 +71,7 @@ def test_heads_send_the_formula(kind: str) -> None:
     assert sent == {"all-to-all": 4 * 3 * model.num_layers * positions * values}
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "words"),
     [
         ({"data.seq_len": 500}, "mesh.context=8 must divide data.seq_len=500 and model.num_kv_heads=8: "),
@@ -84,7 +85,7 @@ def test_heads_or_positions_that_cannot_be_divided_are_refused(changes: dict[str
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("how", "words"),
     [
         (dict(context=4, **ALL), "mesh.context=4 does not divide the 2 devices of a node; 1, 2 do"),
@@ -138,3 +139,24 @@ def test_a_run_goes_on_with_another_context(tmp_path: Path) -> None:
     ]
     assert len(of[0]) == 15
     np.testing.assert_allclose(*of, rtol=1e-5)
+
+
+@running.IGNORED
+@pytest.mark.slow
+def test_an_independent_replica_may_have_a_context(tmp_path: Path) -> None:
+    """Its losses are those of a replica whose devices have whole rows."""
+    changes = {
+        "sharding__replicas": "independent",
+        "sharding__strategy": "zero3",
+        "sharding__partition_size": 0,
+        "sharding__shares": 2,
+        "mesh__num_cpu_devices": 4,
+        "mesh__devices_per_node": 4,
+    }
+    found = []
+    for context in (1, 2):
+        args = running.arguments(tmp_path / str(context), mesh__context=context, **changes)
+        ((code, _, error),) = running.finish(running.start([*args, "--group=0"]))
+        assert code == 0, error
+        found.append(running.losses(tmp_path / str(context) / "replicas" / "0"))
+    np.testing.assert_allclose(*found, rtol=1e-5)

@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 import workload
-from jax.sharding import NamedSharding, PartitionSpec
+from exchanging import CODECS, LAYOUTS, gradients, is_vector, matrices
+from tables import every_row
 
-from compression.codecs import BFloat16, Blockwise, OneBit, Statistical
+from compression.codecs import Blockwise, OneBit
 from compression.demo import by_frequency
 from compression.exchange import by_groups, exchange
 from compression.hop_two import delayed
@@ -22,57 +23,11 @@ from compression.statistics import State, statistics
 from sharding import hlo
 from sharding.coded import Codec
 from sharding.mesh import INTER_AXES
-from sharding.plan import ShardingPlan, gradient_specs
+from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec
 
-CODECS: dict[str, Codec] = {
-    "bf16": BFloat16(),
-    "int8": Blockwise(bits=8, block=32),
-    "int4": Blockwise(bits=4, block=32),
-    "int4 stochastic": Blockwise(bits=4, block=32, stochastic=True),
-    "one_bit": OneBit(block=32),
-    "statistical": Statistical(block=32),
-}
-# strategies whose hop two crosses nodes, by what it does there: all-reduces, with replicas inside nodes too, scatters
-LAYOUTS = {
-    "mics(2)": dict(strategy="mics", partition_size=2),
-    "mics(1)": dict(strategy="mics", partition_size=1),
-    "mics(4)": dict(strategy="mics", partition_size=4),
-    "zero1": dict(strategy="zero1"),
-    "node/node/all": dict(parameters="node", gradients="node", optimizer="all"),
-    "none/node/4": dict(parameters="none", gradients="node", optimizer=4),
-    "tensor": dict(strategy="mics", partition_size=2, tensor=2),
-}
-# all-reduced, and cut by hop two between nodes; the others are slow
-LAYOUT_PARAMS = [
-    pytest.param(name, marks=() if name in ("mics(2)", "none/node/4") else pytest.mark.slow) for name in LAYOUTS
-]
 STEPS = 4
 SPECS = workload.TENSORS
-
-
-def gradients(plan: ShardingPlan, seed: int, kind: str = "tensors") -> tuple[Any, Any]:
-    """Random gradients `[R, ...]`, where they belong and as numpy."""
-    rng = np.random.default_rng(seed)
-    shapes = workload.params(kind)
-    replicas = plan.layout.num_replicas
-    whole = jax.tree.map(lambda p: rng.normal(size=(replicas, *p.shape)).astype(np.float32) * 0.02, shapes)
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(plan.mesh, spec),
-        gradient_specs(plan),
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return jax.tree.map(jax.device_put, whole, shardings), whole
-
-
-def is_vector(spec: ParamSpec) -> bool:
-    return set(spec.dims) <= {"layers", "norm"}
-
-
-def matrices(tree: Any) -> list[Any]:
-    """The leaves of a tree like the parameters that have more than one dim a layer: those that are encoded."""
-    leaves, specs = jax.tree.leaves(tree), jax.tree.leaves(SPECS)
-    return [x for x, spec in zip(leaves, specs, strict=True) if not is_vector(spec)]
 
 
 def run(
@@ -122,7 +77,7 @@ def test_result_plus_residuals_is_the_sum_of_inputs(layout: str, name: str) -> N
     assert int(state.step) == STEPS
 
 
-@pytest.mark.parametrize("layout", ["mics(2)", "none/node/4"])
+@every_row("layout", ["mics(2)", "none/node/4"])
 def test_exchange_without_codec_is_the_mean(layout: str) -> None:
     """Bit by bit: with numbers whose sums round nowhere, in whatever order."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
@@ -264,7 +219,7 @@ HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOPS)
+@every_row("name", HOPS)
 def test_non_finite_values_do_not_enter_the_residual(name: str) -> None:
     """One bad value on one replica: the guard skips the step, and the residuals are those of before."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import pytest
 import workload
 from numpy_oracles import (
     BLOCK,
@@ -24,6 +23,7 @@ from numpy_oracles import (
     replicas_on,
     statistical,
 )
+from tables import every_row
 
 from compression.codecs import BFloat16, Blockwise, OneBit, Statistical
 from compression.exchange import exchange
@@ -54,7 +54,7 @@ def on_a_grid(rng: np.random.Generator, most: int) -> Any:
     return jax.tree.map(draw, workload.params("tensors"))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("name", "feedback", "late"),
     [*((name, True, False) for name in CODECS), ("int4", False, False), ("int8", True, True)],
 )

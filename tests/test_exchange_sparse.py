@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 import workload
+from exchanging import LAYOUT_PARAMS, LAYOUTS, gradients, two_bits
 from scipy.fft import dctn, idctn
-from test_exchange_codecs import LAYOUT_PARAMS, LAYOUTS, gradients
+from tables import every_row
 
 from compression.demo import by_frequency, from_blocks, to_blocks
 from compression.exchange import by_groups
@@ -44,15 +45,6 @@ def named(tree: Any) -> dict[str, np.ndarray]:
 
 def sparse_loco(plan: ShardingPlan, density: float = 0.1, decay: float = 0.9) -> Any:
     return by_groups(plan, sparse(plan, density=density, decay=decay))
-
-
-def two_bits(x: np.ndarray, density: float) -> np.ndarray:
-    """The largest of a chunk `[N]`, in two magnitudes; zeros for the others."""
-    count = max(8, 8 * round(density * len(x) / 8))
-    order, sent = np.argsort(-np.abs(x), kind="stable")[:count], np.zeros_like(x)
-    for here in (order[: count // 4], order[count // 4 :]):
-        sent[here] = np.sign(x[here]) * np.abs(x[here]).mean()
-    return sent
 
 
 def test_sparse_loco_matches_numpy() -> None:
@@ -122,7 +114,7 @@ def test_demo_has_a_transform_of_each_block() -> None:
     assert to_blocks(jnp.ones((130, 7))).shape == (5, 26, 7)
 
 
-@pytest.mark.parametrize("size", [5, 4096, 10_000])
+@every_row("size", [5, 4096, 10_000])
 def test_sparse_loco_indices_are_those_of_the_largest(size: int) -> None:
     """In each of the equal chunks, of 12 bits each."""
     chunks, x = Chunks(size=size, density=1 / 64), np.random.default_rng(size).normal(size=size).astype(np.float32)
@@ -239,6 +231,7 @@ def test_power_sgd_works_for_gradients_of_any_magnitude() -> None:
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(state[0].residual))
 
 
+@pytest.mark.slow
 def test_power_sgd_stays_close_to_dense_losses() -> None:
     """Three steps stay near the dense losses, and what crosses nodes is small."""
     plan, specs = workload.plan("decoder", **LAYOUTS["none/node/4"]), workload.specs("decoder")

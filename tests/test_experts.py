@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import workload
 from dense_experts import dense_loop, plain_slots
+from tables import every_row
 
 import models
 from configs import base
@@ -22,8 +23,8 @@ SMALL: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize("per_token", [1, 2])
-@pytest.mark.parametrize("room", [1, 12])
+@every_row("per_token", [1, 2])
+@every_row("room", [1, 12])
 def test_routes_equal_a_plain_router(per_token: int, room: int) -> None:
     """Also with tokens of weight 0, which take no room, and more room than tokens."""
     rng = np.random.default_rng(room)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import workload
 from dense_experts import dense_loop
+from suite import SLOW
+from tables import every_row
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange
@@ -35,7 +37,8 @@ QUICK = {name: how for name, (how, _, _) in COUNTED.items()} | {
     "zero3, all": ZERO3 | {"experts": "all"},
     "mics(4), node, overlap": MICS4 | {"experts": "node", "overlap": True},
 }
-SLOW = {
+FIRST = ("mics(4), 4", "hsdp, node")  # without `make test-all`
+RARE = {
     "zero3, 4, two_hop off, flat": ZERO3 | {"experts": 4, "two_hop": False, "hierarchical": False},
     "zero1": {"strategy": "zero1"},
     "zero3, none": ZERO3,
@@ -71,8 +74,8 @@ def program(kind: str = "moe", accumulation: int = ACCUMULATION, **how: Any) -> 
 @pytest.mark.parametrize(
     "how",
     [
-        *(pytest.param(how, id=name) for name, how in QUICK.items()),
-        *(pytest.param(how, id=name, marks=pytest.mark.slow) for name, how in SLOW.items()),
+        *(pytest.param(how, id=name, marks=() if name in FIRST else SLOW) for name, how in QUICK.items()),
+        *(pytest.param(how, id=name, marks=pytest.mark.slow) for name, how in RARE.items()),
     ],
 )
 def test_every_strategy_trains_like_the_dense_loop(how: dict[str, Any], dense_losses: np.ndarray) -> None:
@@ -113,7 +116,10 @@ def other_elements() -> tuple[int, int]:
     return size["layers"] - experts_elements(), size["embed"] + size["head"]
 
 
-@pytest.mark.parametrize(("how", "levels", "gathered"), COUNTED.values(), ids=COUNTED)
+@pytest.mark.parametrize(
+    ("how", "levels", "gathered"),
+    [pytest.param(*case, id=name, marks=() if name in FIRST else SLOW) for name, case in COUNTED.items()],
+)
 def test_tokens_and_experts_send_the_formula(
     how: dict[str, Any], levels: list[tuple[str, ...]], gathered: bool
 ) -> None:
@@ -152,7 +158,7 @@ def test_a_codec_makes_the_tokens_between_nodes_narrow() -> None:
     assert by_level[INTER] == {("u8", 2 * workload.payload_bytes(made, tokens_elements() // 2))}
 
 
-@pytest.mark.parametrize("hierarchical", [True, False])
+@every_row("hierarchical", [True, False])
 def test_tokens_reach_the_devices_of_their_experts_and_come_back(hierarchical: bool) -> None:
     """In sixteen bits, which are what travels: entry e of each device goes to the e-th device, in CHUNK_ORDER."""
     sh = workload.plan("moe", experts="all", hierarchical=hierarchical, **ZERO3)

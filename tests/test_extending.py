@@ -14,10 +14,10 @@ import numpy as np
 import optax
 import pytest
 import workload
+from exchanging import LAYOUTS, gradients
 from extending_page import LISTINGS
 from running import ROOT, arrays, manifest, rows, run_here, stop_after
 from tables import check_rows
-from test_exchange_codecs import LAYOUTS, gradients
 
 import models
 from configs.register import register

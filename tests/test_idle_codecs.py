@@ -10,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 import workload
-from exchanging import gradients, over_replicas, owed, restore, save
+from checkpointing import owed, replicas, restore, save
+from exchanging import gradients
 from ml_collections import ConfigDict
 from running import IGNORED, arguments, finish, start
+from suite import SLOW
 
 from compression.methods import method_named
 from configs.base import typed
@@ -41,7 +43,7 @@ def stepped(plan: ShardingPlan, method: str, states: Any, params: Any, seed: int
     return moves, jax.device_put(after, jax.tree.map(lambda x: x.sharding, states))
 
 
-@pytest.mark.parametrize(("method", "late"), [("int8", True), ("power_sgd", False)])
+@pytest.mark.parametrize(("method", "late"), [("int8", True), pytest.param("power_sgd", False, marks=SLOW)])
 def test_an_idle_codec_keeps_its_state_from_four_nodes_over_one_to_two(method: str, late: bool, tmp_path: Path) -> None:
     """On one node the exact mean comes out, and the residuals wait for a link between nodes."""
     plans = [workload.plan("tensors", nodes=nodes, strategy="mics", partition_size=2) for nodes in (4, 1, 2)]
@@ -65,7 +67,7 @@ def test_an_idle_codec_keeps_its_state_from_four_nodes_over_one_to_two(method: s
     found = restore(tmp_path, firsts[2])
     waiting = found.hop_two.waiting.tree if late else gradients(two, 4)[1]
     moves, states = stepped(two, method, found.chain, found.params, 4, late=late)
-    came = over_replicas(waiting, lambda x_R: x_R.mean(0))
+    came = replicas(waiting, lambda x_R: x_R.mean(0))
     jax.tree.map(
         lambda x, left, came, old: np.testing.assert_allclose(left - x, came + old, atol=1e-6),
         moves,
@@ -85,8 +87,8 @@ ONE_REPLICA = dict(nodes=1, per_node=2, partition_size=2)
     [
         ("one_bit_adam", IN_ONE_NODE),
         ("demo", ONE_REPLICA),
-        pytest.param("one_bit_adam", ONE_REPLICA, marks=pytest.mark.slow),
-        pytest.param("demo", IN_ONE_NODE, marks=pytest.mark.slow),
+        pytest.param("one_bit_adam", ONE_REPLICA, marks=SLOW),
+        pytest.param("demo", IN_ONE_NODE, marks=SLOW),
     ],
 )
 def test_a_method_that_replaces_the_optimizer_updates_on_one_node_as_it_does_on_several(

@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 import workload
-from jax.flatten_util import ravel_pytree
-from test_exchange_codecs import CODECS, gradients
+from exchanging import CODECS, gradients
+from local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
+from suite import SLOW
+from tables import every_row
 from workload import LORA
 
 from compression.exchange import exchange
@@ -34,18 +36,11 @@ from sharding.step import first_state as begin
 from training.experiment import make_experiment
 from training.optimizer_chain import of_all_replicas, watch
 
-LAYOUTS = {"mics(2)": dict(strategy="mics", partition_size=2), "ddp": dict(nodes=2, strategy="ddp")}
 STEPS = 20
-LEARNING_RATE = 0.05  # with 0.3 rounding grows in so many steps
 OUTER = {
     "diloco": dict(outer_learning_rate=0.7, outer_momentum=0.9),
     "mean": dict(outer_learning_rate=1.0, outer_momentum=0.0),
 }
-
-
-def inner() -> optax.GradientTransformation:
-    """Clipping and momentum: what a replica does by itself is not what all would do together."""
-    return optax.chain(optax.clip_by_global_norm(0.8), optax.sgd(LEARNING_RATE, 0.9))
 
 
 def config(inner_steps: int, outer: str) -> LocalSGDConfig:
@@ -67,55 +62,11 @@ def train(layout: str, settings: LocalSGDConfig, kind: str = "decoder") -> tuple
     return plan, losses, state, step
 
 
-def replicas_written_out(
-    rows: list[np.ndarray], settings: LocalSGDConfig, steps: int, parts: Any = None, kind: str = "decoder"
-) -> tuple[list[float], Any]:
-    """Returns the losses and the shared parameters of the rule; `rows` are those of each replica.
-
-    Streaming, `parts` says in which part each element of a parameter is.
-    """
-    value_and_grad, weights = workload.value_and_grad(kind), workload.batch(kind=kind)["weights"]
-    own = np.array([[weights[r].sum() / weights.sum()] for r in rows])  # a replica's mean is over its own rows
-    first, as_tree = ravel_pytree(workload.trained_and_frozen(kind)[0])
-    shared, number = np.asarray(first), np.asarray(ravel_pytree(parts)[0])
-    velocity = np.zeros_like(shared)  # the outer one
-    momenta = drifts = np.zeros((len(rows), shared.size), np.float32)
-    losses, mu, rate = [], settings.outer_momentum, settings.outer_learning_rate
-    for step in range(steps):
-        found = [value_and_grad(as_tree(shared + drift), rows[r]) for r, drift in enumerate(drifts)]
-        losses.append(sum(float(loss) for loss, _ in found))
-        grads = np.stack([ravel_pytree(grads)[0] for _, grads in found]) / own
-        momenta = 0.9 * momenta + grads * np.minimum(1, 0.8 / np.linalg.norm(grads, axis=1, keepdims=True))
-        moves, sent = -LEARNING_RATE * momenta, -drifts.mean(0)
-        drifts = drifts + moves
-        if settings.streaming:  # what was done in the step itself is kept
-            here, left = number == step % settings.inner_steps, moves
-        else:
-            here, left, sent = (step + 1) % settings.inner_steps == 0, 0, -drifts.mean(0)
-        drifts = np.where(here, left, drifts).astype(np.float32)
-        velocity = np.where(here, mu * velocity + sent, velocity)
-        shared = (shared - np.where(here, rate * (sent + mu * velocity), 0)).astype(np.float32)  # Nesterov
-    return losses, as_tree(shared)
-
-
-def rows_of_replicas(plan: ShardingPlan, accumulation: int = 2) -> list[np.ndarray]:
-    """Returns which rows of the batch each replica trains on."""
-    rows = np.arange(workload.ROWS).reshape(accumulation, -1)
-    placed = jax.device_put(rows, jax.NamedSharding(plan.mesh, plan.batch_spec))
-    by_device = {shard.device: np.asarray(shard.data).reshape(-1) for shard in placed.addressable_shards}
-    numbers = jnp.arange(plan.layout.num_replicas)
-    spec = jax.sharding.PartitionSpec(plan.layout.replica_axes)
-    found: dict[int, list[np.ndarray]] = {}
-    for shard in jax.device_put(numbers, jax.NamedSharding(plan.mesh, spec)).addressable_shards:
-        found.setdefault(int(shard.data[0]), []).append(by_device[shard.device])
-    return [np.concatenate(found[r]) for r in range(len(found))]
-
-
 @pytest.mark.parametrize(
     ("layout", "outer", "kind"),
     [
         ("mics(2)", "diloco", "decoder"),
-        ("mics(2)", "diloco", f"{LORA}nf4"),
+        pytest.param("mics(2)", "diloco", f"{LORA}nf4", marks=SLOW),
         pytest.param("ddp", "mean", "decoder", marks=pytest.mark.slow),
     ],
 )
@@ -140,6 +91,7 @@ def test_nothing_crosses_nodes_between_meetings() -> None:
     assert all(x.addressable_shards[0].data.shape[0] == 1 for x in kept)  # a replica's own
 
 
+@pytest.mark.slow
 def test_a_run_with_a_residual_and_muon_sends_nothing_between_meetings() -> None:
     """Clipping, the guard, their counters and the residual's norm stay with the replica too."""
     config = workload.run_config(**LAYOUTS["mics(2)"])
@@ -211,7 +163,7 @@ def orthogonal(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("muon_in_float32")
-@pytest.mark.parametrize("how", LAYOUTS)
+@every_row("how", LAYOUTS)
 def test_muon_inside_is_its_rule_written_out_and_stays_in_the_replicas(how: str) -> None:
     """MuLoCo (arXiv 2505.23725), twenty steps of hidden matrices, stacked and not; a replica's lie on its devices."""
     specs = workload.TENSORS | {"kernel": ParamSpec(shape=(16, 32), dims=("embed", "mlp"))}
@@ -289,6 +241,7 @@ def test_delayed_updates_use_the_previous_gradients() -> None:
         before = jax.tree.map(lambda g: g.mean(0), grads)
 
 
+@pytest.mark.slow
 def test_waiting_gradients_that_are_not_finite_cost_one_step() -> None:
     """A checkpoint of an independent replica may have some: it learns of them a step later."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])

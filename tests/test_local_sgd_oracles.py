@@ -11,6 +11,8 @@ import optax
 import pytest
 import workload
 from checkpointing import owed, replicas, restore, save
+from exchanging import gradients, matrices, two_bits
+from local_replicas import LEARNING_RATE, inner
 from numpy_oracles import (
     CODED,
     REPLICAS,
@@ -24,9 +26,8 @@ from numpy_oracles import (
     statistical,
     unflat,
 )
-from test_exchange_codecs import gradients, matrices
-from test_exchange_sparse import two_bits
-from test_local_sgd import LEARNING_RATE, inner
+from suite import SLOW
+from tables import every_row
 
 from compression.codecs import Statistical
 from compression.exchange import by_groups, exchange
@@ -57,7 +58,7 @@ def largest(values_R: np.ndarray, kept_R: Any) -> tuple[np.ndarray, np.ndarray]:
     return sent.sum(0), waiting - sent
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_row("method", METHODS)
 def test_twenty_steps_of_local_sgd_match_numpy(method: str) -> None:
     """Each replica clips and has a momentum of its own; at a meeting Nesterov's step, and drifts are zero again."""
     plan, (rate, momentum), rng = replicas_on(REPLICAS), METHODS[method], np.random.default_rng(SEED)
@@ -142,7 +143,9 @@ def test_twenty_steps_of_muloco_in_two_bits_match_numpy() -> None:
 
 
 @pytest.mark.usefixtures("muon_in_float32")
-@pytest.mark.parametrize(("before", "after"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(4, 2, marks=SLOW), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
 def test_muloco_in_two_bits_goes_on_with_other_replicas(before: int, after: int, tmp_path: Path) -> None:
     """Together they still owe the same, and are at the mean of where they were; the next meeting hands both on."""
     plan, parts = replicas_on(before), muloco(replicas_on(after))

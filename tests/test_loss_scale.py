@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 import workload
+from four_nodes import config
 from running import arguments, arrays, check_same_end, rows, run_here, stop_after
-from test_combinations import config
 
 import models
 from compression.exchange import exchange
@@ -99,6 +99,7 @@ def check_same_under_each_scale(step: Any, first_state: Callable[[], Any], data:
     check_same(*ends)
 
 
+@pytest.mark.slow
 def test_an_early_exchange_of_codes_knows_nothing_of_the_scale() -> None:
     """Nor do its residuals, whatever the scale was in the step before."""
     plan = workload.plan("decoder", overlap=True, strategy="mics", partition_size=2)

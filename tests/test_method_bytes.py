@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 import workload
 from numpy_oracles import program, replicas_on
 from running import ROOT
+from tables import every_row
 
 from compression.exchange import exchange
 from compression.methods import method_named
@@ -56,7 +56,7 @@ def dense_bytes(replicas: int) -> float:
     return formula
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@every_row("replicas", [2, 4])
 def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block(replicas: int) -> None:
     """To all nodes, and nothing else; of 64 of 4096 values it is as many times less than in f32 as the page says."""
     times, sparsity = claimed(r"between R nodes (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)")
@@ -77,7 +77,7 @@ def one_bit_adam(plan: ShardingPlan, step: int) -> Any:
     return optax.GradientTransformation(method.init, at_step)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@every_row("replicas", [2, 4])
 def test_one_bit_adam_sends_a_bit_for_each_value_behind_its_warm_up(replicas: int) -> None:
     """And a scale a block, in both halves of the exchange; f32 before. With a warm-up as advised, the page's ratio."""
     plan, block = plan_of(replicas), base.get_config().compression.block

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 import workload
-from test_models_resnet import build, conv, random_params, relu
+from numpy_resnet import build, conv, random_params, relu
+from tables import every_row
 from workload import BATCH_NORM, whole
 
 from configs import digits
@@ -56,7 +57,7 @@ def check_close(one: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-6) ->
 # ------------------------------------------------------------------------------------------------- the statistics
 
 
-@pytest.mark.parametrize("rows", [4, 6, 12])
+@every_row("rows", [4, 6, 12])
 def test_ghost_batches_match_numpy_without_rows_of_weight_zero(rows: int) -> None:
     y = images(len(WEIGHTS))
     y[2] = 1e6  # a row that is not there must not be seen
@@ -234,7 +235,7 @@ def averages_after(updates: list[Any]) -> Any:
     return averages
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "adafactor", "muon"])
+@every_row("name", ["adamw", "lamb", "adafactor", "muon"])
 def test_no_optimizer_moves_the_averages(name: str) -> None:
     """They take a tenth of each step's values; norm, clipping, decay and trust ratios of all else do not see them."""
     c = replace(config().optimizer, name=name, weight_decay=0.1)
@@ -263,7 +264,7 @@ HOP_TWO: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", HOP_TWO)
+@every_row("method", HOP_TWO)
 def test_hop_two_sends_averages_as_they_are(method: str) -> None:
     """No codec, no residual and no momentum: also where the method takes the optimizer's place."""
     tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]))
@@ -296,7 +297,7 @@ def test_averages_of_local_sgd_are_the_mean_of_the_replicas() -> None:
     assert isinstance(state[1].drift, PerReplica)
 
 
-@pytest.mark.parametrize("method", ["int8", "demo", "one_bit_adam"])
+@every_row("method", ["int8", "demo", "one_bit_adam"])
 def test_a_skipped_step_leaves_what_hop_two_keeps_as_it_was(method: str) -> None:
     """As a run has it: also where only an average is not finite, which goes past DeMo and 1-bit Adam."""
     tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from tables import every_row
 
 import models
 from configs import base, tiny
@@ -49,7 +50,7 @@ def load(name: str) -> Any:
     return importlib.import_module(f"configs.{file}").get_config(*[argument] * bool(argument))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_row("name", NAMES)
 def test_every_config_builds_its_model(name: str) -> None:
     section = load(name)
     if name == "base":
@@ -74,7 +75,7 @@ def test_every_config_builds_its_model(name: str) -> None:
     assert (config.data.objective == "masked") == (config.model.kind == "encoder")
 
 
-@pytest.mark.parametrize("name", TABLE_1)
+@every_row("name", TABLE_1)
 def test_paper_configs_have_the_published_sizes(name: str) -> None:
     hidden, intermediate, layers, vocab, group, size = TABLE_1[name]
     config = typed(load(f"mics_paper:{name}"))
@@ -97,7 +98,7 @@ def test_paper_configs_have_the_published_sizes(name: str) -> None:
     assert math.isclose(model.flops_per_token(512), flops, rel_tol=4e-3)
 
 
-@pytest.mark.parametrize(("name", "num_params"), OPEN_MODELS.items())
+@every_row(("name", "num_params"), OPEN_MODELS.items())
 def test_open_models_have_the_published_parameters(name: str, num_params: int) -> None:
     config = typed(load(name))
     model = models.build(config.model)
@@ -106,7 +107,7 @@ def test_open_models_have_the_published_parameters(name: str, num_params: int) -
     place_all(model.param_specs(), layout)  # no parameter is refused
 
 
-@pytest.mark.parametrize("name", ["600b", "37b", "12.5b"])
+@every_row("name", ["600b", "37b", "12.5b"])
 def test_gshard_has_the_published_sizes(name: str) -> None:
     """Table 1 of arXiv 2006.16668 gives rounded sizes; the experts of every other layer are nearly all of them."""
     config = typed(load(f"gshard:{name}"))
@@ -135,7 +136,7 @@ def test_flops_exclude_lookup_parameters() -> None:
     assert wide.flops_per_token(20) == 6 * wide.num_params + 12 * 4 * 64 * 4 * 20
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("name", "changes", "words"),
     [
         ("quickstart", {"model.num_heads": 5}, ["model.num_heads", "5", "128", "nearest divisor is 4"]),

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import workload
+from tables import every_row
 
 import models
 from configs.schema import DecoderConfig
@@ -39,7 +39,7 @@ def batch_of(tokens: np.ndarray) -> dict[str, Any]:
     return {"tokens": tokens, "targets": tokens, "weights": np.ones(tokens.shape, np.float32)}
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@every_row("positions", ["learned", "rotary"])
 def test_decoder_logits_depend_on_no_later_tokens(positions: str) -> None:
     model = small(positions=positions, tied_head=False)
     params = perturbed(model)
@@ -93,7 +93,7 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES.values(), ids=[*STYLES])
+@every_row("style", STYLES.values())
 def test_greedy_sampling_matches_argmax_of_full_forward_pass(style: dict[str, Any]) -> None:
     model = small(**style)
     params, prompt = perturbed(model), random_tokens((3, 4))

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from suite import SLOW
+from tables import check_rows, every_row
 from three_steps import OTHERS, SMALL, STEPS, TENSOR, assert_equal_steps, three_steps
 from workload import FLAGS
 
@@ -18,6 +20,7 @@ ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
 
 
 PLAIN = [(causal, 0, 0.0, documents, n) for causal in (False, True) for documents in (False, True) for n in (16, 128)]
+QUICK = [(False, 0, 0.0, True, 128), (True, 64, 0.5, True, 192), (True, 5, 0.5, False, 16)]
 SCORES = [
     (True, 1, 0.0, False, 128),
     (True, 64, 0.5, True, 192),
@@ -26,11 +29,13 @@ SCORES = [
 ]
 
 
-@pytest.mark.parametrize(("causal", "window", "cap", "documents", "length"), [*PLAIN, *SCORES])
-def test_values_and_gradients_are_those_of_xla(
-    causal: bool, window: int, cap: float, documents: bool, length: int
-) -> None:
+@pytest.mark.parametrize("rows", [QUICK, pytest.param([*PLAIN, *SCORES], marks=SLOW)], ids=["few", "all"])
+def test_values_and_gradients_are_those_of_xla(rows: list[Any]) -> None:
     """In one block and in several; two heads of the queries share each of the keys'."""
+    check_rows(rows, check_equal_to_xla)
+
+
+def check_equal_to_xla(causal: bool, window: int, cap: float, documents: bool, length: int) -> None:
     q, k, v, weights = (
         jax.random.normal(key, (2, length, heads, 16))
         for key, heads in zip(jax.random.split(jax.random.key(0), 4), (4, 2, 2, 4), strict=True)
@@ -96,7 +101,7 @@ def test_attention_of_cudnn_is_computed_again_with_full_alone(monkeypatch: pytes
     assert counts == {"full": 2, "dots": 1, "none": 1}
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "expected"),
     [
         ({}, "cudnn"),
@@ -119,11 +124,12 @@ def test_auto_is_a_fused_kernel_on_gpus(
     config = quickstart.get_config()
     config.update_from_flattened_dict(SMALL | {"model.compute_dtype": "bfloat16"} | changes)
     assert make_experiment(base.typed(config)).model.config.attention == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert make_experiment(base.typed(config)).model.config.attention == expected
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(jax, "default_backend", lambda: "gpu")
+        assert make_experiment(base.typed(config)).model.config.attention == expected
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "message"),
     [
         ({"data.seq_len": 96}, "data.seq_len=96: model.attention=pallas needs 16, 32 or a multiple of 64"),

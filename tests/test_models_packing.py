@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 import workload
-from test_models_forward import STYLES, small
-from test_overlapped_step import losses as losses_overlapped
-from test_strategies import STRATEGIES
+from numpy_models import STYLES, small
+from overlapping import losses as losses_overlapped
+from suite import SLOW
+from workload import STRATEGIES
 
 import models
 
@@ -21,7 +22,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "style"), CASES, ids=["gpt2", "llama", "gemma", "encoder"])
+@pytest.mark.parametrize(
+    ("kind", "style"), [pytest.param(*case, marks=() if case[1] is workload.FLAGS else SLOW) for case in CASES]
+)
 def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> None:
     """Logits, loss and gradients, against runs of the model on each document by itself."""
     model = small(kind, **style)
@@ -57,7 +60,11 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("hsdp", "decoder"), ("none-node-4", "decoder"), ("mics4", "encoder"), ("zero3", "encoder")]
+    ("strategy", "kind"),
+    [
+        ("hsdp", "decoder"),
+        *(pytest.param(*case, marks=SLOW) for case in (("none-node-4", "decoder"), ("mics4", "encoder"))),
+    ],
 )
 def test_strategies_have_the_losses_of_a_single_device(strategy: str, kind: str) -> None:
     kind += workload.PACKED
@@ -69,7 +76,7 @@ def test_strategies_have_the_losses_of_a_single_device(strategy: str, kind: str)
     ("kind", "how"),
     [
         ("decoder", dict(tensor=2)),
-        (workload.GEMMA, dict(tensor=2)),
+        pytest.param(workload.GEMMA, dict(tensor=2), marks=SLOW),
         pytest.param("decoder", dict(partitioner="auto"), marks=pytest.mark.slow),
         pytest.param(workload.GEMMA, dict(partitioner="auto"), marks=pytest.mark.slow),
     ],
@@ -82,7 +89,11 @@ def test_other_layouts_too(kind: str, how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["decoder", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("encoder", workload.GEMMA))]
+    "kind",
+    [
+        pytest.param("decoder", marks=SLOW),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("encoder", workload.GEMMA)),
+    ],
 )
 def test_pipelined_loops_too(kind: str) -> None:
     got = losses_overlapped(kind + workload.PACKED, "mics(2)", 2)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import workload
 from jax.extend.core import jaxprs_in_params
+from numpy_resnet import build, conv, random_params, relu
+from tables import every_row
 
 import models
 from configs import base, resnet50, resnet110, wide_resnet_3b
@@ -23,38 +25,13 @@ from sharding.scopes import make_layout
 from sharding.spec import place_all
 from training.batches import accumulation
 
-
-def build(**changes: Any) -> models.ResNet:
-    model = models.build(ResNetConfig(**changes))
-    assert isinstance(model, models.ResNet)
-    return model
-
-
-def random_params(model: models.Model) -> Params:
-    """Parameters of which none is zero or one."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda spec: rng.normal(0.1, 0.4, spec.shape).astype(np.float32), model.param_specs())
-
-
 # ------------------------------------------------------------------------------------------------ against numpy
-
-
-def conv(x: np.ndarray, w: np.ndarray, stride: int) -> np.ndarray:
-    """`x` is one image `[H, W, C]`, `w` is `[O, C, k, k]`: a sum over the places of the kernel."""
-    k, (height, width) = w.shape[2], x.shape[:2]
-    x = np.pad(x, ((k // 2, k // 2), (k // 2, k // 2), (0, 0)))
-    shifted = [(x[i : i + height, j : j + width], w[:, :, i, j].T) for i in range(k) for j in range(k)]
-    return sum(part @ taps for part, taps in shifted)[::stride, ::stride]
 
 
 def conv_norm(x: np.ndarray, p: Params, groups: int, stride: int = 1) -> np.ndarray:
     y = np.stack(np.split(conv(x, p["weight"].astype(float), stride), groups, axis=2))
     y = (y - y.mean((1, 2, 3), keepdims=True)) / np.sqrt(y.var((1, 2, 3), keepdims=True) + 1e-5)
     return np.concatenate(y, axis=2) * p["scale"] + p["bias"]
-
-
-def relu(x: np.ndarray) -> np.ndarray:
-    return np.maximum(x, 0)
 
 
 def pool(x: np.ndarray) -> np.ndarray:
@@ -80,7 +57,7 @@ def reference(params: Params, x: np.ndarray, c: ResNetConfig) -> np.ndarray:
     return (x.mean((0, 1)) @ params["head"]["weight"] + params["head"]["bias"])[: c.num_classes]
 
 
-@pytest.mark.parametrize(
+@every_row(
     "changes",
     [
         dict(stage_blocks=(1, 1), width=4, norm_groups=2, remat="none"),
@@ -88,7 +65,6 @@ def reference(params: Params, x: np.ndarray, c: ResNetConfig) -> np.ndarray:
         dict(block="bottleneck", stage_blocks=(1, 1), width=4, norm_groups=2, version="1.5", widening=2),
         dict(stem="conv7_pool", stage_blocks=(1,), width=4, norm_groups=4, remat="dots"),
     ],
-    ids=["basic", "bottleneck", "version 1.5, wide", "large stem"],
 )
 def test_logits_loss_and_correct_match_numpy(changes: dict[str, Any]) -> None:
     model = build(**changes)
@@ -148,7 +124,7 @@ def products(model: models.ResNet, size: int) -> int:
     return total
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("depth", "version", "parameters", "billions"),
     [  # gluoncv's and torchvision's parameters; He et al. 2015, table 1, and of version 1.5 torchvision's
         (18, "1", 11_689_512, 1.8),
@@ -190,7 +166,7 @@ def test_the_wide_network_of_mics_has_three_billion_parameters_in_200_layers() -
     assert build(**twice).num_params == 68_883_240
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("config", "nodes", "per_node"),
     [
         (wide_resnet_3b.get_config(), 2, 8),
@@ -198,7 +174,6 @@ def test_the_wide_network_of_mics_has_three_billion_parameters_in_200_layers() -
         (resnet50.get_config("lars"), 16, 8),
         (resnet110.get_config(), 4, 1),
     ],
-    ids=["wide", "50", "50 with LARS", "110"],
 )
 def test_large_configs_fit_their_hardware(config: Any, nodes: int, per_node: int) -> None:
     """The scopes cut every parameter, the gathers allow what is kept, and no micro-step has rows of padding."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from test_models_forward import layer, norm
-from test_models_resnet import random_params
+from numpy_models import layer, norm
+from numpy_resnet import random_params
 from workload import whole
 
 import models

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import workload
-from test_exchange_codecs import gradients
+from exchanging import gradients
 
 from compression.codecs import OneBit
 from compression.exchange import exchange

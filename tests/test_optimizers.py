@@ -1,9 +1,7 @@
 """Every optimizer against plain optax on unstacked layers; schedules, clipping and the guard."""
 
-import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,105 +10,21 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from optimizing import GRADS, LAYERS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run, stack_name
+from tables import every_row
 
 from configs.schema import OptimizerConfig
 from configs.schema.sections import OPTIMIZERS as NAMES
-from optimizers import PRODUCTS, GuardState, make_optimizer, make_schedule, newton_schulz
+from optimizers import PRODUCTS, make_schedule, newton_schulz
 from sharding.spec import ParamSpec
 
 pytestmark = pytest.mark.usefixtures("muon_in_float32")
 
-LAYERS, STEPS = 3, 5
-DIMS = {
-    "embed": {"token": ("vocab", "embed"), "position": ("position", "embed")},
-    "layers": {
-        "norm": {"scale": ("layers", "norm")},
-        "up": {"weight": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")},
-        "wide": {"weight": ("layers", "embed", "mlp")},
-    },
-    "head": {"weight": ("embed", "vocab"), "norm": {"scale": ("norm",)}, "transform": ("embed", "mlp")},
-}
-SIZES = {"layers": LAYERS, "vocab": 24, "position": 16, "embed": 8, "mlp": 16, "norm": 8}
 MATRICES = ("embed/token", "layers/up/weight", "layers/wide/weight", "head/weight", "head/transform")
 HIDDEN_MATRICES = ("layers/up/weight", "layers/wide/weight", "head/transform")
 
 
-def make_spec(dims: tuple[str, ...]) -> ParamSpec:
-    shape = tuple(SIZES[dim] for dim in dims)
-    # `wide` is large enough for Adafactor to factor it
-    return ParamSpec(shape=shape, dims=dims)
-
-
-def is_spec(x: object) -> bool:
-    return isinstance(x, ParamSpec)
-
-
-SPECS = jax.tree.map(make_spec, DIMS, is_leaf=lambda x: isinstance(x, tuple))
 SPECS["layers"]["wide"]["weight"] = ParamSpec(shape=(LAYERS, 128, 136), dims=("layers", "embed", "mlp"))
-
-
-def optimizer_config(name: str, **changes: Any) -> OptimizerConfig:
-    section: dict[str, Any] = dict(learning_rate=0.02, warmup_steps=2, weight_decay=0.3, b2=0.99, eps=1e-7) | changes
-    return OptimizerConfig(**{"name": name} | section)
-
-
-def random_tree(seed: int, scale: Callable[[int], float] = lambda layer: 1.0) -> Any:
-    """Values for SPECS, layer `i` multiplied by `scale(i)`."""
-    rng = np.random.default_rng(seed)
-
-    def draw(spec: ParamSpec) -> np.ndarray:
-        x = rng.normal(size=spec.shape).astype(np.float32)
-        factors = np.array([scale(i) for i in range(LAYERS)], np.float32)
-        return x * factors.reshape(-1, *(1,) * (x.ndim - 1)) if spec.dims[0] == "layers" else x
-
-    return jax.tree.map(draw, SPECS, is_leaf=is_spec)
-
-
-PARAMS = random_tree(0, lambda layer: 10.0**layer)  # layers as unlike as can be
-GRADS = [random_tree(1 + i, lambda layer: 0.1**layer) for i in range(STEPS)]
-
-
-def run(config: OptimizerConfig, grads: list[Any] = GRADS, num_steps: int = STEPS) -> tuple[Any, GuardState]:
-    """Returns parameters and state after our chain has seen `grads`."""
-    init, step = one_device(config, num_steps)
-    params, state = PARAMS, init(PARAMS)
-    for grad in grads:
-        params, state = step(grad, state, params)
-    return params, state
-
-
-@functools.cache
-def one_device(config: OptimizerConfig, num_steps: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns our chain's init and step on one device, compiled once for each config."""
-    tx = make_optimizer(config, num_steps, SPECS)
-
-    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return jax.jit(tx.init), jax.jit(step)
-
-
-def flat(tree: Any) -> dict[str, np.ndarray]:
-    """Returns the leaves by name; a stack of layers as one leaf for each: `0/up/weight`."""
-    out = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        layers = name.startswith("layers/")
-        out |= {f"{i}/{name}": np.asarray(x[i]) for i in range(LAYERS)} if layers else {name: np.asarray(x)}
-    return out
-
-
-def stack_name(name: str) -> str:
-    return name.lstrip("0123456789/")
-
-
-def close(ours: Any, theirs: dict[str, np.ndarray], rtol: float = 2e-5) -> None:
-    ours = flat(ours)
-    assert ours.keys() == theirs.keys()
-    for name, x in ours.items():
-        scale = np.abs(theirs[name]).max()
-        np.testing.assert_allclose(x, theirs[name], rtol=rtol, atol=rtol * scale, err_msg=name)
 
 
 # ---------------------------------------------------------------------------------- against optax, layer by layer
@@ -138,7 +52,7 @@ def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Grad
     return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decoupled)
 
 
-@pytest.mark.parametrize(("name", "mask"), [*((name, "matrices") for name in NAMES), ("adamw", "all"), ("lars", "all")])
+@every_row(("name", "mask"), [*((name, "matrices") for name in NAMES), ("adamw", "all"), ("lars", "all")])
 def test_optimizers_equal_optax_on_unstacked_layers(name: str, mask: str) -> None:
     config = optimizer_config(name, clip_norm=0.0, decay_mask=mask)
     tx = plain_optax(config, make_schedule(config, STEPS))
@@ -166,7 +80,7 @@ def rounded_newton_schulz(x: np.ndarray) -> np.ndarray:
     return np.sqrt(max(1.0, x.shape[-1] / x.shape[-2])) * (wide.swapaxes(-2, -1) if is_tall else wide)
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8), (2, 3, 8, 16)])
+@every_row("shape", [(2, 8, 24), (2, 24, 8), (2, 3, 8, 16)])
 def test_operands_of_muons_products_are_bfloat16_and_products_float32(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,8 +88,9 @@ def test_operands_of_muons_products_are_bfloat16_and_products_float32(
     stack = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     kind = (len(shape) - 3, len(shape) - 2)  # the last dims are a matrix, those before them a batch
     in_float32 = np.asarray(jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8))(stack))
-    monkeypatch.setattr("optimizers.PRODUCTS", PRODUCTS)
-    lowered = jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8)).lower(stack)
+    with monkeypatch.context() as as_in_runs:
+        as_in_runs.setattr("optimizers.PRODUCTS", PRODUCTS)
+        lowered = jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8)).lower(stack)
     products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
     assert len(products) == 3
     assert all(re.search(r": \(tensor<[\dx]+bf16>, tensor<[\dx]+bf16>\) -> tensor<[\dx]+f32>", x) for x in products)
@@ -201,8 +116,8 @@ def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedu
     return rates
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "quadratic", "wsd"])
-@pytest.mark.parametrize("warmup", [0, 1, 10])
+@every_row("schedule", ["constant", "linear", "cosine", "quadratic", "wsd"])
+@every_row("warmup", [0, 1, 10])
 def test_schedules_match_their_formulas(schedule: str, warmup: int) -> None:
     config = optimizer_config("adamw", schedule=schedule, warmup_steps=warmup, learning_rate=0.5, final_fraction=0.2)
     rates = [float(make_schedule(config, 40)(step)) for step in range(40)]
@@ -212,7 +127,7 @@ def test_schedules_match_their_formulas(schedule: str, warmup: int) -> None:
     assert rates[-1] == pytest.approx(0.5 if schedule == "constant" else 0.1)
 
 
-@pytest.mark.parametrize(("fraction", "falling"), [(0.5, 20), (1.0, 29), (0.001, 1)])
+@every_row(("fraction", "falling"), [(0.5, 20), (1.0, 29), (0.001, 1)])
 def test_wsd_falls_in_a_share_of_all_steps_but_not_before_the_warmup_ends(fraction: float, falling: int) -> None:
     config = optimizer_config(
         "adamw", schedule="wsd", warmup_steps=10, learning_rate=0.5, final_fraction=0.2, decay_fraction=fraction
@@ -228,7 +143,7 @@ def test_warmup_longer_than_the_run_is_rejected() -> None:
         make_schedule(optimizer_config("adamw", warmup_steps=6), 5)
 
 
-@pytest.mark.parametrize("limit", [0.5, 1e6, 0.0])
+@every_row("limit", [0.5, 1e6, 0.0])
 def test_clipping_uses_the_global_norm(limit: float) -> None:
     config = optimizer_config(
         "sgd", clip_norm=limit, momentum=0.0, weight_decay=0.0, warmup_steps=0, schedule="constant"
@@ -241,7 +156,7 @@ def test_clipping_uses_the_global_norm(limit: float) -> None:
     close(params, expected)
 
 
-@pytest.mark.parametrize(("name", "bad"), [*((name, math.nan) for name in NAMES), ("adamw", math.inf)])
+@every_row(("name", "bad"), [*((name, math.nan) for name in NAMES), ("adamw", math.inf)])
 def test_non_finite_gradient_leaves_the_state_unchanged(name: str, bad: float) -> None:
     config = optimizer_config(name)
     poisoned = jax.tree.map(np.copy, GRADS[1])

@@ -9,7 +9,9 @@ import optax
 import pytest
 import workload
 from jax.sharding import NamedSharding
-from test_optimizers import GRADS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run
+from optimizing import GRADS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run
+from suite import SLOW
+from tables import every_row
 
 from compression.exchange import exchange
 from configs import base
@@ -41,17 +43,19 @@ def make_sharded(layout_name: str) -> ShardingPlan:
     return ShardingPlan(mesh=mesh, layout=layout, placements=place_all(SPECS, layout))
 
 
-# each optimizer and each layout once and more; the others are slow
-QUICK = {*((name, "node, node, all") for name in NAMES), ("muon", "mics2"), ("adamw", "mics2"), ("adafactor", "zero1")}
+QUICK = {("adamw", "node, node, all"), ("muon", "mics2"), ("adafactor", "zero1")}
+OFTEN = {*((name, "node, node, all") for name in NAMES), ("adamw", "mics2")}  # in test-all
+
+
+def marks_of(name: str, layout: str) -> Any:
+    if (name, layout) in QUICK:
+        return ()
+    return SLOW if (name, layout) in OFTEN else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "layout_name"),
-    [
-        pytest.param(name, layout, marks=() if (name, layout) in QUICK else pytest.mark.slow)
-        for name in NAMES
-        for layout in LAYOUTS
-    ],
+    [pytest.param(name, layout, marks=marks_of(name, layout)) for name in NAMES for layout in LAYOUTS],
 )
 def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
     """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
@@ -118,7 +122,7 @@ def test_the_step_of_a_run_sends_nothing_but_hop_two_between_nodes() -> None:
     assert sent == pytest.approx(2 * shard_bytes * (replicas - 1) / replicas, rel=1e-3)
 
 
-@pytest.mark.parametrize("stack", ["layers", "blocks"])
+@every_row("stack", ["layers", "blocks"])
 def test_a_stack_of_any_name_has_its_state_where_it_is(stack: str) -> None:
     """Muon's momentum of it lies under keys of optax, which stand between the name of the stack and the parameter's."""
     shape = jax.ShapeDtypeStruct((2, 4, 4), np.float32)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from running import arguments, run_here
+from tables import every_row
 
 from optimizers import guarded
 from planner.compile import WHEELS, compile_step
@@ -50,7 +51,7 @@ def test_all_of_them_on_gpus_and_only_copies_on_cpus() -> None:
     assert xla_options("tpu", **PLAIN | {"exact": True}, known=lambda name, value: True) == {}
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("users", "rest"),
     [
         *((users, OTHERS) for users in (f"--{SCHEDULER}=false", f" --xla_a=1  --{SCHEDULER} --xla_b=x=y")),
@@ -131,6 +132,7 @@ def test_what_xla_says_of_an_option() -> None:
         is_known(SCHEDULER, "perhaps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 def test_they_reach_the_compilation_and_the_record(
     overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,9 @@ import numpy as np
 import optax
 import pytest
 import workload
+from overlapping import STRATEGIES, crossing
+from suite import SLOW
+from tables import every_row
 from workload import LORA
 
 from compression.methods import method_named
@@ -21,33 +24,9 @@ from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan, gradient_specs
 from training.experiment import make_experiment
 
-STRATEGIES = {
-    "ddp": dict(strategy="ddp"),
-    "hsdp": dict(strategy="hsdp"),
-    # hop two reduce-scatters over all devices, over the nodes, or inside the node and all-reduces between nodes
-    "zero1": dict(strategy="zero1"),
-    "node/node/all": dict(strategy="custom", parameters="node", gradients="node", optimizer="all"),
-    "none/none/node": dict(strategy="custom", parameters="none", gradients="none", optimizer="node"),
-    # the gradients of each micro-step are cut further than the parameters before hop two
-    "none/node/node": dict(strategy="custom", parameters="none", gradients="node", optimizer="node"),
-    "none/node/all": dict(strategy="custom", parameters="none", gradients="node", optimizer="all"),
-    "2/4/8": dict(strategy="custom", parameters="2", gradients="4", optimizer="8"),
-    **{f"mics({p})": dict(strategy="mics", partition_size=p) for p in (1, 2, 4)},
-}
 LAYERS = 3
 HOPS = ("gather", "hop_one")
 CODEC = dict(block=16)  # small rows would mostly be filled up
-
-
-def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
-    """The losses of five steps with hop two in the last backward pass."""
-    plan = workload.plan(kind, overlap=True, **STRATEGIES[strategy])
-    early = workload.early(plan, "none")
-    return workload.losses(kind, plan, accumulation=accumulation, early=early)
-
-
-def crossing(collectives: list[Collective]) -> list[Collective]:
-    return [c for c in collectives if c.label == "hop_two" and set(c.axes) & set(INTER_AXES)]
 
 
 def bytes_between_nodes(collectives: list[Collective]) -> float:
@@ -73,11 +52,11 @@ def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
 @pytest.mark.parametrize(
     ("kind", "strategy", "accumulation"),
     [
-        ("decoder", "mics(4)", 2),
-        ("encoder", "mics(1)", 3),
-        ("resnet", "mics(2)", 1),
-        ("encoder", "none/none/node", 2),
         ("decoder", "2/4/8", 3),
+        pytest.param("decoder", "mics(4)", 2, marks=SLOW),
+        pytest.param("encoder", "mics(1)", 3, marks=SLOW),
+        pytest.param("resnet", "mics(2)", 1, marks=SLOW),
+        pytest.param("encoder", "none/none/node", 2, marks=SLOW),
         pytest.param("resnet", "none/node/all", 2, marks=pytest.mark.slow),
         *(pytest.param("decoder", name, 2, marks=pytest.mark.slow) for name in ("ddp", "zero1", "none/node/node")),
     ],
@@ -174,7 +153,7 @@ def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: 
     assert -16 <= more <= filling + 64  # XLA combines a few scalars with it
 
 
-@pytest.mark.parametrize(("late", "pieces"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("late", "pieces"), [pytest.param(False, 1, marks=SLOW), (True, 2)])
 def test_every_exchange_draws_its_own_random_numbers(late: bool, pieces: int) -> None:
     """Each group, layer and step has a key of its own, and delayed each piece: rounding errors must not add up."""
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
@@ -222,7 +201,7 @@ scaled_backwards.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * fa
 
 @pytest.mark.parametrize(
     ("method", "strategy"),
-    [("int8", "node/node/all"), pytest.param("statistical", "mics(2)", marks=pytest.mark.slow)],
+    [pytest.param("int8", "node/node/all", marks=SLOW), pytest.param("statistical", "mics(2)", marks=pytest.mark.slow)],
 )
 def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the_residuals(
     method: str, strategy: str
@@ -272,10 +251,10 @@ def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_dela
     ("kind", "how"),
     [
         ("decoder", dict(strategy="zero3", hierarchical=False)),
-        ("resnet", dict(strategy="mics", partition_size=4, gather="node")),
-        ("encoder", dict(strategy="zero2")),
+        pytest.param("resnet", dict(strategy="mics", partition_size=4, gather="node"), marks=SLOW),
+        pytest.param("encoder", dict(strategy="zero2"), marks=SLOW),
         ("decoder", dict(strategy="mics", partition_size=2, two_hop=False)),
-        ("decoder", dict(strategy="hsdp", tensor=2)),
+        pytest.param("decoder", dict(strategy="hsdp", tensor=2), marks=SLOW),
     ],
 )
 def test_losses_with_hop_two_after_the_pipelined_loops_equal_a_single_device(kind: str, how: dict[str, Any]) -> None:
@@ -299,7 +278,7 @@ def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_
     assert sent[1] == pytest.approx(sent[0], rel=1e-6) and min(sent[1].values()) > 0
 
 
-@pytest.mark.parametrize("gather", ["layer", "node"])
+@pytest.mark.parametrize("gather", ["layer", pytest.param("node", marks=SLOW)])
 def test_a_stack_of_one_layer_is_pipelined_too(gather: str) -> None:
     plan = workload.plan("decoder", num_layers=1, overlap=True, gather=gather, **STRATEGIES["mics(4)"])
     step = workload.compiled_step("decoder", plan, num_layers=1, accumulation=1)
@@ -365,7 +344,7 @@ def tiny_config(changes: dict[str, Any]) -> Config:
     return base.typed(config)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("how", "compression", "method"),
     [
         (dict(strategy="zero3"), {}, "none"),

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import workload
 from running import SMALL, arguments, losses, run_here, stop_after
+from suite import SLOW
+from tables import every_row
 
 from compression.methods import method_named
 from configs import base
@@ -37,7 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor": dict(strategy="mics", partition_size=2, tensor=2),
     "context": dict(strategy="hsdp", context=2),
 }
-RUNS = [("decoder", 2, 4, "context"), ("encoder", 4, 8, "zero1")]
+RUNS = [("decoder", 2, 4, "context")]
+OFTEN = [("encoder", 4, 8, "zero1")]  # in test-all
 MORE = [(kind, 2, 2, case) for kind, case in zip(cycle(("decoder", "encoder")), CASES)]
 MORE += [("decoder", 2, 1, "ddp"), ("encoder", 4, 2, "hsdp"), ("decoder packed", 2, 3, "hsdp")]
 MORE += [("decoder", 4, 8, "hsdp"), ("decoder packed", 2, 3, "context")]
@@ -58,7 +61,12 @@ def without_pipeline(kind: str) -> tuple[np.ndarray, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages", "accumulation", "case"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
+    ("kind", "stages", "accumulation", "case"),
+    [
+        *RUNS,
+        *(pytest.param(*run, marks=SLOW) for run in OFTEN),
+        *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE),
+    ],
 )
 def test_numbers_are_those_of_no_pipeline(kind: str, stages: int, accumulation: int, case: str) -> None:
     """Losses and parameters of three steps of momentum SGD, whatever the stages, the micro-batches and the strategy."""
@@ -245,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@every_row("case", REFUSED)
 def test_what_is_not_supported_is_refused_in_one_line(case: str) -> None:
     changes, words = REFUSED[case]
     with pytest.raises(ValueError, match=words) as error:

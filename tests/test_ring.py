@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, PartitionSpec
+from tables import every_row
 
 from sharding import hlo
 from sharding.collectives import ALONE_BYTES, Group, reduce_scatter_chunks
@@ -33,7 +33,7 @@ def scatter(hierarchical: bool) -> tuple[jax.stages.Compiled, np.ndarray]:
     return jax.jit(mapped).lower(jnp.asarray(x)).compile(), x
 
 
-@pytest.mark.parametrize(("hierarchical", "inter", "intra"), [(True, 3 / 8, 4 / 8), (False, 7 / 16, 7 / 16)])
+@every_row(("hierarchical", "inter", "intra"), [(True, 3 / 8, 4 / 8), (False, 7 / 16, 7 / 16)])
 def test_ring_reduce_scatter(hierarchical: bool, inter: float, intra: float) -> None:
     """Of M = 8 N floats a device sends (p-k)M/p and (p-1)M/p a node, half of that a device (docs/concepts.md)."""
     compiled, x = scatter(hierarchical)

@@ -7,13 +7,14 @@ config that is changed on purpose, changes its line.
 
 import ast
 import dataclasses
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_files import values_of
 from running import ROOT
+from tables import every_row
 
 import models
 from configs import base, command_line
@@ -54,13 +55,6 @@ MAY_CHANGE = (
 
 
 ALL = [(kind, name) for kind in MODELS for name in known_keys(kind)]
-
-
-def values_of(file: str) -> dict[str, Any]:
-    """Returns what a config file with its argument gives, as JSON."""
-    path, _, argument = file.partition(":")
-    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-    return json.loads((module.get_config(argument) if argument else module.get_config()).to_json())
 
 
 def recorded(file: str) -> dict[str, Any]:
@@ -114,7 +108,7 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
                     known_keys(kind)[name].check(name, value)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "message"),
     [
         ({"optimizer.nam": "sgd"}, "optimizer.nam is not a key; the nearest is optimizer.name"),
@@ -203,7 +197,7 @@ def test_every_config_file_is_recorded_and_says_what_came_of_it() -> None:
         assert "Hardware: " in about and ("Expected" in about or "Not run yet" in about), file
 
 
-@pytest.mark.parametrize("file", RECORD)
+@every_row("file", RECORD)
 def test_config_files_match_their_record(file: str) -> None:
     values = values_of(file)
     assert text(flat(values)) == text(recorded(file))
@@ -215,19 +209,19 @@ def test_config_files_match_their_record(file: str) -> None:
     assert config.model.kind == values["model"]["kind"] and type(config.model) is MODELS[config.model.kind]
 
 
-@pytest.mark.parametrize("file", FILES)
+@every_row("file", FILES)
 def test_config_files_reject_unknown_arguments(file: str) -> None:
     with pytest.raises(ValueError, match=r"takes no :arg; remove :nonsense$|nonsense'? is not .*"):
         command_line.parse(["train.py", f"--config={ROOT / file}:nonsense"])
 
 
-@pytest.mark.parametrize("word", ["--config.num_steps", "--noconfig.num_steps", "--config.data.path"])
+@every_row("word", ["--config.num_steps", "--noconfig.num_steps", "--config.data.path"])
 def test_only_a_boolean_key_needs_no_value(word: str) -> None:
     with pytest.raises(ValueError, match=r"^--config\.([a-z._]+) needs a value, such as --config\.\1="):
         command_line.parse(["train.py", f"--config={ROOT}/configs/quickstart.py", word])
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("words", "name", "value"),
     [
         (["--config.compression.delayed"], "compression.delayed", True),
@@ -272,7 +266,7 @@ def test_config_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == page(), "python -m configs.schema > docs/config.md"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("word", "meant"),
     [
         ("optimizer.lr", "optimizer.learning_rate"),

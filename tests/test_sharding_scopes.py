@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tables import every_row
 
 from configs.schema import ShardingConfig
 from sharding.mesh import CHUNK_ORDER, MeshShape, find_nodes, make_mesh
@@ -50,7 +51,7 @@ def legal_sizes(nodes: int, per_node: int, tensor: int) -> list[int]:
     return sorted(p for p in sizes if p % tensor == 0)
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
+@every_row(("nodes", "per_node", "tensor"), GRIDS)
 def test_mics_groups_are_consecutive_devices(nodes: int, per_node: int, tensor: int) -> None:
     world = nodes * per_node
     for p in legal_sizes(nodes, per_node, tensor):
@@ -65,7 +66,7 @@ def test_mics_groups_are_consecutive_devices(nodes: int, per_node: int, tensor: 
         assert layout.num_replicas == world // p
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
+@every_row(("nodes", "per_node", "tensor"), GRIDS)
 def test_partition_size_must_divide_the_devices(nodes: int, per_node: int, tensor: int) -> None:
     legal = legal_sizes(nodes, per_node, tensor)
     for p in set(range(1, nodes * per_node + 3)) - set(legal):
@@ -74,8 +75,8 @@ def test_partition_size_must_divide_the_devices(nodes: int, per_node: int, tenso
         assert str(error.value).endswith(f"; sizes that divide: {', '.join(map(str, legal))}")
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "tensor"), GRIDS)
-@pytest.mark.parametrize(
+@every_row(("nodes", "per_node", "tensor"), GRIDS)
+@every_row(
     ("strategy", "words"),
     [
         ("ddp", ("none", "none", "none")),
@@ -119,7 +120,7 @@ def test_without_two_hop_there_are_no_replica_axes() -> None:
         assert layout.replica_axes == () and layout.num_replicas == 1
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("changes", "said"),
     [
         (
@@ -138,7 +139,7 @@ def test_bad_sharding_settings_are_rejected(changes: dict[str, Any], said: str) 
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("gather", "scopes"),
     [
         ("layer", [("shard_intra", "shard_inter")]),
@@ -153,7 +154,7 @@ def test_gather_policies_set_the_gather_scopes(gather: str, scopes: list[tuple[s
     assert layout_of("zero3", 4, 2, partitioner="auto").gather_scopes == ()
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("scopes", "said"),
     [
         (("all", "node", "all"), "the scope of parameters (16 devices) must lie within that of gradients (4 devices)"),

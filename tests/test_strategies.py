@@ -12,19 +12,11 @@ import numpy as np
 import pytest
 import workload
 from running import ROOT
+from suite import SLOW
+from workload import STRATEGIES
 
 import models
 
-STRATEGIES = {
-    "ddp": dict(strategy="ddp"),
-    "zero1": dict(strategy="zero1"),
-    "zero2": dict(strategy="zero2"),
-    "zero3": dict(strategy="zero3"),
-    "hsdp": dict(strategy="hsdp"),
-    "mics4": dict(strategy="mics", partition_size=4),  # groups of 1, 2, 8 devices are those of ddp, hsdp, zero3
-    "node-node-all": dict(parameters="node", gradients="node", optimizer="all"),
-    "none-node-4": dict(parameters="none", gradients="node", optimizer=4),
-}
 OPTIONS = {
     "hierarchical": (True, False),
     "two_hop": (True, False),
@@ -73,12 +65,14 @@ def name(case: dict) -> str:
 
 ALL = all_cases()
 PAIRS, TRIPLES = covering(ALL, 2), covering(ALL, 3)
-MORE = [pytest.param(case, marks=pytest.mark.slow) for case in TRIPLES if case not in PAIRS]
+QUICK = covering(ALL, 1)
+REST = [pytest.param(case, marks=SLOW) for case in PAIRS if case not in QUICK]
+REST += [pytest.param(case, marks=pytest.mark.slow) for case in TRIPLES if case not in PAIRS + QUICK]
 
 
-@pytest.mark.parametrize("case", [*PAIRS, *MORE], ids=name)
+@pytest.mark.parametrize("case", [*QUICK, *REST], ids=name)
 def test_losses_equal_a_single_device(case: dict) -> None:
-    """In every combination of two values; before a release, of three."""
+    """With every value; in test-all in every combination of two, before a release of three."""
     case = dict(case)
     strategy, kind, tensor = STRATEGIES[case.pop("strategy")], case.pop("kind"), case.pop("tensor")
     got = workload.losses(kind, workload.plan(kind, tensor=tensor, **strategy, **case))
@@ -92,20 +86,24 @@ def test_the_oracle_learns_and_its_batch_tells_rows_apart() -> None:
     assert np.ptp(weights.sum(axis=1)) > 1
 
 
-@pytest.mark.parametrize(("rows", "accumulation"), [(13, 2), (3, 1)])
+@pytest.mark.parametrize(("rows", "accumulation"), [(13, 2), pytest.param(3, 1, marks=SLOW)])
 def test_a_batch_that_the_devices_do_not_divide_gives_the_same_losses(rows: int, accumulation: int) -> None:
     sh = workload.plan("decoder", strategy="mics", partition_size=4)
     got = workload.losses("decoder", sh, rows=rows, accumulation=accumulation)
     np.testing.assert_allclose(got, workload.single_device_losses("decoder", rows), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [(8, 1), *(pytest.param(*shape, marks=SLOW) for shape in ((1, 1), (1, 8)))]
+)
 def test_losses_do_not_depend_on_the_shape_of_the_cluster(nodes: int, per_node: int) -> None:
     sh = workload.plan("decoder", nodes=nodes, per_node=per_node, strategy="hsdp")
     np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", [dict(strategy="zero2"), dict(strategy="mics", partition_size=4)])
+@pytest.mark.parametrize(
+    "how", [dict(strategy="zero2"), pytest.param(dict(strategy="mics", partition_size=4), marks=SLOW)]
+)
 def test_parameters_that_are_kept_whole(how: dict) -> None:
     """ParamSpec(replicate=True), here of all that is not a matrix."""
     sh = workload.plan("decoder", **how)

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 import workload
-from test_local_sgd import LAYOUTS, inner, replicas_written_out, rows_of_replicas
-from test_overlapped_step import crossing
+from local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
+from overlapping import crossing
+from suite import SLOW
 from workload import LORA
 
 from compression.local_sgd import LocalSGD, drift, streamed
@@ -71,7 +72,7 @@ def diloco(layout: str, overlap: bool, kind: str = "decoder") -> tuple[ShardingP
 @pytest.mark.parametrize(
     ("layout", "overlap", "kind"),
     [
-        ("mics(2)", True, "decoder"),
+        pytest.param("mics(2)", True, "decoder", marks=SLOW),
         ("ddp", False, "decoder"),
         pytest.param("mics(2)", True, f"{LORA}nf4", marks=pytest.mark.slow),
     ],

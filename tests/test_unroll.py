@@ -1,8 +1,7 @@
 """Layers that the program has one after the other: the same steps as in a loop, and no stacks of what is kept."""
 
-from typing import Any
-
 import pytest
+from suite import SLOW
 from three_steps import SMALL, STEPS, assert_equal_steps, three_steps
 
 from configs import base, quickstart
@@ -16,9 +15,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_steps_are_those_of_a_loop(changes: dict[str, Any]) -> None:
-    wanted, found = (three_steps(changes | {"model.unroll": unroll}) for unroll in (False, True))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=SLOW if case != "ddp, nothing again" else ()) for case in CASES]
+)
+def test_steps_are_those_of_a_loop(case: str) -> None:
+    wanted, found = (three_steps(CASES[case] | {"model.unroll": unroll}) for unroll in (False, True))
     assert_equal_steps(found, wanted, 1e-5)
 
 

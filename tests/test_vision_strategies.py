@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import workload
-from test_strategies import STRATEGIES
-from workload import BATCH_NORM
+from suite import SLOW
+from workload import BATCH_NORM, STRATEGIES
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange
@@ -22,8 +22,10 @@ ALL += [(BATCH_NORM, "hsdp", {"two_hop": False}), ("vit", "hsdp", {"tensor": 2})
 ALL += [("vit", "hsdp", {"overlap": True}), ("vit", "mics4", {"gather": "node", "overlap": True})]
 ALL += [("resnet", "zero2", {"two_hop": False}), ("resnet", "node-node-all", {"gather": "step"})]
 ALL += [("resnet", "hsdp", {"partitioner": "auto"})]
-QUICK = [(BATCH_NORM, "zero3", {}), ("vit", "mics4", {}), ("resnet", "mics4", {"rows": 13, "gather": "node"})]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
+MORE = [(BATCH_NORM, "zero3", {})]  # in test-all
+QUICK = [("vit", "mics4", {}), ("resnet", "mics4", {"rows": 13, "gather": "node"})]
+CASES = [*QUICK, *(pytest.param(*case, marks=SLOW) for case in MORE)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK + MORE]
 
 
 @pytest.mark.parametrize(("kind", "strategy", "how"), CASES)

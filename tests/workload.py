@@ -328,3 +328,15 @@ def run_steps(step: Any, state: Any, data: Any, count: int) -> tuple[np.ndarray,
         state, metrics = jax.block_until_ready(step(state, data))
         out.append(float(of_all_replicas(metrics)["loss"]))  # of replicas that drift apart each has its own
     return np.array(out), state, metrics
+
+
+STRATEGIES = {
+    "ddp": dict(strategy="ddp"),
+    "zero1": dict(strategy="zero1"),
+    "zero2": dict(strategy="zero2"),
+    "zero3": dict(strategy="zero3"),
+    "hsdp": dict(strategy="hsdp"),
+    "mics4": dict(strategy="mics", partition_size=4),  # groups of 1, 2, 8 devices are those of ddp, hsdp, zero3
+    "node-node-all": dict(parameters="node", gradients="node", optimizer="all"),
+    "none-node-4": dict(parameters="none", gradients="node", optimizer=4),
+}

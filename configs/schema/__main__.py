@@ -18,7 +18,8 @@ change when a run [resumes](training.md#a-run).
 COMBINATIONS = """## What does not go together
 
 Each pair is refused in one line that says why and what works. Others can be combined, if sizes divide.
-These have one replica: `zero2`, `zero3`, a group of all devices, `sharding.partitioner=auto`, `sharding.two_hop=False`.
+With one replica (`zero2`, `zero3`, or a group of all devices) the method of the replica all-reduce
+[idles](elasticity.md#codecs-on-one-node). A remedy "in a new run" names a key that a resumed run may not change.
 """
 SIGNS = {"at least": "≥", "at most": "≤", "above": ">", "below": "<", " and ": ", ", "from ": ""}
 

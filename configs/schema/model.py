@@ -83,7 +83,7 @@ class TransformerConfig(ModelConfig):
         fused = self.attention != "cudnn" or self.compute_dtype != "float32"
         fix = "cudnn needs model.compute_dtype = 'bfloat16' or 'float16'; otherwise use xla"
         require(fused, "attention", self.attention, fix)
-        fix = "windows and capped scores were not tried with cudnn; use pallas, xla or auto"
+        fix = "windows and capped scores need another kernel than cudnn; use pallas, xla or auto"
         require(self.attention != "cudnn" or self.is_plain, "attention", self.attention, fix)
 
     def _check_lora(self) -> None:
