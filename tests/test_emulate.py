@@ -23,7 +23,6 @@ from emulating import (
     networks_of,
     python,
     running_with,
-    traffic,
     unique,
 )
 from waiting import until
@@ -132,19 +131,6 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     )
     code, out, _ = finish(emulate(tmp_path, RANK + ignores + fails, "--grace_s=0.2"))  # and 10 s more
     assert (code, out) == (6, "up\nno\n")
-
-
-@pytest.mark.slow
-@EMULATED
-def test_signals_are_passed_on(tmp_path: Path) -> None:
-    handler = "signal.signal(signal.SIGINT, lambda *_: (time.sleep(0.3), sys.exit(75)))\n"
-    process = emulate(tmp_path, RANK + handler + "print('ready')\ntime.sleep(1000)")
-    logs = [tmp_path / "node0.log", tmp_path / "node1.log"]
-    until(lambda: all(log.exists() and "ready" in log.read_text() for log in logs))
-    process.send_signal(signal.SIGINT)
-    code, out, err = finish(process)
-    assert (code, out, err) == (75, "up\nready\n", "")
-    assert [node["node"] for node in traffic(tmp_path)] == [0, 1]
 
 
 @pytest.mark.slow

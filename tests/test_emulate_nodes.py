@@ -117,15 +117,6 @@ for folder in ("/tmp", "/dev/shm", {str(two.workdir)!r}):
     assert output_of(two, 0, f"import os; print(os.path.exists({str(hidden)!r}))") == "False"
 
 
-def test_two_clusters_with_the_same_addresses(two: Cluster, tmp_path: Path) -> None:
-    with Cluster(2, Links(rate="100mbit"), tmp_path) as other:
-        before = two.traffic()
-        sent, _ = transfer(other, 0, 1, 1 * MB)
-        assert other.traffic()[1].rx_bytes > sent
-        assert two.traffic()[1].rx_bytes - before[1].rx_bytes < 1000
-        assert output_of(other, 1, "import socket; print(socket.gethostname())") == "node1"
-
-
 def test_a_cut_link_is_silent(tmp_path: Path) -> None:
     """No error reaches either end, and the node sees its interface up; healed, the connection goes on."""
     with Cluster(2, Links(), tmp_path) as cluster:
