@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,7 @@ RUNS: dict[tuple[str, ...], dict[str, Any]] = {
 # A config file with what each of the files changes in the quickstart's config.
 TOGETHER = """
 import runpy
+import shutil
 from configs import quickstart
 from configs.schema import flat
 
@@ -321,6 +323,13 @@ def test_a_run_remembers_the_file_that_registered_its_names(tmp_path: Path, caps
     Path("run", "environment.json").rename("run/replicas/0/environment.json")
     assert trained.of_run(tmp_path / "run").tokenizer().decode(np.int32([2, 3])) == "ab"
     OWN["tokenizer"].clear()
+    environment = Path("run/replicas/0/environment.json")
+    told = environment.read_text()
+    shutil.copy(file, "run/theirs.py")
+    environment.write_text(told.replace("elsewhere/mine.py", "run/theirs.py"))  # a stranger's directory runs no code
+    assert evaluate.main(measure) == 2
+    assert "whose config file " in capsys.readouterr().err
+    environment.write_text(told)
     file.rename("other.py")
     assert evaluate.main(measure) == 2
     assert "run was trained with data.tokenizer=letters, which " in capsys.readouterr().err
