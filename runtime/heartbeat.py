@@ -138,8 +138,8 @@ class Heartbeat:
 
     def progressed_s(self) -> float:
         """Returns when the main thread last made progress, by the monotonic clock: now, in a phase without a limit."""
-        what, for_s = self._doing_for()
-        return time.monotonic() - (for_s if what else 0.0)
+        what, since_s = self._doing
+        return max(since_s, self._moved[1]) if what else time.monotonic()
 
     def await_verdict(self, error: BaseException) -> None:
         """If another process' loss may be the cause of an error, waits for the verdict, which ends the program.

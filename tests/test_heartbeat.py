@@ -257,6 +257,18 @@ def test_a_bound_that_cannot_be_kept() -> None:
             ElasticConfig(silence_s=silence_s, stall_s=600.0, snapshot_every=0, memory_dir="/dev/shm")
 
 
+def test_progress_is_one_moment_until_there_is_more() -> None:
+    """Other replicas compare it: a value that differs between two looks would hide a main thread that hangs."""
+    beat = Heartbeat()
+    beat.enter(STEP)
+    assert len({beat.progressed_s() for _ in range(1000)}) == 1
+    before = beat.progressed_s()
+    beat.enter(STEP)
+    assert beat.progressed_s() > before
+    beat.enter(Phase.COMPILING)
+    assert len({beat.progressed_s() for _ in range(1000)}) > 1  # a phase without a limit
+
+
 def test_files_that_are_read_and_written_are_progress(tmp_path: Path) -> None:
     before = moved_bytes()
     (tmp_path / "file").write_bytes(bytes(3 << 20))
