@@ -181,7 +181,8 @@ class HuggingFace(Tokenizer):
         if (most := max(ids.values(), default=0)) >= MAX_IDS:
             raise ValueError(f"data.tokenizer_path {path} has a token with the id {most}: ids may be below {MAX_IDS}")
         special = {x.content for x in self._tokenizer.get_added_tokens_decoder().values() if x.special}
-        self.separator_token = self._end(eos_token, named, special)
+        default = _first(EOS, special)
+        self.separator_token = self._end(eos_token, named, default)
         if self.separator_token not in special:  # adding it again would lose the flags of the file
             self._tokenizer.add_special_tokens([self.separator_token])
             special.add(self.separator_token)
@@ -198,15 +199,15 @@ class HuggingFace(Tokenizer):
         self.num_ids, self.separator = max(counted) + 1, ids[self.separator_token]
         self.bos = ids[self.bos_token] if self.adds_bos else None
         self.file_identity = self.identity = f"hugging_face {hashlib.sha256(content).hexdigest()}"
-        if self.separator_token != _first(EOS, special):
+        if self.separator_token != default:
             self.identity += f" eos {self.separator_token}"
         if self.document_bos is not None:
             self.identity += f" bos {self.bos_token}"
 
-    def _end(self, eos_token: str, named: Mapping[str, str], special: Set[str]) -> str:
+    def _end(self, eos_token: str, named: Mapping[str, str], default: str) -> str:
         """Returns the token that ends a document. ValueError if there is none."""
         name = next((name for name in ("eos_token", "sep_token") if named.get(name)), "")
-        token = eos_token or named.get(name, "") or _first(EOS, special)
+        token = eos_token or named.get(name, "") or default
         source = f"data.eos_token={eos_token!r}" if eos_token else f"{name}={token!r} of {CONFIG_FILE} there"
         if not token:
             raise ValueError(

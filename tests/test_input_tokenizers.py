@@ -267,6 +267,15 @@ def test_the_end_of_a_document_is_special_and_keeps_its_flags(tmp_path: Path) ->
     assert stop.encode_template("a<stop> b")[0].tolist() == [*stop.encode("a"), stop.separator, *stop.encode("b")]
 
 
+def test_ends_of_documents_have_different_identities(tmp_path: Path) -> None:
+    """Also if one is known by its name, and the file does not mark it as special: else it would find cached tokens."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1, "<eos>": 2}, unk_token="a"))
+    made.add_special_tokens(["<eos>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = [HuggingFace(tmp_path / "tokenizer.json", eos_token=eos) for eos in ("", "</s>")]
+    assert [one.separator for one in found] == [2, 1] and found[0].identity != found[1].identity
+
+
 def test_tokenizer_config_says_whether_documents_begin_with_bos(tmp_path: Path) -> None:
     """Before the post-processor of tokenizer.json does; what both leave open is reported."""
     path = tmp_path / "tokenizer.json"
