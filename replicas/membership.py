@@ -46,11 +46,8 @@ _LEAVE_S = 30.0
 NOBODY = -1  # in place of a step: no other member trains
 
 
-def check_number_is_free(folder: Path, number: int, process: int, transport: Transport) -> None:
-    """Greets the last address of a member's number, which must not answer as that member.
-
-    ValueError if a program trains under the number; ResumableError if it does, and is about to end.
-    """
+def find_running(folder: Path, number: int, process: int, transport: Transport) -> Member | None:
+    """Returns the member that answers at the last address of a number; None if the number is free."""
     seen: Address | None = None
     while (address := read_address(folder, number, process)) and address != seen:
         seen = address
@@ -61,10 +58,17 @@ def check_number_is_free(folder: Path, number: int, process: int, transport: Tra
         except (PeerError, ValueError):  # it is gone, or starts as this one does
             continue
         if member.number == number:
-            where = f"replica {number} runs at {address.host}:{address.port} already"
-            if member.last < NEVER:
-                raise ResumableError(f"{where}, and is about to end; run the same command again")
-            raise ValueError(f"{where}; give this one another number (--group), or end that one first")
+            return member
+    return None
+
+
+def check_number_is_free(folder: Path, number: int, process: int, transport: Transport) -> None:
+    """ValueError if a program trains under a member's number; ResumableError if it does, and is about to end."""
+    if member := find_running(folder, number, process, transport):
+        where = f"replica {number} runs at {member.host}:{member.port} already"
+        if member.last < NEVER:
+            raise ResumableError(f"{where}, and is about to end; run the same command again")
+        raise ValueError(f"{where}; give this one another number (--group), or end that one first")
 
 
 @dataclass(frozen=True, kw_only=True)

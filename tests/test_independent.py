@@ -34,6 +34,7 @@ from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
 from sharding.step import TrainState
 from state.manifest import UNFINISHED
+from training import groups
 from training.experiment import make_experiment
 from training.independent import STOP_S, Independent, StoppedError, fingerprint
 from training.replica_state import own_shards, with_shards
@@ -304,6 +305,30 @@ def test_a_delayed_step_whose_sums_do_not_come_is_not_saved() -> None:
     assert Independent.to_save(one, cast(Any, None)) is None
 
 
+@pytest.mark.parametrize(("ends_after", "code"), [(3, ""), (99, "refused")])
+def test_a_number_is_waited_for_as_long_as_an_orphan_lives(
+    ends_after: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its engine ends it after 60 s, and starts the number again on another host before. It is named once."""
+    clock, looks = SimpleNamespace(now_s=0.0), list[float]()
+    clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=clock.sleep))
+
+    def find_running(*_: object) -> Member | None:
+        looks.append(clock.now_s)
+        return Member(number=3, host="orphan", port=7) if len(looks) <= ends_after else None
+
+    monkeypatch.setattr("replicas.membership.find_running", find_running)
+    if code:
+        with pytest.raises(ValueError, match="replica 3 runs at orphan:7 already"):
+            groups.check_number_is_free(tmp_path, 3)
+        assert looks[-1] == groups.WAIT_S
+    else:
+        groups.check_number_is_free(tmp_path, 3)
+        assert looks == [0, 2, 4, 6, 6]
+    assert capsys.readouterr().err.count("waiting up to 90 s for its end") == 1
+
+
 def test_replicas_that_join_leave_and_are_lost_are_named() -> None:
     """In events.jsonl always; in the output once this replica has met the others, which it lists itself."""
     written: list[tuple[str, dict[str, Any]]] = []
@@ -346,9 +371,10 @@ def test_the_bytes_that_a_device_sends_to_other_replicas_are_those_of_the_sums()
 
 @pytest.mark.slow
 def test_a_number_in_use_is_refused_before_anything_is_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another host: each would delete the other one's saves."""
+    monkeypatch.setattr(groups, "WAIT_S", 0.0)
     token, folder = shared_token(tmp_path), tmp_path / REPLICAS
     unfinished = tmp_path / CHECKPOINTS / UNFINISHED / "3" / "1"
     unfinished.mkdir(parents=True)

@@ -1,8 +1,9 @@
 """Which of the independent replicas this process is."""
 
 import os
+import sys
+import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from configs.schema import Config
@@ -13,6 +14,7 @@ from runtime.handshake import shared_token
 from training.independent import FOLDER
 
 VARIABLE = "SLURM_ARRAY_TASK_ID"
+WAIT_S, LOOK_S = 90.0, 2.0  # for the previous attempt: `engines/ray_standby.py` kills an orphaned one after 60 s
 
 
 def number(config: Config, given: int | None) -> int | None:
@@ -41,10 +43,21 @@ def of_group(config: Config, workdir: Path, group: int | None) -> tuple[Config, 
 
 
 def check_number_is_free(workdir: Path, group: int) -> None:
-    """Raises in all processes of a replica if another program trains under its number, on another host.
+    """Waits for a program on another host that trains under a replica's number; raises in all processes if it stays.
 
     To be called before anything in the replica's directory is changed.
     """
-    transport = Sockets(number=group, token=shared_token(workdir), silence_s=membership.CONNECT_S)
-    check = partial(membership.check_number_is_free, workdir / FOLDER, group, 0, transport)
-    broadcast(new_key("number"), check)
+    token = shared_token(workdir)
+    broadcast(new_key("number"), lambda: _await_number(workdir / FOLDER, group, token))
+
+
+def _await_number(folder: Path, group: int, token: str) -> None:
+    transport = Sockets(number=group, token=token, silence_s=membership.CONNECT_S)
+    until_s, seen = time.monotonic() + WAIT_S, None
+    while (running := membership.find_running(folder, group, 0, transport)) and time.monotonic() < until_s:
+        if running.address != seen:
+            seen = running.address
+            where = f"replica {group} runs at {seen.host}:{seen.port} already"
+            print(f"{where}: waiting up to {WAIT_S:g} s for its end", file=sys.stderr)
+        time.sleep(LOOK_S)
+    membership.check_number_is_free(folder, group, 0, transport)
