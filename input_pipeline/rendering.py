@@ -149,7 +149,7 @@ def _answer(source: str, variables: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _serve() -> None:
     """Answers requests until stdin ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent decides when to end
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,6 +1,9 @@
 """Chat templates of strangers: each that loops, grows or nests without limit is one line, and the next one works."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from input_pipeline import rendering
 from input_pipeline.chat_template import CONFIG_FILE, MOST_BYTES, TEMPLATE_FILE, ChatTemplate
 from input_pipeline.rendering import Renderer
 
@@ -64,6 +68,21 @@ def test_any_text_is_a_template_or_one_line(renderers: dict[bool, Renderer], pie
             ask("".join(pieces))
         except ValueError as error:
             assert str(error)
+
+
+def test_signals_for_the_whole_run_do_not_end_the_process_that_renders() -> None:
+    """Launchers send them to all processes of a run: the error would hide that the run was asked to stop."""
+    command = [sys.executable, "-P", rendering.__file__]
+    request = json.dumps({"source": "a", "variables": {}, "seconds": 10.0}).encode() + b"\n"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        for number in (None, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            if number:
+                process.send_signal(number)
+            process.stdin.write(request)
+            process.stdin.flush()
+            assert process.stdout.readline() == b'{"result": "a"}\n', number
+        process.stdin.close()
 
 
 ODD_FILES = [
