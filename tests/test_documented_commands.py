@@ -243,6 +243,7 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page, by what stands for the
     "": {
         "--config=...": "--config=configs/quickstart.py",
         "configs/X.py[:arg]": "configs/quickstart.py",
+        "configs/X.py": "configs/quickstart.py",
         "s3://BUCKET": "bucket",
         "HOST:PORT --num_processes=N --process_id=I": "localhost:29411 --num_processes=1 --process_id=0",
         "/shared/runs/fine_tune": "runs/try",
@@ -321,7 +322,8 @@ def write_model(folder: Path) -> None:
 def filled(block: Block) -> str:
     """Returns the text of a block with values for its placeholders, without what is optional, of flags the command."""
     text = block.text
-    for word, value in (FILLED.get(block.page, {}) | FILLED[""]).items():
+    of_page = FILLED.get(block.page, {})
+    for word, value in (of_page | FILLED[""] | of_page).items():  # a page's words come first
         text = text.replace(word, value)
     text = re.sub(r" \[.*?\]", "", text).replace("--workdir=...", f"--workdir=runs/line_{block.line}")
     start = f"python train.py --config=configs/quickstart.py --workdir=runs/line_{block.line} "
