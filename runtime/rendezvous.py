@@ -119,17 +119,19 @@ class _Host:
             missing = [str(process) for process in range(1, self._place.count) if process not in peers]
             if not missing:
                 return
+            state = f"process {', '.join(missing[:5])}{' and others' * (len(missing) > 5)} did not connect"
             try:
                 peer = self._arrived.get(timeout=_LOOK_S)
             except queue.Empty:
-                waiting.check(f"process {', '.join(missing[:5])}{' and others' * (len(missing) > 5)} did not connect")
+                waiting.check(state)
                 continue
             if isinstance(peer, ValueError):
                 raise peer
             if str(peer.process) in missing:
                 peers[peer.process] = peer
-            else:  # there is one already
+            else:  # which tries again and again, so that the queue is not empty
                 peer.connection.close()
+                waiting.check(f"{state}, and two processes were started as process {peer.process}")
 
     def _admitted(self, connection: socket.socket, process: int, host: str) -> None:
         self._arrived.put(Peer(process=process, host=host, connection=connection))

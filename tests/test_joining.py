@@ -1,6 +1,7 @@
 """How the processes of one run meet before jax joins them, and what ends the wait."""
 
 import contextlib
+import itertools
 import json
 import signal
 import socket
@@ -200,6 +201,20 @@ def test_a_process_may_be_started_again_while_others_are_awaited(port: int, tmp_
         peer.send(steps={})
     assert [json.loads(meeting.peers[0].connection.recv(100)) for meeting in met[1:]] == [{"steps": {}}] * 2
     close(*met)
+
+
+@pytest.mark.usefixtures("late")
+def test_two_processes_with_one_number_are_named(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one tries again and again."""
+    host, pairs = rendezvous._Host(place(port, 0, 3), "run"), [socket.socketpair() for _ in range(9)]
+    for ours, _ in pairs:
+        host._admitted(ours, 1, "a")
+    state = "process 2 did not connect, and two processes were started as process 1"
+    with pytest.raises(ResumableError, match=state):
+        host._await_all({})
+    assert state in capsys.readouterr().err
+    for connection in itertools.chain(*pairs):
+        connection.close()
 
 
 def _connected(port: int) -> socket.socket:
