@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from itertools import combinations
 from typing import Any
 
-import jax
 import pytest
 from four_nodes import BASE, config, of_kind
 from running import ROOT
@@ -179,12 +178,12 @@ def begins(rule: Rule, changes: dict[str, Any]) -> str:
 
 
 def build(changes: dict[str, Any]) -> None:
-    """Traces a step: all that runs before XLA compiles it."""
+    """Lowers a step: all that runs before XLA compiles it."""
     experiment = make_experiment(config(changes))
     if experiment.config.sharding.replicas == "independent":
         assert (Rounds if experiment.config.local_sgd.inner_steps else Gradients)(experiment).forms
     else:
-        jax.eval_shape(experiment.train_step, experiment.state_shapes, experiment.batches.shapes)
+        experiment.lower_train_step()
 
 
 @pytest.fixture
