@@ -294,6 +294,17 @@ def test_a_replica_that_waits_for_sums_stops_in_time(
     assert Independent.to_save(one, state) == "before"
 
 
+def test_a_replica_that_is_asked_to_stop_saves_without_the_others_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop saves a step only once, and after a round it takes no step more."""
+    monkeypatch.setattr("training.independent.digest_of", lambda state: "hash")
+    one = waiting(steps=50, is_asked=lambda: True)
+    one._whole, one._compared = (lambda state: state), (-1, True)
+    one._agrees = partial(Independent._agrees, one)
+    members = SimpleNamespace(me=Member(number=0, host="", port=1, first=0, step=3))
+    one.replicas = SimpleNamespace(members=members, agrees=lambda *_: one._waiting_alone(), is_first=True)
+    assert Independent.to_save(one, cast(Any, SimpleNamespace(to_keep="state"))) == "state"
+
+
 def test_a_delayed_step_whose_sums_do_not_come_is_not_saved() -> None:
     """Its state lacks them; what the others save has them."""
     one = waiting(is_asked=lambda: True)

@@ -374,17 +374,18 @@ class Independent:
         """The one with the lowest number saves it: the others would save the same.
 
         None that is behind, lacks the others' state or stops waiting for it, and none with other parameters than most,
-        which takes theirs before its next step.
+        which takes theirs before its next step. A replica that is asked to stop does not wait for the comparison.
         """
         if self._lacks_state:  # what it has may be gone
             return None
         try:
             state = self._whole(state)
-            me = self.replicas.members.me
-            if me.takes_part(me.step) and not self._agrees(me.step, state):
-                return None
         except (BehindError, StoppedError):  # as the next step will say again
             return None
+        me = self.replicas.members.me
+        with suppress(StoppedError):  # a round is not followed by another step, whose state could be saved
+            if me.takes_part(me.step) and not self._agrees(me.step, state):
+                return None
         return state.to_keep if self.replicas.is_first else None
 
     @property
