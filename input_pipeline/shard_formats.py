@@ -73,10 +73,12 @@ def _text_of_record(record: bytes, text_field: str) -> Any:
 
 
 def _parquet(path: Path, name: str, text_field: str) -> Iterator[Any]:
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
-    with parquet.ParquetFile(path, read_dictionary=[text_field]) as file:
-        _field(dict.fromkeys(file.schema_arrow.names), text_field)
+    kinds = {field.name: field.type for field in parquet.read_schema(path)}
+    if types.is_nested(kind := _field(kinds, text_field)):
+        raise ValueError(f"{text_field!r} is of type {kind}, and no text")
+    with parquet.ParquetFile(path, read_dictionary=[text_field]) as file:  # which must be a column, not nested
         _check_unpacked(file.metadata, text_field)
         for batch in file.iter_batches(_RECORDS, columns=[text_field]):
             for value in batch.column(0):  # not a list of all, which may be a large one many times

@@ -1,6 +1,7 @@
 """data.source=shards on one machine: formats, splits, the index, prepared sets, errors in one line."""
 
 import gzip
+import io
 import json
 import os
 from pathlib import Path
@@ -84,6 +85,12 @@ def test_single_shard_is_split_at_its_last_five_percent(tmp_path):
 
 def packed(content: bytes) -> bytes:
     return gzip.compress(content, mtime=0)
+
+
+def of_parquet(columns: dict[str, list[Any]]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table(columns), file)
+    return file.getvalue()
 
 
 def write(folder: Path, kind: str, field: str = "text") -> None:
@@ -190,6 +197,9 @@ def test_settings_that_cannot_work_are_one_line(texts):
 
 DAMAGED = [
     ("a.parquet", b'{"text": "jsonl"}\n', "a.parquet cannot be read as parquet: after 0 documents"),
+    ("a.parquet", of_parquet({"body": ["a"]}), "it has no field 'text' (data.text_field), only body"),
+    ("a.parquet", of_parquet({"text": [["a"]]}), "'text' is of type list<"),
+    ("a.parquet", of_parquet({"text": [5]}), "'text' is of type int, and no text"),
     ("a.array_record", b"x" * 70_000, "a.array_record cannot be read as array_record: after 0 documents"),
     ("a.jsonl", b'{"text": "a"}\n{"body": "a"}\n', "after 1 documents: it has no field 'text' (data.text_field), only"),
     ("a.jsonl", b'{"text": "a"}\nnonsense\n', "after 1 documents: a line is not JSON: Expecting value"),
