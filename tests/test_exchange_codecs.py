@@ -141,6 +141,7 @@ def test_each_replica_and_each_step_rounds_at_random_by_itself() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in CODECS]
 )
+@pytest.mark.slow
 def test_a_step_sends_exactly_the_payload_and_its_losses_stay_near(name: str) -> None:
     """Between nodes hop two has collectives of bytes, of the size that the codec claims, and vectors as they are.
 

@@ -104,6 +104,7 @@ def test_demo_matches_numpy() -> None:
         np.testing.assert_allclose(residual, kept.get(name, 0 * residual), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_demo_has_a_transform_of_each_block() -> None:
     """Of 64 x 64 and less, one after the other; the inverse puts them back."""
     x = np.random.default_rng(0).normal(size=(2, 128, 192)).astype(np.float32)

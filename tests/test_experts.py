@@ -77,6 +77,7 @@ def test_objective_and_gradients_equal_the_dense_loop(changes: dict[str, Any]) -
     assert model.evaluate(params, batch, workload.whole)["loss"] == pytest.approx(aux["cross_entropy"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_dots_computes_no_product_of_experts_again() -> None:
     """Forward three batches of products, and twice as many backward; `full` computes more."""
     products = {}

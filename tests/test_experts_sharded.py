@@ -149,6 +149,7 @@ def test_tokens_and_experts_send_the_formula(
     assert crossing == {"gather": ACCUMULATION * (2 * here + ends) / 2, "hop_one": ACCUMULATION * (here + ends) / 2}
 
 
+@pytest.mark.slow
 def test_a_codec_makes_the_tokens_between_nodes_narrow() -> None:
     """Both ways, forward and backward; inside the node they travel as they are."""
     made = Blockwise(bits=8, block=64)

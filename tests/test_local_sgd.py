@@ -105,6 +105,7 @@ def test_a_run_with_a_residual_and_muon_sends_nothing_between_meetings() -> None
         assert {x.data.shape for x in metrics[name].addressable_shards} == {(1,)}, name
 
 
+@pytest.mark.slow
 def test_a_replica_without_rows_counts_for_nothing() -> None:
     """Rows of weight zero fill a step up: what a replica makes of them moves nothing, and is no part of the loss."""
     plan = workload.plan("decoder", **LAYOUTS["mics(2)"])

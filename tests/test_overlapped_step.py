@@ -225,6 +225,7 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
         assert 0.2 < float(metrics["grad_norm"]) / float(first["grad_norm"]) < 5
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed() -> None:
     """The mean of what waits, and what the codec keeps, are together what they were."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, PartitionSpec
 from tables import every_row
 
@@ -69,6 +70,7 @@ def test_cpus_of_several_processes_alone_use_it_and_all_cpus_sum_in_float32() ->
     assert plan_on("cpu", 1).sum_dtype == plan_on("cpu", 1, jnp.float32).sum_dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_large_tensors_travel_unpacked() -> None:
     """Over gloo: two small tensors in one gather, one of ALONE_BYTES in another; all come back whole."""
     mesh = make_mesh(SHAPE, find_nodes(jax.devices(), 2))

@@ -23,6 +23,7 @@ def test_steps_are_those_of_a_loop(case: str) -> None:
     assert_equal_steps(found, wanted, 1e-5)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_in_stacks() -> None:
     """The MLPs' wide activations are in ones of `[L, B, T, F]` with a loop, and in none without."""
     sizes = {"model.remat": "none", "model.intermediate": 48, "data.seq_len": 32}
