@@ -7,9 +7,10 @@ CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt)
 EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
-# Two workers compute, and one has all tests that wait; the tests of a file share a worker (tests/suite.py).
+# Two workers compute, and for slow tests a third one waits; the tests of a file share a worker (tests/suite.py).
 # A worker that dies is not replaced: xdist would give the test that it died in to the next one, and that again.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
+WORKERS := 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
 
 .PHONY: train gpu test test-gpu test-jax test-slow test-all test-release slurm coverage lint format constraints clean
 
@@ -30,6 +31,7 @@ test-jax: $(VENV)/installed  ## with another jax: make test-jax PYTHON=python3.1
 
 test-all: test test-slow
 
+test-slow: WORKERS := 3
 test-slow: $(EVERYTHING) $(VENV)/gpu-checked  ## whole runs, emulated clusters, Ray, programs compiled for H100
 	$(PYTEST) -m "slow and not release and not slurm and not gpu"
 

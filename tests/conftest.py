@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import fast_compile
@@ -17,6 +18,9 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000, 20, 20)  # tracing makes many objects that stay; looking through them was a tenth of the time
+
+
+collect_ignore = [name for name, package in suite.NEEDS.items() if not find_spec(package)]
 
 
 @pytest.hookimpl(tryfirst=True)

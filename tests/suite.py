@@ -1,7 +1,8 @@
 """Which tests run when, and on which worker: derived from each file, so that a new one needs no line here.
 
-Two workers compute; the tests of `WAITING` share a third one, because they wait for time limits and other processes
-rather than use a core. All other tests of a file run on one worker, which compiles the programs they share once.
+Two workers compute; the slow tests of `WAITING` share a third one, because they wait for time limits and other
+processes rather than use a core. All other tests of a file run on one worker, which compiles the programs they share
+once. A quick test is never skipped: a test that needs an optional package is slow.
 """
 
 import ast
@@ -18,6 +19,7 @@ WAITING = frozenset(
         *("ray_engine", "ray_members", "ray_agent", "wire_bytes"),
     )
 )
+NEEDS = {"test_hugging_face_library.py": "transformers", "test_ray_members.py": "ray"}  # packages of slow tests
 # `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py
 JAX = {"jax", "optax", "flax", "workload", "keeping", "running"}
 SLOW = pytest.mark.slow(every_time=True)  # of a parameter's value that runs in `make test-all`, not for releases only
@@ -46,6 +48,11 @@ def is_for_releases(item: Any) -> bool:
     return any(mark.name == "slow" and mark != SLOW.mark for mark in marks)
 
 
+def is_quick(item: Any) -> bool:
+    """Whether `make test` runs a test."""
+    return not any(item.get_closest_marker(name) for name in ("slow", "release", "gpu", "slurm"))
+
+
 def sampled(cases: Mapping[str, tuple[Any, ...]] | Iterable[Any], *kept: Any) -> list[Any]:
     """Returns a parameter's values, all but the `kept` ones only for releases; those of a mapping by their names."""
     named = cases.items() if isinstance(cases, Mapping) else [(None, case) for case in cases]
@@ -63,10 +70,12 @@ def sort_and_mark(items: list[pytest.Item]) -> None:
     """Gives every test its markers and its worker; long files come first, so that the workers end together."""
     with_jax = {path: depends_on_jax(path) for path in {item.path for item in items}}
     for item in items:
-        waits = item.path.name in WAITING
+        waits = item.path.name in WAITING and not is_quick(item)
         item.add_marker(pytest.mark.xdist_group("waiting" if waits else item.path.stem))
         if with_jax[item.path]:
             item.add_marker(pytest.mark.jax)
         if is_for_releases(item):
             item.add_marker(pytest.mark.release)
+        if is_quick(item) and (item.get_closest_marker("skipif") or item.get_closest_marker("skip")):
+            raise pytest.UsageError(f"{item.nodeid} may be skipped: mark it slow")
     items.sort(key=lambda item: (item.path.name not in WAITING, not with_jax[item.path]))

@@ -3,7 +3,6 @@
 Slow, because torch and transformers are no requirements of the program: `make .venv/hugging-face-installed`.
 """
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -20,9 +19,6 @@ from running import losses, run_here
 from suite import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-if not importlib.util.find_spec("transformers"):
-    pytest.skip("make .venv/hugging-face-installed", allow_module_level=True)
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 24, "activation_function": "gelu"}),

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
+from engines import ray_members
 from engines.ray_agent import STARTING_S, News
 from runtime.events import EventLog, EventReader
-
-ray_members = pytest.importorskip("engines.ray_members", reason="needs Ray: make .venv/ray-installed")
-
 
 pytestmark = pytest.mark.slow
 

@@ -86,10 +86,14 @@ def losses(root: Path) -> list[str]:
 # ----------------------------------------------------------------------------------------------- this repository
 
 
-WITH_HISTORY = pytest.mark.skipif(
-    not (ROOT / ".git").exists(),
-    reason="no repository, such as an unpacked archive: the records were not compared with their history",
-)
+WITH_HISTORY = pytest.mark.usefixtures("history")
+
+
+@pytest.fixture
+def history() -> None:
+    """An unpacked archive has none."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no repository: the records were not compared with their history")
 
 
 @pytest.mark.document
