@@ -5,9 +5,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-import fast_compile
 import pytest
-import suite
+from support import fast_compile, suite
 
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast_compile.FLAGS}"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_cases import TEMPLATES, template, write_tokenizer
+from support.chat_cases import TEMPLATES, template, write_tokenizer
 
 from configs.schema import DataConfig
 from input_pipeline import load

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from emulating import EMULATED
-from running import ROOT, XLA_FLAGS
+from support.emulating import EMULATED
+from support.running import ROOT, XLA_FLAGS
 
 from configs.schema import CheckpointConfig
 from lab.benchmarks import elastic as benchmark

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import workload
-from tables import every_row
+from support import workload
+from support.tables import every_row
 
 from compression.codecs import BFloat16, Blockwise, OneBit, Statistical, make_codec
 from configs import base

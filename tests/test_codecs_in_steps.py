@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from suite import SLOW
-from tables import every_row
+from support import workload
+from support.suite import SLOW
+from support.tables import every_row
 
 import models
 from compression.codecs import Blockwise, make_codecs

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-import workload
-from suite import SLOW
+from support import workload
+from support.suite import SLOW
 
 from sharding.hlo import Collective, bytes_per_step, read_collectives
 

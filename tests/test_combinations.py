@@ -6,8 +6,8 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from four_nodes import BASE, config, of_kind
-from running import ROOT
+from support.four_nodes import BASE, config, of_kind
+from support.running import ROOT
 
 from configs.schema import USERS, DecoderConfig, flat, may_change
 from configs.schema.combinations import CODED, FEATURES, RULES, Facts, Rule, table

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import ROOT
-from tables import check_rows
-from test_imports import our_files
+from support.our_files import our_files
+from support.running import ROOT
+from support.tables import check_rows
 
 import sweep
 from configs import command_line

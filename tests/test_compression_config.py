@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import pytest
-from planning import tiny_config
-from tables import every_row
+from support.planning import tiny_config
+from support.tables import every_row
 
 from compression.methods import METHODS
 from configs.base import typed

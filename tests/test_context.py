@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import running
-import workload
-from config_files import values_of
-from suite import sampled
-from tables import every_row
-from workload import GEMMA, LORA, PACKED
+from support import running, workload
+from support.config_files import values_of
+from support.suite import sampled
+from support.tables import every_row
+from support.workload import GEMMA, LORA, PACKED
 
 from configs.schema import Config, flat, nested
 from sharding.hlo import read_collectives

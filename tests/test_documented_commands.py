@@ -26,12 +26,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import fast_compile
 import numpy as np
 import pytest
-from chat_cases import template, write_tokenizer
-from emulating import NEEDED
 from safetensors.numpy import load_file, save_file
+from support import fast_compile
+from support.chat_cases import template, write_tokenizer
+from support.emulating import NEEDED
 
 from configs import command_line
 from lab.benchmarks import compiled
@@ -227,7 +227,7 @@ SMALL = {  # lines at the end of a config's get_config
     "quickstart": (
         DECODER,
         "config.data.seq_len = 32",
-        "config.num_steps = 40",
+        "config.num_steps = 60",
         "config.sample.length = 0",
         "config.elastic.silence_s = 10",
     ),

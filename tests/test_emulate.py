@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from emulating import (
+from support.emulating import (
     EMULATED,
     ROOT,
     STARTED,
@@ -25,7 +25,7 @@ from emulating import (
     running_with,
     unique,
 )
-from waiting import until
+from support.waiting import until
 
 from lab.emulate import control, namespaces
 from lab.emulate.__main__ import main

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from emulating import EMULATED, output_of, python, running_with, transfer
-from waiting import until
+from support.emulating import EMULATED, output_of, python, running_with, transfer
+from support.waiting import until
 
 from lab.emulate import namespaces
 from lab.emulate.links import Links

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from kubernetes import client
-from running import ROOT
-from slurm_cluster import SBATCH, edited
+from support.running import ROOT
+from support.slurm_cluster import SBATCH, edited
 
 from planner import clusters
 

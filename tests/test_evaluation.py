@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tables import check_rows
+from support.tables import check_rows
 
 from configs import base
 from configs.schema import DataConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import ROOT, arguments, run_here
+from support.running import ROOT, arguments, run_here
 
 from files import locks, run_directory
 from runtime.events import Event, EventLog, EventReader

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-import workload
-from checkpointing import owed, replicas, restore, save
-from exchanging import gradients
+from support import workload
+from support.checkpointing import owed, replicas, restore, save
+from support.exchanging import gradients
 
 from compression.codecs import OneBit
 from compression.exchange import exchange

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from exchanging import CODECS, LAYOUTS, gradients, is_vector, matrices
-from tables import every_row
+from support import workload
+from support.exchanging import CODECS, LAYOUTS, gradients, is_vector, matrices
+from support.tables import every_row
 
 from compression.codecs import Blockwise, OneBit
 from compression.demo import by_frequency

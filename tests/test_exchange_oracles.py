@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import workload
-from numpy_oracles import (
+from support import workload
+from support.numpy_oracles import (
     BLOCK,
     CODED,
     REPLICAS,
@@ -23,7 +23,7 @@ from numpy_oracles import (
     replicas_on,
     statistical,
 )
-from tables import every_row
+from support.tables import every_row
 
 from compression.codecs import BFloat16, Blockwise, OneBit, Statistical
 from compression.exchange import exchange

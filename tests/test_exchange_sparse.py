@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from exchanging import LAYOUT_PARAMS, LAYOUTS, gradients, two_bits
 from scipy.fft import dctn, idctn
-from tables import every_row
+from support import workload
+from support.exchanging import LAYOUT_PARAMS, LAYOUTS, gradients, two_bits
+from support.tables import every_row
 
 from compression.demo import by_frequency, from_blocks, to_blocks
 from compression.exchange import by_groups

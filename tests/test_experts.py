@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import workload
-from dense_experts import dense_loop, plain_slots
-from tables import every_row
+from support import workload
+from support.dense_experts import dense_loop, plain_slots
+from support.tables import every_row
 
 import models
 from configs import base

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import workload
-from dense_experts import dense_loop
-from suite import SLOW
-from tables import every_row
+from support import workload
+from support.dense_experts import dense_loop
+from support.suite import SLOW
+from support.tables import every_row
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange

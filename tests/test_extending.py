@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from exchanging import LAYOUTS, gradients
-from extending_page import LISTINGS
-from running import ROOT, arrays, manifest, rows, run_here, stop_after
-from tables import check_rows
+from support import workload
+from support.exchanging import LAYOUTS, gradients
+from support.extending_page import LISTINGS
+from support.running import ROOT, arrays, manifest, rows, run_here, stop_after
+from support.tables import check_rows
 
 import models
 from configs.register import register

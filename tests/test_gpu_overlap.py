@@ -6,9 +6,9 @@ import sys
 from functools import cache
 
 import pytest
-from compiling import SMALL
-from running import ROOT
-from suite import sampled
+from support.compiling import SMALL
+from support.running import ROOT
+from support.suite import sampled
 
 from planner.compile import WHEELS, CompiledStep, compile_step
 from sharding.hlo import LABELS, Collective, bytes_per_step, read_collectives

@@ -4,10 +4,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import workload
-from compiling import HIDDEN, LAYERS, MLP
-from running import ROOT
-from suite import sampled
+from support import workload
+from support.compiling import HIDDEN, LAYERS, MLP
+from support.running import ROOT
+from support.suite import sampled
 
 from compression.codecs import make_codec
 from configs import base
@@ -35,7 +35,7 @@ def compiled_for_h100(changes: dict[str, Any], more_flags: str = "") -> list[Col
     Without overlap, which cuts a codec's rows layer by layer; test_gpu_overlap.py compares the bytes of both.
     """
     changes = {"sharding.overlap": "off"} | changes
-    file = f"--config={ROOT / 'tests' / 'compiling.py'}:{changes.pop('model.kind', '')}"
+    file = f"--config={ROOT / 'tests' / 'support' / 'compiling.py'}:{changes.pop('model.kind', '')}"
     words = [f"--config.{key}={value}" for key, value in changes.items()]
     step = compile_step([file, *words], nodes=NODES, devices_per_node=DEVICES, xla_flags=more_flags)
     return [c for c in read_collectives(step.text, step.shape) if c.payload_bytes > 100]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ports import free_port
+from support.ports import free_port
 
 from runtime import handshake, rendezvous
 from runtime.addresses import host_and_port, listen, to_listen_at

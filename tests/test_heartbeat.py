@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from heartbeat_world import HOST, RESUMABLE, STALL_S, World, check_ended
-from running import ROOT, finish
+from support.heartbeat_world import HOST, RESUMABLE, STALL_S, World, check_ended
+from support.running import ROOT, finish
 
 from configs.schema import ElasticConfig
 from runtime import heartbeat

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from heartbeat_world import HOST, RESUMABLE, check_ended
-from running import arguments, finish, start_together, steps_logged, wait_until
+from support.heartbeat_world import HOST, RESUMABLE, check_ended
+from support.running import arguments, finish, start_together, steps_logged, wait_until
 
 from runtime.events import EventReader
 

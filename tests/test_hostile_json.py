@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from hugging_face_reference import FOLDER
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
-from tokenizer_files import tokenizer_json
+from support.hugging_face_reference import FOLDER
+from support.tokenizer_files import tokenizer_json
 
 import models
 from configs import hugging_face

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from shard_texts import settings as of_shards
-from stores import Server, raw, served
+from support.shard_texts import settings as of_shards
+from support.stores import Server, raw, served
 
 from input_pipeline import patience, store
 from input_pipeline.shards import ShardSet

@@ -15,11 +15,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from counting_file import CountingFile
-from hugging_face_folders import changed, loaded, section, tensors_of
-from hugging_face_reference import FOLDER, MODELS
 from safetensors.numpy import load_file, save_file
-from tables import check_rows
+from support.counting_file import CountingFile
+from support.hugging_face_folders import changed, loaded, section, tensors_of
+from support.hugging_face_reference import FOLDER, MODELS
+from support.tables import check_rows
 
 import models
 from configs.schema import DecoderConfig, ShardingConfig

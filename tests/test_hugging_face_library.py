@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import chat_cases
-import hugging_face_reference
 import numpy as np
 import pytest
-from hugging_face_folders import flags, our_logits, run_convert, tensors_of
-from hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make, reference
-from running import losses, run_here
-from suite import sampled
+from support import chat_cases, hugging_face_reference
+from support.hugging_face_folders import flags, our_logits, run_convert, tensors_of
+from support.hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make, reference
+from support.running import losses, run_here
+from support.suite import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -81,7 +80,7 @@ def test_an_exported_run_loads_in_transformers_and_computes_our_logits(name: str
 
 def test_an_exported_run_brings_its_tokenizer(tmp_path: Path) -> None:
     import transformers
-    from tokenizer_files import tokenizer_json
+    from support.tokenizer_files import tokenizer_json
 
     vocabulary = tokenizer_json(tmp_path / "tokenizer.json")
     run, out, text = tmp_path / "run", tmp_path / "out", "def main(): return 42\n"

@@ -1,7 +1,7 @@
 """Models with the weights of transformers: its logits, and `config.json` in both directions.
 
-The logits were computed by transformers (tests/hugging_face_reference.py); tests/test_hugging_face_library.py computes
-them again.
+tests/support/hugging_face_reference.py computed the logits with transformers; tests/test_hugging_face_library.py
+computes them again.
 """
 
 import json
@@ -15,11 +15,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hugging_face_folders import changed, loaded, our_logits, section
-from hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, reference
-from running import ROOT
 from safetensors.numpy import load_file, save_file
-from tables import check_rows
+from support.hugging_face_folders import changed, loaded, our_logits, section
+from support.hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, reference
+from support.running import ROOT
+from support.tables import check_rows
 
 import models
 from configs import command_line, hugging_face

@@ -10,11 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, tensors_of
-from hugging_face_reference import FOLDER
-from running import ROOT, arrays, losses, run_here
 from safetensors.numpy import save_file
-from tables import check_rows
+from support.hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, tensors_of
+from support.hugging_face_reference import FOLDER
+from support.running import ROOT, arrays, losses, run_here
+from support.tables import check_rows
 
 from configs.schema import may_change
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-import workload
-from checkpointing import owed, replicas, restore, save
-from exchanging import gradients
 from ml_collections import ConfigDict
-from running import IGNORED, arguments, finish, start
-from suite import SLOW
+from support import workload
+from support.checkpointing import owed, replicas, restore, save
+from support.exchanging import gradients
+from support.running import IGNORED, arguments, finish, start
+from support.suite import SLOW
 
 from compression.methods import method_named
 from configs.base import typed

@@ -7,7 +7,8 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from support.our_files import ROOT, our_files
+
 EVERYTHING = "*"
 # package: what of ours it may import, besides itself; a module by its full name where only that one
 MAY_IMPORT = {
@@ -100,15 +101,6 @@ def complaint(part: str, name: str) -> str | None:
     if top in MAY_IMPORT and top != part and allowed != EVERYTHING and top not in allowed.split():
         return f"{part} may import {allowed.replace(' ', ', ') or 'nothing of ours'}, not {top}"
     return None
-
-
-def our_files() -> list[Path]:
-    """Returns the Python files of the parts; a folder or program that the table does not know is an error."""
-    files = sorted(ROOT.glob("*.py"))
-    for folder in sorted(ROOT.iterdir()):
-        if folder.is_dir() and folder.name not in ("tests", "docs", "runs") and not folder.name.startswith("."):
-            files += sorted(folder.rglob("*.py"))
-    return files
 
 
 def test_imports_follow_the_table() -> None:

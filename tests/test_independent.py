@@ -18,8 +18,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
-from running import ROOT, arguments, arrays, compiling_nothing, losses, rows, run_here, stop_after
-from suite import sampled
+from support.running import ROOT, arguments, arrays, compiling_nothing, losses, rows, run_here, stop_after
+from support.suite import sampled
 
 from configs import digits, gpu_decoder
 from configs.base import typed

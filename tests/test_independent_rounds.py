@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from running import SMALL, arguments, arrays, rows, run_here, stop_after
+from support.running import SMALL, arguments, arrays, rows, run_here, stop_after
 
 from configs import quickstart
 from configs.base import typed

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from shard_texts import own_cache  # noqa: F401 (a fixture)
-from tables import check_rows, raised
+from support.shard_texts import own_cache  # noqa: F401 (a fixture)
+from support.tables import check_rows, raised
 
 from configs import base
 from configs.schema import Config, DataConfig, defaults

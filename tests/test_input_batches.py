@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from waiting import until
+from support.waiting import until
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, Dataset, load

@@ -7,13 +7,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import chat_cases
 import numpy as np
 import pytest
 import tokenizers
-from chat_cases import CHATML, messages, template, write_chats, write_tokenizer
-from shard_texts import own_cache  # noqa: F401 (a fixture)
-from tables import check_rows, raised
+from support import chat_cases
+from support.chat_cases import CHATML, messages, template, write_chats, write_tokenizer
+from support.shard_texts import own_cache  # noqa: F401 (a fixture)
+from support.tables import check_rows, raised
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, MixedDataset, chat_template, load

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
-from tables import check_rows, raised
-from tfds_files import InputTiny, own_data_dir  # noqa: F401 (a fixture)
+from support.tables import check_rows, raised
+from support.tfds_files import InputTiny, own_data_dir  # noqa: F401 (a fixture)
 
 from configs import base
 from configs.schema import DataConfig

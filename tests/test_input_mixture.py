@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plain_data
 import pytest
-from shard_texts import own_cache  # noqa: F401 (a fixture)
-from tables import check_rows
+from support import plain_data
+from support.shard_texts import own_cache  # noqa: F401 (a fixture)
+from support.tables import check_rows
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, MixedDataset, load

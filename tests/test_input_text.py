@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_texts import own_cache  # noqa: F401 (a fixture)
-from text_streams import settings, text_of
+from support.shard_texts import own_cache  # noqa: F401 (a fixture)
+from support.text_streams import settings, text_of
 
 from input_pipeline import cache, load, shard_index, stdlib_text, streams
 from input_pipeline.dataset import SPLITS, Split

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import tensorflow_datasets as tfds
-from tables import check_rows, raised
-from tfds_files import own_data_dir  # noqa: F401 (a fixture)
+from support.tables import check_rows, raised
+from support.tfds_files import own_data_dir  # noqa: F401 (a fixture)
 
 from configs.schema import DataConfig
 from input_pipeline import cache, load

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from planning import small
-from shard_texts import own_cache  # noqa: F401 (a fixture)
-from tables import check_rows, raised
-from text_streams import ids_of, settings, text_of
-from tokenizer_files import tiktoken_file, tokenizer_json, with_image_token, word_level
+from support.planning import small
+from support.shard_texts import own_cache  # noqa: F401 (a fixture)
+from support.tables import check_rows, raised
+from support.text_streams import ids_of, settings, text_of
+from support.tokenizer_files import tiktoken_file, tokenizer_json, with_image_token, word_level
 
 from configs.schema import DataConfig, SampleConfig, flat, nested, with_defaults
 from input_pipeline import load

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import pytest
-from running import arguments, finish, free_port, start, start_together
+from support.running import arguments, finish, free_port, start, start_together
 
 from runtime import handshake, heartbeat, rendezvous, supervisor
 from runtime.addresses import host_and_port

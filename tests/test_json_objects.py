@@ -2,7 +2,7 @@
 
 import json
 
-from tables import check_rows, raised
+from support.tables import check_rows, raised
 
 from files import json_objects
 

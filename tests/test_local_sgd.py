@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from exchanging import CODECS, gradients
-from local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
-from suite import SLOW
-from tables import every_row
-from workload import LORA
+from support import workload
+from support.exchanging import CODECS, gradients
+from support.local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
+from support.suite import SLOW
+from support.tables import every_row
+from support.workload import LORA
 
 from compression.exchange import exchange
 from compression.hop_two import delayed

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-import workload
-from checkpointing import owed, replicas, restore, save
-from exchanging import gradients, matrices, two_bits
-from local_replicas import LEARNING_RATE, inner
-from numpy_oracles import (
+from support import workload
+from support.checkpointing import owed, replicas, restore, save
+from support.exchanging import gradients, matrices, two_bits
+from support.local_replicas import LEARNING_RATE, inner
+from support.numpy_oracles import (
     CODED,
     REPLICAS,
     SEED,
@@ -26,8 +26,8 @@ from numpy_oracles import (
     statistical,
     unflat,
 )
-from suite import SLOW
-from tables import every_row
+from support.suite import SLOW
+from support.tables import every_row
 
 from compression.codecs import Statistical
 from compression.exchange import by_groups, exchange

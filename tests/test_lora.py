@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import workload
-from hugging_face_reference import FOLDER
-from suite import sampled
-from tables import check_rows
-from workload import LORA
+from support import workload
+from support.hugging_face_reference import FOLDER
+from support.suite import sampled
+from support.tables import check_rows
+from support.workload import LORA
 
 import models
 from compression.codecs import Blockwise

@@ -10,11 +10,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, section
-from hugging_face_reference import FOLDER
-from running import arrays, losses, run_here, stop_after
 from safetensors.numpy import load_file, save_file
-from tables import check_rows
+from support.hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, section
+from support.hugging_face_reference import FOLDER
+from support.running import arrays, losses, run_here, stop_after
+from support.tables import check_rows
 
 import models
 from models import hugging_face, peft

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from four_nodes import config
-from running import arguments, arrays, check_same_end, rows, run_here, stop_after
+from support import workload
+from support.four_nodes import config
+from support.running import arguments, arrays, check_same_end, rows, run_here, stop_after
 
 import models
 from compression.exchange import exchange

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planning import one_row, small
-from running import ROOT
+from support.planning import one_row, small
+from support.running import ROOT
 
 from configs import losses
 from configs.losses import Loss

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from running import arguments, arrays, rows, run_here, stop_after
+from support.running import arguments, arrays, rows, run_here, stop_after
 
 from configs.schema import LocalSGDConfig
 from sharding.step import TrainState

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import workload
-from numpy_oracles import program, replicas_on
-from running import ROOT
-from tables import every_row
+from support import workload
+from support.numpy_oracles import program, replicas_on
+from support.running import ROOT
+from support.tables import every_row
 
 from compression.exchange import exchange
 from compression.methods import method_named

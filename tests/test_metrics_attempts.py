@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metrics_runs import make_run
-from tables import check_rows
+from support.metrics_runs import make_run
+from support.tables import check_rows
 
 from metrics.attempts import attempts_of, goodput, pauses, span_s
 from metrics.report import write_report

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tables import check_rows
+from support.tables import check_rows
 
 from metrics.environment import environment
 from metrics.throughput import StepTimer, peak_flops

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from metrics_runs import make_run
-from parsed_page import EVIL, PIXEL, Page
-from tables import check_rows
+from support.metrics_runs import make_run
+from support.parsed_page import EVIL, PIXEL, Page
+from support.tables import check_rows
 
 from metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
 from metrics.report import charts_of, main, write_report

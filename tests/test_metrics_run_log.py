@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from tables import check_rows
+from support.tables import check_rows
 
 from metrics import run_log
 from metrics.run_files import read_run, results_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import arguments, rows, run_here
+from support.running import arguments, rows, run_here
 
 BLOCK_BYTES = 32768
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4

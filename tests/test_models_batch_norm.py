@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from numpy_resnet import build, conv, random_params, relu
-from tables import every_row
-from workload import BATCH_NORM, whole
+from support import workload
+from support.numpy_resnet import build, conv, random_params, relu
+from support.tables import every_row
+from support.workload import BATCH_NORM, whole
 
 from configs import digits
 from configs.base import typed

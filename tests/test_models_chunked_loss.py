@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from three_steps import OTHERS, STEPS, assert_equal_steps, three_steps
+from support.three_steps import OTHERS, STEPS, assert_equal_steps, three_steps
 
 from models import chunked_loss
 from models.chunked_loss import Rows, piece_length, sum_of_pieces

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from tables import every_row
+from support.tables import every_row
 
 import models
 from configs import base, tiny

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import workload
-from tables import every_row
+from support import workload
+from support.tables import every_row
 
 import models
 from configs.schema import DecoderConfig

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from suite import SLOW
-from tables import check_rows, every_row
-from three_steps import OTHERS, SMALL, STEPS, TENSOR, assert_equal_steps, three_steps
-from workload import FLAGS
+from support.suite import SLOW
+from support.tables import check_rows, every_row
+from support.three_steps import OTHERS, SMALL, STEPS, TENSOR, assert_equal_steps, three_steps
+from support.workload import FLAGS
 
 from configs import base, quickstart
 from models.flash import flash_attention

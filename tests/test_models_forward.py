@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy_models import STYLES, gelu, layer, linear, norm, small
-from tables import every_row
+from support.numpy_models import STYLES, gelu, layer, linear, norm, small
+from support.tables import every_row
 
 import models
 from configs.schema import DecoderConfig

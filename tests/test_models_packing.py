@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import workload
-from numpy_models import STYLES, small
-from overlapping import losses as losses_overlapped
-from suite import SLOW
-from workload import STRATEGIES
+from support import workload
+from support.numpy_models import STYLES, small
+from support.overlapping import losses as losses_overlapped
+from support.suite import SLOW
+from support.workload import STRATEGIES
 
 import models
 

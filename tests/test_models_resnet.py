@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import workload
 from jax.extend.core import jaxprs_in_params
-from numpy_resnet import build, conv, random_params, relu
-from tables import every_row
+from support import workload
+from support.numpy_resnet import build, conv, random_params, relu
+from support.tables import every_row
 
 import models
 from configs import base, resnet50, resnet110, wide_resnet_3b

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import workload
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from support import workload
 
 import models
 from configs.schema import DecoderConfig

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy_models import layer, norm
-from numpy_resnet import random_params
-from workload import whole
+from support.numpy_models import layer, norm
+from support.numpy_resnet import random_params
+from support.workload import whole
 
 import models
 from configs.schema import ViTConfig

@@ -6,18 +6,10 @@ from typing import Any
 
 import jax
 import pytest
-import running
-from running import arguments, arrays, finish, losses, start
-from test_codecs import test_codecs_match_numpy, test_finite_values_stay_finite, test_stochastic_rounding_is_unbiased
-from test_models_flash import test_values_and_gradients_are_those_of_xla
-from test_replicas_runs import Run
+from support import running
+from support.replica_runs import Run
+from support.running import arguments, arrays, finish, losses, start
 
-__all__ = [  # of other files, and run here on a GPU
-    "test_codecs_match_numpy",
-    "test_finite_values_stay_finite",
-    "test_stochastic_rounding_is_unbiased",
-    "test_values_and_gradients_are_those_of_xla",
-]
 TRITON = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"  # by jax 0.11.2
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(TRITON)]
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from exchanging import gradients
+from support import workload
+from support.exchanging import gradients
 
 from compression.codecs import OneBit
 from compression.exchange import exchange

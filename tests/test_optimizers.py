@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from optimizing import GRADS, LAYERS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run, stack_name
-from tables import every_row
+from support.optimizing import GRADS, LAYERS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run, stack_name
+from support.tables import every_row
 
 from configs.schema import OptimizerConfig
 from configs.schema.sections import OPTIMIZERS as NAMES

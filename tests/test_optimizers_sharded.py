@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-import workload
 from jax.sharding import NamedSharding
-from optimizing import GRADS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run
-from suite import SLOW
-from tables import every_row
+from support import workload
+from support.optimizing import GRADS, PARAMS, SPECS, STEPS, close, flat, optimizer_config, run
+from support.suite import SLOW
+from support.tables import every_row
 
 from compression.exchange import exchange
 from configs import base

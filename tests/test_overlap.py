@@ -15,7 +15,7 @@ from sharding.hlo import bytes_per_step, read_collectives
 from sharding.hlo_program import parse_program
 
 needs_wheels = pytest.mark.skipif(not compiler.WHEELS.exists(), reason="make .venv/h100/installed")
-CONFIG = ["--config=tests/compiling.py"]
+CONFIG = ["--config=tests/support/compiling.py"]
 
 
 @pytest.fixture(autouse=True)

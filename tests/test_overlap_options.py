@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from running import arguments, run_here
-from tables import every_row
+from support.running import arguments, run_here
+from support.tables import every_row
 
 from optimizers import guarded
 from planner.compile import WHEELS, compile_step

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
-from overlapping import STRATEGIES, crossing
-from suite import SLOW
-from tables import every_row
-from workload import LORA
+from support import workload
+from support.overlapping import STRATEGIES, crossing
+from support.suite import SLOW
+from support.tables import every_row
+from support.workload import LORA
 
 from compression.methods import method_named
 from configs import base, tiny

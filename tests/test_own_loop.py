@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from extending_page import LOOP
-from test_planner_table import tiny_config
+from support.extending_page import LOOP
+from support.planning import tiny_config
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_cases import template, write_tokenizer
-from hugging_face_reference import FOLDER
-from running import ROOT, arguments, rows, run_here
+from support.chat_cases import template, write_tokenizer
+from support.hugging_face_reference import FOLDER
+from support.running import ROOT, arguments, rows, run_here
 
 import models
 from configs import command_line

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import workload
+from support import workload
 
 from compression.codecs import OneBit
 from compression.exchange import exchange

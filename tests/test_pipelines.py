@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import workload
-from running import SMALL, arguments, losses, run_here, stop_after
-from suite import SLOW
-from tables import every_row
+from support import workload
+from support.running import SMALL, arguments, losses, run_here, stop_after
+from support.suite import SLOW
+from support.tables import every_row
 
 from compression.methods import method_named
 from configs import base

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import pytest
-from planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
-from running import IGNORED
-from suite import sampled
+from support.planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
+from support.running import IGNORED
+from support.suite import sampled
 
 from configs.schema import Config
 from planner import __main__ as program

@@ -1,8 +1,8 @@
 """Candidates of a plan: strategies by name, keys of the config, and what is known of each before it is compiled."""
 
 import pytest
-from planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
-from running import IGNORED
+from support.planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
+from support.running import IGNORED
 
 from planner import clusters
 from planner.bounds import SLACK, bounds, traffic, traffic_by_use

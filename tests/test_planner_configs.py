@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 from configs import command_line
 from lab.benchmarks import planner_configs

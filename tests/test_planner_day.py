@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from planning import experiment, machine, small
-from running import IGNORED
+from support.planning import experiment, machine, small
+from support.running import IGNORED
 
 from planner import clusters, day
 from planner.candidates import of_config

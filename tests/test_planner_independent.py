@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from planning import experiment, machine, small
-from running import IGNORED
+from support.planning import experiment, machine, small
+from support.running import IGNORED
 
 from planner import clusters
 from planner.bounds import forward_share

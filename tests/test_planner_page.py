@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from parsed_page import EVIL, PIXEL, Page
-from planning import FILE, WORDS, own_cache, recorded_plan  # noqa: F401 (fixture)
-from running import IGNORED
+from support.parsed_page import EVIL, PIXEL, Page
+from support.planning import FILE, WORDS, own_cache, recorded_plan  # noqa: F401 (fixture)
+from support.running import IGNORED
 
 from lab.benchmarks.planner_records import RECORDS
 from metrics.units import format_bytes

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import pytest
-from planning import machine, one_row, own_cache, recorded_plan, small  # noqa: F401 (fixture)
-from running import IGNORED
+from support.planning import machine, one_row, own_cache, recorded_plan, small  # noqa: F401 (fixture)
+from support.running import IGNORED
 
 from configs import losses
 from planner import clusters

@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 from lab.records import MEASURED, recorded
 from planner.spot import (

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from planning import tiny_config
+from support.planning import tiny_config
 
 from configs.base import typed
 from configs.schema import ShardingConfig

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from planning import one_row, recorded_plan, small
-from running import IGNORED
+from support.planning import one_row, recorded_plan, small
+from support.running import IGNORED
 
 from configs import losses
 from lab.benchmarks.planner_records import RECORDS

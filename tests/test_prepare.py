@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from tables import check_rows
+from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from support.tables import check_rows
 
 from input_pipeline import prepare
 from input_pipeline.shards import ShardSet

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from emulating import EMULATED
-from ports import free_port
-from running import ROOT, XLA_FLAGS, finish
+from support.emulating import EMULATED
+from support.ports import free_port
+from support.running import ROOT, XLA_FLAGS, finish
 
 from lab.probe import __main__ as probe
 from lab.probe import device, measure, report

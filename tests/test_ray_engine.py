@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_scenario import Members, run_scenario, story, turns, until
+from support.ray_scenario import Members, run_scenario, story, turns, until
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from emulating import EMULATED
-from ray_scenario import Members, run_scenario, story, turns, until
-from running import ROOT, XLA_FLAGS, arguments, finish, losses, rows, start, steps_logged
+from support.emulating import EMULATED
+from support.ray_scenario import Members, run_scenario, story, turns, until
+from support.running import ROOT, XLA_FLAGS, arguments, finish, losses, rows, start, steps_logged
 
 from lab.chaos.run import ElasticRun
 from runtime.events import Event

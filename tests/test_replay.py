@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import isclose
 
 import pytest
-from schedules import DEVICE, INTER, INTRA, NETWORK, gather, kernel, loop, replayed
+from support.schedules import DEVICE, INTER, INTRA, NETWORK, gather, kernel, loop, replayed
 
 from planner.clusters import ALL, NOTHING
 from planner.replay import replay

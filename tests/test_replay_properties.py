@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from schedules import DEVICE, INTER, INTRA, NETWORK, SHAPE, gather, kernel, loop, replayed
+from support.schedules import DEVICE, INTER, INTRA, NETWORK, SHAPE, gather, kernel, loop, replayed
 
 from planner.replay import REPEATED, Timeline, replay
 from sharding.hlo_program import parse_program

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_loop import NUM_SHARES, PATIENCE_S, TOKEN, Loop, started, trained
+from support.replica_loop import NUM_SHARES, PATIENCE_S, TOKEN, Loop, started, trained
 from xxhash import xxh3_64_intdigest
 
 from replicas import group

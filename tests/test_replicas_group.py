@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_loop import NUM_SHARES, PATIENCE_S, STATE_BYTES, STEPS, TOKEN, Gone, Loop, started, trained
-from waiting import until
+from support.replica_loop import NUM_SHARES, PATIENCE_S, STATE_BYTES, STEPS, TOKEN, Gone, Loop, started, trained
+from support.waiting import until
 
 from replicas import group, membership
 from replicas.members import FILE_NAME, NEVER

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replica_loop import NUM_SHARES, PATIENCE_S, started
-from waiting import until
+from support.replica_loop import NUM_SHARES, PATIENCE_S, started
+from support.waiting import until
 
 from replicas import group, membership
 from replicas.group import Replicas

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from in_process import HOST, InProcess, Network, OneAtATime
+from support.in_process import HOST, InProcess, Network, OneAtATime
 
 from replicas import membership
 from replicas.members import FILE_NAME, NEVER, STALE_S, Member, read_address, read_addresses, write_address

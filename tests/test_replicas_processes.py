@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_loop import NUM_SHARES, PATIENCE_S, STEPS, Loop, trained
-from shard_nodes import Meeting, in_threads
-from waiting import until
+from support.replica_loop import NUM_SHARES, PATIENCE_S, STEPS, Loop, trained
+from support.shard_nodes import Meeting, in_threads
+from support.waiting import until
 
 from replicas import membership
 from replicas.members import NEVER

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import HOST, InProcess, Network, OneAtATime, Service
-from replica_loop import NUM_SHARES, SIZES, gradients, payloads_of, totals
+from support.in_process import HOST, InProcess, Network, OneAtATime, Service
+from support.replica_loop import NUM_SHARES, SIZES, gradients, payloads_of, totals
 
 from replicas import group, membership
 from replicas.group import BehindError, Replicas

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from tables import every_row
+from support.tables import every_row
 
 from sharding import hlo
 from sharding.collectives import ALONE_BYTES, Group, reduce_scatter_chunks

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_files import values_of
-from running import ROOT
-from tables import every_row
+from support.config_files import values_of
+from support.running import ROOT
+from support.tables import every_row
 
 import models
 from configs import base, command_line

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planning import small
-from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from support.planning import small
+from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 
 from input_pipeline import load
 from input_pipeline.shard_cache import ShardCache

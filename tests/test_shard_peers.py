@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shard_nodes import TOKEN, caches, in_threads, open_together, opened
-from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from stores import Server, of_folder, served
+from support.shard_nodes import TOKEN, caches, in_threads, open_together, opened
+from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from support.stores import Server, of_folder, served
 
 from configs.schema import DataConfig
 from input_pipeline import load, prepare, shard_tiers

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import until
+from support.waiting import until
 
 from input_pipeline.shard_index import Shard
 from input_pipeline.shard_tiers import Counters, DamagedObjectError, OpenShards

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tables import every_row
+from support.tables import every_row
 
 from configs.schema import ShardingConfig
 from sharding.mesh import CHUNK_ORDER, MeshShape, find_nodes, make_mesh

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from tables import check_rows, raised
-from waiting import until
+from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from support.tables import check_rows, raised
+from support.waiting import until
 
 from input_pipeline import load, prepare
 from input_pipeline.folder import validation_names

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
-from running import arguments, changed, run_here
-from shard_texts import a_folder, own_cache  # noqa: F401 (fixtures)
-from stores import Server, of_folder
+from support.ports import free_port
+from support.running import arguments, changed, run_here
+from support.shard_texts import a_folder, own_cache  # noqa: F401 (fixtures)
+from support.stores import Server, of_folder
 
 from input_pipeline import prepare, store
 from input_pipeline.store import RemoteStore

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import arguments, losses, rows, run_here, stop_after
-from stores import BUCKET, KEY_ID, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, send
+from support.running import arguments, losses, rows, run_here, stop_after
+from support.stores import BUCKET, KEY_ID, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, send
 
 from input_pipeline import prepare
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import slurm_cluster
-from running import TRAIN, arguments, finish, losses, rows, run_here, start, steps_logged
-from slurm_cluster import Slurm
-from sweeping import FAILS, STOPS_ONCE, seeds, started, sweep_file
+from support import slurm_cluster
+from support.running import TRAIN, arguments, finish, losses, rows, run_here, start, steps_logged
+from support.slurm_cluster import Slurm
+from support.sweeping import FAILS, STOPS_ONCE, seeds, started, sweep_file
 
 pytestmark = [
     pytest.mark.slow,
@@ -129,7 +129,7 @@ def test_a_chain_of_jobs_ends_with_the_run(slurm: Slurm) -> None:
     assert (first["JobState"], first["ExitCode"], first["Restarts"]) == ("FAILED", "75:0", "0")
 
 
-SLOWLY = "import sys, train, running; file = sys.argv.pop(1)\n"
+SLOWLY = "import sys, train; from support import running; file = sys.argv.pop(1)\n"
 SLOWLY += "sys.exit(train.main(sys.argv, hooks=[running.pause(2.0, while_there=file)]))"
 
 
@@ -177,7 +177,8 @@ def test_replicas_come_and_go_by_themselves(slurm: Slurm, tmp_path: Path) -> Non
     assert rows(of(1))[-1]["step"] == rows(of(3))[-1]["step"] == steps
 
 
-SWEEP = "import sys, pathlib, sweeping; sys.exit(sweeping.run_sweep(pathlib.Path(sys.argv[1]), *sys.argv[2:]))"
+SWEEP = "import sys, pathlib; from support import sweeping\n"
+SWEEP += "sys.exit(sweeping.run_sweep(pathlib.Path(sys.argv[1]), *sys.argv[2:]))"
 
 
 def test_a_sweep_is_an_array(slurm: Slurm) -> None:

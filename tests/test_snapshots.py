@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpointing import abstract as abstract_of
-from checkpointing import files_no_larger_than
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from keeping import SHAPES, Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
+from support.checkpointing import abstract as abstract_of
+from support.checkpointing import files_no_larger_than
+from support.keeping import SHAPES, Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
 
 from configs.schema.sections import AUTOMATIC
 from runtime.addresses import own_address

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from keeping import Run, a_run, check  # noqa: F401 (fixture)
+from support.keeping import Run, a_run, check  # noqa: F401 (fixture)
 
 from state.memory_files import MemoryFolder, SnapshotManifest
 

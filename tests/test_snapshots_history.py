@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from keeping import Run, a_run, abstract, check, keep, state_of  # noqa: F401 (fixture)
+from support.keeping import Run, a_run, abstract, check, keep, state_of  # noqa: F401 (fixture)
 
 from state import manifest
 from state.snapshots import Snapshots

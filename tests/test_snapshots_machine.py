@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from keeping import Run, abstract, check, keep, state_of
+from support.keeping import Run, abstract, check, keep, state_of
 
 from state import manifest
 

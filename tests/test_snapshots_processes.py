@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpointing import abstract, as_one_of_two, files_no_larger_than, run_two
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
+from support.checkpointing import abstract, as_one_of_two, files_no_larger_than, run_two
 
 from configs.schema import CheckpointConfig
 from runtime.consensus import barrier

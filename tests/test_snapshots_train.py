@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from running import (
+from support.running import (
     arguments,
     check_same_end,
     finish,

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpointing import abstract, check_equal, files_no_larger_than, start
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.checkpointing import abstract, check_equal, files_no_larger_than, start
 
 from configs.schema import CheckpointConfig
 from runtime.exit_codes import ResumableError

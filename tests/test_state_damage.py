@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpointing import KEEP_ALL, abstract, check_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support.checkpointing import KEEP_ALL, abstract, check_equal
 
 from configs.schema import CheckpointConfig
 from state import __main__ as command_line

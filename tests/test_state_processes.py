@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpointing import KEEP_ALL, abstract, as_one_of_two, files_no_larger_than, run_two
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
+from support.checkpointing import KEEP_ALL, abstract, as_one_of_two, files_no_larger_than, run_two
 
 from configs.schema import CheckpointConfig
 from runtime import consensus

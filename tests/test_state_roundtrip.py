@@ -17,9 +17,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from checkpointing import KEEP_ALL, abstract, check_restores, save_small, small_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.future import ChainedFuture
+from support.checkpointing import KEEP_ALL, abstract, check_restores, save_small, small_state
 
 from configs.schema import CheckpointConfig
 from files import atomic

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from stores import BUCKET, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, of_folder, raw, send, served
+from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from support.stores import BUCKET, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, of_folder, raw, send, served
 
 from input_pipeline import load, patience, prepare, store
 from input_pipeline.patience import StoreAwayError, StoreError

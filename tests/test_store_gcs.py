@@ -5,8 +5,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from stores import BUCKET, NEEDS_MOTO, SECRET, Server, as_gcs, moto, send
+from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from support.stores import BUCKET, NEEDS_MOTO, SECRET, Server, as_gcs, moto, send
 
 from input_pipeline import prepare, redirects
 from input_pipeline.shards import ShardSet

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
-from shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from stores import of_folder, raw
+from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
+from support.stores import of_folder, raw
 
 from input_pipeline import patience, prepare, store
 from input_pipeline.shards import ShardSet

@@ -10,10 +10,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-import workload
-from running import ROOT
-from suite import SLOW
-from workload import STRATEGIES
+from support import workload
+from support.running import ROOT
+from support.suite import SLOW
+from support.workload import STRATEGIES
 
 import models
 
@@ -127,7 +127,7 @@ PROGRAM = """
 import json, jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-import workload
+from support import workload
 print(json.dumps(workload.losses("decoder", workload.plan("decoder", strategy="hsdp")).tolist()))
 """
 

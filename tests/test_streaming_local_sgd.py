@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-import workload
-from local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
-from overlapping import crossing
-from suite import SLOW
-from workload import LORA
+from support import workload
+from support.local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
+from support.overlapping import crossing
+from support.suite import SLOW
+from support.workload import LORA
 
 from compression.local_sgd import LocalSGD, drift, streamed
 from compression.methods import method_named

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-import suite
+from support import suite
 
 HERE = Path(__file__).parent
 

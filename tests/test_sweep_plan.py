@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import ROOT
-from sweeping import run_sweep, seeds, sweep_file
+from support.running import ROOT
+from support.sweeping import run_sweep, seeds, sweep_file
 
 from configs.schema import defaults, flat
 from sweeps.check import check_runs

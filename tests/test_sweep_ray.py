@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweeping import FAILS, WAITS, events, run_sweep, seeds, start_sweep, started, sweep_file, wait_for
+from support.sweeping import FAILS, WAITS, events, run_sweep, seeds, start_sweep, started, sweep_file, wait_for
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parsed_page import Page
 from rich.console import Console
-from sweeping import DIVERGES, FAILS, run_sweep, seeds, sweep_file
+from support.parsed_page import Page
+from support.sweeping import DIVERGES, FAILS, run_sweep, seeds, sweep_file
 
 from metrics.charts import Chart
 from metrics.units import UNKNOWN

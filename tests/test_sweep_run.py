@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulating import EMULATED
-from running import SMALL
-from sweeping import (
+from support.emulating import EMULATED
+from support.running import SMALL
+from support.sweeping import (
     DIVERGES,
     FAILS,
     STOPS_ALWAYS,
@@ -29,7 +29,7 @@ from sweeping import (
     sweep_file,
     wait_for,
 )
-from waiting import until
+from support.waiting import until
 
 import sweep
 from configs.schema import flat

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeping import DIVERGES, FAILS, WAITS, run_sweep, seeds, start_sweep, started, sweep_file, wait_for
+from support.sweeping import DIVERGES, FAILS, WAITS, run_sweep, seeds, start_sweep, started, sweep_file, wait_for
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweeping import DIVERGES, FAILS, STOPS_ALWAYS, STOPS_ONCE, run_sweep, seeds, started, sweep_file
+from support.sweeping import DIVERGES, FAILS, STOPS_ALWAYS, STOPS_ONCE, run_sweep, seeds, started, sweep_file
 
 import sweep
 from sweeps.pool import claimed

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ports import free_port
-from running import IGNORED, finish, start
+from support.ports import free_port
+from support.running import IGNORED, finish, start
 
 from files import json_lines
 from lab.benchmarks import time_to_loss as bench

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mistakes import assert_matches, error_of
-from running import ROOT, SMALL, arguments, run_here
-from tables import check_rows
+from support.mistakes import assert_matches, error_of
+from support.running import ROOT, SMALL, arguments, run_here
+from support.tables import check_rows
 
 from input_pipeline.tokenizers import Bytes
 from runtime.heartbeat import Heartbeat

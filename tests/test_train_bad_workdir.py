@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mistakes import assert_matches, error_of
-from running import arguments, at_step, losses, run_here, snapshot, stop_after
-from tables import check_rows
+from support.mistakes import assert_matches, error_of
+from support.running import arguments, at_step, losses, run_here, snapshot, stop_after
+from support.tables import check_rows
 
 import models
 from configs import quickstart

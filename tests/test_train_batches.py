@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_files import RESUMABLE, check_batches, writes_batches
-from running import arguments, finish, run_here, start_together
-from tables import check_rows
+from support.batch_files import RESUMABLE, check_batches, writes_batches
+from support.running import arguments, finish, run_here, start_together
+from support.tables import check_rows
 
 from configs.schema import BatchConfig
 from training.batches import accumulation, fitted
@@ -63,7 +63,7 @@ def test_batch_layout_of_one_process(tmp_path_factory: pytest.TempPathFactory) -
 )
 def test_batch_layout_of_several_processes(count: int, changes: dict[str, Any], tmp_path: Path) -> None:
     args = arguments(tmp_path / "run", **changes)
-    first = f"import test_train_batches\nparts['make'] = test_train_batches.writes_batches({str(tmp_path)!r})"
+    first = f"from support.batch_files import writes_batches\nparts['make'] = writes_batches({str(tmp_path)!r})"
     outcomes = finish(*start_together(args, count, devices=2, first=first))
     assert [code for code, _, _ in outcomes] == [RESUMABLE] * count, outcomes
     check_batches(tmp_path, count, changes.get("batch__global_size", 16))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from running import ROOT, arrays, finish, rows, run_here, start
+from support.running import ROOT, arrays, finish, rows, run_here, start
 
 import models
 from configs import digits

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import arguments, finish, losses, run_here, start, stop_after
+from support.running import arguments, finish, losses, run_here, start, stop_after
 
 SAME = {"rtol": 1e-5}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import arguments, check_same_end, rows, run_here
+from support.running import arguments, check_same_end, rows, run_here
 
 from configs.schema import OptimizerConfig
 from optimizers import make_schedule

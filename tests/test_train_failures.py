@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from running import arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
-from tables import check_rows
-from waiting import until
+from support.running import arguments, arrays, at_step, changed, check_same_end, losses, rows, run_here
+from support.tables import check_rows
+from support.waiting import until
 
 from files import run_directory
 from runtime.events import EventReader

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import emulating
 import jax
 import numpy as np
 import pytest
-from emulating import EMULATED
 from jax.experimental import multihost_utils
-from running import TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, start
+from support import emulating
+from support.emulating import EMULATED
+from support.running import TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, start
 
 from runtime import launch
 from sharding import mesh

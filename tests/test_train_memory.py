@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import pytest
-from running import arguments, changed, compiled_once, finish, run_here, start_together
-from tables import check_rows
+from support.running import arguments, changed, compiled_once, finish, run_here, start_together
+from support.tables import check_rows
 
 from configs import command_line
 from configs.schema import Config

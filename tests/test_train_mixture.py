@@ -5,11 +5,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-import plain_data
 import pytest
-from batch_files import RESUMABLE, check_batches, writes_batches
-from mistakes import error_of
-from running import arguments, finish, losses, rows, run_here, start_together, stop_after
+from support import plain_data
+from support.batch_files import RESUMABLE, check_batches, writes_batches
+from support.mistakes import error_of
+from support.running import arguments, finish, losses, rows, run_here, start_together, stop_after
 
 LENGTH = 12
 
@@ -38,7 +38,7 @@ def test_batches_equal_plain_python(count: int, folders: list[Path], tmp_path: P
     if count == 1:
         assert run_here(*args, make=writes_batches(str(tmp_path))) == RESUMABLE
     else:
-        first = f"import test_train_batches\nparts['make'] = test_train_batches.writes_batches({str(tmp_path)!r})"
+        first = f"from support.batch_files import writes_batches\nparts['make'] = writes_batches({str(tmp_path)!r})"
         outcomes = finish(*start_together(args, count, devices=2, first=first))
         assert [code for code, _, _ in outcomes] == [RESUMABLE] * count, outcomes
     wanted = plain_data.mixed_rows(folders, [Fraction(2), Fraction(1), Fraction(1, 2)], LENGTH, 0, 2 * size)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import arguments, losses, rows, run_here, stop_after
-from tables import check_rows
+from support.running import arguments, losses, rows, run_here, stop_after
+from support.tables import check_rows
 
 from configs import base, tiny
 from configs.schema import Config

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from running import (
+from support.running import (
     arguments,
     finish,
     losses,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 from jax.experimental import multihost_utils
-from running import (
+from support.running import (
     ROOT,
     arguments,
     arrays,
@@ -31,7 +31,7 @@ from running import (
     steps_logged,
     stop_after,
 )
-from tables import check_rows
+from support.tables import check_rows
 
 import train
 from configs import command_line

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from chat_cases import CHATML, template, write_chats, write_tokenizer
-from hugging_face_folders import flags, our_logits
-from hugging_face_reference import FOLDER
-from planning import small
-from running import ROOT, arguments, rows, run_here
-from tables import check_rows
-from tokenizer_files import tokenizer_json, with_image_token
+from support.chat_cases import CHATML, template, write_chats, write_tokenizer
+from support.hugging_face_folders import flags, our_logits
+from support.hugging_face_reference import FOLDER
+from support.planning import small
+from support.running import ROOT, arguments, rows, run_here
+from support.tables import check_rows
+from support.tokenizer_files import tokenizer_json, with_image_token
 
 from configs import digits
 from input_pipeline import index

@@ -1,8 +1,8 @@
 """Layers that the program has one after the other: the same steps as in a loop, and no stacks of what is kept."""
 
 import pytest
-from suite import SLOW
-from three_steps import SMALL, STEPS, assert_equal_steps, three_steps
+from support.suite import SLOW
+from support.three_steps import SMALL, STEPS, assert_equal_steps, three_steps
 
 from configs import base, quickstart
 from training.experiment import make_experiment

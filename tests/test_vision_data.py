@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import ROOT, rows, run_here
-from tfds_files import own_data_dir  # noqa: F401 (a fixture)
+from support.running import ROOT, rows, run_here
+from support.tfds_files import own_data_dir  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*tf.data:UserWarning")]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import workload
-from suite import SLOW
-from workload import BATCH_NORM, STRATEGIES
+from support import workload
+from support.suite import SLOW
+from support.workload import BATCH_NORM, STRATEGIES
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from hugging_face_folders import flags, run_convert
-from hugging_face_reference import FOLDER
-from planning import small
-from running import run_here
-from tables import check_rows
-from tokenizer_files import tokenizer_json, word_level
+from support.hugging_face_folders import flags, run_convert
+from support.hugging_face_reference import FOLDER
+from support.planning import small
+from support.running import run_here
+from support.tables import check_rows
+from support.tokenizer_files import tokenizer_json, word_level
 
 from configs.schema import DataConfig, TransformerConfig
 from input_pipeline.tokenizers import make_tokenizer

@@ -11,9 +11,9 @@ from statistics import median
 
 import numpy as np
 import pytest
-from emulating import EMULATED, emulate, finish, traffic
-from running import TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
-from suite import sampled
+from support.emulating import EMULATED, emulate, finish, traffic
+from support.running import TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
+from support.suite import sampled
 
 from lab.benchmarks.names import Cluster, link_bytes, sharding_of
 

@@ -1,7 +1,8 @@
 """A user's mistake: one line on stderr and exit code 2."""
 
 import pytest
-from running import run_here
+
+from support.running import run_here
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:

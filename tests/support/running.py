@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fast_compile
 import jax
 import numpy as np
 import pytest
-from ports import free_port
 
 import train
 from configs.schema import CheckpointConfig, Config, ElasticConfig, EvalConfig, SampleConfig
 from state.saved_arrays import SavedArrays
+from support import fast_compile
+from support.ports import free_port
 from training.experiment import Experiment, make_experiment
 from training.hooks import Hook
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
 TIMEOUT_S = 1200
 IGNORED = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # in ml_collections
@@ -232,7 +232,8 @@ def compiling_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
 PROGRAM = """
 import sys, time
 sys.path.append("tests")
-import train, running
+import train
+from support import running
 parts = {{"hooks": [running.pause({pause_s}), running.stop_after({stop_after})]}}
 {first}
 sys.exit(train.main(sys.argv, **parts))

@@ -1,6 +1,6 @@
 """Small checkpoints as transformers writes them, with what transformers computes from them, for the tests.
 
-    python tests/hugging_face_reference.py [NAME ...]
+    python tests/support/hugging_face_reference.py [NAME ...]
 
 writes tests/data/hugging_face again, with requirements/hugging-face.txt. The quick tests read the files;
 tests/test_hugging_face_library.py compares them with the installed transformers.
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from configs.schema import DataConfig
 from input_pipeline import load
 
-FOLDER = Path(__file__).parent / "data" / "hugging_face"
+FOLDER = Path(__file__).parents[1] / "data" / "hugging_face"
 VOCAB, HIDDEN, LAYERS, HEADS, MAX_LEN = 260, 16, 2, 4, 40
 ROWS, SEQ_LEN = 16, 32  # of a training batch
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}

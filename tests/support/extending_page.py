@@ -2,7 +2,7 @@
 
 import re
 
-from running import ROOT
+from support.running import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 

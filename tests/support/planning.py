@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
-from running import ROOT
-from running import SMALL as TWO_LAYERS
 
 from configs import base, quickstart
 from configs.losses import Loss
@@ -18,6 +16,8 @@ from planner import compile as compiling
 from planner.candidates import Candidate, of_config
 from planner.predict import Machine, Step, compiled_step
 from planner.report import Plan, from_json
+from support.running import ROOT
+from support.running import SMALL as TWO_LAYERS
 from training.experiment import Experiment, make_experiment
 
 # with two layers no loop over them is left, and XLA merges the gathers of all micro-steps

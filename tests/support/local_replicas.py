@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import workload
 from jax.flatten_util import ravel_pytree
 
 from configs.schema import LocalSGDConfig
 from sharding.plan import ShardingPlan
+from support import workload
 
 LAYOUTS = {"mics(2)": dict(strategy="mics", partition_size=2), "ddp": dict(nodes=2, strategy="ddp")}
 

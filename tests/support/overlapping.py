@@ -1,10 +1,10 @@
 """Steps whose loops over layers are pipelined, and their bytes between nodes."""
 
 import numpy as np
-import workload
 
 from sharding.hlo import Collective
 from sharding.mesh import INTER_AXES
+from support import workload
 
 STRATEGIES = {
     "ddp": dict(strategy="ddp"),

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
+
+from support.ports import free_port
 
 MOTO = Path(sys.prefix) / "moto"
 BUCKET = "texts-of-tests"

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from parsed_page import EVIL, PIXEL
+
+from support.parsed_page import EVIL, PIXEL
 
 
 def make_run(folder: Path, num_steps: int = 120) -> Path:

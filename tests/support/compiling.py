@@ -1,4 +1,4 @@
-"""A config file of small models, whose steps are compiled for 4 nodes of 2 H100s: `--config=tests/compiling.py:moe`."""
+"""A config file of small models, compiled for 4 nodes of 2 H100s: `--config=tests/support/compiling.py:moe`."""
 
 from typing import Any
 

@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import workload
 from jax.sharding import NamedSharding, PartitionSpec
 
 from compression.codecs import BFloat16, Blockwise, OneBit, Statistical
 from sharding.coded import Codec
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import ParamSpec
+from support import workload
 
 
 def gradients(plan: ShardingPlan, seed: int, kind: str = "tensors") -> tuple[Any, Any]:

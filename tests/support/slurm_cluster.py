@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import emulating
-from running import ROOT, XLA_FLAGS
-from waiting import until
-
 from lab.emulate import namespaces
 from lab.emulate.links import Links
 from lab.emulate.nodes import Cluster
+from support import emulating
+from support.running import ROOT, XLA_FLAGS
+from support.waiting import until
 
 WAIT_S = 300
 SBATCH = ROOT / "engines" / "slurm" / "train.sbatch"

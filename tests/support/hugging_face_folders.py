@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from hugging_face_reference import FOLDER, VOCAB, reference
-from running import ROOT, SMALL
 from safetensors.numpy import load_file
 
 import models
@@ -18,6 +16,8 @@ from configs.schema import MODELS as KINDS
 from configs.schema import TransformerConfig
 from models.hugging_face import Weights
 from models.model import Params
+from support.hugging_face_reference import FOLDER, VOCAB, reference
+from support.running import ROOT, SMALL
 from training import convert
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from running import ROOT, wait_until
-
 import sweep
+from support.running import ROOT, wait_until
 
 BASE = """
 '''A sweep of the tests.

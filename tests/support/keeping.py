@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpointing import abstract as abstract_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
 from state.checkpointer import Checkpointer, Restored
 from state.snapshots import Snapshots
+from support.checkpointing import abstract as abstract_of
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
 SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}

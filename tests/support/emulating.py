@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import WAIT_S
 
 from lab.emulate import namespaces
 from lab.emulate.__main__ import main
 from lab.emulate.nodes import Cluster
+from support.waiting import WAIT_S
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STARTED: list[subprocess.Popen[str]] = []
 NEEDED = namespaces.missing_tool() or ("" if namespaces.is_privileged() else "needs root: it makes network namespaces")
 EMULATED = pytest.mark.skipif(bool(NEEDED), reason=NEEDED or "")

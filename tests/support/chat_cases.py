@@ -1,6 +1,6 @@
 """Conversations, chat templates and a small tokenizer, with what transformers makes of them, for the tests.
 
-    python tests/chat_cases.py
+    python tests/support/chat_cases.py
 
 writes tests/data/chats.jsonl again, with requirements/hugging-face.txt. The quick tests read the file;
 tests/test_hugging_face_library.py compares it with the installed transformers.
@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-FILE = Path(__file__).parent / "data" / "chats.jsonl"
+FILE = Path(__file__).parents[1] / "data" / "chats.jsonl"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 NAMES = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
 NAMES += "<start_of_turn> <end_of_turn> [INST] [/INST]"

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import workload
-from exchanging import is_vector
 
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.state import state_shardings
 from sharding.step import Chain
 from sharding.step import first_state as begin
+from support import workload
+from support.exchanging import is_vector
 
 Code = Callable[[np.ndarray], np.ndarray]  # the values of a block, as they arrive
 REPLICAS, STEPS, BLOCK = 4, 20, 32

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import fast_compile
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ports import free_port
 
 from configs.schema import CheckpointConfig
 from state.checkpointer import Checkpointer
+from support import fast_compile
+from support.ports import free_port
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 VARIABLES = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "JAX_PLATFORMS": "cpu"}
 HANG_S = 900.0
 KEEP_ALL = CheckpointConfig(every=1, keep_last=1000)
