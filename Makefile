@@ -7,7 +7,7 @@ CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt)
 EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
-# Two workers compute, and for slow tests a third one waits; the tests of a file share a worker (tests/suite.py).
+# Two workers compute, and for slow tests a third one waits; tests of a file share a worker (tests/support/suite.py).
 # A worker that dies is not replaced: xdist would give the test that it died in to the next one, and that again.
 WORKERS := 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0

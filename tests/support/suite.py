@@ -33,11 +33,18 @@ def depends_on_jax(file: Path) -> bool:
     """
     if file.name.startswith("test_planner"):
         return False
-    tree = ast.parse(file.read_text())
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    parts = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [node.module or "" for node in parts if not {alias.name for alias in node.names} <= PLAIN]
-    return any(name.split(".")[0] in JAX for name in names)
+    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return any(name.split(".")[0] in JAX for node in imports for name in _modules(node))
+
+
+def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Returns the modules that a statement imports, without `support`; none for helpers that start nothing."""
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return names
+    if node.module == "support":
+        return names
+    return [] if {*names} <= PLAIN else [(node.module or "").removeprefix("support.")]
 
 
 def is_for_releases(item: Any) -> bool:
