@@ -15,7 +15,8 @@ from files.paths import user_path
 from runtime.exit_codes import ExitCode
 
 FIRST, LAST = 600, 300  # characters of a long error that are shown
-_USER = re.compile(r"(\w://)\S*@")  # of a URL: a user name and a password
+# user name and password of a URL, also with a / in them; a URL whose host has neither @ nor : before its path has none
+_USER = re.compile(r"(\w://)(?![^\s/@:]*(?:/|\s|$))\S*@")
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -184,7 +184,7 @@ def test_an_entry_of_a_manifest_that_leaves_its_folder_or_cannot_be(folder: Path
 def test_names_of_strangers_cannot_steer_a_terminal_and_passwords_are_not_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hostile_name = "\x1b]0;owned\x07\u202ename\r\n at s3://me:pass@word/x and http://u:p@h:1/y"
+    hostile_name = "\x1b]0;owned\x07\u202ename\r\n at s3://me:pass@word/x and http://u:p@h:1/y, https://host/v1@2"
 
     def fail(kind: type[Exception]) -> bool:
         raise kind(hostile_name)
@@ -193,7 +193,7 @@ def test_names_of_strangers_cannot_steer_a_terminal_and_passwords_are_not_shown(
     for kind in (ValueError, OSError, KeyError):  # a mistake, a failure, and a bug, which has a traceback
         assert supervise(lambda _, kind=kind: fail(kind)) in (1, 2)
     shown = capsys.readouterr().err
-    wanted = "error: \\x1b]0;owned\\x07\\u202ename at s3://***@word/x and http://***@h:1/y"
+    wanted = "error: \\x1b]0;owned\\x07\\u202ename at s3://***@word/x and http://***@h:1/y, https://host/v1@2"
     assert shown.splitlines().count(wanted) == 3 and shown.isascii()
     assert not any(secret in shown for secret in ("\x1b", "\r", "pass", "u:p"))
 
