@@ -375,11 +375,15 @@ def test_a_run_of_a_version_without_these_keys_has_no_bos() -> None:
     assert (data["add_bos"], data["eos_token"]) == ("never", "")
     assert with_defaults(small().to_dict())["data"]["add_bos"] == "auto"
     data = settings("a", objective="causal", tokenizer="hugging_face", tokenizer_path="t")
-    experiment: Any = SimpleNamespace(config=replace(small(), data=data), state_shapes=SimpleNamespace(to_keep=None))
-    for config, hint in ((experiment.config.to_dict(), False), (with_data(saved, data), True)):
+    cases = ((small().to_dict(), data, False), (with_data(saved, data), data, True))
+    cases += ((with_data(saved, chats := replace(data, source="chats")), chats, False),)  # the keys change no chats
+    for config, section, hint in cases:
+        experiment: Any = SimpleNamespace(
+            config=replace(small(), data=section), state_shapes=SimpleNamespace(to_keep=None)
+        )
         found = SimpleNamespace(config=config, data={"fingerprint": "b"}, step=3)
         snapshots: Any = SimpleNamespace(restore=lambda *_, found=found: found)
-        restored = lambda snapshots=snapshots: resume.restore(
+        restored = lambda snapshots=snapshots, experiment=experiment: resume.restore(
             experiment, Path("run"), Any, snapshots, {"fingerprint": "a"}
         )
         message = raised(restored)

@@ -189,7 +189,8 @@ def _check_same_data(
 
 def _remedy(saved: Mapping[str, Any], config: Config) -> str:
     """Returns what may restore the data of a run that began before documents had a bos; "" for other runs."""
-    if "data.add_bos" in flat(saved) or config.data.tokenizer not in ("hugging_face", "sentencepiece"):
+    has_documents = config.data.source != "chats" and config.data.tokenizer in ("hugging_face", "sentencepiece")
+    if "data.add_bos" in flat(saved) or not has_documents:
         return ""
     return (
         "an earlier version began this run: set data.add_bos=never, and data.eos_token to the token that ended its "
