@@ -376,7 +376,9 @@ def test_a_run_of_a_version_without_these_keys_has_no_bos() -> None:
     assert with_defaults(small().to_dict())["data"]["add_bos"] == "auto"
     data = settings("a", objective="causal", tokenizer="hugging_face", tokenizer_path="t")
     cases = ((small().to_dict(), data, False), (with_data(saved, data), data, True))
-    cases += ((with_data(saved, chats := replace(data, source="chats")), chats, False),)  # the keys change no chats
+    cases += (
+        (with_data(saved, chats := replace(data, source="chats", packing="whole")), chats, False),
+    )  # the keys change no chats
     for config, section, hint in cases:
         experiment: Any = SimpleNamespace(
             config=replace(small(), data=section), state_shapes=SimpleNamespace(to_keep=None)
