@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from absl import flags
@@ -175,6 +176,13 @@ def _config_of_file(given: str) -> dict[str, Any]:
     return config.to_dict()
 
 
+class _UncachedLoader(SourceFileLoader):
+    """Compiles the file's text: cached bytecode counts as current if a file of the same size changed in its second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def import_file(file: str) -> Any:
     """Returns the module of a config file, executed anew; it stays in `sys.modules` for the annotations in it.
 
@@ -185,7 +193,7 @@ def import_file(file: str) -> Any:
         near = get_close_matches(path.stem, _experiments(), n=1)
         hint = f"did you mean configs/{near[0]}.py?" if near else f"experiments are {', '.join(_experiments())}"
         raise ValueError(f"--config={file}: there is no such file; {hint}")
-    loader = SourceFileLoader("config_file", str(path))
+    loader = _UncachedLoader("config_file", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec
     module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)

@@ -184,3 +184,17 @@ def test_an_empty_path_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"
 
     check_rows(WRITERS[:3], check)
+
+
+def test_a_config_file_that_changes_within_a_second_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size and time are as before, so that Python would take the old bytecode."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for value in (1, 2):
+        file.write_text(f"VALUE = {value}\n")
+        os.utime(file, (1e9, 1e9))
+        module = command_line.import_file(str(file))
+        assert module.VALUE == value
+    assert [*tmp_path.iterdir()] == [file]
