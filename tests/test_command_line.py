@@ -196,5 +196,5 @@ def test_a_config_file_that_changes_within_a_second_is_read_again(
         file.write_text(f"VALUE = {value}\n")
         os.utime(file, (1e9, 1e9))
         module = command_line.import_file(str(file))
-        assert module.VALUE == value
+        assert value == module.VALUE
     assert [*tmp_path.iterdir()] == [file]
