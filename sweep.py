@@ -21,16 +21,16 @@ from functools import partial
 from pathlib import Path
 
 from configs.overrides import Overrides
-from files import atomic
+from launch.sweeps import slurm
+from launch.sweeps.check import check_runs
+from launch.sweeps.live import Live
+from launch.sweeps.plan import PROGRAM, Run, SweepFile, load_file, plan, points
+from launch.sweeps.pool import OUTPUT_FILE, Job, Launcher, claimed, last_error, run_all, start_here
+from launch.sweeps.records import Record, State, best, is_finished, metric_text, missing_metric, record
+from launch.sweeps.report import write_report
 from runtime.command_line import OneLineParser, check_installed, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
-from sweeps import slurm
-from sweeps.check import check_runs
-from sweeps.live import Live
-from sweeps.plan import PROGRAM, Run, SweepFile, load_file, plan, points
-from sweeps.pool import OUTPUT_FILE, Job, Launcher, claimed, last_error, run_all, start_here
-from sweeps.records import Record, State, best, is_finished, metric_text, missing_metric, record
-from sweeps.report import write_report
+from runtime.files import atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def parser() -> OneLineParser:
         "--workers", type=int, help="runs at a time (default: 1; as many as fit with --ray; no limit in SLURM)"
     )
     flags.add_argument("--workdir", type=named_path, help="where the runs' directories are (default: runs/sweeps/X)")
-    flags.add_argument("--emulate", help="options of lab.emulate; they override those of the file")
+    flags.add_argument("--emulate", help="options of launch.emulate; they override those of the file")
     flags.add_argument("--slurm", help="options of sbatch: the runs become tasks of an array")
     flags.add_argument("--ray", metavar="ADDRESS", help="of a Ray cluster that runs them, or local")
     flags.add_argument("--search", type=int, metavar="N", help="N runs with values that Optuna chooses from SEARCH")
@@ -145,7 +145,7 @@ def points_of_search(file: SweepFile, options: argparse.Namespace) -> list[Overr
         raise ValueError(f"--search={options.search} must be at least 1, and takes neither --sweep nor --slurm")
     if not file.search:
         raise ValueError(f"--search: {file.path.name} has no SEARCH, such as {{'seed': choice(0, 1)}}")
-    from sweeps.search import corners
+    from launch.sweeps.search import corners
 
     return corners(file.search)
 
@@ -176,7 +176,7 @@ def launcher(options: argparse.Namespace) -> Iterator[tuple[Launcher, int]]:
         yield start_here, options.workers or 1
         return
     check_installed("ray", "--ray")
-    from sweeps.ray_runs import connected
+    from launch.sweeps.ray_runs import connected
 
     with connected(options.ray) as runs:
         yield runs, min(options.workers or runs.capacity, runs.capacity)
@@ -195,7 +195,7 @@ def run_here(sweep: Sweep, launch: Launcher, workers: int) -> int:
 
 def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
     """Runs trials until there are enough, writes the report and returns the exit code."""
-    from sweeps.search import search
+    from launch.sweeps.search import search
 
     with Live(sweep.file.metric) as live:
         enough, records = search(

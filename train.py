@@ -24,19 +24,18 @@ from absl import flags
 
 from configs import command_line, losses
 from configs.schema import Config, defaults
-from files import run_directory
-from files.paths import user_path
-from metrics.writer import import_ahead
-from runtime import launch
+from elastic import check_path
+from elastic.checkpointer import Checkpointer, CheckpointError
+from elastic.snapshots import Snapshots
+from runtime import launchers
 from runtime.command_line import prepare_output
 from runtime.events import Event
+from runtime.files import run_directory
+from runtime.files.paths import user_path
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor, supervise
 from runtime.workdir_lock import workdir_lock
 from sharding import drawing
-from state import check_path
-from state.checkpointer import Checkpointer, CheckpointError
-from state.snapshots import Snapshots
 from training import groups, idle, resume
 from training.datasets import load_datasets
 from training.devices import unused_gpus, use_compilation_cache, use_devices
@@ -45,6 +44,7 @@ from training.hooks import Hook, Keeper, Metrics, NonFiniteError, Periodic, Repo
 from training.independent import Independent
 from training.log import announced, make_log, say
 from training.memory import check_fits, check_step_fits
+from training.metrics.writer import import_ahead
 from training.sampling import Sampler
 from training.steps import OneWorld, Steps
 from training.validation import Validator
@@ -87,7 +87,7 @@ def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any)
         raise ValueError("--workdir= names no folder; give one, or leave --workdir out")
     workdir = user_path(values.workdir or Path("runs") / command_line.config_name(values))
     check_path(workdir)
-    address = launch.Address(
+    address = launchers.Address(
         coordinator=values.coordinator, num_processes=values.num_processes, process_id=values.process_id
     )
     words = command_line.words_of_config(argv)
@@ -101,7 +101,7 @@ def run(
     workdir: Path,
     supervisor: Supervisor,
     *,
-    address: launch.Address = launch.FROM_ENVIRONMENT,
+    address: launchers.Address = launchers.FROM_ENVIRONMENT,
     words: Sequence[str] = (),
     group: int | None = None,
     extends: bool = False,

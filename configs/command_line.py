@@ -31,7 +31,7 @@ from configs.schema import (
     sections,
     unknown_key,
 )
-from files.paths import user_path
+from runtime.files.paths import user_path
 
 HELP = ("--help", "-help", "-h")
 WANTED = {  # by what absl says of a flag's value

@@ -15,7 +15,7 @@ Not run yet on GPUs; by the planner (lab/benchmarks/planner_configs.py):
 from ml_collections import ConfigDict
 
 from configs import base, gemma, hugging_face, llama, mistral, qwen
-from files.paths import user_path
+from runtime.files.paths import user_path
 
 SIZES = {
     f"{file.__name__.rpartition('.')[2]}_{size}": (file, size)

@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 
 from configs.schema import MODELS, DecoderConfig, TransformerConfig, defaults
 from configs.schema.keys import keys_of
-from files import json_objects
-from files.paths import user_path
+from runtime.files import json_objects
+from runtime.files.paths import user_path
 
 Values = Mapping[str, Any]
 CONFIG_FILE = "config.json"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from files import atomic, locks
-from files.cache import ENVIRONMENT_KEY, cache_dir
+from runtime.files import atomic, locks
+from runtime.files.cache import ENVIRONMENT_KEY, cache_dir
 
 BLOCK_BYTES = 1 << 20
 CHECKED_BLOCKS = 256  # folders of up to 256 MiB are fully verified at every start, larger ones in 256 blocks

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.schema import DataConfig
-from files import json_objects
-from files.paths import user_path
 from input_pipeline import cache, folder, packing
 from input_pipeline.chat_template import ChatTemplate, Messages, Span
 from input_pipeline.shard_index import Progress
 from input_pipeline.text import TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
 from runtime.command_line import one_line
+from runtime.files import json_objects
+from runtime.files.paths import user_path
 
 FORMAT = 2  # version of the files in the cache; part of the folder's name
 RULE = 1  # version of the rows that follow from these files; part of the fingerprint

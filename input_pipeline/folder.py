@@ -5,9 +5,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from files.paths import user_path
 from input_pipeline.shard_formats import matches
 from input_pipeline.streams import TextSource
+from runtime.files.paths import user_path
 
 RULE = "folder, without byte order marks"  # what a document is; another rule makes other tokens of the same files
 VALIDATION_SHARE = 0.05  # of the files (or of the bytes, if there is only one file)

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 
 from configs.schema import DataConfig
 from configs.schema.mixture import refuse_secrets
-from files.cache import cache_dir
 from input_pipeline.cache import explained
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
@@ -25,6 +24,7 @@ from input_pipeline.store import LocalStore, Store, StoreError, open_store
 from input_pipeline.tokenizers import tokenizer_for
 from runtime.command_line import OneLineParser, prepare_output, printable
 from runtime.exit_codes import ExitCode, ResumableError
+from runtime.files.cache import cache_dir
 
 # keys of `data`, which are options here
 KEYS = ("pattern", "tokenizer", "tokenizer_path", "add_bos", "eos_token", "text_field")

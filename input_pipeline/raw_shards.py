@@ -9,12 +9,12 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-from files import json_objects
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_formats import documents, format_of
 from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, write_tokens
 from input_pipeline.store import FETCHES, Item, Store, StoreError
 from input_pipeline.tokenizers import Tokenizer
+from runtime.files import json_objects
 
 
 class RawShards:

@@ -18,7 +18,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
-from files.regular import read_regular
+from runtime.files.regular import read_regular
 
 REDIRECT_HOSTS = "MICS_JAX_REDIRECT_HOSTS"  # names of hosts, with commas between them
 NO_PROXY_LISTENS = "127.0.0.1:0"  # on port 0 no program can listen

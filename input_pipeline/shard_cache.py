@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from files import atomic
 from input_pipeline.cache import lock
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import sha256
+from runtime.files import atomic
 
 _NODE_FILE = "node"
 _LEFT_S = 86_400.0  # a scratch file that nobody wrote to for so long is of a killed process

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from files import json_objects
+from runtime.files import json_objects
 
 # what a name ends with; TFDS appends `-00000-of-00010`; .gz and .zst are read without unpacking them on disk
 _FORMATS = {

@@ -8,12 +8,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from configs.schema import DataConfig
-from files import json_objects
-from files.paths import user_path
 from input_pipeline.shard_formats import KNOWN, format_of, matches
 from input_pipeline.shard_index import INDEX_FILE, Progress, ShardIndex
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
+from runtime.files import json_objects
+from runtime.files.paths import user_path
 
 
 @dataclass(frozen=True, kw_only=True)

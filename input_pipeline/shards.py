@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Self
 
 from configs.schema import DataConfig
-from files.cache import ENVIRONMENT_KEY, cache_dir
 from input_pipeline.cache import explained
 from input_pipeline.patience import StoreAwayError
 from input_pipeline.raw_shards import RawShards
@@ -27,6 +26,7 @@ from input_pipeline.store import Item, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
+from runtime.files.cache import ENVIRONMENT_KEY, cache_dir
 
 ROUND_S = 600.0  # of tokenising, between two agreements, by which all hear of what fails in one
 LEFT_OUT = 0.01  # of the tokens: more of them in no example are said

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from configs.schema.mixture import refuse_secrets
-from files import atomic
-from files.paths import user_path
-from files.regular import NotRegularError, open_regular, read_regular
 from input_pipeline.folder import text_files
 from input_pipeline.patience import AwayError, MissingError, Patience, StoreError
 from input_pipeline.redirects import NO_PROXY_LISTENS, REDIRECT_HOSTS, ask_headers, client_options, retry_after_s
+from runtime.files import atomic
+from runtime.files.paths import user_path
+from runtime.files.regular import NotRegularError, open_regular, read_regular
 
 PATIENCE_S = 540.0  # below the default of elastic.stall_s, so that the message is ours
 FIRST_S = 20.0  # for which a store that never answered is waited for

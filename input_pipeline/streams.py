@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from files import json_objects
 from input_pipeline import cache
 from input_pipeline.shard_index import write_tokens
 from input_pipeline.tokenizers import Tokenizer
+from runtime.files import json_objects
 
 FORMAT = 2  # version of the file format; part of the folder's name
 ANNOUNCED_BYTES = 1 << 20  # of text, which may take seconds to tokenise; a single document of it shows no progress

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from files.cache import cache_dir
-from files.paths import user_path
 from input_pipeline import cache
 from input_pipeline.folder import VALIDATION_SHARE, signature, text_files
 from input_pipeline.streams import TextSource
+from runtime.files.cache import cache_dir
+from runtime.files.paths import user_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image

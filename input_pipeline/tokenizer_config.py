@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from files import json_objects
+from runtime.files import json_objects
 
 CONFIG_FILE = "tokenizer_config.json"
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from configs.schema import DataConfig
 from configs.schema.own import OWN
-from files.paths import user_path
-from files.regular import read_regular
 from input_pipeline import tokenizer_config
 from input_pipeline.tokenizer_config import CONFIG_FILE
+from runtime.files.paths import user_path
+from runtime.files.regular import read_regular
 
 UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
 MAX_IDS = 1 << 24  # of a vocabulary file (real ones: up to 262,000); memory grows with the highest id

@@ -16,13 +16,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from configs.losses import FILE, rows
-from files.pages import filled, update
 from lab.benchmarks import losses
 from lab.benchmarks import tables as measured
 from lab.paper import tables as papers
 from lab.plots import png
 from lab.records import Records, read_records
 from runtime.command_line import OneLineParser, complain
+from runtime.files.pages import filled, update
 
 COMMAND = "python -m lab.pages"
 DOCS = Path(__file__).resolve().parents[1] / "docs"

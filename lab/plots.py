@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from files.palette import FILL, GRID, INK, SERIES, SERIES_ON_DARK
 from lab.records import Range
+from runtime.files.palette import FILL, GRID, INK, SERIES, SERIES_ON_DARK
 
 DPI = 120
 MISSING = "not measured"

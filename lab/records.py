@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from files import atomic, json_lines
-from metrics.environment import environment
+from runtime.files import atomic, json_lines
+from training.metrics.environment import environment
 
 RESULTS = Path(__file__).resolve().parent / "benchmarks" / "results"
 MEASURED, DERIVED = RESULTS / "measured", RESULTS / "derived"

@@ -27,11 +27,11 @@ from safetensors import SafetensorError, safe_open
 
 from configs.hugging_face import Architecture, check_same
 from configs.schema import TransformerConfig
-from files import json_objects
-from files.paths import user_path
-from files.regular import open_regular
 from models.lora import ADAPTERS, IN_BLOCKS, decode, encode, in_blocks
 from models.model import Model, Params
+from runtime.files import json_objects
+from runtime.files.paths import user_path
+from runtime.files.regular import open_regular
 from sharding.spec import ParamSpec, path_name
 from sharding.state import by_name
 

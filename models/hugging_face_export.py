@@ -18,9 +18,9 @@ import numpy as np
 
 from configs.hugging_face import CONFIG_FILE, architecture_of, config_json
 from configs.schema import TransformerConfig
-from files import atomic
 from models.hugging_face import FLOATS, INDEX_FILE, SINGLE_FILE, Tensor, tensors
 from models.model import Model
+from runtime.files import atomic
 
 UNFINISHED = ".unfinished"  # suffix of files that are being written
 MAX_FILE_BYTES = 5_000_000_000  # what transformers writes, too

@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
-from files import atomic, json_objects
-from files.paths import user_path
 from models.hugging_face import FLOATS, Tensor, open_file, tensors
 from models.lora import ADAPTERS
 from models.model import Model, Params
+from runtime.files import atomic, json_objects
+from runtime.files.paths import user_path
 from sharding.spec import path_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

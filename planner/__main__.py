@@ -28,9 +28,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from configs import command_line
 from configs.losses import dense_optimizer
 from configs.schema import USERS, Config, TransformerConfig
-from files import atomic
-from files.paths import user_path
-from metrics.units import format_bytes, format_count
 from planner import clusters, probes
 from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
@@ -44,7 +41,10 @@ from planner.spot import other_strategies, planned_cost, read_trace, run_of, spo
 from planner.table import MOST_DEVICES
 from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
+from runtime.files import atomic
+from runtime.files.paths import user_path
 from training import batches
+from training.metrics.units import format_bytes, format_count
 
 SHOWN = 10  # of a search
 LOOKED_AT = 6  # programs of a search, unless --compile says otherwise

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from functools import partial
 from math import inf
 
-from metrics.throughput import peak_flops
 from planner.rates import MissingRateError, Rates, rows
+from training.metrics.throughput import peak_flops
 
 GBIT = 1e9 / 8  # bytes/s
 # overlap of training systems: the compiled program's schedule; gathers and scatters of the neighbouring layers during

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from configs import command_line
-from files.cache import cache_dir
 from runtime.exit_codes import ExitCode
+from runtime.files.cache import cache_dir
 from sharding.mesh import MeshShape
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 Everything follows from the bytes of the state, the seconds of the step, the config's intervals and planner/rates.csv.
 A checkpoint stops training for the copy to the hosts. It is written while training continues; only if that takes longer
-than the interval does the next one wait (state/checkpointer.py). Data is read ahead, and delays nothing unless reading
-takes longer than a step.
+than the interval does the next one wait (elastic/checkpointer.py). Data is read ahead, and delays nothing unless
+reading takes longer than a step.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ import numpy as np
 
 from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
 from input_pipeline import row_arrays
-from metrics.units import format_bytes, format_percent, format_seconds
 from planner.bounds import forward_share
 from planner.predict import Step
 from planner.spot import FROM_CHECKPOINT_S, LEFT_S, world_of
 from planner.table import table_rows
 from sharding.spec import nbytes
 from sharding.state import by_name
+from training.metrics.units import format_bytes, format_percent, format_seconds
 
 DAY_S = 86_400.0
 STORED = 4  # bytes of a token in storage, at most; of a pixel about one

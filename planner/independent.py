@@ -8,10 +8,10 @@ memory that is not pinned, and sent during the last backward pass. Their totals 
 from dataclasses import dataclass
 
 from configs.schema.combinations import complaint
-from metrics.units import format_bytes, format_seconds
+from elastic.replicas.payloads import PIECES, make_payload
 from planner.bounds import forward_share
 from planner.predict import Step
-from replicas.payloads import PIECES, make_payload
+from training.metrics.units import format_bytes, format_seconds
 from training.share_rounds import of_workers, state_payload
 
 PAGE = "docs/replicas.md"
@@ -50,7 +50,7 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
         kept = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas
         travel.append((kept, state_payload(config).bytes_per_value))
         values += kept
-    # one work unit is sent encoded, several as their sum in f32 (replicas/sums.py); totals come back encoded
+    # one work unit is sent encoded, several as their sum in f32 (elastic/replicas/sums.py); totals come back encoded
     out = lambda each: each if shares == 1 else min(shares * each, 4)
     there_and_back = sum(count * (out(each) + each) for count, each in travel)
     sent_bytes = (1 - 1 / layout.num_replicas) * there_and_back * per_node / group  # by a node

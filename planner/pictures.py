@@ -6,11 +6,11 @@ from math import nan
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from files.palette import FILL, GRID, INK, SERIES, SOFT
-from metrics.units import format_seconds
 from planner.predict import Prediction
 from planner.replay import NAMES, REPEATED, Interval, Timeline
 from planner.report import LEVELS, TRAFFIC, Plan
+from runtime.files.palette import FILL, GRID, INK, SERIES, SOFT
+from training.metrics.units import format_seconds
 
 LANES = {"compute": "compute", "intra": LEVELS["intra"], "inter": LEVELS["inter"]}
 KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}

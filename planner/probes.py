@@ -7,8 +7,8 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
-from files import json_objects
 from planner.clusters import Accelerator, Cluster
+from runtime.files import json_objects
 
 
 def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) -> tuple[Cluster, str]:

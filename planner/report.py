@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from configs.losses import rows_of, steps_to_loss
-from files.pages import columns
-from metrics.page import render
-from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 from planner.day import Loss, day_rows
 from planner.predict import TOKENS, Prediction, Traffic
 from planner.replay import NAMES
 from planner.search import Counts
+from runtime.files.pages import columns
+from training.metrics.page import render
+from training.metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
-# colours of traffic: indices of files.palette.SERIES
+# colours of traffic: indices of runtime.files.palette.SERIES
 TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
 TRAFFIC |= {"orthogonalise": 6, "experts": 7, "context": 7}  # a model with experts does not shard rows
 CHANGED = "with another result than the config's:"

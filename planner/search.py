@@ -20,7 +20,6 @@ from typing import Any
 
 from configs.losses import dense_optimizer, rows_of, steps_to_loss
 from configs.schema import Config
-from metrics.units import format_bytes, format_seconds
 from planner.bounds import SLACK, Bounds, bounds
 from planner.candidates import (
     INT8,
@@ -40,6 +39,7 @@ from training import idle
 from training.batches import batches_of
 from training.experiment import Experiment, make_experiment
 from training.memory import Memory, state_bytes
+from training.metrics.units import format_bytes, format_seconds
 
 AT_ONCE = 2  # programs in compilation, each in a separate process with one core and 1 GB
 Strategy = tuple[str, int]  # name, and devices of a partition group

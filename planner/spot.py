@@ -17,11 +17,11 @@ from pathlib import Path
 import jax
 
 from configs.schema import Config, ImageConfig
-from metrics.units import format_count, format_percent, format_seconds
 from planner.clusters import Cluster
 from planner.predict import Step
 from sharding.mesh import inter_part
 from sharding.replicas import replica_key
+from training.metrics.units import format_count, format_percent, format_seconds
 
 # Seconds without training after an event, on 4 emulated nodes with a model of 6.4 M parameters: medians of
 # elastic.jsonl (docs/elasticity_measured.md). Most are compilation and imports; a large model's state takes longer.

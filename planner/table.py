@@ -17,17 +17,17 @@ from absl import flags
 
 from configs import command_line
 from configs.schema import Config
-from files.pages import columns
-from files.paths import user_path
-from metrics.units import format_bytes, format_count
 from runtime.command_line import check_file, complain, prepare_output
 from runtime.exit_codes import ExitCode
+from runtime.files.pages import columns
+from runtime.files.paths import user_path
 from sharding import drawing
 from sharding.replicas import replica_key
 from sharding.spec import ParamSpec, Placement, is_placement
 from sharding.state import by_name, owner
 from training.experiment import Experiment, make_experiment
 from training.memory import REST, bytes_by_name, nbytes
+from training.metrics.units import format_bytes, format_count
 
 SPEC_WIDTH = 35
 MOST_DEVICES = 16_384  # jax makes each of them, on this machine

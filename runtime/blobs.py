@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from files import json_objects
 from runtime.addresses import listen, own_address
+from runtime.files import json_objects
 from runtime.handshake import Acceptor, connect
 
 WAIT_S = 0.25  # less than any silence that may be allowed

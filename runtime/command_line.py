@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from files.paths import user_path
 from runtime.exit_codes import ExitCode
+from runtime.files.paths import user_path
 
 FIRST, LAST = 600, 300  # characters of a long error that are shown
 # user name and password of a URL, also with a / in them; a URL whose host has neither @ nor : before its path has none

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from files import json_lines, locks, run_directory
+from runtime.files import json_lines, locks, run_directory
 
 _LOCK_S = 1.0  # a process that is stopped while it holds the lock must not block the others for longer
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import jax
 
-from files import locks, private
 from runtime.consensus import all_gather, broadcast, new_key
+from runtime.files import locks, private
 
 FILE_NAME = "token"
 STRANGERS = 64  # unauthenticated connections at a time, besides those of the run's processes

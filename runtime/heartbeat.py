@@ -30,9 +30,9 @@ from typing import Any
 
 import jax
 
-from files import json_objects
 from runtime.descriptors import shortage
 from runtime.exit_codes import ExitCode
+from runtime.files import json_objects
 from runtime.phases import Phase
 
 _BEAT_S = 1.0

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from files import json_lines, run_directory
-from files.paths import user_path
+from runtime.files import json_lines, run_directory
+from runtime.files.paths import user_path
 
 TAIL_BYTES = 1 << 16  # at the end of metrics.jsonl: many lines
 

@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from files import json_objects
 from runtime import handshake
 from runtime.addresses import bind, host_and_port, listen, to_listen_at
 from runtime.exit_codes import ResumableError
+from runtime.files import json_objects
 from runtime.heartbeat import Peer
-from runtime.launch import Place, start_jax
+from runtime.launchers import Place, start_jax
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # where process 0 listens
 PATIENCE_S = 300.0  # for all processes to join

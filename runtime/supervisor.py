@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from runtime import launch
+from runtime import launchers
 from runtime.command_line import one_line, printable
 from runtime.consensus import broadcast, new_key
 from runtime.descriptors import raise_limit
@@ -48,7 +48,7 @@ class Supervisor:
         self.held = ExitStack()
 
     def join(
-        self, address: launch.Address, *, workdir: Path, silence_s: float, stall_s: float, is_awaited: bool = False
+        self, address: launchers.Address, *, workdir: Path, silence_s: float, stall_s: float, is_awaited: bool = False
     ) -> None:
         """Joins the other processes, if any, and starts the heartbeats. ValueError says which flags are needed.
 
@@ -57,7 +57,7 @@ class Supervisor:
         self._workdir = workdir
         self._coordinator = address.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or ""
         own = f"{socket.gethostname()}:{os.getpid()}"  # if a launcher's variables name the coordinator
-        place = launch.find_place(address)
+        place = launchers.find_place(address)
         if place is None:
             self._attempt_id = self._coordinator or own
             self._heartbeat.start(0, [], silence_s, stall_s, is_awaited=is_awaited)

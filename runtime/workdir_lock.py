@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from files import locks
 from runtime.command_line import make_folder
 from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
+from runtime.files import locks
 
-_WAIT_S = 90.0  # for the previous attempt: `engines/ray_standby.py` kills an orphaned one after 60 s
+_WAIT_S = 90.0  # for the previous attempt: `launch/ray_standby.py` kills an orphaned one after 60 s
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from files.palette import FILL, INK, LINE, SERIES, SOFT
+from runtime.files.palette import FILL, INK, LINE, SERIES, SOFT
 from sharding.scopes import Layout
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
     share(params, batch) -> means                      # hands out gradients while its last backward pass goes on
     update(state, grads_R, means) -> (state, metrics)
 
-What lies between them, the sum over all shares, is not compiled: it travels between the worlds (replicas/).
+What lies between them, the sum over all shares, is not compiled: it travels between the worlds (elastic/replicas/).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def muon_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands of Muon's products are float32, as those of the oracles are."""
-    monkeypatch.setattr("optimizers.PRODUCTS", jax.numpy.float32)
+    monkeypatch.setattr("training.optimizers.PRODUCTS", jax.numpy.float32)
 
 
 @pytest.fixture

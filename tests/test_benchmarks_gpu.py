@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from files import json_lines
 from lab.benchmarks import gpu
 from lab.benchmarks.gpu import Device, interval, mfu, table
+from runtime.files import json_lines
 
 OF_BOTH = ["--cpu", "--sizes=tiny", "--repetitions=2", "--steps=4"]
 

@@ -17,6 +17,7 @@ from support.emulating import EMULATED
 from support.running import ROOT, XLA_FLAGS
 
 from configs.schema import CheckpointConfig
+from elastic.checkpointer import Checkpointer
 from lab.benchmarks import elastic as benchmark
 from lab.chaos import __main__ as chaos
 from lab.chaos import run as chaos_run
@@ -25,7 +26,6 @@ from lab.chaos.faults import KINDS, Fault, _open_slots, make_plan
 from lab.chaos.run import NOTICED, ElasticRun
 from lab.chaos.same import Largest, compare_losses, compare_parameters
 from runtime.events import Event, EventLog
-from state.checkpointer import Checkpointer
 
 TIMEOUT_S = 1800
 ENDS = {"node1": "by SIGKILL", "node2": "with 75", "node3": "with 75"}

@@ -14,7 +14,7 @@ import jax
 
 from configs import base, elastic
 from configs.base import typed
-from state import tree
+from elastic import tree
 from training.experiment import make_experiment
 
 FILE = Path(__file__).parent / "data" / "checkpoint_arrays.json"

@@ -19,8 +19,8 @@ import sweep
 from configs import command_line
 from lab.benchmarks import accuracy
 from lab.chaos import __main__ as chaos
-from lab.emulate import __main__ as emulate
 from lab.probe import __main__ as probe
+from launch.emulate import __main__ as emulate
 from planner import table
 from runtime.command_line import check_file, make_folder
 
@@ -61,14 +61,14 @@ def test_a_closed_pipe_ends_nothing(lines: int, unbuffered: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["sweep.py --help", "-m lab.emulate --help"])
+@pytest.mark.parametrize("command", ["sweep.py --help", "-m launch.emulate --help"])
 def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
     assert into_closed_pipe(*command.split()) == (0, "")
 
 
 # What only programs of ours start, and what writes a page of docs/.
-NOT_FOR_USERS = """lab/emulate/node_init.py lab/emulate/ray_nodes.py engines/ray_standby.py sweeps/ray_child.py
-    training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py
+NOT_FOR_USERS = """launch/emulate/node_init.py launch/emulate/ray_nodes.py launch/ray_standby.py
+    launch/sweeps/ray_child.py training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py
     configs/show.py input_pipeline/rendering.py"""
 
 
@@ -108,7 +108,7 @@ def test_help_says_what_options_mean_and_their_defaults(capsys: pytest.CaptureFi
                 ["lab.chaos"],
                 ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"],
             ),
-            (emulate, ["lab.emulate"], ["how many there are at the start"]),
+            (emulate, ["launch.emulate"], ["how many there are at the start"]),
             (accuracy, [], ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
         ],
         check,
@@ -119,7 +119,7 @@ def refuse_to_write(path: Path, *_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
 
-EMULATE = "lab.emulate --nodes=2 --devices_per_node=1"
+EMULATE = "launch.emulate --nodes=2 --devices_per_node=1"
 WRITERS: list[tuple[Callable[[list[str]], int], str, str]] = [
     (lambda argv: sweep.main(argv), SWEEP, "--workdir"),
     (lambda argv: emulate.main([*argv, "--", "true"]), EMULATE, "--workdir"),

@@ -252,7 +252,7 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page, by what stands for the
     "docs/compression.md": {".inner_steps=25": ".inner_steps=20"},
     "docs/data.md": {"s3://BUCKET/FOLDER": "bucket/raw"},
     "docs/emulation.md": {
-        "lab.emulate --nodes": "lab.emulate --name=documented --nodes",
+        "launch.emulate --nodes": "launch.emulate --name=documented --nodes",
         " ctl [--name=NAME]": " ctl",
         " ctl ": " ctl --name=documented ",
         "-- PROGRAM": "-- true",
@@ -405,7 +405,7 @@ def run_page(page: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if any(not block.reason for block in blocks(page))])
 def test_the_blocks_of_a_page_run(page: str, copy: Path) -> None:
-    if NEEDED and "-m lab.emulate" in (ROOT / page).read_text():
+    if NEEDED and "-m launch.emulate" in (ROOT / page).read_text():
         pytest.skip(NEEDED)
     run_page(page, copy)
 

@@ -1,4 +1,4 @@
-"""`python -m lab.emulate`: what the program finds, how a job ends, `ctl`, and what is left of a killed one."""
+"""`python -m launch.emulate`: what the program finds, how a job ends, `ctl`, and what is left of a killed one."""
 
 import contextlib
 import os
@@ -27,9 +27,9 @@ from support.emulating import (
 )
 from support.waiting import until
 
-from lab.emulate import control, namespaces
-from lab.emulate.__main__ import main
-from lab.emulate.links import Links
+from launch.emulate import control, namespaces
+from launch.emulate.__main__ import main
+from launch.emulate.links import Links
 from runtime.progress import Progress, read_progress
 
 ENVIRONMENT = """
@@ -356,7 +356,7 @@ PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
 def as_nobody(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
     """Runs an emulation as a user without rights, in a folder with a copy of what it imports."""
     user = ["setpriv", "--reuid=65534", "--clear-groups", "env", "-u", "XDG_RUNTIME_DIR", "PYTHONDONTWRITEBYTECODE=1"]
-    emulator = [PYTHON, "-m", "lab.emulate", "--nodes=2", "--devices_per_node=2"]
+    emulator = [PYTHON, "-m", "launch.emulate", "--nodes=2", "--devices_per_node=2"]
     program = ["--workdir=run", "--", "sh", "-c", "hostname; ls /sys/class/net; exit 5"]
     command = [*user, *before, *emulator, *program]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)

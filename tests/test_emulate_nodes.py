@@ -9,9 +9,9 @@ import pytest
 from support.emulating import EMULATED, output_of, python, running_with, transfer
 from support.waiting import until
 
-from lab.emulate import namespaces
-from lab.emulate.links import Links
-from lab.emulate.nodes import Cluster
+from launch.emulate import namespaces
+from launch.emulate.links import Links
+from launch.emulate.nodes import Cluster
 
 pytestmark = [pytest.mark.slow, EMULATED]
 MB = 10**6

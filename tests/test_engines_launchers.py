@@ -16,7 +16,7 @@ from support.slurm_cluster import SBATCH, edited
 
 from planner import clusters
 
-JOBSET = ROOT / "engines" / "kubernetes" / "jobset.yaml"
+JOBSET = ROOT / "launch" / "kubernetes" / "jobset.yaml"
 REPLICAS = JOBSET.with_name("replicas.yaml")
 HOSTS = ("one", "two", "three")
 
@@ -211,7 +211,7 @@ def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
 
 def test_each_replica_has_a_number_and_a_jobset() -> None:
     """What `sed` makes of the manifest for two groups differs in the JobSet's name and in `--group`, and no more."""
-    (loop,) = re.findall(r"sed \"s/(\w+)/\$group/\" engines/kubernetes/replicas.yaml", REPLICAS.read_text())
+    (loop,) = re.findall(r"sed \"s/(\w+)/\$group/\" launch/kubernetes/replicas.yaml", REPLICAS.read_text())
     made = [re.sub(loop, group, yaml.safe_dump(yaml.safe_load(REPLICAS.read_text()))).splitlines() for group in "03"]
     differ = [(one.strip(" -"), two.strip(" -")) for one, two in zip(*made, strict=True) if one != two]
     assert sorted(differ) == [("group=0", "group=3"), ("name: mics-0", "name: mics-3")]

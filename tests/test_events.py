@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from support.running import ROOT, arguments, run_here
 
-from files import locks, run_directory
 from runtime.events import Event, EventLog, EventReader
 from runtime.exit_codes import ExitCode
+from runtime.files import locks, run_directory
 from runtime.heartbeat import Heartbeat, Verdict
 from runtime.preemption import PreemptionHandler
 from runtime.supervisor import Supervisor

@@ -19,10 +19,10 @@ from compression.local_sgd import LocalSGD
 from compression.methods import method_named
 from compression.power_sgd import power_sgd
 from configs.schema import LocalSGDConfig
-from optimizers import guarded
 from sharding.plan import ShardingPlan
 from sharding.step import TrainState
 from training.optimizer_chain import watch
+from training.optimizers import guarded
 
 CODEC = OneBit(block=32)
 

@@ -15,8 +15,8 @@ import models
 from configs import base
 from configs.schema import MoeConfig, OptimizerConfig
 from models.experts import route
-from optimizers import make_optimizer
 from sharding.spec import ParamSpec
+from training.optimizers import make_optimizer
 
 SMALL: dict[str, Any] = dict(
     vocab_size=40, vocab_multiple=16, max_len=8, num_layers=2, hidden=16, intermediate=32, num_heads=4, num_kv_heads=2

@@ -24,12 +24,12 @@ import models
 from configs.register import register
 from configs.schema import CompressionConfig, Config, OptimizerConfig, ShardingConfig
 from configs.schema.own import OWN
-from lab.emulate import __main__ as emulate
+from launch.emulate import __main__ as emulate
+from launch.sweeps.plan import plan
 from planner import __main__ as planner
 from planner import compile as compiling
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
-from sweeps.plan import plan
 from training import convert, evaluate, generate, trained
 from training.experiment import make_experiment
 from training.hooks import Hook

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from files import atomic, json_lines, locks
+from runtime.files import atomic, json_lines, locks
 
 # --------------------------------------------------------------------------------------------------- atomic
 

@@ -18,7 +18,7 @@ from support.ports import free_port
 from runtime import handshake, rendezvous
 from runtime.addresses import host_and_port, listen, to_listen_at
 from runtime.handshake import STRANGERS, Acceptor, admit, introduce, make_token, shared_token
-from runtime.launch import Place
+from runtime.launchers import Place
 from runtime.rendezvous import meet
 
 HOST = socket.gethostname()

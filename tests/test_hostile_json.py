@@ -25,18 +25,18 @@ from support.tokenizer_files import tokenizer_json
 import models
 from configs import hugging_face
 from configs.schema import MODELS, DataConfig, flat, with_defaults
-from files import json_lines, json_objects, run_directory
+from elastic import __main__ as state_command
+from elastic import attempts, manifest
 from input_pipeline.shard_index import Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards
 from input_pipeline.store import StoreError, open_store
 from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace
-from metrics.run_files import read_run
 from models.hugging_face import INDEX_FILE, SINGLE_FILE, Weights, open_file
 from runtime.command_line import complain
+from runtime.files import json_lines, json_objects, run_directory
 from runtime.supervisor import supervise
 from sharding.state import by_name
-from state import __main__ as state_command
-from state import attempts, manifest
+from training.metrics.run_files import read_run
 from training.registered import register_names
 
 BOUNDED = dict(deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])

@@ -27,8 +27,8 @@ from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
 from models.block import exact_gelu
 from models.hugging_face import Weights
 from models.hugging_face_export import write
-from optimizers import is_matrix
 from sharding.state import by_name
+from training.optimizers import is_matrix
 
 
 def test_logits_equal_transformers() -> None:

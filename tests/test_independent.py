@@ -24,16 +24,16 @@ from support.suite import sampled
 from configs import digits, gpu_decoder
 from configs.base import typed
 from configs.schema import CompressionConfig
-from files.run_directory import CHECKPOINTS, REPLICAS
-from replicas.group import BehindError, Replicas
-from replicas.members import Member
-from replicas.payloads import Float32
-from replicas.transport import Sockets
+from elastic.manifest import UNFINISHED
+from elastic.replicas.group import BehindError, Replicas
+from elastic.replicas.members import Member
+from elastic.replicas.payloads import Float32
+from elastic.replicas.transport import Sockets
 from runtime.events import Event
+from runtime.files.run_directory import CHECKPOINTS, REPLICAS
 from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
 from sharding.step import TrainState
-from state.manifest import UNFINISHED
 from training import groups
 from training.experiment import make_experiment
 from training.independent import STOP_S, Independent, StoppedError, fingerprint
@@ -329,7 +329,7 @@ def test_a_number_is_waited_for_as_long_as_an_orphan_lives(
         looks.append(clock.now_s)
         return Member(number=3, host="orphan", port=7) if len(looks) <= ends_after else None
 
-    monkeypatch.setattr("replicas.membership.find_running", find_running)
+    monkeypatch.setattr("elastic.replicas.membership.find_running", find_running)
     if code:
         with pytest.raises(ValueError, match="replica 3 runs at orphan:7 already"):
             groups.check_number_is_free(tmp_path, 3)

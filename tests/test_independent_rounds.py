@@ -17,10 +17,10 @@ from configs.base import typed
 from configs.schema.own import OWN
 from input_pipeline import load
 from input_pipeline.batches import batch_at
-from optimizers import make_optimizer
 from sharding.step import TrainState
 from training.experiment import make_experiment
 from training.independent import Independent
+from training.optimizers import make_optimizer
 from training.share_rounds import Rounds, state_payload
 
 pytestmark = pytest.mark.jax

@@ -142,7 +142,7 @@ def test_full_disk_raises_and_leaves_no_files(tmp_path: Path, monkeypatch: Any, 
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("files.atomic.sync", full)
+    monkeypatch.setattr("runtime.files.atomic.sync", full)
     message = raised(lambda: load_folder(tmp_path / "text"), OSError)
     assert message.startswith("the data cache ") and "cannot be used (No space left on device)" in message
     assert [path.suffix for path in (cache_folder / "streams").iterdir()] == [".lock"]

@@ -19,7 +19,7 @@ from support.running import arguments, finish, free_port, start, start_together
 from runtime import handshake, heartbeat, rendezvous, supervisor
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
-from runtime.launch import Address, Place
+from runtime.launchers import Address, Place
 from runtime.rendezvous import Meeting, meet
 
 TIMEOUT_S = 60.0

@@ -4,7 +4,7 @@ import json
 
 from support.tables import check_rows, raised
 
-from files import json_objects
+from runtime.files import json_objects
 
 ACCEPTED = (
     '\ufeff{"a": 1}',

@@ -23,7 +23,6 @@ from compression.local_sgd import LocalSGD, drift
 from compression.methods import method_named
 from configs import base
 from configs.schema import LocalSGDConfig, OptimizerConfig, ShardingConfig
-from optimizers import guarded, make_optimizer
 from sharding import hlo
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan, gradient_specs
@@ -35,6 +34,7 @@ from sharding.step import Chain
 from sharding.step import first_state as begin
 from training.experiment import make_experiment
 from training.optimizer_chain import of_all_replicas, watch
+from training.optimizers import guarded, make_optimizer
 
 STEPS = 20
 OUTER = {

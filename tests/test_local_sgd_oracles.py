@@ -35,9 +35,9 @@ from compression.local_sgd import LocalSGD
 from compression.sparse_loco import sparse
 from configs import base
 from configs.schema import LocalSGDConfig, OptimizerConfig
-from optimizers import guarded, make_optimizer
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
+from training.optimizers import guarded, make_optimizer
 
 INNER_STEPS = 4
 METHODS = {  # learning rate and momentum of the outer step

@@ -17,13 +17,13 @@ from support.running import arguments, arrays, check_same_end, rows, run_here, s
 import models
 from compression.exchange import exchange
 from compression.methods import method_named
-from optimizers import guarded
 from sharding.hlo import read_collectives
 from sharding.step import Chain
 from training import loss_scale
 from training.experiment import make_experiment
 from training.loss_scale import first_scale, with_loss_scale
 from training.optimizer_chain import watch
+from training.optimizers import guarded
 
 ROUNDOFF = 2.0**-11  # of float16, relative
 

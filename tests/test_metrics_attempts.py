@@ -9,10 +9,10 @@ import pytest
 from support.metrics_runs import make_run
 from support.tables import check_rows
 
-from metrics.attempts import attempts_of, goodput, pauses, span_s
-from metrics.report import write_report
-from metrics.run_files import read_run
 from runtime.events import Event
+from training.metrics.attempts import attempts_of, goodput, pauses, span_s
+from training.metrics.report import write_report
+from training.metrics.run_files import read_run
 
 MINUTE = 60.0
 

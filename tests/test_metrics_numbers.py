@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support.tables import check_rows
 
-from metrics.environment import environment
-from metrics.throughput import StepTimer, peak_flops
-from metrics.units import format_bytes, format_count, format_seconds
-from metrics.wire import WireCounter
+from training.metrics.environment import environment
+from training.metrics.throughput import StepTimer, peak_flops
+from training.metrics.units import format_bytes, format_count, format_seconds
+from training.metrics.wire import WireCounter
 
 
 def test_step_timer_against_numpy() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from metrics import progress as progress_module
-from metrics.progress import Progress, print_summary
-from metrics.run_files import read_run
+from training.metrics import progress as progress_module
+from training.metrics.progress import Progress, print_summary
+from training.metrics.run_files import read_run
 
 SCALARS = {
     "loss": 2.34567,

@@ -11,9 +11,9 @@ from support.metrics_runs import make_run
 from support.parsed_page import EVIL, PIXEL, Page
 from support.tables import check_rows
 
-from metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
-from metrics.report import charts_of, main, write_report
-from metrics.run_files import read_run
+from training.metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
+from training.metrics.report import charts_of, main, write_report
+from training.metrics.run_files import read_run
 
 UNKNOWN = "\N{EN DASH}"
 

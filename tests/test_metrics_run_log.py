@@ -8,12 +8,12 @@ from typing import Self
 import pytest
 from support.tables import check_rows
 
-from metrics import run_log
-from metrics.run_files import read_run, results_of
-from metrics.run_log import RunLog
-from metrics.throughput import StepTimer
-from metrics.wire import WireCounter
 from runtime.exit_codes import ResumableError
+from training.metrics import run_log
+from training.metrics.run_files import read_run, results_of
+from training.metrics.run_log import RunLog
+from training.metrics.throughput import StepTimer
+from training.metrics.wire import WireCounter
 
 
 def make_log(

@@ -16,7 +16,7 @@ import pytest
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
-from metrics.writer import MetricsWriter
+from training.metrics.writer import MetricsWriter
 
 
 def strict_lines(path: Path) -> list[dict]:
@@ -116,7 +116,7 @@ def test_tensorboard_has_keys_values_and_steps(tmp_path: Path) -> None:
 def test_a_step_imports_nothing(tmp_path: Path) -> None:
     """Others wait for the first step of a replica that joins, and where torch is installed TensorBoard imports it."""
     program = (
-        "import sys; from metrics.writer import MetricsWriter; "
+        "import sys; from training.metrics.writer import MetricsWriter; "
         f"writer = MetricsWriter({str(tmp_path)!r}); before = {{*sys.modules}}; "
         "writer.write(1, {'loss': 1.0}); print({*sys.modules} - before)"
     )

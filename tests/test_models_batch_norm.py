@@ -19,12 +19,12 @@ from configs import digits
 from configs.base import typed
 from configs.schema import Config
 from models.norms import Norms, ghost_batches, running_averages
-from optimizers import make_optimizer
 from sharding.averages import AVERAGES, part_averages
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.spec import ParamSpec, place_all
 from training.optimizer_chain import make_chain, watch
+from training.optimizers import make_optimizer
 
 EPS, RATE = 1e-5, 0.1
 WEIGHTS = np.array([1, 2, 0, 0.5, 0, 0, 0, 3, 1, 0, 0, 0], np.float32)  # in ghost batches of 4: two rows; two; one

@@ -15,8 +15,8 @@ from support.tables import every_row
 
 from configs.schema import OptimizerConfig
 from configs.schema.sections import OPTIMIZERS as NAMES
-from optimizers import PRODUCTS, make_schedule, newton_schulz
 from sharding.spec import ParamSpec
+from training.optimizers import PRODUCTS, make_schedule, newton_schulz
 
 pytestmark = pytest.mark.usefixtures("muon_in_float32")
 
@@ -89,7 +89,7 @@ def test_operands_of_muons_products_are_bfloat16_and_products_float32(
     kind = (len(shape) - 3, len(shape) - 2)  # the last dims are a matrix, those before them a batch
     in_float32 = np.asarray(jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8))(stack))
     with monkeypatch.context() as as_in_runs:
-        as_in_runs.setattr("optimizers.PRODUCTS", PRODUCTS)
+        as_in_runs.setattr("training.optimizers.PRODUCTS", PRODUCTS)
         lowered = jax.jit(lambda x: newton_schulz(kind, x, eps=1e-8)).lower(stack)
     products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
     assert len(products) == 3

@@ -17,7 +17,6 @@ from compression.exchange import exchange
 from configs import base
 from configs.schema import ShardingConfig
 from configs.schema.sections import OPTIMIZERS as NAMES
-from optimizers import make_optimizer
 from sharding import hlo
 from sharding.mesh import find_nodes, make_mesh
 from sharding.plan import ShardingPlan, gradient_specs
@@ -27,6 +26,7 @@ from sharding.spec import is_placement, place_all
 from sharding.state import owner, state_shardings
 from sharding.step import Chain, TrainState, first_state
 from training.experiment import make_experiment
+from training.optimizers import make_optimizer
 
 pytestmark = pytest.mark.usefixtures("muon_in_float32")
 

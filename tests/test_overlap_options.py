@@ -16,9 +16,9 @@ import pytest
 from support.running import arguments, run_here
 from support.tables import every_row
 
-from optimizers import guarded
 from planner.compile import WHEELS, compile_step
 from training.experiment import make_experiment
+from training.optimizers import guarded
 from training.overlap import (
     ESTIMATE,
     EXACT,

@@ -51,8 +51,8 @@ def test_the_tour_has_every_package_and_nothing_else() -> None:
 
 # Keys that only programs of another kind than the step write, such as summary.json's, are not in the table.
 WRITERS = {
-    "metrics/throughput.py": {"step_time_s", "mfu"},
-    "metrics/run_log.py": {"data_wait_s", "wire_tx_bytes", "wire_rx_bytes"},
+    "training/metrics/throughput.py": {"step_time_s", "mfu"},
+    "training/metrics/run_log.py": {"data_wait_s", "wire_tx_bytes", "wire_rx_bytes"},
     "compression/statistics.py": {
         "hop_two_payload_bytes",
         "hop_two_ratio",

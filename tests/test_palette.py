@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from files.palette import DARK, INK, SERIES, SERIES_ON_DARK, SOFT
+from runtime.files.palette import DARK, INK, SERIES, SERIES_ON_DARK, SOFT
 
 ROOT = Path(__file__).parents[1]
 WHITE = "#ffffff"
@@ -55,7 +55,7 @@ def test_every_colour_is_read_on_its_ground() -> None:
     assert len(SERIES) == len(SERIES_ON_DARK) == 8
     assert all(contrast(c, WHITE) > 3 and contrast(d, DARK) > 3 for c, d in zip(SERIES, SERIES_ON_DARK, strict=True))
     assert contrast(INK, WHITE) > 7 and contrast(SOFT, WHITE) > 4.5
-    assert f"--card: {DARK}" in (ROOT / "metrics" / "page.css").read_text()
+    assert f"--card: {DARK}" in (ROOT / "training" / "metrics" / "page.css").read_text()
 
 
 def test_nothing_that_draws_has_colours_of_its_own() -> None:

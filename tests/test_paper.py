@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from configs import mics_paper
-from files.pages import TABLE
 from lab import pages
 from lab.paper import mics, published, replays, scores, tables, traffic
 from lab.paper.scores import Cell, Comparison
 from lab.records import Records, read_records, same_until
+from runtime.files.pages import TABLE
 
 pytestmark = pytest.mark.document
 

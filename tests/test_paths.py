@@ -15,20 +15,20 @@ from support.running import ROOT, arguments, rows, run_here
 import models
 from configs import command_line
 from configs.schema import DataConfig
-from files.paths import user_path
+from elastic import __main__ as state
+from elastic.memory_files import MemoryFolder, remove_run
 from input_pipeline import load, prepare
 from input_pipeline.tokenizers import make_tokenizer
-from lab.emulate.__main__ import named_paths
-from metrics import report
+from launch.emulate.__main__ import named_paths
+from launch.sweeps.plan import load_file
 from models.hugging_face import Weights
 from planner import __main__ as planner
 from planner import table
 from runtime.command_line import named_path
+from runtime.files.paths import user_path
 from runtime.progress import workdir_of
-from state import __main__ as state
-from state.memory_files import MemoryFolder, remove_run
-from sweeps.plan import load_file
 from training import convert, evaluate, generate, trained
+from training.metrics import report
 
 NAME = "größe 模型"  # of the folder with everything
 FORMS = {"relative": "link", "home": "~/" + NAME}  # all other tests give absolute paths

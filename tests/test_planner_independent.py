@@ -9,14 +9,14 @@ import pytest
 from support.planning import experiment, machine, small
 from support.running import IGNORED
 
+from elastic.replicas.payloads import make_payload
+from elastic.replicas.sums import StepSums
 from planner import clusters
 from planner.bounds import forward_share
 from planner.candidates import of_config, of_strategies
 from planner.independent import PAGE, independent, independent_text
 from planner.predict import Step
 from planner.replay import Timeline, Use
-from replicas.payloads import make_payload
-from replicas.sums import StepSums
 from training.experiment import make_experiment
 
 pytestmark = IGNORED
@@ -63,7 +63,7 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
 
 
 def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, subtests: pytest.Subtests) -> None:
-    """4 shares of a replica in int8 are a sum in f32 and a total in int8 (replicas/sums.py)."""
+    """4 shares of a replica in int8 are a sum in f32 and a total in int8 (elastic/replicas/sums.py)."""
     for shares in [1, 2, 4]:
         for name in ["none", "bf16", "int8", "int4"]:
             with subtests.test(shares=shares, name=name):

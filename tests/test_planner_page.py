@@ -9,9 +9,9 @@ from support.planning import FILE, WORDS, own_cache, recorded_plan  # noqa: F401
 from support.running import IGNORED
 
 from lab.benchmarks.planner_records import RECORDS
-from metrics.units import format_bytes
 from planner import __main__ as planner
 from planner.report import Plan, candidate_rows, changed_rows, from_json, plan_page, scaling_rows, time_rows
+from training.metrics.units import format_bytes
 
 pytestmark = IGNORED
 

@@ -15,8 +15,8 @@ from support.planning import tiny_config
 
 from configs.base import typed
 from configs.schema import ShardingConfig
-from files import palette
 from planner import table
+from runtime.files import palette
 from sharding import drawing
 from sharding.scopes import make_layout
 from sharding.spec import path_name

@@ -404,7 +404,7 @@ def test_probe_of_two_processes(tmp_path: Path) -> None:
 @EMULATED
 def test_probe_finds_the_rate_of_an_emulated_link(tmp_path: Path) -> None:
     """And counts on the wire what the formula says, within 2 %."""
-    emulate = [sys.executable, "-m", "lab.emulate", "--nodes=2", "--devices_per_node=2", "--rate=100mbit"]
+    emulate = [sys.executable, "-m", "launch.emulate", "--nodes=2", "--devices_per_node=2", "--rate=100mbit"]
     program = [sys.executable, "-m", "lab.probe", "--sizes=64k,8m", f"--out={tmp_path}"]
     command = [*emulate, f"--workdir={tmp_path}/emulated", "--", *program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.ray_agent import STANDBY, Agent, News
+from launch.ray_agent import STANDBY, Agent, News
 
 pytestmark = pytest.mark.slow  # each starts processes
 WAIT_S = 180

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engines import ray_members
-from engines.ray_agent import STARTING_S, News
+from launch import ray_members
+from launch.ray_agent import STARTING_S, News
 from runtime.events import EventLog, EventReader
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.ray import main
-from engines.ray_plan import Failures, Limits, choose, how, judge
+from launch.ray import main
+from launch.ray_plan import Failures, Limits, choose, how, judge
 from runtime.events import Event, EventLog
 from runtime.progress import read_progress
 
@@ -72,7 +72,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], subtests: pyt
 def test_ray_is_needed_to_run_and_not_to_import(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = "import sys, engines.ray; sys.exit('ray' in sys.modules)"
+    program = "import sys, launch.ray; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["ray", "--min_nodes=1", "--max_nodes=2", *PROGRAM]) == 2

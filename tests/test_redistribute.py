@@ -16,7 +16,6 @@ from optax import contrib
 
 from compression.exchange import exchange
 from configs.schema import OptimizerConfig, ShardingConfig
-from optimizers import make_optimizer, make_schedule, per_layer
 from planner.kernels import products
 from sharding.hlo import Collective, read_collectives
 from sharding.hlo_program import parse_program
@@ -27,6 +26,7 @@ from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
 from sharding.step import Chain, first_state
+from training.optimizers import make_optimizer, make_schedule, per_layer
 
 pytestmark = pytest.mark.usefixtures("muon_in_float32")
 

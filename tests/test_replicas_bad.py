@@ -13,8 +13,8 @@ import pytest
 from support.replica_loop import NUM_SHARES, PATIENCE_S, TOKEN, Loop, started, trained
 from xxhash import xxh3_64_intdigest
 
-from replicas import group
-from replicas.members import Member, write_address
+from elastic.replicas import group
+from elastic.replicas.members import Member, write_address
 from runtime.addresses import listen
 from runtime.blobs import Connection, PeerError
 from runtime.exit_codes import ResumableError

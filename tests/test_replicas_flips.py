@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicas.group import BehindError, Replicas
-from replicas.payloads import Float32
-from replicas.transport import Sockets
+from elastic.replicas.group import BehindError, Replicas
+from elastic.replicas.payloads import Float32
+from elastic.replicas.transport import Sockets
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
 

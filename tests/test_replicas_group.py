@@ -10,8 +10,8 @@ import pytest
 from support.replica_loop import NUM_SHARES, PATIENCE_S, STATE_BYTES, STEPS, TOKEN, Gone, Loop, started, trained
 from support.waiting import until
 
-from replicas import group, membership
-from replicas.members import FILE_NAME, NEVER
+from elastic.replicas import group, membership
+from elastic.replicas.members import FILE_NAME, NEVER
 from runtime.blobs import Connection, PeerError
 
 pytestmark = pytest.mark.slow  # threads that wait for each other

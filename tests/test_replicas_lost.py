@@ -12,12 +12,12 @@ import pytest
 from support.replica_loop import NUM_SHARES, PATIENCE_S, started
 from support.waiting import until
 
-from replicas import group, membership
-from replicas.group import Replicas
-from replicas.members import NEVER
-from replicas.payloads import Float32
-from replicas.sums import StepSums
-from replicas.transport import Sockets
+from elastic.replicas import group, membership
+from elastic.replicas.group import Replicas
+from elastic.replicas.members import NEVER
+from elastic.replicas.payloads import Float32
+from elastic.replicas.sums import StepSums
+from elastic.replicas.transport import Sockets
 from runtime import blobs
 from runtime.blobs import Connection, PeerError
 
@@ -176,7 +176,7 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
     skips.members.tell(first=NEVER, begun=False)
     thread.join(60)
     assert len(found[0]) == 1
-    monkeypatch.setattr("replicas.group.fetch_copies", lambda *_: {0: memoryview(b"")})
+    monkeypatch.setattr("elastic.replicas.group.fetch_copies", lambda *_: {0: memoryview(b"")})
     fetched = skips.fetch_state([0])
     assert fetched is not None and skips.members._looked is not None
     assert skips.members._looked[1] == fetched[0], "the steps that it skipped would count as its own"

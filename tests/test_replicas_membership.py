@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.in_process import HOST, InProcess, Network, OneAtATime
 
-from replicas import membership
-from replicas.members import FILE_NAME, NEVER, STALE_S, Member, read_address, read_addresses, write_address
-from replicas.membership import NOBODY, RARELY, Membership, check_number_is_free
+from elastic.replicas import membership
+from elastic.replicas.members import FILE_NAME, NEVER, STALE_S, Member, read_address, read_addresses, write_address
+from elastic.replicas.membership import NOBODY, RARELY, Membership, check_number_is_free
 from runtime.blobs import PeerError, Stall, StalledError
 from runtime.events import Event
 from runtime.exit_codes import ResumableError

@@ -7,7 +7,7 @@ import pytest
 
 from compression import codecs
 from configs.schema.sections import CODECS
-from replicas.payloads import PAYLOADS, BFloat16, Blockwise, Payload, make_payload
+from elastic.replicas.payloads import PAYLOADS, BFloat16, Blockwise, Payload, make_payload
 
 BLOCK = 16
 LARGEST = float(np.finfo(np.float32).max)

@@ -12,8 +12,8 @@ from support.replica_loop import NUM_SHARES, PATIENCE_S, STEPS, Loop, trained
 from support.shard_nodes import Meeting, in_threads
 from support.waiting import until
 
-from replicas import membership
-from replicas.members import NEVER
+from elastic.replicas import membership
+from elastic.replicas.members import NEVER
 from runtime.blobs import PeerError
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
@@ -102,7 +102,7 @@ def test_a_state_is_taken_when_all_processes_have_it(
             raise PeerError("it was lost")
         return {0: memoryview(b"")}
 
-    monkeypatch.setattr("replicas.group.fetch_copies", fetch)
+    monkeypatch.setattr("elastic.replicas.group.fetch_copies", fetch)
     assert in_threads([lambda loop=loop: loop.replicas.fetch_state([0]) for loop in joins]) == [(4, [b""])] * 2
     assert tries == {0: 2, 1: 2}
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from replicas.payloads import Payload
-from replicas.plan import StepPlan
-from replicas.sums import WAITING, StepSums
-from replicas.tree import Node, halves
+from elastic.replicas.payloads import Payload
+from elastic.replicas.plan import StepPlan
+from elastic.replicas.sums import WAITING, StepSums
+from elastic.replicas.tree import Node, halves
 
 
 class Symbol(str):

@@ -11,11 +11,11 @@ import pytest
 from support.in_process import HOST, InProcess, Network, OneAtATime, Service
 from support.replica_loop import NUM_SHARES, SIZES, gradients, payloads_of, totals
 
-from replicas import group, membership
-from replicas.group import BehindError, Replicas
-from replicas.members import NEVER, Member, read_address, write_address
-from replicas.state_copies import LEAVES, StateCopies
-from replicas.sums import StepSums
+from elastic.replicas import group, membership
+from elastic.replicas.group import BehindError, Replicas
+from elastic.replicas.members import NEVER, Member, read_address, write_address
+from elastic.replicas.state_copies import LEAVES, StateCopies
+from elastic.replicas.sums import StepSums
 from runtime.blobs import Answer, PeerError, RefusedError
 from runtime.exit_codes import ResumableError
 
@@ -236,7 +236,7 @@ def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytes
             raise PeerError("that step has passed")
         return {0: memoryview(b"")}
 
-    monkeypatch.setattr("replicas.group.fetch_copies", fetch)
+    monkeypatch.setattr("elastic.replicas.group.fetch_copies", fetch)
     with pytest.raises(ResumableError, match="do not send the state"):
         joins.fetch_state([0])
     assert asked == [(11 + 2 * i, [0]) for i in range(5)]
@@ -298,7 +298,7 @@ def test_none_waits_for_the_hash_of_a_state_that_is_on_its_way(make: Make, monke
         asked.append(at)
         return {0: memoryview(b"")}
 
-    monkeypatch.setattr("replicas.group.fetch_copies", fetch)
+    monkeypatch.setattr("elastic.replicas.group.fetch_copies", fetch)
     for _ in range(2):
         assert joins.fetch_state([0])
     assert asked == [11, 11] and joins.members.me.takes_part(11)

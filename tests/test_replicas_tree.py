@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.payloads import BFloat16, Blockwise, Float32, Payload
-from replicas.sums import WAITING, StepSums, check_nodes
-from replicas.tree import WORTH, Node, added, counts, cover, halves, nodes_of, owners, parent
+from elastic.replicas.payloads import BFloat16, Blockwise, Float32, Payload
+from elastic.replicas.sums import WAITING, StepSums, check_nodes
+from elastic.replicas.tree import WORTH, Node, added, counts, cover, halves, nodes_of, owners, parent
 
 SIZE = 33
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from state import manifest
-from state.manifest import DamagedError, File
+from elastic import manifest
+from elastic.manifest import DamagedError, File
 
 FILES = {  # as Orbax leaves them
     manifest.STATE_FILE: 300,

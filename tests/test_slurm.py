@@ -1,4 +1,4 @@
-"""engines/slurm and sweeps on a real SLURM, over links with a rate: `make slurm`."""
+"""launch/slurm and sweeps on a real SLURM, over links with a rate: `make slurm`."""
 
 import json
 import shlex

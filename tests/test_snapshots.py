@@ -25,13 +25,13 @@ from support.checkpointing import files_no_larger_than
 from support.keeping import SHAPES, Run, a_run, abstract, check, keep, shardings, state_of, values_of  # noqa: F401 (fixture)
 
 from configs.schema.sections import AUTOMATIC
+from elastic.manifest import Leaf
+from elastic.memory_files import MemoryFolder
+from elastic.recovery import Copy, Found, load
+from elastic.snapshots import Pace, Snapshots, owned_shards, partner
+from elastic.transfer import PURPOSE, Answers
 from runtime.addresses import own_address
 from runtime.blobs import BlobService, PeerError
-from state.manifest import Leaf
-from state.memory_files import MemoryFolder
-from state.recovery import Copy, Found, load
-from state.snapshots import Pace, Snapshots, owned_shards, partner
-from state.transfer import PURPOSE, Answers
 
 
 @pytest.fixture(name="damaged_run", scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.keeping import Run, a_run, check  # noqa: F401 (fixture)
 
-from state.memory_files import MemoryFolder, SnapshotManifest
+from elastic.memory_files import MemoryFolder, SnapshotManifest
 
 
 def test_nobody_else_can_look_in(run: Run) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from support.keeping import Run, a_run, abstract, check, keep, state_of  # noqa: F401 (fixture)
 
-from state import manifest
-from state.snapshots import Snapshots
+from elastic import manifest
+from elastic.snapshots import Snapshots
 
 
 def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:

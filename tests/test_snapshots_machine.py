@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.keeping import Run, abstract, check, keep, state_of
 
-from state import manifest
+from elastic import manifest
 
 
 class Attempts(RuleBasedStateMachine):

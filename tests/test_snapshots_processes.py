@@ -19,12 +19,12 @@ from orbax.checkpoint import multihost
 from support.checkpointing import abstract, as_one_of_two, files_no_larger_than, run_two
 
 from configs.schema import CheckpointConfig
+from elastic import recovery, transfer
+from elastic.checkpointer import Checkpointer, Restored
+from elastic.memory_files import MemoryFolder
+from elastic.snapshots import Needs, Snapshots
 from runtime.consensus import barrier
 from sharding.replicas import PerReplica
-from state import recovery, transfer
-from state.checkpointer import Checkpointer, Restored
-from state.memory_files import MemoryFolder
-from state.snapshots import Needs, Snapshots
 
 SHAPES = {"w": (16, 4), "b": (5,), "residual": (2, 8), "t": (3, 8)}
 SPECS = {"w": ("node", "device"), "residual": ("node",), "t": (None, "device")}  # t is whole on each node

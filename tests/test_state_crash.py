@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.checkpointing import abstract, check_equal, files_no_larger_than, start
 
 from configs.schema import CheckpointConfig
+from elastic import manifest
+from elastic.__main__ import ls
+from elastic.checkpointer import Checkpointer, CheckpointError
 from runtime.exit_codes import ResumableError
-from state import manifest
-from state.__main__ import ls
-from state.checkpointer import Checkpointer, CheckpointError
 
 KEEP_TWO = CheckpointConfig(every=1, keep_last=2)
 BIG_LAYERS, BIG_SHAPE = 16, (3200, 1024)  # 16 times 12.5 MiB

@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.checkpointing import KEEP_ALL, abstract, check_equal
 
 from configs.schema import CheckpointConfig
-from state import __main__ as command_line
-from state import latest_config, manifest
-from state.checkpointer import Checkpointer
+from elastic import __main__ as command_line
+from elastic import latest_config, manifest
+from elastic.checkpointer import Checkpointer
 
 GOOD, NEWEST = 10, 20
 
@@ -216,7 +216,7 @@ def test_a_newer_format_is_said_and_never_moved(saved: Path) -> None:
             assert checkpointer.steps() == [30]  # the older one of ours went, not that one
         assert newest.is_dir() and lines == []
         done = subprocess.run(
-            [sys.executable, "-m", "state", "verify", str(saved)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "elastic", "verify", str(saved)], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 1 and f"step {NEWEST}: UNKNOWN FORMAT: " in done.stdout and said in done.stdout
 

@@ -21,10 +21,10 @@ from orbax.checkpoint import multihost
 from support.checkpointing import KEEP_ALL, abstract, as_one_of_two, files_no_larger_than, run_two
 
 from configs.schema import CheckpointConfig
+from elastic import latest_config, manifest
+from elastic.checkpointer import Checkpointer, CheckpointError
 from runtime import consensus
 from runtime.consensus import barrier
-from state import latest_config, manifest
-from state.checkpointer import Checkpointer, CheckpointError
 
 SPECS = {"w": PartitionSpec("a"), "b": PartitionSpec(), "t": PartitionSpec(None, "a")}
 

@@ -22,11 +22,11 @@ from orbax.checkpoint.future import ChainedFuture
 from support.checkpointing import KEEP_ALL, abstract, check_restores, save_small, small_state
 
 from configs.schema import CheckpointConfig
-from files import atomic
+from elastic import __main__ as command_line
+from elastic import latest_config, manifest, tree
+from elastic.checkpointer import Checkpointer, CheckpointError
 from runtime.exit_codes import ResumableError
-from state import __main__ as command_line
-from state import latest_config, manifest, tree
-from state.checkpointer import Checkpointer, CheckpointError
+from runtime.files import atomic
 
 
 @jax.tree_util.register_dataclass
@@ -516,7 +516,7 @@ def test_a_path_that_orbax_cannot_restore_from_is_refused(tmp_path: Path) -> Non
 
 def test_what_orbax_did_not_merge_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It only warns if it finds nothing to merge, and nobody can restore the rest."""
-    monkeypatch.setattr("state.checkpointer.check_path", lambda directory: None)
+    monkeypatch.setattr("elastic.checkpointer.check_path", lambda directory: None)
     checkpointer = Checkpointer(tmp_path / "run[1]", KEEP_ALL)
     save_small(checkpointer, 1)
     with pytest.raises(CheckpointError, match=r"step 1 .*state/manifest\.ocdbt is missing.*newest: None"):

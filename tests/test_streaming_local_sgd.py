@@ -17,11 +17,11 @@ from support.workload import LORA
 from compression.local_sgd import LocalSGD, drift, streamed
 from compression.methods import method_named
 from configs.schema import LocalSGDConfig
-from optimizers import guarded
 from sharding.hlo import read_collectives
 from sharding.plan import ShardingPlan
 from sharding.step import Chain
 from training.optimizer_chain import watch
+from training.optimizers import guarded
 
 PARTS = 3  # divides neither matrices nor vectors
 STEPS = 20

@@ -10,8 +10,8 @@ from support.running import ROOT
 from support.sweeping import run_sweep, seeds, sweep_file
 
 from configs.schema import defaults, flat
-from sweeps.check import check_runs
-from sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, points, varied
+from launch.sweeps.check import check_runs
+from launch.sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, points, varied
 
 RATES = "def sweep_lr(): return over('optimizer.learning_rate', (1e-3, 2e-3))\n"
 SHIPPED = {"codecs_by_rate": 15, "learning_rate_by_batch": 15, "partition_size_by_rate": 9, "strategies_by_model": 15}
@@ -133,8 +133,8 @@ def test_the_content_of_a_config_names_its_run(tmp_path: Path) -> None:
 
 def test_a_new_key_with_its_default_renames_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_new_key(value: int) -> str:
-        monkeypatch.setattr("sweeps.plan.defaults", lambda kind: defaults(kind) | {"new": 5})
-        monkeypatch.setattr("sweeps.plan.flat", lambda nested: {"new": value} | flat(nested))
+        monkeypatch.setattr("launch.sweeps.plan.defaults", lambda kind: defaults(kind) | {"new": 5})
+        monkeypatch.setattr("launch.sweeps.plan.flat", lambda nested: {"new": value} | flat(nested))
         return names(tmp_path, {"seed": 3})[0]
 
     (before,) = names(tmp_path, {"seed": 3})
@@ -192,7 +192,7 @@ def test_the_command_starts_exactly_this_run(tmp_path: Path) -> None:
     middle = emulated.command.index("--")
     assert emulated.command[1:middle] == (
         "-m",
-        "lab.emulate",
+        "launch.emulate",
         "--nodes=2",
         "--rate=5mbit",
         f"--workdir={tmp_path}/runs/{emulated.name}/emulate",
@@ -222,6 +222,6 @@ def test_shipped_sweeps_are_as_documented(tmp_path: Path) -> None:
 
 
 def test_the_emulator_knows_the_options() -> None:
-    words = [sys.executable, "-m", "lab.emulate", "--help"]
+    words = [sys.executable, "-m", "launch.emulate", "--help"]
     known = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [option for option in EMULATE_OPTIONS if f"--{option} " not in known] == []

@@ -11,13 +11,13 @@ from rich.console import Console
 from support.parsed_page import Page
 from support.sweeping import DIVERGES, FAILS, run_sweep, seeds, sweep_file
 
-from metrics.charts import Chart
-from metrics.units import UNKNOWN
-from sweeps.charts import Point, as_number, axis_of, sweep_chart
-from sweeps.live import Live
-from sweeps.plan import plan
-from sweeps.pool import Job
-from sweeps.records import State
+from launch.sweeps.charts import Point, as_number, axis_of, sweep_chart
+from launch.sweeps.live import Live
+from launch.sweeps.plan import plan
+from launch.sweeps.pool import Job
+from launch.sweeps.records import State
+from training.metrics.charts import Chart
+from training.metrics.units import UNKNOWN
 
 GRID = "def sweep_lr(): return over('optimizer.learning_rate', (0.001, 0.01, 0.1))\n" + seeds(0, FAILS, DIVERGES, 7)
 

@@ -33,8 +33,8 @@ from support.waiting import until
 
 import sweep
 from configs.schema import flat
-from sweeps import plan, pool
-from sweeps.records import State
+from launch.sweeps import plan, pool
+from launch.sweeps.records import State
 
 TIMEOUT_S = 240
 

@@ -11,7 +11,7 @@ import pytest
 from support.sweeping import DIVERGES, FAILS, STOPS_ALWAYS, STOPS_ONCE, run_sweep, seeds, started, sweep_file
 
 import sweep
-from sweeps.pool import claimed
+from launch.sweeps.pool import claimed
 
 PROGRAMS = {
     "sbatch": 'echo "$@" >> {log}; echo "77;cluster"',

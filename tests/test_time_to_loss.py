@@ -15,11 +15,11 @@ import pytest
 from support.ports import free_port
 from support.running import IGNORED, finish, start
 
-from files import json_lines
 from lab.benchmarks import time_to_loss as bench
 from lab.benchmarks import time_to_loss_table as joining
 from lab.benchmarks.runner import ROOT
 from lab.benchmarks.time_to_loss import CHANGING, METHODS, TASK, Method
+from runtime.files import json_lines
 
 # ------------------------------------------------------------------------------------------------------- the plan
 

@@ -8,7 +8,7 @@ import pytest
 from support.running import arguments, check_same_end, rows, run_here
 
 from configs.schema import OptimizerConfig
-from optimizers import make_schedule
+from training.optimizers import make_schedule
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:

@@ -13,8 +13,8 @@ from support.running import arguments, arrays, at_step, changed, check_same_end,
 from support.tables import check_rows
 from support.waiting import until
 
-from files import run_directory
 from runtime.events import EventReader
+from runtime.files import run_directory
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorBoard's file stays open

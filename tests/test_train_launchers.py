@@ -15,13 +15,26 @@ from support import emulating
 from support.emulating import EMULATED
 from support.running import TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, start
 
-from runtime import launch
+from runtime import launchers
 from sharding import mesh
 
 SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 CLEARED = (
-    *(launch.OPEN_MPI, launch.OPEN_MPI_SIZE, launch.KUBERNETES_INDEX, launch.PORT_VARIABLE, *launch.VARIABLES),
-    *(*launch.SLURM_STEP, *SLURM_COUNTS, "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST"),
+    *(
+        launchers.OPEN_MPI,
+        launchers.OPEN_MPI_SIZE,
+        launchers.KUBERNETES_INDEX,
+        launchers.PORT_VARIABLE,
+        *launchers.VARIABLES,
+    ),
+    *(
+        *launchers.SLURM_STEP,
+        *SLURM_COUNTS,
+        "SLURM_LOCALID",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+        "KUBERNETES_SERVICE_HOST",
+    ),
 )
 STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "rack[0-1]n[2-3]", "SLURM_PROCID": "1", "SLURM_LOCALID": "3"}
 SRUN = {**STEP, "SLURM_NTASKS": "2"}
@@ -32,7 +45,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }
 MPIRUN_IPV6 = MPIRUN | {"OMPI_MCA_orte_hnp_uri": "8192.0;tcp6://[fe80::1,fe80::2]:1234"}
-GIVEN = dict(zip(launch.VARIABLES, ("head:29400", "3", "2")))
+GIVEN = dict(zip(launchers.VARIABLES, ("head:29400", "3", "2")))
 # The variables, and the coordinator, number of processes, process and GPUs by them; None for a process that is alone.
 PLACES: list[tuple[dict[str, str], Any]] = [
     ({}, None),
@@ -70,7 +83,7 @@ def test_the_place_of_a_process_by_its_variables(
         with subtests.test(variables=variables), monkeypatch.context() as environment:
             for name, value in variables.items():
                 environment.setenv(name, value)
-            place = launch.find_place(launch.FROM_ENVIRONMENT)
+            place = launchers.find_place(launchers.FROM_ENVIRONMENT)
             assert (place and (place.coordinator, place.count, place.process, place.local_devices)) == expected
             remedy = (
                 "give all processes another port" if "JAX_NUM_PROCESSES" in variables else "set JAX_COORDINATOR_PORT"
@@ -89,7 +102,7 @@ def test_the_first_host_of_a_node_list() -> None:
         "rack[12,15]-n[03-04].lab,login": "rack12-n03.lab",
         "a-b-[1-2]": "a-b-1",
     }
-    assert {text: launch.first_host(text) for text in lists} == lists
+    assert {text: launchers.first_host(text) for text in lists} == lists
 
 
 def test_slurm_batch_script_without_srun_is_one_process(
@@ -97,7 +110,7 @@ def test_slurm_batch_script_without_srun_is_one_process(
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert launch.find_launcher() is None
+    assert launchers.find_launcher() is None
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("SLURM_NTASKS=2, but srun did not start this process")
 
@@ -105,10 +118,10 @@ def test_slurm_batch_script_without_srun_is_one_process(
 def test_kubernetes_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """By jax, which asks its API; here it answers at once."""
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
-    monkeypatch.setattr(launch.K8sCluster, "is_env_present", lambda: True)
-    monkeypatch.setattr(launch.K8sCluster, "get_coordinator_address", lambda _, port: f"mics-0.mics:{port or 55527}")
-    monkeypatch.setattr(launch.K8sCluster, "get_process_count", lambda: 4)
-    place = launch.find_place(launch.FROM_ENVIRONMENT)
+    monkeypatch.setattr(launchers.K8sCluster, "is_env_present", lambda: True)
+    monkeypatch.setattr(launchers.K8sCluster, "get_coordinator_address", lambda _, port: f"mics-0.mics:{port or 55527}")
+    monkeypatch.setattr(launchers.K8sCluster, "get_process_count", lambda: 4)
+    place = launchers.find_place(launchers.FROM_ENVIRONMENT)
     assert place and (place.coordinator, place.count, place.process) == ("mics-0.mics:55527", 4, 2)
     assert place.local_devices is None
 
@@ -122,7 +135,7 @@ def test_unreachable_kubernetes_is_an_error(monkeypatch: pytest.MonkeyPatch, sub
             with pytest.raises(
                 ValueError, match=r"^Kubernetes started this process, .*; give --coordinator, --num_proc"
             ):
-                launch.find_place(launch.FROM_ENVIRONMENT)
+                launchers.find_place(launchers.FROM_ENVIRONMENT)
 
 
 def check_joined(workdir: Path, outcomes: list[tuple[int, str, str]]) -> None:
@@ -163,7 +176,7 @@ def test_launchers_give_ranks_on_two_hosts(variables: str, tmp_path: Path) -> No
     SLURM's coordinator is the first of the node list, Open MPI's the first address; the port follows from the job.
     """
     train = shlex.join([sys.executable, str(TRAIN), *arguments(tmp_path / "run", mesh__devices_per_node=0)])
-    program = f"unset {' '.join(launch.VARIABLES)}; export {variables} XLA_FLAGS={shlex.quote(XLA_FLAGS)}; {train}"
+    program = f"unset {' '.join(launchers.VARIABLES)}; export {variables} XLA_FLAGS={shlex.quote(XLA_FLAGS)}; {train}"
     outcome = emulating.finish(emulating.emulate(tmp_path, ["sh", "-c", program, str(tmp_path)]))
     check_joined(tmp_path / "run", [outcome, outcome])
     mesh_sizes = json.loads((tmp_path / "run" / "environment.json").read_text())["mesh"]
@@ -186,7 +199,7 @@ def test_jax_variables_replace_the_launcher_flags(tmp_path: Path) -> None:
     assert all(out.endswith("GPUs: all\n") for _, out, _ in outcomes)
 
 
-TOGETHER = f"{', '.join(launch.VARIABLES)} belong together; set all three"
+TOGETHER = f"{', '.join(launchers.VARIABLES)} belong together; set all three"
 RIGHT = {"JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
 
 
@@ -205,6 +218,6 @@ def test_variables_that_cannot_join_are_rejected(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as environment, pytest.raises(ValueError) as caught:
             for name, value in variables.items():
                 environment.setenv(name, value)
-            launch.virtual_devices()
-            launch.find_place(launch.FROM_ENVIRONMENT)
+            launchers.virtual_devices()
+            launchers.find_place(launchers.FROM_ENVIRONMENT)
         assert str(caught.value).startswith(said)

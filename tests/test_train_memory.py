@@ -16,11 +16,11 @@ from support.tables import check_rows
 
 from configs import command_line
 from configs.schema import Config
-from metrics.units import format_bytes
+from elastic.snapshots import Needs
 from planner import table
-from state.snapshots import Needs
 from training import devices, memory
 from training.experiment import Experiment, make_experiment
+from training.metrics.units import format_bytes
 
 HIDDEN, LAYERS, INTERMEDIATE, VOCAB = 8192, 40, 64, 256
 HUGE = {"model__hidden": HIDDEN, "model__num_layers": LAYERS, "model__num_heads": 64, "model__num_kv_heads": 64}

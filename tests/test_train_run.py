@@ -36,9 +36,9 @@ from support.tables import check_rows
 import train
 from configs import command_line
 from configs.schema import Config, ShardingConfig
+from elastic.checkpointer import Checkpointer
 from sharding import drawing
 from sharding.scopes import make_layout
-from state.checkpointer import Checkpointer
 from training import devices, memory
 from training.experiment import Experiment
 from training.hooks import every

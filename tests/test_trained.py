@@ -18,11 +18,11 @@ from support.tables import check_rows
 from support.tokenizer_files import tokenizer_json, with_image_token
 
 from configs import digits
+from elastic.saved_arrays import SavedArrays
 from input_pipeline import index
 from input_pipeline.chat_template import ChatTemplate
 from input_pipeline.chats import encode, messages_of
 from input_pipeline.tokenizers import HuggingFace
-from state.saved_arrays import SavedArrays
 from training import convert, evaluate, generate, trained
 from training.datasets import tokenizer_of
 from training.experiment import make_experiment

@@ -29,15 +29,15 @@ import models
 from configs import command_line
 from configs.hugging_face import CONFIG_FILE
 from configs.schema import MODELS, Config, TransformerConfig, with_defaults
-from files import json_objects, run_directory
-from files.paths import user_path
+from elastic import check_path
+from elastic.checkpointer import Checkpointer
+from elastic.saved_arrays import SavedArrays
 from input_pipeline import tokenizer_config, tokenizers
 from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
 from models import hugging_face, hugging_face_export, lora, peft
 from runtime.command_line import complain, make_folder, prepare_output
-from state import check_path
-from state.checkpointer import Checkpointer
-from state.saved_arrays import SavedArrays
+from runtime.files import json_objects, run_directory
+from runtime.files.paths import user_path
 from training.answer_ends import end_of_answers
 from training.devices import use_cpu_devices
 from training.experiment import BASE, make_experiment

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 
 from configs.schema import Config
-from files.cache import cache_dir
-from runtime import launch
+from runtime import launchers
+from runtime.files.cache import cache_dir
 from training.overlap import add_estimate, installed_plugins
 
 MOST_CPU_DEVICES = 1024  # of a process: jax starts threads for each, and 100,000 leave a machine without an answer
@@ -20,7 +20,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 def use_devices(config: Config) -> Config:
     """Prepares this process for the devices of a config, before jax initialises them; returns it for the launcher."""
-    if devices := launch.virtual_devices():  # a launcher starts one process of several: none plays several nodes
+    if devices := launchers.virtual_devices():  # a launcher starts one process of several: none plays several nodes
         config = replace(config, mesh=replace(config.mesh, num_cpu_devices=devices, devices_per_node=0))
     if config.mesh.num_cpu_devices:
         use_cpu_devices(config.mesh.num_cpu_devices)
@@ -38,7 +38,7 @@ def use_devices(config: Config) -> Config:
 def unused_gpus(config: Config) -> list[str]:
     """Returns a line if this machine has GPUs that a config's virtual devices leave idle; none if a launcher asked."""
     count = config.mesh.num_cpu_devices
-    if not count or launch.virtual_devices() or not any(DEVICES.glob("nvidia[0-9]*")):
+    if not count or launchers.virtual_devices() or not any(DEVICES.glob("nvidia[0-9]*")):
         return []
     about = "this machine's GPUs stay idle; to train on them set it and mesh.devices_per_node to 0"
     return [f"mesh.num_cpu_devices={count}: {about}"]

@@ -22,7 +22,6 @@ from configs.schema import Config, ModelConfig, TransformerConfig
 from configs.schema.combinations import Facts, complaint, refuse
 from models.hugging_face import Weights
 from models.peft import Adapters
-from optimizers import follows_schedule, make_schedule
 from runtime.command_line import check_installed
 from runtime.consensus import all_gather, new_key
 from sharding.frozen import part_frozen, part_like
@@ -37,6 +36,7 @@ from sharding.step import Chain, TrainState, build_eval_step, build_train_step, 
 from sharding.trees import Params
 from training.batches import BatchLayout, batches_of
 from training.optimizer_chain import cut_of, make_chain
+from training.optimizers import follows_schedule, make_schedule
 from training.overlap import Value, users_xla_flags, xla_options
 
 BASE = "base_fingerprint"  # the name of the hash in checkpoints

@@ -20,11 +20,11 @@ import numpy as np
 from absl import flags
 
 from configs.schema import SampleConfig
-from files.paths import user_path
 from input_pipeline.chat_template import ChatTemplate
 from input_pipeline.folder import read_text
 from input_pipeline.tokenizers import HuggingFace
 from runtime.command_line import prepare_output
+from runtime.files.paths import user_path
 from training import trained
 from training.sampling import Continuation
 

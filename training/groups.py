@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import Config
-from replicas import membership
-from replicas.transport import Sockets
+from elastic.replicas import membership
+from elastic.replicas.transport import Sockets
 from runtime.consensus import broadcast, new_key
 from runtime.handshake import shared_token
 from training.independent import FOLDER
 
 VARIABLE = "SLURM_ARRAY_TASK_ID"
-WAIT_S, LOOK_S = 90.0, 2.0  # for the previous attempt: `engines/ray_standby.py` kills an orphaned one after 60 s
+WAIT_S, LOOK_S = 90.0, 2.0  # for the previous attempt: `launch/ray_standby.py` kills an orphaned one after 60 s
 
 
 def number(config: Config, given: int | None) -> int | None:

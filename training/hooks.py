@@ -13,17 +13,17 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from metrics.run_log import RunLog
+from elastic.checkpointer import Checkpointer
+from elastic.snapshots import Snapshots
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor
 from sharding.step import TrainState
-from state.checkpointer import Checkpointer
-from state.snapshots import Snapshots
 from training.datasets import Datasets
 from training.experiment import Experiment
+from training.metrics.run_log import RunLog
 from training.metrics_apart import MetricsApart
 from training.steps import Steps
 from training.validation import Validator

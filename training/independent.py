@@ -16,15 +16,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from files.run_directory import CHECKPOINTS, step_numbers
-from files.run_directory import REPLICAS as FOLDER
+from elastic.replicas.group import BehindError, Replicas
+from elastic.replicas.payloads import Payload
+from elastic.replicas.transport import Sockets
 from input_pipeline import Dataset
 from input_pipeline.batches import Batch as HostBatch
 from input_pipeline.batches import batch_at
-from replicas.group import BehindError, Replicas
-from replicas.payloads import Payload
-from replicas.transport import Sockets
 from runtime.events import Event
+from runtime.files.run_directory import CHECKPOINTS, step_numbers
+from runtime.files.run_directory import REPLICAS as FOLDER
 from runtime.handshake import shared_token
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor

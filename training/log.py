@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from files import run_directory
 from input_pipeline import Dataset, ImageDataset
-from metrics.environment import environment
-from metrics.run_log import RunLog
-from metrics.throughput import StepTimer, peak_flops
-from metrics.units import format_seconds
+from runtime.files import run_directory
 from sharding import hlo
 from sharding.mesh import MeshShape
 from training.experiment import Experiment
+from training.metrics.environment import environment
+from training.metrics.run_log import RunLog
+from training.metrics.throughput import StepTimer, peak_flops
+from training.metrics.units import format_seconds
 from training.overlap import users_xla_flags
 from training.registered import CONFIG_FILE
 

@@ -15,9 +15,9 @@ import optax
 
 from compression.local_sgd import LocalState
 from configs.schema import BatchConfig
-from optimizers import GuardState
 from sharding.step import Chain, States
 from sharding.trees import Grads, GradsR, Params, PyTree
+from training.optimizers import GuardState
 
 FIRST, PATIENCE = 2.0**16, 2000  # of the mean loss of a micro-batch; finite steps before it doubles
 LEAST, MOST = 1.0, 2.0**64  # at LEAST an overflow is the run's, not the scale's (DeepSpeed: min_loss_scale)

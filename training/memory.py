@@ -12,13 +12,13 @@ from pathlib import Path
 import jax
 from jax.sharding import Sharding
 
-from metrics.units import format_bytes, format_count
+from elastic.snapshots import Needs
 from runtime.consensus import all_gather, new_key
 from sharding.scopes import WorldTooSmallError
 from sharding.spec import nbytes
 from sharding.state import by_name, owner
-from state.snapshots import Needs
 from training.experiment import Experiment, make_experiment
+from training.metrics.units import format_bytes, format_count
 
 REST = "(counters and the like)"  # of the optimizer's state: what belongs to no parameter
 MEMINFO, BOOT_ID = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")

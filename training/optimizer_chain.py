@@ -16,13 +16,13 @@ from compression.methods import method_named
 from compression.statistics import RESIDUAL_NORM, State, statistics
 from configs.schema import Config
 from configs.schema.own import OWN
-from optimizers import beside_averages, make_optimizer
 from sharding.averages import part_averages
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
 from sharding.state import Cut
 from sharding.step import Chain, States
 from training.loss_scale import first_scale, guard_of, with_loss_scale
+from training.optimizers import beside_averages, make_optimizer
 
 # of replicas that drift apart: the largest of them is reported (of residuals the norm of all), after the last step
 WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)

@@ -8,7 +8,7 @@ from typing import Any
 
 from configs import command_line
 from configs.register import unknown_names
-from files import json_objects, run_directory
+from runtime.files import json_objects, run_directory
 
 CONFIG_FILE = "config_file"  # key of environment.json
 NEEDED = ("model", "data")  # sections of a run's config whose names a trained model needs

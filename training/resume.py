@@ -11,18 +11,18 @@ import jax
 
 from configs.register import unknown_names
 from configs.schema import Config, flat, may_change, with_defaults
-from files import run_directory
-from files.paths import user_path
-from metrics.run_files import RunFiles, read_run
+from elastic import latest_config
+from elastic.attempts import Extension
+from elastic.checkpointer import Checkpointer, Restored, Source, damage
+from elastic.snapshots import Snapshots
 from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
+from runtime.files import run_directory
+from runtime.files.paths import user_path
 from runtime.progress import read_progress
 from sharding.scopes import WorldTooSmallError
-from state import latest_config
-from state.attempts import Extension
-from state.checkpointer import Checkpointer, Restored, Source, damage
-from state.snapshots import Snapshots
 from training.experiment import BASE, Experiment
+from training.metrics.run_files import RunFiles, read_run
 
 LENGTH = "num_steps"  # the key that --extend may raise
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from replicas.payloads import Float32, Payload, make_payload, pieces
+from elastic.replicas.payloads import Float32, Payload, make_payload, pieces
 from sharding.gradients import accumulated
 from sharding.shares import FlatGradients, HandOut, build_share, build_update, gradient_shapes
 from sharding.step import TrainState

@@ -23,7 +23,7 @@ import numpy as np
 from compression.local_sgd import LocalState
 from configs.schema import Config
 from configs.schema.own import OWN
-from replicas.payloads import Float32, Payload, make_payload, pieces
+from elastic.replicas.payloads import Float32, Payload, make_payload, pieces
 from sharding.gathers import to_parameter_scope
 from sharding.gradients import accumulated
 from sharding.step import TrainState, applied, build_train_step

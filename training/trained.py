@@ -16,14 +16,14 @@ from absl import flags
 import models
 from configs import command_line, hugging_face
 from configs.schema import Config, defaults, with_defaults
-from files import run_directory
-from files.paths import user_path
+from elastic.saved_arrays import SavedArrays
 from input_pipeline.tokenizers import Tokenizer
 from runtime.command_line import complain
+from runtime.files import run_directory
+from runtime.files.paths import user_path
 from sharding.frozen import joined
 from sharding.scopes import make_layout
 from sharding.spec import place_all
-from state.saved_arrays import SavedArrays
 from training.datasets import tokenizer_of
 from training.devices import use_compilation_cache
 from training.experiment import Experiment, make_experiment

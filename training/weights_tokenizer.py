@@ -6,10 +6,10 @@ from pathlib import Path
 import jax
 
 from configs.schema import Config, TransformerConfig
-from files.paths import user_path
 from input_pipeline import tokenizer_config
 from input_pipeline.tokenizer_config import CONFIG_FILE
 from input_pipeline.tokenizers import HuggingFace, SentencePiece, Tokenizer
+from runtime.files.paths import user_path
 
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")

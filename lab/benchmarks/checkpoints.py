@@ -21,7 +21,6 @@ from typing import Any, cast
 import jax
 
 from configs import base, quickstart
-from files import json_lines
 from lab.benchmarks.compiled import start_devices
 from lab.benchmarks.runner import ROOT, FailedRunError, Key, options_of, program, run_missing, trainer
 from lab.records import MEASURED
@@ -30,6 +29,7 @@ from planner.candidates import of_config
 from planner.compile import CPU
 from planner.day import kept_of, losses
 from planner.predict import Machine, Step
+from runtime.files import json_lines
 from training.experiment import make_experiment
 
 RESULTS = MEASURED / "checkpoints.jsonl"

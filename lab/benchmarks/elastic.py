@@ -4,7 +4,7 @@
     python -m lab.benchmarks.elastic --chaos=runs/chaos
 
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
-1 Gbit/s, launched by `python -m engines.ray`. The events (lab/chaos/faults.py) are injected one at a time, each
+1 Gbit/s, launched by `python -m launch.ray`. The events (lab/chaos/faults.py) are injected one at a time, each
 once the run uses all nodes again. `--chaos` takes the results of a finished `python -m lab.chaos` instead. Adds a
 line per event (or one for chaos) to results/measured/elastic.jsonl. Needs root or user namespaces (docs/emulation.md).
 """
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from files import json_lines
 from lab.benchmarks.runner import options_of, program, words
 from lab.chaos.faults import RECOVERY_S, Fault, inject
 from lab.chaos.run import ElasticRun, RunError
 from lab.chaos.same import compare_losses, compare_parameters
 from lab.records import MEASURED, add, machine
-from metrics.run_files import read_run
+from runtime.files import json_lines
+from training.metrics.run_files import read_run
 
 RESULTS = MEASURED / "elastic.jsonl"
 CONFIG = "configs/elastic.py"

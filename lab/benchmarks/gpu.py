@@ -34,8 +34,6 @@ from scipy.stats import sem, t
 import models
 from configs import base, gpu_decoder
 from configs.schema import TransformerConfig
-from files import cache, json_lines
-from files.pages import markdown
 from lab.benchmarks.runner import (
     ROOT,
     WORKDIR,
@@ -51,8 +49,10 @@ from lab.benchmarks.runner import (
 )
 from lab.benchmarks.scores import turn_of
 from lab.records import MEASURED, Line, add, is_recorded, machine, recorded, spread
-from metrics.throughput import peak_flops
 from planner.clusters import CLUSTERS
+from runtime.files import cache, json_lines
+from runtime.files.pages import markdown
+from training.metrics.throughput import peak_flops
 
 RESULTS, RATES = MEASURED / "gpu.jsonl", MEASURED / "gpu_rates.jsonl"
 ASK = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"

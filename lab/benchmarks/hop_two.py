@@ -22,12 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from compression.hop_two import Setup
 from compression.methods import METHODS, method_named
 from configs import base, standard
-from files.pages import markdown
 from lab.benchmarks.compression import SPARSITY
 from lab.benchmarks.runner import Key, alternating, options_of, program, run_missing
 from lab.benchmarks.scores import DENSE, rates_of
 from lab.plots import rate_in_words
 from lab.records import MEASURED, Line, Range
+from runtime.files.pages import markdown
 from sharding.frozen import part_frozen
 from sharding.plan import gradient_specs
 from training.devices import use_cpu_devices

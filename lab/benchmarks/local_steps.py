@@ -31,8 +31,8 @@ from input_pipeline.dataset import Split
 from lab.benchmarks.accuracy import RUNS, TASKS
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.records import MEASURED
-from optimizers import is_matrix, make_optimizer, make_schedule
 from sharding.spec import is_spec
+from training.optimizers import is_matrix, make_optimizer, make_schedule
 
 RESULTS = MEASURED / "local_steps.jsonl"
 SETTINGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["settings"]

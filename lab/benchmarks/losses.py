@@ -15,7 +15,6 @@ import models
 from configs import command_line
 from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, TASKS, WITHIN, by_method, cost_on, is_free, read
 from configs.schema import LocalSGDConfig
-from files.pages import markdown
 from lab.benchmarks import accuracy, local_steps, time_to_loss
 from lab.benchmarks.compression import GONE
 from lab.benchmarks.names import in_times, on_pages
@@ -23,6 +22,7 @@ from lab.benchmarks.runner import ROOT, config_words
 from lab.benchmarks.time_to_loss import DENSE
 from lab.benchmarks.time_to_loss_table import joined, steps_to
 from lab.records import Line, Records, spread
+from runtime.files.pages import markdown
 
 HEAD: tuple[str, ...] = (
     "setting",

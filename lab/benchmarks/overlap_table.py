@@ -16,15 +16,15 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from files.pages import markdown
 from lab.benchmarks.compiled import on_cluster, start_devices
 from lab.benchmarks.compiled import table as cells_of
 from lab.benchmarks.runner import Key, options_of, program, run_missing
-from lab.emulate.links import Links
 from lab.records import DERIVED, Line
+from launch.emulate.links import Links
 from planner.clusters import find_cluster, with_rate
 from planner.predict import Step
 from planner.replay import Timeline
+from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "overlap.jsonl"
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are

@@ -17,9 +17,9 @@ from configs import command_line
 from configs.schema import defaults, flat
 from lab.benchmarks.runner import ROOT, Key, options_of, program, run_missing, started
 from lab.records import DERIVED, Line, recorded, replace
-from metrics.units import format_bytes, format_seconds
 from planner.clusters import CLUSTERS
 from planner.report import from_json
+from training.metrics.units import format_bytes, format_seconds
 
 RESULTS = DERIVED / "planner_configs.jsonl"
 P4D, P5 = "--cluster=p4d.24xlarge", "--cluster=p5.48xlarge"

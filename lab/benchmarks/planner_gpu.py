@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace as changed
 from statistics import median
 
-from files.pages import markdown
 from lab.benchmarks import gpu
 from lab.benchmarks.compiled import on_cluster, start_devices
 from lab.benchmarks.planner_validation import error
 from lab.benchmarks.runner import options_of, program
 from lab.records import DERIVED, Line, machine, recorded, replace
 from planner.clusters import CLUSTERS
+from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "planner_gpu.jsonl"
 NODE = changed(CLUSTERS["p5.48xlarge"], devices_per_node=1)

@@ -18,14 +18,14 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from configs import base, mics_paper
-from files.pages import markdown
 from lab.benchmarks.runner import ROOT, options_of, program, started, words
 from lab.records import DERIVED
-from metrics.units import format_bytes, format_count, format_percent, format_seconds
 from planner.clusters import CLUSTERS
 from planner.pictures import draw_curves
 from planner.report import Plan, from_json, plan_text, to_loss_text
 from planner.spot import World, read_trace, replay_spot, run_of, spot_text
+from runtime.files.pages import markdown
+from training.metrics.units import format_bytes, format_count, format_percent, format_seconds
 
 CLUSTER, TRACE = "p4d.24xlarge", "planner/spot_us_east_2b.csv"
 MODEL = {  # BERT 10B's parameters in sizes that 4096 divides

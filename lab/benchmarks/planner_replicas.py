@@ -11,17 +11,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from files.pages import markdown
 from lab.benchmarks import replicas
 from lab.benchmarks.compiled import on_cluster, start_devices
 from lab.benchmarks.planner_validation import DEVICES, error
 from lab.benchmarks.replicas import ALONE, MICRO_STEPS, NODES
 from lab.benchmarks.runner import options_of, program
 from lab.benchmarks.scores import PEER
-from lab.emulate.links import Links
 from lab.records import DERIVED, Line, machine, recorded, replace
+from launch.emulate.links import Links
 from planner import clusters
 from planner.independent import independent
+from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "planner_replicas.jsonl"
 KEY = ("mode", "rate", "run")

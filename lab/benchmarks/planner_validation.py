@@ -17,16 +17,16 @@ from math import ceil
 from statistics import fmean, median
 from typing import Any
 
-from files.pages import markdown
 from lab.benchmarks import compression
 from lab.benchmarks.names import remat_of, sharding_of
 from lab.benchmarks.runner import ROOT, options_of, program
 from lab.benchmarks.scores import COMPUTE, PEER, ours_of, rates_of
-from lab.emulate.links import Links
 from lab.records import DERIVED, MEASURED, Line, machine, recorded, replace
+from launch.emulate.links import Links
 from planner import clusters
 from planner.compile import compile_step
 from planner.replay import replay
+from runtime.files.pages import markdown
 from sharding.hlo_program import parse_program
 
 # of sharding.overlap, where a strategy's name does not say it: what `auto` was on CPUs when these steps were timed

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from files.pages import markdown
 from lab.benchmarks.compiled import on_cluster, rows_of, start_devices
 from lab.benchmarks.planner_validation import error, quantile
 from lab.benchmarks.runner import Key, options_of, program, run_missing
 from lab.records import DERIVED, Line
 from planner.clusters import CLUSTERS, Cluster, with_rate, with_system
 from planner.predict import Step
+from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "published_steps.jsonl"
 CHOSEN = slice(0, None, 3)  # the rows that chose rates

@@ -32,9 +32,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from files import json_lines
-from files.pages import markdown
-from files.palette import INK, SERIES
 from lab.benchmarks.replicas import GROUPS, NODES
 from lab.benchmarks.runner import (
     ROOT,
@@ -55,6 +52,9 @@ from lab.records import MEASURED, Line, middle
 from planner.spot import read_trace
 from runtime.events import Event
 from runtime.exit_codes import ExitCode
+from runtime.files import json_lines
+from runtime.files.pages import markdown
+from runtime.files.palette import INK, SERIES
 from training.independent import FOLDER
 
 RESULTS = MEASURED / "replica_events.jsonl"
@@ -181,7 +181,7 @@ class Run:
 
     def control(self, *words: str) -> None:
         """Asks the emulated cluster for something."""
-        started([sys.executable, "-m", "lab.emulate", "ctl", f"--name={self.name}", *words])
+        started([sys.executable, "-m", "launch.emulate", "ctl", f"--name={self.name}", *words])
 
     def terminate(self, group: int) -> None:
         """Sends SIGTERM to a replica's process, as a scheduler does. FailedRunError if it is not there."""

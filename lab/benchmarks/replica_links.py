@@ -21,7 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from files.pages import markdown
+from elastic.replicas.group import Replicas
+from elastic.replicas.members import read_addresses
+from elastic.replicas.payloads import PIECES, Float32
+from elastic.replicas.transport import Sockets
 from lab.benchmarks.replicas import NODES
 from lab.benchmarks.runner import (
     WORKDIR,
@@ -37,12 +40,9 @@ from lab.benchmarks.runner import (
     started,
     words,
 )
-from lab.emulate.links import Links
 from lab.records import MEASURED, Line, middle
-from replicas.group import Replicas
-from replicas.members import read_addresses
-from replicas.payloads import PIECES, Float32
-from replicas.transport import Sockets
+from launch.emulate.links import Links
+from runtime.files.pages import markdown
 
 RESULTS = MEASURED / "replica_links.jsonl"
 SIZES = ("16", "100")

@@ -20,8 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from files import json_lines
-from files.pages import markdown
 from lab.benchmarks.names import remat_of
 from lab.benchmarks.runner import (
     WORKDIR,
@@ -41,6 +39,8 @@ from lab.benchmarks.runner import (
 )
 from lab.benchmarks.scores import PEER, rates_of, turn_of
 from lab.records import MEASURED, Line, Range, middle
+from runtime.files import json_lines
+from runtime.files.pages import markdown
 from training.independent import FOLDER
 
 RESULTS = MEASURED / "replicas.jsonl"

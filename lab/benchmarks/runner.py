@@ -16,11 +16,11 @@ from typing import Any
 
 import sweep
 from configs.overrides import Overrides
-from lab.emulate.links import Links
 from lab.records import RESULTS, add, is_recorded, machine, put
+from launch.emulate.links import Links
+from launch.sweeps.plan import plan
+from launch.sweeps.records import Record, State, is_finished
 from runtime.command_line import OneLineParser, complain, prepare_output
-from sweeps.plan import plan
-from sweeps.records import Record, State, is_finished
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKDIR = Path("runs/benchmarks")
@@ -174,7 +174,7 @@ def steps_of(record: Record) -> dict[str, Any]:
 def emulator(rate: str, workdir: Path, *options: str, nodes: int = 4) -> list[str]:
     """Returns the command of emulated nodes of 2 devices, without its program."""
     given = [f"--nodes={nodes}", "--devices_per_node=2", f"--rate={rate}", f"--workdir={workdir}", *options]
-    return [sys.executable, "-m", "lab.emulate", *given]
+    return [sys.executable, "-m", "launch.emulate", *given]
 
 
 def config_words(config: str, overrides: Overrides) -> list[str]:

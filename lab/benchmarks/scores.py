@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from statistics import mean, median
 
 from lab.benchmarks.names import remat_of
-from lab.emulate.links import Links
 from lab.records import Line, Range
+from launch.emulate.links import Links
 
 COMPUTE = "compute only"  # the same rows on the same devices in one process: no network, no sharding
 PEER = "pytorch"  # mode of the comparison with PyTorch, and first word of PyTorch's strategies

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from files.cache import ENVIRONMENT_KEY
-from files.pages import markdown
 from lab.benchmarks.runner import (
     WORKDIR,
     FailedRunError,
@@ -29,6 +27,8 @@ from lab.benchmarks.runner import (
     trainer,
 )
 from lab.records import MEASURED, Line, middle
+from runtime.files.cache import ENVIRONMENT_KEY
+from runtime.files.pages import markdown
 
 RESULTS = MEASURED / "starts.jsonl"
 CONFIG = "configs/quickstart.py"

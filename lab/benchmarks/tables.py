@@ -7,7 +7,6 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from files.pages import markdown
 from lab.benchmarks import (
     accuracy,
     elastic,
@@ -53,6 +52,7 @@ from lab.benchmarks.scores import (
 )
 from lab.plots import draw_bars, draw_headline, draw_stacked, rate_in_words
 from lab.records import SAME, Line, Range, Records, middle, same_until, spread
+from runtime.files.pages import markdown
 
 LEVELS = ("inter", "intra")
 NOT_SHOWN = (

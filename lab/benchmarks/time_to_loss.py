@@ -34,7 +34,6 @@ import numpy as np
 from configs import base
 from configs.overrides import Overrides
 from configs.schema import Config, DecoderConfig
-from files import json_lines
 from input_pipeline import Batches
 from lab.benchmarks import accuracy
 from lab.benchmarks.runner import (
@@ -52,8 +51,9 @@ from lab.benchmarks.runner import (
     words,
 )
 from lab.benchmarks.scores import PEER, bytes_per_s
-from lab.emulate.control import ask
 from lab.records import MEASURED
+from launch.emulate.control import ask
+from runtime.files import json_lines
 from training.datasets import load_datasets
 from training.experiment import make_experiment
 
@@ -201,7 +201,7 @@ def folder_of(key: Key) -> Path:
 def emulator(folder: Path, rate: str) -> list[str]:
     """Returns the beginning of the command of a program on emulated nodes, which the folder's path names."""
     options = [f"--nodes={NODES}", "--devices_per_node=1", f"--rate={rate}", f"--workdir={folder / 'emulate'}"]
-    return [sys.executable, "-m", "lab.emulate", f"--name={name_of(folder)}", *options, "--"]
+    return [sys.executable, "-m", "launch.emulate", f"--name={name_of(folder)}", *options, "--"]
 
 
 def name_of(folder: Path) -> str:

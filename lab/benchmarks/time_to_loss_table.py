@@ -11,13 +11,13 @@ from statistics import fmean, median
 from matplotlib.figure import Figure
 
 from configs.losses import WITHIN
-from files.pages import markdown
-from files.palette import GRID, INK, SERIES
 from lab.benchmarks.names import on_pages
 from lab.benchmarks.scores import PEER, bytes_per_s, turn_of
 from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
 from lab.plots import OUTSIDE, rate_in_words
 from lab.records import Line, Range, spread
+from runtime.files.pages import markdown
+from runtime.files.palette import GRID, INK, SERIES
 
 NONE = "-"
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from files.pages import markdown
 from lab.benchmarks.runner import WORKDIR, FailedRunError, Key, options_of, program, run_missing, shown
 from lab.benchmarks.time_to_loss import (
     CONFIG,
@@ -31,6 +30,7 @@ from lab.benchmarks.time_to_loss import (
 )
 from lab.plots import rate_in_words
 from lab.records import MEASURED, Line, spread
+from runtime.files.pages import markdown
 
 RESULTS = MEASURED / "utilisation.jsonl"
 TARGET, MOST = 0.95, 100

@@ -2,7 +2,7 @@
 
     python -m lab.chaos [--config=configs/elastic.py:tiny] [--events=30] [--seed=0] [-- --config.num_steps=...]
 
-The run is `train.py` under `python -m engines.ray` on emulated nodes (docs/emulation.md). The events are drawn by the
+The run is `train.py` under `python -m launch.ray` on emulated nodes (docs/emulation.md). The events are drawn by the
 seed (lab/chaos/faults.py). Each comes a few steps after the run has recovered from the previous one by itself. At the
 end, the loss of every step and the parameters must equal those of an undisturbed run on all nodes, up to rounding, and
 no process of the cluster may remain. Sums over other numbers of devices round differently, and training amplifies
@@ -24,12 +24,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from files import json_lines
 from lab.chaos.faults import Outcome, inject, make_plan
 from lab.chaos.run import ROOT, ElasticRun, RunError
-from lab.emulate.links import Links
-from metrics.run_files import read_run
+from launch.emulate.links import Links
 from runtime.command_line import OneLineParser, complain, named_path, prepare_output, split
+from runtime.files import json_lines
+from training.metrics.run_files import read_run
 
 if TYPE_CHECKING:
     from lab.chaos.same import Largest

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from files import run_directory
 from lab.chaos.run import NOTICED, ElasticRun, RunError
 from runtime.events import Event
+from runtime.files import run_directory
 
 RECOVERY_S = 300.0
 AWAY_S = 30.0  # how long a node is cut off or stopped: longer than its detection takes

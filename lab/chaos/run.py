@@ -12,15 +12,15 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from lab.emulate.control import ask
-from lab.emulate.namespaces import namespace_of, processes, processes_in
+from launch.emulate.control import ask
+from launch.emulate.namespaces import namespace_of, processes, processes_in
 from runtime.events import Event, EventReader
 from runtime.progress import read_progress
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
 NOTHING_LEFT_S = 10.0  # for the kernel to end the nodes
-JOIN = [sys.executable, "-m", "lab.emulate.ray_nodes"]
+JOIN = [sys.executable, "-m", "launch.emulate.ray_nodes"]
 FIRST_STEP = {Event.FIRST_STEP, Event.ATTEMPT_STEPPED}  # train.py's; the engine's
 # the first report of a failure, or of a change of the world
 NOTICED = {Event.LOST_PEER, Event.NODE_LOST, Event.ATTEMPT_FAILED, Event.ATTEMPT_STOPPING}
@@ -32,7 +32,7 @@ class RunError(RuntimeError):
 
 
 class ElasticRun:
-    """A run of train.py under `engines.ray` on emulated nodes; node 0 has Ray's head, nodes 1 and up train.
+    """A run of train.py under `launch.ray` on emulated nodes; node 0 has Ray's head, nodes 1 and up train.
 
     A context manager, which ends the whole cluster at its end. It has no thread: `look` reads new events and metrics,
     and runs the actions that `later` has scheduled. Methods that wait call it repeatedly.
@@ -67,8 +67,8 @@ class ElasticRun:
         engine = ["--min_nodes=1", f"--max_nodes={nodes}", f"--devices_per_node={devices_per_node}"]
         engine += ["--max_failures=20"]
         train = [sys.executable, program, f"--workdir={self.workdir}", *arguments]
-        self._command = [sys.executable, "-m", "lab.emulate", *cluster, "--", *JOIN]
-        self._command += [sys.executable, "-m", "engines.ray", *engine, "--", *train]
+        self._command = [sys.executable, "-m", "launch.emulate", *cluster, "--", *JOIN]
+        self._command += [sys.executable, "-m", "launch.ray", *engine, "--", *train]
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that __exit__ runs
@@ -180,7 +180,7 @@ class ElasticRun:
 
     def launcher(self, node: int) -> int:
         """Returns the process that runs Ray on a node."""
-        (found,) = self._processes(node, "lab.emulate.ray_nodes")
+        (found,) = self._processes(node, "launch.emulate.ray_nodes")
         return found
 
     def memory(self, node: int) -> Path:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from files import run_directory
-from metrics.run_files import read_run, series
-from state.saved_arrays import SavedArrays
+from elastic.saved_arrays import SavedArrays
+from runtime.files import run_directory
+from training.metrics.run_files import read_run, series
 
 
 class Largest(NamedTuple):

@@ -3,12 +3,12 @@
 from math import log
 from statistics import fmean
 
-from files.pages import markdown
 from lab.paper import published
 from lab.paper.published import Published
 from lab.paper.scores import Cell, Comparison, compared
 from lab.paper.traffic import PARAMETER_BYTES, step
 from lab.records import Line, Records
+from runtime.files.pages import markdown
 
 NODES = 4  # of the recorded runs
 MIB = 2**20

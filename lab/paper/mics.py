@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from files.pages import markdown
 from lab.paper import published
 from lab.paper.replays import shape_of
 from lab.paper.scores import NONE, Cell, Comparison
 from lab.plots import draw_curves
 from lab.records import SAME, Records, same_until
+from runtime.files.pages import markdown
 
 OURS = ("zero3", "mics(2)")  # of the loss curves
 

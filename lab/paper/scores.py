@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from files.pages import markdown
 from lab.paper import published
 from lab.paper.published import Published
+from runtime.files.pages import markdown
 
 NONE, NOT_MEASURED = "-", "not measured"
 

@@ -5,11 +5,11 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from files.pages import markdown
 from lab.paper import compression, mics, sharding, throughput, traffic
 from lab.paper.scores import Comparison, mean_off, orders, percent
 from lab.plots import draw_bars, exactly
 from lab.records import Records
+from runtime.files.pages import markdown
 
 COMPARISONS: Mapping[str, Callable[[Records], Comparison]] = {
     "mics-volumes": partial(traffic.volumes, name="mics"),

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from files.pages import markdown
 from lab.paper import published, replays
 from lab.paper.published import Published
 from lab.paper.replays import P3DN, P4D, PAPER, PLANNER, PRODUCTS, Replay, find, shape_of
 from lab.paper.scores import Cell, Comparison, mean_off, orders, over
 from lab.records import Records
+from runtime.files.pages import markdown
 
 ODD = "BERT 20B"  # the paper's figures 7 and 9 contradict each other there
 # figure: what the other systems are divided by

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from files.pages import markdown
 from lab.paper.scores import Cell, Comparison
 from lab.records import Records
+from runtime.files.pages import markdown
 
 FILE = Path(__file__).parent / "traffic.csv"
 PARAMETER_BYTES = 4  # all compiled steps have f32 parameters and gradients

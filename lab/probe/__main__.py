@@ -2,7 +2,7 @@
 
     python -m lab.probe [--out=runs/probe] [--sizes=1k,64k,1m,16m]
 
-Start it as train.py is started: once per process, by SLURM, Open MPI, Kubernetes, `lab.emulate`, or with
+Start it as train.py is started: once per process, by SLURM, Open MPI, Kubernetes, `launch.emulate`, or with
 `--coordinator`, `--num_processes` and `--process_id`. Process 0 prints tables and writes `probe.json` (its keys are in
 docs/clusters.md), which `python -m planner --probe` takes, and `probe.png` of the links.
 """
@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 from lab.probe import report
 from lab.probe.device import Sizes, Timed, figures, measure_copies, measure_device, sizes_of, works
 from lab.probe.measure import LONGEST_S, RING_PASSES, Level, Measurement, find_levels, find_mesh, measure
-from metrics.environment import environment
-from metrics.units import format_bytes
-from runtime import launch
+from runtime import launchers
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode, ResumableError
 from runtime.rendezvous import meet
+from training.metrics.environment import environment
+from training.metrics.units import format_bytes
 
 SIZES = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -38,7 +38,7 @@ def main(argv: Sequence[str], device_sizes: Sizes | None = None) -> int:
         options = parse(argv)
         sizes = parse_sizes(options.sizes)
         make_folder(options.out, "--out")  # before other processes wait for this one
-        if devices := launch.virtual_devices():
+        if devices := launchers.virtual_devices():
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", devices)
         join(options)
@@ -64,8 +64,8 @@ def main(argv: Sequence[str], device_sizes: Sizes | None = None) -> int:
 
 def join(options: argparse.Namespace) -> None:
     """Joins the other processes of the probe, if any: those with the same --out."""
-    place = launch.find_place(
-        launch.Address(
+    place = launchers.find_place(
+        launchers.Address(
             coordinator=options.coordinator, num_processes=options.num_processes, process_id=options.process_id
         )
     )

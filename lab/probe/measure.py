@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from metrics.wire import WireCounter
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks, vary
 from sharding.mesh import ROW_AXES, MeshShape, find_nodes, make_mesh
+from training.metrics.wire import WireCounter
 
 ITEM_BYTES = 4  # float32
 REPETITION_S = 0.1  # executions of a fast collective that are timed together

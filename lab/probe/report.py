@@ -8,11 +8,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from files.pages import columns
-from files.palette import SERIES
 from lab.probe.device import Timed
 from lab.probe.measure import RING_PASSES, LinkFit, Measurement, fit
-from metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
+from runtime.files.pages import columns
+from runtime.files.palette import SERIES
+from training.metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 
 COLUMNS = "{:5}  {:14}  {:>8}  {:>8}  {:>11}  {:>12}"
 HEADS = COLUMNS.format("level", "collective", "size", "time", "bandwidth", "wire/payload")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs.schema import CheckpointConfig
-from state.checkpointer import Checkpointer
+from elastic.checkpointer import Checkpointer
 from support import fast_compile
 from support.ports import free_port
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lab.emulate import namespaces
-from lab.emulate.__main__ import main
-from lab.emulate.nodes import Cluster
+from launch.emulate import namespaces
+from launch.emulate.__main__ import main
+from launch.emulate.nodes import Cluster
 from support.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,11 +67,11 @@ def transfer(cluster: Cluster, sender: int, receiver: int, size_bytes: int) -> t
 
 
 def emulate(workdir: Path, program: str | list[str], *options: str) -> subprocess.Popen[str]:
-    """Starts `lab.emulate` on two nodes of two devices, with a program, a text of Python or a whole command."""
+    """Starts `launch.emulate` on two nodes of two devices, with a program, a text of Python or a whole command."""
     command = python(program) if isinstance(program, str) else program
     given = ["--nodes=2", "--devices_per_node=2", f"--workdir={workdir}", *options, "--", *command]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-m", "lab.emulate", *given], text=True, cwd=ROOT, **pipes)
+    process = subprocess.Popen([sys.executable, "-m", "launch.emulate", *given], text=True, cwd=ROOT, **pipes)
     STARTED.append(process)
     return process
 

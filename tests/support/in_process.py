@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.transport import Link
+from elastic.replicas.transport import Link
 from runtime.blobs import Address, Answer, PeerError, RefusedError
 
 HOST = "host"

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
-from state.checkpointer import Checkpointer, Restored
-from state.snapshots import Snapshots
+from elastic.checkpointer import Checkpointer, Restored
+from elastic.snapshots import Snapshots
 from support.checkpointing import abstract as abstract_of
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}

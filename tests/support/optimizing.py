@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from configs.schema import OptimizerConfig
-from optimizers import GuardState, make_optimizer
 from sharding.spec import ParamSpec
+from training.optimizers import GuardState, make_optimizer
 
 LAYERS, STEPS = 3, 5
 

@@ -1,4 +1,4 @@
-"""An engine of engines.ray whose agents are told what happens to them: no Ray, no processes."""
+"""An engine of launch.ray whose agents are told what happens to them: no Ray, no processes."""
 
 import signal
 import time
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engines import ray_engine
-from engines.ray_agent import News
-from engines.ray_engine import OneWorld, ReplicaGroups
-from engines.ray_plan import Limits
+from launch import ray_engine
+from launch.ray_agent import News
+from launch.ray_engine import OneWorld, ReplicaGroups
+from launch.ray_plan import Limits
 
 SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S")
 Scenario = Callable[["Members"], Iterator[object]]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from replicas.group import BehindError, Replicas
-from replicas.payloads import Float32, Payload, make_payload
-from replicas.transport import Sockets
-from replicas.tree import added
+from elastic.replicas.group import BehindError, Replicas
+from elastic.replicas.payloads import Float32, Payload, make_payload
+from elastic.replicas.transport import Sockets
+from elastic.replicas.tree import added
 
 TOKEN = "a" * 64
 NUM_SHARES, SIZES, STEPS = 6, [40, 40, 17, 3], 4

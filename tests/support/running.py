@@ -18,7 +18,7 @@ import pytest
 
 import train
 from configs.schema import CheckpointConfig, Config, ElasticConfig, EvalConfig, SampleConfig
-from state.saved_arrays import SavedArrays
+from elastic.saved_arrays import SavedArrays
 from support import fast_compile
 from support.ports import free_port
 from training.experiment import Experiment, make_experiment

@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.emulate import namespaces
-from lab.emulate.links import Links
-from lab.emulate.nodes import Cluster
+from launch.emulate import namespaces
+from launch.emulate.links import Links
+from launch.emulate.nodes import Cluster
 from support import emulating
 from support.running import ROOT, XLA_FLAGS
 from support.waiting import until
 
 WAIT_S = 300
-SBATCH = ROOT / "engines" / "slurm" / "train.sbatch"
+SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
 REPLICAS = SBATCH.with_name("replicas.sbatch")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=namespaces.SEARCH)]

@@ -15,7 +15,6 @@ from compression.hop_two import Setup, unless_not_finite
 from compression.methods import method_named
 from configs import base
 from configs.schema import MODELS, CompressionConfig, ResNetConfig, ShardingConfig, ViTConfig
-from optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 from sharding.averages import part_averages
 from sharding.coded import PLAIN, Codec, LevelCodecs
 from sharding.frozen import joined, part_frozen, part_like
@@ -29,6 +28,7 @@ from sharding.state import state_shardings
 from sharding.step import Chain, TrainState, build_train_step
 from sharding.step import first_state as begin
 from training.optimizer_chain import of_all_replicas, watch
+from training.optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
 PACKED = " packed"  # of a kind of model: its rows are several documents

@@ -1,0 +1,422 @@
+"""The memory tier: every few steps each node keeps its shards of the state on its RAM disk (docs/elasticity.md).
+
+Each region that a node holds is kept once: the processes and devices of the node share the work. A partner process on
+another node keeps a copy of the regions that no other node holds. `save` returns
+when the copies to the host are enqueued: the caller may donate the state, because what runs next on the devices waits
+for them. A thread writes and hashes them, commits them, and sends the partner its copy. A process overwrites the newest
+complete snapshot only after all processes have a newer one.
+"""
+
+import math
+import secrets
+import shutil
+import socket
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
+from elastic import tree
+from elastic.attempts import Extension, newest_checkpoint, newest_set_aside, read_attempts, write_attempts
+from elastic.checkpointer import Checkpointer, Restored, Source, print_to_stderr
+from elastic.manifest import Leaf
+from elastic.memory_files import (
+    MemoryFolder,
+    Piece,
+    Region,
+    SnapshotManifest,
+    laid_out,
+    region_of,
+    remove_run,
+)
+from elastic.recovery import Found, find, load
+from elastic.transfer import PURPOSE, Answers, connect, send_copy
+from runtime.blobs import Address, BlobService, PeerError, RefusedError
+from runtime.consensus import all_gather, barrier, broadcast, new_key
+from runtime.handshake import shared_token
+
+_HOST = "pinned_host"  # page-locked: devices copy to it on their own
+_TRIES = 3  # to fetch a step: what is not fetched is lost, since a new attempt deletes what it does not use
+_MEASURED = 3  # steps; and snapshots: the first two of an attempt are far slower, because they allocate their memory
+
+
+class Snapshots:
+    """The snapshots of one run in the memories of its nodes; a context manager.
+
+    All processes must call the same methods in the same order: first `restore`, then `begin`.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        memory_dir: str,
+        every: int,
+        *,
+        report: Callable[[str], None] = print_to_stderr,
+        progress: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Keeps every `every`-th step (0: none) in `memory_dir`. ValueError if other users could access it.
+
+        `progress` is called for each array that is restored, and while one comes from another node.
+        """
+        self._workdir, self._memory_dir, self._report, self._every = workdir, memory_dir, report, every
+        self._progress = progress
+        self._me = jax.process_index()
+        self._executor = ThreadPoolExecutor(1, "snapshot")
+        self._saving: Future[None] | None = None
+        self._service: BlobService | None = None
+        self._used: set[str] = set()  # the snapshots that were restored
+        self._owned: list[OwnedShard] = []
+        self._started = self._failed = False  # a snapshot was begun; this process failed to write it
+        self._warned = False
+        self._pace = Pace(every)
+        self._attempts = read_attempts(workdir, report)
+        if not every:
+            return
+        fallback = broadcast(new_key("fallback"), lambda: secrets.token_hex(8))
+        self._folder = MemoryFolder(memory_dir, self._attempts.run_id, fallback)
+        self._attempt = len(self._attempts.began_at)
+        self._slot = "a"  # to be written next: the other has the newest snapshot that all processes have
+        self._meet()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown()
+        if self._service:
+            self._service.close()
+
+    def restore(self, abstract_state: Any, checkpointer: Checkpointer) -> Restored | None:
+        """Returns the newest step in the nodes' memories or the checkpoints, with the shardings of `abstract_state`.
+
+        None if there is no step. Errors are those of `Checkpointer.restore`.
+        """
+        if not self._every:
+            return checkpointer.restore(abstract_state)
+        wanted = tree.flatten_abstract(abstract_state)
+        # A step set aside was there: what the last attempt recorded may be it, until this one records what is left.
+        newest = lambda: max(newest_checkpoint(self._workdir), newest_set_aside(self._workdir))
+        saved = broadcast(new_key("newest"), newest)
+        found = find(
+            self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report, self._progress
+        )
+        restored = checkpointer.restore(abstract_state, newer_than=found.snapshot.step if found else -1)
+        if found and restored is None:
+            tries = (self._load(found, abstract_state, turn) for turn in range(_TRIES))
+            restored = next(filter(None, tries), None)
+            if restored:
+                self._used = {copy.snapshot.name for copies in found.copies.values() for copy in copies}
+            else:
+                restored = checkpointer.restore(abstract_state)
+        return restored
+
+    def needs(self, abstract_state: Any) -> "Needs | None":
+        """Returns the memory that snapshots of such a state take; None if there are none."""
+        if not self._every:
+            return None
+        wanted = tree.flatten_abstract(abstract_state)
+        arrays, leaves = {path: x.abstract for path, x in wanted.items()}, [x.leaf for x in wanted.values()]
+        own = owned_shards(self._me, self._nodes, arrays, leaves)
+        senders = [i for i in range(len(self._nodes)) if len(set(self._nodes)) > 1 and self._partner(i) == self._me]
+        copies = [x for i in senders for x in owned_shards(i, self._nodes, arrays, leaves) if x.is_only_copy]
+        sizes = [sum(owned.piece.size for owned in part) for part in (own, copies)]
+        return Needs(
+            pinned=sizes[0],
+            kept=2 * sum(sizes),
+            folder=str(self._folder.path),
+            there=self._folder.size(),
+            free=shutil.disk_usage(self._folder.path).free,
+            is_in_memory=self._folder.is_in_memory,
+        )
+
+    def begin(self, step: int, extension: Extension | None = None) -> None:
+        """Begins the attempt at `step`, and deletes all snapshots but the one that was restored.
+
+        An attempt without snapshots is recorded, too: it makes the later steps of earlier attempts invalid. `extension`
+        is recorded with it.
+        """
+        known = self._attempts
+        extended = known.extended if extension is None else (*known.extended, extension)
+        known = replace(known, began_at=(*known.began_at, step), extended=extended)
+        self._attempts = write_attempts(self._workdir, known)
+        if self._every:
+            if self._reader == self._me:
+                self._folder.remove(self._folder.names() - self._used)
+            barrier("begun")  # else the reader could delete the first snapshot of another process of its node
+        else:
+            remove_run(self._memory_dir, self._attempts.run_id)  # of no use once this attempt takes a step
+
+    def due(self, step: int) -> bool:
+        """Whether to take a snapshot after `step`; every process must ask after every step."""
+        return self._pace.due(step)
+
+    def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> bool:
+        """Begins a snapshot of `state` after `step`, with the data position and the config; False if there are none.
+
+        Waits for the previous snapshot of all processes, and not for the copies: the caller may donate the arrays. If
+        there is no room for them, a warning is printed once, and training continues.
+        """
+        if not self._every:
+            return False
+        self.wait()
+        self._pace.begins(step)
+        begun_s = time.perf_counter()
+        arrays, leaves = tree.flatten_arrays(state)
+        self._owned = self._owned or owned_shards(self._me, self._nodes, arrays, leaves)
+        self._started, self._failed = True, False
+        snapshot = SnapshotManifest(
+            name=f"{self._attempt}-{self._me}-{self._slot}",
+            run_id=self._attempts.run_id,
+            history=self._attempts.began_at,
+            saved=self._attempts.saved,
+            step=step,
+            data=data,
+            config=config,
+            tree=leaves,
+            pieces=laid_out(owned.piece for owned in self._owned),
+        )
+        with self._warning(step):
+            copies = self._on_host(arrays)
+            self._saving = self._executor.submit(self._finish, snapshot, copies, begun_s)
+        return True
+
+    def wait(self) -> None:
+        """Returns when every process has committed the snapshot in progress, or has failed to write it."""
+        if self._saving:
+            saving, self._saving = self._saving, None
+            saving.result()
+        if not self._started:
+            return
+        self._started = False
+        saved = 0
+        if self._me == 0:
+            with suppress(OSError):  # of a file system that is gone for a moment: it is not needed yet
+                saved = newest_checkpoint(self._workdir)
+        has_news = self._failed or saved > self._attempts.saved
+        told = all_gather(new_key("snapshot"), [self._failed, saved] if has_news else None)
+        said = [news for news in told if news]
+        self._attempts = replace(self._attempts, saved=max([self._attempts.saved, *(saved for _, saved in said)]))
+        if any(failed for failed, _ in said):
+            return  # the next snapshot overwrites this one, and not the previous one, which is complete
+        self._slot = "b" if self._slot == "a" else "a"
+        if self._reader == self._me:  # snapshots of earlier attempts are older
+            ours = f"{self._attempt}-"
+            with suppress(FileNotFoundError):  # of a folder that was emptied: the next snapshot warns of it
+                self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))
+
+    def end(self, *, finished: bool) -> None:
+        """Waits for the last snapshot; deletes those of a finished run, even if this attempt takes none."""
+        if self._every:
+            self.wait()
+            if not finished:
+                write_attempts(self._workdir, self._attempts)
+        if finished and (not self._every or self._reader == self._me):  # one process per node deletes them
+            remove_run(self._memory_dir, self._attempts.run_id)
+
+    def _on_host(self, arrays: dict[str, jax.Array]) -> list[jax.Array]:
+        """Returns copies of this process' regions in the host's memory, which may still be on their way."""
+        by_device = {path: {x.device: x.data for x in array.addressable_shards} for path, array in arrays.items()}
+        shards = [by_device[owned.piece.region.path][owned.device] for owned in self._owned]
+        hosts = [jax.sharding.SingleDeviceSharding(owned.device, memory_kind=_HOST) for owned in self._owned]
+        return jax.device_put(shards, hosts)
+
+    def _meet(self) -> None:
+        """Exchanges nodes and addresses with the other processes, and starts the service."""
+        count, answers = jax.process_count(), Answers(self._folder, self._attempt)
+        self._token = shared_token(self._workdir) if count > 1 else ""
+        if count > 1:
+            self._service = BlobService(PURPOSE, answers, process=self._me, count=count, token=self._token)
+        address = vars(self._service.address) if self._service else {}
+        told = all_gather(new_key("nodes"), {"node": self._folder.identity, "address": address})
+        self._nodes = [said["node"] for said in told]
+        self._addresses = [Address(**said["address"]) for said in told] if self._service else []
+        self._reader = self._nodes.index(self._nodes[self._me])
+        if self._service:
+            answers.copies_of = frozenset(i for i in range(count) if self._partner(i) == self._me)
+
+    def _partner(self, process: int) -> int:
+        """The process that keeps copies for `process`, on the partner of its node."""
+        nodes = list(dict.fromkeys(self._nodes))
+        mine = self._nodes[process]
+        other = nodes[partner(nodes.index(mine), len(nodes))]
+        of_node = {node: [i for i, there in enumerate(self._nodes) if there == node] for node in (mine, other)}
+        return of_node[other][of_node[mine].index(process) % len(of_node[other])]
+
+    def _load(self, found: Found, abstract_state: Any, turn: int) -> Restored | None:
+        """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part in a turn."""
+        error, state, snapshot = "", None, found.snapshot
+        try:
+            where = self._folder, self._reader, self._addresses, self._token
+            state = load(found, abstract_state, *where, turn, self._progress)
+        except OSError as failed:
+            error = f"process {self._me} on {socket.gethostname()}: {failed}"
+        errors = [said for said in all_gather(new_key("loaded"), error or None) if said]
+        if errors:
+            if self._me == 0:
+                then = "not used" if turn + 1 == _TRIES else "trying again"
+                self._report(f"the snapshots of step {snapshot.step} cannot be fetched ({errors[0]}): {then}")
+            return None
+        return Restored(
+            step=snapshot.step,
+            state=state,
+            data=snapshot.data,
+            config=snapshot.config,
+            source=Source.MEMORY,
+            source_nodes=len({self._nodes[i] for i in found.processes}),
+            nodes=len(set(self._nodes)),
+        )
+
+    def _finish(self, snapshot: SnapshotManifest, copies: list[jax.Array], begun_s: float) -> None:
+        """Writes and commits the copies, and sends the partner the only ones (in a thread)."""
+        with self._warning(snapshot.step):
+            snapshot = self._folder.copy(snapshot, copies)
+            self._folder.describe(snapshot)
+            only_copies = [number for number, owned in enumerate(self._owned) if owned.is_only_copy]
+            if only_copies:
+                with connect(self._addresses[self._partner(self._me)], self._token, self._me) as connection:
+                    send_copy(connection, self._folder, snapshot, only_copies)
+        self._pace.cost(time.perf_counter() - begun_s)
+
+    @contextmanager
+    def _warning(self, step: int) -> Iterator[None]:
+        """Turns a lack of room, on the RAM disk or for the copies, into a warning."""
+        try:
+            yield
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self._warn(step, error)
+
+    def _warn(self, step: int, error: Exception) -> None:
+        self._failed = True
+        if not self._warned:
+            self._warned = True
+            where = f"{self._folder.path} on {socket.gethostname()}"
+            needed_mb = 2 * sum(owned.piece.size for owned in self._owned) / 1e6
+            until = (
+                "that process can be reached; a firewall?"
+                if isinstance(error, PeerError) and not isinstance(error, RefusedError)
+                else f"there is room (this process needs {needed_mb:.0f} MB, twice its part of the state), or set "
+                "elastic.memory_dir to another RAM disk"
+            )
+            self._report(
+                f"warning: the snapshot of step {step} in {where} failed: {error}; training goes on with checkpoints "
+                f"alone until {until}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The bytes that the snapshots of a process take."""
+
+    pinned: int  # page-locked, for the copies of the devices
+    kept: int  # two snapshots in the node's folder, and two of what a partner sends
+    folder: str
+    there: int  # in the folder by now, of all processes of the node: they make room for new ones
+    free: int  # in the folder
+    is_in_memory: bool  # the folder is
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedShard:
+    """A region that a process keeps in the memory of its node."""
+
+    piece: Piece
+    device: Any  # a jax.Device of this process that holds the region
+    is_only_copy: bool  # no other node holds this region
+
+
+def owned_shards(
+    process: int,
+    nodes: Sequence[str],
+    arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    tree: Sequence[Leaf],
+) -> list[OwnedShard]:
+    """Returns the regions that a process keeps in its node's memory; `nodes` names the node of each process.
+
+    Of each region that a node holds, the process of the device that has least to copy keeps it.
+    """
+    owned: list[OwnedShard] = []
+    kept = Counter[Any]()  # bytes, by device
+    for leaf in tree:
+        holders: dict[Region, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        for device, index in arrays[leaf.path].sharding.devices_indices_map(leaf.shape).items():
+            assert index is not None
+            holders[region_of(leaf, index)][nodes[int(device.process_index)]].append(device)
+        for region, by_node in holders.items():
+            size = math.prod(region.shape) * arrays[leaf.path].dtype.itemsize
+            for of_node in by_node.values() if size else ():
+                device = min(of_node, key=lambda device: kept[device])
+                kept[device] += size
+                if device.process_index == process:
+                    is_only_copy = len(by_node) == 1 and len(set(nodes)) > 1
+                    piece = Piece(region=region, size=size)
+                    owned.append(OwnedShard(piece=piece, device=device, is_only_copy=is_only_copy))
+    return owned
+
+
+class Pace:
+    """Decides after which steps to take a snapshot: every n-th, or as often as costs under 2 % of the time.
+
+    As often begins once the attempt has trained for as long as it took to begin to: before, a restart would lose more
+    than the steps. Then the cost of the first snapshots, as they come, sets the interval. It is the whole time from the
+    copy to the commit, although training continues during most of it.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._is_automatic = every == AUTOMATIC
+        self._began_s = time.perf_counter()
+        self._asked_s: list[float] = []  # when each of the first steps was done
+        self._count = 0  # snapshots so far
+        self._cost_s = self._step_s = 0.0
+        self._next = math.inf  # step with a snapshot, if automatic
+
+    def due(self, step: int) -> bool:
+        """Whether to take a snapshot after `step`; every process must ask after every step."""
+        if not self._is_automatic:
+            return self._every > 0 and step % self._every == 0
+        if len(self._asked_s) <= _MEASURED:
+            self._measure(step)
+        return step >= self._next
+
+    def begins(self, step: int) -> None:
+        """Records a snapshot, of which the one before is complete; the slowest process sets the interval."""
+        if not self._is_automatic or not self._step_s:
+            return
+        if 0 < self._count <= _MEASURED:
+            self._every = max(all_gather(new_key("pace"), math.ceil(self._cost_s / (SNAPSHOT_SHARE * self._step_s))))
+        self._count += 1
+        self._next = step + max(1, self._every)
+
+    def cost(self, seconds: float) -> None:
+        """Records the cost of the newest snapshot."""
+        self._cost_s = seconds
+
+    def _measure(self, step: int) -> None:
+        """Records that a step is done; after the last of the first ones, decides with the others when to begin."""
+        self._asked_s.append(time.perf_counter())
+        if len(self._asked_s) > _MEASURED:  # the median step: one of them may have a validation or a checkpoint in it
+            self._step_s = max(1e-6, statistics.median(b - a for a, b in pairwise(self._asked_s)))
+            start_s = self._asked_s[0] - self._began_s
+            self._every = max(all_gather(new_key("pace"), math.ceil(start_s / self._step_s)))
+            self._next = step - _MEASURED + self._every
+
+
+def partner(node: int, count: int) -> int:
+    """Returns the node that keeps copies for a node, of so many: in pairs, and of an odd number the last three in turn.
+
+    Pairs survive more failures than a ring of all nodes, which has twice as many neighbours (Gemini, SOSP 2023).
+    """
+    first = max(0, count - 3) if count % 2 else count  # of the three
+    return node ^ 1 if node < first else first + (node - first + 1) % (count - first)

@@ -1,1 +1,0 @@
-"""Emulates several nodes on one machine: `python -m lab.emulate`."""

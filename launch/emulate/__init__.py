@@ -1,0 +1,1 @@
+"""Emulates several nodes on one machine: `python -m launch.emulate`."""

@@ -1,0 +1,318 @@
+"""`Engine`: runs a program on a Ray cluster, attempt after attempt; Ray itself is in launch/ray_members.py.
+
+A run of one world (`OneWorld`) has one attempt at a time, on as many nodes as there are. Of independent replicas
+(`ReplicaGroups`, docs/replicas.md) each group is an attempt, which starts and ends without the others.
+"""
+
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.ray_agent import STARTING_S
+from launch.ray_plan import Attempt, Failures, Limits, choose, how, judge, say
+from runtime.events import Event, EventLog
+from runtime.exit_codes import ExitCode
+from runtime.files import run_directory
+
+if TYPE_CHECKING:  # it needs Ray
+    from launch.ray_members import Member, Members
+
+STOP_S = 60.0  # for the program to save and exit after it was asked to stop
+LAST_S = 15.0  # for the other processes, after the first one has stopped on request
+FAILED_S = 4.0  # for the other processes to report and exit, after one failed or a node was lost
+KILL_S = 3.0  # for an agent to confirm SIGKILL
+SETTLED_S = 300.0  # after which an attempt counts as settled, even without a step in its metrics
+
+
+class Engine(ABC):
+    """Starts attempts on the nodes that are free, and follows them, until the run is finished."""
+
+    def __init__(self, members: "Members", limits: Limits, workdir: Path, *, max_failures: int) -> None:
+        """`max_failures` attempts in a row, of one world or of one group, may fail without getting on."""
+        self._members, self._limits, self._workdir, self._max_failures = members, limits, workdir, max_failures
+        self._events = EventLog(workdir, "engine")
+        self._attempts: list[Attempt] = []  # those that run
+        self._number = 0  # of the newest attempt
+        self._failures: dict[int | None, Failures] = {}  # by group
+        self._hosts: dict[str, str] = {}  # by node, lost nodes included
+        self._signals = 0
+        self._event_s = time.monotonic()
+        self._last_words: dict[str, str] = {}  # last line of output, by node
+        self._said = ""  # while it waits
+        self._code: int | None = None  # of the run, as far as it is known
+
+    def _is_misfit(self, attempt: Attempt, code: int) -> bool:
+        """Whether an attempt ended since the config does not fit its number of nodes, and may go on with another."""
+        return False
+
+    @abstractmethod
+    def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int | None]]:
+        """Yields nodes among these on which an attempt is to start now, with the number of its group, if it has one."""
+
+    def run(self) -> int:
+        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of an error, once nothing runs."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note_signal)
+        while self._attempts or (self._code is None and not self._signals):
+            self._turn()
+            for attempt in [*self._attempts]:
+                self._note_first_step(attempt)
+                if not (attempt.why_stopped or attempt.codes) and (why := self._why_stop(attempt)):
+                    self._stop(attempt, why)
+                self._kill_if_late(attempt)
+                if not attempt.running:
+                    self._take_end(attempt)
+            if not self._signals and self._code is None:
+                self._begin()
+        if self._code not in (None, ExitCode.RESUMABLE):
+            return self._code
+        say("stopped; the same command goes on")
+        return ExitCode.RESUMABLE
+
+    def _note_signal(self, *_: object) -> None:
+        """The first SIGTERM or SIGINT stops the program, and the second one kills it."""
+        self._signals += 1
+
+    # ------------------------------------------------------------------------------------------------------- starting
+
+    def _begin(self) -> None:
+        """Starts attempts on free nodes, if enough are there; gives back those that are to go."""
+        busy = {node for attempt in self._attempts for node in attempt.nodes}
+        self._members.give_back([node for node in self._members.going() if node not in busy])
+        free = [node for node in self._there() if node not in busy]
+        missing = self._limits.min_nodes - len(free)
+        if missing > 0 and not self._attempts:
+            waits = f"waiting for {missing} more nodes; there: {self._names(free) or 'none'}"
+            if waits != self._said:
+                say(waits)
+            self._said = waits
+            return
+        worlds = [*self._next(free)]
+        left = [node for node in free if not any(node in nodes for nodes, _ in worlds)]
+        for nodes, group in worlds:
+            self._start(nodes, group, idle=[*map(self._name, left), *self._members.idle_hosts])
+
+    def _there(self) -> list[str]:
+        """Returns the nodes that may train, by address."""
+        there = [m for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
+        return [member.node for member in sorted(there, key=lambda member: member.address)]
+
+    def _start(self, nodes: tuple[str, ...], group: int | None, idle: list[str]) -> None:
+        """Starts the program on nodes, in the order of its processes; `idle` hosts have none."""
+        self._number += 1
+        if group not in self._failures:
+            folder = "" if group is None else f"{run_directory.REPLICAS}/{group}"
+            self._failures[group] = Failures(self._workdir / folder)
+        members = [self._members.by_node[node] for node in nodes]
+        assert members[0].news
+        coordinator = f"{members[0].address}:{members[0].news.free_port}"
+        options = [] if group is None else [f"--group={group}"]
+        for index, member in enumerate(members):
+            ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
+            member.start(self._number, [*ranks, *options])
+        attempt = Attempt(
+            number=self._number,
+            nodes=nodes,
+            group=group,
+            coordinator=coordinator,
+            event_s=self._event_s if group is None else time.monotonic(),
+            progress=self._failures[group].progress(),
+        )
+        self._attempts.append(attempt)
+        self._said = ""
+        say(f"{attempt.title} starts on {self._names(nodes)}; idle: {', '.join(idle) or 'none'}")
+        self._write(Event.ATTEMPT_STARTED, attempt, hosts=[*map(self._name, nodes)], idle=idle)
+
+    # ------------------------------------------------------------------------------------------------------ following
+
+    def _turn(self) -> None:
+        """Takes the news of the agents: output, exit codes, and which are lost."""
+        for member in self._members.turn():
+            self._hosts[member.node] = member.host
+            self._print(member)
+            for attempt in self._attempts:
+                if (code := attempt.code_on(member)) is not None:
+                    self._note_end(attempt, member.node, code)
+        for attempt in self._attempts:
+            for node in attempt.running:
+                if node not in self._members.by_node:
+                    self._note_end(attempt, node, None)
+
+    def _note_end(self, attempt: Attempt, node: str, code: int | None) -> None:
+        is_first, has_failed = not attempt.codes, code and not attempt.why_stopped
+        attempt.codes[node] = code
+        if not is_first:
+            return
+        if not attempt.why_stopped:
+            self._event_s = time.monotonic()
+        patience_s = LAST_S if code == 0 or (attempt.why_stopped and code == ExitCode.RESUMABLE) else FAILED_S
+        attempt.kill_at_s = min(attempt.kill_at_s, time.monotonic() + patience_s)
+        if has_failed:
+            host = self._name(node)
+            say(f"{host}: the program ended {how(code)}")
+            self._write(Event.ATTEMPT_FAILED, attempt, host=host, how=how(code))
+
+    def _note_first_step(self, attempt: Attempt) -> None:
+        """Reports the first finished step. Then the nodes have time to start the processes of the next attempt."""
+        if attempt.has_stepped:
+            return
+        before, attempt.progress = attempt.progress, self._failures[attempt.group].progress()
+        if attempt.progress.size_bytes > before.size_bytes:
+            attempt.has_stepped = True
+            step, took_s = attempt.progress.step, time.monotonic() - attempt.event_s
+            say(f"{attempt.title}: step {step} is done, {took_s:.1f} s after the event")
+            self._write(Event.ATTEMPT_STEPPED, attempt, step=step, after_s=round(took_s, 3))
+        is_late = time.monotonic() > attempt.started_s + SETTLED_S
+        if (attempt.has_stepped or is_late) and not attempt.is_settled:
+            attempt.is_settled = True
+            for node in attempt.running:
+                self._members.by_node[node].warm_up()
+
+    def _why_stop(self, attempt: Attempt) -> str:
+        """Returns why an attempt is to end; "" if it is not."""
+        if self._signals:
+            return "a signal"
+        going = [self._name(node) for node in attempt.running if node in self._members.going()]
+        return f"{going[0]} is to go" if going else ""
+
+    # --------------------------------------------------------------------------------------------------------- ending
+
+    def _stop(self, attempt: Attempt, why: str) -> None:
+        """Asks one process of the program to stop; it tells the others."""
+        self._event_s = time.monotonic()
+        attempt.why_stopped = why
+        attempt.kill_at_s = time.monotonic() + STOP_S
+        say(f"{why}: {attempt.title} is asked to stop")
+        self._members.by_node[attempt.running[0]].send(attempt.number, signal.SIGTERM)
+        self._write(Event.ATTEMPT_STOPPING, attempt, why=why)
+
+    def _kill_if_late(self, attempt: Attempt) -> None:
+        """Kills an attempt that has not ended in time, or as soon as a second signal came."""
+        now_s = time.monotonic()
+        if self._signals > 1:
+            attempt.kill_at_s = 0.0
+        if now_s > attempt.kill_at_s and attempt.killed_s == float("inf"):
+            attempt.killed_s = now_s
+            for node in attempt.running:
+                self._members.by_node[node].send(attempt.number, signal.SIGKILL)
+        if now_s > attempt.killed_s + KILL_S:
+            for node in attempt.running:
+                self._members.drop(node, "does not answer")
+                attempt.codes[node] = None
+
+    def _take_end(self, attempt: Attempt) -> None:
+        """Reports an attempt's end, and what it means for the run: it goes on as long as another group does.
+
+        Once a group has finished none starts again, unless the last one to end stopped before it had finished.
+        """
+        self._attempts.remove(attempt)
+        failures = self._failures[attempt.group]
+        step = failures.progress().step
+        ends = {self._name(node): how(code) for node, code in attempt.codes.items()}
+        self._write(Event.ATTEMPT_ENDED, attempt, step=step, ends=ends)
+        code, node = judge(attempt.codes)
+        failed = [node] if node else [*attempt.codes]
+        said = next((self._last_words[node] for node in failed if node in self._last_words), "nothing")
+        if code != ExitCode.RESUMABLE:
+            where = f" on {self._name(node)}" if node else ""
+            say(f"{attempt.title} ended{where} with exit code {code}" + f": {said}" * bool(code))
+        else:
+            say(f"{attempt.title} stopped at step {step}: {', '.join(map(' '.join, ends.items()))}")
+            if not attempt.why_stopped and failures.another(step) > self._max_failures:
+                say(f"error: {attempt.title}: {failures.count} failures in a row without a new step; it said: {said}")
+                code = ExitCode.FAILED
+                failures.count = 0  # another host may have the group's number then
+        if code == ExitCode.FINISHED and attempt.group is not None and not self._attempts:
+            last = max(each.progress().step for each in self._failures.values())  # one may have come after that
+            if max(run_directory.step_numbers(self._workdir / run_directory.CHECKPOINTS), default=0) < last:
+                say(f"the checkpoint of step {last} is missing: the group that was to save it was lost")
+                code = ExitCode.RESUMABLE
+        if self._is_misfit(attempt, code):
+            say(f"{len(attempt.nodes)} nodes are left out of the choice: with other numbers of nodes it has trained")
+            code = ExitCode.RESUMABLE
+        if code and code != ExitCode.RESUMABLE and self._attempts:
+            self._members.give_back([node for node in failed if node in self._members.by_node])
+        if code == ExitCode.FINISHED or not self._attempts:  # the last to end may be the group that saves
+            self._code = None if code == ExitCode.RESUMABLE and not self._signals else code
+
+    # -------------------------------------------------------------------------------------------------------- telling
+
+    def _print(self, member: "Member") -> None:
+        assert member.news
+        firsts = {a.nodes[0]: "" if a.group is None else f"[{a.title}] " for a in self._attempts}
+        prefix = firsts.get(member.node, f"[{member.host}] ")
+        for line in member.news.lines:
+            self._last_words[member.node] = line
+            print(prefix + line, flush=True)
+
+    def _write(self, event: Event, attempt: Attempt, **fields: Any) -> None:
+        group = {} if attempt.group is None else {"group": attempt.group}
+        self._events.write(event, attempt=attempt.number, attempt_id=attempt.coordinator, **group, **fields)
+
+    def _name(self, node: str) -> str:
+        return self._hosts.get(node, node)
+
+    def _names(self, nodes: Iterable[str]) -> str:
+        return ", ".join(map(self._name, nodes))
+
+
+class OneWorld(Engine):
+    """One attempt at a time, on the largest possible world; it is restarted when that changes."""
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._previous: tuple[str, ...] = ()  # the nodes of the newest attempt
+        self._fitting: set[int] = set()  # numbers of nodes with which it has trained
+        self._misfits: set[int] = set()  # others, with which it ended with 2; never the fewest: one is always left
+
+    def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], None]]:
+        nodes = choose(free, self._previous, self._limits, self._misfits)
+        if nodes and not self._attempts and not self._starting():
+            self._previous = nodes
+            yield nodes, None
+
+    def _is_misfit(self, attempt: Attempt, code: int) -> bool:
+        count = len(attempt.nodes)
+        if attempt.has_stepped:
+            self._fitting.add(count)
+        is_new = bool(self._fitting) and count not in self._fitting
+        is_misfit = code == ExitCode.BAD_INPUT and is_new and count > self._limits.min_nodes
+        if is_misfit:
+            self._misfits.add(count)
+        return is_misfit
+
+    def _why_stop(self, attempt: Attempt) -> str:
+        if (why := super()._why_stop(attempt)) or self._starting() or not attempt.is_settled:
+            return why  # a start that ends at once would be wasted
+        better = choose(self._there(), attempt.nodes, self._limits, self._misfits)
+        new = [node for node in better if node not in attempt.nodes]
+        return f"{self._names(new)} joined" if len(better) > len(attempt.nodes) else ""
+
+    def _starting(self) -> bool:
+        """Whether a node has just joined, and its agent has not answered yet."""
+        since_s = time.monotonic() - STARTING_S
+        return any(m.news is None and m.added_s > since_s for m in self._members.by_node.values())
+
+
+class ReplicaGroups(Engine):
+    """A group on each node, or on as many together as it spans."""
+
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._numbers: dict[str, int] = {}  # by host, of the group that it had: that may still be about to end there
+
+    def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
+        size, taken = self._limits.nodes_per_group, {attempt.group for attempt in self._attempts}
+        most = self._limits.max_nodes - sum(len(attempt.nodes) for attempt in self._attempts if not attempt.why_stopped)
+        for first in range(0, min(len(free), most) - size + 1, size):
+            host = self._name(free[first])
+            number = self._numbers.get(host)
+            if number is None or number in taken:
+                number = next(number for number in count() if number not in taken)
+            taken.add(number)
+            self._numbers[host] = number
+            yield tuple(free[first : first + size]), number

@@ -1,0 +1,243 @@
+"""`search`: runs whose values Optuna chooses, and that it prunes. Only this module uses Optuna.
+
+The study is in the sweep's directory, so that the same command goes on with it. A trial that was interrupted is asked
+for again: it has the same values, so it is the same run, which resumes.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    check_distribution_compatibility,
+)
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from configs.overrides import Overrides, Range, three_digits
+from launch.sweeps.plan import Run, SweepFile
+from launch.sweeps.pool import POLL_EVERY_S, Job, Launcher, claimed, running, stopped_at_end
+from launch.sweeps.records import Record, State, is_finished, missing_metric, record
+from runtime.files import run_directory
+from training.metrics.run_files import read_run, series
+
+STUDY_FILE = "optuna.log"
+ERROR = "error"  # attribute of a trial that failed; without it a failed one was interrupted
+STATES = {TrialState.COMPLETE: State.FINISHED, TrialState.PRUNED: State.PRUNED, TrialState.RUNNING: State.STOPPED}
+Planner = Callable[[Overrides], Run]  # ValueError for values that do not go together
+
+
+@dataclass(kw_only=True)
+class TrialJob(Job):
+    """A job, and the trials that have its values: the first began it, and all end as it does."""
+
+    trials: list[Trial]
+    step: int = 0  # the last one that Optuna knows
+    size_bytes: int = 0  # of the metrics that Optuna knows
+    is_pruned: bool = False
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A search that is going on: its study, and the job of each trial of this program."""
+
+    file: SweepFile
+    study: optuna.Study
+    plan: Planner
+    jobs: list[TrialJob] = field(default_factory=list)
+
+    def done(self) -> int:
+        """Returns the number of trials that have ended by themselves."""
+        return sum(_has_ended(trial) for trial in self.study.get_trials(deepcopy=False))
+
+    def begin(self, launch: Launcher, lock: int) -> None:
+        """Starts the run of a new trial; one whose run is going on joins it, one without a run ends at once."""
+        trial = self.study.ask(_distributions(self.file))
+        try:
+            run = self.plan(_values(self.file, trial.params))
+        except ValueError as error:
+            self._fail(trial, str(error))
+            return
+        if same := next((job for job in running(self.jobs) if job.run.name == run.name), None):
+            same.trials.append(trial)
+            return
+        job = TrialJob(run=run, state=State.FINISHED if is_finished(run) else State.WAITING, trials=[trial])
+        self.jobs.append(job)
+        if job.state == State.FINISHED:
+            self._tell(job)
+        else:
+            job.start(launch, lock)
+
+    def watch(self, job: TrialJob, launch: Launcher, lock: int) -> None:
+        """Tells Optuna what a run has measured and how it ended; stops it if it is not worth going on."""
+        self._report(job)
+        assert job.process is not None
+        if not job.is_pruned and job.trials[0].should_prune():
+            job.is_pruned = True
+            job.process.send_signal(signal.SIGINT)
+        job.look(stopping=job.is_pruned)
+        if job.state == State.WAITING:  # stopped resumable by itself
+            job.start(launch, lock)
+        elif job.state != State.RUNNING:
+            self._tell(job)
+
+    def _report(self, job: TrialJob) -> None:
+        """Tells the first trial the new values of the metric, if there are new lines."""
+        metrics = job.run.run_dir / run_directory.METRICS
+        size_bytes = metrics.stat().st_size if metrics.exists() else 0
+        if size_bytes == job.size_bytes:
+            return
+        job.size_bytes = size_bytes
+        for step, value in series(read_run(job.run.run_dir).rows, self.file.metric):
+            if step > job.step:
+                job.trials[0].report(value, int(step))
+                job.step = int(step)
+
+    def _tell(self, job: TrialJob) -> None:
+        """Ends the trials of a job that has ended. ValueError if it finished without the metric, as all before it."""
+        found = record(job.run, job.state, job.error, self.file.metric)
+        metric = found.metric
+        measured = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if job.state == State.FINISHED and not measured and (lacking := missing_metric(found, self.file.metric)):
+            raise ValueError(lacking)  # its trials are asked for again, and count when METRIC is right
+        if job.state == State.STOPPED:
+            job.state = State.PRUNED
+        for trial in job.trials:
+            if job.state == State.PRUNED:
+                self.study.tell(trial, state=TrialState.PRUNED)
+            elif job.state == State.FINISHED and metric is not None and metric == metric:
+                self.study.tell(trial, metric)
+            else:
+                self._fail(trial, job.error or f"{self.file.metric} is not a number")
+
+    def _fail(self, trial: Trial, error: str) -> None:
+        trial.set_user_attr(ERROR, error)
+        self.study.tell(trial, state=TrialState.FAIL)
+
+
+def search(
+    file: SweepFile,
+    count: int,
+    *,
+    plan: Planner,
+    workers: int,
+    workdir: Path,
+    launch: Launcher,
+    show: Callable[[Sequence[Job]], None],
+) -> tuple[bool, list[Record]]:
+    """Runs trials until `count` have ended, those of earlier calls included.
+
+    Returns whether they have, and a record of each run. On Ctrl-C, running ones save and stop.
+    """
+    with claimed(workdir) as lock:
+        going = Search(file=file, study=_study(file, workdir), plan=plan)
+        _check_same_runs(going, workdir)
+        with stopped_at_end(going.jobs, show):
+            while going.done() < count or running(going.jobs):
+                for job in running(going.jobs):
+                    going.watch(job, launch, lock)
+                now = running(going.jobs)
+                if len(now) < workers and sum(len(job.trials) for job in now) < count - going.done():
+                    going.begin(launch, lock)
+                show(going.jobs)
+                time.sleep(POLL_EVERY_S)
+        return going.done() >= count, _records(going)
+
+
+def corners(distributions: Mapping[str, Any]) -> list[Overrides]:
+    """Returns points with each end of each range and each option, to be checked before anything runs."""
+    first = {key: _ends(distribution)[0] for key, distribution in distributions.items()}
+    return [{**first, key: value} for key, found in distributions.items() for value in _ends(found)]
+
+
+def _study(file: SweepFile, workdir: Path) -> optuna.Study:
+    """Returns the study in the directory, in which nothing runs. ValueError if it is of another SEARCH."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(workdir / STUDY_FILE))),
+        study_name=file.path.stem,
+        direction="minimize" if file.goal == "min" else "maximize",
+        pruner=optuna.pruners.MedianPruner(),
+        load_if_exists=True,
+    )
+    _check_same_search(file, study, workdir)
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(trial.number, state=TrialState.FAIL)
+        study.enqueue_trial(trial.params)
+    return study
+
+
+def _check_same_search(file: SweepFile, study: optuna.Study, workdir: Path) -> None:
+    """Raises ValueError if a key of earlier trials is gone, or has other options; the ends of a range may change."""
+    now = _distributions(file)
+    before = {key: old for trial in study.get_trials(deepcopy=False) for key, old in trial.distributions.items()}
+    for key, old in before.items():
+        try:
+            check_distribution_compatibility(old, now[key])
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{workdir} holds a search with SEARCH[{key!r}] from {old}; choose another --workdir"
+            ) from error
+
+
+def _check_same_runs(search: Search, workdir: Path) -> None:
+    """Raises ValueError if the trials that have a value have it of another METRIC, GOAL or base config."""
+    file, study = search.file, search.study
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    for key, now in (("METRIC", file.metric), ("GOAL", file.goal)):
+        if complete and (old := study.user_attrs.get(key, now)) != now:
+            raise ValueError(f"{workdir} holds a search with {key}={old!r}; choose another --workdir")
+        study.set_user_attr(key, now)
+    runs = [search.plan(_values(file, trial.params)).run_dir for trial in complete]
+    if runs and not any(run.exists() for run in runs):  # their names have a hash of all values
+        raise ValueError(
+            f"{workdir} holds a search with another base config, or without its runs: there is no {runs[0].name}; "
+            "choose another --workdir"
+        )
+
+
+def _distributions(file: SweepFile) -> dict[str, BaseDistribution]:
+    """Returns what SEARCH chooses from, for Optuna."""
+    return {
+        key: FloatDistribution(found.low, found.high, log=found.log)
+        if isinstance(found, Range)
+        else CategoricalDistribution(found.options)
+        for key, found in file.search.items()
+    }
+
+
+def _values(file: SweepFile, params: Mapping[str, Any]) -> Overrides:
+    """Returns the values that Optuna chose, numbers with three digits."""
+    return {key: three_digits(x) if isinstance(file.search[key], Range) else x for key, x in params.items()}
+
+
+def _ends(distribution: Any) -> Sequence[Any]:
+    return (distribution.low, distribution.high) if isinstance(distribution, Range) else distribution.options
+
+
+def _has_ended(trial: FrozenTrial) -> bool:
+    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) or ERROR in trial.user_attrs
+
+
+def _records(search: Search) -> list[Record]:
+    """Returns a record of the run of each trial, also of those of earlier calls, in the order of their last trial."""
+    found: dict[str, Record] = {}
+    for trial in search.study.get_trials():
+        if not (_has_ended(trial) or trial.state == TrialState.RUNNING):
+            continue
+        try:
+            run = search.plan(_values(search.file, trial.params))
+        except ValueError:  # it never ran
+            continue
+        state = STATES.get(trial.state, State.FAILED)
+        found[run.name] = record(run, state, trial.user_attrs.get(ERROR, ""), search.file.metric)
+    return list(found.values())
