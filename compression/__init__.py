@@ -1,1 +1,1 @@
-"""Makes the hops smaller: hop two, the first transform of the optax chain; codecs of gathers and hop one; local SGD."""
+"""Reduces communication: the replica all-reduce as an optax transform, codecs for all collectives, local SGD."""

@@ -99,7 +99,7 @@ class OneBit:
     """The sign, and one scale per block: the mean of its absolute values (EF-SignSGD, arXiv 1901.09847).
 
     This scale minimises the squared error. 1-bit Adam (arXiv 2102.02888) sends momenta this way; gradients in front of
-    an optimizer end far higher, so it is no choice of `compression.hop_two`. The codec needs error feedback.
+    an optimizer end far higher, so it is no choice of `compression.all_reduce`. The codec needs error feedback.
     """
 
     block: int
@@ -169,7 +169,8 @@ class Statistical:
 class Marked:
     """A user's codec, which may make numbers of NaN and infinity: a byte more a row says whether there are any.
 
-    All values of such a row become NaN. Hop two does without, as it asks all devices (compression/primitives.py).
+    All values of such a row become NaN. The replica all-reduce does without, as it asks all devices
+    (compression/primitives.py).
     """
 
     codec: Codec
@@ -204,16 +205,17 @@ def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest
 
 
 def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
-    """Returns the codecs of gathers, of hop one (qwZ, qgZ of ZeRO++, arXiv 2306.10209) and of experts' tokens."""
+    """Returns codecs of gathers, group reduce-scatters (ZeRO++'s qwZ, qgZ, arXiv 2306.10209) and experts' tokens."""
 
-    def of(key: str) -> Codec | None:
+    def codec_for(key: str) -> Codec | None:
         name = getattr(config, key)
         codec = make_codec(name, config)
         return Marked(codec=codec) if codec and name in OWN["codec"] else codec
 
-    hops = ("gather", "hop_one", "experts")
-    gather, hop_one, experts = (LevelCodecs(inter=of(f"{hop}_inter"), intra=of(f"{hop}_intra")) for hop in hops)
-    return gather, hop_one, experts
+    def codecs_for(collective: str) -> LevelCodecs:
+        return LevelCodecs(inter=codec_for(f"{collective}_inter"), intra=codec_for(f"{collective}_intra"))
+
+    return codecs_for("all_gather"), codecs_for("reduce_scatter"), codecs_for("experts")
 
 
 def _blocks(x: jax.Array, size: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""DeMo, decoupled momentum (Peng et al. 2024, arXiv 2411.19870): hop two sends the largest frequencies of momenta.
+"""DeMo, decoupled momentum (Peng et al. 2024, arXiv 2411.19870): replicas exchange the largest frequencies of momenta.
 
     m <- decay m + g / R       each replica's own momentum
     send the largest coefficients of m's cosine transform, in blocks of up to 64 x 64; m <- m - what was sent
@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax.scipy import fft
 
+from compression.all_reduce import AllReduceMethod, Setup
 from compression.exchange import by_groups
-from compression.hop_two import HopTwo, Setup
 from compression.sparse_loco import sparse
-from sharding.hop_two import Counts, Exchange
+from sharding.in_step_exchange import Counts, Exchange
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
 from sharding.trees import Shards
@@ -84,7 +84,7 @@ def _build(setup: Setup) -> optax.GradientTransformation:
     return by_groups(plan, by_frequency(plan, density=1 - compression.sparsity, decay=compression.feedback_decay))
 
 
-DEMO = HopTwo(
+DEMO = AllReduceMethod(
     name="demo",
     build=_build,
     takes_over="sgd",

@@ -1,4 +1,4 @@
-"""Hop two as an optax transform: the mean of gradients `[R, ...]` over the replicas, with an optional codec."""
+"""The replica all-reduce as an optax transform: the mean of gradients `[R, ...]` over replicas, maybe with a codec."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from compression.primitives import encoded, summed
 from compression.statistics import Sent, State, added, dense_sent, nothing_sent, with_zero_counts, zeros_R
 from sharding.coded import Codec
 from sharding.hlo import WARM_UP
-from sharding.hop_two import Counts, Exchange, Exchanged
+from sharding.in_step_exchange import Counts, Exchange, Exchanged
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import pspecs
 from sharding.trees import Grads, GradsR, Params, Shards
@@ -105,7 +105,7 @@ def by_groups(
         totals, kept, counts = primitive(placements, shares, kept, key)
         return totals, (), kept, counts
 
-    @jax.named_scope("hop_two")
+    @jax.named_scope("replica_all_reduce")
     def update(
         updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
     ) -> tuple[Grads, State]:
@@ -149,7 +149,7 @@ def dense_at_first(
 def of_all_shards(plan: ShardingPlan, init: Callable[..., Any], on_shards: OnShards) -> optax.GradientTransformation:
     """Returns the transform of a method that takes all gradients `[R, ...]` at once, and keeps a State."""
 
-    @jax.named_scope("hop_two")
+    @jax.named_scope("replica_all_reduce")
     def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, State]:
         del params
         return _run(plan, on_shards, updates, state)

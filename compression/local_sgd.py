@@ -5,8 +5,9 @@
             and the drifts are reset to zero
 
 With an outer learning rate of 1 and no momentum the parameters become the replicas' mean: local SGD (arXiv 1805.09767).
-The outer gradient passes through hop two, including its codec, once every H steps. Running averages, such as batch
-norm's, always become the replicas' mean: an outer momentum would carry them beyond every value that was seen.
+The outer gradient passes through the replica all-reduce, including its codec, once every H steps. Running averages,
+such as batch norm's, always become the replicas' mean: an outer momentum would carry them beyond every value that was
+seen.
 
 Streaming (Streaming DiLoCo, arXiv 2501.18512) spreads that over the H steps and hides it behind their compute: step t
 exchanges part t mod H of each tensor's drift, as the step before left it, and ends with the outer step of that part.
@@ -25,17 +26,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.hop_two import HopTwo, Setup
+from compression.all_reduce import AllReduceMethod, Setup
 from compression.statistics import with_zero_counts
 from configs.schema import LEAST_INTERVAL, LocalSGDConfig
 from sharding.averages import part_averages
-from sharding.hop_two import Early, Exchanged
+from sharding.in_step_exchange import Early, Exchanged
 from sharding.replicas import PerReplica
 from sharding.trees import Grads, GradsR, Params, PyTree
 
 
 class LocalState(NamedTuple):
-    """State of `local_sgd`, besides that of its hop two."""
+    """State of `local_sgd`, besides that of its replica all-reduce."""
 
     step: jax.Array  # int32 []: inner steps done
     inner: PerReplica  # the state of each replica's optimizer
@@ -45,7 +46,7 @@ class LocalState(NamedTuple):
     meets_every: Any = ()  # int32 []: the interval that was chosen; 0 until one was
 
 
-States = tuple[Any, LocalState]  # hop two's, and this
+States = tuple[Any, LocalState]  # the replica all-reduce's, and this
 
 
 def drift(states: States) -> GradsR:
@@ -53,14 +54,14 @@ def drift(states: States) -> GradsR:
     return states[1].drift.tree
 
 
-def streamed(method: HopTwo, setup: Setup, config: LocalSGDConfig) -> Callable[[States], Early]:
+def streamed(method: AllReduceMethod, setup: Setup, config: LocalSGDConfig) -> Callable[[States], Early]:
     """Returns what the micro-steps need to exchange the drifts' parts, by a method that takes parts."""
     in_micro_steps = method.in_micro_steps(setup)
 
     def early(states: States) -> Early:
-        hop_two, local = states
+        all_reduce, local = states
         waiting = jax.tree.map(jnp.negative, local.drift.tree)
-        return replace(in_micro_steps(hop_two), done=local.step, waiting=waiting, parts=config.inner_steps)
+        return replace(in_micro_steps(all_reduce), done=local.step, waiting=waiting, parts=config.inner_steps)
 
     return early
 
@@ -71,10 +72,10 @@ class LocalSGD:
 
     The transforms of `inner` are mapped over the replicas, so that a guard among them skips the step of one replica
     without affecting the others, and Muon orthogonalises a replica's matrices on its own devices (MuLoCo, arXiv
-    2505.23725). The states are a pair: hop two's, and a LocalState.
+    2505.23725). The states are a pair: the replica all-reduce's, and a LocalState.
     """
 
-    exchange: optax.GradientTransformation  # hop two
+    exchange: optax.GradientTransformation  # the replica all-reduce
     inner: optax.GradientTransformation
     config: LocalSGDConfig
     replicas: int
@@ -127,8 +128,8 @@ class LocalSGD:
     def meet(self, states: States, params: Params) -> tuple[Grads, States]:
         """Returns how far the shared parameters `[...]` move by the mean of the drifts, and the states after it."""
         before, local = states
-        hop_two = optax.with_extra_args_support(self.exchange)
-        mean, after = hop_two.update(jax.tree.map(jnp.negative, local.drift.tree), before, params)
+        all_reduce = optax.with_extra_args_support(self.exchange)
+        mean, after = all_reduce.update(jax.tree.map(jnp.negative, local.drift.tree), before, params)
         moves, outer = self._outer_step(mean, local)
         none = replace(local.drift, tree=jax.tree.map(jnp.zeros_like, local.drift.tree))
         return moves, (after, local._replace(drift=none, outer=outer))
@@ -159,8 +160,8 @@ class LocalSGD:
     def _take_part(self, exchanged: Exchanged, moves_R: GradsR, states: States, params: Params) -> tuple[Grads, States]:
         """Returns what `meet` does, for the part of each tensor whose drift before this step was exchanged."""
         before, local = states
-        hop_two = optax.with_extra_args_support(self.exchange)
-        mean, after = hop_two.update((), before, params, exchanged=exchanged)
+        all_reduce = optax.with_extra_args_support(self.exchange)
+        mean, after = all_reduce.update((), before, params, exchanged=exchanged)
         moves, outer = self._outer_step(mean, local)
         part = exchanged.part
         moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), part, moves)

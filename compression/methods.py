@@ -1,12 +1,12 @@
-"""All methods of hop two."""
+"""All methods of the replica all-reduce."""
 
 from collections.abc import Callable
 from typing import Any
 
+from compression.all_reduce import AllReduceMethod, Setup
 from compression.codecs import make_codec
 from compression.demo import DEMO
 from compression.exchange import exchange
-from compression.hop_two import HopTwo, Setup
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.power_sgd import POWER_SGD
 from compression.primitives import encoded, summed
@@ -14,7 +14,7 @@ from compression.sparse_loco import SPARSE_LOCO
 from configs.schema.own import OWN
 
 
-def with_codec(name: str) -> HopTwo:
+def with_codec(name: str) -> AllReduceMethod:
     """Returns the method that exchanges gradients with the codec called `name`."""
 
     def of(function: Callable[..., Any]) -> Callable[[Setup], Any]:
@@ -24,20 +24,20 @@ def with_codec(name: str) -> HopTwo:
             error_feedback=setup.compression.error_feedback,
         )
 
-    return HopTwo(name=name, build=of(exchange), primitive=of(encoded))
+    return AllReduceMethod(name=name, build=of(exchange), primitive=of(encoded))
 
 
-NONE = HopTwo(
+NONE = AllReduceMethod(
     name="none",
     build=lambda setup: exchange(setup.plan),
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
 CODECS = map(with_codec, ("bf16", "int8", "int4", "statistical"))
-METHODS: tuple[HopTwo, ...] = (NONE, *CODECS, ONE_BIT_ADAM, POWER_SGD, SPARSE_LOCO, DEMO)
+METHODS: tuple[AllReduceMethod, ...] = (NONE, *CODECS, ONE_BIT_ADAM, POWER_SGD, SPARSE_LOCO, DEMO)
 
 
-def method_named(name: str) -> HopTwo:
-    """Returns the method selected by `compression.hop_two=name`."""
+def method_named(name: str) -> AllReduceMethod:
+    """Returns the method selected by `compression.all_reduce=name`."""
     if name in OWN["codec"]:
         return with_codec(name)
-    return OWN["hop_two"].get(name) or next(method for method in METHODS if method.name == name)
+    return OWN["all_reduce"].get(name) or next(method for method in METHODS if method.name == name)

@@ -1,4 +1,4 @@
-"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888): after a warm-up of plain Adam, hop two sends momenta in one bit.
+"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888): after a warm-up of plain Adam, replicas exchange momenta in one bit.
 
     first W steps   g is averaged in f32; m and v are updated as in Adam
     later steps     v is frozen; m <- the mean over replicas of  b1 m + (1 - b1) g,  one bit per value with feedback
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.all_reduce import AllReduceMethod, Setup
 from compression.codecs import OneBit
 from compression.exchange import exchange, idle
-from compression.hop_two import HopTwo, Setup
 from compression.statistics import State, dense_sent
 from configs.schema import OptimizerConfig
 from sharding.coded import Codec
@@ -42,7 +42,7 @@ class OneBitAdamState(NamedTuple):
 def one_bit_adam(
     plan: ShardingPlan, codec: Codec, *, warmup_steps: int, b1: float, b2: float, eps: float
 ) -> optax.GradientTransformation:
-    """Returns hop two by 1-bit Adam: gradients `[R, ...]` to Adam's direction, in the optimizer's scope."""
+    """Returns 1-bit Adam: a transform from gradients `[R, ...]` to Adam's direction, in the optimizer's scope."""
     dense, coded = exchange(plan), exchange(plan, codec)
     if not inter_part(plan.layout.replica_axes):
         coded = idle(plan, coded)
@@ -93,4 +93,4 @@ def _downstream(optimizer: OptimizerConfig) -> OptimizerConfig:
     return replace(optimizer, name="sgd", momentum=0.0)
 
 
-ONE_BIT_ADAM = HopTwo(name="one_bit_adam", build=_build, takes_over="adamw", downstream=_downstream)
+ONE_BIT_ADAM = AllReduceMethod(name="one_bit_adam", build=_build, takes_over="adamw", downstream=_downstream)

@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels et al. 2019, arXiv 1905.13727): hop two sends two thin factors of each gradient matrix.
+"""PowerSGD (Vogels et al. 2019, arXiv 1905.13727): replicas exchange two thin factors of each gradient matrix.
 
 Each training step is one power iteration, warm-started by the previous Q: `P = M Q`, orthogonalise P, `Q = M^T P`; the
 result is `P Q^T`. P and Q are linear in M, so that ordinary all-reduces sum them over the replicas. The approximation
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compression.all_reduce import AllReduceMethod
 from compression.exchange import dense_at_first, of_all_shards, to_optimizer_scope
-from compression.hop_two import HopTwo
 from compression.statistics import Sent, State, nothing_sent, zeros_R
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
@@ -99,7 +99,7 @@ def orthogonalised(p: jax.Array) -> jax.Array:
 
 
 def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int, *, warmup_steps: int = 0) -> optax.GradientTransformation:
-    """Returns hop two by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean.
+    """Returns the replica all-reduce by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean.
 
     The mean is in the optimizer's scope; that of the first `warmup_steps` exchanges is exact. Parameters with one dim
     per layer are averaged without compression; a matrix has the rank with which its factors are half as large as it, if
@@ -123,7 +123,7 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int, *, warmup_steps: int
     return dense_at_first(plan, warmup_steps, of_all_shards(plan, init, partial(_exchange_shards, plan, matrices)))
 
 
-POWER_SGD = HopTwo(
+POWER_SGD = AllReduceMethod(
     name="power_sgd",
     build=lambda setup: power_sgd(
         setup.plan, setup.specs, setup.compression.rank, warmup_steps=setup.compression.warmup_steps

@@ -10,7 +10,7 @@ from compression.route import Route
 from compression.statistics import Sent
 from sharding.coded import Codec
 from sharding.collectives import buckets, join, slice_apart, split
-from sharding.hop_two import Exchange
+from sharding.in_step_exchange import Exchange
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement

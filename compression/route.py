@@ -1,4 +1,4 @@
-"""`Route`: the collectives of hop two with a codec.
+"""`Route`: the collectives of the replica all-reduce with a codec.
 
     1. inside nodes    reduce-scatter in f32: each device continues with its part
     2. between nodes   encode, all-to-all, decode, sum in f32: first half of a two-phase all-reduce (1-bit Adam, qgZ)
@@ -26,7 +26,7 @@ from sharding.trees import Axes
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The axes of hop two: the result is sharded over `scatter`, in CHUNK_ORDER, and replicated over `gather`."""
+    """Axes of the replica all-reduce; its result is sharded over `scatter`, in CHUNK_ORDER, and not over `gather`."""
 
     codec: Codec
     scatter: Axes

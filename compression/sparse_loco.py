@@ -1,4 +1,4 @@
-"""SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706): hop two of local SGD sends the largest values, in two bits each.
+"""SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706): local SGD sends the largest values, in two bits each.
 
     e <- decay e + d      d: this replica's outer gradient over R, of H inner steps; e: what it has still to send
     send the largest |e| of each chunk, in two bits; e <- e - what was sent; the outer gradient is the sum of all sent
@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compression.all_reduce import AllReduceMethod, Setup
 from compression.exchange import by_groups
-from compression.hop_two import HopTwo, Setup
 from compression.primitives import kinds, not_finite, sums
 from compression.statistics import Sent
 from sharding.collectives import all_gather_chunks, buckets, reduce_scatter_chunks, slice_apart
-from sharding.hop_two import Exchange
+from sharding.in_step_exchange import Exchange
 from sharding.mesh import inter_part, intra_part
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
@@ -143,6 +143,6 @@ def _primitive(setup: Setup) -> Exchange:
     return sparse(setup.plan, density=1 - compression.sparsity, decay=compression.feedback_decay)
 
 
-SPARSE_LOCO = HopTwo(
+SPARSE_LOCO = AllReduceMethod(
     name="sparse_loco", build=lambda setup: by_groups(setup.plan, _primitive(setup)), primitive=_primitive
 )

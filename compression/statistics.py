@@ -1,4 +1,4 @@
-"""What hop two keeps from step to step, and its metrics: the payload between nodes, and the norm of its residuals."""
+"""State of the replica all-reduce, and its metrics: the payload between nodes, and the norm of the residuals."""
 
 from collections.abc import Sequence
 from math import prod
@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from sharding.collectives import vary
-from sharding.hop_two import Counts
+from sharding.in_step_exchange import Counts
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.trees import Axes, Params, PyTree
@@ -27,7 +27,7 @@ class Sent(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a method of hop two keeps; `()`: nothing of the kind. The names are those in checkpoints."""
+    """What a method of the replica all-reduce keeps; `()`: nothing of the kind. The names are those in checkpoints."""
 
     step: Any = ()  # int32 []: exchanges done
     factors: Any = ()  # PowerSGD's Q of each matrix, [layers, *columns, rank]; () for other parameters
@@ -47,7 +47,7 @@ def nothing_sent() -> Sent:
 
 
 def with_zero_counts(state: PyTree) -> PyTree:
-    """Returns the state of a hop two that did not run in this step: the same with counts of zero."""
+    """Returns the state of a replica all-reduce that did not run in this step: the same with counts of zero."""
     is_sent = lambda x: isinstance(x, Sent)
     return jax.tree.map(lambda x: nothing_sent() if is_sent(x) else x, state, is_leaf=is_sent)
 
@@ -69,7 +69,7 @@ def added(counts: Sequence[Counts], axes: Axes) -> Sent:
 
 
 def statistics(opt_state: PyTree, *, each: bool = False) -> dict[str, jax.Array]:
-    """Returns hop two's metrics from an optimizer's state, wherever they are in it; {} if hop two does not compress.
+    """Returns the replica all-reduce's metrics from an optimizer's state; {} if it does not compress.
 
     These are: the payload bytes per device, with scales and padding; the ratio of the values' f32 bytes, without scales
     and padding, to the payload; the share of the values that was sent; and the norm of all residuals; with
@@ -81,9 +81,9 @@ def statistics(opt_state: PyTree, *, each: bool = False) -> dict[str, jax.Array]
         return {}
     payload_bytes, num_values, num_sent = map(jnp.asarray, state.sent)
     found = {
-        "hop_two_payload_bytes": payload_bytes,
-        "hop_two_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
-        "hop_two_fraction_sent": num_sent / jnp.maximum(num_values, 1),
+        "all_reduce_payload_bytes": payload_bytes,
+        "all_reduce_ratio": 4 * num_values / jnp.maximum(payload_bytes, 1),
+        "all_reduce_fraction_sent": num_sent / jnp.maximum(num_values, 1),
     }
     if leaves := jax.tree.leaves(state.residual):
         # first of each replica: XLA would sum tensor by tensor over the replicas, and gloo one scalar after the other

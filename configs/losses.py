@@ -17,8 +17,12 @@ FILE = Path(__file__).with_name("losses.csv")
 PAGE = "docs/compression_accuracy.md"
 TASKS, SEEDS = ("text", "digits"), 3  # a free method has so many seeds on each; fewer show nothing by themselves
 WITHIN = 1.005  # of the dense run's last loss: as low as that
-# keys with a codec, besides hop two's
-CODED = tuple(f"{hop}_{level}" for hop in ("hop_one", "gather", "experts") for level in ("inter", "intra"))
+# keys with a codec, besides the replica all-reduce's
+CODED = tuple(
+    f"{collective}_{level}"
+    for collective in ("reduce_scatter", "all_gather", "experts")
+    for level in ("inter", "intra")
+)
 DELAYED, INNER_STEPS, OPTIMIZER = "compression.delayed=True", "local_sgd.inner_steps", "optimizer.name"
 OUTER_STEP = ("local_sgd.outer_learning_rate", "local_sgd.outer_momentum")
 NO_FEEDBACK = "compression.error_feedback=False"
@@ -145,8 +149,8 @@ def methods_of(config: Mapping[str, Any]) -> list[str]:
     compression = config["compression"]
     is_local = bool(config["local_sgd"]["inner_steps"])
     is_part = is_local and compression["error_feedback"]
-    coded = {name: compression[name] for name in (*([] if is_part else ["hop_two"]), *CODED)}
-    without = {} if compression["error_feedback"] else {"hop_two": f" {NO_FEEDBACK}"}
+    coded = {name: compression[name] for name in (*([] if is_part else ["all_reduce"]), *CODED)}
+    without = {} if compression["error_feedback"] else {"all_reduce": f" {NO_FEEDBACK}"}
     methods = [f"compression.{x}={y}{without.get(x, '')}" for x, y in coded.items() if y != "none"]
     return [*methods, *[DELAYED] * compression["delayed"], *[INNER_STEPS] * is_local]
 

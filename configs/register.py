@@ -23,7 +23,7 @@ def register(topic: str, name: str, value: Any) -> None:
     - `source`: `source(config, split)`, which returns a TextSource, or Images if data.objective is classify
     - `tokenizer`: `tokenizer(path)`, which returns a Tokenizer; `path` is data.tokenizer_path
     - `codec`: `codec(config)`, which returns a Codec from the section `compression`
-    - `hop_two`: a HopTwo
+    - `all_reduce`: an AllReduceMethod
     - `strategy`: the scopes of parameters, gradients and optimizer state; each none, node, all or a number of devices
     - `optimizer`: `optimizer(config, schedule, mask)`, which returns an optax transform; `mask` says what decays
     - `schedule`: `schedule(config, num_steps)`, which returns the learning rate by step, from 0, after the warm-up

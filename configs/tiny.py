@@ -7,7 +7,7 @@ Expected validation losses, in nats per byte: gpt2 2.46 and llama 2.18 after 100
 200 steps; moe 2.10 after 100 steps, with a third of the choices dropped in the first step, 8 % in the last.
 
 moe has 8 experts in every other layer, two for each token. They are divided over the 2 devices of a node, which are a
-MiCS group: tokens never leave the node, and hop two averages the experts' gradients like all others.
+MiCS group: tokens never leave the node, and the replica all-reduce averages the experts' gradients like all others.
 """
 
 from typing import Any

@@ -18,12 +18,17 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from configs.schema import RENAMED
 from runtime.files import atomic, json_lines
 from training.metrics.environment import environment
 
 RESULTS = Path(__file__).resolve().parent / "benchmarks" / "results"
 MEASURED, DERIVED = RESULTS / "measured", RESULTS / "derived"
 SUPERSEDED, COMMIT_LOST = "superseded", "commit_lost"  # marks of a line, with the reason as their values
+TODAY = RENAMED | {  # names of keys in older lines, and their names today
+    "hop_two_ratio": "all_reduce_ratio",
+    "hop_two_fraction_sent": "all_reduce_fraction_sent",
+}
 SAME = 1e-5  # losses that differ by less, relatively, count as equal
 Line = dict[str, Any]
 
@@ -53,7 +58,7 @@ def check_commits(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 def recorded(file: Path, *, superseded: bool = False) -> list[Line]:
     """Returns the lines of a record, those marked `superseded` only if asked for; none if there is no file yet."""
-    lines = json_lines.read(file) if file.exists() else []
+    lines = read_lines(file) if file.exists() else []
     return [line for line in lines if superseded or SUPERSEDED not in line]
 
 
@@ -121,7 +126,18 @@ class Records:
 
 def read_records(folder: Path = RESULTS) -> Records:
     """Returns the records in `folder`."""
-    return Records({file.stem: json_lines.read(file) for file in folder.glob("*/*.jsonl")})
+    return Records({file.stem: read_lines(file) for file in folder.glob("*/*.jsonl")})
+
+
+def read_lines(file: Path) -> list[Line]:
+    """Returns the lines of a record, with today's names of keys."""
+    return [_renamed(line) for line in json_lines.read(file)]
+
+
+def _renamed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {TODAY.get(name, name): _renamed(part) for name, part in value.items()}
+    return [_renamed(part) for part in value] if isinstance(value, list) else value
 
 
 # -------------------------------------------------------------------------------------------- values and their range

@@ -96,7 +96,7 @@ def _flags(argv: Sequence[str]) -> flags.FlagValues:
     values = command_line.new_flags()
     names = f"one of {', '.join(clusters.CLUSTERS)} ({DEFAULT}, unless it is given)"
     texts = {
-        "strategy": "strategies to compare: mics(8),zero3,hsdp+hop_two=int8",
+        "strategy": "strategies to compare: mics(8),zero3,hsdp+all_reduce=int8",
         "probe": "probe.json of lab.probe: measured devices and links",
         "rate": "of each node's link, such as 25gbit, if not the cluster's",
         "storage": "rate with which checkpoints are written, such as 20gbit, if not the cluster's",
@@ -343,9 +343,9 @@ def _stand_ins(step: Step) -> list[str]:
     """Returns notes about parts of a run that are priced by a substitute."""
     config, machine, notes = step.experiment.config, step.machine, list[str]()
     model, length, compression = config.model, config.data.seq_len, config.compression
-    if compression.warmup_steps and compression.hop_two in USERS["warmup_steps"]:
+    if compression.warmup_steps and compression.all_reduce in USERS["warmup_steps"]:
         first = f"the first {compression.warmup_steps:,} exchanges, which send more"
-        notes.append(f"compression.hop_two={compression.hop_two}: priced as behind its warm-up, {first}")
+        notes.append(f"compression.all_reduce={compression.all_reduce}: priced as behind its warm-up, {first}")
     can_fuse = machine.target != compiling.CPU and machine.cluster.device.attention
     if not (can_fuse and isinstance(model, TransformerConfig)):
         return notes

@@ -99,12 +99,12 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     is_pipelined = layout.gather.by_layer and config.model.remat == "full"
     if not cluster.is_gpu or config.sharding.overlap == "off" or not is_pipelined:
         return compute_s + sum(map(sum, seconds.values()))
-    hop_two_s = sum(seconds["hop_two"])
+    all_reduce_s = sum(seconds["replica_all_reduce"])
     in_all = config.compression.delayed or config.local_sgd.streaming
     if not (in_all and layout.optimizer_beyond_gradients):  # hidden by the last backward pass, or by all
-        hop_two_s = max(0.0, hop_two_s - (1 - forward_share(experiment)) * compute_s / (1 if in_all else steps))
+        all_reduce_s = max(0.0, all_reduce_s - (1 - forward_share(experiment)) * compute_s / (1 if in_all else steps))
     exposed = "experts", "context", "gradient_scope"
-    return max(compute_s, *seconds["layers"]) + sum(sum(seconds[use]) for use in exposed) + hop_two_s
+    return max(compute_s, *seconds["layers"]) + sum(sum(seconds[use]) for use in exposed) + all_reduce_s
 
 
 def traffic(experiment: Experiment) -> Mapping[str, float]:
@@ -120,7 +120,7 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
     num_trained = experiment.model.num_trained / layout.shape.tensor
     trained = gathered_values(experiment, only_trained=True)
     item = experiment.plan.compute_dtype.itemsize
-    uses = ("layers", "gradient_scope", "hop_two", "experts", "context")
+    uses = ("layers", "gradient_scope", "replica_all_reduce", "experts", "context")
     sent = {use: {"inter": 0.0, "intra": 0.0} for use in uses}
 
     def add(use: str, axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
@@ -129,8 +129,10 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
         sent[use]["inter"] += times * inter_item * values / intra * (inter - 1) / inter
         sent[use]["intra"] += times * intra_item * values * (intra - 1) / intra
 
-    gather = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.gather_inter, codecs.gather_intra)]
-    hop_one = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.hop_one_inter, codecs.hop_one_intra)]
+    gather = [min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.all_gather_inter, codecs.all_gather_intra)]
+    reduce_scatter = [
+        min(item, CODEC_BYTES.get(codec, 0.0)) for codec in (codecs.reduce_scatter_inter, codecs.reduce_scatter_intra)
+    ]
     policy = layout.gather
     for held, gathered in gathered_values(experiment).items():
         inside = layout.shape.size(intra_part(beyond(held, layout.parameters)))
@@ -140,7 +142,7 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
                 share, moved = layout.shape.size(intra_part(axes)) / inside, trained.get(held, 0.0)
                 add("layers", axes, moved * share, times, *gather)
                 add("layers", axes, (gathered - moved) * share, times, item, item)  # frozen: without a codec
-                add("layers", axes, moved * share, steps, *hop_one)
+                add("layers", axes, moved * share, steps, *reduce_scatter)
     if isinstance(config.model, MoeConfig):
         for level, axes in (("inter", inter_part(layout.experts)), ("intra", intra_part(layout.experts))):
             codec = min(item, CODEC_BYTES.get(getattr(codecs, f"experts_{level}"), 0.0))
@@ -150,10 +152,17 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
     if layout.context_axes:
         add("context", layout.context_axes, _sent_heads(experiment), steps, item, item)
     shards = layout.shape.size(layout.parameters)
-    add("gradient_scope", layout.gradients_beyond_parameters, num_trained / shards, steps, *hop_one)
-    hop_two = CODEC_BYTES.get(codecs.hop_two, 0.0)  # other methods' sizes depend on the tensors
+    add("gradient_scope", layout.gradients_beyond_parameters, num_trained / shards, steps, *reduce_scatter)
+    all_reduce = CODEC_BYTES.get(codecs.all_reduce, 0.0)  # other methods' sizes depend on the tensors
     per_step = 2 / max(1, config.local_sgd.inner_steps)
-    add("hop_two", layout.replica_axes, num_trained / layout.shape.size(layout.gradients), per_step, hop_two, hop_two)
+    add(
+        "replica_all_reduce",
+        layout.replica_axes,
+        num_trained / layout.shape.size(layout.gradients),
+        per_step,
+        all_reduce,
+        all_reduce,
+    )
     return sent
 
 

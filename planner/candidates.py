@@ -7,11 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.losses import CODED as NOT_HOP_TWO
+from configs.losses import CODED as NOT_ALL_REDUCE
 from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
 from configs.schema import CompressionConfig, Config, LocalSGDConfig, MeshConfig
-from configs.schema.sections import HOP_TWO, USERS
-from planner.replay import NAMES
+from configs.schema.sections import ALL_REDUCE, USERS
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
 SCOPES = ("parameters", "gradients", "optimizer")
@@ -19,7 +18,13 @@ WIDTHS = {"none": "no devices", "node": "a node", "all": "all devices"}
 # keys that an extra changes, by their last word; without one, codecs are none, and of these the config's holds
 KEPT = {"delayed": "compression.delayed", "inner_steps": "local_sgd.inner_steps", "remat": "model.remat"}
 KEPT |= {key.partition(".")[2]: key for key in OUTER_STEP} | {"optimizer.name": "optimizer.name"}
-CODED = ("hop_two", *NOT_HOP_TWO)
+CODED = ("all_reduce", *NOT_ALL_REDUCE)
+CODED_TRAFFIC = {  # names in the output of the traffic that a codec's key encodes
+    "all_gather": "gathers",
+    "reduce_scatter": "group reduce-scatter",
+    "all_reduce": "replica all-reduce",
+    "experts": "tokens to experts",
+}
 # the outer step of local SGD, unless an extra is another one: DiLoCo's costs more loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
 OTHER_REMAT = {"full": "dots", "dots": "full"}
@@ -27,7 +32,11 @@ OTHER_REMAT = {"full": "dots", "dots": "full"}
 CODECS = ("none", "bf16", "int8", "int4")
 TIMINGS: tuple[dict[str, str], ...] = ({}, {"inner_steps": "10"}, {"delayed": "True"}, {"inner_steps": "50"})
 # traffic that a codec encodes: the replica all-reduce, gathers and scatters of large groups, or both
-BETWEEN_NODES = (("hop_two",), ("gather_inter", "hop_one_inter"), ("hop_two", "gather_inter", "hop_one_inter"))
+BETWEEN_NODES = (
+    ("all_reduce",),
+    ("all_gather_inter", "reduce_scatter_inter"),
+    ("all_reduce", "all_gather_inter", "reduce_scatter_inter"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +47,11 @@ class Candidate:
     partition_size: int = 0  # of mics
     gather: str
     micro_size: int
-    extras: str = ""  # codecs, keys of KEPT, scopes of custom, mics' wider optimizer: `hop_two=int8+optimizer=all`
+    extras: str = ""  # codecs, keys of KEPT, scopes of custom, mics' wider optimizer: `all_reduce=int8+optimizer=all`
 
     @property
     def name(self) -> str:
-        """The strategy as it is written: `mics(8)`, `mics(8)+hop_two=int8`."""
+        """The strategy as it is written: `mics(8)`, `mics(8)+all_reduce=int8`."""
         name = f"{self.strategy}({self.partition_size})" if self.strategy == "mics" else self.strategy
         return f"{name}+{self.extras}" if self.extras else name
 
@@ -75,7 +84,7 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """The strategy as a legend shows it: `mics(8), hop two in int8`."""
+        """The strategy as a legend shows it: `mics(8), the replica all-reduce in int8`."""
         return ", ".join([self.name.partition("+")[0], *(_in_words(*pair) for pair in self.pairs.items())])
 
     def __str__(self) -> str:
@@ -92,8 +101,8 @@ class Candidate:
         elif self.strategy != "custom":  # the scopes that it does not name are the config's
             keys |= {f"sharding.{name}": "" for name in SCOPES}
         # these keys belong to the config's own method, which may be another one; registered methods may read them
-        if {extras[key] for key in CODED} <= {*HOP_TWO}:
-            unused = [key for key, users in USERS.items() if extras["hop_two"] not in users]
+        if {extras[key] for key in CODED} <= {*ALL_REDUCE}:
+            unused = [key for key, users in USERS.items() if extras["all_reduce"] not in users]
             keys |= {f"compression.{key}": getattr(CompressionConfig, key) for key in unused}
         if extras.get("inner_steps") == "0":
             keys |= {f"local_sgd.{key}": value for key, value in vars(LocalSGDConfig()).items()}
@@ -130,10 +139,10 @@ def _in_words(key: str, value: str) -> str:
     if key in SCOPES:
         return f"{key} over {WIDTHS.get(value, f'{value} devices')}"
     if key in KEPT:
-        words = {"delayed": "hop two delayed", "inner_steps": f"averaged every {value} steps"}
+        words = {"delayed": "replica all-reduce delayed", "inner_steps": f"averaged every {value} steps"}
         return words.get(key, f"{key.rpartition('.')[0] or key.replace('_', ' ')} {value}")
     where = {"_inter": " between nodes", "_intra": " inside nodes"}.get(key[-6:], "")
-    return f"{NAMES[key.removesuffix(key[-6:]) if where else key]}{where} in {value}"
+    return f"{CODED_TRAFFIC[key.removesuffix(key[-6:]) if where else key]}{where} in {value}"
 
 
 def of_config(config: Config) -> Candidate:
@@ -154,7 +163,7 @@ def _joined(extras: Mapping[str, str]) -> str:
 
 
 def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
-    """Returns a candidate for each of `mics(8)`, `zero3+gather_inter=int8`, ...; the rest is the config's.
+    """Returns a candidate for each of `mics(8)`, `zero3+all_gather_inter=int8`, ...; the rest is the config's.
 
     After a plus come extras, and scopes of `custom`. ValueError for another word.
     """
@@ -167,7 +176,7 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
             if key not in (*CODED, *KEPT, *scopes) or not value:
                 raise ValueError(
                     f"--strategy={whole}: {extra} is not KEY=VALUE of {', '.join((*CODED, *KEPT))}, of mics' optimizer "
-                    f"or of custom's {', '.join(SCOPES)}; such as mics(8)+hop_two=int8 or "
+                    f"or of custom's {', '.join(SCOPES)}; such as mics(8)+all_reduce=int8 or "
                     "custom+parameters=node+gradients=node+optimizer=all"
                 )
         names = {*STRATEGIES, "custom"} if extras else {*STRATEGIES}

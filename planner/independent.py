@@ -45,7 +45,7 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
         return None
     timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
     values = float(step.experiment.model.num_trained)
-    travel = [(values, make_payload(config.compression.hop_two, config.compression.block).bytes_per_value)]
+    travel = [(values, make_payload(config.compression.all_reduce, config.compression.block).bytes_per_value)]
     if local:  # the mean of the optimizer states is sent, too
         kept = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas
         travel.append((kept, state_payload(config).bytes_per_value))
@@ -62,7 +62,7 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
     device, together = step.machine.cluster.device, step.machine.num_devices
     copies = shares + 1  # of all work units to the host, and of the totals to the devices
     copies_s = copies * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)
-    alone_s = timeline.step_s - timeline.use("hop_two").exposed_s
+    alone_s = timeline.step_s - timeline.use("replica_all_reduce").exposed_s
     return Independent(
         step_s=alone_s + (sending_s - hidden_s + copies_s) / max(local, 1),
         sent_bytes=sent_bytes,
@@ -93,7 +93,7 @@ def independent_text(step: Step, step_s: float, micro_size: int) -> list[str]:
 def _needs(step: Step, micro_size: int) -> list[str]:
     """Returns further keys that such a run needs, for one work unit per replica."""
     ex, needs = step.experiment, []
-    if ex.config.compression.hop_two != "none" and ex.config.compression.error_feedback:
+    if ex.config.compression.all_reduce != "none" and ex.config.compression.error_feedback:
         needs.append("compression.error_feedback=False")
     if micro_size != ex.batches.config.micro_size:
         needs.append(f"batch.micro_size={ex.batches.config.micro_size}")

@@ -182,14 +182,16 @@ class Step:
 
     def seconds(self, timeline: Timeline) -> float:
         """Returns the seconds of a step; the mean if replicas sync only every few steps."""
-        return timeline.step_s - timeline.use("hop_two").exposed_s * (1 - 1 / max(1, self.interval(timeline)))
+        return timeline.step_s - timeline.use("replica_all_reduce").exposed_s * (
+            1 - 1 / max(1, self.interval(timeline))
+        )
 
     def interval(self, timeline: Timeline) -> int:
         """Returns the steps between syncs; 0: every step, as with streaming local SGD, which sends a part in each.
 
         With `local_sgd.target_utilisation` as a run would choose it.
         """
-        local, meeting_s = self.experiment.config.local_sgd, timeline.use("hop_two").exposed_s
+        local, meeting_s = self.experiment.config.local_sgd, timeline.use("replica_all_reduce").exposed_s
         if local.target_utilisation:
             return interval_of(local, timeline.step_s - meeting_s, meeting_s)
         return 0 if local.streaming else local.inner_steps
@@ -203,7 +205,7 @@ class Step:
         """Returns the prediction of the step."""
         config, timeline, machine = self.experiment.config, self.timeline(), self.machine
         interval = self.interval(timeline)
-        shares = {"hop_two": 1 / max(1, interval)}  # fraction of the program's traffic per step
+        shares = {"replica_all_reduce": 1 / max(1, interval)}  # fraction of the program's traffic per step
         collectives = [(c, c.times * shares.get(c.label, 1.0)) for c in self.collectives]
         step_s = self.seconds(timeline)
         rows_per_s = config.batch.global_size / step_s

@@ -23,7 +23,12 @@ LEVELS = ("inter", "intra")
 STREAM = "stream"  # the lane of kernels on other streams
 REPEATED = "repeated"  # the lane of iterations that represent several, named `x 8`
 # names of the collectives' labels in the output
-NAMES = {"gather": "gathers", "hop_one": "hop one", "hop_two": "hop two", "experts": "tokens to experts"}
+NAMES = {
+    "gather": "gathers",
+    "group_reduce_scatter": "group reduce-scatter",
+    "replica_all_reduce": "replica all-reduce",
+    "experts": "tokens to experts",
+}
 NAMES |= {"gradient_scope": "gradient scope", "orthogonalise": "Muon's matrices", "parameter_scope": "parameters"}
 NAMES |= {"context": "positions to heads"}
 MAX_INTERVALS = 50_000

@@ -17,7 +17,14 @@ from training.metrics.units import UNKNOWN, format_bytes, format_count, format_p
 
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
 # colours of traffic: indices of runtime.files.palette.SERIES
-TRAFFIC = {"gather": 0, "hop_one": 1, "hop_two": 2, "other": 3, "gradient_scope": 4, "parameter_scope": 5}
+TRAFFIC = {
+    "gather": 0,
+    "group_reduce_scatter": 1,
+    "replica_all_reduce": 2,
+    "other": 3,
+    "gradient_scope": 4,
+    "parameter_scope": 5,
+}
 TRAFFIC |= {"orthogonalise": 6, "experts": 7, "context": 7}  # a model with experts does not shard rows
 CHANGED = "with another result than the config's:"
 ABOUT_LOSS = (

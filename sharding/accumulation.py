@@ -6,9 +6,9 @@ they are added to those sums. The sums of a stack of layers travel backwards thr
 XLA updates them in place and no second copy of the gradients exists.
 
 With `Rule.overlap` a loop over layers is pipelined, in both directions: while a layer computes, the parameters of the
-next one are gathered, and the gradients of the one before are reduced (hop one), added to the sums and, in the last
-micro-step (delayed: a piece in each), exchanged with the other replicas (hop two). None of these depends on the layer's
-compute.
+next one are gathered, and the gradients of the one before are reduced (the group reduce-scatter), added to the sums
+and, in the last micro-step (delayed: a piece in each), exchanged with the other replicas (the replica all-reduce). None
+of these depends on the layer's compute.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Rule:
 
     name: str
     add: Callable[[PyTree, PyTree], PyTree]  # (sums, gradients) -> sums
-    # hop two of finished sums, or of a piece of what waits beside them; the index is the layer's
+    # the replica all-reduce of finished sums, or of a piece of what waits beside them; the index is the layer's
     exchange: Callable[[PyTree, Index], PyTree] | None = None
     overlap: bool = False
     # parts a group's values into the trained ones, of which there are sums and gradients, and the frozen ones
@@ -58,7 +58,7 @@ class Rule:
 class Accumulating:
     """A group of parameters, and the sums of its gradients so far; of a stack, both are `[L, ...]`.
 
-    `sums` may hold more than the sums, as long as `rule` knows it: what hop two keeps from step to step.
+    `sums` may hold more than the sums, as long as `rule` knows it: what the replica all-reduce keeps from step to step.
     """
 
     values: PyTree
@@ -182,7 +182,7 @@ def _scan_pipelined(
         def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
             trained, frozen = rule.part(at(values, i))
             gathered = lambda x: rule.part(gather(keep(joined(x, frozen))))[0]
-            (own,) = jax.vjp(gathered, trained)[1](grads)  # hop one: the gathers' transpose
+            (own,) = jax.vjp(gathered, trained)[1](grads)  # the group reduce-scatter: the gathers' transpose
             return put(sums, rule.finish(at(sums, i), own, i), i)
 
         def layer(carry: tuple[Any, ...], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:

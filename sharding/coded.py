@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCodecs:
-    """The codecs of a hop at its two network levels, between and inside nodes; None: values travel as they are."""
+    """The codecs of a collective between nodes and inside nodes; None: values travel as they are."""
 
     inter: Codec | None = None
     intra: Codec | None = None
@@ -112,7 +112,7 @@ def as_integers(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
 
 
 def _no_key() -> jax.Array:
-    """Returns a key `[]`: gathers, hop one and tokens round to the nearest, without residuals that need it unbiased."""
+    """Returns a constant key `[]`: these collectives have no residuals, and round to the nearest."""
     return jax.random.key(0)
 
 

@@ -157,7 +157,7 @@ def _caption(layout: Layout, nodes: int, across: int) -> list[str]:
         same = [f"{'G ' if several else ''}colour"] if layout.gradients else []
         same += ["tensor slice"] if shape.tensor > 1 else []
         who = f"devices of the same {' and '.join(same)}" if same else "all devices"
-        lines.append(f"hop two, once a step: {who} average their gradients")
+        lines.append(f"replica all-reduce, once a step: {who} average their gradients")
     return lines
 
 

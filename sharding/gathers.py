@@ -1,4 +1,4 @@
-"""Gathers of parameters and, as their transposes, hop one: between parameters, gradients and optimizer state.
+"""All-gathers of parameters and their transposes, the group reduce-scatters, between the three scopes.
 
 All but `auto_gather` run inside a `shard_map` whose data axes are manual.
 """
@@ -21,7 +21,7 @@ from sharding.trees import Axes, Placements, PyTree
 def layer_gather(plan: ShardingPlan, scope: Axes | None = None) -> Gather:
     """Returns the gather that a model calls once for each group, over the parameters' scope or a part of it.
 
-    Its transpose is hop one.
+    Its transpose is the group reduce-scatter.
     """
 
     def gather(name: str, tree: PyTree) -> PyTree:
@@ -48,7 +48,7 @@ def auto_gather(plan: ShardingPlan) -> Gather:
 
 
 def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: Axes | None = None) -> PyTree:
-    """Gathers local shards `[...]` in one collective a network level, in the compute dtype; backwards it is hop one.
+    """Gathers local shards `[...]` in the compute dtype, a collective per network level; its transpose reduce-scatters.
 
     Over the parameters' scope, or over `scope`, the last axes by which the shards are cut. Frozen parameters are
     gathered as they are stored (one more collective for each dtype), and have no way back.
@@ -60,7 +60,7 @@ def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: A
     to_reduce = plan.group([*compress(group.placements, trained)], scope, coded=True)
 
     def backward(_: None, grads: list[jax.Array]) -> tuple[list[jax.Array | None]]:
-        reduced = iter(_hop_one_leaves(plan, to_reduce, [*compress(grads, trained)]))
+        reduced = iter(_reduce_scatter_leaves(plan, to_reduce, [*compress(grads, trained)]))
         return ([next(reduced) if is_trained else None for is_trained in trained],)
 
     @jax.custom_vjp
@@ -78,15 +78,15 @@ def _as_gathered(plan: ShardingPlan, p: Placement, x: jax.Array) -> jax.Array:
     return x if p.frozen else x.astype(plan.compute_dtype)
 
 
-def hop_one(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyTree:
+def reduce_scatter(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyTree:
     """Reduce-scatters full gradients `[...]` inside each partition group (MiCS section 3.4)."""
     leaves, tree = jax.tree.flatten(grads)
     group = plan.group(placements, plan.layout.parameters, coded=True)
-    return tree.unflatten(_hop_one_leaves(plan, group, leaves))
+    return tree.unflatten(_reduce_scatter_leaves(plan, group, leaves))
 
 
-@jax.named_scope("hop_one")
-def _hop_one_leaves(plan: ShardingPlan, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
+@jax.named_scope("group_reduce_scatter")
+def _reduce_scatter_leaves(plan: ShardingPlan, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
     layout = plan.layout
     wide = [x.astype(plan.sum_dtype) for x in grads]
     if layout.two_hop:

@@ -1,4 +1,4 @@
-"""The gradients of a batch: micro-steps in a `shard_map`, with gathers, hop one and, if it is to overlap, hop two."""
+"""The gradients of a batch: micro-steps in a `shard_map` with all collectives but a replica all-reduce after them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +17,13 @@ from sharding.frozen import joined, part_like
 from sharding.gathers import (
     auto_gather,
     gather_tree,
-    hop_one,
     layer_gather,
     no_gather,
+    reduce_scatter,
     to_gradient_scope,
     used_placements,
 )
-from sharding.hop_two import (
+from sharding.in_step_exchange import (
     Carry,
     Early,
     Exchanged,
@@ -40,7 +40,7 @@ Value = TypeVar("Value")
 # the weighted sum of the losses of the rows given, and those of the auxiliary metrics
 Loss = Callable[[Params, Batch, Gather], tuple[jax.Array, Means]]
 # a device's shards of its replica's parameters, its rows, the sum of all weights, and what is to happen in the last of
-# them (Early: hop two; sharding.shares.HandOut), or None ->
+# them (Early: the replica all-reduce; sharding.shares.HandOut), or None ->
 # the sums of its gradients, and its part of the means; of global arrays where XLA's partitioner chooses the collectives
 MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, Any], tuple[Sums, Means]]
 
@@ -58,11 +58,12 @@ def batch_gradients(
 
     `params` are all parameters; of the frozen ones there is no gradient.
 
-    Hop two remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it, and the second
-    result has what they exchanged: what waited, or the gradients, and then the first result is None. With `drift_R`
-    each replica is at `params + drift_R[r]`, and its gradients are the mean over its own rows: nothing travels between
-    replicas, and in the place of the means there are weighted sums `[R]`, and `weight`. The micro-steps differentiate
-    `scale` times the loss, a power of two; what leaves them, into hop two too, is divided by it.
+    The replica all-reduce remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it,
+    and the second result has what they exchanged: what waited, or the gradients, and then the first result is None.
+    With `drift_R` each replica is at `params + drift_R[r]`, and its gradients are the mean over its own rows: nothing
+    travels between replicas, and in the place of the means there are weighted sums `[R]`, and `weight`. The micro-steps
+    differentiate
+    `scale` times the loss, a power of two; what leaves them, into the replica all-reduce too, is divided by it.
     """
     layout, alone = plan.layout, drift_R is not None
     total = jnp.ones(()) if alone else jnp.sum(batch["weights"])
@@ -94,7 +95,9 @@ def batch_gradients(
             means = {name: (x * weight)[None] for name, x in means.items()} | {"weight": weight[None]}
         trees = sums.grads, sums.kept, sums.waiting
         grads, kept, waiting = (tree and plan.map(same_on_copies, tree) for tree in trees)
-        if not (alone or of_gradients):  # hop two takes the mean; divided by the `total` of all they are to add up
+        if not (
+            alone or of_gradients
+        ):  # the replica all-reduce takes the mean; divided by the `total` of all they are to add up
             grads = jax.tree.map(lambda g: g * layout.num_replicas, grads)
         grads_R, kept_R, waiting_R = jax.tree.map(lambda x: x[None], (grads, kept, waiting))
         if early is None:
@@ -128,7 +131,8 @@ def batch_gradients(
 def replica_parameters(plan: ShardingPlan, params: Params, drift_R: GradsR | None) -> Params:
     """Returns this device's shards `[...]` of its replica's parameters.
 
-    With two hops their types differ between replicas, so that autodiff sums nothing over them: hop two is deferred.
+    With two hops their types differ between replicas, so that autodiff sums nothing over them: the replica all-reduce
+    is deferred.
     """
     axes = plan.layout.varying_axes
     if plan.layout.two_hop:
@@ -164,7 +168,8 @@ def _manual(
         i, micro = item
         used = tied(plan, gathered, i)
 
-        # forward and backward pass; what is gathered in it is reduce-scattered on the way back: hop one
+        # forward and backward pass; what is gathered in it is reduce-scattered on the way back: the group
+        # reduce-scatter
         def mean(sums: Sums) -> tuple[jax.Array, Means]:
             value, aux = micro_loss(loss, plan, accumulating(plan, used, sums, exchange), micro)
             return value / total, jax.tree.map(lambda x: x / total, aux)
@@ -216,7 +221,7 @@ def accumulating(plan: ShardingPlan, params: Params, sums: Sums, exchange: Group
 
         def add(sums: Sums, grads: Grads) -> Sums:
             if policy.each_step:
-                grads = hop_one(plan, placements, grads)
+                grads = reduce_scatter(plan, placements, grads)
             grads = to_gradient_scope(plan, placements, grads)
             return sums._replace(grads=jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums.grads, grads))
 

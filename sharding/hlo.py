@@ -19,9 +19,17 @@ from sharding.mesh import MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # named scopes of the step
-LABELS = ("gather", "hop_one", "gradient_scope", "pipeline", "hop_two", "orthogonalise", "parameter_scope")
+LABELS = (
+    "gather",
+    "group_reduce_scatter",
+    "gradient_scope",
+    "pipeline",
+    "replica_all_reduce",
+    "orthogonalise",
+    "parameter_scope",
+)
 LABELS += ("experts", "context")
-WARM_UP = "warm_up"  # named scope of what hop two does in its first steps alone
+WARM_UP = "warm_up"  # named scope of what the replica all-reduce does in its first steps alone
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
 NOT_REPORTED = ("label", "loop_depth", "num_elements", "group_size", "group_nodes")
@@ -37,7 +45,7 @@ class Collective:
     """
 
     kind: str
-    label: str  # gather, hop_one, ... or "" if the program does not say
+    label: str  # gather, reduce_scatter, ... or "" if the program does not say
     axes: tuple[str, ...]
     dtype: str
     num_elements: int
@@ -89,7 +97,7 @@ def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
         times[replace(c, times=0, loop_depth=0)] += c.times
     entries = []
     for c, n in sorted(times.items(), key=lambda item: -item[1] * (item[0].inter_bytes + item[0].intra_bytes)):
-        entry = asdict(c) | {"times": n, "name": c.label.replace("_", " "), "axes": list(c.axes)}
+        entry = asdict(c) | {"times": n, "name": c.label.replace("_", "-"), "axes": list(c.axes)}
         entry |= {"inter_bytes": round(c.inter_bytes * n), "intra_bytes": round(c.intra_bytes * n)}
         entries.append({key: entry[key] for key in entry if key not in NOT_REPORTED})
     totals = bytes_per_step(collectives)

@@ -1,4 +1,4 @@
-"""Cuts of parameters for hop two beside the micro-steps: a part of each tensor in a step, a piece of it a micro-step.
+"""Cuts tensors for an exchange in the micro-steps: a part of each tensor in a step, a piece of it in a micro-step.
 
 All trees are of a device's shards, by group of parameters. Shards are cut flat, those of the groups `stacks` layer by
 layer: `[...]` into `[count, N]`, `[L, ...]` into `[L, count, N]`. What does not divide is filled up with zeros.

@@ -24,7 +24,7 @@ from sharding.coded import as_integers
 from sharding.collectives import vary
 from sharding.experts import Gather
 from sharding.gradients import accumulating, before_micro_steps, micro_loss, tied
-from sharding.hop_two import Early, Sums
+from sharding.in_step_exchange import Early, Sums
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.trees import Axes, Batch, Means, Params

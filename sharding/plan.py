@@ -31,15 +31,15 @@ class ShardingPlan:
     placements: PyTree  # of Placement, a tree like the trained parameters
     frozen: PyTree = dataclasses.field(default_factory=dict)  # of Placement, of the frozen ones
     compute_dtype: Any = jnp.float32
-    reduce_dtype: Any = None  # of hop one; None: the compute dtype
+    reduce_dtype: Any = None  # of the group reduce-scatter; None: the compute dtype
     gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
-    hop_one_codecs: LevelCodecs = PLAIN
+    reduce_scatter_codecs: LevelCodecs = PLAIN
     expert_codecs: LevelCodecs = PLAIN  # of tokens sent to experts
     overlap: bool = False  # layers are gathered ahead, and their gradients reduced behind, beside the compute
 
     @property
     def sum_dtype(self) -> Any:
-        """The dtype of hop one: the one that was chosen, but float32 on CPUs.
+        """The dtype of the group reduce-scatter: the one that was chosen, but float32 on CPUs.
 
         XLA:CPU widens 16-bit sums anyway, and aborts (AllReducePromotion) on those in a partly manual region.
         """
@@ -100,7 +100,7 @@ class ShardingPlan:
             hierarchical=self.layout.hierarchical,
             over_gloo=self.over_gloo,
             gather_codecs=self.gather_codecs if coded else PLAIN,
-            reduce_scatter_codecs=self.hop_one_codecs if coded else PLAIN,
+            reduce_scatter_codecs=self.reduce_scatter_codecs if coded else PLAIN,
             tensor_is_manual=tensor_is_manual,
         )
 

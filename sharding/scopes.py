@@ -86,14 +86,14 @@ class Layout:
 
     @property
     def replica_axes(self) -> Axes:
-        """The axes that hop two crosses: those over which a gradient still differs after the micro-steps."""
+        """The axes that replica all-reduce crosses: those over which a gradient still differs after the micro-steps."""
         if self.is_automatic or not self.two_hop:
             return ()
         return beyond(self.gradients, self.data_axes)
 
     @property
     def num_replicas(self) -> int:
-        """Gradients that hop two averages."""
+        """Gradients that replica all-reduce averages."""
         return self.shape.size(self.replica_axes)
 
     @property
@@ -103,12 +103,12 @@ class Layout:
 
     @property
     def optimizer_beyond_gradients(self) -> Axes:
-        """What the optimizer's scope adds to the gradients': hop two reduce-scatters over it."""
+        """What the optimizer's scope adds to the gradients': the replica all-reduce reduce-scatters over it."""
         return beyond(self.gradients, self.optimizer)
 
     @property
     def all_reduced_axes(self) -> Axes:
-        """The replica axes over which hop two hands the same on to all: it all-reduces over these."""
+        """The replica axes over which the replica all-reduce hands the same on to all: it all-reduces over these."""
         return beyond(self.optimizer_beyond_gradients, self.replica_axes)
 
     @property
@@ -118,7 +118,7 @@ class Layout:
         return () if self.is_automatic else tuple(part(self.parameters) for part in parts if part)
 
     @property
-    def hop_one_scopes(self) -> tuple[Axes, ...]:
+    def reduce_scatter_scopes(self) -> tuple[Axes, ...]:
         """The axes of each reduce-scatter of the micro-steps, as far as we choose them."""
         if self.is_automatic or not self.two_hop:
             return ()

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.accumulation import at, length
 from sharding.gradients import MicroSteps, replica_parameters
-from sharding.hop_two import Carry, MicroStep, Sums, run_last
+from sharding.in_step_exchange import Carry, MicroStep, Sums, run_last
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
 from sharding.spec import is_placement, pspecs
 from sharding.step import Chain, TrainState, updated
@@ -32,7 +32,7 @@ Hand = Callable[[str, Any, Any, Sequence[Any]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class HandOut:
-    """In the place of hop two in the last micro-step: each group of gradients goes to the host as soon as it is summed.
+    """Hands each group of gradients to the host as soon as the last micro-step has summed it.
 
     `order` has the names of the groups, in the order in which the backward pass completes them, once it was traced.
     """

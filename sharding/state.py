@@ -38,11 +38,11 @@ def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, j
 def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda name, shape: None) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
-    An array of hop two's or the optimizer's state that belongs to a parameter is cut like it, over the optimizer's
-    scope. Counters are on every device, and so are all others (PowerSGD's factors, factored moments) unless `cut` cuts
-    them, those of the optimizer. What each replica has for itself (PerReplica, `[R, ...]`) is on its devices alone: cut
-    like its gradient where it belongs to a parameter, whole on each device where not. ValueError for a dim that the
-    scope does not divide.
+    An array of the replica all-reduce's or the optimizer's state that belongs to a parameter is cut like it, over the
+    optimizer's scope. Counters are on every device, and so are all others (PowerSGD's factors, factored moments) unless
+    `cut` cuts them, those of the optimizer. What each replica has for itself (PerReplica, `[R, ...]`) is on its devices
+    alone: cut like its gradient where it belongs to a parameter, whole on each device where not. ValueError for a dim
+    that the scope does not divide.
     """
     layout = plan.layout
     placements, params = by_name(plan.placements, is_leaf=is_placement), by_name(shapes.params)
@@ -76,6 +76,6 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
         frozen=jax.tree.map(
             lambda p: NamedSharding(plan.mesh, p.pspec(plan.layout.parameters)), plan.frozen, is_leaf=is_placement
         ),
-        hop_two=placed(shapes.hop_two, lambda name, shape: None),
+        all_reduce=placed(shapes.all_reduce, lambda name, shape: None),
         opt_state=placed(shapes.opt_state, cut),
     )

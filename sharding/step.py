@@ -1,4 +1,4 @@
-"""The training step: the gradients of a batch, hop two and the optimizer under `jit`."""
+"""The training step: the gradients of a batch, the replica all-reduce and the optimizer under `jit`."""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -13,24 +13,24 @@ from sharding.experts import Gather
 from sharding.frozen import joined
 from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
 from sharding.gradients import MicroSteps, batch_gradients
-from sharding.hop_two import Early, Exchanged
+from sharding.in_step_exchange import Early, Exchanged
 from sharding.plan import ShardingPlan, run_manual
 from sharding.trees import Batch, Grads, GradsR, Means, Params
 
 # (plan, a device's shards, its rows, gather) -> weighted sums over the rows, by name
 Measures = Callable[[ShardingPlan, Params, Batch, Gather], Means]
-States = tuple[Any, Any]  # hop two's, and the optimizer's
+States = tuple[Any, Any]  # the replica all-reduce's, and the optimizer's
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Hop two and the optimizer, and what the rest of the step needs of their states."""
+    """The replica all-reduce and the optimizer, and what the rest of the step needs of their states."""
 
     # an optax.GradientTransformationExtraArgs of gradients `[R, ...]` whose state is a pair, as optax.chain makes it;
     # `exchanged=` is what the micro-steps exchanged
     tx: Any
     _: KW_ONLY
-    early: Callable[[States], Early] | None = None  # hop two in the micro-steps; None: after them
+    early: Callable[[States], Early] | None = None  # the replica all-reduce in the micro-steps; None: after them
     drift: Callable[[States], GradsR] | None = None  # each replica's parameters minus the shared ones, `[R, ...]`
     watch: Callable[[States], Means] = lambda states: {}  # to report: scalars, or with a drift each replica's, `[R]`
     scale: Callable[[States], jax.Array] | None = None  # what the loss is multiplied by, f32 [], for float16
@@ -44,7 +44,7 @@ class TrainState:
 
     step: jax.Array  # int32 []: steps done
     params: Params  # the trained ones
-    hop_two: Any  # what hop two keeps: residuals, what waits, counters
+    all_reduce: Any  # what the replica all-reduce keeps: residuals, what waits, counters
     opt_state: Any
     frozen: Params = field(default_factory=dict)
 
@@ -61,14 +61,14 @@ class TrainState:
     @property
     def chain(self) -> States:
         """The states of the chain."""
-        return self.hop_two, self.opt_state
+        return self.all_reduce, self.opt_state
 
 
 # fields, and their names in checkpoints
 _NAMES = {
     "step": "step",
     "params": "params",
-    "hop_two": "opt_state.exchange",
+    "all_reduce": "opt_state.exchange",
     "opt_state": "opt_state",
     "frozen": "frozen",
 }
@@ -81,8 +81,8 @@ jax.tree_util.register_pytree_with_keys(
 
 def first_state(chain: Chain, params: Params, frozen: Params | None = None) -> TrainState:
     """Returns the state before the first step, of trained and frozen parameters `[...]`."""
-    hop_two, opt_state = chain.tx.init(params)
-    parts = {"params": params, "hop_two": hop_two, "opt_state": opt_state}
+    all_reduce, opt_state = chain.tx.init(params)
+    parts = {"params": params, "all_reduce": all_reduce, "opt_state": opt_state}
     return TrainState(step=jnp.zeros((), jnp.int32), **parts, frozen=frozen or {})
 
 
@@ -120,9 +120,9 @@ def updated(
 ) -> tuple[TrainState, Means]:
     """Returns the state after the chain's update by gradients `[R, ...]`, and the means with what the chain watches."""
     params = plan.constrain(state.params, plan.layout.optimizer)
-    updates, (hop_two, opt_state) = chain.tx.update(grads_R, state.chain, params, exchanged=exchanged)
-    metrics = means | chain.watch((hop_two, opt_state))
-    moved = replace(state, step=state.step + 1, hop_two=hop_two, opt_state=opt_state)
+    updates, (all_reduce, opt_state) = chain.tx.update(grads_R, state.chain, params, exchanged=exchanged)
+    metrics = means | chain.watch((all_reduce, opt_state))
+    moved = replace(state, step=state.step + 1, all_reduce=all_reduce, opt_state=opt_state)
     return replace(moved, params=to_parameter_scope(plan, applied(params, updates))), metrics
 
 

@@ -27,7 +27,7 @@ def coded(codec: str, times: list[float], command: str = "", loss: float = 4.0, 
 
 
 def trained(method: str, seed: int, loss: float) -> dict[str, Any]:
-    return {"task": "text", "method": method, "seed": seed, "validation_loss": loss, "hop_two_ratio": 4.0}
+    return {"task": "text", "method": method, "seed": seed, "validation_loss": loss, "all_reduce_ratio": 4.0}
 
 
 # ---------------------------------------------------------------------------------------------------- strategies

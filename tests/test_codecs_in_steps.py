@@ -51,10 +51,10 @@ class Numpy:
 
     plan: ShardingPlan
     gather: Bits
-    hop_one: Bits
+    reduce_scatter: Bits
 
     def narrow(self, x: np.ndarray) -> np.ndarray:
-        """Returns the values in the compute dtype: that of gathered parameters, and of hop one's ends."""
+        """Returns values in the compute dtype, as gathered parameters and the group reduce-scatter's ends are."""
         return x.astype(jnp.dtype(self.plan.compute_dtype)).astype(np.float32)
 
     def parts(self) -> list[Axes]:
@@ -96,7 +96,7 @@ class Numpy:
         dim, chunks = len(names) + p.dim, list(scope)  # a dim of chunks for each axis, behind those of the mesh
         x = x.reshape(*x.shape[:dim], *(self.size((a,)) for a in scope), -1, *x.shape[dim + 1 :])
         x = np.moveaxis(x, range(dim, dim + len(scope)), range(len(names), len(names) + len(scope)))
-        for axes, bits in self.levels(scope, self.hop_one)[::-1]:
+        for axes, bits in self.levels(scope, self.reduce_scatter)[::-1]:
             if not p.is_vector:
                 x = rounded_whole(x, bits, start=len(names) + len(chunks))
             for axis in axes:  # the sum over the devices of an axis has a chunk for each of them
@@ -153,7 +153,7 @@ def gradients_by_numpy(wanted: Numpy, used: Any, grad: Any) -> Any:
 
 INTER_INT8, INTRA_INT8 = dict(inter=8, intra=4), dict(inter=4, intra=8)
 ZERO_PLUS_PLUS: dict[str, Any] = dict(strategy="zero3", gather="node")
-CASES = {  # the model, the bits of gathers and of hop one, and the layout
+CASES = {  # the model, the bits of gathers and of the group reduce-scatter, and the layout
     "zero3": ("decoder", INTER_INT8, INTRA_INT8, dict(strategy="zero3")),
     "zero3, flat, not pipelined": ("encoder", INTER_INT8, INTRA_INT8, dict(strategy="zero3", hierarchical=False)),
     "zero++": ("decoder", dict(inter=8), dict(inter=4, intra=4), ZERO_PLUS_PLUS),
@@ -170,24 +170,24 @@ QUICK, OFTEN = "zero++", "zero3, flat, not pipelined"  # the second one in test-
     "name", [pytest.param(n, marks={QUICK: (), OFTEN: SLOW}.get(n, pytest.mark.slow)) for n in CASES]
 )
 def test_gradients_are_those_of_numpy(name: str) -> None:
-    """Of each layer by itself, in blocks of its own; hop one's codec loses far more than what is wrong.
+    """Each layer is encoded in separate blocks; the group reduce-scatter's codec loses far more than the error.
 
     A value in the middle between two integers may become either: hence the share of what the codec loses.
     """
-    kind, gather, hop_one, how = CASES[name]
+    kind, gather, reduce_scatter, how = CASES[name]
     dtype = "bfloat16" if name.endswith("bfloat16") else "float32"
-    in_gathers, in_hop_one = (
+    in_gathers, in_reduce_scatter = (
         LevelCodecs(**{level: Blockwise(bits=n, block=BLOCK) for level, n in bits.items()})
-        for bits in (gather, hop_one)
+        for bits in (gather, reduce_scatter)
     )
-    coded = {"gather_codecs": in_gathers, "hop_one_codecs": in_hop_one, "num_layers": LAYERS}
+    coded = {"gather_codecs": in_gathers, "reduce_scatter_codecs": in_reduce_scatter, "num_layers": LAYERS}
     plan = workload.plan(kind, overlap="not pipelined" not in name, dtype=dtype, **coded, **how)
     model, grad = gradient(kind, dtype)
-    by_numpy = Numpy(plan=plan, gather=gather, hop_one=hop_one)
+    by_numpy = Numpy(plan=plan, gather=gather, reduce_scatter=reduce_scatter)
     params = jax.tree.map(np.asarray, workload.params(kind, LAYERS))
     used = plan.map(lambda p, x: on_layers(by_numpy.gathered, p, x, 0), params)
     wanted = gradients_by_numpy(by_numpy, used, grad)
-    plain = gradients_by_numpy(replace(by_numpy, hop_one={}), used, grad)
+    plain = gradients_by_numpy(replace(by_numpy, reduce_scatter={}), used, grad)
 
     def gradients_R(params: Any, data: Any) -> Any:
         return batch_gradients(accumulated(model.objective), plan, params, data)[0]
@@ -218,12 +218,12 @@ def collectives(sharding: ShardingPlan) -> list[hlo.Collective]:
 
 def test_the_program_sends_bytes_in_whole_blocks_of_each_matrix_and_vectors_apart() -> None:
     """Of each of two layers in each micro-step, in zero3: what the codec claims for each matrix, f32 for the norms."""
-    codecs = dict(gather_codecs=LevelCodecs(inter=INT8), hop_one_codecs=LevelCodecs(inter=INT4, intra=INT4))
+    codecs = dict(gather_codecs=LevelCodecs(inter=INT8), reduce_scatter_codecs=LevelCodecs(inter=INT4, intra=INT4))
     found = collectives(workload.plan("decoder", strategy="zero3", **codecs))
     large = [c for c in found if c.payload_bytes >= 200]
-    assert {c.label for c in large} == {"gather", "hop_one"} and {c.dtype for c in large} == {"u8", "f32"}
+    assert {c.label for c in large} == {"gather", "group_reduce_scatter"} and {c.dtype for c in large} == {"u8", "f32"}
     for c in large:
-        coded = bool(set(c.axes) & set(INTER_AXES)) or c.label == "hop_one"
+        coded = bool(set(c.axes) & set(INTER_AXES)) or c.label == "group_reduce_scatter"
         assert c.dtype == ("u8" if coded else "f32"), c
     crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.label == "gather" and c.times == 2 * 2]
     layer = jax.tree.leaves(workload.specs("decoder")["layers"], is_leaf=lambda x: hasattr(x, "dims"))
@@ -239,7 +239,10 @@ def test_gathering_once_a_node_crosses_nodes_once() -> None:
     found = collectives(workload.plan("decoder", strategy="zero3", gather="node"))
     crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.payload_bytes > 200]
     half = sum(x.size for x in jax.tree.leaves(workload.params("decoder"))) // 2
-    assert {(c.label, c.times, c.num_elements) for c in crossing} == {("gather", 2, half), ("hop_one", 2, half)}
+    assert {(c.label, c.times, c.num_elements) for c in crossing} == {
+        ("gather", 2, half),
+        ("group_reduce_scatter", 2, half),
+    }
 
 
 # ------------------------------------------------------------------------------- tensor splits, validation, config
@@ -270,10 +273,10 @@ def as_gathered(sharding: ShardingPlan, bits: int, degree: int) -> Any:
 def test_a_rematerialised_layer_that_is_split_takes_codecs(
     bits: int, degree: int, gather: str, where: tuple[str, ...]
 ) -> None:
-    """The first loss is that of a single device with rounded matrices; hop one's codec is in those after it."""
+    """The first loss equals a single device's with rounded matrices; later ones include the reduce-scatter's codec."""
     codecs = LevelCodecs(**dict.fromkeys(where, Blockwise(bits=bits, block=BLOCK)))
     how: dict[str, Any] = dict(strategy="mics", partition_size=8, tensor=2, nodes=2, per_node=4, gather=gather)
-    sharding = workload.plan("decoder", gather_codecs=codecs, hop_one_codecs=codecs, **how)
+    sharding = workload.plan("decoder", gather_codecs=codecs, reduce_scatter_codecs=codecs, **how)
     got = workload.losses("decoder", sharding)
     np.testing.assert_allclose(got[0], single_device_loss(as_gathered(sharding, bits, degree)), rtol=1e-6)
     np.testing.assert_allclose(got, workload.single_device_losses("decoder"), rtol={8: 3e-3, 4: 0.04}[bits])
@@ -290,10 +293,10 @@ def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
 
 
 def test_codecs_by_the_config() -> None:
-    changes = {"gather_inter": "int8", "hop_one_inter": "int4", "rounding": "stochastic", "block": 64}
+    changes = {"all_gather_inter": "int8", "reduce_scatter_inter": "int4", "rounding": "stochastic", "block": 64}
     config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
-    gather_codecs, hop_one_codecs, _ = make_codecs(config)
-    assert gather_codecs == LevelCodecs(inter=Blockwise(bits=8, block=64)) and hop_one_codecs == LevelCodecs(
+    gather_codecs, reduce_scatter_codecs, _ = make_codecs(config)
+    assert gather_codecs == LevelCodecs(inter=Blockwise(bits=8, block=64)) and reduce_scatter_codecs == LevelCodecs(
         inter=Blockwise(bits=4, block=64)
     )
 
@@ -315,7 +318,7 @@ class Signs:
 
 
 @every_row("bad", [np.nan, np.inf, -np.inf])
-@every_row(("hop", "places"), [("gather", 8), ("hop_one", 1), ("experts", 1)])
+@every_row(("hop", "places"), [("gather", 8), ("reduce_scatter", 1), ("experts", 1)])
 def test_a_users_codec_hides_no_value_that_is_not_finite(
     hop: str, places: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,14 +334,14 @@ def test_a_users_codec_hides_no_value_that_is_not_finite(
         def exchange(x: jax.Array) -> jax.Array:
             if hop == "gather":
                 return all_gather_chunks(x[0, 5], scope, hierarchical=False, codecs=codecs)
-            if hop == "hop_one":
+            if hop == "reduce_scatter":
                 return reduce_scatter_chunks(x[0], scope, hierarchical=False, codecs=codecs)[None]
             return coded_all_to_all_rows(x[0], scope, codecs.over(scope))
 
         spec = jax.P(scope)
         return np.asarray(jax.jit(jax.shard_map(exchange, mesh=plan.mesh, in_specs=spec, out_specs=spec))(xs))
 
-    found = arrived(made[("gather", "hop_one", "experts").index(hop)])
+    found = arrived(made[("gather", "reduce_scatter", "experts").index(hop)])
     is_nan = np.isnan(found)
     assert [*is_nan.sum(axis=-1)].count(20) == places and is_nan.sum() == 20 * places
     np.testing.assert_array_equal(found[~is_nan], arrived(LevelCodecs(inter=Signs()))[~is_nan])

@@ -85,11 +85,11 @@ def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -
     levels = levels_of(p, hierarchical=hierarchical)
     replicas = ("replica_inter",) if p > 1 else ("replica_inter", "replica_intra")
     loss = int(p == 1)  # XLA combines the sum of the loss with it where both cross the same axes
-    hop_two = {("hop_two", "all-reduce", replicas): total // p + loss} if p < N else {}
+    all_reduce = {("replica_all_reduce", "all-reduce", replicas): total // p + loss} if p < N else {}
     return (
         gathered("gather", "all-gather", gathers, levels)
-        | gathered("hop_one", "reduce-scatter", once, levels)
-        | hop_two
+        | gathered("group_reduce_scatter", "reduce-scatter", once, levels)
+        | all_reduce
     )
 
 
@@ -121,7 +121,7 @@ def test_tensors_share_one_collective_per_level() -> None:
     for name, times in (("layers", LAYERS * ACCUMULATION), ("embed", ACCUMULATION), ("head", ACCUMULATION)):
         for axes, elements in ((("shard_intra",), m[name]), (("shard_inter",), m[name] // 2)):
             expected["gather", "all-gather", axes, "f32", elements] += times * (2 if name == "layers" else 1)
-            expected["hop_one", "reduce-scatter", axes, "f32", elements] += times
+            expected["group_reduce_scatter", "reduce-scatter", axes, "f32", elements] += times
     assert got == expected
 
 
@@ -129,7 +129,7 @@ ALL_LEVELS = [(("replica_intra",), 2), (("replica_inter",), 4)]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "label", "times"), [("zero1", "hop_two", 1), ("zero2", "gradient_scope", ACCUMULATION)]
+    ("strategy", "label", "times"), [("zero1", "replica_all_reduce", 1), ("zero2", "gradient_scope", ACCUMULATION)]
 )
 def test_zero1_reduces_once_a_step_and_zero2_every_micro_step(strategy: str, label: str, times: int) -> None:
     total = model_elements()
@@ -143,10 +143,10 @@ def test_node_node_all_shards_the_optimizer_over_everything() -> None:
     shard = model_elements() // 2
     wider = [(("replica_inter",), 4)]
     mics2 = expected_mics(2)
-    del mics2["hop_two", "all-reduce", ("replica_inter",)]
+    del mics2["replica_all_reduce", "all-reduce", ("replica_inter",)]
     assert traffic(read(parameters="node", gradients="node", optimizer="all")) == (
         mics2
-        | gathered("hop_two", "reduce-scatter", shard, wider)
+        | gathered("replica_all_reduce", "reduce-scatter", shard, wider)
         | gathered("parameter_scope", "all-gather", shard, wider)
     )
 
@@ -156,7 +156,7 @@ def test_without_two_hop_gradients_are_all_reduced_every_micro_step() -> None:
     collectives = read(strategy="mics", partition_size=4, two_hop=False)
     got = traffic(collectives)
     everyone = ("replica_inter", "shard_inter", "shard_intra")
-    assert got.pop(("hop_one", "all-reduce", everyone)) == model_elements() * ACCUMULATION
+    assert got.pop(("group_reduce_scatter", "all-reduce", everyone)) == model_elements() * ACCUMULATION
     assert got == {key: value for key, value in expected_mics(4).items() if key[0] == "gather"}
 
 
@@ -165,11 +165,13 @@ def test_without_two_hop_gradients_are_all_reduced_every_micro_step() -> None:
     [(2, True), (4, True), *(pytest.param(*how, marks=SLOW) for how in ((8, True), (4, False), (8, False)))],
 )
 def test_sent_bytes_match_the_formulas(p: int, hierarchical: bool) -> None:
-    """Gather and hop one (p-1)M/p, hop two 2(M/p)(R-1)/R; between nodes (p-k)M/p with, (p-1)M/p without hierarchy."""
+    """Gather and reduce-scatter: (p-1)M/p, between nodes (p-k)M/p with hierarchy; replica all-reduce: 2(M/p)(R-1)/R."""
     m = {name: 4 * elements for name, elements in sizes().items()}
-    gathered_bytes = ACCUMULATION * (3 * LAYERS * m["layers"] + 2 * m["embed"] + 2 * m["head"])  # gathers and hop one
+    gathered_bytes = ACCUMULATION * (
+        3 * LAYERS * m["layers"] + 2 * m["embed"] + 2 * m["head"]
+    )  # gathers and the group reduce-scatter
     replicas, k = N // p, PER_NODE
-    hop_two = 2 * (4 * model_elements() / p) * (replicas - 1) / replicas
+    all_reduce = 2 * (4 * model_elements() / p) * (replicas - 1) / replicas
     how = {} if hierarchical else {"hierarchical": False}
     got = bytes_per_step([c for c in read(strategy="mics", partition_size=p, **how) if not is_scalar(c)])
     if hierarchical:  # each level moves its own share: nothing crosses that is needed only inside
@@ -178,7 +180,7 @@ def test_sent_bytes_match_the_formulas(p: int, hierarchical: bool) -> None:
     else:  # one ring over all: each node has one edge out
         between_nodes = gathered_bytes * (p - 1) / p
         inside = gathered_bytes * (p - 1) / p - between_nodes / k
-    assert got["collective_inter_bytes"] * k == pytest.approx(between_nodes + hop_two * k, abs=8)
+    assert got["collective_inter_bytes"] * k == pytest.approx(between_nodes + all_reduce * k, abs=8)
     assert got["collective_intra_bytes"] == pytest.approx(inside, abs=8)
 
 
@@ -186,7 +188,7 @@ def test_bfloat16_gathers_send_half_the_bytes() -> None:
     collectives = read(dtype=jnp.bfloat16, strategy="mics", partition_size=2)
     assert traffic(collectives) == expected_mics(2)
     assert {c.dtype for c in collectives if c.label == "gather"} == {"u16"}
-    assert {c.dtype for c in collectives if c.label == "hop_two"} == {"f32"}
+    assert {c.dtype for c in collectives if c.label == "replica_all_reduce"} == {"f32"}
     assert all(c.payload_bytes == 2 * c.num_elements for c in collectives if c.label == "gather")
 
 
@@ -204,7 +206,7 @@ def test_tensor_axis_divides_the_gathered_bytes() -> None:
     got = {key: value for key, value in traffic(collectives).items() if key[2] != ("tensor",)}
     whole = LAYERS * split + other  # what the two devices of a tensor group hold of the model, each
     assert got == {
-        ("hop_two", "all-reduce", ("replica_inter",)): whole // 2,
+        ("replica_all_reduce", "all-reduce", ("replica_inter",)): whole // 2,
         ("gather", "all-gather", ("shard_inter",)): ACCUMULATION * (2 * LAYERS * split + other),
-        ("hop_one", "reduce-scatter", ("shard_inter",)): ACCUMULATION * (LAYERS * split + other),
+        ("group_reduce_scatter", "reduce-scatter", ("shard_inter",)): ACCUMULATION * (LAYERS * split + other),
     }

@@ -18,10 +18,10 @@ from training.share_gradients import Gradients
 from training.share_rounds import Rounds
 
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
-DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}
-ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 1}
+DEMO = {"compression.all_reduce": "demo", "optimizer.name": "sgd"}
+ONE_BIT_ADAM = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 1}
 LOCAL = {"local_sgd.inner_steps": 5}
-SPARSE_LOCO = LOCAL | {"compression.hop_two": "sparse_loco", "local_sgd.outer_momentum": 0.0}
+SPARSE_LOCO = LOCAL | {"compression.all_reduce": "sparse_loco", "local_sgd.outer_momentum": 0.0}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -30,19 +30,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "one world": {"sharding.replicas": "one_world"},
     "float16": {"model.compute_dtype": "float16"},
     "batch norm": {"model.norm": "batch", "model.norm_rows": 2, "model.kind": "resnet"},
-    "residuals": {"compression.hop_two": "int8", "compression.error_feedback": True},
+    "residuals": {"compression.all_reduce": "int8", "compression.error_feedback": True},
     "no feedback": {"compression.error_feedback": False},
-    "keeping method": {"compression.hop_two": "power_sgd"},
-    "other payload": {"compression.hop_two": "statistical"},
-    "random": {"compression.rounding": "stochastic", "compression.hop_two": "int8"},
-    "rounding": {"compression.rounding": "stochastic", "compression.hop_two": "int8"},
-    "no rounding": {"compression.hop_two": "statistical"},
+    "keeping method": {"compression.all_reduce": "power_sgd"},
+    "other payload": {"compression.all_reduce": "statistical"},
+    "random": {"compression.rounding": "stochastic", "compression.all_reduce": "int8"},
+    "rounding": {"compression.rounding": "stochastic", "compression.all_reduce": "int8"},
+    "no rounding": {"compression.all_reduce": "statistical"},
     "sparsity": DEMO | {"compression.sparsity": 0.9},
-    "no sparsity": {"compression.hop_two": "int8"},
+    "no sparsity": {"compression.all_reduce": "int8"},
     "feedback_decay": DEMO | {"compression.feedback_decay": 0.9},
-    "no feedback_decay": {"compression.hop_two": "int8"},
-    "rank": {"compression.rank": 1, "compression.hop_two": "power_sgd"},
-    "no rank": {"compression.hop_two": "int8"},
+    "no feedback_decay": {"compression.all_reduce": "int8"},
+    "rank": {"compression.rank": 1, "compression.all_reduce": "power_sgd"},
+    "no rank": {"compression.all_reduce": "int8"},
     "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},
     "stages": {"mesh.stages": 2},
     "context": {"mesh.context": 2},
@@ -69,19 +69,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "streaming": LOCAL | {"local_sgd.streaming": True},
     "utilisation": LOCAL | {"local_sgd.target_utilisation": 0.9},
     "clipping": {"optimizer.clip_norm": 1.0},
-    "warmup_steps": {"compression.warmup_steps": 1, "compression.hop_two": "power_sgd"},
-    "no warmup_steps": {"compression.hop_two": "int8"},
+    "warmup_steps": {"compression.warmup_steps": 1, "compression.all_reduce": "power_sgd"},
+    "no warmup_steps": {"compression.all_reduce": "int8"},
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": ONE_BIT_ADAM,
-    "demo": {"compression.hop_two": "demo", "optimizer.name": "sgd"},
+    "demo": {"compression.all_reduce": "demo", "optimizer.name": "sgd"},
     "sparse_loco": SPARSE_LOCO,
     "outer momentum": LOCAL | {"local_sgd.outer_momentum": 0.9},
     "outer step's rate": LOCAL | {"local_sgd.outer_learning_rate": 0.5},
     "outer step's momentum": LOCAL | {"local_sgd.outer_momentum": 0.5},
     "replacing method": DEMO,
-    "whole method": {"compression.hop_two": "power_sgd"},
+    "whole method": {"compression.all_reduce": "power_sgd"},
     "other optimizer": {"optimizer.name": "lamb"},
-    "compressed": {"compression.hop_two": "int8"},
+    "compressed": {"compression.all_reduce": "int8"},
     "shared rows": {"mesh.context": 2, "sharding.partition_size": 1},
     "whole experts": {"sharding.experts": "none"},
     "several scopes": {"sharding.partition_size": 0, "sharding.strategy": "zero1"},
@@ -89,10 +89,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "undivided model": {"model.kind": "resnet"},
     "no experts": {"model.kind": "decoder"},
     "no pieces": {"model.kind": "moe"},
-    "gather_inter": {"compression.gather_inter": "int8", "sharding.partition_size": 4},
-    "gather_intra": {"compression.gather_intra": "int8"},
-    "hop_one_inter": {"compression.hop_one_inter": "int8", "sharding.partition_size": 4},
-    "hop_one_intra": {"compression.hop_one_intra": "int8"},
+    "all_gather_inter": {"compression.all_gather_inter": "int8", "sharding.partition_size": 4},
+    "all_gather_intra": {"compression.all_gather_intra": "int8"},
+    "reduce_scatter_inter": {"compression.reduce_scatter_inter": "int8", "sharding.partition_size": 4},
+    "reduce_scatter_intra": {"compression.reduce_scatter_intra": "int8"},
     "experts_inter": {"compression.experts_inter": "int8", "model.kind": "moe", "sharding.experts": "all"} | STRATEGY,
     "experts_intra": {"compression.experts_intra": "int8", "model.kind": "moe", "sharding.experts": "node"},
 }
@@ -293,19 +293,24 @@ def test_one_line_names_what_would_do() -> None:
         "local_sgd.inner_steps=2 does not go with compression.delayed=True: each replica has an optimizer of its own; "
         "set local_sgd.inner_steps=0, or set compression.delayed=False"
     )
-    assert error_of({"compression.hop_two": "demo"}) == (
-        "compression.hop_two=demo does not go with optimizer.name=adamw: the method takes the place of one optimizer; "
-        "set compression.hop_two=none or a codec, or set optimizer.name=sgd"
+    assert error_of({"compression.all_reduce": "demo"}) == (
+        "compression.all_reduce=demo does not go with optimizer.name=adamw: the method takes the place of one "
+        "optimizer; set compression.all_reduce=none or a codec, or set optimizer.name=sgd"
     )
     assert error_of({"local_sgd.inner_steps": 3, "num_steps": 11}).startswith("num_steps=11 must be a multiple of")
 
 
 def test_what_is_registered_may_use_every_key_of_compression(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A codec gets the section, in whatever hop it is, and a method of hop two as well."""
+    """A codec gets the section, in whatever hop it is, and a method of the replica all-reduce as well."""
     unused = {"compression.rounding": "stochastic", "compression.warmup_steps": 1}
     monkeypatch.setitem(OWN["codec"], "mine", None)
-    monkeypatch.setitem(OWN["hop_two"], "my_method", None)
-    for keys in ({"hop_two": "mine"}, {"hop_two": "my_method"}, {"gather_intra": "mine"}, {"hop_one_inter": "mine"}):
+    monkeypatch.setitem(OWN["all_reduce"], "my_method", None)
+    for keys in (
+        {"all_reduce": "mine"},
+        {"all_reduce": "my_method"},
+        {"all_gather_intra": "mine"},
+        {"reduce_scatter_inter": "mine"},
+    ):
         assert config(unused | {f"compression.{key}": name for key, name in keys.items()})
     with pytest.raises(ValueError, match="^compression.warmup_steps=1 .*=none: then nothing uses it; "):
         config(unused)

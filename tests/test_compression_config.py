@@ -9,12 +9,12 @@ from support.tables import every_row
 
 from compression.methods import METHODS
 from configs.base import typed
-from configs.schema.sections import HOP_TWO, USERS
+from configs.schema.sections import ALL_REDUCE, USERS
 from training.experiment import make_experiment
 
 LOCAL = {"local_sgd.inner_steps": 2}
 STREAMING = {"local_sgd.inner_steps": 10, "local_sgd.streaming": True}
-ONE_BIT_ADAM = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 2, "optimizer.clip_norm": 0.0}
+ONE_BIT_ADAM = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 2, "optimizer.clip_norm": 0.0}
 
 
 def states_of(changes: dict[str, Any]) -> tuple[Any, Any]:
@@ -23,22 +23,22 @@ def states_of(changes: dict[str, Any]) -> tuple[Any, Any]:
     return make_experiment(typed(config)).state_shapes.chain
 
 
-def test_config_choices_of_hop_two_are_the_implemented_methods() -> None:
-    assert {method.name for method in METHODS} == set(HOP_TWO) and len(METHODS) == len(HOP_TWO)
-    assert {name for users in USERS.values() for name in users} <= {*HOP_TWO}
+def test_config_choices_of_all_reduce_are_the_implemented_methods() -> None:
+    assert {method.name for method in METHODS} == set(ALL_REDUCE) and len(METHODS) == len(ALL_REDUCE)
+    assert {name for users in USERS.values() for name in users} <= {*ALL_REDUCE}
 
 
-DEMO = {"compression.hop_two": "demo", "optimizer.name": "sgd"}
+DEMO = {"compression.all_reduce": "demo", "optimizer.name": "sgd"}
 
 
 @every_row(
     ("changes", "per_replica"),
     [
-        (LOCAL | {"compression.hop_two": "int8"}, ("[1].inner", "[1].drift", "[0].residual")),
+        (LOCAL | {"compression.all_reduce": "int8"}, ("[1].inner", "[1].drift", "[0].residual")),
         ({"compression.delayed": True}, ("[0].waiting",)),
         (ONE_BIT_ADAM, ("[0].exchange.residual",)),
         (DEMO, ("[0].residual",)),
-        ({"compression.hop_two": "power_sgd"}, ("[0].residual",)),
+        ({"compression.all_reduce": "power_sgd"}, ("[0].residual",)),
     ],
 )
 def test_per_replica_state_is_sharded_over_the_replicas(changes: dict[str, Any], per_replica: tuple[str, ...]) -> None:
@@ -54,7 +54,7 @@ def test_per_replica_state_is_sharded_over_the_replicas(changes: dict[str, Any],
 
 
 @every_row(("changes", "key"), [({}, "grad_norm"), (ONE_BIT_ADAM, "update_norm"), (DEMO, "update_norm")])
-def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, Any], key: str) -> None:
+def test_update_norm_is_logged_where_all_reduce_returns_updates(changes: dict[str, Any], key: str) -> None:
     """one_bit_adam returns Adam's direction, demo signs: neither averages gradients."""
     config = tiny_config(partition_size=2)
     config.update_from_flattened_dict(changes)
@@ -69,8 +69,11 @@ def test_update_norm_is_logged_where_hop_two_returns_updates(changes: dict[str, 
         (LOCAL | {"num_steps": 11}, "num_steps=11 must be a multiple of local_sgd.inner_steps=2"),
         (STREAMING | {"num_steps": 10}, "num_steps=10 must be above local_sgd.inner_steps=10, "),
         ({"compression.block": 12}, "compression.block=12 must be a multiple of 8"),
-        ({"compression.hop_two": "int7"}, "compression.hop_two=int7 is not known; one of none, bf16"),
-        ({"compression.gather_inter": "statistical"}, "gather_inter=statistical is not known; one of none, bf16"),
+        ({"compression.all_reduce": "int7"}, "compression.all_reduce=int7 is not known; one of none, bf16"),
+        (
+            {"compression.all_gather_inter": "statistical"},
+            "all_gather_inter=statistical is not known; one of none, bf16",
+        ),
     ],
 )
 def test_bad_values_are_rejected(changes: dict[str, Any], said: str) -> None:

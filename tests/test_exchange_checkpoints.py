@@ -49,7 +49,7 @@ def filled(state: TrainState) -> TrainState:
     return jax.tree.map(fill, state)
 
 
-def test_a_checkpoint_without_what_a_hop_two_keeps_is_rejected(tmp_path: Path) -> None:
+def test_a_checkpoint_without_what_a_all_reduce_keeps_is_rejected(tmp_path: Path) -> None:
     """By name: PowerSGD has factors beside residuals."""
 
     def with_power_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
@@ -134,13 +134,13 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
     states, update = state.chain, jax.jit(chain(plans[0]).update)
     for step in range(DONE):
         _, states = update(gradients(plans[0], step)[0], states, state.params)
-    hop_two, opt_state = jax.device_put(states, jax.tree.map(lambda x: x.sharding, state.chain))
-    save(tmp_path, replace(state, hop_two=hop_two, opt_state=opt_state), DONE)
+    all_reduce, opt_state = jax.device_put(states, jax.tree.map(lambda x: x.sharding, state.chain))
+    save(tmp_path, replace(state, all_reduce=all_reduce, opt_state=opt_state), DONE)
     found = restore(tmp_path, workload.first_state("tensors", plans[1], chain(plans[1])))
     came, whole = gradients(plans[1], DONE)
     moves, (following, _) = jax.jit(chain(plans[1]).update)(came, found.chain, found.params)
-    old, new = (x.exchange if late else x for x in (hop_two, found.hop_two if method == "demo" else following))
-    mean = replicas(hop_two.waiting.tree if late else whole, lambda x_R: x_R.mean(0))
+    old, new = (x.exchange if late else x for x in (all_reduce, found.all_reduce if method == "demo" else following))
+    mean = replicas(all_reduce.waiting.tree if late else whole, lambda x_R: x_R.mean(0))
     handed_on = jax.tree.map(np.negative, moves)
     if method == "demo":
         handed_on = mean = jax.tree.map(np.zeros_like, mean)

@@ -1,4 +1,4 @@
-"""Hop two with a codec: what is handed on and kept, the bytes in the compiled program, and every layout it has."""
+"""The replica all-reduce with a codec: its results and state, bytes in the compiled program, every layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from support import workload
 from support.exchanging import CODECS, LAYOUTS, gradients, is_vector, matrices
 from support.tables import every_row
 
+from compression.all_reduce import delayed
 from compression.codecs import Blockwise, OneBit
 from compression.demo import by_frequency
 from compression.exchange import by_groups, exchange
-from compression.hop_two import delayed
 from compression.one_bit_adam import one_bit_adam
 from compression.power_sgd import power_sgd
 from compression.sparse_loco import sparse
@@ -143,14 +143,14 @@ def test_each_replica_and_each_step_rounds_at_random_by_itself() -> None:
 )
 @pytest.mark.slow
 def test_a_step_sends_exactly_the_payload_and_its_losses_stay_near(name: str) -> None:
-    """Between nodes hop two has collectives of bytes, of the size that the codec claims, and vectors as they are.
+    """Between nodes the replica all-reduce sends bytes, as many as the codec claims, and vectors without a codec.
 
     The first loss is the dense one, the others near (the coarsest lag); a device holds its residual and no other's.
     """
     plan, codec = workload.plan("decoder", **LAYOUTS["mics(2)"]), CODECS[name]
-    compiled, state, data = workload.compiled_step("decoder", plan, hop_two=exchange(plan, codec))
+    compiled, state, data = workload.compiled_step("decoder", plan, all_reduce=exchange(plan, codec))
     losses, state, metrics = workload.run_steps(compiled, state, data, 3)
-    residuals = jax.tree.leaves(state.hop_two.residual)
+    residuals = jax.tree.leaves(state.all_reduce.residual)
     squares = sum((np.asarray(x) ** 2).sum() for x in residuals)
     np.testing.assert_allclose(metrics["residual_norm"], np.sqrt(squares), rtol=1e-4)
     dense = workload.single_device_losses("decoder")[:3]
@@ -158,7 +158,9 @@ def test_a_step_sends_exactly_the_payload_and_its_losses_stay_near(name: str) ->
     np.testing.assert_allclose(losses, dense, rtol=2e-3 if "int8" in name else 0.1)
     assert {x.addressable_shards[0].data.size for x in residuals} == {x.size // 8 for x in residuals}
 
-    collectives = [c for c in hlo.read_collectives(compiled.as_text(), plan.layout.shape) if c.label == "hop_two"]
+    collectives = [
+        c for c in hlo.read_collectives(compiled.as_text(), plan.layout.shape) if c.label == "replica_all_reduce"
+    ]
     crossing = [c for c in collectives if set(c.axes) & set(INTER_AXES)]
     plain = [c for c in crossing if c.kind == "all-reduce"]
     crossing = [c for c in crossing if c not in plain]
@@ -173,15 +175,15 @@ def test_a_step_sends_exactly_the_payload_and_its_losses_stay_near(name: str) ->
     claimed = workload.payload_bytes(codec, size + -size % padding)
     moved = sum(c.inter_bytes * c.times for c in crossing)
     assert 2 * claimed * (replicas - 1) / replicas <= moved <= 2.05 * claimed * (replicas - 1) / replicas
-    told = statistics(state.hop_two)
+    told = statistics(state.all_reduce)
     given = {"all-to-all": 1, "all-gather": replicas}  # the payload of a gather is the whole that comes out
     payload_bytes = sum(c.payload_bytes / given[c.kind] for c in crossing)
-    assert told["hop_two_payload_bytes"] == payload_bytes + 4 * vectors
+    assert told["all_reduce_payload_bytes"] == payload_bytes + 4 * vectors
     in_f32 = 4 * size * (1 + 1 / replicas) + 4 * vectors  # what is encoded, then the part of it that is summed here
-    assert told["hop_two_ratio"] == pytest.approx(in_f32 / (payload_bytes + 4 * vectors))
+    assert told["all_reduce_ratio"] == pytest.approx(in_f32 / (payload_bytes + 4 * vectors))
 
 
-def test_hop_two_ratio_ignores_padding() -> None:
+def test_all_reduce_ratio_ignores_padding() -> None:
     """Two nodes: a row for each of two, then the sum of one of them, in whole blocks of 1000."""
     codec = Blockwise(bits=8, block=1000)
     plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
@@ -190,9 +192,9 @@ def test_hop_two_ratio_ignores_padding() -> None:
     vectors = sum(p.size for p in jax.tree.leaves(workload.params("tensors"))) - size
     assert 2000 < size < 4000  # of each row one block and a part
     told, payload_bytes = statistics(state), 3 * workload.payload_bytes(codec, 2000) + 4 * vectors
-    assert told["hop_two_payload_bytes"] == payload_bytes
-    assert told["hop_two_ratio"] == pytest.approx(4 * (1.5 * size + vectors) / payload_bytes)
-    assert told["hop_two_fraction_sent"] == 1
+    assert told["all_reduce_payload_bytes"] == payload_bytes
+    assert told["all_reduce_ratio"] == pytest.approx(4 * (1.5 * size + vectors) / payload_bytes)
+    assert told["all_reduce_fraction_sent"] == 1
 
 
 class Signs:

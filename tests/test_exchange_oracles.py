@@ -1,4 +1,4 @@
-"""Hop two with a codec, and 1-bit Adam, against numpy: twenty steps of four replicas, with what they keep."""
+"""The replica all-reduce with a codec, and 1-bit Adam, against numpy: twenty steps of four replicas."""
 
 from functools import partial
 from typing import Any
@@ -25,9 +25,9 @@ from support.numpy_oracles import (
 )
 from support.tables import every_row
 
+from compression.all_reduce import delayed
 from compression.codecs import BFloat16, Blockwise, OneBit, Statistical
 from compression.exchange import exchange
-from compression.hop_two import delayed
 from compression.one_bit_adam import one_bit_adam
 
 CODECS: dict[str, tuple[Any, Any]] = {

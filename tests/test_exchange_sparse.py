@@ -68,7 +68,7 @@ def test_sparse_loco_matches_numpy() -> None:
     found = [c for c in hlo.read_collectives(text or "", plan.layout.shape) if c.dtype == "u8"]
     assert [(c.kind, c.inter_bytes) for c in found] == [("all-gather", 3 * claimed)]
     vectors = 4 * (sum(p.size for p in jax.tree.leaves(workload.params("tensors"))) - sum(sizes))
-    assert statistics(state)["hop_two_payload_bytes"] == claimed + vectors
+    assert statistics(state)["all_reduce_payload_bytes"] == claimed + vectors
 
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS[:3])
@@ -158,7 +158,7 @@ def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
         handed_on, state = update(gradients(plan, step)[0], state)
         out.append(named(handed_on))
         factors.append(named(state.factors)), residuals.append(named(state.residual.tree))
-        sent.append(float(statistics(state)["hop_two_payload_bytes"]))
+        sent.append(float(statistics(state)["all_reduce_payload_bytes"]))
     replicas = plan.layout.num_replicas
     grads = [named(gradients(plan, step)[1]) for step in range(steps)]
     ranks, of_factors = [], 0
@@ -236,14 +236,16 @@ def test_power_sgd_works_for_gradients_of_any_magnitude() -> None:
 def test_power_sgd_stays_close_to_dense_losses() -> None:
     """Three steps stay near the dense losses, and what crosses nodes is small."""
     plan, specs = workload.plan("decoder", **LAYOUTS["none/node/4"]), workload.specs("decoder")
-    compiled, state, data = workload.compiled_step("decoder", plan, hop_two=power_sgd(plan, specs, 2))
+    compiled, state, data = workload.compiled_step("decoder", plan, all_reduce=power_sgd(plan, specs, 2))
     losses, state, _ = workload.run_steps(compiled, state, data, 3)
     dense = workload.single_device_losses("decoder")[:3]
     np.testing.assert_allclose(losses[0], dense[0], rtol=1e-5)
     np.testing.assert_allclose(losses, dense, rtol=0.1)
     found = hlo.read_collectives(compiled.as_text(), plan.layout.shape)
-    crossing = sum(c.inter_bytes * c.times for c in found if c.label == "hop_two" and set(c.axes) & set(INTER_AXES))
+    crossing = sum(
+        c.inter_bytes * c.times for c in found if c.label == "replica_all_reduce" and set(c.axes) & set(INTER_AXES)
+    )
     held = 4 * sum(x.size for x in jax.tree.leaves(state.params)) / plan.layout.shape.size(plan.layout.gradients)
     assert crossing < held
-    told = statistics(state.hop_two)
-    assert told["hop_two_payload_bytes"] < held and told["hop_two_ratio"] > 1 == told["hop_two_fraction_sent"]
+    told = statistics(state.all_reduce)
+    assert told["all_reduce_payload_bytes"] < held and told["all_reduce_ratio"] > 1 == told["all_reduce_fraction_sent"]

@@ -139,14 +139,17 @@ def test_tokens_and_experts_send_the_formula(
     assert sent == dict.fromkeys(levels, times)
     crossing: Counter = Counter()
     for c in collectives:
-        if c.label in ("gather", "hop_one") and set(c.axes) & set(INTER):
+        if c.label in ("gather", "group_reduce_scatter") and set(c.axes) & set(INTER):
             crossing[c.label] += c.num_elements * c.times
     if how["strategy"] == "hsdp":
         assert not crossing
         return
     in_layers, ends = other_elements()
     here = in_layers + (experts_elements() if gathered else 0)
-    assert crossing == {"gather": ACCUMULATION * (2 * here + ends) / 2, "hop_one": ACCUMULATION * (here + ends) / 2}
+    assert crossing == {
+        "gather": ACCUMULATION * (2 * here + ends) / 2,
+        "group_reduce_scatter": ACCUMULATION * (here + ends) / 2,
+    }
 
 
 @pytest.mark.slow
@@ -182,21 +185,21 @@ def test_tokens_reach_the_devices_of_their_experts_and_come_back(hierarchical: b
 
 
 @pytest.mark.slow
-def test_hop_two_does_not_depend_on_where_experts_are() -> None:
+def test_all_reduce_does_not_depend_on_where_experts_are() -> None:
     """PowerSGD approximates whole matrices."""
     found = []
     for experts in ("none", "node"):
         sh = workload.plan("moe", experts=experts, **MICS4)
-        found.append(workload.losses("moe", sh, hop_two=power_sgd(sh, workload.specs("moe"), 1)))
+        found.append(workload.losses("moe", sh, all_reduce=power_sgd(sh, workload.specs("moe"), 1)))
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", ["tokens", "hop two"])
+@pytest.mark.parametrize("sent", ["tokens", "replica all-reduce"])
 def test_training_with_a_codec_stays_near(sent: str, dense_losses: np.ndarray) -> None:
     codec = Blockwise(bits=8, block=64)
     of_tokens = codec if sent == "tokens" else None
     sh = workload.plan("moe", experts=4, expert_codecs=LevelCodecs(intra=of_tokens, inter=of_tokens), **MICS4)
-    found = workload.losses("moe", sh, hop_two=exchange(sh, codec) if sent == "hop two" else None)
+    found = workload.losses("moe", sh, all_reduce=exchange(sh, codec) if sent == "replica all-reduce" else None)
     np.testing.assert_allclose(found, dense_losses, rtol=2e-2)
     assert not np.allclose(found, dense_losses, rtol=1e-7)

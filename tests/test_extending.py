@@ -84,7 +84,7 @@ def tokens(cache: Path) -> list[bytes]:
     return sorted(files, key=len, reverse=True)
 
 
-def hop_two(workdir: Path) -> list[dict[str, Any]]:
+def all_reduce(workdir: Path) -> list[dict[str, Any]]:
     """Returns the collectives between nodes of the compiled program."""
     found = json.loads((workdir / "collectives.json").read_text())["collectives"]
     return [collective for collective in found if collective["axes"] == ["replica_inter"]]
@@ -120,11 +120,11 @@ def a_tokenizer(workdir: Path) -> None:
 
 
 def a_codec(workdir: Path) -> None:
-    # hop two scatters and gathers two bits per value of a matrix (of which each device has half): of the layers, and of
-    # what is outside them
+    # the replica all-reduce scatters and gathers two bits per value of a matrix (of which each device has half): of the
+    # layers, and of what is outside them
     shapes = [leaf["shape"] for leaf in manifest(workdir, 3)["tree"] if leaf["path"].startswith("params.")]
     matrices = sum(math.prod(shape) for shape in shapes if len([size for size in shape if size > 1]) > 1) // 2
-    coded = [c for c in hop_two(workdir) if c["dtype"] == "u8"]
+    coded = [c for c in all_reduce(workdir) if c["dtype"] == "u8"]
     for kind in ("all-to-all", "all-gather"):
         payloads = [c["payload_bytes"] for c in coded if c["kind"] == kind]
         assert len(payloads) == 2 and sum(payloads) == matrices / 4
@@ -136,7 +136,8 @@ def a_codec(workdir: Path) -> None:
 
 
 def a_method(workdir: Path) -> None:
-    # what hop two hands on is -1, 0 or 1 for every parameter: the square of its norm counts those without a tie
+    # what the replica all-reduce hands on is -1, 0 or 1 for every parameter: the square of its norm counts those
+    # without a tie
     num_params = json.loads((workdir / "environment.json").read_text())["num_params"]
     for row in rows(workdir):
         voted = row["grad_norm"] ** 2
@@ -145,9 +146,9 @@ def a_method(workdir: Path) -> None:
 
 def a_method_with_a_state(workdir: Path) -> None:
     # values and places of 1 % cross nodes; momenta are in the checkpoint, of each replica its own
-    coded = [c for c in hop_two(workdir) if c["kind"] == "all-gather"]
+    coded = [c for c in all_reduce(workdir) if c["kind"] == "all-gather"]
     assert {c["dtype"] for c in coded} == {"f32", "s32"}
-    assert all(0.01 <= row["hop_two_fraction_sent"] < 0.02 for row in rows(workdir))
+    assert all(0.01 <= row["all_reduce_fraction_sent"] < 0.02 for row in rows(workdir))
     found = {name: x for name, x in arrays(workdir, 3).items() if ".velocity." in name}
     assert found and all(len(x) == 4 and np.abs(x).max() > 0 for x in found.values())
 
@@ -157,7 +158,7 @@ def a_strategy(workdir: Path) -> None:
     by_hand = ShardingConfig(strategy="custom", parameters="node", gradients="node", optimizer="all")
     made, wanted = (make_layout(one, num_nodes=4, devices_per_node=2) for one in (sharding, by_hand))
     assert made == wanted
-    assert {c["kind"] for c in hop_two(workdir)} >= {"reduce-scatter", "all-gather"}  # quickstart's has neither
+    assert {c["kind"] for c in all_reduce(workdir)} >= {"reduce-scatter", "all-gather"}  # quickstart's has neither
 
 
 def moved(workdir: Path, step: int) -> np.ndarray:
@@ -189,7 +190,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "A data set": a_data_set,
     "A tokenizer": a_tokenizer,
     "A codec": a_codec,
-    "A method of hop two": a_method,
+    "A method of the replica all-reduce": a_method,
     "A method with a state": a_method_with_a_state,
     "A strategy": a_strategy,
     "An optimizer": an_optimizer,
@@ -205,7 +206,7 @@ RUNS: dict[tuple[str, ...], dict[str, Any]] = {
         "sample__length": 8,
         "sample__prompt": "the",
     },
-    ("A method of hop two",): {},
+    ("A method of the replica all-reduce",): {},
     ("A method with a state",): {},
     ("A strategy",): {},
 }
@@ -250,7 +251,7 @@ def listed_dgc(tmp_path: Path, workers: ShardingPlan) -> Any:
     """Returns the listing's transform, which sends a tenth."""
     (tmp_path / "mine.py").write_text(LISTINGS["A method with a state"])
     runpy.run_path(str(tmp_path / "mine.py"))
-    return OWN["hop_two"]["dgc"].transform(workload.setup(workers, "none", sparsity=0.9))
+    return OWN["all_reduce"]["dgc"].transform(workload.setup(workers, "none", sparsity=0.9))
 
 
 @pytest.mark.parametrize("layout", ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mics(2)", "zero1"))])
@@ -361,7 +362,7 @@ def test_a_run_resumes_with_the_file_and_names_what_is_missing_without_it(
 def test_names_and_sizes_that_are_refused() -> None:
     # names that cannot be registered
     def check(arguments: tuple[str, str], message: str) -> None:
-        register("hop_two", "mine", None)
+        register("all_reduce", "mine", None)
         with pytest.raises(ValueError, match=message):
             register(*arguments, None)
 
@@ -370,8 +371,8 @@ def test_names_and_sizes_that_are_refused() -> None:
             (("optimiser", "lion"), r"^register\('optimiser', 'lion'\): the topic must be optimizer, or another of"),
             (("optimizer", "adamw"), r"^register\('optimizer', 'adamw'\): optimizer.name=adamw exists already"),
             (("model", "my model"), r"^register\('model', 'my model'\): the name must be letters, digits and _"),
-            (("codec", "demo"), "compression.hop_two=demo exists already"),
-            (("codec", "mine"), "compression.hop_two=mine exists already"),
+            (("codec", "demo"), "compression.all_reduce=demo exists already"),
+            (("codec", "mine"), "compression.all_reduce=mine exists already"),
         ],
         check,
     )
@@ -442,7 +443,9 @@ def test_emulated_nodes_see_what_the_file_names(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_planner_prices_the_file_s_codec_in_every_hop(capsys: pytest.CaptureFixture[str]) -> None:
-    codecs = [f"--config.compression.{key}=two_bit" for key in ("hop_two", "gather_inter", "hop_one_inter")]
+    codecs = [
+        f"--config.compression.{key}=two_bit" for key in ("all_reduce", "all_gather_inter", "reduce_scatter_inter")
+    ]
     words = [f"--config={listed('A codec')}", *flags(sharding__partition_size=4), "--cluster=emulated", "--nodes=4"]
     assert planner.main(["planner", *words, *codecs]) == 0
     assert "mics(4)" in capsys.readouterr().out

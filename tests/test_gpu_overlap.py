@@ -70,45 +70,47 @@ def in_layers(step: CompiledStep) -> dict[str, list[int]]:
     return found
 
 
-def test_gathers_hop_one_and_hop_two_run_beside_matrix_products() -> None:
+def test_gathers_reduce_scatter_and_all_reduce_run_beside_matrix_products() -> None:
     found = in_layers(compiled())
-    assert [len(found[name]) for name in ("gather", "hop_one", "hop_two")] == [4, 2, 1]
-    assert all(min(found[name]) >= 1 for name in ("gather", "hop_one", "hop_two"))
+    assert [len(found[name]) for name in ("gather", "group_reduce_scatter", "replica_all_reduce")] == [4, 2, 1]
+    assert all(min(found[name]) >= 1 for name in ("gather", "group_reduce_scatter", "replica_all_reduce"))
 
 
 def test_without_overlap_nothing_runs_beside_a_matrix_product() -> None:
     found = in_layers(compiled("sharding.overlap=off"))
-    assert set(found) >= {"gather", "hop_one"} and "hop_two" not in found
-    assert max(found["gather"]) == max(found["hop_one"]) == 0
+    assert set(found) >= {"gather", "group_reduce_scatter"} and "replica_all_reduce" not in found
+    assert max(found["gather"]) == max(found["group_reduce_scatter"]) == 0
 
 
 def test_a_codec_runs_beside_matrix_products_too() -> None:
-    found = in_layers(compiled("compression.hop_two=int8"))["hop_two"]
+    found = in_layers(compiled("compression.all_reduce=int8"))["replica_all_reduce"]
     assert max(found) >= 2  # the vectors' own collectives are short
 
 
 def test_a_wider_optimizer_scope_reduce_scatters_beside_matrix_products() -> None:
     """Of zero1 this small program overlaps only the level inside the node."""
     step = compiled(*STRATEGIES["node/node/all"])
-    assert min(in_layers(step)["hop_two"]) >= 1
-    assert {"reduce-scatter"} <= {c.kind for c in read_collectives(step.text, step.shape) if c.label == "hop_two"}
+    assert min(in_layers(step)["replica_all_reduce"]) >= 1
+    assert {"reduce-scatter"} <= {
+        c.kind for c in read_collectives(step.text, step.shape) if c.label == "replica_all_reduce"
+    }
 
 
 def in_micro_steps(step: CompiledStep) -> list[Collective]:
-    """The collectives of hop two in the layers' loops, two loops deep."""
+    """The collectives of the replica all-reduce in the layers' loops, two loops deep."""
     found = read_collectives(step.text, step.shape)
-    return [c for c in found if c.label == "hop_two" and c.loop_depth == 2]
+    return [c for c in found if c.label == "replica_all_reduce" and c.loop_depth == 2]
 
 
 def test_delayed_runs_beside_matrix_products_in_every_micro_step() -> None:
     step = compiled("compression.delayed=true")
-    assert min(in_layers(step)["hop_two"]) >= 1
+    assert min(in_layers(step)["replica_all_reduce"]) >= 1
     assert {c.times for c in in_micro_steps(step)} == {2 * 4}  # micro-steps, and layers but for the first
 
 
 def test_delayed_with_a_codec_sends_bytes_beside_matrix_products_in_every_micro_step() -> None:
-    step = compiled("compression.delayed=true", "compression.hop_two=int8")
-    assert max(in_layers(step)["hop_two"]) >= 2  # the vectors' own collectives are short
+    step = compiled("compression.delayed=true", "compression.all_reduce=int8")
+    assert max(in_layers(step)["replica_all_reduce"]) >= 2  # the vectors' own collectives are short
     matrices = [c for c in in_micro_steps(step) if c.kind != "all-reduce"]
     assert {(c.dtype, c.times) for c in matrices} == {("u8", 2 * 4)} and len(matrices) == 2  # there and back
 
@@ -117,7 +119,7 @@ def test_streaming_local_sgd_sends_its_share_beside_matrix_products_in_every_mic
     """A quarter of what `delayed` sends, and nothing else between nodes but norms."""
     whole = compiled("compression.delayed=true")
     step = compiled("local_sgd.inner_steps=4", "local_sgd.streaming=true")
-    assert min(in_layers(step)["hop_two"]) >= 1
+    assert min(in_layers(step)["replica_all_reduce"]) >= 1
     assert {c.times for c in in_micro_steps(step)} == {2 * 4}
     sent = [bytes_per_step(read_collectives(x.text, x.shape))["collective_inter_bytes"] for x in (step, whole)]
     assert 4 * sent[0] == pytest.approx(sent[1], rel=0.01)
@@ -127,8 +129,8 @@ def test_streaming_local_sgd_sends_its_share_beside_matrix_products_in_every_mic
 
 def test_gathers_between_nodes_run_beside_matrix_products() -> None:
     found = in_layers(compiled(*STRATEGIES["zero3"]))
-    assert [len(found[name]) for name in ("gather", "hop_one")] == [4, 2]  # two levels, in two directions
-    assert sum(count == 0 for count in found["gather"]) <= 1 and min(found["hop_one"]) >= 1
+    assert [len(found[name]) for name in ("gather", "group_reduce_scatter")] == [4, 2]  # two levels, in two directions
+    assert sum(count == 0 for count in found["gather"]) <= 1 and min(found["group_reduce_scatter"]) >= 1
 
 
 @pytest.mark.parametrize("strategy", sampled([*STRATEGIES], "zero3"))
@@ -144,15 +146,15 @@ def test_overlap_changes_no_bytes(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [("hop_two=int8",)]
-    + [pytest.param(c, marks=pytest.mark.slow) for c in ((), ("delayed=true",), ("delayed=true", "hop_two=int8"))],
+    [("all_reduce=int8",)]
+    + [pytest.param(c, marks=pytest.mark.slow) for c in ((), ("delayed=true",), ("delayed=true", "all_reduce=int8"))],
     ids=", ".join,
 )
 def test_bert_10b_fits_16_gpus_with_a_quarter_more_temporaries_at_most(changes: tuple[str, ...]) -> None:
     """The paper's micro-batch of 8 on 2 nodes of 8: in 32 GB; residuals and waiting gradients are 5 GB each."""
     config = [f"--config={ROOT}/configs/mics_paper.py:bert_10b", *(f"--config.compression.{key}" for key in changes)]
     step = compile_step(config, nodes=2, devices_per_node=8)
-    without_overlap = 11.19e9 if "hop_two=int8" in changes else 9.11e9  # compiled once, with jax 0.10.2
+    without_overlap = 11.19e9 if "all_reduce=int8" in changes else 9.11e9  # compiled once, with jax 0.10.2
     assert step.peak_bytes < 28e9 + 5.1e9 * len(changes)
     assert step.temporary_bytes <= 1.25 * without_overlap
 
@@ -160,7 +162,7 @@ def test_bert_10b_fits_16_gpus_with_a_quarter_more_temporaries_at_most(changes: 
 @pytest.mark.parametrize(
     ("name", "rate", "exposed"),
     [
-        ("mics(8), hop two int8, micro-batch 64", "100gbit", 0.02),
+        ("mics(8), the replica all-reduce int8, micro-batch 64", "100gbit", 0.02),
         pytest.param("mics(8), micro-batch 16", "400gbit", 0.17, marks=pytest.mark.slow),
         pytest.param("zero3", "3200gbit", 0.171, marks=pytest.mark.slow),
     ],

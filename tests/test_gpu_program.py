@@ -54,22 +54,22 @@ def claimed(codec: str, rows: int, size: int) -> int:
 
 
 @pytest.mark.parametrize("codec", sampled(["bf16", "int8", "int4", "statistical"], "int8", "statistical"))
-def test_hop_two_sends_the_payload(codec: str) -> None:
+def test_all_reduce_sends_the_payload(codec: str) -> None:
     """An all-to-all and an all-gather of bytes: nothing was decoded before it was sent; vectors as they are."""
-    found = crossing(compiled_for_h100({"compression.hop_two": codec}))
+    found = crossing(compiled_for_h100({"compression.all_reduce": codec}))
     vectors = [c for c in found if c.kind == "all-reduce"]
     assert {c.dtype for c in vectors} == {"f32"}
     assert 0 <= sum(c.num_elements * c.times for c in vectors) - VECTORS / DEVICES < 10  # and whether all is finite
     found = [c for c in found if c not in vectors]
     assert [(c.kind, c.label, c.dtype, c.times) for c in found] == [
-        ("all-to-all", "hop_two", "u8", 1),
-        ("all-gather", "hop_two", "u8", 1),
+        ("all-to-all", "replica_all_reduce", "u8", 1),
+        ("all-gather", "replica_all_reduce", "u8", 1),
     ]
     assert [c.payload_bytes for c in found] == 2 * [claimed(codec, NODES, (SIZE - VECTORS) // DEVICES)]
 
 
 def test_power_sgd_sends_factors() -> None:
-    found = crossing(compiled_for_h100({"compression.hop_two": "power_sgd"}))
+    found = crossing(compiled_for_h100({"compression.all_reduce": "power_sgd"}))
     factors = 2 * (LAYERS * (4 * 2 * HIDDEN + 3 * (HIDDEN + MLP)) + 256 + HIDDEN)
     assert {c.kind for c in found} == {"all-reduce"}
     assert 0 <= sum(c.num_elements * c.times for c in found) - factors - VECTORS / DEVICES < 10
@@ -77,22 +77,30 @@ def test_power_sgd_sends_factors() -> None:
 
 @pytest.mark.parametrize("gather", ["layer", "node"])
 def test_zero_plus_plus_sends_the_payload(gather: str) -> None:
-    """Gathers in int8, hop one in int4, on both levels; layers are gathered twice a micro-step, or all once.
+    """Gathers in int8, reduce-scatters in int4, on both levels; layers are gathered twice a micro-step, or once.
 
     Vectors travel as they are.
     """
-    codecs = {"gather_inter": "int8", "gather_intra": "int8", "hop_one_inter": "int4", "hop_one_intra": "int4"}
+    codecs = {
+        "all_gather_inter": "int8",
+        "all_gather_intra": "int8",
+        "reduce_scatter_inter": "int4",
+        "reduce_scatter_intra": "int4",
+    }
     coded = {f"compression.{key}": codec for key, codec in codecs.items()}
     found = compiled_for_h100(ZERO3 | {"sharding.gather": gather} | coded)
     assert {(c.kind, c.label, c.dtype) for c in found} == {
         ("all-gather", "gather", "u8"),  # XLA puts the vectors' into these
-        ("all-to-all", "hop_one", "u8"),
-        ("reduce-scatter", "hop_one", "f32"),
+        ("all-to-all", "group_reduce_scatter", "u8"),
+        ("reduce-scatter", "group_reduce_scatter", "f32"),
     }
     parts = [(1, SIZE, VECTORS)]
     if gather == "layer":
         parts = [(2 * LAYERS, IN_LAYERS // LAYERS, 2 * HIDDEN), (1, SIZE - IN_LAYERS, HIDDEN)]
-    for label, codec, passes in (("gather", "int8", 1), ("hop_one", "int4", 2)):  # hop one is backwards alone
+    for label, codec, passes in (
+        ("gather", "int8", 1),
+        ("reduce_scatter", "int4", 2),
+    ):  # the group reduce-scatter is backwards alone
         wanted = 0
         for times, size, vectors in parts:
             row_bytes = claimed(codec, NODES, (size - vectors) // DEVICES) + 4 * vectors // DEVICES
@@ -171,19 +179,19 @@ RESNET = {
 def test_collectives_that_xla_combines_keep_their_label() -> None:
     """Blocks are no loop: their small tensors, and those of neighbours, become one collective."""
     found = compiled_for_h100(RESNET)
-    assert {c.label for c in found} == {"gather", "hop_one", "hop_two"}
-    (whole,) = (c for c in found if c.label == "hop_two")
+    assert {c.label for c in found} == {"gather", "group_reduce_scatter", "replica_all_reduce"}
+    (whole,) = (c for c in found if c.label == "replica_all_reduce")
     assert whole.num_elements > 2000
 
 
-def test_hop_one_sums_in_the_dtype_that_was_chosen() -> None:
+def test_reduce_scatter_sums_in_the_dtype_that_was_chosen() -> None:
     half = ZERO3 | {"model.compute_dtype": "bfloat16"}
     sums = {}
     for dtype in ("compute", "float32"):
         found = compiled_for_h100(half | {"sharding.reduce_dtype": dtype})
-        hop_one = [c for c in found if c.label == "hop_one" and c.kind == "reduce-scatter"]
-        assert {c.dtype for c in hop_one} == {"bf16" if dtype == "compute" else "f32"}
-        sums[dtype] = sum(c.payload_bytes * c.times for c in hop_one)
+        reduce_scatter = [c for c in found if c.label == "group_reduce_scatter" and c.kind == "reduce-scatter"]
+        assert {c.dtype for c in reduce_scatter} == {"bf16" if dtype == "compute" else "f32"}
+        sums[dtype] = sum(c.payload_bytes * c.times for c in reduce_scatter)
     assert sums["float32"] == 2 * sums["compute"]
 
 

@@ -30,7 +30,7 @@ def test_what_xla_has_combined_is_named_by_the_parts_of_its_result(subtests: pyt
             metadata = 'metadata={op_name="jit(step)/%s/psum"}'
             more = (
                 "%%cut (x: f32[30]) -> f32[10] {\n  %%x = f32[30]{0} parameter(0)\n"
-                f"  ROOT %%s = f32[10]{{0}} slice(%%x), slice={{[20:30]}}, {metadata % 'hop_two'}\n}}\n"
+                f"  ROOT %%s = f32[10]{{0}} slice(%%x), slice={{[20:30]}}, {metadata % 'replica_all_reduce'}\n}}\n"
                 "%%twice (y: f32[30]) -> f32[30] {\n  %%y = f32[30]{0} parameter(0)\n"
                 f"  ROOT %%t = f32[30]{{0}} add(%%y, %%y), {metadata % 'gather'}\n}}\n"
             ).replace("%%", "%")
@@ -42,9 +42,11 @@ def test_what_xla_has_combined_is_named_by_the_parts_of_its_result(subtests: pyt
             ]
             (unknown,) = read_collectives(module(*lines, more=more), SHAPE)
             assert unknown.label == ""
-            lines.append(f"%last = f32[10]{{0}} fusion(%{whole}), kind=kLoop, calls=%cut, {metadata % 'hop_two'}")
+            lines.append(
+                f"%last = f32[10]{{0}} fusion(%{whole}), kind=kLoop, calls=%cut, {metadata % 'replica_all_reduce'}"
+            )
             (named,) = read_collectives(module(*lines, more=more), SHAPE)
-            assert named.label == "hop_two"
+            assert named.label == "replica_all_reduce"
 
 
 def test_replica_groups_in_every_spelling(subtests: pytest.Subtests) -> None:
@@ -138,7 +140,7 @@ def test_the_branch_of_a_conditional_that_sends_most_counts(subtests: pytest.Sub
 
 def test_behind_a_warm_up_its_branch_does_not_count() -> None:
     """Though it sends more: its operations say whose they are."""
-    named = ', metadata={op_name="jit(step)/cond/branch_1_fun/warm_up/hop_two/psum"}'
+    named = ', metadata={op_name="jit(step)/cond/branch_1_fun/warm_up/all_reduce/psum"}'
     larger = all_reduce("{}").replace("[100]", "[200]")
     bodies = {"first": all_reduce("{}"), "second": larger + named}
     more = "\n".join(f"%{name} (x: f32[8]) -> f32[8] {{\n  {body}\n}}\n" for name, body in bodies.items())

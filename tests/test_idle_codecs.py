@@ -67,17 +67,17 @@ def test_an_idle_codec_keeps_its_state_from_four_nodes_over_one_to_two(
     before = residual(states)
     assert max(np.abs(x).max() for x in jax.tree.leaves(before)) > 1e-5
 
-    save(tmp_path, replace(firsts[0], hop_two=states[0], opt_state=states[1]), 3)
+    save(tmp_path, replace(firsts[0], all_reduce=states[0], opt_state=states[1]), 3)
     found = restore(tmp_path, firsts[1])
-    waiting = found.hop_two.waiting.tree if late else gradients(one, 3)[1]
+    waiting = found.all_reduce.waiting.tree if late else gradients(one, 3)[1]
     moves, states = stepped(one, method, found.chain, found.params, 3, late=late)
     mean = replicas(waiting, lambda x_R: x_R.mean(0))
     jax.tree.map(lambda x, g: np.testing.assert_allclose(-x, g, atol=1e-6), moves, mean)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), residual(states), before)
 
-    save(tmp_path, replace(found, hop_two=states[0], opt_state=states[1]), 4)
+    save(tmp_path, replace(found, all_reduce=states[0], opt_state=states[1]), 4)
     found = restore(tmp_path, firsts[2])
-    waiting = found.hop_two.waiting.tree if late else gradients(two, 4)[1]
+    waiting = found.all_reduce.waiting.tree if late else gradients(two, 4)[1]
     moves, states = stepped(two, method, found.chain, found.params, 4, late=late)
     came = replicas(waiting, lambda x_R: x_R.mean(0))
     jax.tree.map(
@@ -114,8 +114,8 @@ def test_a_method_that_replaces_the_optimizer_updates_on_one_node_as_it_does_on_
         moves, states = stepped(plan, method, states, state.params, step, late=False)
     largest = max(float(np.abs(x).max()) for x in jax.tree.leaves(moves))
     assert largest == 1 if method == "demo" else 0.2 < largest < 5
-    hop_two = states[0].exchange if method == "one_bit_adam" else states[0]
-    assert float(hop_two.sent.payload_bytes) == 0
+    all_reduce = states[0].exchange if method == "one_bit_adam" else states[0]
+    assert float(all_reduce.sent.payload_bytes) == 0
 
 
 def config_of(changes: dict[str, Any]) -> Config:
@@ -125,22 +125,25 @@ def config_of(changes: dict[str, Any]) -> Config:
 
 
 LINES: list[tuple[dict[str, Any], int, list[str]]] = [  # keys, devices of nodes of 2, lines
-    ({"compression.hop_two": "int8"}, 4, []),
-    ({"compression.hop_two": "int8"}, 2, ["compression.hop_two=int8 idles: there is one replica"]),
+    ({"compression.all_reduce": "int8"}, 4, []),
+    ({"compression.all_reduce": "int8"}, 2, ["compression.all_reduce=int8 idles: there is one replica"]),
     (
-        {"compression.hop_two": "power_sgd", "mesh.devices_per_node": 8},
+        {"compression.all_reduce": "power_sgd", "mesh.devices_per_node": 8},
         8,
-        ["compression.hop_two=power_sgd idles: all replicas are on one node"],
+        ["compression.all_reduce=power_sgd idles: all replicas are on one node"],
     ),
     ({"compression.delayed": True}, 2, ["compression.delayed=True: there is one replica"]),
     ({"local_sgd.inner_steps": 2}, 2, ["local_sgd.inner_steps=2: there is one replica"]),
-    ({"local_sgd.inner_steps": 2, "compression.hop_two": "bf16"}, 4, []),
-    ({"compression.gather_inter": "int8"}, 4, ["compression.gather_inter=int8 idles"]),
-    ({"compression.gather_intra": "int8", "compression.hop_one_intra": "int8"}, 4, []),
+    ({"local_sgd.inner_steps": 2, "compression.all_reduce": "bf16"}, 4, []),
+    ({"compression.all_gather_inter": "int8"}, 4, ["compression.all_gather_inter=int8 idles"]),
+    ({"compression.all_gather_intra": "int8", "compression.reduce_scatter_intra": "int8"}, 4, []),
     (
-        {"compression.hop_one_inter": "int8", "sharding.strategy": "zero3", "sharding.partition_size": 0},
+        {"compression.reduce_scatter_inter": "int8", "sharding.strategy": "zero3", "sharding.partition_size": 0},
         2,
-        ["compression.hop_one_inter=int8 idles: on these devices there are no group reduce-scatters between nodes"],
+        [
+            "compression.reduce_scatter_inter=int8 idles: on these devices there are no group reduce-scatters "
+            "between nodes"
+        ],
     ),
 ]
 
@@ -161,9 +164,9 @@ def test_a_run_says_which_codecs_idle_on_its_devices() -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        dict(compression__hop_two="int8"),
-        dict(compression__hop_two="power_sgd"),
-        dict(compression__hop_two="int8", local_sgd__inner_steps=2),
+        dict(compression__all_reduce="int8"),
+        dict(compression__all_reduce="power_sgd"),
+        dict(compression__all_reduce="int8", local_sgd__inner_steps=2),
     ],
     ids=["int8", "power_sgd", "local_sgd"],
 )

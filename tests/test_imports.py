@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "lab": "",
     "lab.probe": "sharding models training.metrics runtime runtime.files",
     "lab.chaos": "elastic launch training.metrics runtime runtime.files",
-    "lab.records": "training.metrics runtime.files",
+    "lab.records": "configs training.metrics runtime.files",
     "lab.plots": "lab.records runtime.files",
     "lab.paper": "planner lab.records lab.plots runtime.files",
     "lab.benchmarks": EVERYTHING,

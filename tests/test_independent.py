@@ -91,7 +91,7 @@ def test_a_replica_with_other_keys_than_the_others_is_a_mistake(
 BEYOND = "1 of 2 replicas have nothing to compute: a step has 1 share; 2 need sharding.shares=2 and "
 SUMMED = "a replica's 2 shares of a step travel as their sum in f32, not in bf16: "
 SUMMED += "sharding.shares, as many as replicas, sends less"
-CODED = {"compression__hop_two": "bf16", "compression__error_feedback": False}
+CODED = {"compression__all_reduce": "bf16", "compression__error_feedback": False}
 
 
 @pytest.mark.slow
@@ -461,7 +461,7 @@ def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeyp
 
 def test_who_takes_the_others_state_does_not_hold_two() -> None:
     params = {"w": jax.device_put(np.arange(4.0, dtype=np.float32))}
-    state = TrainState(step=jax.device_put(np.int32(3)), params=params, hop_two={}, opt_state={})
+    state = TrainState(step=jax.device_put(np.int32(3)), params=params, all_reduce={}, opt_state={})
     old = [shard.data for shard in own_shards(state.to_keep)]
     contents = [np.asarray(x + 1).tobytes() for x in old]
     new = with_shards(state, contents, consume=True)
@@ -561,7 +561,7 @@ def test_a_share_ends_when_all_devices_have_handed_out() -> None:
 def test_vectors_travel_as_they_are_and_share_no_scale_with_matrices() -> None:
     """Among them are batch norm's running averages, of which a block with int4 would lose all but the largest."""
     config = digits.get_config()
-    changes = INDEPENDENT | {"model__norm": "batch", "compression__hop_two": "int4"}
+    changes = INDEPENDENT | {"model__norm": "batch", "compression__all_reduce": "int4"}
     changes |= {"compression__error_feedback": False}
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     gradients = Gradients(ex := make_experiment(typed(config)))

@@ -82,7 +82,7 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
     """
     workers = 3
     changes = REPLICA | LOCAL | {"sharding__shares": workers, "batch__global_size": 24, "num_steps": 2 * STEPS}
-    changes |= {"compression__hop_two": codec, "compression__error_feedback": False, "checkpoint__every": 0}
+    changes |= {"compression__all_reduce": codec, "compression__error_feedback": False, "checkpoint__every": 0}
     config = quickstart.get_config()
     config.update_from_flattened_dict(SMALL | {key.replace("__", "."): value for key, value in changes.items()})
     ex = make_experiment(typed(config))
@@ -161,7 +161,7 @@ def test_a_rounds_loss_is_weighted_by_its_tokens(
     """As in one world: a worker whose rows have few answer tokens counts for few, in each of its steps."""
     local = SimpleNamespace(drift=SimpleNamespace(tree={}), inner=SimpleNamespace(tree={}))
     local._replace = lambda outer: local
-    state = TrainState(step=0, params={}, hop_two=(), opt_state=local)
+    state = TrainState(step=0, params={}, all_reduce=(), opt_state=local)
     rounds: Any = Rounds.__new__(Rounds)
     rounds.steps, rounds._parts = 2, lambda local: ([], [], [])
     plan = SimpleNamespace(map=lambda function, tree: {})
@@ -185,7 +185,7 @@ def test_a_rounds_loss_is_weighted_by_its_tokens(
 def test_a_second_moment_falls_from_meeting_to_meeting(b2: float, inner_steps: int) -> None:
     """As it does where gradients have become zero; it is halved, and bf16 would round slow falls away."""
     config = quickstart.get_config()
-    changes = {"compression.hop_two": "int8", "optimizer.b2": b2, "local_sgd.inner_steps": inner_steps}
+    changes = {"compression.all_reduce": "int8", "optimizer.b2": b2, "local_sgd.inner_steps": inner_steps}
     config.update_from_flattened_dict(changes | {"num_steps": 10 * inner_steps})
     payload, left = state_payload(typed(config)), np.float32(b2**inner_steps)
     moment = first = np.linspace(1, 2, 1000, dtype=np.float32)
@@ -201,7 +201,12 @@ def test_a_state_of_unknown_pace_travels_in_f32(name: str, is_exact: bool, monke
     """Of a registered optimizer, or Adafactor: bf16 could round its changes off at every meeting."""
     monkeypatch.setitem(OWN["optimizer"], "mine", None)
     config = quickstart.get_config()
-    changes = {"compression.hop_two": "int8", "optimizer.name": name, "local_sgd.inner_steps": 100, "num_steps": 1000}
+    changes = {
+        "compression.all_reduce": "int8",
+        "optimizer.name": name,
+        "local_sgd.inner_steps": 100,
+        "num_steps": 1000,
+    }
     config.update_from_flattened_dict(changes)
     payload, values = state_payload(typed(config)), np.random.default_rng(0).normal(size=1000).astype(np.float32)
     arrived = payload.decode(payload.encode(values), values.size)

@@ -1,4 +1,4 @@
-"""Replicas that meet every few steps, against replicas written out on one device; and hop two one boundary late."""
+"""Replicas that sync every few steps, against replicas written out on one device; also one boundary late."""
 
 import re
 from dataclasses import replace
@@ -17,8 +17,8 @@ from support.suite import SLOW
 from support.tables import every_row
 from support.workload import LORA
 
+from compression.all_reduce import delayed
 from compression.exchange import exchange
-from compression.hop_two import delayed
 from compression.local_sgd import LocalSGD, drift
 from compression.methods import method_named
 from configs import base
@@ -79,12 +79,12 @@ def test_local_sgd_matches_separate_replicas(layout: str, outer: str, kind: str)
 
 
 def test_nothing_crosses_nodes_between_meetings() -> None:
-    """All of hop two stands in one branch, which is taken at the third step; nothing else is sent, nor are metrics."""
+    """One branch has all of the replica all-reduce and is taken at the third step; nothing else is sent."""
     plan, _, state, step = train("mics(2)", config(3, "diloco"))
     found = hlo.read_collectives(step.as_text(), plan.layout.shape)
-    assert {c.label for c in found if c.inter_bytes} == {"hop_two"}
+    assert {c.label for c in found if c.inter_bytes} == {"replica_all_reduce"}
     computations = {text.split(" ", 1)[0]: text for text in step.as_text().split("\n\n")}
-    holders = {name for name, text in computations.items() if re.search(r"all-reduce.*hop_two", text)}
+    holders = {name for name, text in computations.items() if re.search(r"all-reduce.*all_reduce", text)}
     branches = set(re.findall(r"branch_computations=\{([^}]*)\}", step.as_text())[0].split(", "))
     assert holders and holders <= branches
     kept = jax.tree.leaves(state.opt_state.drift)
@@ -95,11 +95,11 @@ def test_nothing_crosses_nodes_between_meetings() -> None:
 def test_a_run_with_a_residual_and_muon_sends_nothing_between_meetings() -> None:
     """Clipping, the guard, their counters and the residual's norm stay with the replica too."""
     config = workload.run_config(**LAYOUTS["mics(2)"])
-    config.optimizer.name, config.compression.hop_two, config.local_sgd.inner_steps = "muon", "int8", 2
+    config.optimizer.name, config.compression.all_reduce, config.local_sgd.inner_steps = "muon", "int8", 2
     ex = make_experiment(base.typed(config))
     step = ex.compile_train_step()
     found = hlo.read_collectives(step.as_text() or "", ex.plan.layout.shape)
-    assert {c.label for c in found if c.inter_bytes} == {"hop_two"}
+    assert {c.label for c in found if c.inter_bytes} == {"replica_all_reduce"}
     _, metrics = step(ex.init_state(), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), ex.batches.shapes))
     for name in ("loss", "weight", "grad_norm", "residual_norm"):
         assert {x.data.shape for x in metrics[name].addressable_shards} == {(1,)}, name
@@ -151,7 +151,7 @@ def test_factored_moments_are_per_replica() -> None:
     placed, _ = gradients(plan, 0)
     step = jax.jit(tx.update, out_shardings=(None, jax.tree.map(lambda x: x.sharding, states)))
     found = hlo.read_collectives(step.lower(placed, states, params).compile().as_text(), plan.layout.shape)
-    assert {c.label for c in found if c.inter_bytes} == {"hop_two"}
+    assert {c.label for c in found if c.inter_bytes} == {"replica_all_reduce"}
 
 
 def orthogonal(x: np.ndarray) -> np.ndarray:
@@ -203,7 +203,7 @@ def test_muon_inside_is_its_rule_written_out_and_stays_in_the_replicas(how: str)
         assert (x.shape[0], x.addressable_shards[0].data.shape[0]) == (4, 1)
     text = update.lower(jax.device_put(grads_R, where), states, params).compile().as_text()
     found = hlo.read_collectives(text or "", layout.shape)
-    assert {c.label for c in found if c.inter_bytes} == {"hop_two"}
+    assert {c.label for c in found if c.inter_bytes} == {"replica_all_reduce"}
 
 
 def test_guard_skips_steps_of_single_replicas() -> None:
@@ -225,7 +225,7 @@ def test_bytes_are_counted_in_the_steps_that_send_them() -> None:
     states, update, sent = tx.init(params), jax.jit(tx.update), []
     for step in range(4):
         _, states = update(gradients(plan, step)[0], states, params)
-        sent.append(float(watch(states)["hop_two_payload_bytes"]) > 0)
+        sent.append(float(watch(states)["all_reduce_payload_bytes"]) > 0)
     assert sent == [False, True, False, True]
 
 

@@ -104,8 +104,8 @@ def muon(plan: ShardingPlan | None = None) -> optax.GradientTransformation:
 
 
 def muloco(plan: ShardingPlan) -> LocalSGD:
-    hop_two = exchange(plan, Statistical(block=BLOCK))
-    return LocalSGD(hop_two, muon(plan), OUTER, plan.layout.num_replicas)
+    all_reduce = exchange(plan, Statistical(block=BLOCK))
+    return LocalSGD(all_reduce, muon(plan), OUTER, plan.layout.num_replicas)
 
 
 @cache
@@ -153,7 +153,7 @@ def test_muloco_in_two_bits_goes_on_with_other_replicas(before: int, after: int,
     state = workload.first_state("tensors", plan, muloco(plan).transform)
     for step in range(2 * INNER_STEPS - 1):
         _, states = update(gradients(plan, step)[0], states, state.params)
-    save(tmp_path, replace(state, hop_two=states[0], opt_state=states[1]), 2 * INNER_STEPS - 1)
+    save(tmp_path, replace(state, all_reduce=states[0], opt_state=states[1]), 2 * INNER_STEPS - 1)
     found = restore(tmp_path, workload.first_state("tensors", replicas_on(after), parts.transform))
 
     def same(wanted: Any, got: Any, atol: float = 1e-6) -> None:
@@ -161,13 +161,13 @@ def test_muloco_in_two_bits_goes_on_with_other_replicas(before: int, after: int,
 
     owed_before, means = owed(states[0].residual.tree), partial(replicas, combine=lambda x_R: x_R.mean(0))
     shares = jax.tree.map(lambda x: np.broadcast_to(x / after, (after, *x.shape)), owed_before)
-    same(shares, found.hop_two.residual.tree, atol=1e-7)
+    same(shares, found.all_reduce.residual.tree, atol=1e-7)
     assert all(np.abs(x).max() > 1e-3 for x in matrices(owed_before))
     same(*(means((local.inner, local.drift)) for local in (states[1], found.opt_state)))
-    moves, (hop_two, local) = jax.jit(parts.meet)(found.chain, found.params)
+    moves, (all_reduce, local) = jax.jit(parts.meet)(found.chain, found.params)
     old, new = (optax.tree.get(x.outer, "trace") for x in (states[1], local))
     handed_on = jax.tree.map(lambda x, y: np.asarray(y) - OUTER.outer_momentum * np.asarray(x), old, new)
     came = jax.tree.map(np.subtract, owed_before, means(states[1].drift.tree))
-    same(came, jax.tree.map(np.add, handed_on, owed(hop_two.residual.tree)))
+    same(came, jax.tree.map(np.add, handed_on, owed(all_reduce.residual.tree)))
     ahead = jax.tree.map(lambda x, v: -OUTER.outer_learning_rate * (x + OUTER.outer_momentum * v), handed_on, new)
     same(ahead, moves)

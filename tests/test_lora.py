@@ -91,9 +91,9 @@ def test_adapters_alone_cross_nodes_and_the_base_travels_as_it_is_stored(base: s
     saved = adapters - adapters // 4 * (16 + 4) // 16 if codec else 0
     gathered = accumulation * (2 * (stored["layers"] - saved) + stored["embed"] + stored["head"])
     assert payload.pop(("gather", "all-gather")) == gathered
-    assert payload.pop(("hop_one", "reduce-scatter")) == accumulation * adapters
-    assert payload.pop(("hop_two", "all-reduce")) == adapters // 2
-    assert inter.pop("hop_two") == adapters // 2 * 2 * 3 / 4  # 2 (M / p) (R - 1) / R
+    assert payload.pop(("group_reduce_scatter", "reduce-scatter")) == accumulation * adapters
+    assert payload.pop(("replica_all_reduce", "all-reduce")) == adapters // 2
+    assert inter.pop("replica_all_reduce") == adapters // 2 * 2 * 3 / 4  # 2 (M / p) (R - 1) / R
     assert sum(payload.values()) < 500 and sum(inter.values()) < 500
 
 

@@ -95,7 +95,7 @@ def check_same_under_each_scale(step: Any, first_state: Callable[[], Any], data:
             state, metrics = step(state, data)
         assert not np.any(metrics["skipped_steps"]) and float(metrics.pop("loss_scale")) == scale
         inner = state.opt_state.inner
-        ends.append(jax.tree.map(np.asarray, (metrics, state.params, state.hop_two, inner)))
+        ends.append(jax.tree.map(np.asarray, (metrics, state.params, state.all_reduce, inner)))
     check_same(*ends)
 
 
@@ -106,11 +106,11 @@ def test_an_early_exchange_of_codes_knows_nothing_of_the_scale() -> None:
     tx = workload.chained(method_named("int8").transform(workload.setup(plan, "int8")), workload.sgd())
     chain = with_loss_scale(Chain(tx, early=workload.early(plan, "int8"), watch=watch), 1.0)
     step, state, data = workload.compiled_step("decoder", plan, chain=chain)
-    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(step(state, data)[0].hop_two.residual))
+    assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(step(state, data)[0].all_reduce.residual))
     check_same_under_each_scale(step, lambda: workload.first_state("decoder", plan, chain.tx), data)
 
 
-LATE = {"sharding.overlap": "on", "compression.hop_two": "int8", "compression.delayed": True}
+LATE = {"sharding.overlap": "on", "compression.all_reduce": "int8", "compression.delayed": True}
 STREAMING = {"local_sgd.inner_steps": 2, "local_sgd.streaming": True}
 
 
@@ -126,7 +126,7 @@ STREAMING = {"local_sgd.inner_steps": 2, "local_sgd.streaming": True}
                 {"sharding.two_hop": False},
                 {"model.kind": "moe"},
                 {"model.kind": "resnet", "model.norm": "batch", "model.norm_rows": 2},
-                {"compression.hop_two": "demo", "optimizer.name": "sgd"},
+                {"compression.all_reduce": "demo", "optimizer.name": "sgd"},
                 {"local_sgd.inner_steps": 2},
                 LATE,
                 STREAMING,

@@ -16,7 +16,7 @@ from lab.benchmarks import accuracy, time_to_loss
 from lab.benchmarks import losses as written
 from lab.records import Records
 
-INT8 = {"compression.hop_two": "int8"}
+INT8 = {"compression.all_reduce": "int8"}
 
 
 def described(**changes: Any) -> list[str]:
@@ -38,9 +38,9 @@ def test_rows_are_those_by_hand() -> None:
     )
     cells = [(*map(row.get, ("setting", "optimizer", "seeds", "mean", "least", "most", "steps")),) for row in found]
     averages = "local_sgd.inner_steps=10 local_sgd.outer_learning_rate=1.0 local_sgd.outer_momentum=0.0"
-    tuned = "compression.hop_two=int4 local_sgd.inner_steps=50 local_sgd.outer_learning_rate=0.7"
+    tuned = "compression.all_reduce=int4 local_sgd.inner_steps=50 local_sgd.outer_learning_rate=0.7"
     assert cells == [
-        ("compression.hop_two=int8", "adamw", "2", "-0.0430", "-0.1000", "0.0140", "1"),  # at most 0.47 % above
+        ("compression.all_reduce=int8", "adamw", "2", "-0.0430", "-0.1000", "0.0140", "1"),  # at most 0.47 % above
         (averages, "muon", "1", "0.1000", "0.1000", "0.1000", ""),
         (f"{tuned} local_sgd.outer_momentum=0.6 optimizer.name=muon", "adamw", "2", "0.1000", "0.0000", "0.2000", ""),
     ]
@@ -72,7 +72,9 @@ def test_a_setting_is_dominated_by_what_sends_no_more_and_ends_lower_with_every_
         assert written.Point(name="other", times_smaller=smaller, losses=found).dominates(one) is dominates
     runs = {"dense": (1.0, 1.0), "bf16": (2.0, 0.99), "int8": (4.0, 1.2), "int4": (8.0, 1.1), "one_bit": (29.0, 0.95)}
     about = {"task": "text", "seed": 0}
-    lines = [{**about, "method": f"{x}, AdamW", "hop_two_ratio": r, "validation_loss": y} for x, (r, y) in runs.items()]
+    lines = [
+        {**about, "method": f"{x}, AdamW", "all_reduce_ratio": r, "validation_loss": y} for x, (r, y) in runs.items()
+    ]
     rows = written.dominated(Records({"accuracy": lines, "local_steps": []})).splitlines()[2:]
     cells = [[row.split(" | ")[at] for at in (1, 4)] for row in rows]  # bf16 ends below the dense run
     assert cells == [["int8, AdamW", "one_bit, AdamW"], ["int4, AdamW", "one_bit, AdamW"]]
@@ -85,7 +87,7 @@ def loss_line(method: str, seed: int, at: list[int], found: list[float]) -> dict
 
 
 def test_a_method_is_free_if_its_differences_reach_zero_on_both_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = "compression.hop_two=int8"
+    method = "compression.all_reduce=int8"
     good = [one_row(setting=INT8, task=task, mean=0.1, least=-0.1) for task in losses.TASKS]
     muon = one_row(setting=INT8 | {"optimizer.name": "muon"})  # beside dense AdamW: says nothing of int8
     dropped = one_row(setting=INT8 | {"compression.error_feedback": "False"})
@@ -101,28 +103,29 @@ def test_a_method_is_free_if_its_differences_reach_zero_on_both_tasks(monkeypatc
     for rows, is_free in cases:
         monkeypatch.setattr(losses, "rows", lambda rows=rows: rows)
         assert losses.is_free(losses.by_method(rows).get(method, [])) is is_free
-        said = described(compression__hop_two="int8")
+        said = described(compression__all_reduce="int8")
         about = {True: [], False: [f"{method} is not free"], None: [f"{method} is not known to be free"]}
         assert [line.partition(":")[0] for line in said] == about[is_free]
     monkeypatch.setattr(losses, "rows", lambda: good)
-    (line,) = described(compression__hop_two="int8", compression__error_feedback=False)
+    (line,) = described(compression__all_reduce="int8", compression__error_feedback=False)
     assert line.startswith(f"{method} compression.error_feedback=False is not known to be free: ")
 
 
 def test_a_method_that_is_not_free_is_named_with_what_it_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    bits = [one_row(setting={"compression.hop_two": "statistical", "a": str(i)}, mean=i / 10) for i in (3, 1, 2)]
-    local = {"local_sgd.outer_momentum": "0.6", "local_sgd.inner_steps": "5", "compression.hop_two": "statistical"}
+    bits = [one_row(setting={"compression.all_reduce": "statistical", "a": str(i)}, mean=i / 10) for i in (3, 1, 2)]
+    local = {"local_sgd.outer_momentum": "0.6", "local_sgd.inner_steps": "5", "compression.all_reduce": "statistical"}
     rows = [*bits, one_row(setting=local, task="digits", mean=0.4), one_row(setting=local | {"optimizer.name": "muon"})]
     monkeypatch.setattr(losses, "rows", lambda: rows)
     about, runs = "its loss, over the dense run's", "in recorded runs of small models"
     page = "docs/compression_accuracy.md"
     none = "not recorded on digits"
     cost = f"{about} (adamw) {runs}: +0.100 to +0.300 on text, {none}; {page}"
-    assert described(compression__hop_two="statistical", compression__gather_intra="int8") == [
-        f"compression.hop_two=statistical is not free: {cost}",
-        f"compression.gather_intra=int8 is not known to be free: {about} {runs}: not recorded on text, {none}; {page}",
+    assert described(compression__all_reduce="statistical", compression__all_gather_intra="int8") == [
+        f"compression.all_reduce=statistical is not free: {cost}",
+        f"compression.all_gather_intra=int8 is not known to be free: {about} {runs}: not recorded on text, {none}; "
+        f"{page}",
     ]
-    muon = {"optimizer__name": "muon", "compression__hop_two": "statistical", "local_sgd__inner_steps": 5}
+    muon = {"optimizer__name": "muon", "compression__all_reduce": "statistical", "local_sgd__inner_steps": 5}
     cost = f"{about} (adamw) {runs}: not recorded on text, +0.400 on digits; {page}"
     assert described(**muon) == [f"local_sgd.inner_steps is not free: {cost}"]  # the momentum is another one
     cost = f"{about} (adamw) {runs} with the same keys: +0.200 on text, {none}; {page}"
@@ -130,7 +133,7 @@ def test_a_method_that_is_not_free_is_named_with_what_it_cost(monkeypatch: pytes
     assert described() == []
     feedback, local = described(**muon, compression__error_feedback=False)
     assert local.startswith("local_sgd.inner_steps is not free: ")
-    dropped = "compression.hop_two=statistical compression.error_feedback=False"
+    dropped = "compression.all_reduce=statistical compression.error_feedback=False"
     assert feedback == f"{dropped} is not known to be free: {about} {runs}: not recorded on text, {none}; {page}"
 
 
@@ -139,7 +142,7 @@ def test_which_runs_are_as_the_dense_runs_of_the_records(subtests: pytest.Subtes
     for keys, optimizer in [
         ({}, "adamw"),
         ({"optimizer__name": "muon"}, "muon"),
-        ({"compression__hop_two": "int8"}, ""),
+        ({"compression__all_reduce": "int8"}, ""),
         ({"local_sgd__inner_steps": 5}, ""),
         ({"model__weights": "llama"}, ""),
     ]:
@@ -159,7 +162,7 @@ def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch:
 def test_the_file_can_be_read_and_its_records_are_there() -> None:
     assert {row.task for row in losses.rows()} == {*losses.TASKS} == {*accuracy.TASKS}
     assert all(row.least <= row.mean <= row.most for row in losses.rows())
-    choice = {"optimizer__name": "muon", "local_sgd__outer_momentum": 0.6, "compression__hop_two": "statistical"}
+    choice = {"optimizer__name": "muon", "local_sgd__outer_momentum": 0.6, "compression__all_reduce": "statistical"}
     (row,) = losses.recorded(small(**choice, local_sgd__inner_steps=10).to_dict(), defaults())  # docs/compression.md's
     assert row.mean < 0 and row.optimizer == "adamw"
     assert [record for record in {row.record for row in losses.rows()} if not (ROOT / record).is_file()] == []

@@ -26,7 +26,7 @@ class Link:
         config = LocalSGDConfig(inner_steps=most, target_utilisation=target)
         self._meetings = Meetings(config, num_steps, self.said.append, clock=lambda: self.now_s)
         local = Local(jnp.int32(at), jnp.int32(every))
-        self.state = TrainState(step=jnp.int32(0), params={}, hop_two=(), opt_state=local)
+        self.state = TrainState(step=jnp.int32(0), params={}, all_reduce=(), opt_state=local)
 
     def step_fn(self, state: TrainState, batch: int) -> tuple[TrainState, dict[str, Any]]:
         self.now_s += 0.25

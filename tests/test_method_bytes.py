@@ -40,10 +40,10 @@ def plan_of(replicas: int) -> ShardingPlan:
     return ShardingPlan(mesh=plan.mesh, layout=plan.layout, placements=place_all(SPECS, plan.layout))
 
 
-def sent(plan: ShardingPlan, hop_two: Any) -> list[Collective]:
-    """Returns the collectives of hop two's compiled program."""
+def sent(plan: ShardingPlan, all_reduce: Any) -> list[Collective]:
+    """Returns the collectives of the replica all-reduce's compiled program."""
     params = jax.tree.map(lambda spec: jnp.ones(spec.shape), SPECS, is_leaf=is_spec)
-    states, update = program(plan, optax.chain(hop_two, optax.identity()), params)
+    states, update = program(plan, optax.chain(all_reduce, optax.identity()), params)
     grads = jax.tree.map(lambda p: jnp.ones((plan.layout.num_replicas, *p.shape)), params)
     return read_collectives(update.lower(grads, states, params).compile().as_text() or "", plan.layout.shape)
 

@@ -19,10 +19,16 @@ SCALARS = {
     "collective_intra_bytes": 4_400_000,
     "collective_inter_bytes": 1_650_000,
     "data_wait_s": 0.002,
-    "hop_two_payload_bytes": 52_800,
-    "hop_two_ratio": 31.03,
+    "all_reduce_payload_bytes": 52_800,
+    "all_reduce_ratio": 31.03,
 }
-SHOWN = ("between nodes 1.65 MB  hop two 31 times smaller", "2.3457", "81,234", "118 ms", "inside nodes 4.40 MB")
+SHOWN = (
+    "between nodes 1.65 MB  the replica all-reduce 31 times smaller",
+    "2.3457",
+    "81,234",
+    "118 ms",
+    "inside nodes 4.40 MB",
+)
 
 
 class Clock:

@@ -165,7 +165,7 @@ def test_losses_and_averages_do_not_depend_on_devices_or_micro_steps(
 
 
 @pytest.mark.slow
-def test_overlapped_hop_two_averages_too() -> None:
+def test_overlapped_all_reduce_averages_too() -> None:
     plan = workload.plan(BATCH_NORM, overlap=True, strategy="mics", partition_size=2)
     check_run(plan, rows=32, accumulation=2, early=workload.early(plan, "none"))
 
@@ -255,7 +255,7 @@ def make_tx(settings: Config) -> Any:
     return make_chain(settings, four_replicas(), SPECS).tx
 
 
-HOP_TWO: dict[str, dict[str, Any]] = {
+ALL_REDUCE: dict[str, dict[str, Any]] = {
     "none": {},
     "int8": {},
     "power_sgd": {},
@@ -264,10 +264,10 @@ HOP_TWO: dict[str, dict[str, Any]] = {
 }
 
 
-@every_row("method", HOP_TWO)
-def test_hop_two_sends_averages_as_they_are(method: str) -> None:
+@every_row("method", ALL_REDUCE)
+def test_all_reduce_sends_averages_as_they_are(method: str) -> None:
     """No codec, no residual and no momentum: also where the method takes the optimizer's place."""
-    tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]))
+    tx = make_tx(config(compression__all_reduce=method, **ALL_REDUCE[method]))
     updates, state = run_chain(tx, 3)
     check_close(averages_after(updates), expected_averages(3), atol=1e-4)
     assert float(watch(state)["skipped_steps"]) == 0
@@ -282,14 +282,14 @@ def test_delayed_averages_are_one_step_late() -> None:
     for step in range(2):
         averages = jax.tree.map(lambda a, g: 0.9 * a - 0.1 * g.mean(0), averages, gradients(step)[AVERAGES])
     check_close(averages_after(updates), averages, atol=1e-4)
-    tx = make_tx(config(compression__delayed=True, compression__hop_two="demo", **HOP_TWO["demo"]))
+    tx = make_tx(config(compression__delayed=True, compression__all_reduce="demo", **ALL_REDUCE["demo"]))
     check_close(averages_after(run_chain(tx, 3)[0]), expected_averages(3), atol=1e-4)
 
 
 def test_averages_of_local_sgd_are_the_mean_of_the_replicas() -> None:
     """Each replica has its own until they meet; the outer momentum does not act on them."""
     settings = config(
-        local_sgd__inner_steps=2, local_sgd__outer_momentum=0.9, compression__hop_two="int8", optimizer__name="adamw"
+        local_sgd__inner_steps=2, local_sgd__outer_momentum=0.9, compression__all_reduce="int8", optimizer__name="adamw"
     )
     updates, state = run_chain(make_tx(settings), 4)
     check_close(averages_after(updates), expected_averages(4), atol=1e-4)
@@ -298,9 +298,9 @@ def test_averages_of_local_sgd_are_the_mean_of_the_replicas() -> None:
 
 
 @every_row("method", ["int8", "demo", "one_bit_adam"])
-def test_a_skipped_step_leaves_what_hop_two_keeps_as_it_was(method: str) -> None:
+def test_a_skipped_step_leaves_what_all_reduce_keeps_as_it_was(method: str) -> None:
     """As a run has it: also where only an average is not finite, which goes past DeMo and 1-bit Adam."""
-    tx = make_tx(config(compression__hop_two=method, **HOP_TWO[method]))
+    tx = make_tx(config(compression__all_reduce=method, **ALL_REDUCE[method]))
     params = jax.tree.map(jnp.asarray, FIRST)
     good = gradients(0)
     bad = good | {AVERAGES: jax.tree.map(lambda g: np.full_like(g, np.inf), good[AVERAGES])}

@@ -213,12 +213,12 @@ def test_zero3_gathers_each_block() -> None:
     step, *_ = workload.compiled_step("resnet", sh, accumulation=2)
     got: Counter = Counter()
     for c in read_collectives(step.as_text(), sh.layout.shape):
-        if c.label in ("gather", "hop_one"):
+        if c.label in ("gather", "group_reduce_scatter"):
             got[c.label, c.num_elements] += c.times
     expected: Counter = Counter()
     specs = workload.model("resnet").param_specs()
     assert list(specs) == ["stem", "stage1_block0", "stage2_block0", "head"]
     for tree in specs.values():
         elements = sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "dims")))
-        expected += Counter({("gather", elements): gathers, ("hop_one", elements): 2})
+        expected += Counter({("gather", elements): gathers, ("group_reduce_scatter", elements): 2})
     assert got == expected

@@ -71,7 +71,7 @@ def test_a_run_that_stops_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 10
 
 
-@pytest.mark.parametrize("changes", [{}, {"compression__hop_two": "int8"}, {"local_sgd__inner_steps": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"compression__all_reduce": "int8"}, {"local_sgd__inner_steps": 2}], ids=str)
 def test_replicas_that_share_a_gpu_learn_what_one_does(changes: dict[str, Any], tmp_path: Path) -> None:
     """To the last bit, and one of them is killed and comes back. Gradients leave the program through callbacks."""
     settings = HERE | changes | {"num_steps": NUM_STEPS, "elastic__silence_s": 10}

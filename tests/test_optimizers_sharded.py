@@ -1,4 +1,4 @@
-"""Every optimizer behind hop two on 8 devices: the updates of one device, and where its state lies."""
+"""Every optimizer behind the replica all-reduce on 8 devices: the updates of one device, and where its state lies."""
 
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ def marks_of(name: str, layout: str) -> Any:
     [pytest.param(name, layout, marks=marks_of(name, layout)) for name in NAMES for layout in LAYOUTS],
 )
 def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
-    """Gradients `[R, ...]` that differ between replicas, through hop two and the optimizer, three steps."""
+    """Gradients `[R, ...]` of differing replicas go through the all-reduce and the optimizer, three steps."""
     plan = make_sharded(layout_name)
     config, replicas = optimizer_config(name), plan.layout.num_replicas
     tx = optax.chain(exchange(plan), make_optimizer(config, STEPS, SPECS, partial(on_whole_tensors, plan)))
@@ -111,7 +111,7 @@ def check_places(plan: ShardingPlan, shapes: TrainState, opt_state: Any) -> None
     assert moments >= len(params) - 2  # adafactor keeps no moment of what it factors
 
 
-def test_the_step_of_a_run_sends_nothing_but_hop_two_between_nodes() -> None:
+def test_the_step_of_a_run_sends_nothing_but_all_reduce_between_nodes() -> None:
     """Whole matrices of Muon are put together inside a node: the scope of mics(2)."""
     config = workload.run_config(**LAYOUTS["mics2"])
     config.optimizer.name = "muon"

@@ -1,4 +1,4 @@
-"""Hop two inside the last micro-step's backward pass: the same numbers and bytes as after it, a layer at a time."""
+"""The replica all-reduce in the last backward pass: numbers and bytes as after it, a layer at a time."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ from configs.schema import Config
 from sharding.accumulation import Accumulating, Rule, scan_layers
 from sharding.gradients import accumulated, batch_gradients
 from sharding.hlo import Collective, read_collectives
-from sharding.hop_two import Early
+from sharding.in_step_exchange import Early
 from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan, gradient_specs
 from training.experiment import make_experiment
 
 LAYERS = 3
-HOPS = ("gather", "hop_one")
+HOPS = ("gather", "group_reduce_scatter")
 CODEC = dict(block=16)  # small rows would mostly be filled up
 
 
@@ -34,9 +34,9 @@ def bytes_between_nodes(collectives: list[Collective]) -> float:
 
 
 def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
-    """The bytes that a device sends to other nodes if hop two takes all gradients at once."""
+    """The bytes that a device sends to other nodes if the replica all-reduce takes all gradients at once."""
     tx = method_named(method).build(workload.setup(plan, method, kind=kind, **CODEC))
-    state = workload.first_state(kind, plan, optax.chain(tx, optax.identity()), LAYERS).hop_two
+    state = workload.first_state(kind, plan, optax.chain(tx, optax.identity()), LAYERS).all_reduce
     replicas = plan.layout.num_replicas
     grads_R = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(
@@ -61,7 +61,7 @@ def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
         *(pytest.param("decoder", name, 2, marks=pytest.mark.slow) for name in ("ddp", "zero1", "none/node/node")),
     ],
 )
-def test_hop_two_in_the_last_backward_pass(kind: str, strategy: str, accumulation: int) -> None:
+def test_all_reduce_in_the_last_backward_pass(kind: str, strategy: str, accumulation: int) -> None:
     """The losses of a single device; each layer but the first is exchanged in the loop, and no byte more is sent."""
     plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
     early = workload.early(plan, "none")
@@ -89,7 +89,7 @@ def test_hop_two_in_the_last_backward_pass(kind: str, strategy: str, accumulatio
 def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
     kind: str, method: str, late: bool, strategy: str
 ) -> None:
-    """With gradient descent at a rate of 1, the parameters first move by what hop two hands on; delayed, a step later.
+    """With gradient descent at a rate of 1, parameters first move by the all-reduce's result; delayed, a step later.
 
     Each layer, delayed each piece of it, is exchanged by itself, for no more bytes than what fills it up.
     """
@@ -97,10 +97,10 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
     start = jax.tree.map(np.asarray, workload.trained_and_frozen(kind, LAYERS)[0])
     tx = method_named(method).transform(workload.setup(plan, method, delayed=late, **CODEC))
     early = workload.early(plan, method, delayed=late, **CODEC)
-    chain: dict[str, Any] = dict(hop_two=tx, tx=optax.sgd(1.0), early=early)
+    chain: dict[str, Any] = dict(all_reduce=tx, tx=optax.sgd(1.0), early=early)
     step = workload.compiled_step(kind, plan, num_layers=LAYERS, **chain)
     _, state, metrics = workload.run_steps(*step, 2 if late else 1)
-    exchange = state.hop_two.exchange if late else state.hop_two
+    exchange = state.all_reduce.exchange if late else state.all_reduce
     residual = exchange.residual.tree
 
     def check(p: np.ndarray, gradient: jax.Array, handed_on: jax.Array, kept_R: jax.Array) -> None:
@@ -110,7 +110,7 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
     _, gradient = workload.value_and_grad(kind, LAYERS)(start, jnp.arange(workload.ROWS))
     jax.tree.map(check, start, gradient, state.params, residual)
     assert sum(np.abs(np.asarray(x)).sum() for x in jax.tree.leaves(residual)) > 0
-    assert int(exchange.step) == 1 + late and float(metrics["hop_two_ratio"]) > 2
+    assert int(exchange.step) == 1 + late and float(metrics["all_reduce_ratio"]) > 2
 
     found = read_collectives(step[0].as_text() or "", plan.layout.shape)
     assert max(c.times for c in crossing(found) if c.loop_depth) == (2 if late else 1) * (LAYERS - 1)
@@ -118,7 +118,7 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
     assert at_once <= bytes_between_nodes(found) <= (1.15 if late else 1.1) * at_once
     sent = [c.times * c.payload_bytes / (c.group_size if c.kind == "all-gather" else 1) for c in crossing(found)]
     # besides the payload: counts, and whether all is finite
-    assert 0 <= sum(sent) - float(metrics["hop_two_payload_bytes"]) <= 64
+    assert 0 <= sum(sent) - float(metrics["all_reduce_payload_bytes"]) <= 64
 
 
 @pytest.mark.slow
@@ -135,9 +135,11 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
 def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: int) -> None:
     """Each update is of the gradients before, in pieces that do not divide the shards, and no more is sent."""
     plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
-    hop_two = method_named("none").transform(workload.setup(plan, "none", kind=kind, delayed=True))
+    all_reduce = method_named("none").transform(workload.setup(plan, "none", kind=kind, delayed=True))
     how: dict[str, Any] = dict(accumulation=accumulation, num_layers=LAYERS, tx=optax.sgd(0.5))
-    step = workload.compiled_step(kind, plan, hop_two=hop_two, early=workload.early(plan, "none", delayed=True), **how)
+    step = workload.compiled_step(
+        kind, plan, all_reduce=all_reduce, early=workload.early(plan, "none", delayed=True), **how
+    )
     p, wanted, gradient = workload.trained_and_frozen(kind, LAYERS)[0], [], None
     for _ in range(4):
         loss, following = workload.value_and_grad(kind, LAYERS)(p, jnp.arange(workload.ROWS))
@@ -211,15 +213,15 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
     tx = method_named(method).build(workload.setup(plan, method, **CODEC))
     early = workload.early(plan, method, **CODEC)
     step, state, data = workload.compiled_step(
-        "decoder", plan, hop_two=tx, early=early, loss=overflowing, accumulation=2
+        "decoder", plan, all_reduce=tx, early=early, loss=overflowing, accumulation=2
     )
     state, first = step(state, data)
-    params, residual = jax.tree.map(np.array, (state.params, state.hop_two.residual.tree))
+    params, residual = jax.tree.map(np.array, (state.params, state.all_reduce.residual.tree))
     assert any(x.any() for x in jax.tree.leaves(residual))
     state, skipped = step(state, {**data, "weights": data["weights"].at[-1, 0].set(OVERFLOW)})
     assert not np.isfinite(skipped["grad_norm"]) and int(state.opt_state.skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.hop_two.residual.tree))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.all_reduce.residual.tree))
     for _ in range(2):
         state, metrics = step(state, data)
         assert 0.2 < float(metrics["grad_norm"]) / float(first["grad_norm"]) < 5
@@ -229,13 +231,13 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
 def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed() -> None:
     """The mean of what waits, and what the codec keeps, are together what they were."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
-    hop_two = method_named("int8").transform(workload.setup(plan, "int8", delayed=True, **CODEC))
+    all_reduce = method_named("int8").transform(workload.setup(plan, "int8", delayed=True, **CODEC))
     beside = workload.early(plan, "int8", delayed=True, **CODEC)
-    step, state, data = workload.compiled_step("decoder", plan, hop_two=hop_two, early=beside)
+    step, state, data = workload.compiled_step("decoder", plan, all_reduce=all_reduce, early=beside)
     state, _ = step(state, data)
 
     def to_come(state: Any) -> Any:
-        waiting_R, kept_R = state.hop_two.waiting.tree, state.hop_two.exchange.residual.tree
+        waiting_R, kept_R = state.all_reduce.waiting.tree, state.all_reduce.exchange.residual.tree
         return jax.tree.map(lambda x, kept: np.asarray(x).mean(0) + np.asarray(kept).sum(0), waiting_R, kept_R)
 
     params, expected = jax.tree.map(np.array, state.params), to_come(state)
@@ -258,7 +260,7 @@ def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_dela
         pytest.param("decoder", dict(strategy="hsdp", tensor=2), marks=SLOW),
     ],
 )
-def test_losses_with_hop_two_after_the_pipelined_loops_equal_a_single_device(kind: str, how: dict[str, Any]) -> None:
+def test_losses_with_all_reduce_after_the_pipelined_loops_equal_a_single_device(kind: str, how: dict[str, Any]) -> None:
     plan = workload.plan(kind, overlap=True, **how)
     np.testing.assert_allclose(workload.losses(kind, plan), workload.single_device_losses(kind), rtol=1e-5)
 
@@ -316,8 +318,8 @@ def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
     np.testing.assert_allclose(pipelined, plain, rtol=1e-6)
 
 
-def test_the_config_decides_where_hop_two_runs() -> None:
-    inside = {"sharding.overlap": "on", "compression.hop_two": "int8"}
+def test_the_config_decides_where_all_reduce_runs() -> None:
+    inside = {"sharding.overlap": "on", "compression.all_reduce": "int8"}
     late, streaming = {"compression.delayed": True}, {"local_sgd.inner_steps": 4, "local_sgd.streaming": True}
     off = {"sharding.overlap": "off"}
     for changes, parts in (({}, 0), (inside, 0), (inside | late, 1), (streaming, 4), (off | streaming, 4)):
@@ -354,7 +356,7 @@ def tiny_config(changes: dict[str, Any]) -> Config:
         (dict(strategy="hsdp"), {}, "power_sgd"),
     ],
 )
-def test_hop_two_comes_after_the_backward_pass_unless_it_can_take_each_layer_by_itself(
+def test_all_reduce_comes_after_the_backward_pass_unless_it_can_take_each_layer_by_itself(
     how: dict, compression: dict, method: str
 ) -> None:
     plan = workload.plan("decoder", overlap=True, **how)

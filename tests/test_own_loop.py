@@ -1,4 +1,4 @@
-"""Hop two as an optax transform in a loop of one's own gives a run's updates; what registered optimizers keep."""
+"""The replica all-reduce in a user's loop gives a run's updates; the state of registered optimizers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +42,7 @@ def test_the_listing_trains() -> None:
 def test_in_a_plain_chain_it_gives_the_updates_of_a_run() -> None:
     """With AdamW behind it, without clipping and decay, three steps of a decoder's gradients."""
     plain = {"clip_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant"}
-    experiment = small({"compression.hop_two": "int8"} | {f"optimizer.{key}": value for key, value in plain.items()})
+    experiment = small({"compression.all_reduce": "int8"} | {f"optimizer.{key}": value for key, value in plain.items()})
     config, plan, model = experiment.config, experiment.plan, experiment.model
     c = config.optimizer
     theirs = make_chain(config, plan, model.param_specs()).tx
@@ -91,5 +91,5 @@ def test_what_a_registered_optimizer_keeps_is_cut_as_it_declares_or_refused() ->
     register("optimizer", "squares", keeps_squares(lambda path, shape: len(shape) - 1))
     kept = [x for x in jax.tree.leaves(small({"optimizer.name": "squares"}).state_shapes.opt_state) if x.ndim > 1]
     assert kept and all(x.sharding.shard_shape(x.shape)[-1] == x.shape[-1] // 2 for x in kept)
-    hop_two = small({"optimizer.name": "squares", "compression.hop_two": "power_sgd"}).state_shapes.hop_two
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(hop_two.factors))
+    all_reduce = small({"optimizer.name": "squares", "compression.all_reduce": "power_sgd"}).state_shapes.all_reduce
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(all_reduce.factors))

@@ -54,9 +54,9 @@ WRITERS = {
     "training/metrics/throughput.py": {"step_time_s", "mfu"},
     "training/metrics/run_log.py": {"data_wait_s", "wire_tx_bytes", "wire_rx_bytes"},
     "compression/statistics.py": {
-        "hop_two_payload_bytes",
-        "hop_two_ratio",
-        "hop_two_fraction_sent",
+        "all_reduce_payload_bytes",
+        "all_reduce_ratio",
+        "all_reduce_fraction_sent",
         "residual_norm",
     },
     "training/optimizer_chain.py": {"skipped_steps"},

@@ -114,8 +114,8 @@ def test_three_calls_counts_collectives_per_micro_step(records: Records) -> None
     def calls(name: str) -> Sequence[int]:
         return [traffic.step(records, name, accum=4).calls(kind) for kind in traffic.KINDS]
 
-    # 8 layers gathered twice, embedding and head once, in each of 4 micro-steps; scattered once each; hop two is in the
-    # loop over 7 layers, and once of the last with all that is no layer
+    # 8 layers gathered twice, embedding and head once, in each of 4 micro-steps; scattered once each; the replica
+    # all-reduce is in the loop over 7 layers, and once of the last with all that is no layer
     assert (calls("ddp"), calls("zero3 flat")) == ([0, 0, 8], [4 * 18, 4 * 10, 0])
     lines = traffic.calls(records).splitlines()
     assert lines[2] == "| ddp | 0 | 0 | 8 | 1.00 | 1.00 |"

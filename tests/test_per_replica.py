@@ -39,7 +39,7 @@ def plan_of(module: str) -> tuple[ShardingPlan, Any]:
 def test_factored_moments_are_replicated_for_any_module_name(module: str) -> None:
     plan, params = plan_of(module)
     tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, hop_two=(), opt_state=tx.init(params))
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, all_reduce=(), opt_state=tx.init(params))
     factored = state.opt_state[0]
     placed = state_shardings(plan, state).opt_state[0]
     for moments, shardings in ((factored.v_row, placed.v_row), (factored.v_col, placed.v_col)):

@@ -88,16 +88,16 @@ def test_validation_is_that_of_no_pipeline() -> None:
 
 
 @pytest.mark.slow
-def test_encoded_hop_two_inside_the_stages() -> None:
+def test_encoded_all_reduce_inside_the_stages() -> None:
     """int8 with error feedback: near the losses without a codec; a residual for each stage's layers and replicas."""
     sh = workload.plan("decoder", stages=2, num_layers=LAYERS, strategy="hsdp")
     how = workload.setup(sh, "int8", kind="decoder", block=64)
-    hop_two = method_named("int8").transform(how)
-    step = workload.compiled_step("decoder", sh, accumulation=4, num_layers=LAYERS, hop_two=hop_two)
+    all_reduce = method_named("int8").transform(how)
+    step = workload.compiled_step("decoder", sh, accumulation=4, num_layers=LAYERS, all_reduce=all_reduce)
     found, state, metrics = workload.run_steps(*step, STEPS)
     np.testing.assert_allclose(found, without_pipeline("decoder")[0], rtol=2e-3)
-    assert metrics["hop_two_ratio"] > 2 and metrics["residual_norm"] > 0
-    residual = state.hop_two.residual.tree["layers"]["up"]["weight"]
+    assert metrics["all_reduce_ratio"] > 2 and metrics["residual_norm"] > 0
+    residual = state.all_reduce.residual.tree["layers"]["up"]["weight"]
     assert residual.shape[:2] == (2, LAYERS) and residual.sharding.shard_shape(residual.shape)[:2] == (1, LAYERS // 2)
 
 
@@ -108,7 +108,7 @@ def test_encoded_hop_two_inside_the_stages() -> None:
     [
         dict(optimizer__name="adafactor"),
         dict(optimizer__name="muon"),
-        dict(compression__hop_two="power_sgd"),
+        dict(compression__all_reduce="power_sgd"),
         dict(local_sgd__inner_steps=2),
         dict(local_sgd__inner_steps=2, mesh__context=2),
     ],
@@ -182,12 +182,16 @@ def test_nodes_send_what_the_formulas_of_the_papers_page_say(stages: int, group:
     layers, ends = elements("layers") / stages, elements("embed") + elements("head")
     passes = (3 * layers + 2 * ends) if stages == 1 else (4 * layers + 3 * ends)
     gathers = 4 * ticks * max(0, group - 2) / group * passes
-    hop_two = 2 * 2 * 4 * (layers + ends) / group * (replicas - 1) / replicas
+    all_reduce = 2 * 2 * 4 * (layers + ends) / group * (replicas - 1) / replicas
     rows, hidden = workload.ROWS * stages // (8 * accum), workload.model("decoder").config.hidden
     handed_on = 2 * ticks * 4 * rows * workload.SEQ_LEN * hidden + 2 * 4 * ends / group
     found = [c for c in read(stages, accum, strategy="mics", partition_size=group) if c.num_elements > 40]
     between = 2 * handed_on * (stages - 1) / stages
-    for labels, formula in ((("gather", "hop_one"), gathers), (("hop_two",), hop_two), (("pipeline",), between)):
+    for labels, formula in (
+        (("gather", "group_reduce_scatter"), gathers),
+        (("replica_all_reduce",), all_reduce),
+        (("pipeline",), between),
+    ):
         sent = 2 * sum(c.inter_bytes * c.times for c in found if c.label in labels)
         assert sent == pytest.approx(formula, rel=0.1 if stages == 2 else 0.02), labels
 

@@ -127,7 +127,7 @@ def test_local_steps_share_what_is_sent_once(step: Step) -> None:
     words = (*WORDS, "--config.local_sgd.inner_steps=4", "--config.num_steps=8")
     local = compiled_step(candidate, make_experiment(config), replace(machine(), config_words=words))
     whole = local.timeline()
-    exposed = whole.use("hop_two").exposed_s
+    exposed = whole.use("replica_all_reduce").exposed_s
     assert exposed > 0
     assert local.prediction().step_s == pytest.approx(whole.step_s - 0.75 * exposed)
     assert local.prediction().inter_bytes < 0.5 * step.prediction().inter_bytes
@@ -135,20 +135,20 @@ def test_local_steps_share_what_is_sent_once(step: Step) -> None:
 
 @pytest.mark.slow
 def test_streaming_local_steps_have_their_share_of_what_is_sent_in_the_program(step: Step) -> None:
-    """A quarter of hop two is in every step, and counts whole."""
+    """A quarter of the replica all-reduce is in every step, and counts whole."""
     config = small(local_sgd__inner_steps=4, local_sgd__streaming=True, num_steps=8)
     keys = ("local_sgd.inner_steps=4", "local_sgd.streaming=True", "num_steps=8")
     words = (*WORDS, *(f"--config.{key}" for key in keys))
     found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
     assert found.prediction().step_s == pytest.approx(found.timeline().step_s)
-    assert sent_in_hop_two(found) == pytest.approx(sent_in_hop_two(step) / 4, rel=0.05)
-    others = step.prediction().inter_bytes - sent_in_hop_two(step)
-    assert found.prediction().inter_bytes == pytest.approx(sent_in_hop_two(found) + others, rel=0.01)
+    assert sent_in_all_reduce(found) == pytest.approx(sent_in_all_reduce(step) / 4, rel=0.05)
+    others = step.prediction().inter_bytes - sent_in_all_reduce(step)
+    assert found.prediction().inter_bytes == pytest.approx(sent_in_all_reduce(found) + others, rel=0.01)
 
 
-def sent_in_hop_two(step: Step) -> float:
+def sent_in_all_reduce(step: Step) -> float:
     collectives = read_collectives(step.compiled.text, step.compiled.shape)
-    return sum(c.inter_bytes * c.times for c in collectives if c.label == "hop_two")
+    return sum(c.inter_bytes * c.times for c in collectives if c.label == "replica_all_reduce")
 
 
 # each device's part of a matrix is whole blocks and chunks of 4096 values, and vectors alone have one dim above 1
@@ -165,10 +165,10 @@ CLAIMED: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sampled([*CLAIMED], "demo", "one_bit_adam"))
-def test_hop_two_is_priced_with_the_bytes_that_its_page_claims(method: str) -> None:
+def test_all_reduce_is_priced_with_the_bytes_that_its_page_claims(method: str) -> None:
     """Of matrices, which alone are encoded; 1-bit Adam behind its warm-up, and so is its time."""
     own, claimed = CLAIMED[method]
-    keys = WHOLE | {"compression.hop_two": method} | own
+    keys = WHOLE | {"compression.all_reduce": method} | own
     config = small(**{key.replace(".", "__"): value for key, value in keys.items()})
     words = (*WORDS, *(f"--config.{key}={value}" for key, value in keys.items()))
     found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
@@ -176,16 +176,16 @@ def test_hop_two_is_priced_with_the_bytes_that_its_page_claims(method: str) -> N
     values = sum(prod(shape) for shape in shapes if sum(size > 1 for size in shape) > 1) / 2  # of a device
     sent = {"u8": 0.0, "f32": 0.0}
     for c in found.collectives:
-        if c.label == "hop_two":
+        if c.label == "replica_all_reduce":
             sent[c.dtype] += c.inter_bytes * c.times
     assert sent["u8"] == claimed * values
     assert sent["f32"] < 0.01 * 4 * values  # the vectors
     program = parse_program(found.compiled.text)
-    whole = replay(program, found.compiled.shape, *of_emulated(found)).use("hop_two").busy_s
+    whole = replay(program, found.compiled.shape, *of_emulated(found)).use("replica_all_reduce").busy_s
     if method == "one_bit_adam":
-        assert 3 * found.timeline().use("hop_two").busy_s <= whole  # the warm-up takes longer
+        assert 3 * found.timeline().use("replica_all_reduce").busy_s <= whole  # the warm-up takes longer
     else:
-        assert found.program == program and found.timeline().use("hop_two").busy_s == whole
+        assert found.program == program and found.timeline().use("replica_all_reduce").busy_s == whole
     assert found.prediction().inter_bytes < sum(sent.values()) + 0.01 * 4 * values
 
 
@@ -221,7 +221,7 @@ def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert "on 4 nodes of emulated (8 x CPU, 200 Mbit/s a node)" in out
     rows = [line.split() for line in out.splitlines() if line[:2] in ("1 ", "2 ")]
     assert [row[1] for row in rows] == ["mics(2)", "zero3"]
-    assert "what would help most: links without latency, a step" in out and "hop two  between nodes" in out
+    assert "what would help most: links without latency, a step" in out and "replica all-reduce  between nodes" in out
     assert "$" not in out  # nobody sells it
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -299,10 +299,10 @@ def test_overrides_reach_the_program_however_they_are_written(capsys: pytest.Cap
 def test_what_is_priced_in_the_place_of_something_else_is_said(step: Step) -> None:
     """The steps behind a warm-up; XLA's attention where the flash kernel cannot stand in for cuDNN's."""
     assert program._stand_ins(step) == []  # pyright: ignore[reportPrivateUsage]
-    changes = {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 20, "optimizer.clip_norm": 0.0}
+    changes = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 20, "optimizer.clip_norm": 0.0}
     adam = small(**{key.replace(".", "__"): value for key, value in changes.items()}, num_steps=100)
     (note,) = program._stand_ins(of_config_on(step, adam))  # pyright: ignore[reportPrivateUsage]
-    assert note.startswith("compression.hop_two=one_bit_adam: priced as behind its warm-up, the first 20 exchanges")
+    assert note.startswith("compression.all_reduce=one_bit_adam: priced as behind its warm-up, the first 20 exchanges")
     gpu = Machine(cluster=clusters.CLUSTERS["p5.48xlarge"], nodes=1, config_words=WORDS, target="h100")
     notes = {}
     for length in (64, 96):
@@ -322,7 +322,9 @@ def test_the_interval_that_a_target_of_utilisation_chooses(step: Step, subtests:
     for target, interval in [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)]:
         with subtests.test(target=target, interval=interval):
             config = small(local_sgd__inner_steps=30, local_sgd__target_utilisation=target)
-            timeline = replace(step.timeline(), step_s=5.0, uses={("hop_two", "inter"): Use(busy_s=4.0, exposed_s=4.0)})
+            timeline = replace(
+                step.timeline(), step_s=5.0, uses={("replica_all_reduce", "inter"): Use(busy_s=4.0, exposed_s=4.0)}
+            )
             there = of_config_on(step, config)
             assert there.interval(timeline) == interval
             assert there.seconds(timeline) == pytest.approx(1 + 4 / interval)
@@ -345,14 +347,19 @@ def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
 def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Codecs send less; what is not legal on some nodes is said, and the picture has all the rest."""
     png = tmp_path / "curves.png"
-    words = ("--cluster=emulated", "--nodes=2,4", "--strategy=zero3,zero3+gather_inter=int8,mics(8)", f"--png={png}")
+    words = (
+        "--cluster=emulated",
+        "--nodes=2,4",
+        "--strategy=zero3,zero3+all_gather_inter=int8,mics(8)",
+        f"--png={png}",
+    )
     code, out, err = run(capsys, *WORDS, *words, "--json")
     assert (code, err) == (0, "") and png.read_bytes().startswith(b"\x89PNG")
     two, four = from_json(out)
     assert any(note.startswith("mics(8): sharding.partition_size=8") for note in two.notes)
-    assert {p.candidate.name for p in four.predictions} == {"zero3", "zero3+gather_inter=int8", "mics(8)"}
+    assert {p.candidate.name for p in four.predictions} == {"zero3", "zero3+all_gather_inter=int8", "mics(8)"}
     sent = {p.candidate.name: p.inter_bytes for p in two.predictions}
-    assert sent["zero3+gather_inter=int8"] < 0.9 * sent["zero3"]
+    assert sent["zero3+all_gather_inter=int8"] < 0.9 * sent["zero3"]
     figure = draw_curves([two, four], "title")
     curves = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].lines}
     here = {name: [not isnan(float(y)) for y in ys] for name, ys in curves.items()}
@@ -405,7 +412,7 @@ def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     cut = replace(step, experiment=here)
     assert world_of(cut, 1.0, 3) == World(nodes=4, step_s=1.0, whole_copies=1, snapshot_every=3)
     assert world_of(step, 2.0, 1) == World(nodes=4, step_s=2.0, whole_copies=4)
-    residuals = make_experiment(small(compression__hop_two="int8"))
+    residuals = make_experiment(small(compression__all_reduce="int8"))
     assert world_of(replace(step, experiment=residuals), 2.0, 1) == World(nodes=4, step_s=2.0, whole_copies=1)
     fewer = replace(cut, candidate=of_strategies(["zero3"], small())[0], machine=machine(nodes=1))
     assert "strategy (zero3 on 1, mics(2) on 4 nodes), which no run changes" in other_strategies([fewer, step])
@@ -413,7 +420,7 @@ def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 BAD = {
-    "--strategy=zero3+gather=int8": r"gather=int8 is not KEY=VALUE of hop_two, .* such as mics\(8\)\+hop_two=int8",
+    "--strategy=zero3+gather=int8": r"gather=int8 is not KEY=VALUE of all_reduce, .* as mics\(8\)\+all_reduce=int8",
     "--strategy=zero3+parameters=node": "parameters=node is not KEY=VALUE",
     "--spot_trace=/nowhere.csv": r"--spot_trace=/nowhere\.csv cannot be read",
     "--cluster=p4d": r"--cluster=p4d is not known; did you mean p4d\.24xlarge or p4de\.24xlarge\?",
@@ -548,7 +555,7 @@ def test_programs_for_gpus(cluster: str, capsys: pytest.CaptureFixture[str]) -> 
     (plan,) = from_json(out)
     prediction = plan.best
     assert prediction.memory.fits and prediction.step_s > 0 and prediction.usd_on_demand is None
-    assert {part.name for part in prediction.traffic} >= {"gather", "hop_one"}
+    assert {part.name for part in prediction.traffic} >= {"gather", "group_reduce_scatter"}
     assert prediction.inter_bytes > 0 and any(part.level == "inter" for part in prediction.traffic)
     assert any("V100: priced from the program compiled for an A100" in note for note in plan.notes) == ("p3" in cluster)
     assert not any("names no streams" in note for note in plan.notes)  # as that for CPUs does

@@ -16,15 +16,23 @@ pytestmark = IGNORED
 def test_strategies_by_name() -> None:
     config = small()
     assert [c.name for c in of_strategies(["mics(4)", "zero3", "hsdp"], config)] == ["mics(4)", "zero3", "hsdp"]
-    coded = "zero3+hop_one_inter=int8+gather_intra=bf16", "mics(4)+hop_two=int8", "custom+gradients=16+optimizer=all"
+    coded = (
+        "zero3+reduce_scatter_inter=int8+all_gather_intra=bf16",
+        "mics(4)+all_reduce=int8",
+        "custom+gradients=16+optimizer=all",
+    )
     assert [c.words for c in of_strategies(coded, config)] == [
-        "zero3, hop one between nodes in int8, gathers inside nodes in bf16",
-        "mics(4), hop two in int8",
+        "zero3, the group reduce-scatter between nodes in int8, gathers inside nodes in bf16",
+        "mics(4), the replica all-reduce in int8",
         "custom, gradients over 16 devices, optimizer over all devices",
     ]
-    coded = small(compression__hop_two="int8", compression__gather_intra="bf16")
-    names = ["zero3+hop_two=int8+gather_intra=bf16", "ddp+hop_two=int4+gather_intra=bf16", "hsdp+gather_intra=bf16"]
-    assert [c.name for c in of_strategies(["zero3", "ddp+hop_two=int4", "hsdp+hop_two=none"], coded)] == names
+    coded = small(compression__all_reduce="int8", compression__all_gather_intra="bf16")
+    names = [
+        "zero3+all_reduce=int8+all_gather_intra=bf16",
+        "ddp+all_reduce=int4+all_gather_intra=bf16",
+        "hsdp+all_gather_intra=bf16",
+    ]
+    assert [c.name for c in of_strategies(["zero3", "ddp+all_reduce=int4", "hsdp+all_reduce=none"], coded)] == names
     assert all(of_config(one).applied(one) == one for one in (config, coded))
     for wrong in ("mics", "zero3(4)", "fsdp", "mics(x)"):
         with pytest.raises(ValueError, match=f"strategy={wrong}".replace("(", r"\(").replace(")", r"\)")):
@@ -51,13 +59,13 @@ def test_extras_are_keys_of_the_config(subtests: pytest.Subtests) -> None:
 def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(subtests: pytest.Subtests) -> None:
     """Such keys would be refused beside another method, or without local SGD."""
     for keys, extra, key, value in [
-        ({"hop_two": "power_sgd", "warmup_steps": 5}, "hop_two=int8", "compression.warmup_steps", 0),
-        ({"hop_two": "int8", "rounding": "stochastic"}, "hop_two=none", "compression.rounding", "nearest"),
-        ({"hop_two": "int8", "rounding": "stochastic"}, "hop_two=int4", "compression.rounding", "stochastic"),
+        ({"all_reduce": "power_sgd", "warmup_steps": 5}, "all_reduce=int8", "compression.warmup_steps", 0),
+        ({"all_reduce": "int8", "rounding": "stochastic"}, "all_reduce=none", "compression.rounding", "nearest"),
+        ({"all_reduce": "int8", "rounding": "stochastic"}, "all_reduce=int4", "compression.rounding", "stochastic"),
         ({}, "inner_steps=0", "local_sgd.outer_learning_rate", 0.7),
         ({}, "inner_steps=0", "local_sgd.outer_momentum", 0.9),
         ({}, "inner_steps=0", "local_sgd.streaming", False),
-        ({"hop_two": "power_sgd", "rank": 4}, "hop_two=int8", "compression.rank", 2),
+        ({"all_reduce": "power_sgd", "rank": 4}, "all_reduce=int8", "compression.rank", 2),
     ]:
         with subtests.test(keys=keys, extra=extra, key=key, value=value):
             local = {"inner_steps": 5, "outer_learning_rate": 0.5, "outer_momentum": 0.6, "streaming": True}
@@ -112,8 +120,8 @@ def test_groups_have_all_devices_of_a_row(subtests: pytest.Subtests) -> None:
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
-                "mics(2)+hop_two=int8",
-                "zero3+gather_inter=int4+hop_one_inter=int4",
+                "mics(2)+all_reduce=int8",
+                "zero3+all_gather_inter=int4+reduce_scatter_inter=int4",
                 "mics(2)+delayed=True",
                 "mics(2)+inner_steps=10",
                 "mics(2)+optimizer=all",

@@ -83,7 +83,7 @@ def test_a_frozen_base_is_read_at_every_start_and_never_kept(step: Step) -> None
 
 def test_a_checkpoint_has_what_each_replica_has_for_itself(step: Step) -> None:
     """The residuals of four replicas beside the parameters and AdamW's two moments."""
-    encoded = replace(step, experiment=make_experiment(small(compression__hop_two="int8")))
+    encoded = replace(step, experiment=make_experiment(small(compression__all_reduce="int8")))
     model = encoded.experiment.model
     assert day.kept_of(encoded).state_bytes == pytest.approx((12 + 4 * 4) * model.num_params, rel=0.02)
 

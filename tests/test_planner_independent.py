@@ -24,10 +24,10 @@ UNPINNED = 1e9  # bytes/s, which 8 devices share
 
 
 class Replayed(Step):
-    """A step whose replay is made up: 4 s of compute, 2 s of gathers, 3 s of hop two; nothing is compiled."""
+    """A step with a made-up replay: 4 s of compute, 2 s of gathers, 3 s of replica all-reduce."""
 
     def timeline(self, *_: object) -> Timeline:
-        uses = {("gather", "intra"): Use(2, 2.0, 2.0), ("hop_two", "inter"): Use(1, 3.0, 3.0)}
+        uses = {("gather", "intra"): Use(2, 2.0, 2.0), ("replica_all_reduce", "inter"): Use(1, 3.0, 3.0)}
         return Timeline(step_s=9.0, compute_s=4.0, uses=uses, intervals=(), streams=0)
 
 
@@ -54,7 +54,7 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     backward_s = 3 / 4 * slow.timeline().compute_s / step.experiment.batches.accumulation
     assert found.hidden_s == pytest.approx(min(backward_s, 63 / 64 * found.sending_s))
     copies_s = 8 * values / 2 / (UNPINNED / 8)
-    without = slow.timeline().step_s - slow.timeline().use("hop_two").exposed_s
+    without = slow.timeline().step_s - slow.timeline().use("replica_all_reduce").exposed_s
     assert found.step_s == pytest.approx(without + found.sending_s - found.hidden_s + copies_s)
     (text,) = independent_text(slow, slow.timeline().step_s, 1)
     assert "less than in one world" in text
@@ -67,7 +67,7 @@ def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, subtests: pyt
     for shares in [1, 2, 4]:
         for name in ["none", "bf16", "int8", "int4"]:
             with subtests.test(shares=shares, name=name):
-                ex = make_experiment(small(compression__hop_two=name))
+                ex = make_experiment(small(compression__all_reduce=name))
                 wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
                 found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
                 payload = make_payload(name, ex.config.compression.block)
@@ -106,16 +106,16 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
     found = independent(met)
     assert found and found.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * 3 * values) and not found.hidden_s
     copies_s = 8 * 3 * values / 2 / (UNPINNED / 8)
-    alone_s = met.timeline().step_s - met.timeline().use("hop_two").exposed_s
+    alone_s = met.timeline().step_s - met.timeline().use("replica_all_reduce").exposed_s
     assert found.step_s == pytest.approx(alone_s + (found.sending_s + copies_s) / 5)
     assert "every 5 steps" in independent_text(met, 1.0, 1)[0]
 
 
 REFUSED = [
-    {"compression.hop_two": "statistical"},
+    {"compression.all_reduce": "statistical"},
     {"local_sgd.inner_steps": 10, "local_sgd.target_utilisation": 0.5},
     {"model.compute_dtype": "float16"},
-    {"compression.hop_two": "int8", "compression.rounding": "stochastic"},
+    {"compression.all_reduce": "int8", "compression.rounding": "stochastic"},
 ]
 
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, subtests
 
 def test_what_replicas_need_besides_is_said(step: Step) -> None:
     """16 rows on 8 devices are two micro-steps of one, by themselves two shares each."""
-    encoded = make_experiment(small(compression__hop_two="int8"))
+    encoded = make_experiment(small(compression__all_reduce="int8"))
     (text,) = independent_text(replace(step, experiment=encoded), 1.0, 1)
     assert "with compression.error_feedback=False, sharding.shares=4 a step takes" in text
     (text,) = independent_text(step, 1.0, 4)

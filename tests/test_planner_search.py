@@ -29,7 +29,7 @@ from training.memory import Memory
 
 pytestmark = IGNORED
 AVERAGES = {"local_sgd.inner_steps": "10", **dict(zip(losses.OUTER_STEP, ("1.0", "0.0"), strict=True))}
-INT8, BF16, INT4 = ({"compression.hop_two": codec} for codec in ("int8", "bf16", "int4"))
+INT8, BF16, INT4 = ({"compression.all_reduce": codec} for codec in ("int8", "bf16", "int4"))
 MUON = INT4 | {"optimizer.name": "muon"}
 
 
@@ -282,10 +282,10 @@ def test_a_change_must_save_five_per_cent_but_int8_is_always_priced(monkeypatch:
         ({"int8": 0.9, "int4": 0.89}, set()),
         ({"int8": 1.1}, set()),  # by an estimate, which may be wrong
     ):
-        estimate(monkeypatch, lambda one, seconds=seconds: (0, seconds.get(one.config.compression.hop_two, 1.0)))
+        estimate(monkeypatch, lambda one, seconds=seconds: (0, seconds.get(one.config.compression.all_reduce, 1.0)))
         compiler = Compiler()
         search(small(), machine(), jax.devices(), most=9, compile_one=compiler)
-        codecs = [candidate.pairs.get("hop_two", "") for candidate in compiler.made]
+        codecs = [candidate.pairs.get("all_reduce", "") for candidate in compiler.made]
         assert codecs.count("int8") == 1 and {*codecs} == kept | {"", "int8"}, seconds
 
 
@@ -304,13 +304,15 @@ def test_the_two_best_strategies_are_priced_with_int8_and_another_optimizer_come
     estimates = {("zero3", 0): 1.0, ("mics", 4): 1.0, ("mics", 2): 1.1, ("ddp", 0): 50.0}
 
     def seconds(one: Experiment) -> tuple[float, float]:
-        sharding, is_dense = one.config.sharding, one.config.compression.hop_two == "none"
+        sharding, is_dense = one.config.sharding, one.config.compression.all_reduce == "none"
         estimate_s = estimates[sharding.strategy, sharding.partition_size]
-        estimate_s *= 2 if is_dense and sharding.partition_size == 2 else 1  # hop two without a codec is not hidden
+        estimate_s *= (
+            2 if is_dense and sharding.partition_size == 2 else 1
+        )  # the replica all-reduce without a codec is not hidden
         return 0.0, 0.5 * estimate_s if one.config.local_sgd.inner_steps else estimate_s
 
     estimate(monkeypatch, seconds)
-    took = {"mics(4)+hop_two=int8": 38.0, "mics(2)+hop_two=int8": 23.6}
+    took = {"mics(4)+all_reduce=int8": 38.0, "mics(2)+all_reduce=int8": 23.6}
     others = [INT8, INT8, AVERAGES, MUON]
     monkeypatch.setattr("planner.candidates.TIMINGS", ({}, {"inner_steps": "10"}))
     for most, changes in ((2, others[:1]), (4, others[:2]), (8, others)):
@@ -326,7 +328,7 @@ def test_the_two_best_strategies_are_priced_with_int8_and_another_optimizer_come
 def test_a_change_that_reaches_the_loss_is_discarded_only_for_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both changes take 1.398 * 1.1 = 1.54 s, more than the 1.4 of one alone, which never gets there."""
     only(monkeypatch, [], with_changes=True)
-    monkeypatch.setattr("planner.candidates.BETWEEN_NODES", (("hop_two",),))
+    monkeypatch.setattr("planner.candidates.BETWEEN_NODES", (("all_reduce",),))
     # no step of Muon's takes less than twice the exact one's time, and half as many do
     ways = [(AVERAGES, None), (AVERAGES | INT4, 1.398), (BF16, 1.0), (MUON, 0.5)]
     rows = [one_row(setting=setting, steps=steps) for setting, steps in ways]
@@ -334,7 +336,7 @@ def test_a_change_that_reaches_the_loss_is_discarded_only_for_one_that_does(monk
     seconds = {("none", 10): 1.4, ("int4", 10): 1.1, ("bf16", 0): 4}
 
     def seconds_of(one: Experiment) -> tuple[float, float]:
-        estimate_s = seconds.get((one.config.compression.hop_two, one.config.local_sgd.inner_steps), 10)
+        estimate_s = seconds.get((one.config.compression.all_reduce, one.config.local_sgd.inner_steps), 10)
         return 2.0 if one.config.optimizer.name == "muon" else 0.0, estimate_s
 
     estimate(monkeypatch, seconds_of)

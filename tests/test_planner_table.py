@@ -75,7 +75,7 @@ def test_residuals_belong_to_their_parameter() -> None:
     """A device holds one replica's, cut like the gradient; one device alone would have none."""
     config = tiny_config(partition_size=2)
     plain = table.table_rows(make_experiment(typed(config)))
-    config.compression.hop_two = "int8"
+    config.compression.all_reduce = "int8"
     for before, row in zip(plain[:-1], table.table_rows(make_experiment(typed(config))), strict=False):
         assert row.device_bytes[2] == before.device_bytes[2] + row.device_bytes[1]
         assert row.whole_bytes == before.whole_bytes

@@ -17,7 +17,7 @@ from planner.report import Plan, changed_rows, from_json, plan_text, scaling_tex
 
 pytestmark = IGNORED
 
-LONG = "hop_two=int8+gather_inter=int8+hop_one_inter=int8+inner_steps=50"
+LONG = "all_reduce=int8+all_gather_inter=int8+reduce_scatter_inter=int8+inner_steps=50"
 
 
 def example() -> Plan:
@@ -56,9 +56,9 @@ AVERAGES = {"local_sgd.inner_steps": "10", "local_sgd.outer_learning_rate": "1.0
 def test_changes_are_printed_with_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several records the one with the highest mean, with its model."""
     means = [0.001, 0.039, -0.01]
-    int8 = [one_row(setting={"compression.hop_two": "int8"}, mean=mean, parameters=300_000) for mean in means]
+    int8 = [one_row(setting={"compression.all_reduce": "int8"}, mean=mean, parameters=300_000) for mean in means]
     monkeypatch.setattr(losses, "rows", lambda: [*int8, one_row(setting=AVERAGES)])
-    words = ["hsdp+hop_two=int8", "hsdp+inner_steps=10", "hsdp+inner_steps=10+outer_momentum=0.6"]
+    words = ["hsdp+all_reduce=int8", "hsdp+inner_steps=10", "hsdp+inner_steps=10+outer_momentum=0.6"]
     plan = replace(example(), predictions=named(["hsdp"], [10.0]), changed=named(words, [8.0, 5.0, 4.0]))
     _, _, table = plan_text(replace(plan, optimizer="adamw")).partition("with another result than the config's:\n")
     head, *lines = table.partition("loss:")[0].splitlines()
@@ -76,15 +76,15 @@ def test_changes_are_printed_with_what_they_cost(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    int8, delayed = {"compression.hop_two": "int8"}, {"compression.delayed": "True"}
+    int8, delayed = {"compression.all_reduce": "int8"}, {"compression.delayed": "True"}
     rows = [one_row(setting=int8, steps=1.0), one_row(setting=int8, steps=1.5, seeds=1, parameters=300_000)]
     rows += [one_row(setting=AVERAGES, steps=1.4), one_row(setting=delayed, steps=0.1), one_row(setting=delayed)]
     monkeypatch.setattr(losses, "rows", lambda: rows)
     plan = replace(example(), predictions=named(["hsdp"], [10.0]), steps=100, optimizer="adamw")
-    muon = {"compression.hop_two": "int4", "optimizer.name": "muon"}
+    muon = {"compression.all_reduce": "int4", "optimizer.name": "muon"}
     rows += [one_row(setting=muon, steps=0.5)]
-    words = ["hsdp+hop_two=int8", "hsdp+inner_steps=10", "hsdp+delayed=True", "hsdp+hop_two=bf16"]
-    words.insert(0, "hsdp+hop_two=int4+optimizer.name=muon")
+    words = ["hsdp+all_reduce=int8", "hsdp+inner_steps=10", "hsdp+delayed=True", "hsdp+all_reduce=bf16"]
+    words.insert(0, "hsdp+all_reduce=int4+optimizer.name=muon")
     plan = replace(plan, changed=named(words, [1.0, 8.0, 5.0, 1.0, 1.0]))
     head, *found = to_loss_rows(plan)
     assert head == ["", "strategy", "micro", "step", "steps", "takes", "costs", "recorded on"]
@@ -93,8 +93,14 @@ def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeyp
     expected = [
         ("hsdp+inner_steps=10", "140", "11m 40s", 700, "text, 2 M parameters, 3 seeds"),
         ("hsdp", "100", "16m 40s", 1000, ""),
-        ("hsdp+hop_two=int8", "150", "20m 00s", 1200, "text, 0.3 M parameters, 1 seed"),
-        ("hsdp+hop_two=int4+optimizer.name=muon", "50", "50.0 s", 50, "text, 2 M parameters, 3 seeds"),  # the fastest
+        ("hsdp+all_reduce=int8", "150", "20m 00s", 1200, "text, 0.3 M parameters, 1 seed"),
+        (
+            "hsdp+all_reduce=int4+optimizer.name=muon",
+            "50",
+            "50.0 s",
+            50,
+            "text, 2 M parameters, 3 seeds",
+        ),  # the fastest
     ]
     assert [(row[1], *row[4:6], row[7]) for row in found] == [(*row[:3], row[4]) for row in expected]
     assert [row[6] for row in found] == [f"{usd_per_s * row[3]:,.0f} $" for row in expected]

@@ -205,9 +205,9 @@ def test_bytes_and_work_of_each_device_are_those_of_the_formulas(case: str) -> N
 
 
 def others(text: str, plan: ShardingPlan) -> list[Collective]:
-    """Returns the collectives of neither hop two nor the matrices, but those of norms and flags."""
+    """Returns the collectives of neither the replica all-reduce nor the matrices, but those of norms and flags."""
     found = read_collectives(text, plan.layout.shape)
-    return [c for c in found if c.label not in ("hop_two", "orthogonalise") and c.num_elements > 10]
+    return [c for c in found if c.label not in ("replica_all_reduce", "orthogonalise") and c.num_elements > 10]
 
 
 # ---------------------------------------------------------------------------------------------- the state of optax

@@ -79,7 +79,7 @@ def test_replicas_that_come_and_go_learn_what_one_does(
     tmp_path: Path, codec: str, how: dict[str, Any], kinds: tuple[str, ...]
 ) -> None:
     chance = random.Random(f"events of {codec}")
-    how = {"compression__hop_two": codec, **how}
+    how = {"compression__all_reduce": codec, **how}
     delayed = "compression__delayed" in how
     alone, run = (Run(tmp_path / name, **how) for name in ("alone", "run"))
     alone.start(0)

@@ -123,17 +123,17 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
         ({"data.objective": "masked"}, "data.objective=masked does not fit model.kind=decoder; it must be causal"),
         ({"data.seq_len": 257}, "data.seq_len=257 is longer than model.max_len=256; raise model.max_len, or"),
         (
-            {"compression.hop_two": "one_bit_adam", "compression.warmup_steps": 100},
-            "^compression.warmup_steps=100 must be less than num_steps=100: .* compression.hop_two=one_bit_adam .*end$",
+            {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 100},
+            "^compression.warmup_steps=100 must be less than num_steps=100: .*all_reduce=one_bit_adam .*end$",
         ),
-        ({"compression.hop_two": "power_sgd", "compression.warmup_steps": 100}, "must be less than num_steps=100"),
+        ({"compression.all_reduce": "power_sgd", "compression.warmup_steps": 100}, "must be less than num_steps=100"),
         (
-            {"compression.hop_two": "power_sgd", "compression.warmup_steps": 10, "local_sgd.inner_steps": 10},
+            {"compression.all_reduce": "power_sgd", "compression.warmup_steps": 10, "local_sgd.inner_steps": 10},
             "^compression.warmup_steps=10 must be less than 10, the meetings in num_steps=100 with one every 10 steps:",
         ),
         (
             {
-                "compression.hop_two": "power_sgd",
+                "compression.all_reduce": "power_sgd",
                 "compression.warmup_steps": 10,
                 "local_sgd.inner_steps": 10,
                 "local_sgd.target_utilisation": 0.9,  # of a slow link

@@ -100,7 +100,7 @@ def test_strategies_set_the_documented_scopes(
         assert list(scope) == [axis for axis in CHUNK_ORDER if axis in scope]  # major first
         assert all(layout.shape.sizes[axis] > 1 for axis in scope)
     assert set(scopes[0]) <= set(scopes[1]) <= set(scopes[2])
-    # hop two crosses the data devices between which a gradient still differs
+    # the replica all-reduce crosses the data devices between which a gradient still differs
     assert groups(layout, layout.replica_axes) == blocks(
         world, world // tensor // size[words[1]], size[words[1]] * tensor
     )
@@ -150,7 +150,7 @@ def test_bad_sharding_settings_are_rejected(changes: dict[str, Any], said: str) 
 )
 def test_gather_policies_set_the_gather_scopes(gather: str, scopes: list[tuple[str, ...]]) -> None:
     layout = layout_of("zero3", 4, 2, gather=gather)
-    assert list(layout.gather_scopes) == scopes and list(layout.hop_one_scopes) == [*scopes, ()]
+    assert list(layout.gather_scopes) == scopes and list(layout.reduce_scatter_scopes) == [*scopes, ()]
     assert layout_of("zero3", 4, 2, partitioner="auto").gather_scopes == ()
 
 

@@ -88,7 +88,7 @@ def test_it_is_the_rule_written_out(layout: str, overlap: bool, kind: str) -> No
 
 
 @pytest.mark.slow
-def test_a_step_sends_a_share_of_hop_two_beside_its_micro_steps() -> None:
+def test_a_step_sends_a_share_of_all_reduce_beside_its_micro_steps() -> None:
     """`2 (M/p) (R-1)/R` bytes in as many steps as there are parts, but for what fills them up."""
     plan, (step, _, _) = diloco("mics(2)", True)
     found = crossing(read_collectives(step.as_text() or "", plan.layout.shape))
@@ -118,7 +118,7 @@ def test_with_a_codec_what_is_not_sent_is_kept() -> None:
     step, state, data = compiled(plan, MEAN, optax.sgd(0.0), "int8", block=16)
     state, _ = step(drifted(state), data)  # part 1
     parts = all_parts(state.params)
-    before = jax.tree.map(np.array, (state.params, state.opt_state.drift.tree, state.hop_two.residual.tree))
+    before = jax.tree.map(np.array, (state.params, state.opt_state.drift.tree, state.all_reduce.residual.tree))
     state, metrics = step(state, data)
 
     def check(number: Any, p: Any, d_R: Any, owed_R: Any, now: jax.Array, residual_R: jax.Array) -> None:
@@ -127,8 +127,8 @@ def test_with_a_codec_what_is_not_sent_is_kept() -> None:
         np.testing.assert_allclose(now - p - kept_R.sum(0), wanted, atol=1e-5)
         np.testing.assert_array_equal(kept_R[:, ~here], owed_R[:, ~here])
 
-    jax.tree.map(check, parts, *before, state.params, state.hop_two.residual.tree)
+    jax.tree.map(check, parts, *before, state.params, state.all_reduce.residual.tree)
     assert any(x.any() for x in jax.tree.leaves(before[2]))
-    kept = jax.tree.leaves(state.hop_two.residual)
+    kept = jax.tree.leaves(state.all_reduce.residual)
     assert sum(np.abs(np.asarray(x)).sum() for x in kept) > 0
-    assert float(metrics["hop_two_ratio"]) > 2
+    assert float(metrics["all_reduce_ratio"]) > 2

@@ -38,15 +38,21 @@ def test_losses_equal_a_single_device(kind: str, strategy: str, how: dict[str, A
 
 
 @pytest.mark.release
-@pytest.mark.parametrize(("kind", "hop"), [("resnet", "gather"), (BATCH_NORM, "hop one"), ("vit", "hop two")])
+@pytest.mark.parametrize(
+    ("kind", "hop"), [("resnet", "gather"), (BATCH_NORM, "group reduce-scatter"), ("vit", "replica all-reduce")]
+)
 def test_losses_with_a_codec_stay_near(kind: str, hop: str) -> None:
     """In 8 bits; batches of other sizes and shapes than text, and running averages, which no codec touches."""
     codec = Blockwise(bits=8, block=64)
     strategy, codecs = STRATEGIES["mics4"], LevelCodecs(inter=codec)
-    how = {"gather": {"gather_codecs": codecs}, "hop one": {"hop_one_codecs": codecs}, "hop two": {}}[hop]
+    how = {
+        "gather": {"gather_codecs": codecs},
+        "group reduce-scatter": {"reduce_scatter_codecs": codecs},
+        "replica all-reduce": {},
+    }[hop]
     plan = workload.plan(kind, **strategy, **how)
-    hop_two = exchange(plan, codec) if hop == "hop two" else None
-    got = workload.losses(kind, plan, rows=ROWS[kind], hop_two=hop_two)
+    all_reduce = exchange(plan, codec) if hop == "replica all-reduce" else None
+    got = workload.losses(kind, plan, rows=ROWS[kind], all_reduce=all_reduce)
     expected = workload.single_device_losses(kind, ROWS[kind])
     np.testing.assert_allclose(got, expected, rtol=3e-2)
     assert not np.allclose(got, expected, rtol=1e-6)

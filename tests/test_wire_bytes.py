@@ -71,13 +71,13 @@ def test_of_lora_the_wire_carries_the_adapters_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("codec", "times"), sampled([("int8", 3.9), ("statistical", 15.2)], ("int8", 3.9)))
-def test_codecs_make_hop_two_smaller(codec: str, times: float, tmp_path: Path) -> None:
+def test_codecs_make_all_reduce_smaller(codec: str, times: float, tmp_path: Path) -> None:
     """Under mics(2) nothing else crosses nodes, but the vectors as they are.
 
     After the micro-steps, in six messages: by layer, with overlap, it is the same payload in 23, and what gloo and TCP
     add to each is then several per cent of the codecs' few bytes.
     """
-    settings = {"compression__hop_two": codec, "sharding__overlap": "off"}
+    settings = {"compression__all_reduce": codec, "sharding__overlap": "off"}
     carried, formula = carried_and_formula("mics(2)", tmp_path, **settings)
     expected = (formula - VECTORS_BYTES) / times + VECTORS_BYTES
     for found in carried:
@@ -90,7 +90,7 @@ def test_zero_plus_plus_sends_a_quarter_of_zero3_in_bf16(tmp_path: Path) -> None
 
     ZeRO-3, whose three passes in f32 are found on the wire above, has half of that in bf16.
     """
-    codecs = {"gather_inter": "int8", "hop_one_inter": "int4", "hop_one_intra": "int4"}
+    codecs = {"all_gather_inter": "int8", "reduce_scatter_inter": "int4", "reduce_scatter_intra": "int4"}
     settings = {"sharding__gather": "node"} | {f"compression__{key}": codec for key, codec in codecs.items()}
     carried, formula = carried_and_formula("zero3", tmp_path, **settings)
     for found in carried:
@@ -124,7 +124,7 @@ def test_tokens_travel_to_experts_on_the_other_node(
 
 @pytest.mark.release
 def test_a_pipeline_sends_activations_and_the_gradients_of_embedding_and_head(tmp_path: Path) -> None:
-    """Two stages of one node: no hop two; node 0 sends activations in A + 1 ticks, and gets A gradients of them.
+    """Two stages of one node, no replica all-reduce: node 0 sends activations in A + 1 ticks, and gets A gradients.
 
     The last activations go out in vain; the last gradients do not, because XLA sees it in a loop of one iteration.
     """

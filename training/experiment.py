@@ -15,8 +15,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
+from compression.all_reduce import AllReduceMethod
 from compression.codecs import make_codecs
-from compression.hop_two import HopTwo
 from compression.methods import method_named
 from configs.schema import Config, ModelConfig, TransformerConfig
 from configs.schema.combinations import Facts, complaint, refuse
@@ -49,7 +49,7 @@ class Experiment:
     config: Config
     model: models.Model
     plan: ShardingPlan
-    chain: Chain  # hop two and the optimizer
+    chain: Chain  # the replica all-reduce and the optimizer
     schedule: optax.Schedule | None  # of the learning rate; None: the optimizer has its own
     batches: BatchLayout  # of a step; with independent replicas of a share
     num_shares: int = 1  # of a step, with independent replicas
@@ -236,10 +236,10 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
         stages=config.mesh.stages,
     )
     independent = config.sharding.replicas == "independent"
-    method = method_named("none" if independent else config.compression.hop_two)
+    method = method_named("none" if independent else config.compression.all_reduce)
     refuse(config.values | asdict(_facts(layout, model, method)))
     specs, frozen = part_frozen(model.param_specs())
-    gather_codecs, hop_one_codecs, expert_codecs = make_codecs(config.compression)
+    gather_codecs, reduce_scatter_codecs, expert_codecs = make_codecs(config.compression)
     plan = ShardingPlan(
         mesh=make_mesh(layout.shape, nodes),
         layout=layout,
@@ -248,7 +248,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
         compute_dtype=jnp.dtype(model.config.compute_dtype),
         reduce_dtype=jnp.float32 if config.sharding.reduce_dtype == "float32" else None,
         gather_codecs=gather_codecs,
-        hop_one_codecs=hop_one_codecs,
+        reduce_scatter_codecs=reduce_scatter_codecs,
         expert_codecs=expert_codecs,
         overlap=_overlaps(config),
     )
@@ -257,7 +257,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
         config=config,
         model=model,
         plan=plan,
-        chain=make_chain(without_hop_two(config) if independent else config, plan, specs),
+        chain=make_chain(without_all_reduce(config) if independent else config, plan, specs),
         schedule=make_schedule(config.optimizer, config.num_steps)
         if follows_schedule(config.optimizer, specs)
         else None,
@@ -266,9 +266,9 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
     )
 
 
-def without_hop_two(config: Config) -> Config:
-    """Returns the config of what one of independent replicas does alone: hop two is not in its programs."""
-    return replace(config, compression=replace(config.compression, hop_two="none"))
+def without_all_reduce(config: Config) -> Config:
+    """Returns the config of an independent replica's programs, which have no replica all-reduce."""
+    return replace(config, compression=replace(config.compression, all_reduce="none"))
 
 
 def _resolved(config: Config) -> ModelConfig:
@@ -295,7 +295,7 @@ def _overlaps(config: Config) -> bool:
     return not complaint(config.values | {"sharding.overlap": "on"})
 
 
-def _facts(layout: Layout, model: models.Model, method: HopTwo) -> Facts:
+def _facts(layout: Layout, model: models.Model, method: AllReduceMethod) -> Facts:
     """Returns what `configs.schema.combinations` asks about a run."""
     specs = model.param_specs()
     return Facts(

@@ -12,7 +12,11 @@ from sharding.coded import levels
 from sharding.mesh import inter_part
 from sharding.scopes import Layout
 
-COLLECTIVES = {"gather": "all-gathers", "hop_one": "group reduce-scatters", "experts": "tokens sent to experts"}
+COLLECTIVES = {
+    "all_gather": "all-gathers",
+    "reduce_scatter": "group reduce-scatters",
+    "experts": "tokens sent to experts",
+}
 
 
 def described(config: Config, layout: Layout) -> list[str]:
@@ -22,30 +26,31 @@ def described(config: Config, layout: Layout) -> list[str]:
 
 def _collectives(compression: CompressionConfig, layout: Layout) -> Iterator[str]:
     """Yields a line for each codec of gathers, reduce-scatters or tokens that are not sent."""
-    scopes = (layout.gather_scopes, layout.hop_one_scopes, (layout.experts,))
-    for (hop, name), wholes in zip(COLLECTIVES.items(), scopes, strict=True):
+    scopes = (layout.gather_scopes, layout.reduce_scatter_scopes, (layout.experts,))
+    for (key, name), wholes in zip(COLLECTIVES.items(), scopes, strict=True):
         crossed = {
             "inter" if inter_part(axes) else "intra"
             for whole in wholes
             for axes in levels(whole, hierarchical=layout.hierarchical)
         }
         for level, where in {"inter": "between nodes", "intra": "inside nodes only"}.items():
-            codec = getattr(compression, f"{hop}_{level}")
+            codec = getattr(compression, f"{key}_{level}")
             if codec != "none" and level not in crossed:
-                yield f"compression.{hop}_{level}={codec} idles: on these devices there are no {name} {where}"
+                yield f"compression.{key}_{level}={codec} idles: on these devices there are no {name} {where}"
 
 
 def _replica_all_reduce(config: Config, layout: Layout) -> Iterator[str]:
-    """Yields the lines about hop two."""
+    """Yields the lines about the replica all-reduce."""
     if config.sharding.replicas == "independent":  # their exchanges are not in the program
         return
-    hop_two = config.compression.hop_two
-    if hop_two != "none" and not inter_part(layout.replica_axes):
+    all_reduce = config.compression.all_reduce
+    if all_reduce != "none" and not inter_part(layout.replica_axes):
         why = "there is one replica" if not layout.replica_axes else "all replicas are on one node"
-        if method_named(hop_two).is_idle(layout):
-            yield f"compression.hop_two={hop_two} idles: {why}; its state stays in the checkpoints as it is"
+        if method_named(all_reduce).is_idle(layout):
+            yield f"compression.all_reduce={all_reduce} idles: {why}; its state stays in the checkpoints as it is"
         else:
-            yield f"compression.hop_two={hop_two} sends nothing between nodes: {why}; it updates parameters as before"
+            sends = f"compression.all_reduce={all_reduce} sends nothing between nodes"
+            yield f"{sends}: {why}; it updates parameters as before"
     if layout.replica_axes:
         return
     if config.compression.delayed:

@@ -201,7 +201,7 @@ class Independent:
             say(f"{idle}: {has}; {count} need {wanted}batch.global_size={least} or more")
         each, coded = -(-shares // count), payloads[0].bytes_per_value
         if count > 1 and self._work.steps == 1 and coded < 4 <= each * coded:  # StepSums.nodes_to_send
-            how = f"as their sum in f32, not in {self._ex.config.compression.hop_two}"
+            how = f"as their sum in f32, not in {self._ex.config.compression.all_reduce}"
             say(f"a replica's {each} shares of a step travel {how}: sharding.shares, as many as replicas, sends less")
         self._say = say
 

@@ -1,9 +1,10 @@
 """Loss scaling for gradients in float16, which has 5 bits of exponent and loses what is below 6e-8 (V100, T4).
 
-The loss is multiplied by a scale, and the float32 sums of the gradients are divided by it before hop two (Micikevicius
-et al. 2018, arXiv 1710.03740, section 3.2). The scale follows the gradients: an overflow, which the guard skips, halves
-it, and 2000 finite steps in a row double it. Rule and numbers are those of torch.amp.GradScaler and apex. Scales are
-powers of two: apart from what overflows or is lost in float16, a step is the same under each to the last bit.
+The loss is multiplied by a scale, and the float32 sums of the gradients are divided by it before the replica all-reduce
+(Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). The scale follows the gradients: an overflow, which the guard
+skips, halves it, and 2000 finite steps in a row double it. Rule and numbers are those of torch.amp.GradScaler and apex.
+Scales are powers of two: apart from what overflows or is lost in float16, a step is the same under each to the last
+bit.
 """
 
 from dataclasses import replace
@@ -41,14 +42,14 @@ def with_loss_scale(chain: Chain, first: float) -> Chain:
     """Returns the chain whose loss is scaled, by `first` at first; one scale for all replicas, also of local SGD."""
 
     def init(params: Params) -> Any:
-        hop_two, inner = chain.tx.init(params)
-        return hop_two, ScaledState(inner, jnp.float32(first), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+        all_reduce, inner = chain.tx.init(params)
+        return all_reduce, ScaledState(inner, jnp.float32(first), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(updates: GradsR, state: Any, params: Params | None = None, **extra: Any) -> tuple[Grads, Any]:
         _, before = state
-        moves, (hop_two, inner) = chain.tx.update(updates, _unscaled(state), params, **extra)
+        moves, (all_reduce, inner) = chain.tx.update(updates, _unscaled(state), params, **extra)
         finite = jnp.all(guard_of(inner).skipped == guard_of(before.inner).skipped)
-        return moves, (hop_two, _follow(before, finite)._replace(inner=inner))
+        return moves, (all_reduce, _follow(before, finite)._replace(inner=inner))
 
     def watch(states: States) -> dict[str, jax.Array]:
         found = {"loss_scale": states[1].scale, "skipped_in_a_row": states[1].skipped_at_least}

@@ -1,4 +1,4 @@
-"""The optax chain of a run: hop two, guard, clipping and the optimizer; or local SGD around them."""
+"""The optax chain of a run: the replica all-reduce, guard, clipping and the optimizer; or local SGD around them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from compression.all_reduce import AllReduceMethod, Setup, unless_not_finite
 from compression.exchange import exchange
-from compression.hop_two import HopTwo, Setup, unless_not_finite
 from compression.local_sgd import LocalSGD, drift, streamed
 from compression.methods import method_named
 from compression.statistics import RESIDUAL_NORM, State, statistics
@@ -29,7 +29,7 @@ WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESI
 
 
 def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
-    """Returns hop two and the downstream optimizer, or local SGD around both; for float16 with a scaled loss."""
+    """Returns the replica all-reduce and the optimizer, or local SGD around both; for float16 with loss scaling."""
     chain = _make_chain(config, plan, specs)
     return with_loss_scale(chain, first_scale(config.batch)) if plan.compute_dtype == jnp.float16 else chain
 
@@ -37,14 +37,14 @@ def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
 def _make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
-    method = method_named(compression.hop_two)
-    hop_two, downstream = _hop_two(method, setup), method.downstream(optimizer)
+    method = method_named(compression.all_reduce)
+    all_reduce, downstream = _all_reduce(method, setup), method.downstream(optimizer)
     inner = make_optimizer(downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
     watching = partial(watch, hands_on="update" if method.takes_over else "grad", each=bool(local.inner_steps))
     if not local.inner_steps:
         early = method.early(setup)
-        return Chain(optax.chain(hop_two, inner), early=early and (lambda states: early(states[0])), watch=watching)
-    parts = LocalSGD(hop_two, inner, local, plan.layout.num_replicas)
+        return Chain(optax.chain(all_reduce, inner), early=early and (lambda states: early(states[0])), watch=watching)
+    parts = LocalSGD(all_reduce, inner, local, plan.layout.num_replicas)
     if config.sharding.replicas == "independent":  # they meet outside the step (training/share_rounds.py)
         return Chain(parts.transform_alone, drift=drift, watch=watching, meet=parts.meet)
     early = streamed(method, setup, local) if local.streaming else None
@@ -69,7 +69,7 @@ def cut_of(name: str) -> Cut:
     return getattr(OWN["optimizer"][name], "cut", refuse)
 
 
-def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
+def _all_reduce(method: AllReduceMethod, setup: Setup) -> optax.GradientTransformation:
     """Returns the method's transform, as a run has it; running averages go past one that takes the optimizer's place.
 
     It would give them a momentum. All other methods take their mean as it is, because they are vectors.
@@ -78,25 +78,25 @@ def _hop_two(method: HopTwo, setup: Setup) -> optax.GradientTransformation:
     if not (averages and method.takes_over):
         return method.transform(setup)
     specs, _ = part_averages(setup.specs)
-    hop_two = method.transform(replace(setup, plan=replace(setup.plan, placements=placements), specs=specs))
+    all_reduce = method.transform(replace(setup, plan=replace(setup.plan, placements=placements), specs=specs))
     plain = exchange(replace(setup.plan, placements=averages))
     # around both: a step is skipped for an average that is not finite too
-    return unless_not_finite(beside_averages(hop_two, lambda updates, params: plain.update(updates, State())[0]))
+    return unless_not_finite(beside_averages(all_reduce, lambda updates, params: plain.update(updates, State())[0]))
 
 
 def watch(states: States, *, hands_on: str = "grad", each: bool = False) -> dict[str, jax.Array]:
-    """Returns the logged scalars of the states of hop two and the optimizer; `each`: those of each replica, `[R]`.
+    """Returns logged scalars of the replica all-reduce and the optimizer; `each`: of each replica, `[R]`.
 
-    `hands_on`: what hop two returns, and the guard computes the norm of: `grad` or `update`.
+    `hands_on`: what the replica all-reduce returns, and the guard computes the norm of: `grad` or `update`.
     """
-    hop_two, opt_state = states
+    all_reduce, opt_state = states
     guard = guard_of(opt_state)
     scalars = {
         f"{hands_on}_norm": guard.grad_norm,
         "skipped_in_a_row": guard.skipped_in_a_row,
         "skipped_steps": guard.skipped,
     }
-    return scalars | statistics(hop_two, each=each)
+    return scalars | statistics(all_reduce, each=each)
 
 
 def of_all_replicas(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -164,8 +164,8 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
     """Returns Nesterov's momentum of the hidden matrices of `specs`, orthogonalised and scaled by their shape.
 
     The momentum works element by element, where the shards lie; whole matrices are needed by Newton-Schulz alone. Left
-    to itself XLA spreads its products over all devices, over the replicas too, which takes ten times the bytes of hop
-    two between nodes.
+    to itself XLA spreads its products over all devices, over the replicas too, and sends ten times the bytes of the
+    replica all-reduce between nodes.
     """
     beta = config.momentum
     matrices = [spec for spec in jax.tree.leaves(specs, is_leaf=is_spec) if is_hidden_matrix(spec)]

@@ -21,7 +21,8 @@ Value = str | bool
 OVERLAP: tuple[dict[str, Value], ...] = (
     # places starts early and dones late, by an estimate of what lies between; without it a start stands at its done
     {"xla_gpu_enable_latency_hiding_scheduler": True},
-    # collectives that may be under way at the same time, one without it: a gather need not wait for hop two
+    # collectives that may be under way at the same time, one without it: a gather need not wait for the replica
+    # all-reduce
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
     # the estimate: bytes and a network's numbers, those of ESTIMATE
     {"xla_gpu_enable_analytical_sol_latency_estimator": True},

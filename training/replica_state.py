@@ -15,13 +15,13 @@ from sharding.trees import GradsR, Means, PyTree
 
 def waiting_in(state: TrainState) -> PyTree:
     """Returns what a state has in the place of the gradients that `compression.delayed` lets wait, `[1, ...]`."""
-    return state.hop_two.waiting.tree
+    return state.all_reduce.waiting.tree
 
 
 def with_waiting(state: TrainState, tree: PyTree) -> TrainState:
     """Returns the state with `tree` in the place of those gradients."""
-    hop_two = state.hop_two
-    return replace(state, hop_two=hop_two._replace(waiting=replace(hop_two.waiting, tree=tree)))
+    all_reduce = state.all_reduce
+    return replace(state, all_reduce=all_reduce._replace(waiting=replace(all_reduce.waiting, tree=tree)))
 
 
 def by_waiting(update: Callable[..., tuple[TrainState, Means]]) -> Callable[..., tuple[TrainState, Means]]:

@@ -119,7 +119,7 @@ class Gradients:
     def forms(self) -> list[tuple[int, Payload]]:
         """Of each piece its values, and how they travel; the last has the other gradients, and the means."""
         compression = self._ex.config.compression
-        payload, last = make_payload(compression.hop_two, compression.block), self.flat.size - self.flat.num_coded
+        payload, last = make_payload(compression.all_reduce, compression.block), self.flat.size - self.flat.num_coded
         return [*((stop - start, payload) for start, stop in self.bounds), (last + len(self.means), Float32())]
 
     def begin(self, fail: Callable[[], object]) -> None:

@@ -92,8 +92,8 @@ class Rounds:
             met = {"inner": replace(local.inner, tree=inner_R), "drift": replace(local.drift, tree=drift_R)}
             local = local._replace(step=local.step + self.steps, **met)
             params = plan.constrain(state.params, plan.layout.optimizer)
-            moves, states = meet((state.hop_two, local), params)
-            moved = replace(state, step=state.step + self.steps, hop_two=states[0], opt_state=states[1])
+            moves, states = meet((state.all_reduce, local), params)
+            moved = replace(state, step=state.step + self.steps, all_reduce=states[0], opt_state=states[1])
             moved = replace(moved, params=to_parameter_scope(plan, applied(params, moves)))
             return moved, of_all_replicas(chain.watch(states))
 
@@ -127,7 +127,7 @@ class Rounds:
     def forms(self) -> list[tuple[int, Payload]]:
         """Of each piece its values, and how they travel."""
         compression = self._ex.config.compression
-        payload = make_payload(compression.hop_two, compression.block)
+        payload = make_payload(compression.all_reduce, compression.block)
         each = zip(self._pieces, (payload, state_payload(self._ex.config), Float32()), strict=True)
         return [(stop - start, form) for bounds, form in each for start, stop in bounds]
 
@@ -189,7 +189,7 @@ def state_payload(config: Config) -> Payload:
     left = max(optimizer.momentum, optimizer.b1, optimizer.b2) ** config.local_sgd.inner_steps
     # adafactor's decay nears 1 as the run goes on; of a registered optimizer it is not known
     is_slow = 1 - left < LEAST_FALL or optimizer.name in ("adafactor", *OWN["optimizer"])
-    is_exact = compression.hop_two == "none" or is_slow
+    is_exact = compression.all_reduce == "none" or is_slow
     return make_payload("none" if is_exact else "bf16", compression.block)
 
 

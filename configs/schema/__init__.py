@@ -48,6 +48,12 @@ from configs.schema.sections import (
 
 GONE = ("compression.threshold", "compression.sampled")  # keys of older versions, each of a method that has gone too
 
+RENAMED = {  # keys of older versions, and their names today
+    "compression.hop_two": "compression.all_reduce",
+    **{f"compression.hop_one_{level}": f"compression.reduce_scatter_{level}" for level in ("inter", "intra")},
+    **{f"compression.gather_{level}": f"compression.all_gather_{level}" for level in ("inter", "intra")},
+}
+
 BEFORE = {"data.add_bos": "never"}  # what versions without these keys did, where that is not the default
 
 
@@ -107,15 +113,17 @@ class Config(Section):
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "
                 f"set optimizer.warmup_steps={self.num_steps} at most"
             )
-        local, hop_two, warmup_steps = self.local_sgd, self.compression.hop_two, self.compression.warmup_steps
+        local, all_reduce, warmup_steps = self.local_sgd, self.compression.all_reduce, self.compression.warmup_steps
         inner_steps = local.inner_steps
-        if hop_two in USERS["warmup_steps"] and warmup_steps >= (meetings := -(-self.num_steps // (inner_steps or 1))):
+        if all_reduce in USERS["warmup_steps"] and warmup_steps >= (
+            meetings := -(-self.num_steps // (inner_steps or 1))
+        ):
             most = f"num_steps={self.num_steps}"
             if inner_steps:  # the longest interval, if they are chosen
                 most = f"{meetings}, the meetings in {most} with one every {inner_steps} steps"
             raise ValueError(
                 f"compression.warmup_steps={warmup_steps} must be less than {most}: the warm-up of "
-                f"compression.hop_two={hop_two} would never end"
+                f"compression.all_reduce={all_reduce} would never end"
             )
         if local.target_utilisation and 0 < inner_steps <= LEAST_INTERVAL:
             raise ValueError(
@@ -224,6 +232,8 @@ def _of_model(names: Iterable[str]) -> set[str]:
 
 def unknown_key(name: str, kind: str) -> str:
     """Returns what is wrong with a key that model.kind=`kind` does not have: others may have it."""
+    if name in RENAMED:
+        return f"{name} is not a key any more; it is {RENAMED[name]} now"
     others = [other for other in model_sections() if name in known_keys(other)]
     if kind not in model_sections() or not others:
         return f"{name} is not a key; the nearest is {nearest(name, [*known_keys(kind)])}"
@@ -256,11 +266,11 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
 
 
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config, nested, without GONE, with keys that its version lacked: as in BEFORE, or the default.
+    """Returns a saved config, nested, in today's keys: without GONE, RENAMED, and the rest as in BEFORE or the default.
 
     ValueError if it is not a config.
     """
-    kept = {name: value for name, value in flat(saved).items() if name not in GONE}
+    kept = {RENAMED.get(name, name): value for name, value in flat(saved).items() if name not in GONE}
     try:
         return nested(flat(defaults(str(saved["model"]["kind"]))) | BEFORE | kept)
     except (KeyError, TypeError) as error:

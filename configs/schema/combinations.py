@@ -2,8 +2,8 @@
 
     refuse(values)  # ValueError in one line for the first pair of RULES that a config has
 
-A feature is read from keys of the config, and from facts that only devices, model and method of hop two tell. Without
-those, `Config` refuses what its keys alone show; `training.experiment.make_experiment` refuses the rest.
+A feature is read from keys of the config, and from facts that only devices, model and method of the replica all-reduce
+tell. Without those, `Config` refuses what its keys alone show; `training.experiment.make_experiment` refuses the rest.
 """
 
 import re
@@ -30,14 +30,14 @@ from configs.schema.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What devices, model and method of hop two say about a config, by the names that features read."""
+    """What devices, model and method of the replica all-reduce say about a config, by the names that features read."""
 
-    has_replicas: bool  # hop two has several gradients to average
+    has_replicas: bool  # the replica all-reduce has several gradients to average
     replicas_share_rows: bool  # devices that share rows are replicas of each other
     parameters_are_cut: bool
     in_one_scope: bool  # parameters, gradients and optimizer state
     optimizer_like_gradients: bool  # those two in one scope
-    takes_over: str | None  # the optimizer that the method of hop two replaces
+    takes_over: str | None  # the optimizer that the method of the replica all-reduce replaces
     goes_by_group: bool  # the method needs no more than the gradients of one layer, or a piece of them
     model_splits: bool  # the model names dims for mesh.tensor
     model_has_experts: bool
@@ -79,10 +79,10 @@ def _changed(section: type[Section], name: str) -> Feature:
     return _other_than(f"{section.SECTION}.{name}", getattr(section, name))
 
 
-def _hop_two(shown: str, has: Callable[..., bool], instead: str, *facts: str) -> Feature:
-    """Returns the feature of some methods of hop two, by their names and facts."""
+def _all_reduce(shown: str, has: Callable[..., bool], instead: str, *facts: str) -> Feature:
+    """Returns the feature of some methods of the replica all-reduce, by their names and facts."""
     return Feature(
-        keys=("compression.hop_two", *facts), has=has, shown=shown, instead=f"set compression.hop_two={instead}"
+        keys=("compression.all_reduce", *facts), has=has, shown=shown, instead=f"set compression.all_reduce={instead}"
     )
 
 
@@ -92,13 +92,13 @@ def _any_of(names: Sequence[str], mark: str = "") -> str:
 
 
 def _no_user(name: str) -> Feature:
-    """Returns the feature that hop two does not read a key of `compression`, and nothing of one's own may read it."""
+    """Returns the feature that neither the replica all-reduce nor a registered method reads a key of `compression`."""
     users = USERS[name]
     return Feature(
-        keys=("compression.hop_two", *CODED),
-        has=lambda *chosen: chosen[0] not in users and {*chosen}.isdisjoint({*OWN["codec"], *OWN["hop_two"]}),
-        shown=f"hop two by another method than {_any_of(users, '`')}",
-        instead=f"set compression.hop_two={_any_of(users)}",
+        keys=("compression.all_reduce", *CODED),
+        has=lambda *chosen: chosen[0] not in users and {*chosen}.isdisjoint({*OWN["codec"], *OWN["all_reduce"]}),
+        shown=f"a replica all-reduce by another method than {_any_of(users, '`')}",
+        instead=f"set compression.all_reduce={_any_of(users)}",
     )
 
 
@@ -122,8 +122,8 @@ SECTIONS = {
     )
 }
 LEVELS = {"inter": "between nodes", "intra": "inside nodes only"}
-HOPS = {"gather": "gathers", "hop_one": "hop one", "experts": "tokens sent to experts"}
-CODED = tuple(f"compression.{hop}_{level}" for hop in HOPS for level in LEVELS)
+COLLECTIVES = {"all_gather": "gathers", "reduce_scatter": "group reduce-scatter", "experts": "tokens sent to experts"}
+CODED = tuple(f"compression.{name}_{level}" for name in COLLECTIVES for level in LEVELS)
 FEATURES: dict[str, Feature] = {
     "independent": _of("sharding.replicas", "independent", "one_world"),
     "shares": _other_than("sharding.shares", 0, "`sharding.shares` above 0"),
@@ -131,18 +131,18 @@ FEATURES: dict[str, Feature] = {
     "float16": _of("model.compute_dtype", "float16", "float32 or bfloat16"),
     "batch norm": _of("model.norm", "batch", "group"),
     "residuals": Feature(
-        keys=("compression.hop_two", "compression.error_feedback"),
+        keys=("compression.all_reduce", "compression.error_feedback"),
         has=lambda name, keeps: keeps and name not in ("none", *METHODS),
-        shown="`compression.error_feedback` of a codec of hop two",
+        shown="`compression.error_feedback` of a codec of the replica all-reduce",
         said="compression.error_feedback=True (the default)",
         instead="set compression.error_feedback=False",
     ),
     "no feedback": _of("compression.error_feedback", False, True),
-    "keeping method": _hop_two(
+    "keeping method": _all_reduce(
         "`power_sgd`, `one_bit_adam`, `sparse_loco` or `demo`", lambda name: name in METHODS, "none or a codec"
     ),
-    "other payload": _hop_two(
-        "hop two by another method than `none`, `bf16`, `int8` and `int4`",
+    "other payload": _all_reduce(
+        "a replica all-reduce by another method than `none`, `bf16`, `int8` and `int4`",
         lambda name: name not in CODECS,
         "none, bf16, int8 or int4",
     ),
@@ -187,16 +187,16 @@ FEATURES: dict[str, Feature] = {
     "utilisation": _other_than("local_sgd.target_utilisation", 0, "`local_sgd.target_utilisation` above 0"),
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
-    "one_bit_adam": _of("compression.hop_two", "one_bit_adam", "none"),
-    "demo": _of("compression.hop_two", "demo", "none or a codec"),
-    "sparse_loco": _of("compression.hop_two", "sparse_loco", "none or a codec"),
+    "one_bit_adam": _of("compression.all_reduce", "one_bit_adam", "none"),
+    "demo": _of("compression.all_reduce", "demo", "none or a codec"),
+    "sparse_loco": _of("compression.all_reduce", "sparse_loco", "none or a codec"),
     "outer momentum": _other_than("local_sgd.outer_momentum", 0.0),
     "outer step's rate": _changed(LocalSGDConfig, "outer_learning_rate"),
     "outer step's momentum": _changed(LocalSGDConfig, "outer_momentum"),
-    "replacing method": _hop_two(
+    "replacing method": _all_reduce(
         "`demo` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
     ),
-    "whole method": _hop_two(
+    "whole method": _all_reduce(
         "`power_sgd`, `demo` or `one_bit_adam`",
         lambda _, by_group: not by_group,
         "none or a codec",
@@ -208,7 +208,7 @@ FEATURES: dict[str, Feature] = {
         shown="another optimizer than `sgd` for `demo`, `adamw` for `one_bit_adam`",
         instead="set optimizer.name={takes_over}",
     ),
-    "compressed": _other_than("compression.hop_two", "none"),
+    "compressed": _other_than("compression.all_reduce", "none"),
     "shared rows": _where(
         "replicas_share_rows",
         True,
@@ -242,7 +242,9 @@ FEATURES: dict[str, Feature] = {
 for _name in USERS:
     FEATURES |= {_name: _changed(CompressionConfig, _name), f"no {_name}": _no_user(_name)}
 for _key in CODED:
-    FEATURES[_key.partition(".")[2]] = _other_than(_key, "none", "a codec of gathers, of hop one or of tokens")
+    FEATURES[_key.partition(".")[2]] = _other_than(
+        _key, "none", "a codec of gathers, of the group reduce-scatter or of tokens"
+    )
 
 
 @dataclass(frozen=True)
@@ -280,13 +282,13 @@ def _may_change(fix: str) -> bool:
 
 
 CHOSEN = "XLA chooses the collectives"
-NO_HOP_TWO = "there is no replica all-reduce once a step"
+NO_ALL_REDUCE = "there is no replica all-reduce once a step"
 UNUSED = "then nothing uses it"
 RULES: tuple[Rule, ...] = (
     Rule("independent", "stages", "each replica is a program of its own"),
     Rule("independent", "tensor", "jax takes callbacks only in programs without automatic axes"),
     Rule("independent", "auto", CHOSEN),
-    Rule("independent", "one hop", "hop two is not in the program"),
+    Rule("independent", "one hop", "the replica all-reduce is not in the program"),
     Rule("independent", "streaming", "replicas meet between their programs"),
     Rule("independent", "utilisation", "each replica would choose an interval by its own step times"),
     Rule("independent", "float16", "its scale would depend on what the others found"),
@@ -306,12 +308,15 @@ RULES: tuple[Rule, ...] = (
     Rule("auto", "compressed", CHOSEN),
     Rule("auto", "delayed", CHOSEN),
     Rule("auto", "local SGD", CHOSEN),
-    *(Rule("auto", f"{hop}_{level}", CHOSEN) for hop in ("gather", "hop_one") for level in LEVELS),
-    Rule("one hop", "compressed", NO_HOP_TWO),
-    Rule("one hop", "delayed", NO_HOP_TWO),
-    Rule("one hop", "local SGD", NO_HOP_TWO),
-    *(Rule("one hop", f"hop_one_{level}", "gradients are all-reduced, not reduce-scattered") for level in LEVELS),
-    Rule("node gather", "one hop", "it splits hop one into two levels"),
+    *(Rule("auto", f"{name}_{level}", CHOSEN) for name in ("all_gather", "reduce_scatter") for level in LEVELS),
+    Rule("one hop", "compressed", NO_ALL_REDUCE),
+    Rule("one hop", "delayed", NO_ALL_REDUCE),
+    Rule("one hop", "local SGD", NO_ALL_REDUCE),
+    *(
+        Rule("one hop", f"reduce_scatter_{level}", "gradients are all-reduced, not reduce-scattered")
+        for level in LEVELS
+    ),
+    Rule("node gather", "one hop", "it splits the group reduce-scatter into two levels"),
     Rule("layer gather", "no remat", "the backward pass would keep every gathered layer"),
     Rule("overlap", "stages", "the stages' loops over layers are not pipelined"),
     Rule("overlap", "auto", CHOSEN),
@@ -319,7 +324,7 @@ RULES: tuple[Rule, ...] = (
     Rule("overlap", "other remat", "the pipelined backward pass computes each layer again from its input"),
     Rule("stages", "auto", "the schedule is not XLA's to choose"),
     Rule("stages", "one hop", "every tick of the pipeline would all-reduce, idle ones too"),
-    Rule("stages", "delayed", "hop two begins when the pipeline is empty"),
+    Rule("stages", "delayed", "the replica all-reduce begins when the pipeline is empty"),
     Rule("stages", "streaming", "no micro-step of one layer after the other is there for a part to travel next to"),
     Rule("stages", "sample", "sampling runs all layers on every device"),
     Rule("stages", "no pieces", "stages train the loss alone, and cut that stack"),

@@ -2,5 +2,5 @@
 
 from typing import Any
 
-TOPICS = ("model", "source", "tokenizer", "codec", "hop_two", "strategy", "optimizer", "schedule")
+TOPICS = ("model", "source", "tokenizer", "codec", "all_reduce", "strategy", "optimizer", "schedule")
 OWN: dict[str, dict[str, Any]] = {topic: {} for topic in TOPICS}

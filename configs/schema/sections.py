@@ -9,15 +9,15 @@ from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
 SPARSE = ("sparse_loco", "demo")
-USERS = {  # of keys of `compression` that hop two alone reads: the values of hop_two that use them
+USERS = {  # of keys of `compression` that replica all-reduce alone reads: the values of all_reduce that use them
     "warmup_steps": ("one_bit_adam", "power_sgd"),
     "rounding": ("int8", "int4"),
     "sparsity": SPARSE,
     "feedback_decay": SPARSE,
     "rank": ("power_sgd",),
 }
-METHODS = ("one_bit_adam", "power_sgd", "sparse_loco", "demo")  # values of hop_two that are no codecs
-HOP_TWO = (*CODECS, "statistical", *METHODS)
+METHODS = ("one_bit_adam", "power_sgd", "sparse_loco", "demo")  # values of all_reduce that are no codecs
+ALL_REDUCE = (*CODECS, "statistical", *METHODS)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
 
@@ -69,7 +69,7 @@ class ShardingConfig(Section, name="sharding", resumable=True):
     gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
     overlap: str = key(
         "auto",
-        "overlap gathers, hop one and hop two with compute; auto: where they can be",
+        "overlap gathers, the group reduce-scatter and the replica all-reduce with compute; auto: where they can be",
         choices=("auto", "on", "off"),
     )
     replicas: str = key(
@@ -85,7 +85,7 @@ class ShardingConfig(Section, name="sharding", resumable=True):
     )
     reduce_dtype: str = key(
         "compute",
-        "dtype of hop one's sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
+        "dtype of the group reduce-scatter's sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
         choices=("compute", "float32"),
     )
     partitioner: str = key(
@@ -124,22 +124,22 @@ def _codec(name: str, of: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Section, name="compression"):
-    """The method of hop two, and the codecs of the gathers and of hop one."""
+    """The method of the replica all-reduce, and the codecs of the gathers and of the group reduce-scatter."""
 
-    hop_two: str = key(
+    all_reduce: str = key(
         "none",
-        f"method for gradients between replicas{_free('hop_two', HOP_TWO)}",
-        choices=HOP_TWO,
-        topics=("hop_two", "codec"),
+        f"method for gradients between replicas{_free('all_reduce', ALL_REDUCE)}",
+        choices=ALL_REDUCE,
+        topics=("all_reduce", "codec"),
     )
-    gather_inter: str = _codec("gather_inter", "parameters gathered between nodes")
-    gather_intra: str = _codec("gather_intra", "parameters gathered inside a node")
-    hop_one_inter: str = _codec("hop_one_inter", "gradients reduce-scattered between nodes")
-    hop_one_intra: str = _codec("hop_one_intra", "gradients reduce-scattered inside a node")
+    all_gather_inter: str = _codec("all_gather_inter", "parameters gathered between nodes")
+    all_gather_intra: str = _codec("all_gather_intra", "parameters gathered inside a node")
+    reduce_scatter_inter: str = _codec("reduce_scatter_inter", "gradients reduce-scattered between nodes")
+    reduce_scatter_intra: str = _codec("reduce_scatter_intra", "gradients reduce-scattered inside a node")
     experts_inter: str = _codec("experts_inter", "tokens sent to experts between nodes, and of their gradients")
     experts_intra: str = _codec("experts_intra", "tokens sent to experts inside a node")
     block: int = key(1024, "int8, int4, one_bit_adam, statistical: values per scale; a multiple of 8", unit="values")
-    rounding: str = key("nearest", "int8, int4: rounding in hop two", choices=("nearest", "stochastic"))
+    rounding: str = key("nearest", "int8, int4: rounding in the replica all-reduce", choices=("nearest", "stochastic"))
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
     sparsity: float = key(0.999, "sparse_loco, demo: share of values that are not sent", above=0, below=1)
     feedback_decay: float = key(0.95, "sparse_loco, demo: what was not sent is multiplied by it", least=0, most=1)
@@ -150,9 +150,7 @@ class CompressionConfig(Section, name="compression"):
         unit="steps",
     )
     rank: int = key(2, "power_sgd: rank of the factors; of small matrices less, so that they send half", least=1)
-    delayed: bool = key(
-        False, f"hop two exchanges the previous step's gradients during the compute{which_are_free(DELAYED)}"
-    )
+    delayed: bool = key(False, f"exchange the previous step's gradients during the compute{which_are_free(DELAYED)}")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,11 +1,11 @@
-"""Codecs of hop two against the link rate: the slower the network, the more a smaller hop two saves.
+"""Codecs of the replica all-reduce against the link rate: the slower the network, the more a codec saves.
 
     python sweep.py --config=configs/sweeps/codecs_by_rate.py
 
 Hardware: any machine with 2 CPU cores, and root or user namespaces for the emulated cluster (docs/emulation.md).
-Expected: 12 minutes. Hop two sends 4 times fewer bytes with int8 and 8 times fewer with int4 than with none, which
-shortens steps the more, the slower the link is (docs/compression_accuracy.md has steps at 100 Mbit/s). Ten steps say
-nothing about accuracy.
+Expected: 12 minutes. The replica all-reduce sends 4 times fewer bytes with int8 and 8 times fewer with int4 than with
+none, which shortens steps the more, the slower the link is (docs/compression_accuracy.md has steps at 100 Mbit/s). Ten
+steps say nothing about accuracy.
 """
 
 from collections.abc import Iterable
@@ -30,4 +30,4 @@ def get_config() -> ConfigDict:
 
 def sweep_codec() -> Iterable[Overrides]:
     """From the widest to the narrowest."""
-    return over("compression.hop_two", ("none", "bf16", "int8", "int4", "statistical"))
+    return over("compression.all_reduce", ("none", "bf16", "int8", "int4", "statistical"))

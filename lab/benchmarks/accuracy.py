@@ -23,7 +23,7 @@ RUNS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_te
 TASKS: dict[str, Any] = RUNS["tasks"]
 REPLICAS = RUNS["replicas"]["mesh.num_cpu_devices"]
 WARM_UP = "compression.warmup_steps"
-KEPT = {"loss", "skipped_steps", "hop_two_ratio", "hop_two_fraction_sent", "residual_norm"}
+KEPT = {"loss", "skipped_steps", "all_reduce_ratio", "all_reduce_fraction_sent", "residual_norm"}
 KEPT |= {f"validation_{name}" for name in ("loss", "accuracy", "bits_per_byte")}
 
 
@@ -37,9 +37,9 @@ class Method:
 
     def times_smaller(self, ratio: float) -> float:
         """Returns f32 bytes over the bytes sent, from the `ratio` of a step; over the run, without DGC's warm-up."""
-        if "compression.gather_inter" in self.overrides:
+        if "compression.all_gather_inter" in self.overrides:
             return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
-        match self.overrides.get("compression.hop_two", "none"):
+        match self.overrides.get("compression.all_reduce", "none"):
             case "one_bit_adam" | "power_sgd":  # the warm-up sends f32
                 warm_up = self.overrides.get(WARM_UP, 0) / self.steps
                 smaller = 1 / (warm_up + (1 - warm_up) / ratio)
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in seeds
         for task in tasks
         for name, method in methods(task).items()
-        if method.overrides.get("compression.hop_two") not in GONE
+        if method.overrides.get("compression.all_reduce") not in GONE
     ]
     return run_missing(RESULTS, keys, measured)
 
 
 def measured(key: Key) -> dict[str, Any]:
-    """Trains a run to its end; returns the last validation and hop two's metrics."""
+    """Trains a run to its end; returns the last validation and all-reduce's metrics."""
     task, overrides = TASKS[key["task"]], methods(key["task"])[key["method"]].overrides
     run = train("accuracy", task["config"], RUNS["replicas"] | task["keys"] | {"seed": key["seed"]} | overrides)
     last = run.files.rows[-1]

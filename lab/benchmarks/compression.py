@@ -1,4 +1,4 @@
-"""Measures steps with each codec of hop two: their time and bytes on slow links.
+"""Measures steps with each codec of all-reduce: their time and bytes on slow links.
 
     python -m lab.benchmarks.compression [--rates=100mbit,1gbit] [--repetitions=3]
 
@@ -54,7 +54,7 @@ def measured(key: Key) -> dict[str, Any]:
 
 def keys_of(name: str) -> dict[str, Any]:
     """Returns the keys of the config of a step with a codec, with the optimizer that it needs."""
-    keys = {"compression.hop_two": name, "batch.global_size": NODES * DEVICES}
+    keys = {"compression.all_reduce": name, "batch.global_size": NODES * DEVICES}
     keys |= {"compression.sparsity": SPARSITY} if name in USERS["sparsity"] else {}
     optimizer = method_named(name).takes_over  # otherwise AdamW
     return keys | ({"optimizer.name": optimizer} if optimizer else {})

@@ -92,7 +92,7 @@ def of_local_steps(records: Records) -> Iterator[Row]:
     for line in lines:
         if line["dense"] or line.get("state"):  # of independent replicas
             continue
-        codec = {"compression.hop_two": line["codec"]} if line["codec"] != "none" else {}
+        codec = {"compression.all_reduce": line["codec"]} if line["codec"] != "none" else {}
         codec |= {"compression.sparsity": 1 - line["density"]} if "density" in line else {}
         local = {INNER_STEPS: line["inner_steps"]}
         local |= dict(zip(OUTER_STEP, (line["rate"], line["momentum"]), strict=True))
@@ -160,7 +160,7 @@ def steps_over_dense(curves: Mapping[int, Any], targets: Mapping[int, Any]) -> f
 def free(records: Records) -> str:
     """Returns a row per method: the lowest and highest mean over the dense runs, by task, and whether it is free."""
     found, words = by_method(read(text(records))), {True: "yes", False: "no", None: "not known"}
-    about = {f"compression.hop_two={name}": " (removed)" for name in GONE} | {INNER_STEPS: ", any codec"}
+    about = {f"compression.all_reduce={name}": " (removed)" for name in GONE} | {INNER_STEPS: ", any codec"}
     cells = [
         [
             f"`{method}`{about.get(method.split()[0], '')}",
@@ -196,7 +196,7 @@ def points(records: Records, task: str) -> list[Point]:
     found = []
     for name, method in accuracy.methods(task).items():
         if lines := records.lines("accuracy", task=task, method=name):
-            smaller = method.times_smaller(lines[-1].get("hop_two_ratio", 1.0))
+            smaller = method.times_smaller(lines[-1].get("all_reduce_ratio", 1.0))
             last = {line["seed"]: line["validation_loss"] for line in lines}
             found.append(Point(name=on_pages(name), times_smaller=smaller, losses=last))
     for line in _of_task(records, dense=False) if task == "text" else []:

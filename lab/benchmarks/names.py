@@ -106,7 +106,7 @@ def link_bytes(name: str, cluster: Cluster, *, model_bytes: float, accum: int) -
         return moved + accum * all_reduce(1)
     moved += accum * (one_way(parameters) + (one_way(gradients, parameters) if gradients > parameters else 0.0))
     if optimizer > gradients:
-        moved += one_way(optimizer, gradients)  # hop two
+        moved += one_way(optimizer, gradients)  # all-reduce
     if optimizer > parameters:
         moved += one_way(optimizer, parameters)  # the updated parameters
     return moved + all_reduce(optimizer)

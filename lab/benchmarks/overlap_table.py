@@ -71,7 +71,10 @@ def measured(key: Key) -> dict[str, Any]:
     timeline, slow = (replayed(step, rate_bits, tflops) for tflops in PRODUCTS_TFLOPS)
     seconds = {"compute_s": timeline.compute_s, "step_s": timeline.step_s}
     seconds |= {"slow_compute_s": slow.compute_s, "slow_step_s": slow.step_s}
-    for name, labels in (("hop_two", ["hop_two"]), ("gathers_hop_one", ["gather", "hop_one"])):
+    for name, labels in (
+        ("all_reduce", ["replica_all_reduce"]),
+        ("gathers_reduce_scatter", ["gather", "group_reduce_scatter"]),
+    ):
         use = timeline.use(*labels)
         seconds |= {f"{name}_s": use.busy_s, f"{name}_exposed_s": use.exposed_s}
     return {
@@ -97,7 +100,7 @@ def table(lines: Sequence[Line]) -> str:
     """Returns the rows of the page: steps with overlap, and how long they are and what they hold without."""
     found = {(line["case"], line["overlap"], line["rate"]): line for line in lines}
     planner, slow = (f"exposed, {tflops} TFLOP/s" for tflops in PRODUCTS_TFLOPS)
-    heads = ["step", "link, Gbit/s", "compute", "hop two", "gathers, hop one", "step (off)", planner, slow]
+    heads = ["step", "link, Gbit/s", "compute", "all-reduce", "gathers, reduce-scatter", "step (off)", planner, slow]
     shown = [(case, rate) for case, about in CASES.items() if (rate := about["on_page"])]
     return markdown(
         [*heads, "temporaries (off)"], [row(found[case, True, rate], found[case, False, rate]) for case, rate in shown]
@@ -106,7 +109,9 @@ def table(lines: Sequence[Line]) -> str:
 
 def row(on: Mapping[str, Any], off: Mapping[str, Any]) -> list[str]:
     """Returns the row of a step with overlap, and without."""
-    hops = [f"{on[f'{name}_s']:.2f} ({on[f'{name}_exposed_s']:.2f})" for name in ("hop_two", "gathers_hop_one")]
+    hops = [
+        f"{on[f'{name}_s']:.2f} ({on[f'{name}_exposed_s']:.2f})" for name in ("all_reduce", "gathers_reduce_scatter")
+    ]
     shares = [1 - on[f"{speed}compute_s"] / on[f"{speed}step_s"] for speed in ("", "slow_")]
     cells = [on["case"], on["rate"].removesuffix("gbit"), f"{on['compute_s']:.2f}", *hops]
     cells += [f"{on['step_s']:.2f} ({off['step_s']:.2f})", *(f"{100 * share:.1f} %" for share in shares)]

@@ -49,7 +49,7 @@ WORDS = {
     "curves": [
         PAPER,
         *(f"--config.{key}={value}" for key, value in MODEL.items()),
-        *("--nodes=1,8,64,512", f"--strategy={STRATEGIES},zero3+gather_inter=int8+hop_one_inter=int8"),
+        *("--nodes=1,8,64,512", f"--strategy={STRATEGIES},zero3+all_gather_inter=int8+reduce_scatter_inter=int8"),
         "--xla_flags=--xla_disable_hlo_passes=triton-softmax-rewriter",
     ],
     "adapters": [*ADAPTERS, "--strategy=hsdp,zero3"],

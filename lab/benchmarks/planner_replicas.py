@@ -63,12 +63,12 @@ def predicted(run: Line) -> dict[str, float]:
             "sending_s": found.sending_s,
             "exposed_s": found.sending_s - found.hidden_s,
         }
-    hop_two, said = step.timeline().use("hop_two"), step.prediction()
+    all_reduce, said = step.timeline().use("replica_all_reduce"), step.prediction()
     return {
         "predicted_s": said.step_s,
         "predicted_bytes": said.inter_bytes * DEVICES,
-        "sending_s": hop_two.busy_s,
-        "exposed_s": hop_two.exposed_s,
+        "sending_s": all_reduce.busy_s,
+        "exposed_s": all_reduce.exposed_s,
     }
 
 

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         repetitions=(1, "of each run; random events are others in each"),
         random=(0, "as many random events, in place of the cost of some"),
-        codecs=("none,bf16,int8", "of hop two, with random events"),
+        codecs=("none,bf16,int8", "of all-reduce, with random events"),
         minutes=(0, "of events that come and go, in place of the cost of some"),
         trace=(EVENT_A_MINUTE, f"one of {', '.join(map(repr, APART))}, or a CSV of seconds,nodes"),
     )
@@ -103,7 +103,7 @@ def planned(options: Namespace) -> list[Key]:
 def measured(key: Key) -> dict[str, Any]:
     """Does a run; returns what its line says. FailedRunError if it failed."""
     workdir, load = WORKDIR / "replica_events", os.getloadavg()[0]
-    sizes = {"compression.hop_two": key.get("codec", "bf16"), "data.seq_len": 64}
+    sizes = {"compression.all_reduce": key.get("codec", "bf16"), "data.seq_len": 64}
     if key["mode"] == GOODPUT:
         run = Run(workdir / "goodput", "configs/elastic.py", sizes | {"checkpoint.every": 20})
         with run.emulated(NODES):
@@ -115,7 +115,7 @@ def measured(key: Key) -> dict[str, Any]:
             happened, found = costs(run)
         about = {"load": load, "nodes": NODES, "rate": RATE, "step_times_s": found, "happened": happened}
         return about | {"seen": run.seen, "command": shown(run.command)}
-    overrides = {"compression.hop_two": key["codec"], "elastic.silence_s": SILENCE_S, "checkpoint.every": 20}
+    overrides = {"compression.all_reduce": key["codec"], "elastic.silence_s": SILENCE_S, "checkpoint.every": 20}
     run = Run(workdir / "random", "configs/elastic.py:tiny", overrides)
     chance = random.Random(f"{key['codec']} {key['repetition']}")
     with run.emulated(NODES, IDLE):
@@ -421,7 +421,7 @@ def random_table(lines: Sequence[Line]) -> str:
             sums = [sum(line[name] for line in of) for name in ("events", "replicas", "losses", "differ")]
             alone = sum(line["counts"].get(ENDED, 0) for line in of)
             rows.append([f"`{codec}`", str(len(of)), *map(str, sums), str(alone)])
-    return markdown(["hop two", "runs", "events", "replicas", "losses compared", "other bits", ENDED], rows)
+    return markdown(["all-reduce", "runs", "events", "replicas", "losses compared", "other bits", ENDED], rows)
 
 
 def picture(lines: Sequence[Line]) -> Figure:

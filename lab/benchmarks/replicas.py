@@ -51,7 +51,7 @@ OURS = tuple(f"{kind} {codec}" for codec in ("none", "bf16", "int8") for kind in
 # products with weights are stored, as PyTorch's `dots` does
 OURS += tuple(f"independent {codec} dots" for codec in ("none", "bf16", "int8", "int4"))
 OURS += tuple(f"independent {codec} dots delayed" for codec in ("bf16", "int8"))
-ALONE = "independent none dots alone"  # compute without hop two: each node a run that knows of no other
+ALONE = "independent none dots alone"  # compute without all-reduce: each node a run that knows of no other
 OURS += (ALONE,)
 # as many shares as replicas: with four micro-steps a codec's bytes are fewer than the sum's of four shares
 OURS += tuple(f"independent {codec} dots one_share" for codec in ("bf16", "int8"))
@@ -130,7 +130,7 @@ def keys_of(key: Key) -> dict[str, Any]:
     kind, codec = (run := key["run"]).split()[:2]
     return {
         "batch.global_size": 2 * MICRO_STEPS[key["mode"]] * (1 if run == ALONE else NODES),
-        "compression.hop_two": codec,
+        "compression.all_reduce": codec,
         "model.remat": remat_of(run),
         "compression.error_feedback": False,
         "compression.delayed": "delayed" in run,

@@ -11,7 +11,7 @@ from launch.emulate.links import Links
 COMPUTE = "compute only"  # the same rows on the same devices in one process: no network, no sharding
 PEER = "pytorch"  # mode of the comparison with PyTorch, and first word of PyTorch's strategies
 SCALE_MODEL = "scale_model"
-DENSE = "none"  # hop two without a codec
+DENSE = "none"  # all-reduce without a codec
 
 
 def ours_of(lines: Sequence[Line]) -> list[Line]:

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from lab.benchmarks import (
     accuracy,
+    all_reduce,
     elastic,
     gpu,
-    hop_two,
     losses,
     overlap_table,
     planner_gpu,
@@ -165,7 +165,7 @@ def codec_accuracy(task: str, lines: Sequence[Line]) -> str:
     for name, method in methods.items():
         if not runs[name] or not runs[method.against]:
             continue
-        smaller = method.times_smaller(runs[name][-1].get("hop_two_ratio", 1.0))
+        smaller = method.times_smaller(runs[name][-1].get("all_reduce_ratio", 1.0))
         cells = [on_pages(name), in_times(smaller), spread([line["validation_loss"] for line in runs[name]], ".3f")]
         cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
         pairs = paired(runs[name], runs[method.against])
@@ -365,7 +365,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         **{f"step times at {rate}": lambda rate=rate: step_times(ours, rate) for rate in rates_of(ours)},
         "the scale model": lambda: scale_model(records.lines("strategies", mode=SCALE_MODEL)),
         "PyTorch": lambda: pytorch(records.lines("strategies", mode=PEER)),
-        "times of hop two": lambda: hop_two.table(records.lines("hop_two"), steps),
+        "times of all-reduce": lambda: all_reduce.table(records.lines("all_reduce"), steps),
         **{
             f"steps with codecs at {rate}": lambda rate=rate: codec_steps([x for x in steps if x["rate"] == rate])
             for rate in rates_of(steps)

@@ -38,7 +38,7 @@ FIXED = (2, 10, 20, MOST)  # the last as if they never met
 PARTS = (("200mbit", 100), ("10mbit", 200), ("200mbit", 100))  # steps
 STEPS = sum(steps for _, steps in PARTS)
 KEYS = TASK | METHODS["Muon, DiLoCo, 10 steps, momentum 0.6, int4"].keys
-KEYS |= {"compression.hop_two": "statistical", "num_steps": STEPS, "eval.every": 0}
+KEYS |= {"compression.all_reduce": "statistical", "num_steps": STEPS, "eval.every": 0}
 
 
 @program

@@ -25,7 +25,7 @@ def _newest(records: Records, kind: str, codec: str) -> Line:
 
 
 def _on_wire(records: Records, codec: str) -> float:
-    """Returns how many times fewer bytes a node sends with a codec of hop two, on the wire."""
+    """Returns how many times fewer bytes a node sends with a codec of all-reduce, on the wire."""
     dense, coded = (_newest(records, "step", name)["wire_tx_bytes"] for name in ("none", codec))
     return dense / coded
 
@@ -67,12 +67,14 @@ def ratios(records: Records) -> Comparison:
 
 
 def power_sgd(records: Records) -> Comparison:
-    """Returns MiB that a device hands to hop two in an epoch of ResNet-18, and the size of ResNet-50's gradients."""
+    """Returns MiB that a device hands to all-reduce in an epoch of ResNet-18, and the size of ResNet-50's gradients."""
 
     def ours(one: Published) -> float:
         found = step(records, one.ours)
-        hop_two = sum(c["payload_bytes"] * c["times"] for c in found.collectives if c["name"] == "hop two")
-        return EPOCH_STEPS * (found.model_bytes if one.system == "SGD" else hop_two) / MIB
+        all_reduce = sum(
+            c["payload_bytes"] * c["times"] for c in found.collectives if c["name"] == "replica-all-reduce"
+        )
+        return EPOCH_STEPS * (found.model_bytes if one.system == "SGD" else all_reduce) / MIB
 
     cells = compared("PowerSGD", "data an epoch", ours, row="{case}, {system}")
     whole = PARAMETER_BYTES * records.line("compiled", kind="state", name="ResNet-50")["num_params"] / MIB

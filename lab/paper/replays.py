@@ -132,7 +132,7 @@ def of_line(line: Line) -> Replay:
 def one_hop_s(replay: Replay) -> float:
     """Returns the step if each micro-step all-reduced all gradients in buckets, DeepSpeed's default (MiCS, 3.4)."""
     buckets_s = replay.accumulation * replay.num_params / BUCKET * replay.bucket_s
-    return replay.deepspeed_s - replay.network("busy_s", "hop_one", "hop_two") + buckets_s
+    return replay.deepspeed_s - replay.network("busy_s", "group_reduce_scatter", "replica_all_reduce") + buckets_s
 
 
 def zero3_s(flat: Replay, matrices: int = MATRICES) -> float:
@@ -150,7 +150,7 @@ def zero2_s(flat: Replay) -> float:
 
 def gradients_exposed_s(mics: Replay) -> float:
     """Returns the step of a MiCS that hides gathers like ours, but no sum of gradients (what AMSP, section 9, says)."""
-    sums = ("hop_one", "hop_two")
+    sums = ("group_reduce_scatter", "replica_all_reduce")
     return mics.step_s + mics.network("busy_s", *sums) - mics.network("exposed_s", *sums)
 
 

@@ -74,7 +74,7 @@ def savings(records: Records) -> Comparison:
     cells = []
     for p in (16, 32, 64):
         hierarchical, flat = (step(records, f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " flat"))
-        for name in ("gather", "hop one"):
+        for name in ("gather", "group-reduce-scatter"):
             saved = 100 * (1 - hierarchical.link(name) / flat.link(name))
             cells.append(Cell(row=f"p = {p}", column=name, published=100 * (K - 1) / (p - 1), ours=saved))
     return Comparison(title="% saved", cells=cells, form="{:.1f}", points=True)
@@ -85,9 +85,13 @@ def two_hops(records: Records) -> Comparison:
     cells = []
     for p in (8, 16, 32):
         two, off = (step(records, f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " two-hop off"))
-        alternative, hop_one, hop_two = off.sent("hop one", "hop two"), two.sent("hop one"), two.sent("hop two")
+        alternative, reduce_scatter, all_reduce = (
+            off.sent("group-reduce-scatter", "replica-all-reduce"),
+            two.sent("group-reduce-scatter"),
+            two.sent("replica-all-reduce"),
+        )
         formula = 2 * ACCUM * (N - 1) / N / (ACCUM * (p - 1) / p + 2 * (N - p) / N)
-        counted, sent = alternative / (hop_one + p * hop_two), alternative / (hop_one + hop_two)
+        counted, sent = alternative / (reduce_scatter + p * all_reduce), alternative / (reduce_scatter + all_reduce)
         cells.append(Cell(row="counted as in the paper", column=f"p = {p}", published=formula, ours=counted))
         cells.append(Cell(row="as sent", column=f"p = {p}", published=None, ours=sent))
     return Comparison(title="times", cells=cells, form="{:.3f}")

@@ -49,7 +49,8 @@ CODECS: dict[str, Codec] = {
 }
 
 
-# strategies whose hop two crosses nodes, by what it does there: all-reduces, with replicas inside nodes too, scatters
+# strategies whose the replica all-reduce crosses nodes, by what it does there: all-reduces, with replicas inside nodes
+# too, scatters
 LAYOUTS = {
     "mics(2)": dict(strategy="mics", partition_size=2),
     "mics(1)": dict(strategy="mics", partition_size=1),
@@ -61,7 +62,7 @@ LAYOUTS = {
 }
 
 
-# all-reduced, and cut by hop two between nodes; the others are slow
+# all-reduced, and cut by the replica all-reduce between nodes; the others are slow
 LAYOUT_PARAMS = [
     pytest.param(name, marks=() if name in ("mics(2)", "none/node/4") else pytest.mark.slow) for name in LAYOUTS
 ]

@@ -1,4 +1,4 @@
-"""What numpy oracles of hop two and local SGD share: an exchange with a codec, and the update beside which they run."""
+"""Shared by numpy oracles of the replica all-reduce and local SGD: an exchange with a codec, and an update."""
 
 from collections.abc import Callable
 from functools import cache, partial

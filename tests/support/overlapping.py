@@ -9,11 +9,12 @@ from support import workload
 STRATEGIES = {
     "ddp": dict(strategy="ddp"),
     "hsdp": dict(strategy="hsdp"),
-    # hop two reduce-scatters over all devices, over the nodes, or inside the node and all-reduces between nodes
+    # the replica all-reduce reduce-scatters over all devices, over the nodes, or inside the node and all-reduces
+    # between nodes
     "zero1": dict(strategy="zero1"),
     "node/node/all": dict(strategy="custom", parameters="node", gradients="node", optimizer="all"),
     "none/none/node": dict(strategy="custom", parameters="none", gradients="none", optimizer="node"),
-    # the gradients of each micro-step are cut further than the parameters before hop two
+    # the gradients of each micro-step are cut further than the parameters before the replica all-reduce
     "none/node/node": dict(strategy="custom", parameters="none", gradients="node", optimizer="node"),
     "none/node/all": dict(strategy="custom", parameters="none", gradients="node", optimizer="all"),
     "2/4/8": dict(strategy="custom", parameters="2", gradients="4", optimizer="8"),
@@ -22,11 +23,11 @@ STRATEGIES = {
 
 
 def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
-    """The losses of five steps with hop two in the last backward pass."""
+    """The losses of five steps with the replica all-reduce in the last backward pass."""
     plan = workload.plan(kind, overlap=True, **STRATEGIES[strategy])
     early = workload.early(plan, "none")
     return workload.losses(kind, plan, accumulation=accumulation, early=early)
 
 
 def crossing(collectives: list[Collective]) -> list[Collective]:
-    return [c for c in collectives if c.label == "hop_two" and set(c.axes) & set(INTER_AXES)]
+    return [c for c in collectives if c.label == "replica_all_reduce" and set(c.axes) & set(INTER_AXES)]

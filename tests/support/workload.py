@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 import models
+from compression.all_reduce import Setup, unless_not_finite
 from compression.exchange import exchange
-from compression.hop_two import Setup, unless_not_finite
 from compression.methods import method_named
 from configs import base
 from configs.schema import MODELS, CompressionConfig, ResNetConfig, ShardingConfig, ViTConfig
@@ -55,7 +55,8 @@ FLAGS: dict[str, Any] = {
 LORA = "lora "  # of a kind of model, a decoder with adapters: before the form in which its base is stored
 MOE_DOTS = "moe dots"  # a kind of model, whose backward pass computes no product with weights again
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
-# what a hop two is given, without a model: matrices of two dims and more, stacked and not, a vector, one kept whole
+# what a replica all-reduce is given, without a model: matrices of two dims and more, stacked and not, a vector, one
+# kept whole
 TENSORS = {
     "table": ParamSpec(shape=(48, 16), dims=("vocab", "embed")),
     "layers": {
@@ -209,7 +210,7 @@ def plan(
     num_layers: int = 2,
     dtype: Any = jnp.float32,
     gather_codecs: LevelCodecs = PLAIN,
-    hop_one_codecs: LevelCodecs = PLAIN,
+    reduce_scatter_codecs: LevelCodecs = PLAIN,
     expert_codecs: LevelCodecs = PLAIN,
     overlap: bool = False,
     **how,
@@ -231,7 +232,7 @@ def plan(
         frozen=place_all(frozen, layout),
         compute_dtype=dtype,
         gather_codecs=gather_codecs,
-        hop_one_codecs=hop_one_codecs,
+        reduce_scatter_codecs=reduce_scatter_codecs,
         expert_codecs=expert_codecs,
         overlap=overlap,
     )
@@ -242,10 +243,10 @@ def payload_bytes(codec: Codec, size: int) -> int:
     return jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((size,), jnp.float32), jax.random.key(0)).size
 
 
-def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compression: Any) -> Setup:
-    """What a method of hop two is built for."""
-    config, method = base.get_config(), method_named(hop_two)
-    config.compression.update(compression | {"hop_two": hop_two})
+def setup(plan: ShardingPlan, all_reduce: str, *, kind: str = "tensors", **compression: Any) -> Setup:
+    """What a method of the replica all-reduce is built for."""
+    config, method = base.get_config(), method_named(all_reduce)
+    config.compression.update(compression | {"all_reduce": all_reduce})
     config.optimizer.update({"name": method.takes_over or "adamw", "clip_norm": 0.0})
     return Setup(
         compression=CompressionConfig(**config.compression),
@@ -255,16 +256,16 @@ def setup(plan: ShardingPlan, hop_two: str, *, kind: str = "tensors", **compress
     )
 
 
-def early(plan: ShardingPlan, hop_two: str, **compression: Any) -> Callable[[Any], Any]:
-    """Hop two in the micro-steps, of the states of a chain."""
-    found = method_named(hop_two).early(setup(plan, hop_two, **compression))
+def early(plan: ShardingPlan, all_reduce: str, **compression: Any) -> Callable[[Any], Any]:
+    """The replica all-reduce in the micro-steps, of the states of a chain."""
+    found = method_named(all_reduce).early(setup(plan, all_reduce, **compression))
     assert found is not None
     return lambda states: found(states[0])
 
 
-def chained(hop_two: optax.GradientTransformation, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Hop two and an optimizer as a run has them: neither state changes in a step that is skipped."""
-    return optax.chain(unless_not_finite(hop_two), guarded(tx))
+def chained(all_reduce: optax.GradientTransformation, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The replica all-reduce and an optimizer as a run has them: neither state changes in a step that is skipped."""
+    return optax.chain(unless_not_finite(all_reduce), guarded(tx))
 
 
 def put_batch(sh: ShardingPlan, accumulation: int, rows: int = ROWS, kind: str = "decoder") -> Any:
@@ -289,14 +290,14 @@ def compiled_step(
     accumulation: int = 2,
     rows: int = ROWS,
     tx: Any = None,
-    hop_two: Any = None,
+    all_reduce: Any = None,
     chain: Chain | None = None,
     num_layers: int = 2,
     early: Any = None,
     loss: Any = None,
 ):
     """Returns the compiled step, its first state and its batch; `loss` in the place of the model's objective."""
-    chain = chain or Chain(chained(hop_two or exchange(sh), tx or sgd()), early=early, watch=watch)
+    chain = chain or Chain(chained(all_reduce or exchange(sh), tx or sgd()), early=early, watch=watch)
     state = first_state(kind, sh, chain.tx, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     built = model(kind, num_layers)

@@ -94,7 +94,7 @@ class Progress:
         )
         lines = [Text(no_wrap=True, overflow="ellipsis") for _ in range(2)]
         for label, value in shown(self._scalars):
-            line = lines[label in ("inside nodes", "between nodes", "hop two")]
+            line = lines[label in ("inside nodes", "between nodes", "replica all-reduce")]
             line.append("  " if line else "")
             line.append(f"{label} ", style="dim")
             line.append(value)
@@ -107,8 +107,8 @@ def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
     pairs = [
         (one.label, one.form(float(scalars[key]))) for key, one in of_rows if key != "skipped_steps" or scalars[key]
     ]
-    if scalars.get("hop_two_ratio"):  # not its payload: a device keeps a part of that, or sends it several times
-        pairs.append(("hop two", f"{scalars['hop_two_ratio']:.3g} times smaller"))
+    if scalars.get("all_reduce_ratio"):  # not its payload: a device keeps a part of that, or sends it several times
+        pairs.append(("replica all-reduce", f"{scalars['all_reduce_ratio']:.3g} times smaller"))
     return pairs
 
 

@@ -1,9 +1,9 @@
-"""Hop two early: in the micro-steps, while they compute, and not after them as the first transform of the chain.
+"""The replica all-reduce in the micro-steps, while they compute, instead of after them as a transform of the chain.
 
-A method of hop two provides one primitive, the exchange of one group of shards (`Exchange`); when it is called is up to
-the step. After the micro-steps it is called with all shards at once (compression/exchange.py). `Early` asks for it in
-the micro-steps: inside the last backward pass, by each layer as soon as its gradient is summed; or, of what waits since
-the step before, a piece beside each micro-step.
+A method of the replica all-reduce provides one primitive, the exchange of one group of shards (`Exchange`); when it is
+called is up to the step. After the micro-steps it is called with all shards at once (compression/exchange.py). `Early`
+asks for it in the micro-steps: inside the last backward pass, by each layer as soon as its gradient is summed; or, of
+what waits since the step before, a piece beside each micro-step.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ MicroStep = Callable[..., tuple[Any, Any]]  # (carry, (i, micro-batch), exchange
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Early:
-    """What the micro-steps need of hop two's state, to exchange gradients `[R, ...]` or what waits in their place.
+    """State that the micro-steps need to exchange gradients `[R, ...]`, or pending gradients in their place.
 
     With `waiting` that is exchanged, a piece beside each micro-step (without `sharding.overlap` all of it after them);
     else the gradients are, inside the last backward pass.
@@ -47,7 +47,7 @@ class Early:
     exchange: Exchange = field(metadata={"static": True})
     num_counts: int = field(default=0, metadata={"static": True})
     done: jax.Array  # int32 []: exchanges done
-    kept: PyTree = None  # what hop two keeps for each replica, `[R, ...]`, like the parameters
+    kept: PyTree = None  # what the replica all-reduce keeps for each replica, `[R, ...]`, like the parameters
     waiting: PyTree = None  # `[R, ...]`, like the parameters
     # the steps in which all of `waiting` is exchanged: part `done % parts` of each tensor in this one
     parts: int = field(default=1, metadata={"static": True})
@@ -56,7 +56,7 @@ class Early:
     def run(
         self, plan: ShardingPlan, micro_step: "MicroStep", carry: "Carry", items: tuple[jax.Array, PyTree]
     ) -> tuple["Carry", Any]:
-        """Runs the micro-steps on `items` `[accum, ...]`, and hop two in them."""
+        """Runs the micro-steps on `items` `[accum, ...]`, and the replica all-reduce in them."""
         run = in_last_micro_step if self.waiting is None else beside_micro_steps
         return run(plan, self, micro_step, carry, items)
 
@@ -64,7 +64,7 @@ class Early:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """What hop two has done in the micro-steps: the second input of its transform, besides gradients `[R, ...]`."""
+    """Results of the exchange in the micro-steps: the second input of its transform, next to gradients `[R, ...]`."""
 
     mean_R: PyTree  # `[R, ...]`, equal on all replicas in what one device's optimizer reads
     kept_R: PyTree = None
@@ -73,7 +73,7 @@ class Exchanged:
 
 
 class Sums(NamedTuple):
-    """What a micro-step adds to; hop two in it changes what it keeps and counts.
+    """What a micro-step adds to; the replica all-reduce in it changes what it keeps and counts.
 
     By group of parameters. `done`, `piece` and `counts` of a stack are `[L]`, `[L]` and `[L, num_counts]`, of other
     groups `[]`, `[]` and `[num_counts]`. What waits and what is kept of it are cut into `[pieces, N]`, of a stack
@@ -102,7 +102,7 @@ class Sums(NamedTuple):
 def in_last_micro_step(
     plan: ShardingPlan, early: Early, micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree]
 ) -> tuple[Carry, Any]:
-    """Runs the micro-steps on `items` `[accum, ...]`, and hop two of the sums inside the last one's backward pass."""
+    """Runs the micro-steps on `items` `[accum, ...]`; the last backward pass exchanges the sums between replicas."""
     (sums, value), aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
     sums = _first_sums(plan, early, sums.grads, early.kept)
     return run_last(partial(micro_step, exchange=partial(_exchange_group, plan, early)), (sums, value), items, aux)
@@ -119,7 +119,7 @@ def run_last(micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree
 def beside_micro_steps(
     plan: ShardingPlan, early: Early, micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree]
 ) -> tuple[Carry, Any]:
-    """Runs the micro-steps on `items` `[accum, ...]`, and hop two of that part of what waits whose turn it is.
+    """Runs the micro-steps on `items` `[accum, ...]`, and exchanges the due part of the pending gradients.
 
     A piece of it beside each of them, or without `sharding.overlap` all of it after them.
     """
@@ -136,7 +136,7 @@ def beside_micro_steps(
         counts = {}
         for name in waiting:
             placements, of_group = used_placements(plan, name, plan.placements), kept and kept[name]
-            waiting[name], of_group, counts[name] = _hop_two(
+            waiting[name], of_group, counts[name] = _all_reduce(
                 plan, early, (name, early.done), placements, waiting[name], of_group
             )
             kept = kept and kept | {name: of_group}
@@ -147,7 +147,7 @@ def beside_micro_steps(
 
 
 def _first_sums(plan: ShardingPlan, early: Early, grads: PyTree, kept: PyTree, waiting: PyTree = None) -> Sums:
-    """Returns the sums that the first micro-step with hop two in it starts from."""
+    """Returns the sums that the first micro-step with the replica all-reduce in it starts from."""
 
     def fill(value: jax.Array | float, *shape: int) -> dict[str, jax.Array]:
         layers = {name: (length(group),) if name in plan.stacks else () for name, group in grads.items()}
@@ -161,28 +161,28 @@ def _first_sums(plan: ShardingPlan, early: Early, grads: PyTree, kept: PyTree, w
 def _exchange_group(
     plan: ShardingPlan, early: Early, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
 ) -> Sums:
-    """Runs hop two on the sums `[...]` of a group, or of one layer."""
+    """Runs the replica all-reduce on the sums `[...]` of a group, or of one layer."""
     numbers = (name, sums.done.astype(jnp.int32), layer)
     grads = sums.grads if sums.scale is None else jax.tree.map(lambda g: g / sums.scale, sums.grads)
-    grads, kept, counts = _hop_two(plan, early, numbers, placements, grads, sums.kept)
+    grads, kept, counts = _all_reduce(plan, early, numbers, placements, grads, sums.kept)
     return sums._replace(grads=grads, kept=kept, counts=counts)
 
 
 def _exchange_piece(
     plan: ShardingPlan, early: Early, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int
 ) -> Sums:
-    """Runs hop two on the next piece `[N]`, `sums.piece`, of what waits of a group, or of one layer."""
+    """Runs the replica all-reduce on the next piece `[N]`, `sums.piece`, of what waits of a group, or of one layer."""
     piece = sums.piece.astype(jnp.int32)
     rows = (sums.waiting, sums.kept)
     waiting, kept = at(rows, piece)
     numbers = (name, sums.done.astype(jnp.int32), layer, piece)
-    *changed, counts = _hop_two(plan, early, numbers, placements, waiting, kept)
+    *changed, counts = _all_reduce(plan, early, numbers, placements, waiting, kept)
     waiting, kept = put(rows, tuple(changed), piece)
     return sums._replace(waiting=waiting, kept=kept, piece=sums.piece + 1, counts=sums.counts + counts)
 
 
-@jax.named_scope("hop_two")
-def _hop_two(
+@jax.named_scope("replica_all_reduce")
+def _all_reduce(
     plan: ShardingPlan, early: Early, numbers: tuple[Any, ...], placements: PyTree, sums: PyTree, kept: PyTree
 ) -> tuple[PyTree, PyTree, jax.Array]:
     """Returns the sums over the replicas, what is kept, and the counts `[num_counts]`.

@@ -1,8 +1,8 @@
-"""`HopTwo`: a method of hop two, with what it builds, and which optimizer it replaces.
+"""`AllReduceMethod`: a method of the replica all-reduce, with what it builds, and which optimizer it replaces.
 
-Each method's module defines its `HopTwo`; compression/methods.py lists them all. A method is an optax transform from
-gradients `[R, ...]` to their mean, the first of the chain. Most are no more than the exchange of one group of shards,
-which the transform maps over all of them and which the step may call earlier, in the micro-steps.
+Each method's module defines its `AllReduceMethod`; compression/methods.py lists them all. A method is an optax
+transform from gradients `[R, ...]` to their mean, the first of the chain. Most are no more than the exchange of one
+group of shards, which the transform maps over all of them and which the step may call earlier, in the micro-steps.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from compression.exchange import idle, uncounted
 from compression.primitives import summed
 from compression.statistics import State
 from configs.schema import CompressionConfig, OptimizerConfig
-from sharding.hop_two import Early, Exchange, Exchanged
+from sharding.in_step_exchange import Early, Exchange, Exchanged
 from sharding.mesh import inter_part
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
@@ -27,7 +27,7 @@ from sharding.trees import Grads, GradsR, Params, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The parts of a run that a hop-two method needs."""
+    """The parts of a run that a method of the replica all-reduce needs."""
 
     compression: CompressionConfig
     optimizer: OptimizerConfig
@@ -36,8 +36,8 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopTwo:
-    """A method of hop two: one value of the key `compression.hop_two`."""
+class AllReduceMethod:
+    """A method of the replica all-reduce: one value of the key `compression.all_reduce`."""
 
     name: str
     # the transform: takes gradients `[R, ...]` and returns one gradient, or update, in the optimizer's scope
@@ -46,23 +46,23 @@ class HopTwo:
     takes_over: Literal["sgd", "adamw"] | None = None
     # the settings of the downstream optimizer, without the parts that the method implements itself
     downstream: Callable[[OptimizerConfig], OptimizerConfig] = lambda optimizer: optimizer
-    # hop two of one layer, or of a piece of each of its tensors, for `sharding.overlap`, `delayed` and streaming local
-    # SGD; None: the method needs all gradients at once
+    # the replica all-reduce of one layer, or of a piece of each of its tensors, for `sharding.overlap`, `delayed` and
+    # streaming local SGD; None: the method needs all gradients at once
     primitive: Callable[[Setup], Exchange] | None = None
 
     def transform(self, setup: Setup) -> optax.GradientTransformationExtraArgs:
-        """Returns the hop-two transform of a run, whose state takes nothing of a step that is skipped."""
-        hop_two = self.build(setup)
+        """Returns the method's transform for a run, whose state takes nothing of a step that is skipped."""
+        all_reduce = self.build(setup)
         if self.is_idle(setup.plan.layout):
-            hop_two = idle(setup.plan, hop_two)
+            all_reduce = idle(setup.plan, all_reduce)
         elif not inter_part(setup.plan.layout.replica_axes):
-            hop_two = uncounted(hop_two)
+            all_reduce = uncounted(all_reduce)
         if setup.compression.delayed:
-            return delayed(hop_two, setup.plan.layout.num_replicas)
-        return unless_not_finite(hop_two)
+            return delayed(all_reduce, setup.plan.layout.num_replicas)
+        return unless_not_finite(all_reduce)
 
     def early(self, setup: Setup) -> Callable[[Any], Early] | None:
-        """Returns what the micro-steps need to do hop two, of the transform's state.
+        """Returns what the micro-steps need to do the replica all-reduce, of the transform's state.
 
         None where it comes after the micro-steps: where the method needs all gradients at once, or `delayed` cuts
         pieces that a wider optimizer scope could not divide.
@@ -100,13 +100,13 @@ class HopTwo:
         return early
 
 
-def unless_not_finite(hop_two: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def unless_not_finite(all_reduce: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns the transform, whose state stays as it was where the result is not finite: the optimizer skips the step.
 
     What the micro-steps have exchanged leaves a state that is good after a skipped step too: to restore the one before
     would take a second copy of it from there to here.
     """
-    inner = optax.with_extra_args_support(hop_two)
+    inner = optax.with_extra_args_support(all_reduce)
 
     def update(updates: GradsR, state: Any, params: Params | None = None, **extra: Any) -> tuple[Grads, Any]:
         out, after = inner.update(updates, state, params, **extra)
@@ -129,7 +129,7 @@ class DelayedState(NamedTuple):
 
 
 def delayed(exchange: optax.GradientTransformation, replicas: int) -> optax.GradientTransformationExtraArgs:
-    """Returns a hop two that exchanges the previous step's gradients `[R, ...]`; in the first step they are zero.
+    """Returns the exchange of the previous step's gradients `[R, ...]`, which are zero in the first step.
 
     In a step only the optimizer has to wait for it; with `sharding.overlap` the micro-steps exchange a piece each.
     Non-finite gradients never enter the state: they make the result non-finite too, so that the step is skipped and the

@@ -1,10 +1,10 @@
-"""Times hop two by itself, with each method: what it does to the values, without a link.
+"""Times all-reduce by itself, with each method: what it does to the values, without a link.
 
-    python -m lab.benchmarks.hop_two [--repetitions=3]
+    python -m lab.benchmarks.all_reduce [--repetitions=3]
 
 The gradients of the standard workload (configs/standard.py, 25.6 M parameters in f32) under mics(2), of 4 nodes of 2
 devices that are one process here: what is exchanged is copied in memory, and all nodes share the cores. A method that
-takes the optimizer's place does its work too. Adds lines to results/measured/hop_two.jsonl.
+takes the optimizer's place does its work too. Adds lines to results/measured/all_reduce.jsonl.
 """
 
 import sys
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from compression.hop_two import Setup
+from compression.all_reduce import Setup
 from compression.methods import METHODS, method_named
 from configs import base, standard
 from lab.benchmarks.compression import SPARSITY
@@ -33,7 +33,7 @@ from sharding.plan import gradient_specs
 from training.devices import use_cpu_devices
 from training.experiment import make_experiment
 
-RESULTS = MEASURED / "hop_two.jsonl"
+RESULTS = MEASURED / "all_reduce.jsonl"
 DEVICES = 8
 SKIPPED, TIMED = 3, 5  # calls; the first ones compile, and are of a method's warm-up
 SIZE = 1e-4  # of a gradient
@@ -88,7 +88,7 @@ def transform_of(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     setup, _, _ = workload()
     method = method_named(name)
     optimizer = replace(setup.optimizer, name=method.takes_over or setup.optimizer.name, clip_norm=0.0)
-    compression = replace(setup.compression, hop_two=name, warmup_steps=1, sparsity=SPARSITY)
+    compression = replace(setup.compression, all_reduce=name, warmup_steps=1, sparsity=SPARSITY)
     tx = method.transform(replace(setup, compression=compression, optimizer=optimizer))
     return jax.jit(tx.init), jax.jit(tx.update, donate_argnums=1)
 
@@ -106,7 +106,7 @@ def table(lines: Sequence[Line], steps: Sequence[Line]) -> str:
             shares.append(f"{more / median(step_s):.1%}" if step_s and name != DENSE else "-")
         rows.append([f"`{name}`", str(len(runs)), found.text(2), "" if name == DENSE else f"{more:+.2f}", *shares])
     of_steps = [f"of a step at {rate_in_words(rate)}" for rate in rates_of(steps)]
-    return markdown(["hop two", "runs", "seconds", f"more than `{DENSE}`", *of_steps], rows)
+    return markdown(["all-reduce", "runs", "seconds", f"more than `{DENSE}`", *of_steps], rows)
 
 
 def _seconds(runs: Sequence[Line]) -> Range:
