@@ -318,13 +318,13 @@ class Signs:
 
 
 @every_row("bad", [np.nan, np.inf, -np.inf])
-@every_row(("hop", "places"), [("gather", 8), ("reduce_scatter", 1), ("experts", 1)])
+@every_row(("collective", "places"), [("all_gather", 8), ("reduce_scatter", 1), ("experts", 1)])
 def test_a_users_codec_hides_no_value_that_is_not_finite(
-    hop: str, places: int, bad: float, monkeypatch: pytest.MonkeyPatch
+    collective: str, places: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of 20 values that a device sends to one other, or to all: all 20 are NaN there, and all else as it was."""
     monkeypatch.setitem(OWN["codec"], "signs", lambda config: Signs())
-    made = make_codecs(CompressionConfig(**{f"{hop}_inter": "signs"}))
+    made = make_codecs(CompressionConfig(**{f"{collective}_inter": "signs"}))
     plan = workload.plan("tensors", strategy="zero3", hierarchical=False)
     scope = plan.layout.parameters
     xs = np.random.default_rng(0).normal(size=(8, 8, 20)).astype(np.float32)  # [from, to, N]
@@ -332,16 +332,16 @@ def test_a_users_codec_hides_no_value_that_is_not_finite(
 
     def arrived(codecs: LevelCodecs) -> np.ndarray:
         def exchange(x: jax.Array) -> jax.Array:
-            if hop == "gather":
+            if collective == "all_gather":
                 return all_gather_chunks(x[0, 5], scope, hierarchical=False, codecs=codecs)
-            if hop == "reduce_scatter":
+            if collective == "reduce_scatter":
                 return reduce_scatter_chunks(x[0], scope, hierarchical=False, codecs=codecs)[None]
             return coded_all_to_all_rows(x[0], scope, codecs.over(scope))
 
         spec = jax.P(scope)
         return np.asarray(jax.jit(jax.shard_map(exchange, mesh=plan.mesh, in_specs=spec, out_specs=spec))(xs))
 
-    found = arrived(made[("gather", "reduce_scatter", "experts").index(hop)])
+    found = arrived(made[("all_gather", "reduce_scatter", "experts").index(collective)])
     is_nan = np.isnan(found)
     assert [*is_nan.sum(axis=-1)].count(20) == places and is_nan.sum() == 20 * places
     np.testing.assert_array_equal(found[~is_nan], arrived(LevelCodecs(inter=Signs()))[~is_nan])

@@ -23,7 +23,7 @@ SCALARS = {
     "all_reduce_ratio": 31.03,
 }
 SHOWN = (
-    "between nodes 1.65 MB  the replica all-reduce 31 times smaller",
+    "between nodes 1.65 MB  replica all-reduce 31 times smaller",
     "2.3457",
     "81,234",
     "118 ms",

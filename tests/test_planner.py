@@ -221,7 +221,7 @@ def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert "on 4 nodes of emulated (8 x CPU, 200 Mbit/s a node)" in out
     rows = [line.split() for line in out.splitlines() if line[:2] in ("1 ", "2 ")]
     assert [row[1] for row in rows] == ["mics(2)", "zero3"]
-    assert "what would help most: links without latency, a step" in out and "replica all-reduce  between nodes" in out
+    assert "what would help most: links without latency, a step" in out and "replica all-reduce    between nodes" in out
     assert "$" not in out  # nobody sells it
     assert png.read_bytes().startswith(b"\x89PNG")
 

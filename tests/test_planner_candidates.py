@@ -22,8 +22,8 @@ def test_strategies_by_name() -> None:
         "custom+gradients=16+optimizer=all",
     )
     assert [c.words for c in of_strategies(coded, config)] == [
-        "zero3, the group reduce-scatter between nodes in int8, gathers inside nodes in bf16",
-        "mics(4), the replica all-reduce in int8",
+        "zero3, group reduce-scatter between nodes in int8, gathers inside nodes in bf16",
+        "mics(4), replica all-reduce in int8",
         "custom, gradients over 16 devices, optimizer over all devices",
     ]
     coded = small(compression__all_reduce="int8", compression__all_gather_intra="bf16")
