@@ -20,6 +20,7 @@ import models
 from configs import base, command_line
 from configs.schema import (
     MODELS,
+    RENAMED,
     CheckpointConfig,
     Config,
     Key,
@@ -31,6 +32,7 @@ from configs.schema import (
     nearest,
     nested,
     sections,
+    with_defaults,
 )
 from configs.schema.__main__ import page
 from models.resnet import EXPANSION
@@ -165,6 +167,18 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
 def test_unknown_keys_and_bad_combinations_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config.from_dict(nested(flat(defaults()) | {"sharding.partition_size": 2} | changes))
+
+
+def test_saved_configs_are_read_with_renamed_keys() -> None:
+    """Every old name gives its value to the new one, which exists; given today, it names the new one."""
+    assert {*RENAMED.values()} <= {*known_keys("decoder")} and not {*RENAMED} & {*known_keys("decoder")}
+    saved = flat(defaults()) | {"compression.hop_two": "int8", "compression.gather_inter": "int4"}
+    saved = {name: value for name, value in saved.items() if name not in RENAMED.values()}
+    compression = with_defaults(nested(saved))["compression"]
+    assert (compression["all_reduce"], compression["all_gather_inter"]) == ("int8", "int4")
+    assert compression["all_gather_intra"] == "none" and "hop_two" not in compression
+    with pytest.raises(ValueError, match="^compression.hop_two is not a key any more; it is compression.all_reduce"):
+        Config.from_dict(nested(saved))
 
 
 def test_missing_key_error_names_key_and_default() -> None:
