@@ -15,13 +15,13 @@ Batch = dict[str, np.ndarray]
 
 
 class Batches:
-    """Yields for each step the arrays of `dataset.row_arrays` by name, with a leading dim of `len(rows)`.
+    """Yields the arrays of `dataset.row_arrays` by name for each step, with a leading dim of `len(rows)`.
 
     Row `r` of step `t` is `dataset[t * global_size + r]`, so the rows of all processes together do not depend on the
-    number of processes. Rows >= `global_size` are padding: zeros, with weight zero.
+    number of processes. Rows >= `global_size` are padding: zeros with weight zero.
 
-    `wait_s` is the time that was waited for the last batch; `step` is the step that the next call returns. `next()`
-    raises exceptions of the background work; the iterator is closed afterwards.
+    `wait_s` is the number of seconds spent waiting for the last batch. `step` is the step that the next call returns.
+    `next()` raises the exceptions of the background work and closes the iterator.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Batches:
         self._dataset, self._global_size = dataset, global_size
         self._rows = tuple(int(row) for row in rows)
         options = grain.ReadOptions(num_threads=min(prefetch, dataset.threads), prefetch_buffer_size=prefetch)
-        steps = grain.MapDataset.range(start_step, sys.maxsize).map(self._batch)  # how many there are is not known here
+        steps = grain.MapDataset.range(start_step, sys.maxsize).map(self._batch)  # the end is not known here
         self._iterator = iter(steps.to_iter_dataset(options))
         self._iterator.start_prefetch()
-        self._ready: list[Batch] = []  # the next one, if it was waited for
+        self._ready: list[Batch] = []  # the next batch, if `await_next` has taken it already
 
     def __iter__(self) -> Self:
         return self
@@ -52,7 +52,7 @@ class Batches:
         return self._ready.pop()
 
     def await_next(self) -> None:
-        """Waits until the next batch is there; raises what `next()` would."""
+        """Waits until the next batch is ready. Raises the exceptions that `next()` would raise."""
         if self._ready:
             return
         start = time.perf_counter()
@@ -88,7 +88,7 @@ def batch_at(
     end: int = sys.maxsize,
     threads: int = 1,
 ) -> Batch:
-    """Returns the arrays of one step, as `Batches` does; its rows are read by `threads`, or by the calling thread.
+    """Returns the arrays of one step, as `Batches` does. Up to `threads` threads read the rows.
 
     Rows of examples >= `end` are padding too.
     """
@@ -102,7 +102,7 @@ def batch_at(
 
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(read, range(len(rows)), rows))  # raises what they raise
+            list(pool.map(read, range(len(rows)), rows))  # raises the exceptions of the threads
     else:
         for place, row in enumerate(rows):
             read(place, row)

@@ -1,4 +1,4 @@
-"""Folders that are prepared once, atomically: safe against killed and against concurrent processes."""
+"""Folders that are prepared once and atomically, safe against killed and concurrent processes."""
 
 import contextlib
 import hashlib
@@ -14,20 +14,20 @@ from runtime.files.cache import ENVIRONMENT_KEY, cache_dir
 
 BLOCK_BYTES = 1 << 20
 CHECKED_BLOCKS = 256  # folders of up to 256 MiB are fully verified at every start, larger ones in 256 blocks
-_CHECKSUM = "checksum"  # the file with that of the others
+_CHECKSUM = "checksum"  # the file with the checksum of the other files
 
 
 def prepared(name: str, build: Callable[[Path], None]) -> Path:
-    """Returns the folder `name` of the cache, built if absent, rebuilt with a warning if its content has changed.
+    """Returns the folder `name` of the cache. Builds it if absent, and rebuilds it with a warning if changed.
 
-    `build` writes files into an empty folder, which is then renamed to `name`; other content needs another name.
+    `build` writes files into an empty folder, which is then renamed to `name`. Other content needs another name.
     Raises OSError if the cache cannot be written. Reading needs no write permission.
     """
     path = cache_dir() / name
     if _is_whole(path):
         return path
     with explained(cache_dir()), lock(path.with_name(f".{path.name}.lock")) as locked:
-        if locked:  # nobody else is building, so scratch folders are left over from killed processes
+        if locked:  # no other process is building, so killed processes left the scratch folders
             for left in path.parent.glob(f".{path.name}.tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
         if _is_whole(path):  # another process prepared it meanwhile
@@ -87,7 +87,7 @@ def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
         try:
             scratch.rename(path)
         except OSError:
-            if not path.is_dir():  # else another process, which could not see our lock, built the same content first
+            if not path.is_dir():  # else a process that could not see our lock built the same content first
                 raise
         atomic.sync(path.parent)
     finally:
@@ -113,11 +113,11 @@ def lock(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Makes one line of an error of the disk with the data cache `folder`."""
+    """Turns an OSError about the data cache `folder` into one line."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # it is explained already
+        if error.errno is None:  # already explained
             raise
         raise OSError(
             f"the data cache {folder} cannot be used ({error.strerror}): set {ENVIRONMENT_KEY} to a writable folder "

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template (Jinja2): messages as text, rendered as transformers does, and where the answers are."""
+"""A tokenizer's chat template (Jinja2): renders messages as transformers does, and finds the answers in the text."""
 
 import hashlib
 import json
@@ -16,18 +16,18 @@ Messages = Sequence[Mapping[str, Any]]  # each with `role` and `content`
 Span = tuple[int, int]  # characters from, to
 
 TEMPLATE_FILE = "chat_template.jinja"
-MOST_BYTES = 1 << 20  # of a template's file
-LONG = 16  # messages; rendering each prefix of fewer ones takes no longer than rendering their turns
+MOST_BYTES = 1 << 20  # largest size of a template's file
+LONG = 16  # messages; for shorter conversations, rendering each prefix is as fast as rendering each turn
 RENDERER = Renderer()
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """The template beside a tokenizer.json: chat_template.jinja, or the `chat_template` of tokenizer_config.json.
+    """The chat template of a tokenizer.json: chat_template.jinja, or `chat_template` in tokenizer_config.json.
 
-    `source` is its text, `tokens` its variables for special tokens, such as `bos_token`; `identity` changes whenever a
-    conversation may be rendered in another way. ValueError if there is no template, it or its file cannot be read, or
-    no file names the special tokens that it uses.
+    `source` is the template's text. `tokens` holds its variables for special tokens, such as `bos_token`. `identity`
+    changes whenever a conversation may be rendered in another way. Raises ValueError if the template is missing or
+    cannot be read, or if no file names the special tokens that it uses.
     """
 
     def __init__(self, tokenizer_path: Path) -> None:
@@ -47,14 +47,17 @@ class ChatTemplate:
         self.identity = hashlib.sha256(described.encode()).hexdigest()
 
     def render(self, messages: Messages, *, asks: bool = False) -> str:
-        """Returns a conversation as text; `asks`: with the beginning of an answer. ValueError if it is refused."""
+        """Returns a conversation as text, with the beginning of an answer if `asks`.
+
+        ValueError if the template refuses it.
+        """
         return _unmarked(self._rendered(messages, asks))[0]
 
     def answers(self, messages: Messages) -> tuple[str, list[Span]]:
-        """Returns a conversation as text, and the characters of the answers in it. ValueError if it is refused.
+        """Returns a conversation as text, and the characters of its answers. ValueError if the template refuses it.
 
-        They are what the template marks by `{% generation %}`; without marks, what each message of the assistant adds
-        to the conversation before it with the beginning of an answer.
+        The template marks answers by `{% generation %}`. Without marks, an answer is the text that an assistant message
+        adds to the preceding conversation rendered with the beginning of an answer.
         """
         text, spans = _unmarked(self._rendered(messages))
         if self._marks_answers:
@@ -64,7 +67,7 @@ class ChatTemplate:
         return text, [self._answer(messages, text, n) for n, one in enumerate(messages) if one["role"] == "assistant"]
 
     def _answer(self, messages: Messages, text: str, number: int) -> Span:
-        """Returns the characters of an answer, from renderings of all messages before it."""
+        """Returns the character range of an answer, from renderings of all messages before it."""
         before = self.render(messages[:number], asks=True)
         until = self.render(messages[: number + 1])
         if not (until.startswith(before) and text.startswith(until)):
@@ -75,10 +78,10 @@ class ChatTemplate:
         return len(before), len(until)
 
     def _answers_by_turns(self, messages: Messages, text: str) -> list[Span]:
-        """Returns the characters of the answers in a time that grows with the conversation, not with its square.
+        """Returns the character ranges of the answers in time linear, not quadratic, in the length of the conversation.
 
-        Each turn is rendered after the first question alone. [] if the text is not these turns, one after another:
-        then the template looks further back.
+        Each turn is rendered right after the first question. Returns [] if the text is not the concatenation of these
+        turns, because then the template looks further back.
         """
         first, *others = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans, last = [self._answer(messages, text, first)], first
@@ -98,9 +101,9 @@ class ChatTemplate:
         return spans
 
     def unrendered(self, messages: Messages) -> set[tuple[int, str]]:
-        """Returns (message, field) of the fields without which the text is the same. ValueError if it is refused.
+        """Returns (message, field) for each field that does not change the text. ValueError if the template refuses it.
 
-        For each role, a template leaves out a field of all messages, or of those before some message.
+        For each role, a template omits a field either in all messages, or in the messages before a certain message.
         """
         marked = self._rendered(messages)
         holders: dict[tuple[str, str], list[int]] = {}
@@ -117,7 +120,7 @@ class ChatTemplate:
         return found
 
     def _shows(self, messages: Messages, left_out: Set[tuple[int, str]], marked: str) -> bool:
-        """Returns whether a conversation without some fields is another text, or refused."""
+        """Returns whether removing some fields changes the text, or makes the template refuse the conversation."""
         rest = [
             {name: value for name, value in message.items() if (number, name) not in left_out}
             for number, message in enumerate(messages)
@@ -139,7 +142,7 @@ class ChatTemplate:
 
 
 def _fields_to_check(messages: Messages, text: str) -> Iterator[tuple[int, str]]:
-    """Yields (message, field) for values that may not be in the text: all but roles, and contents found in order."""
+    """Yields (message, field) for values that may be missing in the text. Skips roles, and contents found in order."""
     at = 0
     for number, message in enumerate(messages):
         content = (message.get("content") or "").strip()
@@ -152,11 +155,11 @@ def _fields_to_check(messages: Messages, text: str) -> Iterator[tuple[int, str]]
 
 
 def _source(folder: Path, config: Mapping[str, Any]) -> str:
-    """Returns the text of a template. ValueError if there is none."""
+    """Returns the text of a template. ValueError if the template is missing."""
     if (file := folder / TEMPLATE_FILE).is_file():
         return _text_of(file)
     found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # a list of named templates
         named = [one for one in found if isinstance(one, dict)]
         found = next((one.get("template") for one in named if one.get("name") == "default"), None)
     if not isinstance(found, str):
@@ -178,7 +181,7 @@ def _text_of(file: Path) -> str:
 
 
 def _unmarked(marked: str) -> tuple[str, list[Span]]:
-    """Returns a text without its marks, and what was between them."""
+    """Returns a text without its marks, and the character ranges between the marks."""
     pieces, spans, at = re.split(f"[{BEGIN}{END}]", marked), [], 0
     for number, piece in enumerate(pieces):
         if number % 2:

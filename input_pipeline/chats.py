@@ -1,9 +1,9 @@
-"""Chats: conversations in files of JSON lines, of whose tokens only those of the answers count.
+"""Chats: conversations in JSON-lines files, with a loss on the tokens of the answers only.
 
 A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, or a prompt and its answer, `{"prompt": ..., "answer":
-...}`. The chat template of the tokenizer makes a text of it; a row holds whole conversations, which do not see each
-other. `"weight": 0` or `"train": false` in an answer excludes it from the loss. The summary of the rows names every
-other field that has no effect.
+...}`. The chat template of the tokenizer renders it as text. A row holds whole conversations, which do not attend to
+each other. `"weight": 0` or `"train": false` in an answer excludes it from the loss. The summary of the rows names
+every other field that has no effect.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ from runtime.files.paths import user_path
 FORMAT = 2  # version of the files in the cache; part of the folder's name
 RULE = 1  # version of the rows that follow from these files; part of the fingerprint
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ANSWERS = ("answer", "completion", "response")  # the names of an answer beside a `prompt`
+ANSWERS = ("answer", "completion", "response")  # the names of an answer to a `prompt`
 MASKS = ("weight", "train")  # fields of a message that exclude its answer from the loss
-MOST_NAMED = 20  # fields without effect; a file of strangers may have any number
+MOST_NAMED = 20  # fields without effect; a foreign file may have any number
 OTHER_FILES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow")  # endings of files without JSON lines
 
 
@@ -41,16 +41,16 @@ class ChatTokens:
 
     tokens: np.ndarray  # [N] uint16 or uint32, read-only and memory-mapped
     is_answer: np.ndarray  # bool [N]; never the first token of a conversation, which nothing predicts
-    ends: np.ndarray  # int64 [C], of the conversations
-    sha256: str  # of these three, conversation by conversation
+    ends: np.ndarray  # int64 [C], end of each conversation
+    sha256: str  # of the three arrays, conversation by conversation
     bytes_per_token: float  # of the answers
     of_split: str  # for messages
     masked: int  # answers that `weight` or `train` excludes from the loss
-    unused: tuple[str, ...]  # fields that have no effect, with their numbers, in words
+    unused: tuple[str, ...]  # descriptions of the fields that have no effect, with their counts
 
 
 class Row(NamedTuple):
-    """Conversations beside each other, filled up."""
+    """Consecutive conversations, padded to T + 1 tokens."""
 
     tokens: np.ndarray  # int32 [T + 1]
     is_answer: np.ndarray  # bool [T + 1]
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 class ChatRows(packing.PackedRows):
     """Windows [T + 1] of whole conversations.
 
-    A longer conversation is cut after T + 1 tokens; one without an answer up to there is left out.
+    A longer conversation is cut after T + 1 tokens, and left out if they contain no answer.
     """
 
     def __init__(self, name: str, chats: ChatTokens, seq_len: int, padding: int) -> None:
@@ -96,7 +96,7 @@ class ChatRows(packing.PackedRows):
         return self.row(window).tokens
 
     def row(self, window: int) -> Row:
-        """Returns a row by its number."""
+        """Returns row number `window`."""
         pieces = self.pieces(window)
         lengths = np.diff(pieces)[:, 0]
         fill = self._length - int(lengths.sum())
@@ -112,12 +112,12 @@ class ChatRows(packing.PackedRows):
 
 
 def _counts(is_answer: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Returns int [C]: the number of tokens of answers in each range."""
+    """Returns int [C]: the number of answer tokens in each range."""
     return np.array([np.count_nonzero(is_answer[a:b]) for a, b in zip(starts, stops, strict=True)])
 
 
 class ChatDataset(TextDataset):
-    """Examples of rows of conversations, as those of TextDataset: weights are 1 where the target is of an answer."""
+    """Examples of rows of conversations, as in TextDataset. Weights are 1 where the target belongs to an answer."""
 
     def __init__(self, rows: ChatRows, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
         super().__init__(rows, tokenizer, config, seed)
@@ -140,10 +140,11 @@ class ChatDataset(TextDataset):
 
 
 def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRows:
-    """Returns the rows of a split; the conversations are tokenised into the cache the first time.
+    """Returns the rows of a split. The conversations are tokenised into the cache the first time.
 
-    Validation has the conversations whose line hashes into the lowest 5 %, at least one, so equal ones are in one
-    split. Raises ValueError, which names file and line, for one that cannot be read or rendered, or has no answer.
+    Validation has the conversations whose line hashes into the lowest 5 %, at least one, so that equal conversations
+    are in the same split. Raises ValueError with file and line for a conversation that cannot be read or rendered, or
+    has no answer.
     """
     path, template = user_path(config.path), ChatTemplate(user_path(config.tokenizer_path))
     files = _files(path)
@@ -173,7 +174,7 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
 
 
 def messages_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
-    """Returns the messages of a line, and the names of its fields that were not read. ValueError if it has none."""
+    """Returns the messages of a line, and the names of its unread fields. ValueError if the line has no messages."""
     if "messages" in record:
         messages, read = record["messages"], {"messages"}
     else:
@@ -195,7 +196,7 @@ def messages_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
 
 
 def _check_message(number: int, message: Mapping[str, Any]) -> None:
-    """Raises ValueError for a message without a known role and a text, or with a mask of another kind."""
+    """Raises ValueError for a message without a known role and a text, or with an invalid mask."""
     if (role := message.get("role")) not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
     content = message.get("content")
@@ -208,18 +209,18 @@ def _check_message(number: int, message: Mapping[str, Any]) -> None:
 
 
 def _is_trained(message: Mapping[str, Any]) -> bool:
-    """Whether the loss counts a message, if it is an answer."""
+    """Whether the loss includes a message, if it is an answer."""
     return all(message.get(name) is None or message[name] for name in MASKS)
 
 
 def _for_template(messages: Messages) -> Messages:
-    """Returns the messages as the template gets them: without masks, and with a content that is "" instead of null."""
+    """Returns the messages as passed to the template: without masks, and with null contents replaced by ""."""
     plain = [{name: value for name, value in message.items() if name not in MASKS} for message in messages]
     return [message | {"content": message.get("content") or ""} for message in plain]
 
 
 def unused_fields(messages: Messages, template: ChatTemplate) -> Counter[str]:
-    """Returns how many messages have each field that has no effect. ValueError for an answer without content."""
+    """Returns the number of messages per field without effect. ValueError for an answer without content."""
     unrendered = template.unrendered(_for_template(messages))
     found = Counter(f"{name} of {messages[number]['role']}" for number, name in unrendered)
     for number, message in enumerate(messages):
@@ -235,7 +236,7 @@ def unused_fields(messages: Messages, template: ChatTemplate) -> Counter[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Returns the file, or those below a folder that end with .jsonl. ValueError if there are none."""
+    """Returns the file, or the .jsonl files below a folder. ValueError if no such file exists."""
     if path.is_file():
         if path.suffix in OTHER_FILES:
             raise ValueError(f"data.path {path} is no file of JSON lines: unpack or convert it to .jsonl")
@@ -251,7 +252,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yields where a line is, and the line; not those without text."""
+    """Yields the place and the content of each line that is not blank."""
     for file in files:
         try:
             with file.open("rb") as opened:
@@ -294,7 +295,7 @@ class _Totals:
 
 
 def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: HuggingFace, template: ChatTemplate) -> None:
-    """Writes the tokens of a split's conversations, which of them are of answers, and where conversations end."""
+    """Writes the tokens of a split's conversations, their answer masks, and the ends of the conversations."""
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
     digest, progress, ends, totals = hashlib.sha256(), Progress(), [0], _Totals()
     with open(to / "tokens.bin", "wb") as tokens, open(to / "answers.bin", "wb") as answers:
@@ -321,7 +322,7 @@ def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: Huggin
 def _encode_record(
     record: Mapping[str, Any], tokenizer: HuggingFace, template: ChatTemplate, totals: _Totals
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a conversation's ids [N], and whether each is of an answer [N]; adds to the totals."""
+    """Returns a conversation's ids [N] and its answer mask [N], and updates the totals."""
     messages, unread = messages_of(record)
     totals.unused.update(unused_fields(messages, template))
     ids, is_answer, text_bytes = encode(messages, tokenizer, template)
@@ -333,16 +334,16 @@ def _encode_record(
 
 
 def encode(messages: Messages, tokenizer: HuggingFace, template: ChatTemplate) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns a conversation's ids [N], whether each is of an answer [N], and the UTF-8 bytes of the answers.
+    """Returns a conversation's ids [N], its answer mask [N], and the number of UTF-8 bytes of the answers.
 
-    Answers that the loss does not count are not among these. A token that an answer shares with what is beside it
-    counts. ValueError if the template makes no token of an answer.
+    Masked answers do not count. A token that covers both an answer and the adjacent text belongs to the answer.
+    ValueError if the template turns an answer into no token.
     """
     text, spans = template.answers(_for_template(messages))
     utf8(text)
     spans = _trained(messages, spans)
     ids, characters = tokenizer.encode_template(text)
-    starts, ends = np.array([*spans, (len(text), len(text) + 1)]).T  # the last one is beyond all characters
+    starts, ends = np.array([*spans, (len(text), len(text) + 1)]).T  # the last start is beyond all characters
     is_answer = starts[np.searchsorted(ends, characters[:, 0], "right")] < characters[:, 1]
     is_answer[:1] = False
     if spans and not is_answer.any():
@@ -351,7 +352,7 @@ def encode(messages: Messages, tokenizer: HuggingFace, template: ChatTemplate) -
 
 
 def _trained(messages: Messages, spans: Sequence[Span]) -> Sequence[Span]:
-    """Returns the spans of the answers that the loss counts. ValueError if a span cannot be told to be of one."""
+    """Returns the spans of the answers in the loss. ValueError if a span cannot be attributed to an answer."""
     trained = [_is_trained(message) for message in messages if message["role"] == "assistant"]
     if all(trained):
         return spans

@@ -13,7 +13,7 @@ from input_pipeline.synthetic import SyntheticImages, SyntheticWindows
 from input_pipeline.text import StreamWindows, TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, tokenizer_for
 
-Split = Literal["train", "validation", "all"]  # `all`, the two together, of data.source=folder and chats alone
+Split = Literal["train", "validation", "all"]  # `all` is both together, for data.source=folder and chats only
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 Dataset = TextDataset | MixedDataset | ImageDataset
@@ -22,11 +22,11 @@ Dataset = TextDataset | MixedDataset | ImageDataset
 def load(
     config: DataConfig, split: Split, seed: int, shards: Sequence[ShardSet] = (), tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """Returns the examples of a split; text is tokenised into the cache the first time.
+    """Returns the examples of a split. Text is tokenised into the cache the first time.
 
-    `shards` are the open sets of data.source=shards; one that is not there is opened for this process alone. Without a
-    `tokenizer` it is that of the config, for a model that has all its ids.
-    Raises ValueError for data or a vocabulary that is missing, empty or unreadable, or data too small for one example.
+    `shards` are the open shard sets of data.source=shards. A missing set is opened for this process alone. The default
+    `tokenizer` is the tokenizer of the config, for a model that has all its ids.
+    Raises ValueError for missing, empty or unreadable data or vocabularies, and for data too small for one example.
     """
     if config.objective == "classify":
         return ImageDataset(_images(config, split), config, seed, training=split == "train")
@@ -53,7 +53,7 @@ def _load_text(
     if config.source == "synthetic":
         windows = SyntheticWindows(config.seq_len, config.objective, tokenizer.num_ids, split)
     elif config.source == "chats":
-        assert isinstance(tokenizer, HuggingFace)  # the config says so
+        assert isinstance(tokenizer, HuggingFace)  # guaranteed by the config's validation
         windows = chats.load_rows(config, split, tokenizer)
     elif config.source == "shards":
         opened = next((one for one in shards if one.config.path == config.path), None) or ShardSet(config, tokenizer)

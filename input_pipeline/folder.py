@@ -9,20 +9,19 @@ from input_pipeline.shard_formats import matches
 from input_pipeline.streams import TextSource
 from runtime.files.paths import user_path
 
-RULE = "folder, without byte order marks"  # what a document is; another rule makes other tokens of the same files
+RULE = "folder, without byte order marks"  # definition of a document; a change gives other tokens for the same files
 VALIDATION_SHARE = 0.05  # of the files (or of the bytes, if there is only one file)
 
 
 def source(path: str, split: str, pattern: str = "") -> TextSource:
     """Returns the documents of a split: every regular file below `path` that is neither hidden nor empty, by name.
 
-    With a `pattern`, only the files that match it (`shard_formats.matches`).
+    With a `pattern`, only matching files (`shard_formats.matches`). Links to files are followed, links to folders are
+    not. Newlines are not converted.
 
-    Links to files are followed, links to folders are not. Newlines are not converted.
-
-    `validation_names` assigns files to splits. If there is only one file, its last 5 % are the validation split. The
-    split `all` is every file whole.
-    Raises ValueError for a folder that is missing, unreadable or empty, and for a file that is not UTF-8 (when read).
+    `validation_names` assigns files to splits. A single file's last 5 % are the validation split. The split `all` has
+    every file completely.
+    Raises ValueError for a missing, unreadable or empty folder, and for a file that is not UTF-8 (when it is read).
     """
     root = user_path(path)
     names = [name for name in text_files(root) if matches(name, pattern) and (root / name).stat().st_size]
@@ -66,10 +65,10 @@ def text_files(root: Path) -> Iterator[str]:
 
 
 def validation_names(names: list[str]) -> set[str]:
-    """Returns the files of the validation split: those whose name hashes into the lowest 5 %.
+    """Returns the files of the validation split: the files whose name hashes into the lowest 5 %.
 
-    So a file keeps its split when others are added or removed. With two or more files, neither split is empty: the
-    lowest hash is always in validation and the highest in train.
+    A file therefore keeps its split when other files are added or removed. With two or more files, neither split is
+    empty, because the lowest hash is always in validation and the highest in train.
     """
     by_hash = sorted(names, key=_share)
     below = [name for name in by_hash if _share(name) < VALIDATION_SHARE]
@@ -105,7 +104,7 @@ def _part_of(text: str, split: str) -> str:
 
 
 def signature(rule: str, root: Path, names: list[str]) -> str:
-    """Returns a hash of the files' path, names, sizes and times: cheap, and changes when a file is written."""
+    """Returns a hash of the files' path, names, sizes and times. It is cheap, and changes when a file is written."""
     digest = hashlib.sha256(f"{rule}\n{str(root.resolve())!r}".encode())
     for name in names:
         status = (root / name).stat()

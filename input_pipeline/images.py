@@ -1,4 +1,4 @@
-"""Examples of labelled images: cropping, resizing and conversion to arrays; and the images of scikit-learn."""
+"""Examples of labelled images (cropped, resized and converted to arrays), and the digit images of scikit-learn."""
 
 import hashlib
 import json
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
-CENTRE = 0.875  # side of `crop_flip`'s validation crop over the shorter side: 224 of 256 pixels
+CENTRE = 0.875  # side of `crop_flip`'s validation crop divided by the shorter side: 224 of 256 pixels
 MIN_AREA, MAX_RATIO, ATTEMPTS = 0.08, 4 / 3, 10  # of random crops
 DIGITS_SIZE, DIGITS_BRIGHTEST = 8, 16  # side of an image, largest pixel value
 DIGITS_VALIDATION = 360  # images, a fifth
-SHIFT = 1 / 8  # of the side, the farthest that `shift_flip` moves an image: 4 of 32 pixels
+SHIFT = 1 / 8  # largest shift of an image by `shift_flip`, as a fraction of the side: 4 of 32 pixels
 
 
 class Images(Protocol):
     """Images by index, in the order of the source."""
 
-    content: str  # a hash; detects changes of the images and labels
+    content: str  # a hash that detects changes of the images and labels
     num_classes: int
     threads: int  # useful number of reader threads
 
@@ -63,13 +63,15 @@ class Digits:
 
 
 class ImageDataset:
-    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs, each of which visits every image once.
+    """Examples `dataset[i]` for every i >= 0: an endless sequence of epochs, each of which visits every image once.
 
     An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
     {"images": float32 [S, S, C] in [-1, 1], "labels": int32 [], "weights": float32 [], 1}.
-    `augment` selects the crop, which is resized to a square. `none`: the whole image. `crop_flip`: in training a random
-    crop, mirrored with probability 1/2, both functions of (seed, i); in validation the centre. `shift_flip`: the whole
-    image, in training shifted and mirrored with probability 1/2, likewise (He et al. 2015, arXiv 1512.03385, 4.2).
+    `augment` selects the crop, which is resized to a square:
+    - `none`: the whole image.
+    - `crop_flip`: in training a random crop, mirrored with probability 1/2; in validation the centre.
+    - `shift_flip`: the whole image, in training shifted and mirrored with probability 1/2 (He et al. 2015, arXiv
+      1512.03385, 4.2).
     """
 
     def __init__(self, images: Images, config: DataConfig, seed: int, *, training: bool) -> None:
@@ -149,9 +151,10 @@ def random_box(width: int, height: int, chances: np.ndarray) -> Box:
 
 
 def shifted(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
-    """Returns an image `[S, S, C]` moved by whole pixels, at most SHIFT of its side; what comes in is zero, the middle.
+    """Returns an image `[S, S, C]` moved by whole pixels, at most SHIFT of its side. Uncovered pixels are zero,
+    mid-grey.
 
-    `chances` are two uniform numbers: how far it is moved down and to the right.
+    `chances` are two uniform numbers, which determine the shifts down and to the right.
     """
     most = round(SHIFT * len(values))
     top, left = (2 * most - int(chance * (2 * most + 1)) for chance in chances.tolist())

@@ -1,4 +1,4 @@
-"""What an example is, and pure functions from (seed, example) to its window and its masked tokens."""
+"""The arrays of an example, and pure functions from (seed, example) to its window and its masked tokens."""
 
 import abc
 import math
@@ -37,19 +37,19 @@ def num_windows(num_tokens: int, seq_len: int, objective: str) -> int:
 
 
 def window_of(index: int, *, windows: int, seed: int) -> int:
-    """Returns the window in [0, windows) of example `index` >= 0: every epoch is a different permutation."""
+    """Returns the window in [0, windows) of example `index` >= 0. Every epoch is a different permutation."""
     epoch, place = divmod(index, windows)
     return shuffled(place, windows, seed, epoch)
 
 
 def shuffled(place: int, count: int, *seeds: int) -> int:
-    """Returns the number in [0, count) at a place of the permutation that the seeds choose."""
+    """Returns element `place` of a permutation of [0, count) that the seeds choose."""
     return index_shuffle(place, max_index=count - 1, seed=seed_of(*seeds), rounds=4)
 
 
 @lru_cache(maxsize=64)
 def seed_of(*seeds: int) -> int:
-    """Returns a 32-bit hash of all: with `seed + epoch`, as in `MapDataset.shuffle`, seeds would share epochs."""
+    """Returns a 32-bit hash of all seeds. With `seed + epoch`, as in `MapDataset.shuffle`, seeds would share epochs."""
     return int(np.random.SeedSequence(seeds).generate_state(1)[0])
 
 
@@ -58,8 +58,8 @@ class Windows(abc.ABC):
 
     content: str  # hash of all tokens
     bytes_per_token: float
-    filled = 1.0  # share of the positions that hold tokens; the others have weight 0
-    summary = ""  # a line for the user, if there is something to say
+    filled = 1.0  # fraction of the positions that hold tokens; the other positions have weight 0
+    summary = ""  # a line for the user, or ""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -74,7 +74,7 @@ class Windows(abc.ABC):
         return len(self)
 
     def window_of(self, i: int, seed: int) -> int:
-        """Returns the window of example `i` >= 0: each epoch of `len` examples visits every window once."""
+        """Returns the window of example `i` >= 0. Each epoch of `len` examples visits every window once."""
         return window_of(i, windows=len(self), seed=seed)
 
 

@@ -1,14 +1,16 @@
-"""Several text sources mixed by weight: example `i` is an example of one of them, by a pure function of (seed, i).
+"""Several text sources mixed by weight: example `i` belongs to one of them, by a pure function of (seed, i).
 
-Blocks of B consecutive examples are shuffled, each by itself. After b blocks component k has had `C_k(b)` examples, its
-quota `q_k(b) = p_k b B` rounded by the method of largest remainders, for the share `p_k` of its weight. Hence
+Blocks of B consecutive examples are shuffled separately. After b blocks component k has had `C_k(b)` examples: its
+quota
+`q_k(b) = p_k b B`, rounded by the method of largest remainders, where `p_k` is its weight divided by the sum of the
+weights. Hence
 
-- `C_k(b)` is `q_k(b)` rounded down or up, so that the share is exact to within one example after any number of blocks;
-  all of them add up to `b B`.
-- With `p_k B >= 1`, `C_k(b + 1) >= floor(q_k(b) + 1) >= ceil(q_k(b)) >= C_k(b)`: no block has a negative number. (With
-  smaller blocks it could happen: the Alabama paradox of seats in a parliament.)
+- `C_k(b)` is `q_k(b)` rounded down or up, so that the proportion is exact to within one example after any number of
+  blocks. The counts of all components add up to `b B`.
+- With `p_k B >= 1`, `C_k(b + 1) >= floor(q_k(b) + 1) >= ceil(q_k(b)) >= C_k(b)`, so that no block has a negative count.
+  (Smaller blocks could have one: the Alabama paradox of seats in a parliament.)
 
-Nothing is counted from the start of the run, so a resumed one finds its place at once.
+Nothing is counted from the start of the run, so a resumed run finds its position at once.
 """
 
 import hashlib
@@ -29,15 +31,15 @@ BLOCK_TAG = 1 << 63  # all other keys of `random_bits` begin with a smaller numb
 
 
 class Order:
-    """The place of each example of a mixture: the number of its component, and the example's number in there."""
+    """Maps each example of a mixture to its component, and to its number in that component."""
 
     def __init__(self, weights: Sequence[Fraction], seed: int) -> None:
         unit = lcm(*(weight.denominator for weight in weights))
-        self._parts = [int(weight * unit) for weight in weights]  # whole numbers in the ratio of the weights
+        self._parts = [int(weight * unit) for weight in weights]  # integers in the ratio of the weights
         self._total, self._seed = sum(self._parts), seed
         needed = -(-self._total // min(self._parts))
         self.block = max(LEAST_BLOCK, 1 << (needed - 1).bit_length())
-        self._order = lru_cache(maxsize=4)(self._block_order)  # of blocks; neighbouring steps need the same few
+        self._order = lru_cache(maxsize=4)(self._block_order)  # neighbouring steps read the same blocks
 
     def __call__(self, i: int) -> tuple[int, int]:
         """Returns (component, example of the component) of example `i`."""
@@ -46,16 +48,16 @@ class Order:
         return int(components[place]), int(numbers[place])
 
     def counts(self, blocks: int) -> list[int]:
-        """Returns how many examples each component has in the first blocks."""
+        """Returns the number of examples per component in the first `blocks` blocks."""
         quotas = [divmod(part * blocks * self.block, self._total) for part in self._parts]
         counts = [whole for whole, _ in quotas]
-        by_remainder = sorted(range(len(quotas)), key=lambda k: -quotas[k][1])  # stable: ties go to the first
+        by_remainder = sorted(range(len(quotas)), key=lambda k: -quotas[k][1])  # stable: ties go to the first component
         for k in by_remainder[: blocks * self.block - sum(counts)]:
             counts[k] += 1
         return counts
 
     def _block_order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int64 [B] each: the components of a block's examples, and the examples' numbers in them."""
+        """Returns two int64 [B] arrays for a block: each example's component, and its number in that component."""
         first, end = np.array(self.counts(block)), np.array(self.counts(block + 1))
         places = np.argsort(index.random_bits((BLOCK_TAG + self._seed, block), (self.block,)), kind="stable")
         components, numbers = np.empty((2, self.block), np.int64)
@@ -69,7 +71,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A component of a mixture: its name, its share of the examples, and its own examples."""
+    """A component of a mixture: its name, its fraction of the examples, and its examples."""
 
     name: str
     share: float
@@ -77,10 +79,10 @@ class Part:
 
 
 class MixedDataset:
-    """Examples `dataset[i]` for every i >= 0 of several text data sets, which have the same tokenizer and settings.
+    """Examples `dataset[i]` for every i >= 0 from several text data sets with the same tokenizer and settings.
 
-    The examples of a component come in the order of a run on it alone. The validation data of a mixture is that of
-    `parts`, each by itself.
+    The examples of a component come in the same order as in a run on that component alone. Validation uses `parts`, one
+    component at a time.
     """
 
     def __init__(self, examples: Sequence[TextDataset], names: Sequence[str], weights: Sequence[Fraction]) -> None:
@@ -102,7 +104,7 @@ class MixedDataset:
         return self.parts[component].examples[number]
 
     def epochs(self, num_examples: int) -> str:
-        """Returns a line that says what share each component has, and how often `num_examples` examples repeat it."""
+        """Returns a line with each component's percentage and the number of times `num_examples` examples repeat it."""
         words = [
             f"{part.name} {part.share:.2%}, {part.share * num_examples / len(part.examples):.2f} epochs of "
             f"{len(part.examples)} rows"

@@ -1,6 +1,7 @@
-"""Several documents in a row: which positions are whose, and rows of whole documents.
+"""Several documents in a row: the document of each position, and rows of whole documents.
 
-A document ends with its separator. (A text that contains the separator's id itself, such as the byte 0, is several.)
+A document ends with its separator. A text that contains the separator's id itself, such as the byte 0, counts as
+several documents.
 """
 
 import abc
@@ -13,25 +14,28 @@ from input_pipeline import cache, index, streams
 from input_pipeline.tokenizers import Tokenizer
 
 FORMAT = 1  # version of the files; part of the folder's name
-BLOCK = 1 << 24  # tokens that are searched for separators at once
+BLOCK = 1 << 24  # tokens per search for separators
 
 
 def segments(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """Returns int32 [T]: the documents of a row are numbered from 0, the separator belongs to the one that it ends."""
+    """Returns int32 [T]: the document number of each token in a row, from 0.
+
+    A separator belongs to the document it ends.
+    """
     ends = tokens == separator
     return (np.cumsum(ends) - ends).astype(np.int32)
 
 
 def is_padding(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """Returns bool [T]: the separators that end no document, because nothing is before them."""
+    """Returns bool [T]: the separators that end no document, because no token precedes them."""
     ends = tokens == separator
     return ends & np.append(True, ends[:-1])
 
 
 class PackedRows(index.Windows):
-    """Windows of up to `length` tokens of a stream, each of whole pieces, chosen by best fit decreasing.
+    """Windows of up to `length` tokens of a stream, each made of whole pieces by best-fit-decreasing packing.
 
-    The longest piece comes first, each into the fullest row in which it still fits.
+    Pieces are placed from the longest to the shortest, each in the fullest row in which it still fits.
     """
 
     def __init__(self, content: str, length: int) -> None:
@@ -39,7 +43,7 @@ class PackedRows(index.Windows):
         folder = cache.prepared(f"rows/{content[:32]}", self._write)
         self._pieces = np.load(folder / "pieces.npy", mmap_mode="r")  # int64 [P, 2]: first token, end; row by row
         self._first = np.load(folder / "rows.npy", mmap_mode="r")  # int64 [rows + 1]: each row's first piece
-        self.filled = float(np.diff(self._pieces).sum()) / (len(self) * length)  # share that is not filled up
+        self.filled = float(np.diff(self._pieces).sum()) / (len(self) * length)  # fraction that is not padding
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -60,10 +64,10 @@ class PackedRows(index.Windows):
 
 
 class WholeDocuments(PackedRows):
-    """Windows [T + 1] (causal) or [T] of whole documents, filled up with separators.
+    """Windows [T + 1] (causal) or [T] of whole documents, padded with separators.
 
-    Only documents that are longer than a window are cut, into windows as those of a stream and a rest. So all but the
-    windows that are one piece contain nothing but whole documents and rests, which end with a separator.
+    Only documents longer than a window are cut: into windows as in a stream, and a remainder. All windows except these
+    therefore contain only whole documents and remainders, which end with a separator.
     """
 
     def __init__(self, stream: streams.Stream, seq_len: int, objective: str, tokenizer: Tokenizer) -> None:
@@ -82,7 +86,7 @@ class WholeDocuments(PackedRows):
         ends = [np.flatnonzero(self._tokens[b : b + BLOCK] == self._separator) + b + 1 for b in blocks]
         ends = np.concatenate(ends)
         starts = np.append(0, ends[:-1])
-        cuts = np.maximum(1, -(-(ends - starts - (self._length - self._step)) // self._step))  # pieces of each document
+        cuts = np.maximum(1, -(-(ends - starts - (self._length - self._step)) // self._step))  # pieces per document
         number = np.arange(cuts.sum()) - np.repeat(np.cumsum(cuts) - cuts, cuts)
         first = np.repeat(starts, cuts) + number * self._step
         pieces = np.stack([first, np.minimum(np.repeat(ends, cuts), first + self._length)], axis=1)
@@ -95,8 +99,8 @@ class WholeDocuments(PackedRows):
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     """Returns the row, int64 [P], of each piece of 1 to `size` tokens, packed by best fit decreasing."""
     rows, count = np.empty(len(lengths), np.int64), 0
-    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # rows by the room that is left in them
-    rooms = 0  # bit s is set if there is a row with room for s tokens
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # rows by their free space
+    rooms = 0  # bit s is set if some row has room for s tokens
     for piece in np.argsort(-lengths, kind="stable"):
         length = int(lengths[piece])
         if fitting := rooms >> length:

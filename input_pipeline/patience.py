@@ -1,4 +1,4 @@
-"""Waits for a store that is away: the time limits, the pauses and the log."""
+"""Waits for an unavailable store: time limits, pauses and log lines."""
 
 import logging
 import random
@@ -9,27 +9,27 @@ from typing import TypeVar
 
 from runtime.exit_codes import ResumableError
 
-SAY_AFTER_S = 1.0  # a shorter failure is not worth a line
-BROKEN = 5  # answers to one request that break off after more than _ANSWERED_S end it
-_ANSWERED_S = 60.0  # an attempt that gets no answer is shorter
-PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts, times 0.5 to 1.5; the last one repeats
+SAY_AFTER_S = 1.0  # shorter failures are not logged
+BROKEN = 5  # a request fails after this many answers that broke off after more than _ANSWERED_S
+_ANSWERED_S = 60.0  # an attempt without an answer is shorter
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.0)  # between two attempts, times 0.5 to 1.5; the last pause repeats
 T = TypeVar("T")
 
 
 class StoreError(OSError):
-    """A store refuses, lacks or damages an object; the text is the whole message."""
+    """A store refuses, lacks or damages an object. The text is the whole message."""
 
 
 class MissingError(StoreError):
-    """There is no such object, bucket or folder."""
+    """The object, bucket or folder does not exist."""
 
 
 class StoreAwayError(ResumableError):
-    """A store did not come back; the same command continues when it does."""
+    """A store stayed unavailable. The same command continues once the store is back."""
 
 
 class AwayError(Exception):
-    """A failure that waiting may cure; `remedy` is for a store that has never answered."""
+    """A failure that waiting may cure. `remedy` is for a store that has never answered."""
 
     def __init__(self, reason: str, remedy: str = "", pause_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -37,7 +37,7 @@ class AwayError(Exception):
 
 
 class Patience:
-    """Waits for one store, on behalf of all threads; logs once that it is away, and once that it answers again."""
+    """Waits for one store, for all threads. Logs once that the store is away, and once that it answers again."""
 
     def __init__(
         self,
@@ -48,23 +48,23 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], bool] | None = None,
     ) -> None:
-        """Takes seconds: `patience_s` for a store that has answered, `first_s` for one that may be a mistake.
+        """Takes limits: `patience_s` for a store that has answered, `first_s` for a URL that may be a mistake.
 
-        `pause(seconds)` waits, and returns whether waiting has ended; by default until `ended` is set.
+        `pause(seconds)` waits and returns whether waiting has ended. By default it waits until `ended` is set.
         """
         self._url, self._patience_s, self._first_s, self._clock = url, patience_s, first_s, clock
         self._lock = threading.Lock()
-        self._failing: dict[object, float] = {}  # requests that wait, and the time of their first failure
-        self._logged_since_s = 0.0  # the first failure of an absence that was logged; 0 if none was
-        self.reached = False  # it answered once
+        self._failing: dict[object, float] = {}  # waiting requests, and the time of their first failure
+        self._logged_since_s = 0.0  # time of the first failure of a logged absence; 0 if none was logged
+        self.reached = False  # the store has answered once
         self.ended = threading.Event()
         self._pause = pause or self.ended.wait
 
     def for_answer(self, url: str, attempt: Callable[[], T]) -> T:
-        """Returns `attempt()`, which reads a URL, and repeats it while it raises `AwayError`.
+        """Returns `attempt()`, which reads a URL. Repeats the call while it raises `AwayError`.
 
-        StoreAwayError when the patience is over, or BROKEN answers broke off after a while; StoreError before that if
-        nothing ever answered.
+        Raises StoreAwayError after `patience_s`, or after BROKEN answers that broke off late. Raises StoreError sooner
+        if the store has never answered.
         """
         request, failures, broken, has_answer = object(), 0, 0, False
         try:
@@ -94,7 +94,7 @@ class Patience:
         with self._lock:
             now_s = self._clock()
             since_s = self._failing.setdefault(request, now_s)
-            if now_s - begun_s > _ANSWERED_S:  # in that time the store was not away
+            if now_s - begun_s > _ANSWERED_S:  # the store was not away during that time
                 since_s = self._failing[request] = min(since_s + now_s - begun_s, now_s)
             remedy = "" if self.reached else error.remedy
             patience_s = min(self._first_s, self._patience_s) if remedy else self._patience_s
@@ -117,10 +117,10 @@ class Patience:
             if self._failing or not self._logged_since_s:
                 return
             away_s, self._logged_since_s = self._clock() - self._logged_since_s, 0.0
-            if has_answer:  # else an error tells that the store is still away
+            if has_answer:  # else an error reports that the store is still away
                 logging.getLogger(__name__).warning("%s: the store answers again after %.0f s", self._url, away_s)
 
 
 def backoff_s(failures: int) -> float:
-    """Returns the seconds to wait after the last of several failures; random, so that processes spread out."""
+    """Returns the seconds to wait after the last of several failures. They are random, so that processes spread out."""
     return PAUSES_S[min(failures, len(PAUSES_S) - 1)] * random.uniform(0.5, 1.5)

@@ -1,10 +1,10 @@
-"""Tokenises a set of files once, into token shards with an index, from which a run starts at once.
+"""Tokenises a set of files once, into token shards with an index, so that runs start at once.
 
     python -m input_pipeline.prepare --path=s3://bucket/raw --out=s3://bucket/tokens [--pattern=...] [--tokenizer=...]
 
-PATH and OUT are local folders or URLs; OUT must be able to store (no HTTP server). Each file is tokenised and stored
-before the next one is read, so the disk holds one of them at a time. The index is written last, and a set without one
-is not whole. A second call stores what is missing or damaged.
+PATH and OUT are local folders or URLs. OUT must accept uploads, so it cannot be an HTTP server. Each file is tokenised
+and stored before the next one is read, so the disk holds one file at a time. The index is written last, and a set
+without an index is incomplete. A second call stores missing and damaged shards.
 """
 
 import json
@@ -26,12 +26,12 @@ from runtime.command_line import OneLineParser, prepare_output, printable
 from runtime.exit_codes import ExitCode, ResumableError
 from runtime.files.cache import cache_dir
 
-# keys of `data`, which are options here
+# keys of `data` that are options here
 KEYS = ("pattern", "tokenizer", "tokenizer_path", "add_bos", "eos_token", "text_field")
 
 
 def prepare(config: DataConfig, out: str) -> int:
-    """Writes the token shards of `config` and their index to `out`; returns the number of shards."""
+    """Writes the token shards of `config` and their index to `out`, and returns the number of shards."""
     refuse_secrets("--out", out)
     try:
         target = open_store(out)
@@ -62,23 +62,26 @@ def prepare(config: DataConfig, out: str) -> int:
 
 
 def _place(store: Store) -> str:
-    """Returns what two names of the same folder, or URL, have in common."""
+    """Returns a canonical name, equal for all names of the same folder or URL."""
     return str(store.root.resolve()) if isinstance(store, LocalStore) else store.url.rstrip("/")
 
 
 def _stored(raw: RawShards, name: str, target: Store, cache: ShardCache) -> Shard:
-    """Returns the token shard of a file of documents, which is stored unless it is there, whole."""
+    """Returns the token shard of a file of documents. Stores it unless the target already holds it undamaged."""
     known = raw.known(name)
     if known and _is_there(target, known, cache):
         return known
-    if known and cache.open(known) is not None:  # a run on this machine needed it
+    if known and cache.open(known) is not None:  # a run on this machine has tokenised it
         target.put(known.file, cache.folder / known.file)
         return known
     return raw.shard(name, lambda path, shard: target.put(shard.file, path))
 
 
 def _is_there(target: Store, shard: Shard, cache: ShardCache) -> bool:
-    """Whether a store has a shard, whole: it is read back. No if the store refuses: storing it then says why."""
+    """Reads a shard back and returns whether it is undamaged.
+
+    False if the store refuses, so that storing reports why.
+    """
     try:
         if target.item(shard.file).size != shard.size_bytes:
             return False
@@ -90,7 +93,7 @@ def _is_there(target: Store, shard: Shard, cache: ShardCache) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+    """Runs the program and returns its exit code. A user's mistake is reported in one line."""
     parser = OneLineParser(prog="python -m input_pipeline.prepare", description="Tokenises a set of files once.")
     parser.add_argument("--path", required=True, help="the files: data.path")
     parser.add_argument("--out", required=True, help="where the token shards go: a folder, s3:// or gs://")
@@ -103,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = DataConfig(source="shards", path=options.path, **{name: getattr(options, name) for name in KEYS})
         count = prepare(config, options.out)
     except (ValueError, OSError, ResumableError) as error:
-        asked = re.sub(rf"\bdata\.({'|'.join(['path', *KEYS])})\b", r"--\1", str(error))  # not by keys of a config
+        asked = re.sub(rf"\bdata\.({'|'.join(['path', *KEYS])})\b", r"--\1", str(error))  # options, not keys
         print(f"error: {printable(asked)}", file=sys.stderr)
         return ExitCode.RESUMABLE if isinstance(error, ResumableError) else ExitCode.BAD_INPUT
     print(f"{count} token shards and {INDEX_FILE} are in {options.out}")

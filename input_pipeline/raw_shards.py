@@ -1,6 +1,6 @@
-"""Files of documents that nobody has tokenised yet: listed, and tokenised one by one into the cache.
+"""Files of documents without tokens: lists them, and tokenises them one by one into the cache.
 
-What the index says of a file is kept in the cache under a hash of its URL, its version, the tokenizer and the field.
+The index entry of a file is cached under a hash of its URL, its version, the tokenizer and the text field.
 """
 
 import json
@@ -18,7 +18,7 @@ from runtime.files import json_objects
 
 
 class RawShards:
-    """Files of documents in a store, as token shards."""
+    """Files of documents in a store, available as token shards."""
 
     def __init__(
         self, store: Store, items: Sequence[Item], tokenizer: Tokenizer, text_field: str, cache: ShardCache
@@ -37,7 +37,7 @@ class RawShards:
         return sha256(json.dumps(what).encode()).hexdigest()
 
     def index(self) -> ShardIndex | None:
-        """Returns the index of all files from the cache; None if it is not there."""
+        """Returns the index of all files from the cache, or None."""
         rows = self._read(self._key)
         return None if rows is None else ShardIndex(tokenizer=self._tokenizer.identity, shards=rows)
 
@@ -47,9 +47,10 @@ class RawShards:
             self._write(self._key, shards)
 
     def shard(self, name: str, take: Callable[[Path, Shard], object] | None = None) -> Shard:
-        """Returns what the index says of a file, which is tokenised first if this node has not done it yet.
+        """Returns the index entry of a file. Tokenises the file first if this node has not done so yet.
 
-        The cache gets the tokens; or `take` gets them in a scratch file, even if this node has tokenised them before.
+        The tokens go to the cache. With `take`, they go to a scratch file for `take` instead, even if already
+        tokenised.
         """
         key = self._key_of(name)
         with self._cache.locked(key):
@@ -62,12 +63,12 @@ class RawShards:
         return shard
 
     def known(self, name: str) -> Shard | None:
-        """Returns what the index says of a file that this node has tokenised before."""
+        """Returns the index entry of a file that this node has tokenised before."""
         rows = self._read(self._key_of(name))
         return rows[0] if rows else None
 
     def download(self, shard: Shard, to: Path) -> int:
-        """Writes the tokens of a file, tokenised again, and returns the bytes that came from the store."""
+        """Tokenises a file again, writes its tokens, and returns the number of bytes read from the store."""
         self._tokenise(shard.name, to)
         return self._items[shard.name].size
 
@@ -87,14 +88,14 @@ class RawShards:
             raw.unlink(missing_ok=True)
 
     def _read(self, key: str) -> tuple[Shard, ...] | None:
-        """Returns the shards that an entry of the cache names; None if there is none, or not a whole one."""
+        """Returns the shards that a cache entry names, or None if the entry is missing or incomplete."""
         try:
             return shards_of(json_objects.value((self._folder / f"{key}.json").read_bytes(), key))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def _write(self, key: str, shards: Sequence[Shard]) -> None:
-        """Writes an entry of the cache, whole. The caller holds the lock of `key`, which keeps the scratch file."""
+        """Writes a complete cache entry. The caller holds the lock of `key`, which keeps the scratch file."""
         self._folder.mkdir(exist_ok=True)
         with self._cache.scratch(key) as path:
             path.write_text(json.dumps([asdict(shard) for shard in shards]))

@@ -1,8 +1,8 @@
-"""Redirects of stores: they are followed on the store's own host, and to hosts that the user names.
+"""Redirects of stores: followed on the store's host, and to hosts that the user names.
 
-obstore follows every redirect, and sends S3's session token along. It has no setting against that, but one for proxies:
-all other hosts get a proxy that does not exist. obstore also keeps the headers of a failure to itself, so an HTTP
-server is asked for those once more, without credentials.
+obstore follows every redirect and sends S3's session token along. It has no setting to prevent that, but it has one for
+proxies, so all other hosts get a proxy that does not exist. obstore also hides the headers of a failed request, so an
+HTTP server is asked for them once more, without credentials.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from typing import Any
 
 from runtime.files.regular import read_regular
 
-REDIRECT_HOSTS = "MICS_JAX_REDIRECT_HOSTS"  # names of hosts, with commas between them
-NO_PROXY_LISTENS = "127.0.0.1:0"  # on port 0 no program can listen
+REDIRECT_HOSTS = "MICS_JAX_REDIRECT_HOSTS"  # comma-separated host names
+NO_PROXY_LISTENS = "127.0.0.1:0"  # no program can listen on port 0
 _AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _METADATA = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-_HEAD_S = 10.0  # for an answer about a failure
+_HEAD_S = 10.0  # timeout of the extra request after a failure
 
 
 def client_options(url: str) -> dict[str, Any]:
-    """Returns the options of obstore by which a store is reached, and no host to which it redirects.
+    """Returns the options of obstore that reach a store but none of the hosts to which it redirects.
 
-    With a proxy in the environment, that decides which hosts are reached.
+    If the environment sets a proxy, the proxy decides which hosts are reached.
     """
     endpoints = _endpoints(url)
     is_plain = _is_plain(url, endpoints)
@@ -39,13 +39,13 @@ def client_options(url: str) -> dict[str, Any]:
         return options
     hosts = [_host(endpoint) for endpoint in endpoints] + os.environ.get(REDIRECT_HOSTS, "").split(",")
     if not is_plain and not url.startswith("http"):
-        hosts += _credential_hosts()  # over HTTPS no redirect leads there: these services speak HTTP
+        hosts += _credential_hosts()  # these services use HTTP, so no redirect over HTTPS leads to them
     excluded = ",".join(host.strip() for host in hosts if host.strip())
     return options | {"proxy_url": f"http://{NO_PROXY_LISTENS}", "proxy_excludes": excluded}
 
 
 def ask_headers(url: str) -> Message:
-    """Returns the headers that an HTTP server answers a HEAD with; none if it does not answer."""
+    """Returns the headers of an HTTP server's answer to HEAD, empty if it does not answer."""
     parts = urllib.parse.urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
@@ -57,7 +57,7 @@ def ask_headers(url: str) -> Message:
 
 
 def retry_after_s(headers: Message) -> float:
-    """Returns the seconds after which a server wants to be asked again (RFC 9110, section 10.2.3), 0 by default."""
+    """Returns the seconds of a Retry-After header (RFC 9110, section 10.2.3), 0 by default."""
     value = headers.get("Retry-After", "").strip()
     if value.isdecimal():
         return float(value[:9])
@@ -67,7 +67,7 @@ def retry_after_s(headers: Message) -> float:
 
 
 def _is_plain(url: str, endpoints: list[str]) -> bool:
-    """Whether a store is asked without encryption; never Google's, whose tokens are secret."""
+    """Whether requests to a store are unencrypted. Never for Google, because its tokens are secret."""
     schemes = {urllib.parse.urlsplit(endpoint).scheme for endpoint in endpoints}
     return not url.startswith("gs://") and schemes == {"http"}
 
@@ -83,7 +83,7 @@ def _endpoints(url: str) -> list[str]:
 
 
 def _google_endpoint() -> str:
-    """Returns Google's server, or one that the file of an account names."""
+    """Returns Google's server, or the server that a service account file names."""
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_APPLICATION_CREDENTIALS"):
         with suppress(KeyError, OSError, ValueError, TypeError):
             return str(json.loads(read_regular(Path(os.environ[name])))["gcs_base_url"])
@@ -95,7 +95,7 @@ def _region() -> str:
 
 
 def _credential_hosts() -> list[str]:
-    """Returns the services that give credentials to this machine, unless the environment has some."""
+    """Returns the services that provide credentials to this machine, unless the environment has credentials."""
     if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
         return []
     named = [os.environ.get(name, "") for name in ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")]
@@ -103,7 +103,7 @@ def _credential_hosts() -> list[str]:
 
 
 def _host(url: str) -> str:
-    """Returns the host of a URL as it is sent, "" for none."""
+    """Returns the host of a URL as it is sent, or ""."""
     try:
         host = urllib.parse.urlsplit(url).hostname or ""
         return host if host.isascii() else host.encode("idna").decode()

@@ -1,8 +1,8 @@
-"""Renders chat templates, which are programs of strangers, in a process with little time and memory.
+"""Renders chat templates, which are untrusted programs, in a process with limited time and memory.
 
-Jinja's sandbox keeps a template from files and modules, but not from loops without end or texts of many gigabytes. So
-this file is also a program, `python rendering.py`: it answers each line of JSON on stdin by one on stdout. The kernel
-ends it if a template uses more than its seconds of CPU time, and refuses it more than MEMORY_BYTES.
+Jinja's sandbox keeps a template from files and modules, but not from endless loops or texts of many gigabytes. This
+file is therefore also a program, `python rendering.py`, which answers each line of JSON on stdin by a line on stdout.
+The kernel ends it if a template exceeds its seconds of CPU time, and refuses it more than MEMORY_BYTES.
 """
 
 import atexit
@@ -26,27 +26,27 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters "for internal use", around the text of `{% generation %}`
-TODAY = datetime(2026, 1, 1)  # for `strftime_now`: a batch depends on nothing but the seed and the step
-SECONDS = 10.0  # of CPU time, to compile and render a template once; real ones take milliseconds
+TODAY = datetime(2026, 1, 1)  # for `strftime_now`, so that a batch depends only on the seed and the step
+SECONDS = 10.0  # CPU time to compile and render a template once; real templates take milliseconds
 MEMORY_BYTES = 1 << 30
-MOST_CHARACTERS = 1 << 24  # of a rendered conversation
+MOST_CHARACTERS = 1 << 24  # length of a rendered conversation
 
 
 class Renderer:
-    """Renders in a child process, which starts with the first template, and again after a template has ended it."""
+    """Renders in a child process. It starts with the first template, and again after a template has ended it."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # a forked process must not share the pipes of its parent
+        self._owner = 0  # process id, because a forked process must not share the pipes of its parent
 
     def undeclared(self, source: str) -> set[str]:
         """Returns the variables that a template expects. ValueError if it is not a template."""
         return set(self._ask(source, None))
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Returns a template as text. ValueError if it fails, or exceeds a limit."""
+        """Returns the rendered template. ValueError if it fails or exceeds a limit."""
         return self._ask(source, variables)
 
     def close(self) -> None:
@@ -79,9 +79,9 @@ class Renderer:
         return answer["result"]
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Returns the process, which is started if it does not run."""
+        """Returns the child process, and starts it if it is not running."""
         if self._process is None or self._owner != os.getpid():
-            # -P: the names of our modules in this folder, such as `tokenizers`, are also those of packages
+            # -P: modules in this folder, such as `tokenizers`, have the same names as packages
             command = [sys.executable, "-P", __file__]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -106,7 +106,7 @@ class _Generation(Extension):
 
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns the environment that transformers gives to a template, except that the date is TODAY."""
+    """Returns the environment that transformers gives to a template, with TODAY as the date."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -116,7 +116,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    """Returns JSON; jinja's filter of this name escapes it for HTML."""
+    """Returns JSON without HTML escapes, unlike Jinja's filter of the same name."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 
@@ -140,7 +140,7 @@ def _answer(source: str, variables: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:
         return {"error": "it is nested too deeply"}
-    except Exception as error:  # a template is a program and can raise any exception
+    except Exception as error:  # a template can raise any exception
         return {"error": str(error)[:1000] or type(error).__name__}
     if len(text) > MOST_CHARACTERS:
         return {"error": f"it makes a text of {len(text)} characters"}

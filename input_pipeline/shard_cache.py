@@ -1,10 +1,11 @@
-"""Token shards on the local disk: each file is named by its hash, is there whole or not at all, and is checked.
+"""Token shards on the local disk: named by their hash, complete or absent, and verified when opened.
 
-Errors of the disk are OSErrors, of which `explained` makes one line where a set is opened or a shard is asked for.
+Disk errors are OSErrors. `explained` turns them into one line where a set is opened or a shard is requested.
 
-Processes of a machine share the folder. A lock per shard lets one of them download it; the least recently used shards
-make room. A process that is killed leaves a scratch file at most, which the next one to hold that lock removes, or any
-one after a day. On a file system without locks several may download a shard, each to a file of its own.
+The processes of a machine share the folder. A lock per shard lets one process download it, and the least recently used
+shards are removed to make room. A killed process leaves at most a scratch file. The next process that holds that lock
+removes it, and any process may remove it after a day. On a file system without locks several processes may download the
+same shard, each to a separate file.
 """
 
 import contextlib
@@ -24,43 +25,43 @@ from input_pipeline.store import sha256
 from runtime.files import atomic
 
 _NODE_FILE = "node"
-_LEFT_S = 86_400.0  # a scratch file that nobody wrote to for so long is of a killed process
+_LEFT_S = 86_400.0  # a scratch file not written to for that long belongs to a killed process
 
 
 class DamagedError(Exception):
-    """What came is not the shard that was asked for."""
+    """The received content is not the requested shard."""
 
 
 class ShardCache:
-    """The token shards in a folder, of at most `limit_bytes` together (0: no limit)."""
+    """The token shards in a folder, with at most `limit_bytes` in total (0: no limit)."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Makes the folder, and removes what killed processes left."""
+        """Creates the folder, and removes the files that killed processes left."""
         self.folder, self._limit_bytes = folder, limit_bytes
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob("*.partial"):
             _remove_if_old(left)
 
     def node(self) -> str:
-        """Returns the identity of the folder: processes that read the same one are one node."""
+        """Returns the identity of the folder. Processes with the same folder count as one node."""
         file = self.folder / _NODE_FILE
         if not file.exists():
             scratch = self.folder / f"{_NODE_FILE}.{secrets.token_hex(8)}"
             scratch.write_text(secrets.token_hex(16))
             with contextlib.suppress(FileExistsError):
-                os.link(scratch, file)  # the first one stays
+                os.link(scratch, file)  # the first file stays
             scratch.unlink()
         return file.read_text()
 
     def open(self, shard: Shard) -> np.ndarray | None:
-        """Returns the tokens [N], memory-mapped, after comparing their hash; None if they are not there.
+        """Returns the tokens [N], memory-mapped and verified by their hash; None if the shard is not in the cache.
 
         A damaged file is removed, with a warning.
         """
         path = self.folder / shard.file
         try:
-            with contextlib.suppress(PermissionError):  # another user's file keeps its time
-                os.utime(path)  # the least recently used ones go first
+            with contextlib.suppress(PermissionError):  # the time of another user's file cannot be set
+                os.utime(path)  # the least recently used shards are removed first
             tokens = mapped(path, shard)
         except FileNotFoundError:
             return None
@@ -70,15 +71,15 @@ class ShardCache:
         return tokens
 
     def room_bytes(self, files: Container[str]) -> int:
-        """Returns what shards may take on this disk: what is free, and what they take now.
+        """Returns the bytes that shards may take on this disk: the free space plus the space of cached shards.
 
-        Without a limit nothing is removed, and only what these `files` take now is theirs.
+        Without a limit no shard is removed, so only the space of `files` counts in addition to the free space.
         """
         taken = sum(size for _, path, size in self._files() if self._limit_bytes or path.name in files)
         return taken + shutil.disk_usage(self.folder).free
 
     def content(self, shard: Shard) -> memoryview | None:
-        """Returns the bytes of a shard's file, memory-mapped and not checked; None if it is not there."""
+        """Returns the bytes of a shard's file, memory-mapped and unverified; None if the shard is not in the cache."""
         try:
             path = self.folder / shard.file
             return np.memmap(path, np.uint8, mode="r").data if shard.size_bytes else memoryview(path.read_bytes())
@@ -86,9 +87,9 @@ class ShardCache:
             return None
 
     def add(self, shard: Shard, fill: Callable[[Path], object]) -> np.ndarray:
-        """Returns the tokens after `fill` wrote them to the path that it is given.
+        """Returns the tokens after `fill` wrote them to the path that it receives.
 
-        The caller holds the lock. Raises DamagedError if they are not those of `shard`, OSError if the disk is full.
+        The caller holds the lock. Raises DamagedError if the content is not `shard`, and OSError if the disk is full.
         """
         self._make_room(shard.size_bytes)
         with self.scratch(shard.sha256) as path:
@@ -102,7 +103,7 @@ class ShardCache:
         return tokens
 
     def commit(self, path: Path, shard: Shard) -> None:
-        """Makes a scratch file, which is whole, the file of a shard."""
+        """Renames a complete scratch file to the file of a shard."""
         atomic.sync(path)
         with self.locked("room"):
             self._make_room(shard.size_bytes)
@@ -110,7 +111,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def scratch(self, key: str) -> Iterator[Path]:
-        """Gives the path of a scratch file of `key`, which is removed afterwards."""
+        """Yields the path of a scratch file of `key`, which is removed afterwards."""
         path = self.folder / f"{key}.{secrets.token_hex(8)}.partial"
         try:
             yield path
@@ -121,7 +122,7 @@ class ShardCache:
     def locked(self, key: str) -> Iterator[None]:
         """Holds the lock of a hash, and removes the scratch files that killed processes left under it.
 
-        It only avoids that several processes do the same work: without locks all of them go on.
+        The lock only avoids duplicate work: without locks all processes continue.
         """
         with lock(self.folder / f"{key}.lock") as is_locked:
             for left in self.folder.glob(f"{key}.*.partial"):
@@ -129,7 +130,10 @@ class ShardCache:
             yield
 
     def _make_room(self, size: int) -> None:
-        """Removes the least recently used shards until `size` more bytes fit; their locks stay, for who waits there."""
+        """Removes the least recently used shards until `size` more bytes fit.
+
+        Their locks stay, for processes that wait.
+        """
         if not self._limit_bytes:
             return
         found = sorted(self._files())
@@ -149,14 +153,14 @@ class ShardCache:
 
 
 def _remove_if_old(left: Path) -> None:
-    """Removes a scratch file if no process can be writing it any more."""
+    """Removes a scratch file if no process can still be writing it."""
     with contextlib.suppress(FileNotFoundError):  # another process removed it
         if left.stat().st_mtime < time.time() - _LEFT_S:
             left.unlink()
 
 
 def mapped(path: Path, shard: Shard) -> np.ndarray | None:
-    """Returns the tokens of a file, memory-mapped, or None if they are not those of `shard`."""
+    """Returns the tokens of a file, memory-mapped, or None if its size or hash is not that recorded in `shard`."""
     if path.stat().st_size != shard.size_bytes or sha256(path) != shard.sha256:
         return None
     if not shard.num_tokens:

@@ -1,4 +1,4 @@
-"""Files of documents ("shards"): array_record, parquet, JSON lines and plain text, by the end of their names."""
+"""Files of documents ("shards"): array_record, parquet, JSON lines and plain text, recognised by their file names."""
 
 import contextlib
 import gzip
@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.files import json_objects
 
-# what a name ends with; TFDS appends `-00000-of-00010`; .gz and .zst are read without unpacking them on disk
+# ends of file names; TFDS appends `-00000-of-00010`; .gz and .zst files are decompressed while they are read
 _FORMATS = {
     "array_record": re.compile(r"\.array_record(-\d+-of-\d+)?$"),
     "parquet": re.compile(r"\.parquet$"),
@@ -18,24 +18,25 @@ _FORMATS = {
     "txt": re.compile(r"\.txt(\.gz|\.zst)?$"),
 }
 KNOWN = ".array_record, .parquet, .jsonl, .txt (the last two also with .gz or .zst)"
-_RECORDS = 256  # read at a time
-# A packed file may unpack to this size, or to so many times its own: text is packed to a tenth, rarely to a fiftieth.
+_RECORDS = 256  # records per read
+# A compressed file may decompress to this size, or to this multiple of its size. Text is compressed to a tenth, rarely
+# to a fiftieth.
 MOST_UNPACKED_BYTES = 64 << 20
 MOST_RATIO = 100
 
 
 def format_of(name: str) -> str:
-    """Returns the format of a file by its name, "" if it is not known."""
+    """Returns the format of a file by its name, "" if unknown."""
     return next((kind for kind, ending in _FORMATS.items() if ending.search(name)), "")
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a relative path matches a glob, from its right end: `*.txt` at any depth, `a/*.txt` in folders `a`."""
+    """Whether a relative path matches a glob from its right end: `*.txt` at any depth, `a/*.txt` in folders `a`."""
     return not pattern or PurePosixPath(name).match(pattern)
 
 
 def documents(path: Path, name: str, text_field: str) -> Iterator[str]:
-    """Yields the documents of a file, whose format its `name` says. ValueError names what cannot be read."""
+    """Yields the documents of a file in the format given by its `name`. ValueError names the unreadable part."""
     kind = format_of(name)
     if not kind:
         raise ValueError(f"{name} matches data.pattern, but its format is not known; known are {KNOWN}")
@@ -78,15 +79,15 @@ def _parquet(path: Path, name: str, text_field: str) -> Iterator[Any]:
     kinds = {field.name: field.type for field in parquet.read_schema(path)}
     if types.is_nested(kind := _field(kinds, text_field)):
         raise ValueError(f"{text_field!r} is of type {kind}, and no text")
-    with parquet.ParquetFile(path, read_dictionary=[text_field]) as file:  # which must be a column, not nested
+    with parquet.ParquetFile(path, read_dictionary=[text_field]) as file:  # it must be a column, not nested
         _check_unpacked(file.metadata, text_field)
         for batch in file.iter_batches(_RECORDS, columns=[text_field]):
-            for value in batch.column(0):  # not a list of all, which may be a large one many times
+            for value in batch.column(0):  # not a list of all values, which may repeat a large value many times
                 yield value.as_py()
 
 
 def _check_unpacked(metadata: Any, column: str) -> None:
-    """Raises ValueError if a column of a parquet file says that it unpacks to more than text can."""
+    """Raises ValueError if a column of a parquet file declares a larger uncompressed size than text can have."""
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for part in (group.column(i) for i in range(group.num_columns)):
@@ -111,7 +112,7 @@ _READERS = {"array_record": _array_record, "parquet": _parquet, "jsonl": _jsonl,
 
 
 def _field(row: Any, text_field: str) -> Any:
-    """Returns the text of a document. ValueError if it has no such field."""
+    """Returns the text of a document. ValueError if the field is missing."""
     if not isinstance(row, Mapping) or text_field not in row:
         there = ", ".join(sorted(row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise ValueError(f"it has no field {text_field!r} (data.text_field), only {there}")
@@ -119,11 +120,11 @@ def _field(row: Any, text_field: str) -> Any:
 
 
 def _opened(path: Path, name: str) -> Any:
-    """Returns a file of bytes, unpacked while it is read."""
+    """Returns a file of bytes, decompressed while it is read."""
     import pyarrow as pa
 
     is_packed = name.endswith((".gz", ".zst"))
-    if name.endswith(".gz"):  # Arrow's reader refuses the zeros with which tape blocks are filled
+    if name.endswith(".gz"):  # Arrow's reader refuses the zeros that pad tape blocks
         stream: Any = gzip.GzipFile(path)
     else:
         stream = pa.input_stream(str(path), compression="zstd" if is_packed else None)
@@ -131,12 +132,12 @@ def _opened(path: Path, name: str) -> Any:
 
 
 def _most_unpacked(size: int) -> int:
-    """Returns the bytes to which a packed file of `size` bytes may unpack."""
+    """Returns the largest decompressed size for a compressed file of `size` bytes."""
     return max(MOST_UNPACKED_BYTES, MOST_RATIO * size)
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a packed file. ValueError where it is longer than text can be."""
+    """The content of a compressed file. ValueError where it is longer than text can be."""
 
     def __init__(self, stream: Any, most: int) -> None:
         self._stream, self._most, self._count = stream, most, 0

@@ -1,7 +1,7 @@
-"""Tokens in files: a shard with the number of its tokens and the hash of its file, and the index of several.
+"""Token shards, each with the number of its tokens and the hash of its file, and the index of a set of shards.
 
-A token shard is the tokens of one file of documents, each document followed by a separator: an array `<u2` or `<u4`
-without a header, in a file that is named by its own hash. The index of a prepared set is `index.json` beside them.
+A token shard holds the tokens of one file of documents, each document followed by a separator. It is an array `<u2` or
+`<u4` without a header, in a file named by its hash. The index of a prepared set is `index.json` in the same folder.
 """
 
 import hashlib
@@ -21,18 +21,18 @@ from runtime.command_line import printable
 
 FORMAT = "mics-jax token shards 1"
 INDEX_FILE = "index.json"
-SAY_S = 10.0  # between two lines
+SAY_S = 10.0  # minimum time between two log lines
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Progress:
-    """Warns of how far some long work is, at most every `SAY_S`; nothing if it is over before that."""
+    """Logs the progress of long work as warnings, at most every `SAY_S`. Shorter work logs nothing."""
 
     def __init__(self) -> None:
         self._said_s = time.monotonic()
 
     def say(self, line: str, *values: object) -> None:
-        """Logs a line, as `logging` has it, if the last one is long enough ago."""
+        """Logs a line, formatted as in `logging`, if at least `SAY_S` have passed since the previous line."""
         if (now_s := time.monotonic()) >= self._said_s + SAY_S:
             logging.getLogger(__name__).warning("%s", printable(line % values))
             self._said_s = now_s
@@ -42,14 +42,14 @@ class Progress:
 class Shard:
     """The tokens of one file of documents."""
 
-    name: str  # of the file of documents
+    name: str  # name of the file of documents
     num_tokens: int
-    text_bytes: int  # of UTF-8 text; a separator counts as one byte
+    text_bytes: int  # size of the UTF-8 text; a separator counts as one byte
     dtype: str
-    sha256: str  # of the token shard's file
+    sha256: str  # hash of the token shard's file
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values that an index may have, but no shard."""
+        """Raises ValueError for values that an index may contain, but no shard can have."""
         texts, numbers = (self.name, self.dtype, self.sha256), (self.num_tokens, self.text_bytes)
         if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
             raise ValueError(f"shard {self.name!r} has values of other types")
@@ -80,7 +80,7 @@ class ShardIndex:
 
     @staticmethod
     def from_json(content: Any, where: str) -> "ShardIndex":
-        """Returns the index that `as_json` made; ValueError if `content` is none."""
+        """Returns the index that `as_json` made. ValueError if `content` is not an index."""
         try:
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
@@ -92,7 +92,7 @@ class ShardIndex:
 
 
 def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
-    """Returns the shards that JSON objects describe, by name. ValueError or TypeError if one is none."""
+    """Returns the shards that JSON objects describe, by name. ValueError or TypeError if an object is not a shard."""
     shards = [Shard(**row) for row in rows]
     twice = [name for name, count in Counter(shard.name for shard in shards).items() if count > 1]
     if twice:
@@ -103,7 +103,7 @@ def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
 def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str, size_bytes: int = 0) -> Shard:
     """Writes the tokens of all texts that are not empty, each followed by a separator.
 
-    Says every few seconds how much of `name`, of about so many bytes (0: not known), is done.
+    Logs the progress of `name` every few seconds, relative to about `size_bytes` (0: unknown).
     """
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
     digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, Progress()

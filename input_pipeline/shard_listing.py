@@ -1,4 +1,4 @@
-"""What there is at `data.path`: the files of documents, or the index of a prepared set."""
+"""Lists `data.path`: files of documents, or the index of a prepared set."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -26,14 +26,20 @@ class Listing:
 
 
 def split_file(path: str) -> tuple[str, str]:
-    """Returns the folder and the name of a path that names one file, in a URL by its ending; else the path and ""."""
+    """Splits a path that names a file into folder and name; (path, "") for a folder.
+
+    URLs of files end in a known format.
+    """
     folder, slash, name = path.rpartition("/")
     is_file = format_of(name) if is_url(path) else user_path(path).is_file()
     return (folder or slash or ".", name) if is_file else (path, "")
 
 
 def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenizer) -> Listing:
-    """Returns what a store has, or one file of it; ValueError or StoreError if that is nothing to train on."""
+    """Returns the files or the index of a store, or its one `file`.
+
+    ValueError or StoreError if nothing can be trained on.
+    """
     listed: Mapping[str, Item | None]
     if file:
         listed = {file: None}
@@ -59,7 +65,10 @@ def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenize
 
 
 def read_index(store: Store, config: DataConfig, tokenizer: Tokenizer, sha256: str) -> ShardIndex:
-    """Returns the index of a prepared set, whose file must have this hash: that of another process."""
+    """Returns the index of a prepared set.
+
+    StoreError unless its file has the hash `sha256`, computed by another process.
+    """
     content, found = _index_file(store)
     if hashlib.sha256(content).hexdigest() != sha256:
         raise StoreError(
@@ -70,7 +79,7 @@ def read_index(store: Store, config: DataConfig, tokenizer: Tokenizer, sha256: s
 
 
 def _index_file(store: Store) -> tuple[bytes, Any]:
-    """Returns the content of `index.json`, and the JSON that it is, None for none; nothing if there is no such file."""
+    """Returns the content of `index.json` and the parsed JSON (None if invalid); (b"", None) without that file."""
     content = b""
     with suppress(MissingError, ValueError):
         content = store.read(INDEX_FILE)
@@ -79,7 +88,7 @@ def _index_file(store: Store) -> tuple[bytes, Any]:
 
 
 def _checked(content: Any, store: Store, config: DataConfig, tokenizer: Tokenizer) -> ShardIndex:
-    """Returns the index of a prepared set. ValueError if it is of another tokenizer, or nothing matches."""
+    """Returns the index of a prepared set. ValueError if another tokenizer made it, or no shard matches the pattern."""
     where = f"{store.url}/{INDEX_FILE}"
     found = ShardIndex.from_json(content, where)
     if found.tokenizer != tokenizer.identity:
@@ -94,7 +103,10 @@ def _checked(content: Any, store: Store, config: DataConfig, tokenizer: Tokenize
 
 
 def _chosen(names: Collection[str], pattern: str, where: str) -> list[str]:
-    """Returns the files that match `data.pattern`; without one, those of a known format. ValueError if none does."""
+    """Returns the files that match `data.pattern`, or without a pattern all files of known formats.
+
+    ValueError if none match.
+    """
     wanted = [name for name in names if matches(name, pattern) and (pattern or format_of(name))]
     if not wanted:
         what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format ({KNOWN})"
@@ -106,7 +118,7 @@ def _chosen(names: Collection[str], pattern: str, where: str) -> list[str]:
 
 
 def _names_in(names: Any, content: bytes, store: Store) -> list[str]:
-    """Returns the files that an `index.json` of names lists, for a server that cannot list."""
+    """Returns the files listed in an `index.json` of names, for a server that cannot list."""
     where = f"{store.url}/{INDEX_FILE}"
     remedy = "make it a JSON list of file names, prepare the set, or set data.path to the URL of one file"
     if not isinstance(names, list) or not names:

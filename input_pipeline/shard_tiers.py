@@ -1,7 +1,7 @@
-"""Where a token shard comes from: memory, the local disk, another node, the store; with what that cost, counted.
+"""The sources of a token shard: memory, local disk, another node, the store. The cost of each access is counted.
 
-Which node downloads a shard is decided by rendezvous hashing, and the others ask that one. A peer that is dead or slow
-is passed over, and not asked again for a while.
+Rendezvous hashing decides which node downloads a shard, and the other nodes request it from that node. A dead or slow
+peer is skipped, and receives no further requests for a while.
 """
 
 import hashlib
@@ -24,47 +24,47 @@ from input_pipeline.shard_index import Shard
 from input_pipeline.store import FETCHES, PATIENCE_S, StoreError
 from runtime.blobs import Address, Connection, PeerError, RefusedError
 
-THREADS = 4  # that read ahead
-CLOSE_S = 5.0  # for which their end is waited for
-ASKED = 3  # nodes, besides the one that would download it, that are asked whether they have a shard
-AVOIDED_S = 30.0  # a peer that failed is not asked again for so long
+THREADS = 4  # read-ahead threads
+CLOSE_S = 5.0  # time to wait for their end
+ASKED = 3  # number of nodes to ask for a copy, in addition to the node that would download the shard
+AVOIDED_S = 30.0  # pause of requests to a peer that failed
 PURPOSE = "shards"
-_SILENCE_S = 10.0  # without a byte or a line a peer is slow
+_SILENCE_S = 10.0  # a peer that sends neither a byte nor a line for that long is slow
 _LEAST_BYTES_PER_S = 1 << 18  # a peer that sends less, after _SILENCE_S, is slow
 
 
 class DamagedObjectError(StoreError):
-    """An object of the store has another content than the index says."""
+    """An object of the store differs from its entry in the index."""
 
 
 @dataclass
 class Counters:
-    """What this process read since its start; the keys of metrics.jsonl are these names after `data_`."""
+    """Read counters of this process since its start. Their keys in metrics.jsonl are these names after `data_`."""
 
     memory_hits: int = 0  # windows whose shard was open
-    disk_hits: int = 0  # shards that were opened from the local disk,
-    peer_hits: int = 0  # from another node,
-    store_hits: int = 0  # from the store
+    disk_hits: int = 0  # shards opened from the local disk
+    peer_hits: int = 0  # shards received from another node
+    store_hits: int = 0  # shards downloaded from the store
     peer_bytes: int = 0
     store_bytes: int = 0
-    shard_wait_s: float = 0.0  # for which windows waited for shards
+    shard_wait_s: float = 0.0  # time that windows waited for shards
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **amounts: float) -> None:
-        """Adds to some of them."""
+        """Adds amounts to the counters of these names."""
         with self.lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
     def scalars(self) -> dict[str, float]:
-        """Returns all by their keys in metrics.jsonl."""
+        """Returns all counters by their keys in metrics.jsonl."""
         return {f"data_{name}": value for name, value in vars(self).items() if name != "lock"}
 
 
 def rendezvous(key: str, among: Sequence[Any]) -> list[Any]:
-    """Returns `among` in the order of their hashes with `key`: who leaves or joins moves its own keys alone.
+    """Returns `among` ordered by hashes with `key`. A node that leaves or joins changes only the keys assigned to it.
 
-    (Highest random weight: Thaler and Ravishankar 1998.)
+    Source: highest random weight, Thaler and Ravishankar 1998.
     """
     return sorted(among, key=lambda one: hashlib.sha256(f"{key} {one}".encode()).digest(), reverse=True)
 
@@ -75,14 +75,14 @@ def maker_of(name: str, nodes: Iterable[str]) -> str:
 
 
 class Peers:
-    """The other nodes of the run, for one process of it."""
+    """The other nodes of the run, from the view of one process."""
 
     def __init__(
         self, me: int, nodes: Sequence[str], addresses: Sequence[Address], token: str, *, tokenised: bool = False
     ) -> None:
-        """`nodes` and `addresses` are those of each process; processes that share a cache are one node.
+        """Takes the node and the address of each process. Processes that share a cache are one node.
 
-        `tokenised`: the nodes have made the shards themselves, `maker_of` each, and the store has none.
+        `tokenised`: the nodes have made the shards themselves (node `maker_of(name)` each), and the store has none.
         """
         self._tokenised = tokenised
         self._me, self._token, self.node = me, token, nodes[me]
@@ -90,13 +90,14 @@ class Peers:
         for node, address in zip(nodes, addresses, strict=True):
             self.addresses.setdefault(node, []).append(address)
         self.nodes = tuple(self.addresses)
-        self._avoided: dict[str, float] = {}  # until when
+        self._avoided: dict[str, float] = {}  # end of the avoidance, by node
 
     def to_ask(self, shard: Shard, *, downloads: bool) -> list[tuple[str, bool]]:
-        """Returns the nodes to ask for a shard, in turn, and whether each shall download it if it has to.
+        """Returns the nodes to ask for a shard, in order, and whether each should download it if necessary.
 
-        Those before this node in rendezvous order shall. `downloads`: this node shall itself, on behalf of another
-        one, so it only asks who has it. If no node gives it, this node downloads it. Who made it is asked first.
+        Nodes before this node in rendezvous order should. With `downloads`, this node must download the shard for
+        another node, so it only asks for existing copies. If no node has the shard, this node downloads it. The node
+        that tokenised it is asked first.
         """
         order = rendezvous(shard.sha256, self.nodes)
         mine = order.index(self.node)
@@ -108,7 +109,7 @@ class Peers:
         return made + [(node, True) for node in before] + [(node, False) for node in behind[:ASKED]]
 
     def fetch(self, node: str, shard: Shard, to: Path, *, download: bool) -> None:
-        """Writes a node's copy of a shard to a file. PeerError if the node does not give it, or is avoided."""
+        """Writes a node's copy of a shard to a file. PeerError if the node does not send it, or is avoided."""
         if time.monotonic() < self._avoided.get(node, 0.0):
             raise PeerError("it failed a moment ago")
         addresses = self.addresses[node]
@@ -123,33 +124,33 @@ class Peers:
                 for block in connection.get(request, shard.size_bytes, **limits):
                     file.write(block)
         except PeerError as error:
-            if download or not isinstance(error, RefusedError):  # it could not, and would fail for the next one too
+            if download or not isinstance(error, RefusedError):  # it failed, and would fail for the next shard too
                 self.avoid(node)
             raise
 
     def avoid(self, node: str) -> None:
-        """Asks a node no more for a while."""
+        """Sends a node no requests for a while."""
         self._avoided[node] = time.monotonic() + AVOIDED_S
 
 
 class Tiers:
-    """Gives token shards: from the local disk, another node, or `download`, in this order."""
+    """Provides token shards from the local disk, another node, or `download`, in this order."""
 
     def __init__(
         self, cache: ShardCache, download: Callable[[Shard, Path], int], url_of: Callable[[Shard], str]
     ) -> None:
-        """`download` writes a shard to a file and returns the bytes that came from the store, where it is `url_of`."""
+        """`download` writes a shard to a file and returns the bytes read from the store. `url_of` gives its URL."""
         self.counters = Counters()
         self._cache, self._download, self._url_of = cache, download, url_of
         self.peers: Peers | None = None
 
     def get(self, shard: Shard) -> np.ndarray:
-        """Returns the tokens [N], memory-mapped. Errors are those of the cache and the store."""
+        """Returns the tokens [N], memory-mapped. Raises the errors of the cache and the store."""
         with explained(self._cache.folder):
             return self._get(shard, downloads=False)
 
     def content(self, shard: Shard, download: bool) -> memoryview | None:
-        """Returns the bytes of a shard for another node; None if it is not here and shall not be downloaded."""
+        """Returns the bytes of a shard for another node; None if it is not on this node and `download` is false."""
         found = self._cache.content(shard)
         if download and found is None:
             self._get(shard, downloads=True)
@@ -186,7 +187,7 @@ class Tiers:
         )
 
     def _from_peer(self, shard: Shard, *, downloads: bool) -> np.ndarray | None:
-        """Returns the tokens from the first node that gives them; None if none does."""
+        """Returns the tokens from the first node that sends them; None if no node does."""
         if not (peers := self.peers):
             return None
         for node, download in peers.to_ask(shard, downloads=downloads):
@@ -201,22 +202,22 @@ class Tiers:
 
 
 class OpenShards:
-    """The shards that are open in this process, the least recently used ones closed first, and a reader ahead."""
+    """The open shards of this process, closed in least-recently-used order, and a reader ahead."""
 
     def __init__(self, tiers: Tiers, most: int) -> None:
-        """Keeps up to `most` shards open. THREADS threads open those that `read_ahead` names."""
+        """Keeps up to `most` shards open. THREADS threads open the shards that `read_ahead` names."""
         self._tiers, self._most = tiers, most
-        # by hash: those that are open, that a thread is opening, or that were fetched several times in vain
+        # by hash: shards that are open, that a thread is opening, or whose fetches repeatedly failed
         self._found: OrderedDict[str, Future[np.ndarray]] = OrderedDict()
         self._now: deque[Shard] = deque()  # to be opened first
         self._later: deque[Shard] = deque()
-        self._urgent: set[str] = set()  # hashes of those that are needed now, until a thread is done with them
+        self._urgent: set[str] = set()  # hashes of the shards needed now, until a thread has processed them
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
 
     def get(self, shard: Shard) -> np.ndarray:
-        """Returns the tokens [N] of a shard, after waiting for them if they are not there yet."""
+        """Returns the tokens [N] of a shard, after waiting for them if necessary."""
         with self._changed:
             if self._is_open(shard):
                 self._tiers.counters.add(memory_hits=1)
@@ -228,7 +229,7 @@ class OpenShards:
             self._tiers.counters.add(shard_wait_s=time.perf_counter() - before_s)
 
     def read_ahead(self, now: Sequence[Shard], later: Sequence[Shard]) -> None:
-        """Opens shards in the background, those of `now` first, and forgets what it was to open before."""
+        """Opens shards in the background, first `now`, then `later`, and cancels the previous request."""
         with self._changed:
             self._now = deque(shard for shard in now if not self._is_open(shard))
             self._later = deque(shard for shard in later if not self._is_open(shard))
@@ -242,20 +243,20 @@ class OpenShards:
                     thread.start()
 
     def stop(self) -> None:
-        """Lets the threads begin no more shards."""
+        """Lets the threads start no further shards."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the threads. To be called after the store is closed, for which they may wait."""
+        """Ends the threads. Close the store first, because they may wait for it."""
         self.stop()
         until_s = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
     def _is_open(self, shard: Shard) -> bool:
-        """Whether a shard is open; if so, the others are closed before it."""
+        """Whether a shard is open. If so, marks it as the most recently used shard."""
         found = self._found.get(shard.sha256)
         if found is None or not found.done() or found.exception():
             return False
@@ -272,7 +273,7 @@ class OpenShards:
                 found.set_result(self._tiers.get(shard))
             except BaseException as error:
                 with self._changed:
-                    if not isinstance(error, DamagedObjectError):  # who needs it tries again
+                    if not isinstance(error, DamagedObjectError):  # the next caller tries again
                         del self._found[shard.sha256]
                 found.set_exception(error)
             with self._changed:
@@ -283,14 +284,14 @@ class OpenShards:
 
     def _work(self) -> None:
         while True:
-            with self._changed:  # shards for later do not share the link with those that are needed now
+            with self._changed:  # later shards do not share the link with shards needed now
                 self._changed.wait_for(lambda: self._closed or self._now or (self._later and not self._urgent))
                 if self._closed:
                     return
                 shard = (self._now or self._later).popleft()
             try:
                 self._obtain(shard)
-            except Exception as error:  # who needs the shard reports it
+            except Exception as error:  # the caller that needs the shard reports it
                 logging.getLogger(__name__).debug("shard %s not read ahead: %s", shard.name, error)
             with self._changed:
                 self._urgent.discard(shard.sha256)

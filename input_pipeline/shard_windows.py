@@ -1,8 +1,8 @@
-"""Windows of tokens that lie in shards: which of them a split has, their order, and the shards that they need.
+"""Windows of tokens in shards: the windows of a split, their order, and the shards that they need.
 
-The order is a pure function of (seed, example), kind to a cache of few shards. An epoch is a permutation of the shards,
-cut into blocks of consecutive shards; the windows of a block are permuted among themselves. So every window is visited
-once per epoch, and a step needs the shards of one block, or of two.
+The order is a pure function of (seed, example) and friendly to a cache of few shards. An epoch is a permutation of the
+shards, cut into blocks of consecutive shards. The windows of a block are permuted among themselves. Every window is
+therefore visited once per epoch, and a step needs the shards of one or two blocks.
 """
 
 import json
@@ -32,7 +32,7 @@ class Part:
 
 
 def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
-    """Returns what belongs to a split: whole shards by name, or of a single shard the first 95 % or the last 5 %."""
+    """Returns the parts of a split: whole shards by name, or the first 95 % or last 5 % of a single shard."""
     whole = [Part(shard=shard, start=0, stop=shard.num_tokens) for shard in shards]
     if len(whole) == 1:
         (only,) = whole
@@ -43,13 +43,13 @@ def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
 
 
 class ShardWindows(index.Windows):
-    """Windows of `seq_len` tokens (and one more if causal), of which none reaches into the next shard."""
+    """Windows of `seq_len` tokens (plus one if causal), none of which crosses from one shard into the next."""
 
     def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int, opened: OpenShards) -> None:
         counts = [max(0, index.num_windows(part.stop - part.start, seq_len, objective)) for part in of]
         self._parts = [part for part, count in zip(of, counts, strict=True) if count]
         self._counts = [count for count in counts if count]
-        self._ends = list(accumulate(self._counts))  # of the windows of each shard, numbered in the order of names
+        self._ends = list(accumulate(self._counts))  # last window of each shard, plus 1, in the order of names
         self._seq_len, self._overlap = seq_len, int(objective == "causal")
         self._per_block = shards_per_block
         content = [[part.shard.sha256, part.start, part.stop] for part in self._parts]
@@ -57,18 +57,18 @@ class ShardWindows(index.Windows):
         tokens = sum(part.shard.num_tokens for part in self._parts)
         self.bytes_per_token = sum(part.shard.text_bytes for part in self._parts) / max(1, tokens)
         self._order = lru_cache(maxsize=4)(lambda seed: ShardOrder(self._counts, seed, shards_per_block))
-        self._block = (-1, -1)  # seed and number of the one that is read
+        self._block = (-1, -1)  # seed and number of the block being read
         self._open = opened
 
     @property
     def needed_bytes(self) -> int:
-        """The most bytes that the shards of two blocks may have."""
+        """The most bytes that the shards of two blocks can have."""
         sizes = sorted((part.shard.size_bytes for part in self._parts), reverse=True)
         return sum(sizes[: 2 * self._per_block])
 
     @property
     def num_shards(self) -> int:
-        """The shards that have a window."""
+        """The number of shards that have a window."""
         return len(self._parts)
 
     @property
@@ -79,7 +79,7 @@ class ShardWindows(index.Windows):
         return self._ends[-1] if self._ends else 0
 
     def window_of(self, i: int, seed: int) -> int:
-        """Returns the window of example `i`, and has the shards of its block and of the next one read ahead."""
+        """Returns the window of example `i`, and starts to read ahead the shards of its block and of the next block."""
         order = self._order(seed)
         at = (seed, order.block_of(i))
         if at != self._block:
@@ -99,7 +99,7 @@ class ShardWindows(index.Windows):
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch: the shards in their order, the first window of each place, and the first one of each block."""
+    """An epoch: the shards in their order, the first window of each shard, and the first shard of each block."""
 
     shards: list[int]
     starts: list[int]  # [S + 1]
@@ -107,17 +107,17 @@ class _Epoch:
 
 
 class ShardOrder:
-    """The order for shards of `counts` windows each: `order(i)` is the (shard, window in it) of example `i`."""
+    """The order for shards of `counts` windows each: `order(i)` is the shard of example `i` and its window there."""
 
     def __init__(self, counts: list[int], seed: int, shards_per_block: int) -> None:
-        """An epoch costs O(shards) once, an example O(log shards)."""
+        """Costs O(shards) once per epoch, and O(log shards) per example."""
         self._counts, self._seed, self._per_block = counts, seed, shards_per_block
         self.total = sum(counts)
         self.num_blocks = -(-len(counts) // shards_per_block)
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
 
     def __call__(self, i: int) -> tuple[int, int]:
-        """Returns the shard, and the window in it, of example `i` >= 0."""
+        """Returns the shard of example `i` >= 0, and the window within it."""
         epoch, place = divmod(i, self.total)
         order = self._epoch(epoch)
         block = bisect_right(order.blocks, place) - 1
@@ -132,13 +132,13 @@ class ShardOrder:
         return epoch * self.num_blocks + bisect_right(self._epoch(epoch).blocks, place) - 1
 
     def shards_of(self, block: int) -> list[int]:
-        """Returns the shards of a block, which is counted over all epochs."""
+        """Returns the shards of a block. Blocks are counted over all epochs."""
         epoch, number = divmod(block, self.num_blocks)
         start = number * self._per_block
         return self._epoch(epoch).shards[start : start + self._per_block]
 
     def _make_epoch(self, epoch: int) -> _Epoch:
-        key = index.seed_of(self._seed, epoch, 1)  # blocks count from 2: a last 0 would change nothing
+        key = index.seed_of(self._seed, epoch, 1)  # blocks count from 2, because a last 0 would change nothing
         bits = index.random_bits((key, _KEY_TAG), (len(self._counts),))
         shards = np.argsort(bits, kind="stable").tolist()
         starts = [0, *np.cumsum([self._counts[shard] for shard in shards]).tolist()]

@@ -1,8 +1,8 @@
 """`data.source=shards`: a set of token shards, from an index or from files that are tokenised at the first start.
 
-The processes of a run open a set together: process 0 lists the store, the nodes share what there is to tokenise, and
-all of them end with the same index. After that nothing is agreed on: shards come as they are needed (shard_tiers.py),
-in an order that the index and the seed decide (shard_windows.py).
+The processes of a run open a set together. Process 0 lists the store, the nodes divide the files to tokenise, and all
+processes end with the same index. No agreement is needed after that: shards are fetched on demand (shard_tiers.py), in
+an order that the index and the seed determine (shard_windows.py).
 """
 
 import logging
@@ -28,19 +28,19 @@ from runtime.blobs import Address, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
 from runtime.files.cache import ENVIRONMENT_KEY, cache_dir
 
-ROUND_S = 600.0  # of tokenising, between two agreements, by which all hear of what fails in one
-LEFT_OUT = 0.01  # of the tokens: more of them in no example are said
+ROUND_S = 600.0  # tokenising time between two agreements, which tell all processes of a failure
+LEFT_OUT = 0.01  # fraction of the tokens; if more are in no example, a warning is logged
 _GB = 10**9
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes that open a set together, as one of them sees them."""
+    """The processes that open a set together, from the view of one of them."""
 
     process: int = 0
     count: int = 1
-    token: str = ""  # by which they know each other
+    token: str = ""  # authenticates the processes to each other
 
     def broadcast(self, topic: str, answer: Callable[[], Any]) -> Any:
         """Returns process 0's `answer()` in every process."""
@@ -55,9 +55,9 @@ ALONE = World()
 
 
 class ShardSet:
-    """The token shards of `data.path`; a context manager. `windows(split)` are what a data set reads.
+    """The token shards of `data.path`; a context manager. Data sets read `windows(split)`.
 
-    Raises ValueError for files that cannot be used, StoreError for a store that refuses or lacks them.
+    Raises ValueError for unusable files, and StoreError if the store refuses access or lacks a file.
     """
 
     def __init__(
@@ -68,9 +68,12 @@ class ShardSet:
         *,
         was_reached: bool = False,
     ) -> None:
-        """Opens the set; every process of `world` must. `was_reached`: the store is known to exist, so waited for."""
+        """Opens the set, in every process of `world`.
+
+        `was_reached`: the store is known to exist, so it is waited for.
+        """
         self.config, self._world, self._was_reached = config, world, was_reached
-        self.needed_bytes = 0  # of the cache, for two blocks of every split that is read
+        self.needed_bytes = 0  # cache size for two blocks of every split that is read
         self._tokenizer = tokenizer or tokenizer_for(config)
         self._held = ExitStack()
         try:
@@ -122,7 +125,10 @@ class ShardSet:
         return [node for node, _ in told], [Address(**address) for _, address in told]
 
     def _answer(self, request: Mapping[str, Any], process: int, content: BinaryIO) -> memoryview:
-        """Returns the bytes of the shard that another process asks for, which says whether to download it first."""
+        """Returns the bytes of the shard that another process requests.
+
+        The request states whether to download it first.
+        """
         self._is_open.wait()  # the other process may have opened the set before this one
         found = self.tiers.content(self._by_hash[request["shard"]], bool(request["download"]))
         if found is None:
@@ -130,7 +136,10 @@ class ShardSet:
         return found
 
     def _list(self) -> Listing:
-        """Returns what the store has, the same in every process: each reads an index itself, process 0 lists files."""
+        """Returns the listing of the store, equal in all processes.
+
+        Process 0 lists files; every process reads an index itself.
+        """
         found: list[Listing] = []
 
         def told() -> dict[str, Any]:
@@ -146,7 +155,7 @@ class ShardSet:
         return Listing(index=read_index(self._store, self.config, self._tokenizer, said["index"]))
 
     def _indexed(self, raw: RawShards) -> ShardIndex:
-        """Returns the index of files of documents, tokenised by all nodes if no process has it yet."""
+        """Returns the index of files of documents. All nodes tokenise the files if no process has the index yet."""
         world, mine = self._world, raw.index()
         has = world.all_gather("shard-index-there", mine is not None)
         if any(has):
@@ -160,7 +169,7 @@ class ShardSet:
         return found
 
     def _tokenised(self, raw: RawShards) -> tuple[Shard, ...]:
-        """Tokenises this process' share of the files, and returns the shards of all."""
+        """Tokenises the files assigned to this process, and returns the shards of all processes."""
         todo = [name for name in raw.names if self._worker(name) == self._world.process]
         found: dict[str, dict[str, Any]] = {}
         count, progress = len(todo), Progress()
@@ -181,7 +190,7 @@ class ShardSet:
             told = self._world.all_gather(
                 "shards-tokenised", {"done": done, "left": len(todo), "error": error, "is_away": is_away}
             )
-            if failures := [said for said in told if said["error"]]:  # one that waiting does not cure comes first
+            if failures := [said for said in told if said["error"]]:  # failures that waiting does not cure come first
                 worst = min(failures, key=lambda said: said["is_away"])
                 raise (StoreAwayError if worst["is_away"] else StoreError)(worst["error"])
             found |= {row["name"]: row for said in told for row in said["done"]}
@@ -189,12 +198,15 @@ class ShardSet:
                 return tuple(Shard(**found[name]) for name in raw.names)
 
     def _worker(self, name: str) -> int:
-        """Returns the process that tokenises a file: of the first node in rendezvous order."""
+        """Returns the process that tokenises a file: one of the first node in rendezvous order."""
         node = maker_of(name, self._nodes)
         return rendezvous(name, [process for process, other in enumerate(self._nodes) if other == node])[0]
 
     def windows(self, split: str) -> ShardWindows:
-        """Returns the windows of a split. ValueError if there is none, or if the cache cannot hold those of a step."""
+        """Returns the windows of a split.
+
+        ValueError if the split has none, or if the cache cannot hold the shards of a step.
+        """
         config = self.config
         opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
         of = parts(self.index.shards, split)
@@ -209,12 +221,12 @@ class ShardSet:
         self.needed_bytes += windows.needed_bytes
         check_room([self])
         self._held.callback(opened.close)
-        self._held.callback(self._store.close)  # before that: the threads may wait for it
+        self._held.callback(self._store.close)  # earlier, because the threads may wait for the store
         self._held.callback(opened.stop)
         return windows
 
     def _say_what_is_left_out(self, split: str, of: Sequence[Part], windows: ShardWindows) -> None:
-        """Warns of tokens that no example has: the last ones of each file, since no example reaches into the next."""
+        """Warns of tokens in no example: the last tokens of each file, because no example spans two files."""
         tokens, seq_len = sum(part.stop - part.start for part in of), self.config.seq_len
         left = 1 - len(windows) * seq_len / tokens
         if left > LEFT_OUT and self._world.process == 0:
@@ -227,7 +239,7 @@ class ShardSet:
 
 
 def check_room(sets: Sequence[ShardSet]) -> None:
-    """Raises ValueError if the cache, which sets and splits share, cannot hold two blocks of each at a time."""
+    """Raises ValueError if the cache cannot hold two blocks of every set and split at the same time."""
     config, cache, needed = sets[0].config, sets[0].cache, sum(one.needed_bytes for one in sets)
     of = f"two blocks of data.shuffle_shards={config.shuffle_shards} shards take"
     if len(sets) > 1:

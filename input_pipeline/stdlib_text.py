@@ -1,4 +1,4 @@
-"""Text that every Python installation has: the standard library's sources and the topics of its manual."""
+"""Text included in every Python installation: the standard library's sources and the topics of its manual."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ FORMAT = 1  # raise it when the rules in this file change
 
 
 def source_files(root: Path) -> list[str]:
-    """Returns the sorted names of the library's source files below `root`. Raises ValueError if there are none."""
+    """Returns the sorted names of the library's source files below `root`. ValueError if `root` has none."""
     names = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in LEFT_OUT_FOLDERS and not name.startswith("config-")]

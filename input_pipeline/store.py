@@ -1,10 +1,10 @@
 """Objects below a URL (`s3://`, `gs://`, `http(s)://`) or in a local folder: listed, fetched, stored.
 
-A store that is away (no connection, time-outs, 5xx, half an answer) is waited for, up to `PATIENCE_S`; one line says
-so, and another that it answers again. The pauses are random, and as long as an HTTP server asks for. A store that never
-answered is more likely a mistake: an error after `FIRST_S`. Failures that waiting cannot cure (401, 403, 404, a
-redirect to another host) are errors at once. Messages name the URL, without headers, query strings or texts of the
-library, so that no credentials can be in them.
+An unavailable store (no connection, time-outs, 5xx, truncated answers) is retried for up to `PATIENCE_S`. One line is
+logged when the wait starts and one when the store answers again. The pauses are random, and at least as long as an HTTP
+server requests. A store that has never answered is more likely a mistake, so it is an error after `FIRST_S`. Failures
+that waiting cannot cure (401, 403, 404, a redirect to another host) are errors at once. Messages name the URL without
+headers, query strings or texts of the library, so that they contain no credentials.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from runtime.files.paths import user_path
 from runtime.files.regular import NotRegularError, open_regular, read_regular
 
 PATIENCE_S = 540.0  # below the default of elastic.stall_s, so that the message is ours
-FIRST_S = 20.0  # for which a store that never answered is waited for
-FETCHES = 3  # of a damaged object, before it is an error
-_MOST_READ_BYTES = 1 << 28  # of an object that is read into memory, such as an index
+FIRST_S = 20.0  # how long to wait for a store that never answered
+FETCHES = 3  # attempts to fetch a damaged object before it is an error
+_MOST_READ_BYTES = 1 << 28  # largest object that is read into memory, such as an index
 _OPTIONS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "24h"}
 _BLOCK_BYTES = 4 << 20
 _STATUS = re.compile(r"status code: (\d{3})")
 _HOST = re.compile(r"uri: Some\(\s*(\w+://)(?:[^/@\s]*@)?([^/?,\s]+)")
-# services of the machine itself, which obstore asks for credentials when the environment has none
+# services of the machine itself, from which obstore requests credentials when the environment has none
 _METADATA = re.compile(r"://169\.254\.|/latest/(?:api/token|meta-data)|/computeMetadata/")
 _CONNECT = {
     "dns error": "its name does not resolve",
@@ -59,8 +59,8 @@ T = TypeVar("T")
 class Item:
     """An object: its name relative to the store's URL, its size, and a version that changes with its content.
 
-    The version is a strong ETag or else the hash of the content (times of a local file). It is never Last-Modified,
-    which other content can have too.
+    The version is a strong ETag, or else the hash of the content (for a local file, its times). It is never
+    Last-Modified, which another content can share.
     """
 
     name: str
@@ -74,12 +74,15 @@ def is_url(path: str) -> bool:
 
 
 def open_store(path: str) -> "Store":
-    """Returns the store of a URL or a local folder; nothing is read yet."""
+    """Returns the store of a URL or a local folder. Reads nothing yet."""
     return RemoteStore(path) if is_url(path) else LocalStore(path)
 
 
 class LocalStore:
-    """The files of a local folder. Its methods are those of every store: StoreError, or MissingError, if they fail."""
+    """The files of a local folder.
+
+    Its methods are the interface of every store; they raise StoreError or MissingError.
+    """
 
     can_list = True  # an HTTP server cannot, and stores nothing
 
@@ -88,19 +91,22 @@ class LocalStore:
         self.url = str(self.root)
 
     def list(self) -> list[Item]:
-        """Returns the objects that are neither hidden nor empty, by name; a version is "" where `item` can tell it."""
+        """Returns the objects that are neither hidden nor empty, by name.
+
+        A version is "" where `item` can provide it.
+        """
         return [item for name in text_files(self.root) if (item := self.item(name)).size]
 
     def item(self, name: str) -> Item:
-        """Returns size and version of an object, which may have to be read for it."""
+        """Returns size and version of an object. This may read the object."""
         with _explained(self.root / name):
             status = (self.root / name).stat()
         return Item(name=name, size=status.st_size, version=f"{status.st_mtime_ns} {status.st_ctime_ns}")
 
     def fetch(self, name: str, to: Path) -> Item:
-        """Writes an object to a file; returns size and version of what came.
+        """Writes an object to a file. Returns the size and version of the received content.
 
-        The version is "" here: another node may have another copy, with other times.
+        The version is "" here, because another node may have another copy with other times.
         """
         with _explained(self.root / name):
             source = open_regular(self.root / name)
@@ -114,7 +120,7 @@ class LocalStore:
             return read_regular(self.root / name)
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Stores an object, whole or not at all."""
+        """Stores an object completely or not at all."""
         source = io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")  # noqa: SIM115 (closed below)
         partial = self.root / f"{name}.partial"
         try:
@@ -134,7 +140,7 @@ class LocalStore:
             ) from error
 
     def assume_reached(self) -> None:
-        """Marks the store as known to exist, so that reads wait for it; a disk is never waited for."""
+        """Marks the store as known to exist, so that reads wait for it. A disk is never waited for."""
 
     def close(self) -> None:
         """Ends waiting in all threads."""
@@ -157,7 +163,7 @@ class RemoteStore:
     """The objects of an object store, or of an HTTP server, which cannot list them."""
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
-        """Takes credentials from the environment. ValueError for a URL of no known kind, or with credentials."""
+        """Takes credentials from the environment. ValueError for a URL of an unknown kind, or with credentials."""
         from obstore.store import from_url
 
         refuse_secrets("data.path", url)
@@ -175,7 +181,7 @@ class RemoteStore:
             raise StoreError(f"{url} cannot be used as a store; {remedy}") from error
         self.patience = Patience(self.url, patience_s, FIRST_S)
         self._reads_for_versions = False
-        self._gives_pauses = self.scheme == "http"  # until it answers 429 or 503 without one
+        self._gives_pauses = self.scheme == "http"  # until it answers 429 or 503 without a pause
 
     def list(self) -> list[Item]:
         import obstore
@@ -253,7 +259,7 @@ class RemoteStore:
         return item if item.version else replace(item, version=f"sha256 {digest.hexdigest()}")
 
     def _patiently(self, url: str, action: Callable[[], T], *, writes: bool = False) -> T:
-        """Returns `action()`, repeated while the store is away."""
+        """Returns `action()`. Repeats the call while the store is away."""
 
         def attempt() -> T:
             try:
@@ -262,15 +268,15 @@ class RemoteStore:
                 raise
             except Exception as error:
                 if isinstance(error, OSError) and error.errno is not None:
-                    raise  # of the local disk; the store's have no number
+                    raise  # errors of the local disk have a number, the store's errors have none
                 raise self._explained(url, error, writes) from None  # its text may hold credentials
 
         return self.patience.for_answer(url, attempt)
 
     def _explained(self, url: str, error: Exception, writes: bool) -> Exception:
-        """Returns our error for an error of the library: `AwayError` if waiting may cure it."""
+        """Returns our error for an error of the library. `AwayError` if waiting may cure it."""
         said, _, details = str(error).partition("Debug source:")
-        key = "--out" if writes else "data.path"  # prepare.py alone stores
+        key = "--out" if writes else "data.path"  # only prepare.py stores objects
         remedy = f"check {key}" if self.scheme == "http" else f"check {key}, and {self._help}"
         if self.scheme != "http" and _METADATA.search(str(error)):
             return AwayError("no credentials, neither in the environment nor from this machine", self._help)
@@ -291,7 +297,7 @@ class RemoteStore:
             reason = next((f": {text}" for sign, text in _CONNECT.items() if sign in details), "")
             variable = " and AWS_ENDPOINT_URL" if self.scheme == "s3" else ""
             return AwayError(f"no connection to {place}{reason}", f"check {key}{variable}, and the network")
-        elif "HTTP error" in said and kind != "Unknown":  # such as a URL that cannot be one
+        elif "HTTP error" in said and kind != "Unknown":  # such as an invalid URL
             return AwayError(_KINDS.get(kind, "no whole answer"))
         else:
             why = f"the store cannot be used ({type(error).__name__})"
@@ -302,7 +308,7 @@ class RemoteStore:
         self.patience.reached = True
         if status in ("401", "403"):
             refuses = "to write below --out" if writes else "access"
-            clock = "; or set this machine's clock, if it is minutes off" if self.scheme == "s3" else ""  # it is signed
+            clock = "; or set this machine's clock, if it is minutes off" if self.scheme == "s3" else ""  # S3 signs it
             return StoreError(f"{url}: the store refuses {refuses} ({status}); {self._help}{clock}")
         if status == "404":
             missing = "file" if self.scheme == "http" else "bucket" if writes else "object or bucket"
@@ -314,7 +320,7 @@ class RemoteStore:
         return StoreError(f"{url}: the store answers {status}; {remedy}")
 
     def _pause_s(self, url: str, status: str) -> float:
-        """Returns the pause that a server with too many requests asks for, 0 if it asks for none."""
+        """Returns the pause that an overloaded server requests, or 0."""
         if status not in ("429", "503") or not self._gives_pauses:
             return 0.0
         pause_s = retry_after_s(ask_headers(self._quoted(url)))
@@ -322,7 +328,7 @@ class RemoteStore:
         return pause_s
 
     def _redirected(self, url: str) -> Exception:
-        """Returns the error of a redirect to a host that is neither the store's nor named by the user."""
+        """Returns the error of a redirect to a host that is neither the store's host nor named by the user."""
         place = urlsplit(ask_headers(self._quoted(url)).get("Location", "") if self.scheme == "http" else "")
         is_known = bool(place.hostname) and place.hostname != urlsplit(self.url).hostname
         target = f"{place.scheme}://{place.hostname}" if is_known else "another host"
@@ -332,7 +338,7 @@ class RemoteStore:
         )
 
     def _quoted(self, url: str) -> str:
-        """Returns the URL of an object as it is sent."""
+        """Returns the URL of an object, quoted as it is sent."""
         return self.url + quote(url.removeprefix(self.url))
 
 
@@ -346,6 +352,6 @@ def sha256(path: Path) -> str:
 
 
 def _item(name: str, found: Any) -> Item:
-    """Returns the object that an answer describes; its version is "" without a strong ETag (RFC 9110, section 8.8)."""
+    """Returns the object that an answer describes. Its version is "" without a strong ETag (RFC 9110, section 8.8)."""
     tag = found["e_tag"] or ""
     return Item(name=name, size=found["size"], version="" if tag.startswith("W/") else tag.strip('"'))

@@ -1,4 +1,4 @@
-"""Token streams: all documents of a split as one memory-mapped array, each followed by a separator; tokenised once."""
+"""Token streams: all documents of a split as one memory-mapped array, each followed by a separator. Tokenised once."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from input_pipeline.tokenizers import Tokenizer
 from runtime.files import json_objects
 
 FORMAT = 2  # version of the file format; part of the folder's name
-ANNOUNCED_BYTES = 1 << 20  # of text, which may take seconds to tokenise; a single document of it shows no progress
+ANNOUNCED_BYTES = 1 << 20  # texts of this size may take seconds to tokenise; a single such document shows no progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,9 @@ class TextSource:
     """The documents of one split, in a fixed order."""
 
     name: str  # for messages
-    signature: str  # cheap (from names, sizes, times); changes whenever a document may have changed
+    signature: str  # cheap (names, sizes, times); changes whenever a document may have changed
     documents: Callable[[], Iterator[str]]
-    size_bytes: int = 0  # of all, about; 0: not known
+    size_bytes: int = 0  # approximate total size; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Stream:
     """The tokens of a split."""
 
     tokens: np.ndarray  # [N] uint16 or uint32, read-only and memory-mapped
-    sha256: str  # of the tokens
+    sha256: str  # hash of the tokens
     bytes_per_token: float  # of UTF-8 text; a separator counts as one byte
 
 

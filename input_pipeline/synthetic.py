@@ -1,6 +1,6 @@
-"""Synthetic data, which a small model learns within a few hundred steps; nothing is downloaded.
+"""Synthetic data that a small model learns within a few hundred steps. Nothing is downloaded.
 
-Tokens count, with random jumps; images of ten classes are a coarse pattern of the class under noise.
+Tokens count up, with random jumps. Images of ten classes are a coarse pattern of the class plus noise.
 """
 
 import hashlib
@@ -14,18 +14,19 @@ from input_pipeline import index
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-STRIDE = 7  # the next token is this much larger, modulo the number of ids,
-JUMP_RATE = 0.1  # or, with this probability, random
+STRIDE = 7  # the next token is the current one plus STRIDE, modulo the number of ids,
+JUMP_RATE = 0.1  # or random with this probability
 NUM_WINDOWS = {"train": 1 << 16, "validation": 1 << 12}
 KEY_TAG = {"train": 1 << 63, "validation": (1 << 63) + 1}  # all other keys of `random_bits` are below 2**63
 PATTERN = 4  # squares per side of a class's pattern
-CLASS_KEY = (1 << 63) + 2  # beside the keys of the splits
+CLASS_KEY = (1 << 63) + 2  # differs from the keys of the splits
 
 
 class SyntheticWindows(index.Windows):
-    """Windows that are a pure function of (split, index); a token depends on its predecessor and on random bits.
+    """Windows that are a pure function of (split, index). A token depends on its predecessor and on random bits.
 
-    A model that has learnt the rule reaches a loss of about 0.88 nats with 256 ids, from ln 256 = 5.55 untrained.
+    A model that has learnt the rule reaches a loss of about 0.88 nats with 256 ids; an untrained model has ln 256 =
+    5.55.
     """
 
     bytes_per_token = 1.0
@@ -49,9 +50,9 @@ class SyntheticWindows(index.Windows):
 
 
 class SyntheticImages:
-    """Images of `size` x `size` pixels that are a pure function of (split, number), and so are their labels.
+    """Images of `size` x `size` pixels and their labels, which are pure functions of (split, number).
 
-    A pixel is the mean of noise and of its class's pattern, each uniform in [0, 255].
+    A pixel is the mean of noise and its class's pattern, each uniform in [0, 255].
     """
 
     num_classes = 10
@@ -75,6 +76,6 @@ class SyntheticImages:
         values = math.prod(shape)
         bits = index.random_bits((number, KEY_TAG[self._split]), (1 + -(-values // 8),))
         label = int(bits[0] % np.uint64(self.num_classes))
-        noise = bits[1:].astype("<u8").view(np.uint8)[:values].reshape(shape)  # eight values in 64 bits
+        noise = bits[1:].astype("<u8").view(np.uint8)[:values].reshape(shape)  # eight values per 64 bits
         pixels = ((noise + self._patterns[label]) // 2).astype(np.uint8)
         return fromarray(pixels if self._channels == 3 else pixels[..., 0]), label

@@ -28,17 +28,17 @@ class StreamWindows(index.Windows):
 
 
 class TextDataset:
-    """Examples `dataset[i]` for every i >= 0, an endless sequence of epochs, each of which visits every window once.
+    """Examples `dataset[i]` for every i >= 0: an endless sequence of epochs, each of which visits every window once.
 
     An example holds the arrays of `row_arrays` and is a pure function of (seed, i):
     {"tokens": int32 [T], "targets": int32 [T], "weights": float32 [T]}.
-    Causal: targets are the next tokens, weights are 1. Masked: targets are the original tokens, weights are 1
-    where the model must predict them and 0 elsewhere. A causal window that begins inside a document begins with the
-    tokenizer's bos, if documents do, in place of its first token. With a `data.packing` of documents, `segments`
-    int32 [T] numbers the documents, and weights are 0 where the target is not of the same document.
+    Causal: targets are the next tokens, weights are 1. Masked: targets are the original tokens, weights are 1 where the
+    model must predict them and 0 elsewhere. If documents begin with the tokenizer's bos, a causal window that begins
+    inside a document has bos in place of its first token. With a `data.packing` of documents, `segments` int32 [T]
+    numbers the documents, and weights are 0 where the target belongs to another document.
     """
 
-    threads = 1  # that prepare batches; cutting windows is cheap
+    threads = 1  # threads that prepare batches; cutting windows is cheap
 
     def __init__(self, windows: index.Windows, tokenizer: Tokenizer, config: DataConfig, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -90,9 +90,9 @@ class TextDataset:
         return {"tokens": tokens, "targets": window, "weights": weights} | segments
 
     def _with_bos(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the inputs int32 [T] of a causal model, where a part of a document begins as the document does.
+        """Returns the inputs int32 [T] of a causal model. A window that begins inside a document starts with bos.
 
-        The token that bos replaces is the last target of the window before, so the loss counts it there.
+        The token that bos replaces is the last target of the preceding window, so the loss counts it there.
         """
         bos, separator = self.tokenizer.document_bos, self.tokenizer.separator
         if bos is None:

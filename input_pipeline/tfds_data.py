@@ -20,7 +20,7 @@ VALIDATION_SPLITS = ("validation", "valid", "test")
 
 
 def source(name: str, data_dir: str, split: str) -> TextSource:
-    """Returns the documents of a split of the TFDS data set `name`, prepared by TFDS first if it is not.
+    """Returns the documents of a split of the TFDS data set `name`. TFDS prepares the data set first if necessary.
 
     `_range_of` defines the splits. The text is the feature `text`, or else the only text feature.
     Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without train or text.
@@ -48,12 +48,11 @@ def source(name: str, data_dir: str, split: str) -> TextSource:
 
 
 class TfdsImages:
-    """The images of a split of the TFDS data set `name`, prepared by TFDS first if it is not.
+    """The images of a split of the TFDS data set `name`. TFDS prepares the data set first if necessary.
 
-    `_range_of` defines the splits. Image and label are the features `image` and `label`, or else the only
-    feature that is an image and the only one that is a class. `content` hashes splits of up to 256 MiB completely and
-    256 blocks of larger ones.
-    Raises ValueError for a data set that TFDS does not know or cannot prepare or read, and if one of these is missing.
+    `_range_of` defines the splits. Image and label are the features `image` and `label`, or else the only image feature
+    and the only class feature. `content` hashes splits of up to 256 MiB completely and 256 blocks of larger splits.
+    Raises ValueError for a data set that TFDS does not know or cannot prepare or read, and if a feature is missing.
     """
 
     threads = 16  # reading and decoding release Python's global lock
@@ -102,7 +101,7 @@ def _prepared_builder(name: str, data_dir: str) -> Any:
                 builder = tfds.builder(name, data_dir=where, file_format="array_record")
                 try:
                     builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
-                except OSError:  # another node, whose cache folder has another lock, may have been first
+                except OSError:  # another node with a separate cache lock may have been first
                     if not (builder := tfds.builder(name, data_dir=where)).is_prepared():
                         raise
         return builder
@@ -133,8 +132,8 @@ def _data_source(name: str, builder: Any, split: str, decoders: Any = None) -> A
 def _range_of(name: str, splits: Any, split: str) -> tuple[str, int, int]:
     """Returns (TFDS split, first record, end) for our split.
 
-    `train` is TFDS's train. `validation` is the first of `validation`, `valid` and `test` that exists; without any of
-    them it is the last 5 % (at least one) of the records of train, which are then excluded from train.
+    `train` is TFDS's train. `validation` is the first of `validation`, `valid` and `test` that exists. If none exists,
+    it is the last 5 % (at least one) of the records of train, which are then excluded from train.
     """
     if "train" not in splits:
         raise ValueError(f"data.source is 'tfds:{name}': it has no split 'train', only {', '.join(splits)}")
@@ -148,7 +147,10 @@ def _range_of(name: str, splits: Any, split: str) -> tuple[str, int, int]:
 
 
 def _only_feature(name: str, features: Any, wanted: str, kind: type) -> str:
-    """Returns the feature `wanted` if its type is `kind`, else the only feature of that type. ValueError if none is."""
+    """Returns the feature `wanted` if its type is `kind`, else the only feature of that type.
+
+    ValueError if none fits.
+    """
     found = [key for key, feature in features.items() if isinstance(feature, kind)]
     if wanted in found:
         return wanted

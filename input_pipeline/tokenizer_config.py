@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer's files name, by the tokenizer_config.json next to its vocabulary."""
+"""The special tokens of a tokenizer, from the tokenizer_config.json next to its vocabulary."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ CONFIG_FILE = "tokenizer_config.json"
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Returns the content of the folder's tokenizer_config.json; {} without the file. ValueError if it is damaged."""
+    """Returns the content of the folder's tokenizer_config.json, {} without the file. ValueError if it is damaged."""
     try:
         return json_objects.read(folder / CONFIG_FILE, lenient=True)  # model_max_length is often int(1e30)
     except FileNotFoundError:
@@ -26,7 +26,7 @@ def named_tokens(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def adds_bos(content: Mapping[str, Any]) -> bool | None:
-    """Returns whether texts begin with `bos_token`; None if the file does not say."""
+    """Returns whether texts begin with `bos_token`; None if the file does not state it."""
     value = content.get("add_bos_token")
     return value if isinstance(value, bool) else None
 

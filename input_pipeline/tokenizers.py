@@ -1,4 +1,4 @@
-"""Text to ids and back: bytes, a SentencePiece model, a tiktoken vocabulary, a tokenizer.json. No downloads."""
+"""Tokenizers: bytes, a SentencePiece model, a tiktoken vocabulary, a tokenizer.json. Nothing is downloaded."""
 
 import abc
 import base64
@@ -19,43 +19,43 @@ from runtime.files.paths import user_path
 from runtime.files.regular import read_regular
 
 UNKNOWN = "\ufffd"  # decoded from ids without text: the mask, and padding rows of the embedding
-MAX_IDS = 1 << 24  # of a vocabulary file (real ones: up to 262,000); memory grows with the highest id
+MAX_IDS = 1 << 24  # of a vocabulary file (real files: up to 262,000), because memory grows with the highest id
 
-# How GPT-2 splits text before merging (from its tokenizer's source; tiktoken calls it r50k).
+# GPT-2's pattern to split text before merging (from its tokenizer's source; tiktoken calls it r50k).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# Names of special tokens of a tokenizer.json without a tokenizer_config.json that names them: the end and the beginning
-# of a text, and the token that stands for a masked one.
+# Names of the special tokens (end of text, beginning of text, mask) for a tokenizer.json without a
+# tokenizer_config.json that names them.
 EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[EOS]")
 BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<BOS_TOKEN>", "[BOS]")
 MASKS = ("<mask>", "[MASK]")
 
 
 class Tokenizer(abc.ABC):
-    """Encodes and decodes. Ids are in [0, num_ids); `separator` ends a document; `mask_id` is num_ids or less."""
+    """Encodes and decodes. Ids are in [0, num_ids). `separator` ends a document. `mask_id` is num_ids or less."""
 
     num_ids: int
     separator: int
     bos: int | None = None  # begins documents and prompts, if the model was trained with it
-    identity: str  # changes whenever the meaning of an id changes, or what begins and ends a document
+    identity: str  # changes when an id, or the beginning or end of a document, changes its meaning
 
     @property
     def mask_id(self) -> int:
         return self.num_ids
 
     def vocab_size(self, objective: str) -> int:
-        """Returns how many ids a model needs for `data.objective`: with the mask, if it predicts masked tokens."""
+        """Returns the number of ids that a model needs for `data.objective`, with the mask for masked tokens."""
         return max(self.num_ids, self.mask_id + 1) if objective == "masked" else self.num_ids
 
     @property
     def document_bos(self) -> int | None:
-        """The id that begins a document; None also where the separator of the document before it is the same id."""
+        """The id that begins a document. None also if the separator of the preceding document is the same id."""
         return None if self.bos == self.separator else self.bos
 
     def document(self, text: str) -> np.ndarray:
         """Returns the ids of a document, from its bos, if any, to its separator.
 
-        ValueError for an id that the tokenizer must not give.
+        ValueError for an id that the tokenizer must not produce.
         """
         begin = [] if self.document_bos is None else [self.document_bos]
         ids = np.concatenate([np.asarray(begin, np.int32), self.encode(text), [self.separator]])
@@ -67,7 +67,7 @@ class Tokenizer(abc.ABC):
         return ids
 
     def prompt(self, text: str) -> np.ndarray:
-        """Returns the int32 ids [N] of a text to continue, which begins with bos, if any."""
+        """Returns the int32 ids [N] of a prompt, beginning with bos, if any."""
         ids = self.encode(text)
         return ids if self.bos is None else np.append(np.int32(self.bos), ids)
 
@@ -81,11 +81,11 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: np.ndarray) -> str:
-        """Returns text for any integers [N]; ids without text become U+FFFD."""
+        """Returns text for any integers [N]. Ids without text become U+FFFD."""
 
 
 class Bytes(Tokenizer):
-    """UTF-8 bytes: the id is the byte, 0 separates documents."""
+    """UTF-8 bytes: the id is the byte, and 0 separates documents."""
 
     num_ids, separator, identity = 256, 0, "bytes"
 
@@ -97,9 +97,9 @@ class Bytes(Tokenizer):
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model; its end-of-sentence id separates documents. Most models write a newline as a space.
+    """A SentencePiece model. Its end-of-sentence id separates documents. Most models write a newline as a space.
 
-    `add_bos`: `always`, `never`, or `auto`: as a tokenizer_config.json next to the model says.
+    `add_bos`: `always`, `never`, or `auto`, which follows a tokenizer_config.json next to the model.
     """
 
     def __init__(self, path: Path, add_bos: str = "auto") -> None:
@@ -108,7 +108,7 @@ class SentencePiece(Tokenizer):
         content = _read(path)
         try:
             if not content:
-                raise RuntimeError("it is empty")  # SentencePiece itself would accept it as a model without pieces
+                raise RuntimeError("it is empty")  # SentencePiece would accept it as a model without pieces
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
             raise ValueError(f"data.tokenizer_path {path} is not a SentencePiece model") from error
@@ -131,7 +131,7 @@ class SentencePiece(Tokenizer):
 
 
 class Tiktoken(Tokenizer):
-    """A tiktoken vocabulary (lines of base64 and rank), split by GPT-2's pattern; an extra id separates documents."""
+    """A tiktoken vocabulary (lines of base64 and rank), split by GPT-2's pattern. An extra id separates documents."""
 
     def __init__(self, path: Path) -> None:
         import tiktoken
@@ -157,14 +157,15 @@ class Tiktoken(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library; separator, bos and mask are special tokens that it has by name.
+    """A tokenizer.json of the `tokenizers` library. Separator, bos and mask are special tokens that it names.
 
-    The separator is `eos_token` or, if that is "", the `eos_token` of the tokenizer_config.json next to the file, else
-    its `sep_token`, else the first of `EOS`. `add_bos`: `always`, `never`, or `auto`: as these files say.
+    The separator is `eos_token`. If that is "", it is the `eos_token` of the tokenizer_config.json next to the file,
+    else its `sep_token`, else the first of `EOS`. `add_bos`: `always`, `never`, or `auto`, which follows these files.
 
-    `vocabulary` has the id of each token; `special_ids` are those of special tokens. Of these, ids from `vocab_size` on
-    do not count: models of text have none for the images of others that share their tokenizer. `file_identity` is that
-    of the vocabulary alone. `bos_is_unclear`: there is a bos, and no file says whether texts begin with it.
+    `vocabulary` maps tokens to ids, and `special_ids` holds the ids of special tokens. Special ids >= `vocab_size` are
+    excluded, because text models have no embedding for the image tokens of models that share their tokenizer.
+    `file_identity` identifies the vocabulary alone. `bos_is_unclear`: a bos exists, but no file states whether texts
+    begin with it.
     """
 
     def __init__(self, path: Path, vocab_size: int = MAX_IDS, *, add_bos: str = "auto", eos_token: str = "") -> None:
@@ -175,7 +176,7 @@ class HuggingFace(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # the name of a separator in a text is text
+        self._tokenizer.encode_special_tokens = True  # the name of a separator within a text is plain text
         self._path, named = path, tokenizer_config.named_tokens(config)
         self.vocabulary = ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if (most := max(ids.values(), default=0)) >= MAX_IDS:
@@ -191,7 +192,7 @@ class HuggingFace(Tokenizer):
         said = said if said is not None else (True if self._post_processor_adds_bos() else None)
         self.adds_bos = self._adds_bos(add_bos, said)
         self.bos_is_unclear = add_bos == "auto" and said is None and self.bos_token in ids
-        self._tokenizer.post_processor = None  # it may leave the spaces out of a token's characters
+        self._tokenizer.post_processor = None  # it may omit the spaces from a token's characters
         self.mask_token = _first(MASKS, special)
         self.special_ids = sorted(ids[name] for name in special)
         optional = special - {self.separator_token, self.mask_token, self.bos_token if self.adds_bos else ""}
@@ -205,7 +206,7 @@ class HuggingFace(Tokenizer):
             self.identity += f" bos {self.bos_token}"
 
     def _end(self, eos_token: str, named: Mapping[str, str], default: str) -> str:
-        """Returns the token that ends a document. ValueError if there is none."""
+        """Returns the token that ends a document. ValueError if no file defines it."""
         name = next((name for name in ("eos_token", "sep_token") if named.get(name)), "")
         token = eos_token or named.get(name, "") or default
         source = f"data.eos_token={eos_token!r}" if eos_token else f"{name}={token!r} of {CONFIG_FILE} there"
@@ -222,7 +223,7 @@ class HuggingFace(Tokenizer):
         return token
 
     def _adds_bos(self, wanted: str, said: bool | None) -> bool:
-        """Returns whether documents and prompts begin with bos. ValueError if they would and there is none."""
+        """Returns whether documents and prompts begin with bos. ValueError if they should but bos does not exist."""
         adds = wanted == "always" or (wanted == "auto" and bool(said))
         if adds and self.bos_token not in self.vocabulary:
             name = f"the bos_token {self.bos_token!r}" if self.bos_token else "a bos_token"
@@ -247,15 +248,15 @@ class HuggingFace(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         with _explained(f"data.tokenizer_path {self._path} cannot encode {text[:40]!r}"):
-            # not `encode`, which holds Python's lock throughout: the heartbeats of this process would stop
+            # not `encode`, which holds Python's lock throughout, so that the heartbeats of this process would stop
             (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
             ids = found.ids
         return np.asarray(ids, np.int64).astype(np.int32)
 
     def encode_template(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32 ids [N] and the characters [N, 2] of each, from and to; names of special tokens are tokens.
+        """Returns int32 ids [N] and their character ranges [N, 2]. Names of special tokens are encoded as these tokens.
 
-        ValueError for one that does not count.
+        ValueError for a special token whose id is not below `num_ids`.
         """
         self._tokenizer.encode_special_tokens = False
         try:
@@ -279,9 +280,9 @@ class HuggingFace(Tokenizer):
 def make_tokenizer(
     kind: str, path: str, vocab_size: int = MAX_IDS, *, add_bos: str = "auto", eos_token: str = ""
 ) -> Tokenizer:
-    """Returns the tokenizer of `data.tokenizer`, for a model of so many ids; `tokenizer_for` reads a config.
+    """Returns the tokenizer of `data.tokenizer` for a model of `vocab_size` ids. `tokenizer_for` reads a config.
 
-    Raises ValueError for a vocabulary file that cannot be used.
+    Raises ValueError for an unusable vocabulary file.
     """
     if kind == "bytes":
         return Bytes()
@@ -294,13 +295,13 @@ def make_tokenizer(
 
 
 def tokenizer_for(data: DataConfig, vocab_size: int = MAX_IDS) -> Tokenizer:
-    """Returns the tokenizer of a config's section, as `make_tokenizer`."""
+    """Returns the tokenizer of a config's data section. See `make_tokenizer`."""
     names = {"add_bos": data.add_bos, "eos_token": data.eos_token}
     return make_tokenizer(data.tokenizer, data.tokenizer_path, vocab_size, **names)
 
 
 def utf8(text: str) -> bytes:
-    """Returns the bytes of a text. ValueError for half of a surrogate pair, which JSON can hold."""
+    """Returns the UTF-8 bytes of a text. ValueError for an unpaired surrogate, which JSON can contain."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -311,13 +312,13 @@ def utf8(text: str) -> bytes:
 
 
 def _first(names: Sequence[str], among: Set[str]) -> str:
-    """Returns the first of the names that is there, "" if none is."""
+    """Returns the first of `names` that is in `among`, or ""."""
     return next((name for name in names if name in among), "")
 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Makes one line of what the `tokenizers` library raises: Exception itself, or a panic, which is not even one."""
+    """Turns errors of the `tokenizers` library into one line: bare Exceptions, and panics, which are BaseExceptions."""
     try:
         yield
     except BaseException as error:
@@ -327,10 +328,10 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _decoded(ids: np.ndarray, known: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """Returns the text of ids [N], of which those that are not `known` have none: U+FFFD."""
+    """Returns the text of ids [N]. Ids that are not in `known` become U+FFFD."""
     ids = np.asarray(ids)
     runs = np.split(ids, np.flatnonzero(~np.isin(ids, known)))
-    return UNKNOWN.join(decode(run[number > 0 :].tolist()) for number, run in enumerate(runs))  # [0]: without text
+    return UNKNOWN.join(decode(run[number > 0 :].tolist()) for number, run in enumerate(runs))  # [0]: without one
 
 
 def _read(path: Path) -> bytes:
