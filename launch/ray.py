@@ -1,10 +1,10 @@
 """Runs train.py on all available nodes of a Ray cluster, and continues when nodes join or leave.
 
-With `sharding.replicas=independent` each node has a group of its own, which starts and ends by itself.
+With `sharding.replicas=independent` each node has a separate group, which starts and ends independently.
 
     python -m launch.ray --min_nodes=1 --max_nodes=4 [--nodes_per_group=1] -- python train.py --workdir=... ...
 
-Exit codes: 0 finished; 75 stopped but resumable (SIGTERM, Ctrl-C); 2 a mistake; 1 or the program's own: an error.
+Exit codes: 0 finished; 75 stopped but resumable (SIGTERM, Ctrl-C); 2 a mistake; 1 or the program's exit code: an error.
 docs/elasticity_engines.md describes the parts.
 """
 
@@ -24,7 +24,7 @@ from runtime.progress import workdir_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns the exit code; a user's mistake is one line."""
+    """Runs the program and returns the exit code. A user's mistake is reported in one line."""
     prepare_output()
     try:
         options, command, workdir = parse(argv[1:])
@@ -38,7 +38,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
-    """Returns the options, after `--` the program with its arguments, and its directory; ValueError: what is wrong."""
+    """Returns the options, the program with its arguments after `--`, and its directory.
+
+    ValueError describes a mistake.
+    """
     ours, command = split(argv)
     parser = OneLineParser(prog="python -m launch.ray", description=__doc__)
     parser.add_argument("--address", default="auto", help="of the Ray cluster, HOST:PORT (default: the one here)")
@@ -64,8 +67,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], Path]:
 
 
 def run(options: argparse.Namespace, limits: Limits, command: Sequence[str], workdir: Path) -> int:
-    """Runs the program until it finishes or is asked to stop, and returns the exit code."""
-    from launch.ray_members import Members  # it needs Ray
+    """Runs the program until it finishes or is asked to stop. Returns the exit code."""
+    from launch.ray_members import Members  # this import needs Ray
 
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
     with Members(options.address, limits.max_nodes, command, devices, EventLog(workdir, "engine")) as members:

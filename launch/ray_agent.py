@@ -19,10 +19,10 @@ from pathlib import Path
 from runtime.exit_codes import ExitCode
 
 STANDBY = Path(__file__).with_name("ray_standby.py")
-KEPT_LINES = 1000  # of the program's output, buffered until the engine asks for them
-# Variables of other launchers: the flags replace them, and nodes with different values would disagree.
+KEPT_LINES = 1000  # lines of the program's output that are buffered until the engine fetches them
+# Variables of other launchers. The flags replace them, because nodes with different values would disagree.
 OTHERS_WORDS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES")
-STARTING_S = 10.0  # for an agent to start; the engine does not wait longer, since others may hold the node's CPUs
+STARTING_S = 10.0  # limit for an agent to start; then other jobs may hold the node's CPUs
 PORTS = range(20000, 32000)  # above Ray's ports, below Linux' ephemeral ports
 
 
@@ -30,24 +30,24 @@ PORTS = range(20000, 32000)  # above Ray's ports, below Linux' ephemeral ports
 class News:
     """The changes on a node since the last answer, and its current state."""
 
-    attempt: int  # the newest, 0 for none
+    attempt: int  # number of the newest attempt, 0 for none
     code: int | None  # its exit code (negative: a signal), None while it runs
-    lines: list[str]  # of output
+    lines: list[str]  # output
     is_leaving: bool  # the agent got SIGTERM: the node is leaving
     free_port: int
 
 
 class Agent:
-    """Runs the program of one node: a process for each attempt, one after the other, in a process group of its own."""
+    """Runs the program of one node: one process per attempt, one after the other, in a separate process group."""
 
     def __init__(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
-        """`command` is a Python, the program, and the arguments that all nodes have in common."""
+        """Takes `command`: a Python interpreter, the program, and the arguments that all nodes have in common."""
         self._command, self._folder = command, folder
         self._environment = {k: v for k, v in os.environ.items() if k not in OTHERS_WORDS} | dict(environment)
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._newest: tuple[int, int | None] = (0, None)  # attempt, and exit code
-        self._told = self._newest  # what the engine has been told
+        self._newest: tuple[int, int | None] = (0, None)  # attempt and exit code
+        self._told = self._newest  # last state reported to the engine
         self._running: subprocess.Popen[str] | None = None
         self._warm: subprocess.Popen[str] | None = None
         self._is_leaving = False
@@ -56,7 +56,7 @@ class Agent:
         self.warm_up()
 
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
-        """Starts the program for an attempt, with these arguments after the common ones."""
+        """Starts the program for an attempt. `arguments` follow the common arguments."""
         with self._changed:
             if attempt == self._newest[0]:  # it was killed before it started
                 return
@@ -75,7 +75,7 @@ class Agent:
             print(json.dumps([*self._command[2:], *arguments]), file=process.stdin, flush=True)
 
     def warm_up(self) -> None:
-        """Starts the standby process for the next attempt, if there is none."""
+        """Starts the standby process for the next attempt, unless it exists."""
         with self._changed:  # `start` may run in another thread
             if self._warm:
                 return
@@ -96,7 +96,7 @@ class Agent:
                 self._say(f"error: {where}: {error.strerror}; every node needs the same files")
 
     def send(self, attempt: int, number: int) -> None:
-        """Sends a signal to the program of an attempt, if it runs; SIGKILL goes to its whole process group."""
+        """Sends a signal to the program of an attempt, if it runs. SIGKILL goes to its whole process group."""
         with self._changed:
             process = self._running if attempt == self._newest[0] else None
             if number == signal.SIGKILL and attempt > self._newest[0]:  # Ray may reorder calls
@@ -108,7 +108,7 @@ class Agent:
                 process.send_signal(number)
 
     def news(self, wait_s: float) -> News:
-        """Returns the news as soon as there is any, or after `wait_s`."""
+        """Returns the news as soon as something has changed, or after `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._told != self._newest, wait_s)
             self._told = attempt, code = self._newest
@@ -116,7 +116,7 @@ class Agent:
             return News(attempt=attempt, code=code, lines=lines, is_leaving=self._is_leaving, free_port=_free_port())
 
     def _watch(self, process: subprocess.Popen[str], attempt: int) -> None:
-        """Collects the output until the process has ended; its children may keep the pipe open for longer."""
+        """Collects the output until the process has ended. Its children may keep the pipe open for longer."""
         reading = threading.Thread(target=self._read, args=(process,), daemon=True)
         reading.start()
         code = process.wait()

@@ -1,7 +1,7 @@
-"""`Engine`: runs a program on a Ray cluster, attempt after attempt; Ray itself is in launch/ray_members.py.
+"""`Engine`: runs a program on a Ray cluster, attempt after attempt. launch/ray_members.py contains Ray itself.
 
-A run of one world (`OneWorld`) has one attempt at a time, on as many nodes as there are. Of independent replicas
-(`ReplicaGroups`, docs/replicas.md) each group is an attempt, which starts and ends without the others.
+A run of one world (`OneWorld`) has one attempt at a time, on as many nodes as are available. With independent replicas
+(`ReplicaGroups`, docs/replicas.md) each group is an attempt that starts and ends separately.
 """
 
 import signal
@@ -18,43 +18,43 @@ from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode
 from runtime.files import run_directory
 
-if TYPE_CHECKING:  # it needs Ray
+if TYPE_CHECKING:  # this import needs Ray
     from launch.ray_members import Member, Members
 
-STOP_S = 60.0  # for the program to save and exit after it was asked to stop
-LAST_S = 15.0  # for the other processes, after the first one has stopped on request
-FAILED_S = 4.0  # for the other processes to report and exit, after one failed or a node was lost
-KILL_S = 3.0  # for an agent to confirm SIGKILL
+STOP_S = 60.0  # time limit for the program to save and exit after a stop request
+LAST_S = 15.0  # time limit for the other processes, after the first one has stopped on request
+FAILED_S = 4.0  # time limit for the other processes to report and exit, after a failure or the loss of a node
+KILL_S = 3.0  # time limit for an agent to confirm SIGKILL
 SETTLED_S = 300.0  # after which an attempt counts as settled, even without a step in its metrics
 
 
 class Engine(ABC):
-    """Starts attempts on the nodes that are free, and follows them, until the run is finished."""
+    """Starts attempts on free nodes and follows them until the run is finished."""
 
     def __init__(self, members: "Members", limits: Limits, workdir: Path, *, max_failures: int) -> None:
-        """`max_failures` attempts in a row, of one world or of one group, may fail without getting on."""
+        """`max_failures` attempts in a row, of one world or of one group, may fail without progress."""
         self._members, self._limits, self._workdir, self._max_failures = members, limits, workdir, max_failures
         self._events = EventLog(workdir, "engine")
-        self._attempts: list[Attempt] = []  # those that run
-        self._number = 0  # of the newest attempt
+        self._attempts: list[Attempt] = []  # running attempts
+        self._number = 0  # number of the newest attempt
         self._failures: dict[int | None, Failures] = {}  # by group
         self._hosts: dict[str, str] = {}  # by node, lost nodes included
         self._signals = 0
         self._event_s = time.monotonic()
         self._last_words: dict[str, str] = {}  # last line of output, by node
-        self._said = ""  # while it waits
-        self._code: int | None = None  # of the run, as far as it is known
+        self._said = ""  # the last message while it waits
+        self._code: int | None = None  # exit code of the run, once known
 
     def _is_misfit(self, attempt: Attempt, code: int) -> bool:
-        """Whether an attempt ended since the config does not fit its number of nodes, and may go on with another."""
+        """Whether an attempt ended because the config does not fit its number of nodes, and another number may work."""
         return False
 
     @abstractmethod
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int | None]]:
-        """Yields nodes among these on which an attempt is to start now, with the number of its group, if it has one."""
+        """Yields sets of free nodes on which an attempt should start now, each with its group number, if any."""
 
     def run(self) -> int:
-        """Returns the exit code: 0 finished, 75 stopped but resumable, else that of an error, once nothing runs."""
+        """Runs until no attempt is left. Returns the exit code: 0 finished, 75 stopped but resumable, else an error."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_signal)
         while self._attempts or (self._code is None and not self._signals):
@@ -74,13 +74,13 @@ class Engine(ABC):
         return ExitCode.RESUMABLE
 
     def _note_signal(self, *_: object) -> None:
-        """The first SIGTERM or SIGINT stops the program, and the second one kills it."""
+        """Stops the program at the first SIGTERM or SIGINT, and kills it at the second."""
         self._signals += 1
 
     # ------------------------------------------------------------------------------------------------------- starting
 
     def _begin(self) -> None:
-        """Starts attempts on free nodes, if enough are there; gives back those that are to go."""
+        """Starts attempts on free nodes, if enough are available. Gives back the nodes that must leave."""
         busy = {node for attempt in self._attempts for node in attempt.nodes}
         self._members.give_back([node for node in self._members.going() if node not in busy])
         free = [node for node in self._there() if node not in busy]
@@ -97,12 +97,12 @@ class Engine(ABC):
             self._start(nodes, group, idle=[*map(self._name, left), *self._members.idle_hosts])
 
     def _there(self) -> list[str]:
-        """Returns the nodes that may train, by address."""
+        """Returns the addresses of the nodes that may train."""
         there = [m for m in self._members.by_node.values() if m.answers and not self._members.is_going(m)]
         return [member.node for member in sorted(there, key=lambda member: member.address)]
 
     def _start(self, nodes: tuple[str, ...], group: int | None, idle: list[str]) -> None:
-        """Starts the program on nodes, in the order of its processes; `idle` hosts have none."""
+        """Starts the program on nodes, in the order of its processes. No process runs on the `idle` hosts."""
         self._number += 1
         if group not in self._failures:
             folder = "" if group is None else f"{run_directory.REPLICAS}/{group}"
@@ -130,7 +130,7 @@ class Engine(ABC):
     # ------------------------------------------------------------------------------------------------------ following
 
     def _turn(self) -> None:
-        """Takes the news of the agents: output, exit codes, and which are lost."""
+        """Processes the news of the agents: output, exit codes, and lost nodes."""
         for member in self._members.turn():
             self._hosts[member.node] = member.host
             self._print(member)
@@ -157,7 +157,7 @@ class Engine(ABC):
             self._write(Event.ATTEMPT_FAILED, attempt, host=host, how=how(code))
 
     def _note_first_step(self, attempt: Attempt) -> None:
-        """Reports the first finished step. Then the nodes have time to start the processes of the next attempt."""
+        """Reports the first completed step. After it the nodes have time to start the processes of the next attempt."""
         if attempt.has_stepped:
             return
         before, attempt.progress = attempt.progress, self._failures[attempt.group].progress()
@@ -173,7 +173,7 @@ class Engine(ABC):
                 self._members.by_node[node].warm_up()
 
     def _why_stop(self, attempt: Attempt) -> str:
-        """Returns why an attempt is to end; "" if it is not."""
+        """Returns the reason to end an attempt, or ""."""
         if self._signals:
             return "a signal"
         going = [self._name(node) for node in attempt.running if node in self._members.going()]
@@ -182,7 +182,7 @@ class Engine(ABC):
     # --------------------------------------------------------------------------------------------------------- ending
 
     def _stop(self, attempt: Attempt, why: str) -> None:
-        """Asks one process of the program to stop; it tells the others."""
+        """Asks one process of the program to stop. That process notifies the others."""
         self._event_s = time.monotonic()
         attempt.why_stopped = why
         attempt.kill_at_s = time.monotonic() + STOP_S
@@ -191,7 +191,7 @@ class Engine(ABC):
         self._write(Event.ATTEMPT_STOPPING, attempt, why=why)
 
     def _kill_if_late(self, attempt: Attempt) -> None:
-        """Kills an attempt that has not ended in time, or as soon as a second signal came."""
+        """Kills an attempt that has not ended in time, or at once after a second signal."""
         now_s = time.monotonic()
         if self._signals > 1:
             attempt.kill_at_s = 0.0
@@ -205,9 +205,9 @@ class Engine(ABC):
                 attempt.codes[node] = None
 
     def _take_end(self, attempt: Attempt) -> None:
-        """Reports an attempt's end, and what it means for the run: it goes on as long as another group does.
+        """Reports an attempt's end and its consequence for the run, which continues as long as another group does.
 
-        Once a group has finished none starts again, unless the last one to end stopped before it had finished.
+        Once a group has finished, no group starts again, unless the last one to end stopped before it had finished.
         """
         self._attempts.remove(attempt)
         failures = self._failures[attempt.group]
@@ -225,9 +225,9 @@ class Engine(ABC):
             if not attempt.why_stopped and failures.another(step) > self._max_failures:
                 say(f"error: {attempt.title}: {failures.count} failures in a row without a new step; it said: {said}")
                 code = ExitCode.FAILED
-                failures.count = 0  # another host may have the group's number then
+                failures.count = 0  # another host may have the group's number in the next attempt
         if code == ExitCode.FINISHED and attempt.group is not None and not self._attempts:
-            last = max(each.progress().step for each in self._failures.values())  # one may have come after that
+            last = max(each.progress().step for each in self._failures.values())  # a group may have made progress since
             if max(run_directory.step_numbers(self._workdir / run_directory.CHECKPOINTS), default=0) < last:
                 say(f"the checkpoint of step {last} is missing: the group that was to save it was lost")
                 code = ExitCode.RESUMABLE
@@ -236,7 +236,7 @@ class Engine(ABC):
             code = ExitCode.RESUMABLE
         if code and code != ExitCode.RESUMABLE and self._attempts:
             self._members.give_back([node for node in failed if node in self._members.by_node])
-        if code == ExitCode.FINISHED or not self._attempts:  # the last to end may be the group that saves
+        if code == ExitCode.FINISHED or not self._attempts:  # the last group to end may be the one that saves
             self._code = None if code == ExitCode.RESUMABLE and not self._signals else code
 
     # -------------------------------------------------------------------------------------------------------- telling
@@ -261,13 +261,13 @@ class Engine(ABC):
 
 
 class OneWorld(Engine):
-    """One attempt at a time, on the largest possible world; it is restarted when that changes."""
+    """One attempt at a time, on the largest possible world. It is restarted when that world changes."""
 
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        self._previous: tuple[str, ...] = ()  # the nodes of the newest attempt
-        self._fitting: set[int] = set()  # numbers of nodes with which it has trained
-        self._misfits: set[int] = set()  # others, with which it ended with 2; never the fewest: one is always left
+        self._previous: tuple[str, ...] = ()  # nodes of the newest attempt
+        self._fitting: set[int] = set()  # numbers of nodes with which the program has trained
+        self._misfits: set[int] = set()  # numbers that ended with code 2, never the minimum: one must remain
 
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], None]]:
         nodes = choose(free, self._previous, self._limits, self._misfits)
@@ -293,17 +293,17 @@ class OneWorld(Engine):
         return f"{self._names(new)} joined" if len(better) > len(attempt.nodes) else ""
 
     def _starting(self) -> bool:
-        """Whether a node has just joined, and its agent has not answered yet."""
+        """Whether a node has just joined and its agent has not answered yet."""
         since_s = time.monotonic() - STARTING_S
         return any(m.news is None and m.added_s > since_s for m in self._members.by_node.values())
 
 
 class ReplicaGroups(Engine):
-    """A group on each node, or on as many together as it spans."""
+    """A group on each node, or on several nodes if a group spans them."""
 
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        self._numbers: dict[str, int] = {}  # by host, of the group that it had: that may still be about to end there
+        self._numbers: dict[str, int] = {}  # by host, number of the group that ran there and may still be ending
 
     def _next(self, free: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
         size, taken = self._limits.nodes_per_group, {attempt.group for attempt in self._attempts}

@@ -15,15 +15,15 @@ from launch.ray_agent import STARTING_S, Agent, News
 from launch.ray_plan import say
 from runtime.events import Event, EventLog
 
-LOOK_S = 0.5  # how often Ray is asked for its nodes
+LOOK_S = 0.5  # interval between two queries of Ray's nodes
 NEWS_S = 1.0  # longest time between two answers of an agent
 SILENT_S = 5.0
-THREADS = 4  # of an agent: one waits for news, the others execute commands
+THREADS = 4  # threads of an agent: one waits for news, the others execute commands
 
 
 @dataclass(kw_only=True)
 class Member:
-    """A node with its agent; `news` is None before its first answer."""
+    """A node with its agent. `news` is None before its first answer."""
 
     node: str  # Ray's id
     host: str
@@ -36,15 +36,15 @@ class Member:
 
     @property
     def answers(self) -> bool:
-        """Whether it has answered within SILENT_S."""
+        """Whether the agent has answered within SILENT_S."""
         return self.news is not None and time.monotonic() - self.heard_s < SILENT_S
 
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
-        """Starts the program; the news has the result."""
+        """Starts the program. The news reports the result."""
         self.agent.start.remote(attempt, list(arguments))
 
     def send(self, attempt: int, number: int) -> None:
-        """Sends the program of an attempt a signal."""
+        """Sends a signal to the program of an attempt."""
         self.agent.send.remote(attempt, number)
 
     def warm_up(self) -> None:
@@ -55,7 +55,7 @@ class Member:
 class Members:
     """Follows Ray's view of its nodes, and keeps an agent on up to `max_nodes` of them.
 
-    An agent takes the whole node (its CPUs and GPUs), and ends with this process. A context manager, which connects to
+    An agent takes the whole node (its CPUs and GPUs), and ends with this process. A context manager that connects to
     the cluster.
     """
 
@@ -64,14 +64,14 @@ class Members:
     ) -> None:
         self.by_node: dict[str, Member] = {}
         self.draining: set[str] = set()
-        self.idle_hosts: list[str] = []  # alive, but over `max_nodes`
+        self.idle_hosts: list[str] = []  # alive, but above `max_nodes`
         self._address, self._max_nodes, self._events = address, max_nodes, events
         self._arguments = (list(command), os.getcwd(), dict(environment))
         self._unusable: set[str] = set()  # nodes whose agent did not start, or was asked to end
         self._look_again_s = 0.0
 
     def __enter__(self) -> Self:
-        """Connects to the Ray cluster; ValueError if there is none at the address."""
+        """Connects to the Ray cluster. ValueError if no cluster answers at the address."""
         try:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, RayError) as error:
@@ -86,7 +86,7 @@ class Members:
         ray.shutdown()
 
     def turn(self) -> list[Member]:
-        """Updates the members by Ray's nodes, waits briefly for news, and returns the members that have some."""
+        """Updates the members from Ray's nodes, waits briefly for news, and returns the members that have news."""
         if time.monotonic() >= self._look_again_s:
             self._look()
             self._look_again_s = time.monotonic() + LOOK_S
@@ -94,28 +94,28 @@ class Members:
         if not by_ref:
             time.sleep(LOOK_S / 2)
             return []
-        ray.wait(list(by_ref), timeout=LOOK_S / 2)  # for one answer; then take all that have arrived
+        ray.wait(list(by_ref), timeout=LOOK_S / 2)  # waits for one answer, then takes all that have arrived
         answered, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
         return [by_ref[ref] for ref in answered if self._hear(by_ref[ref])]
 
     def drop(self, node: str, why: str) -> None:
-        """Removes a lost member and ends its agent, and with it the program on that node."""
+        """Removes a lost member, and ends its agent together with the program on that node."""
         host = self._end(node).host
         say(f"{host} {why}")
         self._events.write(Event.NODE_LOST, host=host, why=why)
 
     def give_back(self, nodes: Iterable[str]) -> None:
-        """Ends the agents of nodes for good."""
+        """Ends the agents of nodes permanently."""
         for node in nodes:
             self._unusable.add(node)
             say(f"{self._end(node).host} is given back")
 
     def going(self) -> list[str]:
-        """Returns the nodes that are to go."""
+        """Returns the nodes that must leave."""
         return [member.node for member in self.by_node.values() if self.is_going(member)]
 
     def is_going(self, member: Member) -> bool:
-        """Whether Ray drains the node, or somebody asked its agent to end."""
+        """Whether Ray drains the node, or its agent was asked to end."""
         return member.node in self.draining or bool(member.news and member.news.is_leaving)
 
     def _end(self, node: str) -> Member:
@@ -124,7 +124,8 @@ class Members:
         return member
 
     def _look(self) -> None:
-        # What Ray Train itself asks (ray.train.v2, preemption.py); ray.nodes() does not tell.
+        # Ray Train uses the same private call (ray.train.v2, preemption.py), because ray.nodes() lacks this
+        # information.
         self.draining = set(ray._private.state.state.get_draining_nodes())  # pyright: ignore
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         for node in [node for node in self.by_node if node not in alive]:
@@ -155,7 +156,7 @@ class Members:
         )
 
     def _hear(self, member: Member) -> bool:
-        """Takes an answer and asks again; False if the agent has ended instead."""
+        """Receives an answer and sends the next request. False if the agent has ended instead."""
         try:
             member.news = ray.get(member.asked)
         except RayError as error:  # its node died, memory ran out, or it could not start

@@ -1,4 +1,4 @@
-"""The decisions of `python -m launch.ray`: which nodes train next, and what the end of an attempt means. Without Ray.
+"""The decisions of `python -m launch.ray`: the nodes that train next, and the meaning of an attempt's end. Without Ray.
 
 An attempt is one run of the program on a fixed set of nodes, with one process per node.
 """
@@ -14,13 +14,13 @@ from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode, signal_name
 from runtime.progress import Progress, read_progress
 
-if TYPE_CHECKING:  # it needs Ray
+if TYPE_CHECKING:  # this import needs Ray
     from launch.ray_members import Member
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many nodes may train, and how many of them form a partition group, which holds one copy of the state."""
+    """The numbers of nodes that may train, and the nodes per partition group, which holds one copy of the state."""
 
     min_nodes: int
     max_nodes: int
@@ -44,7 +44,7 @@ def choose(
 
     Complete groups of the previous world come first, in their order, because their nodes hold their state. Then come
     the nodes of broken groups, followed by new nodes, which complete those groups. `misfits` are numbers of nodes that
-    the config does not fit; no nodes if it fits none.
+    the config does not fit. Returns no nodes if it fits none.
     """
     size = limits.nodes_per_group
     groups = [previous[i : i + size] for i in range(0, len(previous), size)]
@@ -61,57 +61,59 @@ class Attempt:
     """One attempt: its nodes, the exit codes of its processes, and the deadline after which they are killed."""
 
     number: int
-    nodes: tuple[str, ...]  # in the order of their processes; those of a partition group are adjacent
-    group: int | None  # the number of an independent replica
+    nodes: tuple[str, ...]  # in the order of their processes; the nodes of a partition group are adjacent
+    group: int | None  # number of an independent replica
     coordinator: str  # HOST:PORT of process 0; unique to the attempt
-    event_s: float  # when the event happened that led to this attempt
-    progress: Progress  # of the metrics before its first step
+    event_s: float  # time of the event that led to this attempt
+    progress: Progress  # the metrics' state before its first step
     codes: dict[str, int | None] = field(default_factory=dict)
-    why_stopped: str = ""  # why it was asked to stop; empty if it was not
+    why_stopped: str = ""  # reason of the stop request; empty without one
     kill_at_s: float = float("inf")
     killed_s: float = float("inf")
     started_s: float = field(default_factory=time.monotonic)
-    has_stepped: bool = False  # the metrics have a step of it
+    has_stepped: bool = False  # the metrics have a step of this attempt
     is_settled: bool = False  # it has stepped, or has run so long that a new node need not wait for a step
 
     @property
     def title(self) -> str:
-        """Returns its name in messages."""
+        """Returns the attempt's name in messages."""
         return f"attempt {self.number}" if self.group is None else f"replica {self.group}"
 
     @property
     def running(self) -> list[str]:
-        """Returns the nodes whose processes have not ended, as far as the engine knows."""
+        """Returns the nodes whose processes are not known to have ended."""
         return [node for node in self.nodes if node not in self.codes]
 
     def code_on(self, member: "Member") -> int | None:
-        """Returns the exit code of its process on a node; None if it still runs, or there is none."""
+        """Returns the exit code of the attempt's process on a node; None while it runs, or without a process."""
         is_its = member.node in self.running
         return member.news.code if member.news and is_its and member.news.attempt == self.number else None
 
 
 class Failures:
-    """How often in a row a program has failed without getting on.
+    """Counts consecutive failures of a program without progress.
 
-    It gets on by a new step in the metrics of its directory; or, where it has gone back to an older checkpoint, by
-    resuming further on than the attempt before, where none has yet: then it will reach new steps if it may go on.
+    A new step in the metrics of its directory is progress. After a return to an older checkpoint, it is also progress
+    to resume from a later step than all previous attempts, because then the program will reach new steps if it can
+    continue.
     """
 
     def __init__(self, workdir: Path) -> None:
-        """Steps that are there already, of an earlier engine, are not new."""
+        """Steps that an earlier engine left in the metrics are not new."""
         self.count, self._workdir, self._events = 0, workdir, EventReader(workdir)
         self._farthest_step, self._restored_step = self.progress().step, 0
         self._restored_step = self._newest_restored()
         self._resumed = {self._restored_step}  # since the last new step
 
     def progress(self) -> Progress:
-        """Returns how far the metrics are."""
+        """Returns the newest step in the metrics."""
         return read_progress(self._workdir)
 
     def another(self, step: int) -> int:
-        """Notes a failure after a step, and returns how many there are now."""
+        """Counts a failure after a step, and returns the number of consecutive failures."""
         restored_step, is_new = self._newest_restored(), step > self._farthest_step
-        # a world's metrics are cut where it resumes; those of a replica are not, whose checkpoints others save
+        # A world's metrics are cut where it resumes. A replica's metrics are not, because other replicas save its
+        # checkpoints.
         has_gone_back = step < self._farthest_step
         resumes_on = restored_step > self._restored_step and restored_step not in self._resumed
         self.count = 0 if is_new or (has_gone_back and resumes_on) else self.count + 1
@@ -120,15 +122,16 @@ class Failures:
         return self.count
 
     def _newest_restored(self) -> int:
-        """Returns the step at which the newest attempt resumed; one that ended before does not count."""
+        """Returns the step at which the newest attempt resumed. An attempt that ended before does not count."""
         steps = [event.get("step", 0) for event in self._events.new() if event["event"] == Event.RESTORED]
         return steps[-1] if steps else self._restored_step
 
 
 def judge(codes: Mapping[str, int | None]) -> tuple[int, str]:
-    """Returns what the exit codes of an attempt's processes mean, and the node of an error.
+    """Returns the meaning of the exit codes of an attempt's processes, and the node of an error.
 
-    0 is finished, 75 try again, any other an error of the program. In `codes` None is a lost node, negative a signal.
+    0 is finished, 75 try again, and any other value an error of the program. In `codes` None is a lost node and a
+    negative code a signal.
     """
     for node, code in codes.items():
         if code is not None and 0 < code < 128 and code != ExitCode.RESUMABLE:

@@ -1,4 +1,4 @@
-"""Runs a program on an emulated cluster: nodes with networks of their own, and links of chosen speed between them.
+"""Runs a program on an emulated cluster: nodes with separate networks, and rate-limited links between them.
 
     python -m launch.emulate --nodes=4 --devices_per_node=2 --rate=1gbit -- python train.py --config=...
     python -m launch.emulate ctl status | cut N | heal N | slow N RATE | kill N | stop N | cont N | add [-- PROGRAM]
@@ -29,7 +29,7 @@ from launch.emulate.table import Monitor, shown
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output, split
 from runtime.files.paths import user_path
 
-ROOT = Path(__file__).resolve().parents[2]  # of the repository
+ROOT = Path(__file__).resolve().parents[2]  # the repository
 POLL_S = 0.05
 NODE_VERBS = {
     "cut": "drop all packets from and to a node: peers see silence",
@@ -41,7 +41,7 @@ NODE_VERBS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns the exit code of the job; a user's mistake is one line."""
+    """Runs the program and returns the exit code of the job. A user's mistake is reported in one line."""
     prepare_output()
     try:
         if argv[1:2] == ["ctl"]:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
-    """Returns the options, the links, and the program, which is after `--`. ValueError says what is wrong."""
+    """Returns the options, the links, and the program after `--`. ValueError describes a mistake."""
     ours, command = split(argv)
     parser = OneLineParser(prog="python -m launch.emulate", description=__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="how many there are at the start; `ctl add` adds one")
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Links, list[str]]:
 
 
 def check_program(command: Sequence[str]) -> str:
-    """Returns the path of the program; ValueError if there is none."""
+    """Returns the path of the program. ValueError if it does not exist."""
     found = shutil.which(command[0])
     if not found:
         raise ValueError(f"there is no program {command[0]}; give its path, or put it on the PATH")
@@ -108,7 +108,7 @@ def check_program(command: Sequence[str]) -> str:
 
 
 def control(argv: Sequence[str]) -> str:
-    """Asks a running emulation and returns its answer."""
+    """Sends a request to a running emulation and returns its answer."""
     ours, command = split(argv)
     parser = OneLineParser(prog="python -m launch.emulate ctl")
     parser.add_argument("--name", help="which cluster; not needed if one is running")
@@ -131,7 +131,7 @@ def control(argv: Sequence[str]) -> str:
 
 
 def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> int:
-    """Runs a program on an emulated cluster of its own until all its processes have ended; returns the exit code."""
+    """Runs a program on a new emulated cluster until all its processes have ended. Returns the exit code."""
     with (
         Control(options.name) as requests,
         Cluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
@@ -155,24 +155,25 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> in
 def named_paths(command: Sequence[str]) -> list[Path]:
     """Returns the files and folders that a command or its config names, which the nodes must share.
 
-    Its `--workdir` is among them, and the whole environment of a Python.
+    They include its `--workdir`, and the whole virtual environment of a Python interpreter.
     """
     paths = [Path(sys.prefix)]
     for argument in (*command, *texts_in_config(command)):
         if argument.startswith("--workdir="):
             make_folder(user_path(argument.split("=", 1)[1]), "--workdir")
         value = argument.split("=", 1)[-1]
-        texts = (argument, value, value.partition(":")[2], *re.split("[:,]", value))  # of FILE:DIR, of a data.mixture
+        texts = (argument, value, value.partition(":")[2], *re.split("[:,]", value))  # in FILE:DIR, in a data.mixture
         named = [path for path in map(user_path, dict.fromkeys(texts)) if os.path.exists(path)]
-        environments = [path.absolute().parent.parent for path in named]  # of each that is a `bin/python` of one
+        environments = [path.absolute().parent.parent for path in named]  # of each `bin/python`
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]
     return paths
 
 
 def texts_in_config(command: Sequence[str]) -> list[str]:
-    """Returns the texts in the config of a command, [] if it has none; not the RAM disk, of which each node has one.
+    """Returns the texts in the config of a command, [] without a config.
 
-    A program of its own reads the config, because the modules that a config file imports may start threads.
+    The RAM disk is excluded, because each node has a separate one. A child process reads the config, because the
+    modules that a config file imports may start threads.
     """
     words = [word for word in command if re.match("--?(no)?config[.=]", word)]
     if not any(re.match("--?config=", word) for word in words):
@@ -180,7 +181,7 @@ def texts_in_config(command: Sequence[str]) -> list[str]:
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     show = [sys.executable, "-m", "configs.show", *words]
     shown = subprocess.run(show, check=False, capture_output=True, env={**os.environ, "PYTHONPATH": search})
-    if shown.returncode:  # the program itself will say what is wrong
+    if shown.returncode:  # the program will report the mistake
         return []
     config = json.loads(shown.stdout)
     del config["elastic"]["memory_dir"]
@@ -207,7 +208,7 @@ def perform(request: Any, job: Job, monitor: Monitor) -> str:
 
 
 def _existing(node: int, cluster: Cluster) -> int:
-    """Returns the number of a node; ValueError if there is none."""
+    """Returns the number of a node. ValueError if the node does not exist."""
     if not 0 <= node < len(cluster.nodes):
         raise ValueError(f"there is no node {node}; they are 0 to {len(cluster.nodes) - 1}")
     return node

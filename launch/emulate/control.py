@@ -1,7 +1,7 @@
 """The control socket of a running emulation: `Control` serves it, `ask` sends a request.
 
-Its name is in the kernel's abstract namespace, so that nothing is left of an emulation that was killed. Anybody may
-take or reach such a name; each side checks that the process at the other end is of the same user.
+Its name is in the kernel's abstract namespace, so that a killed emulation leaves no file. Any user may take or connect
+to such a name, so each side checks that the process at the other end belongs to the same user.
 """
 
 import contextlib
@@ -22,18 +22,21 @@ PREFIX = "mics-emulate/"
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that no emulation may have; it becomes a part of paths."""
+    """Raises ValueError for an invalid name of an emulation. The name becomes a part of paths."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name) or name.startswith("."):
         raise ValueError(f"--name={name}: up to 40 letters, digits, '.', '_' and '-', no '.' at the start")
 
 
 def running() -> list[str]:
-    """Returns the names of the running emulations, of all users."""
+    """Returns the names of the running emulations of all users."""
     return sorted({*re.findall(rf" @{PREFIX}(\S+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)})
 
 
 def ask(name: str | None, request: dict[str, Any]) -> str:
-    """Returns the answer of the named emulation, or of the only one. ValueError if it refuses, or if there is none."""
+    """Returns the answer of the named emulation, or of the only running one.
+
+    ValueError if it refuses or does not exist.
+    """
     names = running()
     if name is None and len(names) == 1:
         name = names[0]
@@ -74,7 +77,7 @@ class Control:
         self._listener.close()
 
     def answer(self, handle: Callable[[Any], str]) -> None:
-        """Answers the requests that wait, each any JSON value; what `handle` raises is its answer.
+        """Answers the waiting requests, each any JSON value. An exception of `handle` becomes the answer.
 
         No request ends the job.
         """
@@ -94,7 +97,10 @@ class Control:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of this user; the kernel maps its number into this user namespace."""
+    """Whether the process at the other end belongs to this user.
+
+    The kernel maps its user id into this user namespace.
+    """
     pid_user_group = struct.Struct("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_user_group.size)
     return pid_user_group.unpack(credentials)[1] == os.geteuid()

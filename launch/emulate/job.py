@@ -1,4 +1,4 @@
-"""`Job`: the processes of one program on an emulated cluster: their environment, their output, and one exit code."""
+"""`Job`: the processes of one program on an emulated cluster, with their environment, output and exit code."""
 
 import codecs
 import contextlib
@@ -23,7 +23,7 @@ TERM_S = 10.0  # between SIGTERM and SIGKILL
 
 @dataclass(kw_only=True)
 class Process:
-    """A process of a job; `code` is the exit code as in a shell (128 + signal), None while it runs."""
+    """A process of a job. `code` is the exit code as in a shell (128 + signal), None while the process runs."""
 
     rank: int
     node: int
@@ -32,12 +32,12 @@ class Process:
 
 
 class Job:
-    """Starts a program on every node and watches it; call `watch` a few times a second until `is_running` is false.
+    """Starts a program on every node and watches it. Call `watch` a few times a second until `is_running` is false.
 
-    When a process fails, the others have `grace_s` seconds to notice and end by themselves; then they get SIGTERM, and
-    SIGKILL 10 s later. A process that was killed with its node (`ctl kill`) has not failed. With `independent` each
-    node's processes are a world of their own, with the node's number as a task's of an array of SLURM: the failure of
-    one does not end the others.
+    When a process fails, the others have `grace_s` seconds to notice and exit. Then they get SIGTERM, and SIGKILL 10 s
+    later. A process that was killed with its node (`ctl kill`) has not failed. With `independent` each node's processes
+    form a separate world, numbered by the node like a task of a SLURM array. The failure of one world does not end the
+    others.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Job:
         self.pipe: IO[bytes] | None = None
         self._grace_s, self._independent = grace_s, independent
         self._devices, self._processes_per_node = devices, processes_per_node
-        self._failure: Process | None = None  # the first
+        self._failure: Process | None = None  # the first failed process
         self._deadline_s = float("inf")
         self._next_signal = signal.SIGTERM
         self._interrupted = False
@@ -65,9 +65,9 @@ class Job:
             self._start_all(node, command, first=node if independent else 0, nodes=len(cluster.nodes))
 
     def add(self, command: Sequence[str]) -> int:
-        """Adds a node, starts a program there if one is given, and returns the node's number.
+        """Adds a node, starts a program on it if `command` is not empty, and returns the node's number.
 
-        If the program cannot be started, the node is killed.
+        Kills the node if the program cannot be started.
         """
         node = self.cluster.add()
         self._log(node).unlink(missing_ok=True)
@@ -110,13 +110,16 @@ class Job:
         self._interrupted = True
 
     def exit_code(self) -> int:
-        """Returns the exit code of the process that failed first; if none did, 0 unless all were killed with nodes."""
+        """Returns the exit code of the process that failed first.
+
+        Without failures: 0, unless all were killed with their nodes.
+        """
         if self._failure:
             return self._failure.code or 0
         return KILLED if all(process.code for process in self.processes) else 0
 
     def _start_all(self, node: int, command: Sequence[str], *, first: int, nodes: int = 1) -> None:
-        """Starts a node's processes, of a world whose first node is `first`."""
+        """Starts a node's processes. `first` is the first node of their world."""
         per_node = self._processes_per_node
         world = per_node * (1 if self._independent else nodes)
         for local in range(per_node):
@@ -124,7 +127,7 @@ class Job:
             ranks = {"JAX_PROCESS_ID": rank, "RANK": rank, "LOCAL_RANK": local}
             sizes = {"JAX_NUM_PROCESSES": world, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node}
             sizes |= {"JAX_NUM_CPU_DEVICES": self._devices // per_node}
-            # XLA:CPU's threads, by default one for each core of the machine, which all nodes share
+            # XLA:CPU's threads: the default is one per core of the machine, which all nodes share
             threads = {"NPROC": min(self._devices // per_node, os.cpu_count() or 1)}
             number = {"SLURM_ARRAY_TASK_ID": node} if self._independent else {}
             self._start(node, command, ranks | sizes | threads | number, first=first)

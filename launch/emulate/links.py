@@ -14,22 +14,22 @@ UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {
 }
 LOWEST_RATE = 100_000  # below this rate, one packet takes a second
 MTU_BYTES = 9000  # as between cloud instances; with 1500 the headers would take 5 % of the rate
-# What may pass at once after a pause: two packets of 64 KiB (the kernel cuts them up late), and on fast links what a
-# timer that comes late would lose. More would let short messages pass unlimited.
+# Data that may pass at once after a pause: two packets of 64 KiB (the kernel splits them late), plus, on fast links,
+# the data that would be lost while a late timer fires. A larger burst would let short messages pass unlimited.
 BURST_BYTES = 128 * 1024
 BURST_S = 0.002
-QUEUE_S = 0.1  # length of the queue of a link, in time; more packets are dropped
+QUEUE_S = 0.1  # length of a link's queue in time; excess packets are dropped
 QUEUE_PACKETS = 100_000  # the limit of netem, which only delays packets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The link of a node to the others, the same in both directions; ValueError says which value is wrong."""
+    """The link between a node and the others, symmetric. ValueError names the invalid value."""
 
-    rate: str = "none"  # as for tc: "200mbit"; "none" is without a limit
+    rate: str = "none"  # in tc's notation: "200mbit"; "none" is without a limit
     latency: str = "0ms"  # one way, from any node to any other
     jitter: str = "0ms"  # variation of the latency
-    loss: str = "0%"  # of packets
+    loss: str = "0%"  # fraction of the packets
 
     def __post_init__(self) -> None:
         if self.rate != "none" and self.rate_bits() < LOWEST_RATE:
@@ -40,7 +40,7 @@ class Links:
             raise ValueError(f"--loss={self.loss} leaves nothing; `ctl cut NODE` silences a node")
 
     def rate_bits(self) -> float:
-        """Returns the bits per second; infinite without a limit."""
+        """Returns the bits per second, infinite without a limit."""
         return float("inf") if self.rate == "none" else self._number("rate")
 
     def leaving(self, device: str) -> list[str]:
@@ -50,8 +50,8 @@ class Links:
         delay = f"delay {self.latency} {self.jitter} loss {self.loss}"
         netem = f"qdisc replace dev {device} root handle 2: netem limit {QUEUE_PACKETS} {delay}"
         if self.rate == "none":
-            return [*self.arriving(device), netem]  # without what was below it
-        return [netem, *self.arriving(device, "parent 2:1")]  # above tbf, whose own queue and limit it would replace
+            return [*self.arriving(device), netem]  # without the qdiscs that were below it
+        return [netem, *self.arriving(device, "parent 2:1")]  # above tbf, whose queue and limit it would replace
 
     def arriving(self, device: str, where: str = "root") -> list[str]:
         """Returns the `tc` commands for the receiving end of a link, at the switch: the rate."""

@@ -1,4 +1,4 @@
-"""Linux namespaces: creates them, starts programs in them, and checks which privileges this machine allows."""
+"""Linux namespaces: creates them, starts programs in them, and checks the privileges that this machine allows."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from typing import IO, Any
 NEW_PID = 0x20000000
 NET_ADMIN, SYS_ADMIN = 12, 21  # capabilities, by their bits
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
-SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where Debian keeps ip and tc, out of users' PATH
+SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # Debian keeps ip and tc there, outside users' PATH
 INIT = Path(__file__).with_name("node_init.py")
 WITHOUT_ROOT = ["unshare", "--user", "--map-root-user"]
 
@@ -39,7 +39,7 @@ def is_privileged() -> bool:
 
 
 def become_privileged(program: Sequence[str]) -> None:
-    """Restarts this program as root of a user namespace, if it is not root. ValueError says what is missing."""
+    """Restarts this program as root of a user namespace, if it is not root. ValueError names the missing privilege."""
     if is_privileged():
         return
     probe = subprocess.run([*WITHOUT_ROOT, "--net", "true"], check=False, capture_output=True, text=True)
@@ -51,7 +51,7 @@ def become_privileged(program: Sequence[str]) -> None:
 
 
 def new_node(host_name: str, hosts: Path, shared: Sequence[Path]) -> subprocess.Popen[bytes]:
-    """Returns process 1 of a new node, once it is ready (node_init.py); it ends when its stdin is closed."""
+    """Returns process 1 of a new node once it is ready (node_init.py). It ends when its stdin is closed."""
     arguments = [host_name, str(hosts), json.dumps([str(path) for path in shared])]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-I", "-S", str(INIT), *arguments]
@@ -69,14 +69,17 @@ def start_in(
 ) -> subprocess.Popen[bytes]:
     """Starts a program in the node of process 1 `init`, as a child of this process."""
     enter = ["nsenter", f"--target={init}", "--net", "--mount", "--uts", "--ipc", "--"]
-    enter += ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # nsenter's own --wd would be the folder outside
+    enter += ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # nsenter's --wd would be the folder outside
     outputs = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
     with open(f"/proc/{init}/ns/pid") as namespace:
         return _start(lambda: libc.setns(namespace.fileno(), NEW_PID), [*enter, *command], env=dict(env), **outputs)
 
 
 def configure(network: str, tool: str, commands: Sequence[str]) -> None:
-    """Gives commands of `ip`, `tc` or `bridge` to a network, given by its file; ValueError has what they answered."""
+    """Passes commands of `ip`, `tc` or `bridge` to a network, given by its file.
+
+    ValueError contains their error output.
+    """
     answer = subprocess.run(
         ["nsenter", f"--net={network}", "--", shutil.which(tool, path=SEARCH) or tool, "-batch", "-"],
         input="\n".join(commands),
@@ -92,7 +95,7 @@ def configure(network: str, tool: str, commands: Sequence[str]) -> None:
 
 
 def signal_all(init: int, number: int) -> None:
-    """Sends a signal to all processes of a node but its process 1; again until no new ones have come."""
+    """Sends a signal to all processes of a node except process 1. Repeats until no new processes appear."""
     namespace = os.readlink(f"/proc/{init}/ns/pid")
     signalled = {init}
     while new := set(processes_in(namespace)) - signalled:
@@ -107,19 +110,22 @@ def processes() -> list[int]:
 
 
 def processes_in(namespace: str) -> list[int]:
-    """Returns the processes of a PID namespace; none of "", which stands for those that cannot be seen."""
+    """Returns the processes of a PID namespace.
+
+    Returns none for "", the namespace of processes that are not visible.
+    """
     return [pid for pid in processes() if namespace and namespace_of(pid) == namespace]
 
 
 def namespace_of(pid: int) -> str:
-    """Returns the name of a process' PID namespace; "" if it has ended, or is another user's."""
+    """Returns the name of a process' PID namespace, or "" if the process has ended or belongs to another user."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/pid")
     return ""
 
 
 def _signal(pid: int, number: int, namespace: str) -> None:
-    """Signals a process of a node; not one outside that got its number meanwhile."""
+    """Signals a process of a node, but not a process outside that has since received the same number."""
     with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         try:

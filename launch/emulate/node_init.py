@@ -1,9 +1,9 @@
 """Process 1 of an emulated node: holds its namespaces, and ends the node with everything in it.
 
-It is started by path, in a new PID namespace, with nothing of ours to import. It takes namespaces for the network,
-mounts, host name and shared memory, says "ready", and lives until its standard input ends: when the emulator closes
-it, and by the kernel's hand when the emulator is gone, however it went. With process 1 the kernel ends every process
-of a PID namespace, then the namespaces, then their links: nothing is left that anyone would have to find.
+It is started by path in a new PID namespace and imports no module of ours. It creates namespaces for the network,
+mounts, host name and shared memory, prints "ready", and lives until its standard input ends. That happens when the
+emulator closes it, and also when the emulator dies in any way, because the kernel then closes it. When process 1 ends,
+the kernel ends every process of the PID namespace, then the namespaces, then their links, so nothing is left over.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(host_name: str, hosts: str, shared: list[str]) -> None:
-    """Makes a node with its host name and hosts file; `shared` are paths that stay visible under private folders.
+    """Sets up a node with its host name and hosts file. `shared` are paths that stay visible under private folders.
 
-    They are mounted in the order given where they do not show: a folder before what is in it.
+    Each path that is hidden is mounted again, in the given order: a folder before its contents.
     """
     check(libc.unshare(NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NETWORK), "unshare")
     socket.sethostname(host_name)
@@ -42,7 +42,7 @@ def main(host_name: str, hosts: str, shared: list[str]) -> None:
 
 
 def show_again(path: str, handle: int) -> None:
-    """Mounts a shared file or folder where it was, if a private folder now covers it."""
+    """Mounts a shared file or folder at its original path if a private folder now covers it."""
     if os.path.exists(path):
         return
     if os.path.isdir(f"/proc/self/fd/{handle}"):
@@ -54,7 +54,7 @@ def show_again(path: str, handle: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str = "") -> None:
-    """Mounts as mount(2) does; OSError says what failed."""
+    """Mounts as mount(2) does. OSError names the failed mount."""
     arguments = (source.encode(), target.encode(), kind.encode() if kind else None)
     check(libc.mount(*arguments, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
 

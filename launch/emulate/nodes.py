@@ -15,14 +15,14 @@ from runtime.files import locks
 
 MAX_NODES = 254  # addresses of a /24
 DISABLED, FORWARDING = 0, 3  # states of a bridge's port
-END_S = 10.0  # for the kernel to end a node; it takes milliseconds
+END_S = 10.0  # limit for the kernel to end a node, which takes milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The traffic of a node since its start, by the counters of its interface, and the current rate of its link.
+    """The traffic of a node since its start, from the counters of its interface, and the current rate of its link.
 
-    The kernel may merge several packets, and counts them as one, with one header.
+    The kernel may merge several packets. It then counts them as one packet with one header.
     """
 
     node: int
@@ -35,7 +35,7 @@ class Traffic:
 
 @dataclass(kw_only=True)
 class Node:
-    """One emulated node; `network_fd` keeps its network alive when its processes have ended."""
+    """One emulated node. `network_fd` keeps its network alive after its processes have ended."""
 
     number: int
     init: subprocess.Popen[bytes]
@@ -46,11 +46,11 @@ class Node:
 
     @property
     def network(self) -> str:
-        """Returns the file of the network, for as long as this process keeps it open."""
+        """Returns the path of the network, valid while this process keeps it open."""
         return f"/proc/{os.getpid()}/fd/{self.network_fd}"
 
     def bury(self) -> None:
-        """Waits for the end of a node whose process 1 is ending; the kernel waits until we reap its processes."""
+        """Waits for the end of a node whose process 1 is ending. The kernel waits until we reap its processes."""
         for process in [*self.processes, self.init]:
             process.wait(END_S)
 
@@ -58,8 +58,9 @@ class Node:
 class Cluster:
     """Emulated nodes, which run while the context is open. They also end with this process, however it ends.
 
-    Nodes are `node0`, `node1`, ... at 10.77.0.1, 10.77.0.2, ...: other clusters on this machine may use the same, no
-    packet leaves one. /tmp and /dev/shm are each node's own, but for this folder, `workdir` and `shared` paths.
+    Nodes are `node0`, `node1`, ... at 10.77.0.1, 10.77.0.2, ... Other clusters on this machine may use the same
+    addresses, because no packet leaves a cluster. Each node has its own /tmp and /dev/shm, except this folder,
+    `workdir` and the `shared` paths.
     """
 
     def __init__(self, nodes: int, links: Links, workdir: Path, shared: Sequence[Path] = ()) -> None:
@@ -98,7 +99,7 @@ class Cluster:
         return f"10.77.0.{node + 1}"
 
     def add(self) -> int:
-        """Starts one more node, and returns its number."""
+        """Starts another node, and returns its number."""
         number = len(self.nodes)
         if number >= MAX_NODES:
             raise ValueError(f"there are {MAX_NODES} nodes, and no more addresses")
@@ -115,12 +116,12 @@ class Cluster:
         return number
 
     def _connect(self, node: Node) -> None:
-        """Connects a node to the switch, and sets its address and its limits."""
+        """Connects a node to the switch, and sets its address and its rate limits."""
         number = node.number
         cable = f"address {_mac(number)} mtu {MTU_BYTES} netns {node.init.pid} type veth peer name p{number}"
         port = f"link set p{number} mtu {MTU_BYTES} master br0 addrgenmode none up"
         namespaces.configure(self._switch_network, "ip", [f"link add eth0 {cable}", port])
-        # Permanent neighbours: a dead node is silent, as with a real switch, and not "unreachable".
+        # Permanent neighbours: a dead node is silent, as behind a real switch, instead of "unreachable".
         others = [
             f"neigh add {self.address(i)} lladdr {_mac(i)} dev eth0 nud permanent"
             for i in range(MAX_NODES)
@@ -133,13 +134,13 @@ class Cluster:
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, log: IO[bytes] | int = -1
     ) -> subprocess.Popen[bytes]:
-        """Starts a program in a node, with its output to a file or a pipe (the default); it is a child of this one."""
+        """Starts a program in a node as a child process, with its output to a file or a pipe (default)."""
         process = namespaces.start_in(self._init(node), command, os.environ if env is None else env, log)
         self.nodes[node].processes.append(process)
         return process
 
     def cut(self, node: int) -> None:
-        """Drops every packet from and to a node, without any error for its peers."""
+        """Drops every packet from and to a node, without an error for its peers."""
         self._set_port(node, DISABLED)
         self.nodes[node].marks.add("cut")
 
@@ -154,13 +155,13 @@ class Cluster:
         self._limit(self.nodes[node])
 
     def kill(self, node: int) -> None:
-        """Ends all processes of a node at once (SIGKILL); its kernel lives on and closes their connections."""
+        """Kills all processes of a node at once (SIGKILL). Its kernel stays alive and closes their connections."""
         self.nodes[node].init.kill()
         self.nodes[node].bury()
         self.nodes[node].marks.add("killed")
 
     def stop(self, node: int) -> None:
-        """Stops all processes of a node (SIGSTOP); its kernel goes on answering."""
+        """Stops all processes of a node (SIGSTOP). Its kernel continues to answer."""
         namespaces.signal_all(self._init(node), signal.SIGSTOP)
         self.nodes[node].marks.add("stopped")
 
@@ -170,7 +171,7 @@ class Cluster:
         self.nodes[node].marks.discard("stopped")
 
     def traffic(self) -> list[Traffic]:
-        """Returns what each node sent and received, from the switch's end of its link."""
+        """Returns the bytes and packets that each node sent and received, measured at the switch's end of its link."""
         ports = {}
         for line in Path(f"/proc/{self._switch.pid}/net/dev").read_text().splitlines()[2:]:
             name, counters = line.split(":")
@@ -197,7 +198,7 @@ class Cluster:
         namespaces.configure(self._switch_network, "bridge", [f"link set dev p{node} state {state}"])
 
     def _limit(self, node: Node) -> None:
-        """Sets the limits at both ends of a link; the switch limits what the node receives."""
+        """Sets the rate limits at both ends of a link. The switch limits the traffic to the node."""
         ends = (
             (node.network, node.links.leaving("eth0")),
             (self._switch_network, node.links.arriving(f"p{node.number}")),

@@ -1,10 +1,10 @@
-"""Starts a real Ray cluster on emulated nodes: a Ray node on each, and a program on the head's node.
+"""Starts a real Ray cluster on emulated nodes: a Ray node on each, and a program on the head node.
 
     python -m launch.emulate --nodes=5 --devices_per_node=2 --rate=200mbit -- \\
       python -m launch.emulate.ray_nodes python -m launch.ray --min_nodes=1 --max_nodes=4 -- python train.py ...
 
-Node 0 has Ray's head and the program, but none of Ray's CPUs, so that it does not train. To add a node, run
-`python -m launch.emulate ctl add -- python -m launch.emulate.ray_nodes`. Ray's settings here detect a dead node within
+Node 0 runs Ray's head and the program, but provides none of Ray's CPUs, so that it does not train. To add a node, run
+`python -m launch.emulate ctl add -- python -m launch.emulate.ray_nodes`. These Ray settings detect a dead node within
 seconds, use little memory, and start no dashboard.
 """
 
@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PORT = 6379
-# `ray start` wants a token wherever ~/.ray/auth_token exists, which any ray.init() of the user leaves; who connects by
-# an address does not send it. Nobody else reaches these nodes.
+# `ray start` requires a token if ~/.ray/auth_token exists, and any ray.init() of the user creates that file. A client
+# that connects by address does not send the token. No other user can reach these nodes.
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 SETTINGS = {
     **NO_TOKEN,
@@ -37,7 +37,10 @@ ANSWER_S = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a Ray node until the head ends; on node 0 runs the head and the program, and returns its exit code."""
+    """Runs a Ray node until the head ends.
+
+    Node 0 also runs the head and the program, and returns the program's exit code.
+    """
     head = os.environ["MASTER_ADDR"]
     if os.environ.get("JAX_PROCESS_ID") == "0":
         with ray_node(["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]) as node:
@@ -87,7 +90,7 @@ def run_program(command: Sequence[str], head: str) -> int:
 
 
 def answers(head: str) -> bool | None:
-    """Returns whether Ray's head listens: False if its host refuses the connection, None if there is no answer."""
+    """Returns whether Ray's head listens: False if its host refuses the connection, None without an answer."""
     try:
         socket.create_connection((head, PORT), ANSWER_S).close()
     except ConnectionRefusedError:

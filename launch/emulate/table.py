@@ -11,11 +11,11 @@ from runtime.progress import read_progress, workdir_of
 
 HEADER = ("node", "host", "link", "state", "step", "sent MB/s", "received MB/s")
 SAMPLE_S = 1.0
-Sample = tuple[float, list[tuple[int, int]]]  # when, and the bytes that each node has sent and received so far
+Sample = tuple[float, list[tuple[int, int]]]  # time, and the bytes that each node has sent and received so far
 
 
 class Monitor:
-    """Returns rows about the nodes: `step` is read from the metrics in the program's `--workdir`, if it has one."""
+    """Returns rows about the nodes. `step` is read from the metrics in the program's `--workdir`, if it has one."""
 
     def __init__(self, job: Job, command: Sequence[str]) -> None:
         self._job = job
@@ -24,7 +24,7 @@ class Monitor:
         self._before = self._now = self._sample()
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns one row per node, with the columns of `HEADER`; speeds are over a second or more."""
+        """Returns one row per node, with the columns of `HEADER`. Speeds are averages over a second or more."""
         if time.monotonic() - self._now[0] >= SAMPLE_S:
             self._before, self._now = self._now, self._sample()
             self._step = self._newest_step()
@@ -56,7 +56,7 @@ class Monitor:
 
 @contextlib.contextmanager
 def shown(monitor: Monitor) -> Iterator[Callable[[], None]]:
-    """Yields a function that redraws the table; it does nothing if the output is not a terminal."""
+    """Yields a function that redraws the table. It does nothing if the output is not a terminal."""
     if not sys.stdout.isatty():
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""`sweep_chart`: the metric over one swept key, with one series per value of a second key."""
+"""`sweep_chart`: the metric against one swept key, with one series per value of a second key."""
 
 import math
 import re
@@ -14,19 +14,19 @@ from runtime.files.palette import SERIES
 from training.metrics.charts import Axis, Chart, Series, number_axis, word_axis
 
 MAX_LINES = len(SERIES)
-MAX_LABELLED = 10  # distinct numbers, each with a tick; for more, ticks are at round numbers
-# of the largest to the smallest value, from which an axis is logarithmic: of a swept key, of metrics
+MAX_LABELLED = 10  # distinct numbers, each with a tick; more numbers have ticks at round values
+# ratios of the largest to the smallest value at which an axis becomes logarithmic, for a swept key and for metrics
 LARGE_RATIO_X, LARGE_RATIO_Y = 8, 20
-DODGE = 9.0  # horizontal distance between the dots of neighbouring series over a word, so that none covers another
+DODGE = 9.0  # horizontal distance between the dots of neighbouring series above a word, so that no dot covers another
 RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One run: its value of the chart's key, its value of the key that chooses the series, and its metric."""
+    """One run: its value of the chart's key, its value of the series key, and its metric."""
 
     x: Any
-    line: Any  # None if there is one series
+    line: Any  # None with a single series
     y: float
     tip: str
 
@@ -47,7 +47,7 @@ def sweep_chart(
     y = number_axis(low, high, form, log=0 < LARGE_RATIO_Y * low < high, margin=0.04)
     names = list(dict.fromkeys(text(p.line) for p in sorted(points, key=lambda p: as_number(p.line) or 0.0)))
     is_random = len(points) > MAX_LINES and 2 * len({text(point.x) for point in points}) > len(points)
-    joined = x.numeric and not is_random  # of sampled values, few are equal
+    joined = x.numeric and not is_random  # few sampled values are equal
     series = []
     for i, name in enumerate(names):
         members = [point for point in points if text(point.line) == name]

@@ -1,4 +1,4 @@
-"""`check_runs`: what can be wrong with the runs of a sweep beyond keys and values, before the first one starts."""
+"""`check_runs`: checks the runs of a sweep, beyond keys and values, before the first one starts."""
 
 import json
 import subprocess
@@ -42,7 +42,10 @@ def check_runs(runs: Iterable[Run]) -> None:
 
 
 def _check_emulated(run: Run) -> None:
-    """Raises ValueError for options that the emulator refuses: a program of its own, which is not imported here."""
+    """Raises ValueError for options that the emulator refuses.
+
+    The emulator is a separate program, not imported here.
+    """
     options = run.command[: run.command.index("--")]
     done = subprocess.run([*options, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -51,7 +54,7 @@ def _check_emulated(run: Run) -> None:
 
 
 def _devices(run: Run) -> dict[str, Any] | None:
-    """Returns the nodes and the devices of each; zeros if the config has them, None if nobody knows."""
+    """Returns the numbers of nodes and of devices per node: zeros if the config sets them, None if they are unknown."""
     if run.emulate:
         return {name: int(run.emulate[name]) for name in ("nodes", "devices_per_node")}
     return {"nodes": 0, "devices_per_node": 0} if run.values["mesh.num_cpu_devices"] else None

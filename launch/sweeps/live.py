@@ -1,4 +1,4 @@
-"""`Live`: the runs of a sweep, in a terminal as a live table, elsewhere as one line per change of state."""
+"""`Live`: the runs of a sweep as a live table in a terminal, or as one line per change of state elsewhere."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from training.metrics.run_files import number
 from training.metrics.units import UNKNOWN, format_seconds
 
 STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
-# Which runs are shown first, if not all fit on the screen
+# Priority of the runs, if not all fit on the screen
 ORDER = (State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.FINISHED)
-TAIL_BYTES = 8192  # of metrics.jsonl to read; more than its longest line
+TAIL_BYTES = 8192  # tail of metrics.jsonl to read; more than its longest line
 
 
 class Live:
-    """A context manager; `show` updates the display."""
+    """A context manager. `show` updates the display."""
 
     def __init__(self, metric: str, console: Console | None = None) -> None:
         self._metric = metric
@@ -31,7 +31,7 @@ class Live:
         self._screen: Screen | None = None
         self._last: dict[str, State] = {}
         self._jobs: Sequence[Job] = ()
-        self._final: dict[str, float | None] = {}  # the metric of finished runs
+        self._final: dict[str, float | None] = {}  # metric of finished runs
 
     def __enter__(self) -> Self:
         if self._console.is_interactive:
@@ -86,7 +86,10 @@ class Live:
 
 
 def latest(run_dir: Path) -> Mapping[str, Any]:
-    """Returns the latest value of each key in the last lines of `metrics.jsonl`; cheap while it is being written."""
+    """Returns the latest value of each key in the last lines of `metrics.jsonl`.
+
+    Cheap while the file is being written.
+    """
     numbers: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         for row in json_lines.read_tail(run_dir / run_directory.METRICS, TAIL_BYTES):

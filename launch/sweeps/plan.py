@@ -17,11 +17,11 @@ from configs.schema import defaults, flat, nearest
 from runtime.files.paths import user_path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Options of `python -m launch.emulate` that a sweep may set; it sets the work directory itself.
+# Options of `python -m launch.emulate` that a sweep may set. The sweep sets the work directory itself.
 EMULATE_OPTIONS = ("nodes", "devices_per_node", "processes_per_node", "rate", "latency", "jitter", "loss")
 GOALS = ("min", "max")
 PROGRAM = "train.py"
-NAME_BYTES = 100  # of a run directory's name without the hash; it is cut between two characters
+NAME_BYTES = 100  # length of a run directory's name without the hash; cut between two characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +34,16 @@ class SweepFile:
     goal: str  # min | max
     emulate: str  # options of launch.emulate, "" for none
     sweeps: Mapping[str, Callable[[], Iterable[Overrides]]]
-    search: Mapping[str, Range | Choice]  # what --search chooses from, by key
+    search: Mapping[str, Range | Choice]  # the ranges and choices of --search, by key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a sweep; the hash in its name covers everything that determines its result, save the defaults."""
+    """One run of a sweep. The hash in its name covers all values that determine its result, except defaults."""
 
     name: str
     overrides: Overrides
-    values: Mapping[str, Any]  # every key of the resolved config, `emulate.` options and `repetition`
+    values: Mapping[str, Any]  # all keys of the resolved config, `emulate.` options and `repetition`
     run_dir: Path
     train_command: tuple[str, ...]
     emulate: Mapping[str, str]
@@ -59,7 +59,7 @@ class Run:
 
 
 def load_file(path: str) -> SweepFile:
-    """Reads a sweep file; ValueError if it is missing, fails or is not a sweep file."""
+    """Reads a sweep file. ValueError if it is missing, fails or is not a sweep file."""
     file = user_path(path)
     if not file.is_file():
         raise ValueError(f"--config={path}: no such file")
@@ -92,7 +92,7 @@ def load_file(path: str) -> SweepFile:
 
 
 def points(file: SweepFile, names: Sequence[str]) -> list[Overrides]:
-    """Returns the product of the named sweeps (all by default); ValueError if one is unknown or empty."""
+    """Returns the product of the named sweeps (all by default). ValueError if one is unknown or empty."""
     parts = []
     for name in names or file.sweeps:
         if name not in file.sweeps:
@@ -110,9 +110,9 @@ def points(file: SweepFile, names: Sequence[str]) -> list[Overrides]:
 def plan(
     config: str, overrides: Iterable[Overrides], *, workdir: Path, emulate: str = "", program: str = PROGRAM
 ) -> list[Run]:
-    """Returns the distinct runs of a config file, in order; ValueError for unknown keys and invalid values.
+    """Returns the distinct runs of a config file, in order. ValueError for unknown keys and invalid values.
 
-    `emulate` holds default options of `launch.emulate`; the overrides' `emulate.` keys take precedence.
+    `emulate` holds default options of `launch.emulate`. The overrides' `emulate.` keys take precedence.
     """
     common = parse_emulate(emulate)
     runs: dict[str, Run] = {}
@@ -178,7 +178,7 @@ def _own(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_emulate(options: str) -> dict[str, str]:
-    """Returns `{"nodes": "4"}` for `--nodes=4`; ValueError for unknown options."""
+    """Returns `{"nodes": "4"}` for `--nodes=4`. ValueError for unknown options."""
     parsed = {}
     for word in shlex.split(options):
         match = re.fullmatch(r"--(\w+)=(.+)", word)

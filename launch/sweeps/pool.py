@@ -1,4 +1,4 @@
-"""`run_all`: runs a sweep on this machine, several runs at a time; a failed run does not stop the others."""
+"""`run_all`: runs a sweep on this machine, several runs at a time. A failed run does not stop the others."""
 
 import shlex
 import signal
@@ -15,24 +15,24 @@ from launch.sweeps.records import State, is_finished
 from runtime.exit_codes import ExitCode, signal_name
 from runtime.files import locks
 
-MAX_ATTEMPTS = 4  # of one run that stops resumable, per sweep
+MAX_ATTEMPTS = 4  # attempts per sweep for a run that stops resumable
 OUTPUT_FILE = "output.txt"  # the output of a run
 POLL_EVERY_S = 0.2
 
 
 class Process(Protocol):
-    """A running program: a Popen, or one elsewhere."""
+    """A running program: a Popen, or a program on another machine."""
 
     def poll(self) -> int | None:
         """Returns the exit code, None while it runs."""
         ...
 
     def send_signal(self, number: int, /) -> None:
-        """Sends it a signal."""
+        """Sends the program a signal."""
         ...
 
 
-Launcher = Callable[[Sequence[str], Path, int], Process]  # of a command; its output goes to the end of a file
+Launcher = Callable[[Sequence[str], Path, int], Process]  # (command, file for output, descriptor)
 
 
 def start_here(
@@ -56,7 +56,7 @@ def start_here(
 
 @dataclass(kw_only=True)
 class Job:
-    """A run and its progress; `time_s` is its running time in this sweep."""
+    """A run and its progress. `time_s` is its running time in this sweep."""
 
     run: Run
     state: State
@@ -64,7 +64,7 @@ class Job:
     attempts: int = 0
     time_s: float = 0.0
     started_s: float = 0.0
-    output_start: int = 0  # where the output of this attempt begins in the file
+    output_start: int = 0  # start of this attempt's output in the file
     process: Process | None = None
 
     def start(self, launch: Launcher, lock: int) -> None:
@@ -78,7 +78,7 @@ class Job:
         self.state, self.attempts, self.started_s = State.RUNNING, self.attempts + 1, time.monotonic()
 
     def look(self, *, stopping: bool = False) -> None:
-        """Updates the state if the run has ended. One that stopped resumable waits to be retried."""
+        """Updates the state if the run has ended. A run that stopped resumable waits for a retry."""
         assert self.process is not None
         code = self.process.poll()
         now = time.monotonic()
@@ -110,7 +110,7 @@ def run_all(
     show: Callable[[Sequence[Job]], None] = lambda jobs: None,
     launch: Launcher = start_here,
 ) -> list[Job]:
-    """Runs all runs that are not finished and returns the jobs of all.
+    """Runs all runs that are not finished, and returns the jobs of all.
 
     On Ctrl-C, running ones save and stop, and the others stay waiting.
     """
@@ -129,7 +129,7 @@ def run_all(
 
 @contextmanager
 def stopped_at_end(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -> Iterator[None]:
-    """Stops the runs when its body ends; Ctrl-C ends it quietly, since the states show which runs are left."""
+    """Stops the runs when its body ends. Ctrl-C ends the body quietly, because the states show the remaining runs."""
     try:
         yield
     except KeyboardInterrupt:
@@ -144,7 +144,7 @@ def running(jobs: Sequence[AnyJob]) -> list[AnyJob]:
 
 
 def stop(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -> None:
-    """Forwards Ctrl-C and waits; a second Ctrl-C is forwarded too, and makes train.py stop without saving."""
+    """Forwards Ctrl-C and waits. A second Ctrl-C is forwarded too, and makes train.py stop without saving."""
     again = True
     while running(jobs):
         try:

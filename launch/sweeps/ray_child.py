@@ -1,6 +1,6 @@
 """Runs a program until it ends or stdin is closed: `python -m launch.sweeps.ray_child PROGRAM [ARGUMENT...]`.
 
-The other end of stdin is held by the actor that started it (launch/sweeps/ray_runs.py). If that has died, the sweep
+The actor that started it (launch/sweeps/ray_runs.py) holds the other end of stdin. If the actor has died, the sweep
 starts the run again in the same directory, so this process and its children are killed at once.
 """
 
@@ -15,7 +15,7 @@ def main(program: str) -> None:
     """Runs the program as `python PROGRAM` would."""
     sys.path[0] = os.path.dirname(os.path.abspath(program))
     sys.argv = sys.argv[1:]
-    sys.orig_argv = [sys.executable, *sys.argv]  # which a run records as its command
+    sys.orig_argv = [sys.executable, *sys.argv]  # a run records it as its command
     threading.Thread(target=_end_with_actor, name="actor", daemon=True).start()
     runpy.run_path(program, run_name="__main__")
 
@@ -23,7 +23,7 @@ def main(program: str) -> None:
 def _end_with_actor() -> None:
     while os.read(0, 1):
         pass
-    os.killpg(0, signal.SIGKILL)  # `start_here` gave it a session, and so a group, of its own
+    os.killpg(0, signal.SIGKILL)  # `start_here` gave it a separate session, and so a separate group
 
 
 if __name__ == "__main__":

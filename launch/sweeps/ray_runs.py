@@ -1,4 +1,4 @@
-"""The runs of a sweep on a Ray cluster, each a train.py in a process of its own. Only this module uses Ray."""
+"""The runs of a sweep on a Ray cluster, each a separate train.py process. Only this module uses Ray."""
 
 import logging
 import signal
@@ -16,27 +16,27 @@ from launch.sweeps.plan import ROOT
 from launch.sweeps.pool import start_here
 from runtime.exit_codes import ExitCode
 
-THREADS = 3  # of a runner: one waits for the run's end, the others pass signals on
+THREADS = 3  # threads of a runner: one waits for the run's end, the others forward signals
 CONNECT_S = 10.0
 
 
 class Runner:
-    """Starts a run on a node, waits for its end and passes signals on. The run ends with it."""
+    """Starts a run on a node, waits for its end and forwards signals. The run ends with the runner."""
 
     def __init__(self, command: Sequence[str], output: Path) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks, and the run would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray blocks it, and the run would inherit that
         python, *program = command
         self._process = start_here([python, "-m", "launch.sweeps.ray_child", *program], output, stdin=subprocess.PIPE)
 
     def begun(self) -> None:
-        """Returns when there is a process."""
+        """Returns once the process exists."""
 
     def ended(self) -> int:
         """Returns the exit code of the run when it has ended."""
         return self._process.wait()
 
     def send(self, number: int) -> None:
-        """Sends the run a signal, if it has not ended."""
+        """Sends a signal to the run, if it has not ended."""
         self._process.send_signal(number)
 
 
@@ -51,17 +51,17 @@ class RayProcess:
         self._begun, self._ended = self._runner.begun.remote(), self._runner.ended.remote()
 
     def poll(self) -> int | None:
-        """Returns the exit code, None while it runs or waits for a node; 75 if its node was lost."""
+        """Returns the exit code: None while it runs or waits for a node, 75 if its node was lost."""
         if self._code is None and ray.wait([self._ended], timeout=0)[0]:
             try:
                 self._code = ray.get(self._ended)
             except RayActorError:
                 self._code = ExitCode.RESUMABLE
-            ray.kill(self._runner)  # which would keep its CPU and GPUs
+            ray.kill(self._runner)  # it would keep its CPU and GPUs
         return self._code
 
     def send_signal(self, number: int, /) -> None:
-        """Sends a signal; a run that has not begun is given up."""
+        """Sends a signal. A run that has not started is cancelled."""
         if ray.wait([self._begun], timeout=0)[0]:
             self._runner.send.remote(number)
         else:
@@ -69,7 +69,7 @@ class RayProcess:
 
 
 class RayRuns:
-    """Starts runs on the cluster: each takes one CPU, and all GPUs of a node if the nodes have any."""
+    """Starts runs on the cluster. Each takes one CPU, and all GPUs of a node if the nodes have any."""
 
     def __init__(self) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -78,13 +78,13 @@ class RayRuns:
         self.capacity = max(1, sum(int(node.get(key, 0.0) // each) for node in nodes))  # runs at a time
 
     def __call__(self, command: Sequence[str], output: Path, lock: int) -> RayProcess:
-        """Starts a run; the lock of the sweep stays on this machine."""
+        """Starts a run. The lock of the sweep stays on this machine."""
         return RayProcess(command, output, self._gpus)
 
 
 @contextmanager
 def connected(address: str) -> Iterator[RayRuns]:
-    """Connects to the Ray cluster at an address, or starts one here (`local`). ValueError if there is none."""
+    """Connects to the Ray cluster at an address, or starts one here (`local`). ValueError if no cluster answers."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
@@ -101,7 +101,7 @@ def connected(address: str) -> Iterator[RayRuns]:
         raise ValueError(
             f"--ray={address}: no Ray cluster there ({said}); `ray start` makes one, --ray=local uses this machine"
         ) from error
-    for number, handler in before:  # ray.init sets its own for SIGTERM
+    for number, handler in before:  # ray.init installs its own handler of SIGTERM
         signal.signal(number, handler)
     try:
         yield RayRuns()

@@ -20,13 +20,13 @@ class State(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
-    PRUNED = "pruned"  # stopped, because other runs were better at the same step
+    PRUNED = "pruned"  # stopped because other runs were better at the same step
     STOPPED = "stopped"  # resumable: running the same sweep again continues it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A run with its results; `error` is the last error line that a failed run printed."""
+    """A run with its results. `error` is the last error line that a failed run printed."""
 
     run: Run
     state: State
@@ -36,7 +36,7 @@ class Record:
 
     @property
     def files(self) -> RunFiles:
-        """Its files, read anew: the rows of hundreds of runs would take gigabytes."""
+        """The run's files, read on demand: the rows of hundreds of runs would take gigabytes."""
         return _files_of(self.run)
 
 
@@ -50,7 +50,7 @@ def is_finished(run: Run) -> bool:
 
 
 def record(run: Run, state: State, error: str, metric: str) -> Record:
-    """Reads the files of the run, if it has written any; `metric` is a headline or has the median of its rows."""
+    """Reads the existing files of the run. `metric` is a headline number or a key whose rows give a median."""
     files = _files_of(run)
     results = results_of(files)
     if metric in results:
@@ -69,7 +69,7 @@ def _files_of(run: Run) -> RunFiles:
 
 
 def missing_metric(record: Record, metric: str) -> str:
-    """Returns what is wrong with METRIC if a run that has finished has no such number, else ""."""
+    """Returns an error message if a finished run has no such metric, else ""."""
     names = [name for name, value in record.results.items() if value is not None]
     known = [*dict.fromkeys([*names, *(key for row in record.files.rows for key in row)])] or [*record.results]
     if metric in known:

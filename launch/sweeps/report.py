@@ -46,7 +46,7 @@ def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
 
 
 def markdown(file: SweepFile, records: list[Record], keys: Sequence[str]) -> str:
-    """Returns the headline and a table of the runs, with the best one in bold."""
+    """Returns the headline and a table of the runs, with the best run in bold."""
     winner = best(records, file.goal)
     rows = []
     for record in records:
@@ -64,7 +64,7 @@ def heads(file: SweepFile, keys: Sequence[str]) -> list[str]:
 
 
 def word_of(file: SweepFile) -> str:
-    """Returns what the best value of the metric is."""
+    """Returns the word for the best value of the metric."""
     return "Lowest" if file.goal == "min" else "Highest"
 
 
@@ -120,7 +120,8 @@ def _axes(keys: Sequence[str]) -> Sequence[str]:
 def _chart(file: SweepFile, records: list[Record], keys: Sequence[str], key: str) -> Chart:
     """Returns the chart over a key, with a series per value of the first other key that has few enough values.
 
-    A key that decides the chart's, as a number of steps does a batch size in a sweep of both, would make no lines.
+    A key that determines the chart's key is skipped, because its series would have no lines. For example, the number of
+    steps determines the batch size in a sweep of both.
     """
     few = (k for k in _axes(keys) if len(_values(records, k)) <= MAX_LINES)
     other = next((k for k in few if not _decide(records, [k], key)), "")
@@ -139,7 +140,7 @@ def _chart(file: SweepFile, records: list[Record], keys: Sequence[str], key: str
 
 
 def _cells(file: SweepFile, record: Record, keys: Sequence[str], workdir: Path) -> list[str]:
-    """Returns a row of the table; its state leads to the page of the run, if there is one."""
+    """Returns a row of the table. Its state links to the page of the run, if that page exists."""
     *numbers, state = table_cells(file, record, keys)
     page = record.run.run_dir / run_directory.REPORT
     if page.exists():

@@ -1,7 +1,7 @@
 """`search`: runs whose values Optuna chooses, and that it prunes. Only this module uses Optuna.
 
-The study is in the sweep's directory, so that the same command goes on with it. A trial that was interrupted is asked
-for again: it has the same values, so it is the same run, which resumes.
+The study is in the sweep's directory, so that the same command continues it. An interrupted trial is requested again.
+It has the same values and therefore is the same run, which resumes.
 """
 
 import signal
@@ -30,24 +30,24 @@ from runtime.files import run_directory
 from training.metrics.run_files import read_run, series
 
 STUDY_FILE = "optuna.log"
-ERROR = "error"  # attribute of a trial that failed; without it a failed one was interrupted
+ERROR = "error"  # attribute of a failed trial; a failed trial without it was interrupted
 STATES = {TrialState.COMPLETE: State.FINISHED, TrialState.PRUNED: State.PRUNED, TrialState.RUNNING: State.STOPPED}
-Planner = Callable[[Overrides], Run]  # ValueError for values that do not go together
+Planner = Callable[[Overrides], Run]  # raises ValueError for values that do not fit together
 
 
 @dataclass(kw_only=True)
 class TrialJob(Job):
-    """A job, and the trials that have its values: the first began it, and all end as it does."""
+    """A job and the trials with its values. The first trial started it, and all trials end as it does."""
 
     trials: list[Trial]
-    step: int = 0  # the last one that Optuna knows
-    size_bytes: int = 0  # of the metrics that Optuna knows
+    step: int = 0  # the last step reported to Optuna
+    size_bytes: int = 0  # size of the metrics reported to Optuna
     is_pruned: bool = False
 
 
 @dataclass(kw_only=True)
 class Search:
-    """A search that is going on: its study, and the job of each trial of this program."""
+    """A running search: its study, and the job of each trial of this program."""
 
     file: SweepFile
     study: optuna.Study
@@ -55,11 +55,14 @@ class Search:
     jobs: list[TrialJob] = field(default_factory=list)
 
     def done(self) -> int:
-        """Returns the number of trials that have ended by themselves."""
+        """Returns the number of trials that have ended without an interruption."""
         return sum(_has_ended(trial) for trial in self.study.get_trials(deepcopy=False))
 
     def begin(self, launch: Launcher, lock: int) -> None:
-        """Starts the run of a new trial; one whose run is going on joins it, one without a run ends at once."""
+        """Starts the run of a new trial.
+
+        The trial joins a running job with the same values, and ends at once without a valid run.
+        """
         trial = self.study.ask(_distributions(self.file))
         try:
             run = self.plan(_values(self.file, trial.params))
@@ -77,20 +80,20 @@ class Search:
             job.start(launch, lock)
 
     def watch(self, job: TrialJob, launch: Launcher, lock: int) -> None:
-        """Tells Optuna what a run has measured and how it ended; stops it if it is not worth going on."""
+        """Reports a run's metric and end to Optuna. Stops the run if Optuna prunes it."""
         self._report(job)
         assert job.process is not None
         if not job.is_pruned and job.trials[0].should_prune():
             job.is_pruned = True
             job.process.send_signal(signal.SIGINT)
         job.look(stopping=job.is_pruned)
-        if job.state == State.WAITING:  # stopped resumable by itself
+        if job.state == State.WAITING:  # stopped resumable without being asked
             job.start(launch, lock)
         elif job.state != State.RUNNING:
             self._tell(job)
 
     def _report(self, job: TrialJob) -> None:
-        """Tells the first trial the new values of the metric, if there are new lines."""
+        """Reports new values of the metric to the first trial, if the file has grown."""
         metrics = job.run.run_dir / run_directory.METRICS
         size_bytes = metrics.stat().st_size if metrics.exists() else 0
         if size_bytes == job.size_bytes:
@@ -102,12 +105,15 @@ class Search:
                 job.step = int(step)
 
     def _tell(self, job: TrialJob) -> None:
-        """Ends the trials of a job that has ended. ValueError if it finished without the metric, as all before it."""
+        """Ends the trials of a job that has ended.
+
+        ValueError if it finished without the metric, and so did all before it.
+        """
         found = record(job.run, job.state, job.error, self.file.metric)
         metric = found.metric
         measured = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if job.state == State.FINISHED and not measured and (lacking := missing_metric(found, self.file.metric)):
-            raise ValueError(lacking)  # its trials are asked for again, and count when METRIC is right
+            raise ValueError(lacking)  # its trials are requested again, and count once METRIC is right
         if job.state == State.STOPPED:
             job.state = State.PRUNED
         for trial in job.trials:
@@ -133,7 +139,7 @@ def search(
     launch: Launcher,
     show: Callable[[Sequence[Job]], None],
 ) -> tuple[bool, list[Record]]:
-    """Runs trials until `count` have ended, those of earlier calls included.
+    """Runs trials until `count` have ended, including trials of earlier calls.
 
     Returns whether they have, and a record of each run. On Ctrl-C, running ones save and stop.
     """
@@ -153,13 +159,13 @@ def search(
 
 
 def corners(distributions: Mapping[str, Any]) -> list[Overrides]:
-    """Returns points with each end of each range and each option, to be checked before anything runs."""
+    """Returns points with each end of each range and each option, to be checked before any run starts."""
     first = {key: _ends(distribution)[0] for key, distribution in distributions.items()}
     return [{**first, key: value} for key, found in distributions.items() for value in _ends(found)]
 
 
 def _study(file: SweepFile, workdir: Path) -> optuna.Study:
-    """Returns the study in the directory, in which nothing runs. ValueError if it is of another SEARCH."""
+    """Returns the study in the directory, with no running trials. ValueError if it belongs to another SEARCH."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(workdir / STUDY_FILE))),
@@ -177,7 +183,7 @@ def _study(file: SweepFile, workdir: Path) -> optuna.Study:
 
 
 def _check_same_search(file: SweepFile, study: optuna.Study, workdir: Path) -> None:
-    """Raises ValueError if a key of earlier trials is gone, or has other options; the ends of a range may change."""
+    """Raises ValueError if a key of earlier trials is missing or has other options. The ends of a range may change."""
     now = _distributions(file)
     before = {key: old for trial in study.get_trials(deepcopy=False) for key, old in trial.distributions.items()}
     for key, old in before.items():
@@ -190,7 +196,7 @@ def _check_same_search(file: SweepFile, study: optuna.Study, workdir: Path) -> N
 
 
 def _check_same_runs(search: Search, workdir: Path) -> None:
-    """Raises ValueError if the trials that have a value have it of another METRIC, GOAL or base config."""
+    """Raises ValueError if the finished trials belong to another METRIC, GOAL or base config."""
     file, study = search.file, search.study
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     for key, now in (("METRIC", file.metric), ("GOAL", file.goal)):
@@ -198,7 +204,7 @@ def _check_same_runs(search: Search, workdir: Path) -> None:
             raise ValueError(f"{workdir} holds a search with {key}={old!r}; choose another --workdir")
         study.set_user_attr(key, now)
     runs = [search.plan(_values(file, trial.params)).run_dir for trial in complete]
-    if runs and not any(run.exists() for run in runs):  # their names have a hash of all values
+    if runs and not any(run.exists() for run in runs):  # their names contain a hash of all values
         raise ValueError(
             f"{workdir} holds a search with another base config, or without its runs: there is no {runs[0].name}; "
             "choose another --workdir"
@@ -206,7 +212,7 @@ def _check_same_runs(search: Search, workdir: Path) -> None:
 
 
 def _distributions(file: SweepFile) -> dict[str, BaseDistribution]:
-    """Returns what SEARCH chooses from, for Optuna."""
+    """Returns the distributions of SEARCH for Optuna."""
     return {
         key: FloatDistribution(found.low, found.high, log=found.log)
         if isinstance(found, Range)
@@ -216,7 +222,7 @@ def _distributions(file: SweepFile) -> dict[str, BaseDistribution]:
 
 
 def _values(file: SweepFile, params: Mapping[str, Any]) -> Overrides:
-    """Returns the values that Optuna chose, numbers with three digits."""
+    """Returns the values that Optuna chose, with numbers rounded to three digits."""
     return {key: three_digits(x) if isinstance(file.search[key], Range) else x for key, x in params.items()}
 
 
@@ -229,7 +235,7 @@ def _has_ended(trial: FrozenTrial) -> bool:
 
 
 def _records(search: Search) -> list[Record]:
-    """Returns a record of the run of each trial, also of those of earlier calls, in the order of their last trial."""
+    """Returns a record of each trial's run, including earlier calls, in the order of their last trial."""
     found: dict[str, Record] = {}
     for trial in search.study.get_trials():
         if not (_has_ended(trial) or trial.state == TrialState.RUNNING):

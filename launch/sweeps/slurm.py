@@ -1,4 +1,4 @@
-"""A sweep as a SLURM array with one task per run, in files that can be read, edited and submitted by hand."""
+"""A sweep as a SLURM array with one task per run, in files to read, edit and submit by hand."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from launch.sweeps.plan import ROOT, Run
 from launch.sweeps.pool import MAX_ATTEMPTS, OUTPUT_FILE
 from runtime.exit_codes import ExitCode
 
-SRUN = "--kill-on-bad-exit=0"  # processes detect the loss of another one themselves and exit with 75
+SRUN = "--kill-on-bad-exit=0"  # processes detect a loss themselves and exit with 75
 RUNS_FILE, SCRIPT_FILE, JOB_FILE = "runs.txt", "sweep.sbatch", "slurm_job.txt"
 SCRIPT = """#!/bin/bash
 # Task N runs line N of {runs_file}. Written by sweep.py; to submit it by hand: sbatch {script_file}
@@ -34,8 +34,8 @@ exit $code
 def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: int | None) -> Path:
     """Writes `runs.txt` and `sweep.sbatch` for the runs, and returns the path of the latter.
 
-    `options` are passed to sbatch (`--partition=gpu --nodes=2`); at most `workers` tasks run at once. ValueError if the
-    options or the directory contain what no line of sbatch's options can say.
+    `options` are passed to sbatch (`--partition=gpu --nodes=2`). At most `workers` tasks run at once. ValueError if the
+    options or the directory contain characters that sbatch's option lines cannot express.
     """
     workdir = workdir.resolve()
     for name, value in (("--slurm", options), ("--workdir", str(workdir))):
@@ -70,7 +70,7 @@ def write_array(runs: Sequence[Run], workdir: Path, *, options: str, workers: in
 
 
 def _directive(word: str) -> str:
-    """Returns a word quoted for a line of sbatch's options, where a space outside of quotes ends it, escaped or not."""
+    """Returns a word quoted for a line of sbatch's options, where even an escaped space ends an unquoted word."""
     if re.fullmatch(r"[\w%+,./:=@-]*", word):
         return word
     escaped = re.sub(r'["\\]', r"\\\g<0>", word)
@@ -86,7 +86,7 @@ def _on_one_line(word: str) -> str:
 
 
 def submit(script: Path) -> str:
-    """Submits the array, records its job id and returns it; ValueError if sbatch is missing or fails."""
+    """Submits the array, records its job id and returns it. ValueError if sbatch is missing or fails."""
     job = _output("sbatch", "--parsable", str(script)).partition(";")[0]
     (script.parent / JOB_FILE).write_text(job + "\n")
     return job
@@ -96,7 +96,7 @@ def queued_job(workdir: Path) -> str:
     """Returns the id of the job submitted for this sweep if it is still in the queue, else ""."""
     file = workdir / JOB_FILE
     job = file.read_text().strip() if file.exists() else ""
-    # Without --jobs, with which squeue fails for a job that ended long ago.
+    # Without --jobs, because squeue fails with --jobs for a job that ended long ago.
     ask, fix = ("squeue", "--me", "--noheader", "--format=%A %F"), f", or delete {file} if job {job} has ended"
     known = _output(*ask, fix=fix).split() if job else []
     return job if job in known else ""
