@@ -1,1 +1,1 @@
-"""How processes join a run and agree, and how they detect a request to stop or the loss of a process."""
+"""Joins the processes of a run, lets them agree, and detects a stop request or the loss of a process."""

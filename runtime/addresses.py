@@ -1,4 +1,4 @@
-"""The addresses of this machine: at which one a process listens, and which one it gives to other processes."""
+"""The addresses of this machine: where a process listens, and the address that it gives to other processes."""
 
 import ipaddress
 import re
@@ -16,7 +16,10 @@ def own_address() -> str:
 
 
 def host_and_port(address: str, name: str = "--coordinator") -> tuple[str, int]:
-    """Returns the parts of HOST:PORT, without the brackets of an IPv6 address. ValueError if `name` has none."""
+    """Returns the parts of HOST:PORT, without the brackets of an IPv6 address.
+
+    ValueError, which names `name`, if invalid.
+    """
     host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if ":" in host and host != f"[{bare}]":  # jax would crash
@@ -27,29 +30,29 @@ def host_and_port(address: str, name: str = "--coordinator") -> tuple[str, int]:
 
 
 def to_listen_at(host: str) -> str:
-    """Returns the address to listen at when others connect to `host`; "" for all addresses of the machine.
+    """Returns the address to listen at when others connect to `host`, or "" for all addresses of the machine.
 
-    An address of this machine, or localhost, is returned itself. A name gives "": this machine may resolve it to
-    another address than the others do (to 127.0.1.1, or behind NAT).
+    An address of this machine, or localhost, is returned unchanged. A name gives "", because this machine may resolve
+    it to another address than the others do (to 127.0.1.1, or behind NAT).
     """
     host = "127.0.0.1" if host == "localhost" else host
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         with socket.socket(family) as probe:
             probe.bind((host, 0))
-    except (ValueError, OSError):  # a name; not an address of this machine
+    except (ValueError, OSError):  # a name, or an address of another machine
         return ""
     return host
 
 
 def listen(host: str, count: int, port: int = 0) -> socket.socket:
-    """Returns a socket that listens for `count` processes, which connect to `host`; the system chooses a port for 0."""
+    """Returns a socket that listens for `count` processes, which connect to `host`. The system chooses a port for 0."""
     address, family, both = _local_end(host)
     return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=count)
 
 
 def bind(host: str) -> socket.socket:
-    """Returns a socket that holds a free port for a service to which others connect at `host`, and does not listen.
+    """Returns a socket that holds a free port for a service to which others connect at `host`. It does not listen.
 
     The service itself must set SO_REUSEPORT, as gRPC does.
     """
@@ -67,7 +70,7 @@ def bind(host: str) -> socket.socket:
 
 
 def _local_end(host: str) -> tuple[str, socket.AddressFamily, bool]:
-    """Returns the address to listen at when others connect to `host`, its family, and whether it takes IPv4 too."""
+    """Returns the address to listen at when others connect to `host`, its family, and whether it also accepts IPv4."""
     address = to_listen_at(host)
     both = not address and socket.has_dualstack_ipv6()
     return address, socket.AF_INET6 if both or ":" in address else socket.AF_INET, both

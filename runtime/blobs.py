@@ -1,9 +1,9 @@
 """Bytes on request between the processes of a run: parts of snapshots, and token shards.
 
-A process serves each connection that `handshake.py` has authenticated in a thread of its own. A request is a line of
-JSON, and bytes may follow it. The answer is {"wait": PROGRESS} every quarter of a second, then {"size": N,
-"xxh3": H} and N bytes, or {"error": WHY}. A malformed request closes the connection. PROGRESS is any JSON value: a
-caller may take a process whose value stays the same for too long for one that hangs.
+A process serves each connection that `handshake.py` has authenticated in a separate thread. A request is a line of
+JSON, optionally followed by bytes. The answer is {"wait": PROGRESS} every quarter of a second, then {"size": N,
+"xxh3": H} and N bytes, or {"error": WHY}. A malformed request closes the connection. PROGRESS is any JSON value. A
+caller may assume that a process hangs if its value does not change for too long.
 """
 
 import json
@@ -23,30 +23,30 @@ from runtime.addresses import listen, own_address
 from runtime.files import json_objects
 from runtime.handshake import Acceptor, connect
 
-WAIT_S = 0.25  # less than any silence that may be allowed
+WAIT_S = 0.25  # less than any allowed silence
 _BLOCK_BYTES = 1 << 20
-_LINE_BYTES = 1 << 26  # at most; the longest tells of all pieces of a snapshot
-_HASHED_BYTES = 1 << 18  # at once, while they are in a cache
+_LINE_BYTES = 1 << 26  # longest line, which lists all pieces of a snapshot
+_HASHED_BYTES = 1 << 18  # bytes hashed at once, while they are in a cache
 
-# from a request, the process that makes it, and a stream of what follows the request, to the bytes of the answer
+# (request, requesting process, stream of the bytes after the request) -> bytes of the answer
 Answer = Callable[[dict[str, Any], int, BinaryIO], memoryview]
 
 
 class PeerError(OSError):
-    """Another process, which the text names, does not give or take what it should."""
+    """Another process, named by the text, does not send or accept the bytes it should."""
 
 
 class RefusedError(PeerError):
-    """It answers that it cannot."""
+    """The other process answered with an error."""
 
 
 class StalledError(PeerError):
-    """It answers that it takes longer, and makes no progress."""
+    """The other process answers that it needs longer, but makes no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """The address at which a process serves."""
+    """The address of a process' service."""
 
     process: int
     host: str
@@ -71,8 +71,8 @@ class BlobService:
     ) -> None:
         """Listens for `count` processes at a port that the system chooses.
 
-        An OSError, LookupError or RuntimeError of `answer` is sent; any other exception closes the connection.
-        `progress` returns a JSON value that changes while this process makes progress.
+        An OSError, LookupError or RuntimeError of `answer` is sent to the caller. Any other exception closes the
+        connection. `progress` returns a JSON value that changes while this process makes progress.
         """
         host = own_address()
         listener = listen(host, count)
@@ -87,7 +87,7 @@ class BlobService:
     def serve(self, connection: socket.socket, process: int, host: str) -> None:
         """Answers the requests of a process on `host` until the connection is closed."""
         del host
-        # The errors of the closing are suppressed too: it sends what the other process no longer reads.
+        # Errors while closing are suppressed too, because closing sends data that the other process no longer reads.
         with (
             suppress(OSError, ValueError, LookupError, TypeError),
             connection,
@@ -103,7 +103,7 @@ class BlobService:
                 stream.flush()
 
     def _answered(self, request: dict[str, Any], process: int, stream: Any) -> tuple[dict[str, Any], memoryview]:
-        """Returns the answer and its bytes."""
+        """Returns the header and the bytes of the answer."""
         try:
             content = self._answer(request, process, stream)
         except (OSError, LookupError, RuntimeError) as error:
@@ -117,9 +117,9 @@ class Connection:
     def __init__(
         self, address: Address, token: str, purpose: str, me: int, *, silence_s: float, stall_s: float = inf
     ) -> None:
-        """Connects as process `me`. PeerError if the other process is not there.
+        """Connects as process `me`. PeerError if the other process cannot be reached.
 
-        It may be silent for `silence_s`, and answer that it makes no progress for `stall_s`.
+        The other process may be silent for `silence_s`, and report no progress for `stall_s`.
         """
         self._address, self._stall_s = address, stall_s
         with self._explained():
@@ -136,9 +136,9 @@ class Connection:
     def get(
         self, request: Mapping[str, Any], size: int, *, wait_s: float = inf, receive_s: float = inf
     ) -> Iterator[bytes]:
-        """Yields the `size` bytes asked for, in blocks. PeerError if that fails, or takes longer than it may.
+        """Yields the requested `size` bytes in blocks. PeerError if that fails or exceeds a time limit.
 
-        `wait_s` is for the beginning of the answer, `receive_s` for the bytes.
+        `wait_s` limits the time until the answer begins, `receive_s` the time for its bytes.
         """
         with self._explained():
             expected = self._announced(request, size, wait_s)
@@ -157,9 +157,9 @@ class Connection:
     def get_whole(
         self, request: Mapping[str, Any], size: int, progress: Callable[[], object] = lambda: None
     ) -> memoryview:
-        """Returns the `size` bytes asked for, which are copied once. PeerError if that fails.
+        """Returns the requested `size` bytes, which are copied once. PeerError if that fails.
 
-        `progress` is called for each block of them, and while the other process says that they are not there yet.
+        `progress` is called for each block, and while the other process reports that the bytes are not ready.
         """
         with self._explained():
             expected, found = self._announced(request, size, inf, progress), xxh3_64()
@@ -174,7 +174,10 @@ class Connection:
             return content
 
     def ask(self, request: Mapping[str, Any], most: int, progress: Callable[[], object] = lambda: None) -> bytes:
-        """Returns an answer of at most so many bytes. PeerError if that fails; `progress` as in `get_whole`."""
+        """Returns an answer of at most `most` bytes.
+
+        PeerError if that fails. `progress` is called as in `get_whole`.
+        """
         with self._explained():
             _say(self._stream, request)
             size = self._answer(progress=progress)["size"]
@@ -186,7 +189,7 @@ class Connection:
             return answer
 
     def put(self, request: Mapping[str, Any], contents: Iterable[memoryview]) -> None:
-        """Sends bytes behind a request, and returns when the other process has taken them. PeerError if that fails."""
+        """Sends bytes after a request, and returns when the other process has read them. PeerError if that fails."""
         with self._explained():
             _say(self._stream, request)
             for content in contents:
@@ -195,14 +198,14 @@ class Connection:
             self._answer()
 
     def close(self) -> None:
-        """Closes the connection, even if the other process no longer reads what was to be sent."""
+        """Closes the connection, even if the other process no longer reads the remaining data."""
         with self._socket, suppress(OSError):
             self._stream.close()
 
     def _announced(
         self, request: Mapping[str, Any], size: int, wait_s: float, progress: Callable[[], object] = lambda: None
     ) -> int:
-        """Asks for `size` bytes; returns their hash when they are about to come."""
+        """Requests `size` bytes, and returns their hash when the answer begins."""
         _say(self._stream, request)
         answer = self._answer(wait_s, progress)
         if answer["size"] != size:
@@ -235,7 +238,7 @@ class Connection:
 
 
 class Stall:
-    """Notices that another process makes no progress: the value that it sends with each "wait" stays the same."""
+    """Detects a lack of progress of another process: the value that it sends with each "wait" stays the same."""
 
     def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stall_s, self._clock = stall_s, clock
@@ -252,7 +255,7 @@ class Stall:
 
 
 class _Waiting:
-    """Says now and then that an answer takes long, while one is made; a context manager, for a connection."""
+    """A context manager that sends "wait" on a connection at intervals while an answer is being made."""
 
     def __init__(self, stream: Any, progress: Callable[[], object]) -> None:
         self._stream, self._progress = stream, progress
@@ -267,7 +270,7 @@ class _Waiting:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """An answer is made in this context; nothing is said after it."""
+        """The answer is made in this context. No "wait" is sent after it."""
         with self._lock:
             self._is_answering = True
         try:

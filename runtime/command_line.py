@@ -1,4 +1,4 @@
-"""The command line of our tools: a user's mistake is one line on stderr, and exit code 2."""
+"""The command line of our tools: a user's mistake gives one line on stderr and exit code 2."""
 
 import argparse
 import importlib.util
@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from runtime.exit_codes import ExitCode
 from runtime.files.paths import user_path
 
-FIRST, LAST = 600, 300  # characters of a long error that are shown
-# user name and password of a URL, also with a / in them; a URL whose host has neither @ nor : before its path has none
+FIRST, LAST = 600, 300  # shown characters at the start and the end of a long error
+# User name and password of a URL, which may contain a /. A URL with neither @ nor : before its path has none.
 _USER = re.compile(r"(\w://)(?![^\s/@:]*(?:/|\s|$))\S*@")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that raises ValueError for a user's mistake, as our own checks do; no abbreviations, help as written."""
+    """A parser that raises ValueError for a user's mistake, as our own checks do. No abbreviations, help as written."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -34,7 +34,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class _Output(io.FileIO):
-    """The output of a program; after its reader has closed the pipe (`| head`), output is dropped without error."""
+    """The output of a program. After its reader has closed the pipe (`| head`), output is dropped without error."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -48,7 +48,7 @@ def prepare_output() -> None:
     if not isinstance(sys.stdout, io.TextIOWrapper):
         return
     sys.stdout.reconfigure(errors="backslashreplace")
-    if sys.stdout is sys.__stdout__:  # once, and not where a test captures it
+    if sys.stdout is sys.__stdout__:  # once, and not if a test captures it
         sys.stdout.flush()
         raw = _Output(sys.stdout.fileno(), "wb", closefd=False)
         sys.stdout = io.TextIOWrapper(
@@ -67,13 +67,16 @@ def complain(error: ValueError | OSError) -> int:
 
 
 def check_installed(package: str, asked: str) -> None:
-    """Raises ValueError if an optional package, which was `asked` for, is missing; `make` knows it by its name."""
+    """Raises ValueError if an optional package is missing.
+
+    `asked` is the option that needs it. `make` accepts its name.
+    """
     if not importlib.util.find_spec(package):
         raise ValueError(f"{asked} needs {package}, which is not installed: make .venv/{package}-installed")
 
 
 def named_path(text: str) -> Path:
-    """Returns the path that a command-line option names; an empty one, as of an unset variable, is a mistake."""
+    """Returns the path in a command-line option. An empty path, e.g. from an unset variable, is a mistake."""
     if not text:
         raise argparse.ArgumentTypeError("it names nothing; give a path, or leave it out")
     return user_path(text)
@@ -110,9 +113,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def printable(text: str) -> str:
-    """Returns a text that is safe to show, whoever wrote the names in it.
+    """Returns a text that is safe to show, even if it contains untrusted names.
 
-    Control characters other than newlines, such as a terminal's escape sequences, become `\\x1b`; URLs lose user names
+    Control characters other than newlines, such as a terminal's escape sequences, become `\\x1b`. URLs lose user names
     and passwords.
     """
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,8 +1,8 @@
 """Agreement among the processes of a run: `broadcast` from process 0, `all_gather`, `gather` to process 0, `barrier`.
 
-These use the key-value store of `jax.distributed` and not collectives: so they work in background threads, wait as long
-as the disk needs, and can carry an error in place of an answer. Each process makes one call to the store
-for a broadcast, at most three for an all-gather (process 0 four), and two for a gather (process 0 three).
+These use the key-value store of `jax.distributed` instead of collectives. They therefore work in background threads,
+wait as long as the disk needs, and can carry an error in place of an answer. Each process calls the store once for a
+broadcast, at most three times for an all-gather (process 0 four times), and twice for a gather (process 0 three times).
 """
 
 import itertools
@@ -16,10 +16,10 @@ from orbax.checkpoint import multihost
 
 from runtime.exit_codes import ResumableError
 
-TIMEOUT_S = 86_400  # a large file to tokenise or a slow disk takes hours; a process that died ends the wait before
-_KINDS = {kind.__name__: kind for kind in (ValueError, OSError, ResumableError)}  # they decide the exit code
+TIMEOUT_S = 86_400  # a large file to tokenise or a slow disk takes hours; the loss of a process ends the wait sooner
+_KINDS = {kind.__name__: kind for kind in (ValueError, OSError, ResumableError)}  # they determine the exit code
 _numbers = itertools.count()
-_latest: dict[str, "Key"] = {}  # of the all-gathers of a topic
+_latest: dict[str, "Key"] = {}  # key of the latest all-gather, by topic
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ def broadcast(key: Key, answer: Callable[[], Any]) -> Any:
 def all_gather(key: Key, value: Any) -> list[Any]:
     """Returns the values (JSON) of all processes, in their order. A None costs no message to the store.
 
-    The values stay in the store until the next all-gather of this topic.
+    The values stay in the store until the next all-gather with this topic.
     """
     return _gather(key, value, to_all=True)
 
 
 def gather(key: Key, value: Any) -> list[Any]:
-    """Returns in process 0 the values (JSON) of all processes, in their order, and an empty list in the others.
+    """Returns the values (JSON) of all processes in their order in process 0, and an empty list in the others.
 
-    Unlike those of an `all_gather`, large values neither go to every process nor stay in the store.
+    In contrast to `all_gather`, large values neither go to every process nor stay in the store.
     """
     return _gather(key, value, to_all=False)
 
@@ -86,7 +86,7 @@ def _gather(key: Key, value: Any, *, to_all: bool) -> list[Any]:
     client, me = multihost.get_jax_distributed_client(), jax.process_index()
     if value is not None and (to_all or me):
         client.key_value_set(f"{key}/{me}", own)
-    barrier(key.topic)  # after it the store has all values, and one call gets them; all have read those before
+    barrier(key.topic)  # after it the store has all values, so one call gets them; all have read the previous values
     if to_all:
         before, _latest[key.topic] = _latest.get(key.topic), key
         if before and not me:
@@ -100,6 +100,6 @@ def _gather(key: Key, value: Any, *, to_all: bool) -> list[Any]:
 
 
 def barrier(topic: str) -> None:
-    """Returns when every process has called it with this topic as often as this one."""
+    """Returns when every process has called it with this topic the same number of times as this process."""
     if jax.process_count() > 1:  # the service never forgets a name, so names are reused
         multihost.get_jax_distributed_client().wait_at_barrier(f"consensus/{topic}", TIMEOUT_S * 1000)

@@ -1,30 +1,33 @@
-"""The file descriptors of a process: as many as the system allows, and a warning before there are none left."""
+"""The file descriptors of a process: raises their limit, and warns before they run out."""
 
 import contextlib
 import os
 import resource
 
-_MOST = 0.9  # of the limit
+_MOST = 0.9  # fraction of the limit
 
 
 def raise_limit() -> None:
-    """Raises this process' limit of open files to the highest that it may set: each stranger's connection takes one."""
+    """Raises this process' limit of open files to the highest allowed value.
+
+    Each connection of a stranger takes one.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # more than the kernel's own limit
+    with contextlib.suppress(ValueError, OSError):  # higher than the kernel's limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def shortage() -> str:
-    """Returns a sentence if less than a tenth of the file descriptors are left, else an empty text."""
+    """Returns a warning if less than a tenth of the file descriptors are left, else ""."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:  # the lowest free number is how many are in use, unless there are gaps; listing them all would take long
+    try:  # the lowest free number equals the number in use, except for gaps; listing all would take long
         os.close(used := os.open(os.devnull, os.O_RDONLY))
     except OSError:
         used = limit
     if limit == resource.RLIM_INFINITY or used <= _MOST * limit:
         return ""
     sockets = ""
-    with contextlib.suppress(OSError):  # there is none left to list them with
+    with contextlib.suppress(OSError):  # no descriptor is left to list them with
         kinds = [os.readlink(f"/proc/self/fd/{number}") for number in range(used)]
         sockets = f", {sum(kind.startswith('socket:') for kind in kinds)} of them for connections"
     return (

@@ -1,9 +1,9 @@
-"""`WORKDIR/events.jsonl`: what happened to a run, one JSON object per line, for programs and for people.
+"""`WORKDIR/events.jsonl`: the events of a run, one JSON object per line, for programs and for people.
 
 Every line has `time` (ISO 8601, UTC), `event`, `by` (the writer: a process of the run, or its engine) and the fields
-that are listed with the event below. The lines of an attempt also have `attempt_id`, in which the engine and the
-processes agree. Process 0 of a run writes, and process 1 if process 0 is lost: after a link failure each of them may
-report that the other one is lost.
+listed with the event below. The lines of an attempt also have `attempt_id`, which the engine and the processes share.
+Process 0 of a run writes, and process 1 if process 0 is lost. After a link failure each of these two may report that
+the other one is lost.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 
 from runtime.files import json_lines, locks, run_directory
 
-_LOCK_S = 1.0  # a process that is stopped while it holds the lock must not block the others for longer
+_LOCK_S = 1.0  # a process stopped while it holds the lock must not block the others for longer
 
 
 class Event(StrEnum):
@@ -27,36 +27,36 @@ class Event(StrEnum):
     # step, source (nothing, memory or checkpoint), steps_again (steps that are repeated); with memory also
     # source_nodes (nodes whose memory held a part of the state) and nodes (of the attempt)
     RESTORED = "restored"
-    FIRST_STEP = "first_step"  # step, after (the step before, or the last one of the round before)
+    FIRST_STEP = "first_step"  # step, after (the preceding step, or the last step of the preceding round)
     SNAPSHOT_BEGUN = "snapshot_begun"  # step; its arrays are copied, but not yet committed by all processes
     CHECKPOINT_BEGUN = "checkpoint_begun"  # step; the checkpoint is complete when `checkpoints/STEP` exists
     LOST_PEER = "lost_peer"  # peers, why
-    # of independent replicas, each in its own file; `step`: its first, its last, or the one in which it is lost
+    # independent replicas, each in a separate file; `step`: the first step, the last step, or the step of the loss
     REPLICA_JOINED = "replica_joined"  # replica, step, host
     REPLICA_LEFT = "replica_left"  # replica, step
     REPLICA_LOST = "replica_lost"  # replica, step, why
     STOPPED = "stopped"  # step, why (finished or asked to stop)
     EXITED = "exited"  # code, why
-    # of an engine
-    ATTEMPT_STARTED = "attempt_started"  # attempt (its number), hosts, idle (hosts that it does not use)
+    # an engine's events
+    ATTEMPT_STARTED = "attempt_started"  # attempt (its number), hosts, idle (unused hosts)
     ATTEMPT_STOPPING = "attempt_stopping"  # attempt, why; the program is asked to stop
-    ATTEMPT_FAILED = "attempt_failed"  # attempt, host and how of the first process that ended without being asked to
+    ATTEMPT_FAILED = "attempt_failed"  # attempt, host and how of the first process that ended without a request
     ATTEMPT_STEPPED = "attempt_stepped"  # attempt, step, after_s (since the event that caused the attempt)
-    ATTEMPT_ENDED = "attempt_ended"  # attempt, step, ends (for each host, how its process ended)
+    ATTEMPT_ENDED = "attempt_ended"  # attempt, step, ends (how each host's process ended)
     NODE_LOST = "node_lost"  # host, why
 
 
 class EventLog:
-    """Appends events to the file of a work directory; one without a directory does nothing."""
+    """Appends events to the file of a work directory. Does nothing without a directory."""
 
     def __init__(self, workdir: Path | None, writer: str = "", attempt_id: str = "") -> None:
-        """`writer` becomes the field `by`, with the name of this host; `attempt_id` a field of every line."""
+        """`writer` and the name of this host become the field `by`. `attempt_id` becomes a field of every line."""
         self._file = workdir / run_directory.EVENTS if workdir else None
         self._by = f"{writer} on {socket.gethostname()}"
         self._attempt = {"attempt_id": attempt_id} if attempt_id else {}
 
     def write(self, event: Event, **fields: Any) -> None:
-        """Appends an event. A write error is ignored: a full disk must not end a run that could continue."""
+        """Appends an event. Ignores write errors, because a full disk must not end a run that could continue."""
         if self._file is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -93,7 +93,7 @@ class EventReader:
 
 
 def _ends_a_line(descriptor: int) -> bool:
-    """Whether a file ends with a complete line: a machine may have died while it wrote one."""
+    """Whether a file ends with a complete line. If the machine died during a write, it does not."""
     size = os.fstat(descriptor).st_size
     return not size or os.pread(descriptor, 1, size - 1) == b"\n"
 

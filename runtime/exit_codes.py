@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """An engine that restarts the same command on RESUMABLE makes training elastic."""
+    """Exit codes. An engine that restarts the same command on RESUMABLE makes training elastic."""
 
     FINISHED = 0
     FAILED = 1
@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, or `signal 35` where Python has none: most real-time signals."""
+    """Returns the name of a signal, or e.g. `signal 35` where Python has no name (most real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:

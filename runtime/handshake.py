@@ -4,9 +4,9 @@
     client: PROCESS HOST CHALLENGE PROOF      the client's process number and host, and its own challenge
     server: PROOF
 
-A proof is an HMAC-SHA256 with the token as the key, over the side (client or server), the purpose of the connection,
-both challenges, and the client's number and host. The token itself is never sent: every process reads it from
-WORKDIR/token (mode 0600).
+A proof is an HMAC-SHA256 keyed with the token, over the side (client or server), the purpose of the connection, both
+challenges, and the client's number and host. The token is never sent: every process reads it from WORKDIR/token (mode
+0600).
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from runtime.consensus import all_gather, broadcast, new_key
 from runtime.files import locks, private
 
 FILE_NAME = "token"
-STRANGERS = 64  # unauthenticated connections at a time, besides those of the run's processes
+STRANGERS = 64  # concurrent unauthenticated connections, in addition to one per process of the run
 _TOKEN = re.compile(r"[0-9a-f]{64}")
 _LINE_BYTES = 1000
 Handshake = Callable[[socket.socket, str, str], tuple[int, str]]  # (connection, token, purpose) -> (process, host)
-_HANDSHAKE_S = 10.0  # for the whole handshake
+_HANDSHAKE_S = 10.0  # limit for the whole handshake
 _RETRY_S = 0.1
-_WRITTEN_S = 1.0  # from when a token's file is there until the token is
-# the options of a connection that ends when its other end has not answered for two minutes
+_WRITTEN_S = 1.0  # limit between the creation of a token's file and its content
+# options of a connection that ends when its other end has not answered for two minutes
 _ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 60,
@@ -44,9 +44,9 @@ _ALIVE = {
 
 
 def shared_token(workdir: Path) -> str:
-    """Returns the token of a run; process 0 creates it if there is none. Every process must call it.
+    """Returns the token of a run. Process 0 creates a missing token. Every process must call it.
 
-    Raises ValueError in every process if one of them cannot read the token, or if other users could.
+    Raises ValueError in every process if one of them cannot read the token, or if other users could read it.
     """
     broadcast(new_key("token"), lambda: _make_token(workdir / FILE_NAME))
     token = error = ""
@@ -61,13 +61,13 @@ def shared_token(workdir: Path) -> str:
 
 
 def make_token(workdir: Path) -> str:
-    """Returns the token of a run, and creates it if there is none. Only process 0 may call it."""
+    """Returns the token of a run, and creates a missing token. Only process 0 may call it."""
     _make_token(workdir / FILE_NAME)
     return read_token(workdir, 0)
 
 
 def read_token(workdir: Path, process: int) -> str:
-    """Returns the token of a run that has one. ValueError if `process` cannot read it, or if other users could."""
+    """Returns the existing token of a run. ValueError if `process` cannot read it, or if other users could."""
     file = workdir / FILE_NAME
     try:
         return _read_token(file)
@@ -76,9 +76,9 @@ def read_token(workdir: Path, process: int) -> str:
 
 
 def _make_token(file: Path) -> None:
-    """Writes a token if the file is missing, or empty since an attempt was killed. Attempts may do this at once.
+    """Writes a token if the file is missing, or empty because an attempt was killed. Attempts may do this concurrently.
 
-    Of several one makes the file, on file systems without locks too, and the others wait a moment for its token.
+    One of them creates the file, even on file systems without locks, and the others briefly wait for its token.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def _make_token(file: Path) -> None:
 
 
 def _read_token(file: Path) -> str:
-    """Returns the token. ValueError if the file cannot be read, if other users may read it, or if it holds no token."""
+    """Returns the token. ValueError if the file cannot be read, if other users may read it, or if it has no token."""
     try:
         with file.open() as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -119,10 +119,11 @@ def _read_token(file: Path) -> str:
 
 
 class Acceptor:
-    """Accepts connections at a socket, in a thread, and passes on those whose other end knows the token.
+    """Accepts connections at a socket in a thread, and passes on connections whose other end knows the token.
 
-    A handshake may take 10 s. At most `STRANGERS` + `count` connections are in a handshake at a time. One more closes
-    the oldest, so that idle connections can neither keep processes out nor exhaust the file descriptors.
+    A handshake may take 10 s. At most `STRANGERS` + `count` connections are in a handshake at a time. Another
+    connection closes the oldest one, so that idle connections can neither keep processes out nor exhaust the file
+    descriptors.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class Acceptor:
         *,
         handshake: Handshake | None = None,
     ) -> None:
-        """`admitted` gets, in its own thread, a connection and the number and host of the process at its other end.
+        """`admitted` receives, in a separate thread, a connection and the number and host of its other process.
 
-        `handshake` takes the place of `admit`.
+        `handshake` replaces `admit`.
         """
         self._listener, self._token, self._purpose, self._admitted = listener, token, purpose, admitted
         self._handshake = handshake or admit
         self._at_most = STRANGERS + count
-        self._strangers: list[socket.socket] = []  # connections in a handshake, the oldest first
+        self._strangers: list[socket.socket] = []  # connections in a handshake, oldest first
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name=f"acceptor for {purpose}", daemon=True)
@@ -151,7 +152,7 @@ class Acceptor:
     def close(self) -> None:
         """Stops accepting connections."""
         self._closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        self._listener.shutdown(socket.SHUT_RDWR)  # this ends `accept`
         self._thread.join()
         self._listener.close()
 
@@ -159,27 +160,27 @@ class Acceptor:
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed; or out of file descriptors, until a handshake times out
+            except OSError:  # closed, or out of file descriptors until a handshake times out
                 time.sleep(_RETRY_S)
                 continue
             with self._lock:
                 self._strangers.append(connection)
                 if len(self._strangers) > self._at_most:
-                    with contextlib.suppress(OSError):  # it is closed already; else its own thread closes it
+                    with contextlib.suppress(OSError):  # already closed; otherwise its thread closes it
                         self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
             try:
                 threading.Thread(target=self._meet, args=(connection,), daemon=True).start()
-            except RuntimeError:  # no more threads, until others end
+            except RuntimeError:  # no more threads until others end
                 self._forget(connection)
                 connection.close()
 
     def _meet(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for option, value in _ALIVE.items():  # a host that vanishes says nothing, and who waits for it never ends
+            for option, value in _ALIVE.items():  # a vanished host sends nothing, so waiting would never end
                 connection.setsockopt(*option, value)
             process, host = self._handshake(connection, self._token, self._purpose)
-        except (OSError, ValueError):  # an error of an unauthenticated peer is not reported
+        except (OSError, ValueError):  # errors of unauthenticated peers are not reported
             connection.close()
             return
         finally:
@@ -207,10 +208,10 @@ def admit(connection: socket.socket, token: str, purpose: str) -> tuple[int, str
 
 
 def connect(host: str, port: int, token: str, purpose: str, me: int, patience_s: float) -> socket.socket:
-    """Returns an authenticated connection to a process of the run. OSError if there is none within `patience_s`."""
+    """Returns an authenticated connection to a process of the run. OSError if that takes longer than `patience_s`."""
     connection = socket.create_connection((host, port), timeout=patience_s)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no waiting for more to send
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send without delay
         introduce(connection, token, purpose, me, patience_s)
     except OSError:
         connection.close()
@@ -219,7 +220,7 @@ def connect(host: str, port: int, token: str, purpose: str, me: int, patience_s:
 
 
 def introduce(connection: socket.socket, token: str, purpose: str, me: int, patience_s: float) -> None:
-    """Authenticates as process `me` of the run. OSError if the other end does not prove that it is of the run too."""
+    """Authenticates as process `me` of the run. OSError if the other end does not prove that it belongs to the run."""
     until_s, ours = time.monotonic() + patience_s, secrets.token_hex(16).encode()
     theirs = read_line(connection, until_s).strip()
     process, host = b"%d" % me, socket.gethostname().encode()
@@ -234,7 +235,7 @@ def _proof(token: str, *of: bytes) -> bytes:
 
 
 def read_line(connection: socket.socket, until_s: float, most: int = _LINE_BYTES) -> bytes:
-    """Returns one line, and reads nothing after it. OSError if it is incomplete, too long, or late."""
+    """Returns one line, and reads no further. OSError if the line is incomplete, too long, or late."""
     line = b""
     while len(line) < most:
         connection.settimeout(max(1e-3, until_s - time.monotonic()))

@@ -1,12 +1,12 @@
 """Heartbeats: when a process of a run dies or falls silent, all others end within a time limit and name it.
 
-Process 0 has a TCP connection to every other process. Both ends send a line per second from a thread of their own, so a
+Process 0 has a TCP connection to every other process. Both ends send a line per second from a separate thread, so a
 process that compiles, restores or waits in a collective is not silent. A process that ends says goodbye before it
-closes its connection. A process that has not heard from another one for too long tells every process that it can reach.
+closes its connection. A process that has not heard from another one for too long notifies every process it can reach.
 Each of them prints the reason and ends by `os._exit`, because its main thread may be in a collective that never
-returns. A line has the sender's last step and what its main thread does. When no main thread has made progress for too
-long, process 0 ends the run and names the processes that the others wait for. So does the only process of a run that
-other runs wait for: its service threads would answer them for ever.
+returns. A line contains the sender's last step and the activity of its main thread. When no main thread has made
+progress for too long, process 0 ends the run and names the processes that the others wait for. A single-process run
+does the same if other runs wait for it, because its service threads would otherwise answer them indefinitely.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from runtime.files import json_objects
 from runtime.phases import Phase
 
 _BEAT_S = 1.0
-_GRACE_S = 5.0  # for a process to report its own error, after another one has failed
-_NOTE_S = 1.0  # for the verdict to be written to events.jsonl
-_NAMED = 5  # processes that a message names at most
-_PROGRESS_BYTES = 1 << 20  # of files, in a beat: the rest may be log lines
+_GRACE_S = 5.0  # time for a process to report its own error after another one has failed
+_NOTE_S = 1.0  # time to write the verdict to events.jsonl
+_NAMED = 5  # most processes named in a message
+_PROGRESS_BYTES = 1 << 20  # file traffic per beat that counts as progress: less may be log lines
 _OF_A_LINK = re.compile(r"Gloo [\w -]+ failed|NCCL.*(remote process exited|network error)", re.DOTALL)
-_LEAVE_S = 5.0  # for the others to exit before process 0: when it exits, jax's service ends and aborts them
+_LEAVE_S = 5.0  # time for the others to exit before process 0, whose exit ends jax's service and aborts them
 
 
 @dataclass(kw_only=True)
@@ -53,9 +53,9 @@ class Peer:
     connection: socket.socket
     unread: bytes = b""
     unsent: bytes = b""
-    sending: threading.Lock = field(default_factory=threading.Lock)  # the main thread sends, too
+    sending: threading.Lock = field(default_factory=threading.Lock)  # the main thread also sends
     heard_s: float = field(default_factory=time.monotonic)
-    doing: tuple[str, float] = ("", 0.0)  # what its main thread does, and for how many seconds
+    doing: tuple[str, float] = ("", 0.0)  # activity of its main thread, and its duration in seconds
     said_goodbye: bool = False
     gone: bool = False  # it closed its connection
 
@@ -63,13 +63,13 @@ class Peer:
         return f"process {self.process} on {self.host}"
 
     def send(self, **message: Any) -> None:
-        """Sends what the connection takes without blocking, and the remainder with the next message."""
+        """Sends as much as the connection accepts without blocking, and the remainder with the next message."""
         with self.sending, contextlib.suppress(OSError):  # reading reports errors, and a stuck peer falls silent
             self.unsent += json.dumps(message).encode() + b"\n"
             self.unsent = self.unsent[self.connection.send(self.unsent, socket.MSG_DONTWAIT) :]
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yields the messages that have arrived; sets `gone` if the connection is closed."""
+        """Yields the messages that have arrived. Sets `gone` if the connection is closed."""
         try:
             data = self.connection.recv(1 << 20)
         except OSError:  # reset
@@ -85,26 +85,32 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why the run ends, and its exit code. `grace_s` is the time in which the main thread may still end by itself."""
+    """The reason for the end of the run, and its exit code.
+
+    Within `grace_s` the main thread may still end on its own.
+    """
 
     text: str
     code: int = ExitCode.RESUMABLE
     grace_s: float = 0.0
-    with_stacks: bool = False  # print the stacks of the threads, to show what the processes wait in
+    with_stacks: bool = False  # print the stacks of the threads, to show where the processes wait
 
 
 class Heartbeat:
-    """Watches the other processes from a thread; in a run of one process its main thread, if other runs wait for it."""
+    """Watches the other processes from a thread.
+
+    In a single-process run, watches its main thread if other runs wait for it.
+    """
 
     def __init__(self, note: "Callable[[Verdict, list[str]], None]" = lambda verdict, lost: None) -> None:
-        """`note` gets the verdict, and the peers whose loss this process itself has detected."""
+        """`note` receives the verdict, and the peers whose loss this process itself has detected."""
         self._note, self._noting = note, threading.Thread()
         self._me, self._silence_s, self._stall_s, self._beat_s = 0, 0.0, float("inf"), _BEAT_S
         self._peers: list[Peer] = []
-        self._own: dict[str, int] = {}  # last completed step of this process; threads share it: replaced, never changed
-        self._doing = ("", 0.0)  # what the main thread does, and since when; replaced, not changed
-        self._moved = 0, 0.0  # bytes of files that this process has read and written, and when that last was progress
-        self._steps: dict[str, int] = {}  # last completed steps of the other processes, as far as this one knows
+        self._own: dict[str, int] = {}  # last completed step of this process; replaced, never changed (threads)
+        self._doing = ("", 0.0)  # activity of the main thread, and its start; replaced, not changed
+        self._moved = 0, 0.0  # bytes of file traffic of this process, and the time of the last progress by it
+        self._steps: dict[str, int] = {}  # last known completed steps of the other processes
         self._verdict: Verdict | None = None
         self._act_at_s = self._exit_at_s = float("inf")
         self._next_beat_s = 0.0
@@ -113,15 +119,15 @@ class Heartbeat:
     def start(
         self, me: int, peers: Sequence[Peer], silence_s: float, stall_s: float, *, is_awaited: bool = False
     ) -> None:
-        """Starts to watch `peers`: every other process in process 0, process 0 in the others.
+        """Starts to watch `peers`: all other processes in process 0, and process 0 in the others.
 
-        `is_awaited`: other runs wait for this one, which is watched though it may have one process alone.
+        `is_awaited`: other runs wait for this one, so it is watched even if it has only one process.
         """
         self._me, self._silence_s, self._beat_s = me, silence_s, min(_BEAT_S, silence_s / 4)
         self._stall_s = stall_s
         self._peers = list(peers)
         for peer in self._peers:
-            peer.heard_s = time.monotonic()  # since it connected it has waited for the others to do so
+            peer.heard_s = time.monotonic()  # after connecting it had to wait for the other processes
         if peers:
             _delay_aborts()
             faulthandler.enable()  # prints the stack of an abort before its delay
@@ -133,32 +139,34 @@ class Heartbeat:
         self._own = {str(self._me): step}
 
     def enter(self, phase: Phase) -> None:
-        """Records the phase of the main thread; `stall_s` bounds a phase that has a text."""
+        """Records the phase of the main thread. `stall_s` bounds phases that have a text."""
         self._doing = (phase.doing, time.monotonic())
 
     def progressed_s(self) -> float:
-        """Returns when the main thread last made progress, by the monotonic clock: now, in a phase without a limit."""
+        """Returns the monotonic time of the main thread's last progress, or the current time in a phase without a
+        limit.
+        """
         what, since_s = self._doing
         return max(since_s, self._moved[1]) if what else time.monotonic()
 
     def await_verdict(self, error: BaseException) -> None:
-        """If another process' loss may be the cause of an error, waits for the verdict, which ends the program.
+        """Waits for the verdict, which ends the program, if another process' loss may have caused an error.
 
-        Returns if no process is lost: then the error is this process' own.
+        Returns if no process is lost, because then the error belongs to this process.
         """
         if self._peers and _is_about_others(error):
             time.sleep(self._silence_s + 2 * self._beat_s)
 
     def end(self, code: int, failure: str = "") -> int:
-        """Stops the heartbeats and returns `code`; after a failure it tells the others and ends the process at once.
+        """Stops the heartbeats and returns `code`. After a failure it notifies the others and ends the process at once.
 
-        A normal exit would block: jax waits for the others, and they wait in a collective for this process.
+        A normal exit would block, because jax waits for the others, which wait in a collective for this process.
         """
         if not self._peers:
             self._leaving = True
             return code
         if not failure:
-            jax.distributed.shutdown()  # waits for all processes; a loss is still detected meanwhile
+            jax.distributed.shutdown()  # waits for all processes, while a loss is still detected
         self._leaving = True
         if failure:
             who = f"process {self._me} on {socket.gethostname()}"
@@ -194,7 +202,7 @@ class Heartbeat:
                     selector.unregister(key.fileobj)
 
     def _turn(self, readable: Sequence[Peer]) -> None:
-        """Reads from peers, acts on what they and the clock say, and sends a beat if one is due."""
+        """Reads from peers, acts on their messages and the time limits, and sends a beat if it is due."""
         for peer in readable:
             for message in peer.receive():
                 self._take(peer, message)
@@ -209,7 +217,7 @@ class Heartbeat:
             self._warn_of_shortage()
 
     def _warn_of_shortage(self) -> None:
-        """Says once that the file descriptors are running out; gloo then aborts, and our delay of that is enough."""
+        """Warns once that the file descriptors are running out. gloo then aborts, which `_delay_aborts` delays."""
         if not self._has_warned and (said := shortage()):
             self._has_warned = True
             sys.stderr.write(f"warning: process {self._me} on {socket.gethostname()}: {said}\n")
@@ -240,7 +248,10 @@ class Heartbeat:
             self._judge_main_threads()
 
     def _judge_main_threads(self) -> None:
-        """Ends the run if no process has made progress for too long: those in a step wait for those that are not."""
+        """Ends the run if no process has made progress for too long.
+
+        Processes in a step wait for the processes outside one.
+        """
         doing = {f"process 0 on {socket.gethostname()}": self._doing_for()}
         doing |= {str(peer): peer.doing for peer in self._peers}
         if all(what and for_s > self._stall_s for what, for_s in doing.values()):
@@ -256,7 +267,7 @@ class Heartbeat:
         return what, time.monotonic() - max(since_s, self._moved[1])
 
     def _note_moved(self) -> None:
-        """Records whether files are read or written: a long save or restore is no hang."""
+        """Records whether files are being read or written, because a long save or restore is not a hang."""
         moved, before = moved_bytes(), self._moved[0]
         self._moved = moved, time.monotonic() if moved >= before + _PROGRESS_BYTES else self._moved[1]
 
@@ -265,12 +276,12 @@ class Heartbeat:
         if self._verdict is None and not self._leaving:
             self._verdict, self._act_at_s = verdict, time.monotonic() + verdict.grace_s
             self._tell(verdict)
-            # in a thread: a network file system that hangs must not block this one
+            # in a thread, because a hanging network file system must not block this one
             self._noting = threading.Thread(target=self._note, args=(verdict, list(lost)), daemon=True)
             self._noting.start()
 
     def _carry_out(self) -> None:
-        """After the grace period, prints the verdict and ends the program; process 0 lets the others exit first."""
+        """Prints the verdict after the grace period and ends the program. Process 0 lets the others exit first."""
         now_s, verdict = time.monotonic(), self._verdict
         if verdict and now_s >= self._act_at_s:
             self._act_at_s, self._exit_at_s = float("inf"), now_s + (0.0 if self._me else _LEAVE_S)
@@ -283,7 +294,7 @@ class Heartbeat:
             )
             said = f"error: {verdict.text}; last completed step: {self._last_steps()}{then}"
             with contextlib.suppress(OSError):  # of a file on a full disk, which may be the failure
-                sys.stderr.write(f"{said}\n")  # in one write: jax's threads may print, too
+                sys.stderr.write(f"{said}\n")  # in one write, because jax's threads may print, too
                 sys.stderr.flush()
         if verdict and (now_s >= self._exit_at_s or (self._exit_at_s < float("inf") and self._all_gone())):
             self._noting.join(_NOTE_S)
@@ -306,7 +317,7 @@ class Heartbeat:
 
 
 def _delay_aborts() -> None:
-    """Delays an abort by 6 s: when process 0 dies, jax may abort the others before they have printed the reason.
+    """Delays an abort by 6 s, because jax may abort the others before they print the reason when process 0 dies.
 
     The handler of SIGABRT is libc's `sleep`, which gets the number of the signal, 6, as its argument. A Python handler
     would run too late.
@@ -323,7 +334,7 @@ def _exit(code: int) -> None:
 
 
 def moved_bytes() -> int:
-    """Returns the bytes of files that this process has read and written so far; 0 where the system does not count."""
+    """Returns the bytes of files that this process has read and written, or 0 where the system does not count them."""
     try:
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return int(counts["rchar"]) + int(counts["wchar"])
@@ -332,7 +343,7 @@ def moved_bytes() -> int:
 
 
 def is_of_a_link(error: BaseException) -> bool:
-    """Whether an error, or one in its chain, is what gloo or NCCL say when a connection breaks."""
+    """Whether an error, or one in its chain, is an error of gloo or NCCL for a broken connection."""
     return any(_OF_A_LINK.search(str(each)) for each in _chain(error))
 
 

@@ -1,7 +1,7 @@
 """Finds the place of this process in its run: by flags, by three environment variables, or by a launcher's variables.
 
-The launchers are SLURM, Open MPI and Kubernetes. `runtime/rendezvous.py` then connects the processes,
-and `start_jax` joins them in jax.
+The launchers are SLURM, Open MPI and Kubernetes. `runtime/rendezvous.py` then connects the processes, and `start_jax`
+joins them in jax.
 """
 
 import os
@@ -14,28 +14,28 @@ from dataclasses import dataclass
 
 import jax
 
-# Only these classes know the variables of mpirun and the pods of a Job; tried with jax 0.10.2 and 0.12.0.1.
+# Only these classes know the variables of mpirun and of a Job's pods. Tried with jax 0.10.2 and 0.12.0.1.
 from jax._src.clusters import K8sCluster, OmpiCluster
 
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
 
-JAX_PATIENCE_S = 120  # all processes live when jax joins them; at this limit jax aborts the process
+JAX_PATIENCE_S = 120  # all processes are alive when jax joins them; after this limit jax aborts the process
 _CONNECT_S = 60.0
 _TRY_S, _RETRY_S = 2.0, 0.1
 OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Open MPI 5 sets only the second
 SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # set by srun
-SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # of a step; of a step or a job
-KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of an indexed Job or a JobSet
-PORT_VARIABLE = "JAX_COORDINATOR_PORT"  # for launchers that name no port
+SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # number of tasks in a step; in a step or a job
+KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # set for an indexed Job or a JobSet
+PORT_VARIABLE = "JAX_COORDINATOR_PORT"  # for launchers that set no port
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # for any other launcher
-# Ports above those that Linux gives to connections. jax takes the same range.
+# Ports above the range that Linux gives to connections. jax takes the same range.
 _FIRST_PORT, _PORTS, _STEP_STRIDE = 61440, 4096, 257
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """The flags by which a process joins the others: all three are set, or none."""
+    """The flags by which a process joins the others. Either all three are set, or none."""
 
     coordinator: str | None = None  # HOST:PORT of process 0
     num_processes: int | None = None
@@ -52,13 +52,16 @@ class Place:
     coordinator: str  # HOST:PORT at which process 0 waits for the others
     count: int
     process: int
-    source: str  # of the port, for messages
+    source: str  # source of the port, for messages
     other_port: str = "give all processes another port"  # the remedy if the port is taken
     local_devices: tuple[int, ...] | None = None  # the GPUs of this process; None: all of its node
 
 
 def find_place(address: Address) -> Place | None:
-    """Returns the place of this process; None if it trains alone. ValueError names the missing flags or variables."""
+    """Returns the place of this process, or None if it trains alone.
+
+    ValueError names the missing flags or variables.
+    """
     if address == FROM_ENVIRONMENT and not any(name in os.environ for name in VARIABLES[1:]):
         launcher = find_launcher()
         return _PLACES[launcher]() if launcher else None
@@ -73,14 +76,14 @@ def find_place(address: Address) -> Place | None:
         raise ValueError(f"--process_id={process} must be from 0 to {count - 1}")
     host_and_port(coordinator)
     if count == 1:
-        return None  # joined in jax, its CPU devices would reduce by gloo, over TCP, instead of in memory
+        return None  # jax would let its CPU devices reduce by gloo over TCP instead of in memory
     return Place(coordinator=coordinator, count=count, process=process, source=source)
 
 
 def find_launcher() -> str | None:
-    """Returns the launcher that started this process as one of several, by the environment; None if there is none.
+    """Returns the launcher that started this process as one of several, by the environment, or None.
 
-    ValueError for Open MPI 5, which jax does not support: each process would train alone, all in one directory.
+    ValueError for Open MPI 5, which jax does not support: each process would train alone, all in the same directory.
     """
     if OPEN_MPI in os.environ:
         return "Open MPI"
@@ -108,7 +111,7 @@ def find_launcher() -> str | None:
 
 
 def virtual_devices() -> int:
-    """Returns the number of CPU devices that a launcher sets for each process (JAX_NUM_CPU_DEVICES); 0 if unset."""
+    """Returns the number of CPU devices that a launcher sets for each process (JAX_NUM_CPU_DEVICES), 0 if unset."""
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES", "0")
     if not wanted.isdecimal():
         raise ValueError(f"JAX_NUM_CPU_DEVICES={wanted!r} must be a number")
@@ -116,7 +119,7 @@ def virtual_devices() -> int:
 
 
 def start_jax(place: Place, address: str, bind_address: str | None) -> None:
-    """Joins the processes in jax, whose service in process 0 has an address and listens at `bind_address`.
+    """Joins the processes in jax. Its service in process 0 has address `address` and listens at `bind_address`.
 
     Call it before any use of jax's devices. ResumableError if jax's service cannot be reached.
     """
@@ -127,7 +130,7 @@ def start_jax(place: Place, address: str, bind_address: str | None) -> None:
         place.count,
         place.process,
         local_device_ids=None if "JAX_LOCAL_DEVICE_IDS" in os.environ else place.local_devices,
-        # else jax would give a process inside a SLURM step one GPU, and query Kubernetes, which may not be permitted
+        # else jax would give a process inside a SLURM step one GPU, and query Kubernetes, which may be forbidden
         cluster_detection_method="deactivate",
         coordinator_bind_address=bind_address,
         initialization_timeout=JAX_PATIENCE_S,
@@ -135,7 +138,7 @@ def start_jax(place: Place, address: str, bind_address: str | None) -> None:
 
 
 def _await_service(address: str) -> None:
-    """Waits until jax's service can be reached: with a port that a firewall closes, jax would abort this process."""
+    """Waits until jax's service can be reached. Without this, jax aborts the process if a firewall blocks the port."""
     until_s = time.monotonic() + _CONNECT_S
     while True:
         try:
@@ -160,13 +163,13 @@ def _from_variables() -> tuple[str, int, int]:
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first host of a node list of SLURM: rack0n2 of `rack[0-1]n[2-3],login`."""
+    """Returns the first host of a SLURM node list: rack0n2 of `rack[0-1]n[2-3],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
     return re.sub(r"\[([^],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def _slurm_place() -> Place:
-    """Returns the place of a task of srun. Each step of a job has another port; that of step 0 is jax's."""
+    """Returns the place of a task of srun. Each step of a job has another port; step 0 has jax's port."""
     job, step = (int(os.environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = os.environ.get(PORT_VARIABLE) or _FIRST_PORT + (job + _STEP_STRIDE * step) % _PORTS
     return _launched(

@@ -8,7 +8,7 @@ from pathlib import Path
 from runtime.files import json_lines, run_directory
 from runtime.files.paths import user_path
 
-TAIL_BYTES = 1 << 16  # at the end of metrics.jsonl: many lines
+TAIL_BYTES = 1 << 16  # tail of metrics.jsonl: many lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +20,15 @@ class Progress:
 
 
 def workdir_of(command: Sequence[str]) -> Path | None:
-    """Returns the directory of a command's last `--workdir=`; None if it has none."""
+    """Returns the directory in a command's last `--workdir=`, or None."""
     given = [argument.split("=", 1)[1] for argument in command if argument.startswith("--workdir=")]
     return user_path(given[-1]) if given else None
 
 
 def read_progress(workdir: Path) -> Progress:
-    """Returns the progress by metrics.jsonl; step 0 if that cannot be read now."""
+    """Returns the progress according to metrics.jsonl, with step 0 if the file cannot be read now."""
     file = workdir / run_directory.METRICS
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError):  # of another program
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError):  # another program's file
         size_bytes = file.stat().st_size
         return Progress(step=int(json_lines.read_tail(file, TAIL_BYTES)[-1]["step"]), size_bytes=size_bytes)
     return Progress()

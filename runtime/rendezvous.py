@@ -1,15 +1,15 @@
-"""Connects the processes of a run before jax does: each one to process 0. The connections carry the heartbeats later.
+"""Connects the processes of a run to process 0 before jax does. Heartbeats use the connections later.
 
-Process 0 waits at the coordinator's address. Each side says hello, they authenticate (runtime/handshake.py), and when
-all processes are there, process 0 answers with the address of jax's service, whose port is free:
+Process 0 waits at the coordinator's address. Both sides say hello and authenticate (runtime/handshake.py). When all
+processes have connected, process 0 answers with the address of jax's service, which has a free port:
 
     both:      {"run": RUN, "process": I, "processes": N, "error": null}
     both:      the handshake
     process 0: {"host": HOST, "jax": HOST:PORT}
 
-So two runs that were given the same address cannot meet: the token tells them apart, and jax never connects to the
-service of another run. RUN is a hash of the run's name. An error in a hello counts only for a process of the same run;
-it ends all processes with the same line.
+Two runs with the same address therefore cannot mix: the token distinguishes them, and jax never connects to the service
+of another run. RUN is a hash of the run's name. An error in a hello counts only for a process of the same run. It ends
+all processes with the same line.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from runtime.files import json_objects
 from runtime.heartbeat import Peer
 from runtime.launchers import Place, start_jax
 
-BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # where process 0 listens
-PATIENCE_S = 300.0  # for all processes to join
-_QUIET_S = 20.0  # of waiting before a process reports it
-_GONE_S = 60.0  # in which a process 0 that was reached may be started again
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # the address at which process 0 listens
+PATIENCE_S = 300.0  # limit for all processes to join
+_QUIET_S = 20.0  # a process waits that long before it reports the wait
+_GONE_S = 60.0  # time in which a lost process 0 may be restarted
 _LOOK_S = 5.0
 _TRY_S, _RETRY_S = 10.0, 0.5
-_TELL_S = 5.0  # for the other processes to connect and read the error of process 0
+_TELL_S = 5.0  # time for the other processes to connect and read the error of process 0
 _HELLO_BYTES, _ERROR_CHARACTERS = 8000, 600
 _PURPOSE = "heartbeats"
 
@@ -49,11 +49,11 @@ class OtherRunError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The connections of this process: to all others in process 0, to process 0 in the others; and jax's address."""
+    """The connections of this process (process 0: to all others; the others: to process 0), and jax's address."""
 
     peers: list[Peer]
     jax_address: str
-    jax_port: socket.socket | None = None  # keeps the port free for jax's service in process 0
+    jax_port: socket.socket | None = None  # reserves the port for jax's service in process 0
 
     def start_jax(self, place: Place) -> None:
         """Joins the processes in jax. ResumableError if jax's service cannot be reached."""
@@ -68,8 +68,9 @@ class Meeting:
 def meet(place: Place, run: str, token: Callable[[], str]) -> Meeting:
     """Connects this process with the others of its run. Every process must call it.
 
-    `run` is the same in all processes of a run, and `token` returns their secret. A ValueError or OSError of `token`
-    is a ValueError in every process. ResumableError if not all processes are there in time.
+    `run` is the same in all processes of a run, and `token` returns their secret. A ValueError or OSError of `token` is
+    a
+    ValueError in every process. ResumableError if some processes do not connect in time.
     """
     return _Host(place, run).gather(token) if place.process == 0 else _reach(place, run, token)
 
@@ -84,7 +85,7 @@ class _Host:
         self._refused = 0  # processes of this run that have read the error
 
     def gather(self, token: Callable[[], str]) -> Meeting:
-        """Returns the connections to all other processes. ValueError if one of them, or this one, has an error."""
+        """Returns the connections to all other processes. ValueError if one of them, or this process, has an error."""
         listener = _listen(self._place)
         secret = ""
         try:
@@ -129,7 +130,7 @@ class _Host:
                 raise peer
             if str(peer.process) in missing:
                 peers[peer.process] = peer
-            else:  # which tries again and again, so that the queue is not empty
+            else:  # it retries repeatedly, so the queue is not empty
                 peer.connection.close()
                 waiting.check(f"{state}, and two processes were started as process {peer.process}")
 
@@ -137,7 +138,7 @@ class _Host:
         self._arrived.put(Peer(process=process, host=host, connection=connection))
 
     def _greet(self, connection: socket.socket, token: str, purpose: str) -> tuple[int, str]:
-        """Says hello to a process and authenticates it."""
+        """Exchanges hellos with a process and authenticates it."""
         connection.settimeout(_TRY_S)
         _send(connection, _hello(self._place, self._run, self._error))
         theirs = _receive(connection)
@@ -149,7 +150,7 @@ class _Host:
         return handshake.admit(connection, token, purpose)
 
     def _tell(self, error: str, peers: Mapping[int, Peer]) -> None:
-        """Sends the error to the processes that are there, and for a while to those that still come."""
+        """Sends the error to the connected processes, and for a while to processes that still connect."""
         self._error = error
         told, until_s = list(peers.values()), time.monotonic() + _TELL_S
         for peer in told:
@@ -164,7 +165,7 @@ class _Host:
 
 
 def _reach(place: Place, run: str, token: Callable[[], str]) -> Meeting:
-    """Connects to process 0, which may start later, and waits until all the others are there."""
+    """Connects to process 0, which may start later, and waits for all other processes."""
     me, waiting, reached_s = f"process {place.process}", _Waiting(f"process {place.process}"), float("inf")
     process_0 = f"process 0 at {place.coordinator}"
     while True:
@@ -195,7 +196,7 @@ def _reach(place: Place, run: str, token: Callable[[], str]) -> Meeting:
 
 
 def _introduce(connection: socket.socket, place: Place, run: str, token: Callable[[], str]) -> None:
-    """Says hello and authenticates. ValueError for an error that ends the run; OtherRunError for another program."""
+    """Says hello and authenticates. ValueError for an error that ends the run, OtherRunError for another program."""
     try:
         theirs = _receive(connection)
     except (OSError, ValueError) as error:
@@ -224,7 +225,7 @@ def _hello(place: Place, run: str, error: str = "") -> dict[str, Any]:
 
 
 def _problem(place: Place, run: str, theirs: Mapping[str, Any]) -> str:
-    """Returns the reason why a process of the same run cannot join; "" if there is none."""
+    """Returns the reason why a process of the same run cannot join, or ""."""
     ours = _hello(place, run)
     if theirs.get("run") != ours["run"]:
         return ""
@@ -237,13 +238,13 @@ def _problem(place: Place, run: str, theirs: Mapping[str, Any]) -> str:
 
 
 class _Waiting:
-    """The patience of a process."""
+    """Limits the time that a process waits."""
 
     def __init__(self, me: str) -> None:
         self._me, self._started_s, self._reported = me, time.monotonic(), ""
 
     def check(self, state: str) -> None:
-        """Reports a new state after a while. ResumableError if all processes should have joined by now."""
+        """Reports a new state after a while. ResumableError after the time limit for all processes to join."""
         waited_s = time.monotonic() - self._started_s
         if waited_s > _QUIET_S and state != self._reported:
             self._reported = state
@@ -269,9 +270,9 @@ def _listen(place: Place) -> socket.socket:
 
 
 def _free_port(host: str) -> socket.socket:
-    """Returns a socket that holds a free port of this machine, where others connect to `host`, for jax's service.
+    """Returns a socket that holds a free port for jax's service on this machine, to which others connect at `host`.
 
-    It does not listen. gRPC binds the same port (SO_REUSEPORT); no other program can until the socket is closed.
+    It does not listen. gRPC binds the same port (SO_REUSEPORT), and no other program can until the socket is closed.
     """
     if at := os.environ.get(BIND_VARIABLE):
         host = host_and_port(at, BIND_VARIABLE)[0]
@@ -298,7 +299,7 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the other end has not closed a connection on which it sends nothing."""
+    """Whether a connection on which the other end sends nothing is still open."""
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

@@ -1,9 +1,9 @@
-"""`Supervisor`: what every run needs around training: signals, the other processes, errors, exit codes.
+"""`Supervisor`: the surroundings of training in every run: signals, the other processes, errors, exit codes.
 
     code = supervise(run)      # run(supervisor) is the program; it returns whether it is finished
 
 The program reports the phase that it enters. An error ends it with the exit code of that phase, as one line if it is a
-user's mistake or of an expected type. A process that fails tells the others, so that none of them waits for it.
+user's mistake or of an expected type. A process that fails notifies the others, so that none of them waits for it.
 """
 
 import os
@@ -30,11 +30,11 @@ from runtime.phases import Phase
 from runtime.preemption import PreemptionHandler
 from runtime.rendezvous import meet
 
-NOTE_S = 1.0  # for the exit code to be written to events.jsonl
+NOTE_S = 1.0  # time to write the exit code to events.jsonl
 
 
 class Supervisor:
-    """One process of a run, apart from training itself."""
+    """One process of a run, without the training itself."""
 
     def __init__(self, preemption: PreemptionHandler) -> None:
         self.phase = Phase.CHECKING
@@ -50,7 +50,7 @@ class Supervisor:
     def join(
         self, address: launchers.Address, *, workdir: Path, silence_s: float, stall_s: float, is_awaited: bool = False
     ) -> None:
-        """Joins the other processes, if any, and starts the heartbeats. ValueError says which flags are needed.
+        """Joins the other processes, if any, and starts the heartbeats. ValueError names the missing flags.
 
         `is_awaited`: other runs wait for this one.
         """
@@ -73,7 +73,7 @@ class Supervisor:
         self.phase = Phase.CHECKING
 
     def hold(self, resource: AbstractContextManager[object]) -> None:
-        """Enters a context that is left after the exit is recorded and the other processes know of it."""
+        """Enters a context, which ends after the exit is recorded and the other processes are notified."""
         self.held.enter_context(resource)
 
     def enter(self, phase: Phase) -> None:
@@ -82,7 +82,7 @@ class Supervisor:
         self._heartbeat.enter(phase)
 
     def started(self, *, nodes: int) -> None:
-        """Records the start of the run on `nodes` nodes; from now on this process writes events to its directory."""
+        """Records the start of the run on `nodes` nodes. From now on this process writes events to its directory."""
         self._has_started = True
         if jax.process_index() == 0:
             self.events = self._own_events()
@@ -95,11 +95,11 @@ class Supervisor:
         )
 
     def stop_requested(self) -> bool:
-        """Whether the run was asked to stop; all processes get True at the same call."""
+        """Whether the run was asked to stop. All processes get True at the same call."""
         return self._preemption.requested()
 
     def progressed_s(self) -> float:
-        """Returns when the main thread last made progress, by the monotonic clock."""
+        """Returns the time of the main thread's last progress, by the monotonic clock."""
         return self._heartbeat.progressed_s()
 
     def completed(self, step: int) -> None:
@@ -107,9 +107,10 @@ class Supervisor:
         self._heartbeat.completed(step)
 
     def end(self, code: ExitCode, failure: str = "") -> ExitCode:
-        """Records the exit, stops the heartbeats and returns `code`; after a failure it may end the process."""
+        """Records the exit, stops the heartbeats and returns `code`. After a failure it may end the process."""
         why = failure or ("finished" if code == ExitCode.FINISHED else "asked to stop")
-        # in a thread: a file system that hangs, which may be the failure, must not delay telling the other processes
+        # in a thread: a hanging file system, which may be the failure, must not delay the message to the other
+        # processes
         noting = threading.Thread(target=self._note_exit, args=(self.events, code, why), daemon=True)
         noting.start()
         noting.join(NOTE_S)
@@ -121,14 +122,14 @@ class Supervisor:
             events.write(Event.EXITED, code=code, why=why)
 
     def fail(self, error: Exception, expected: tuple[type[Exception], ...]) -> ExitCode:
-        """Prints an error, tells the other processes, and returns the exit code."""
+        """Prints an error, notifies the other processes, and returns the exit code."""
         self._heartbeat.await_verdict(error)
         if is_of_a_link(error):
             error = ResumableError(f"a connection between processes that live broke: {error}")
         code = ExitCode.RESUMABLE if isinstance(error, ResumableError) else self.phase.code_if_failed
         expected += (OSError, ResumableError)
         if not isinstance(error, (ValueError, *expected)):
-            with suppress(OSError):  # of a file on a full disk, which may be the failure: the others are to know
+            with suppress(OSError):  # a full disk may be the failure, and the others must be notified
                 _print_traceback()
             return self.end(ExitCode.FAILED, one_line(f"{type(error).__name__}: {error}"))
         said = one_line(str(error))
@@ -142,7 +143,7 @@ class Supervisor:
         return EventLog(self._workdir, f"process {jax.process_index()}", self._attempt_id)
 
     def _note_verdict(self, verdict: Verdict, lost: list[str]) -> None:
-        """Records why the run ends: in process 0, or in process 1 if process 0 is lost."""
+        """Records the reason for the run's end, in process 0, or in process 1 if process 0 is lost."""
         if not self._has_started or jax.process_index() > 1 or (jax.process_index() == 1 and not lost):
             return
         events = self._own_events()
@@ -162,9 +163,9 @@ def _token(workdir: Path, process: int) -> str:
 def supervise(
     run: Callable[[Supervisor], bool], *, expected: tuple[type[Exception], ...] = (), ends_process: bool = False
 ) -> ExitCode:
-    """Runs a program and returns its exit code; errors of the types `expected` are printed without a traceback.
+    """Runs a program and returns its exit code. Errors of the types `expected` are printed without a traceback.
 
-    `ends_process` says that the process exits afterwards: then SIGTERM no longer changes the exit code.
+    `ends_process`: the process exits afterwards, so SIGTERM no longer changes the exit code.
     """
     raise_limit()
     with PreemptionHandler(to_the_end=ends_process) as preemption:

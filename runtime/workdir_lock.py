@@ -12,16 +12,17 @@ from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
 from runtime.files import locks
 
-_WAIT_S = 90.0  # for the previous attempt: `launch/ray_standby.py` kills an orphaned one after 60 s
+_WAIT_S = 90.0  # limit to wait for the previous attempt: `launch/ray_standby.py` kills an orphaned one after 60 s
 
 
 @contextmanager
 def workdir_lock(workdir: Path, *, others_go_on: bool = False) -> Iterator[None]:
     """Keeps other train.py of this host out of a run's directory while the context is open. Every process calls it.
 
-    Waits for another one to end; ValueError if it does not. Without room for the lock: ResumableError if
-    `others_go_on`, since there may be room later, else ValueError. There is one lock per host: an attempt on a host
-    that was cut off from the network ends by itself, and must not block the next attempt on this host.
+    Waits for the previous program to end, with a ValueError after a time limit. If the lock cannot be written for lack
+    of space, raises ResumableError if `others_go_on`, because space may become available, else ValueError. Each host
+    has a separate lock: an attempt on a host that was cut off from the network ends on its own, and must not block the
+    next attempt on this host.
     """
     with ExitStack() as held:
         broadcast(new_key("workdir-lock"), lambda: _hold(workdir, held, others_go_on))

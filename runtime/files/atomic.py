@@ -1,4 +1,4 @@
-"""Files that exist whole or not at all: each is written under another name, then renamed."""
+"""Files that are complete or absent: each is written under another name, then renamed."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,15 @@ from runtime.files import private
 
 
 def replace(path: Path, content: str | bytes, *, durable: bool = False, is_private: bool = False) -> None:
-    """Replaces a file's content atomically: readers find the whole old content or the whole new one.
+    """Replaces a file's content atomically: readers find either the complete old content or the complete new content.
 
-    It is written to `path` with the suffix `.partial`, which a kill may leave and the next call removes. `durable`: it
-    is on the disk when this returns, so a machine that fails afterwards does not lose it. `is_private`: mode 0600.
+    The content is written to `path` with the suffix `.partial`. A killed process may leave that file, and the next call
+    removes it. `durable`: the content is on the disk on return, so that a later failure of the machine does not lose
+    it.
+    `is_private`: mode 0600.
     """
     partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)  # its mode may be another, or it may be a link
+    partial.unlink(missing_ok=True)  # it may have another mode, or be a link
     with open(partial, "xb", opener=private.opener if is_private else None) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         if durable:

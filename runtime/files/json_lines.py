@@ -1,6 +1,7 @@
-"""Files of JSON objects, one a line, which one program appends to while others read.
+"""Files of JSON objects, one per line, which one program appends to while others read.
 
-A line that is being written, or that a kill cut, is never taken for a whole one: a truncated object is invalid JSON.
+An incomplete line, from a write in progress or a killed process, is never read, because a truncated object is invalid
+JSON.
 """
 
 import json
@@ -16,14 +17,14 @@ Row = Mapping[str, Any]
 
 
 def append(file: Path, row: Row) -> None:
-    """Adds a line; makes the file and its folder where they are missing."""
+    """Appends a line. Creates the file and its folder if they are missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as opened:
         opened.write(json.dumps(row) + "\n")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file of which every line must be one. ValueError names a line that is none."""
+    """Returns the objects of a file. ValueError names a line that is not an object."""
     rows = []
     for number, line in enumerate(read_regular(file).splitlines(), 1):
         if (row := parsed(line)) is None:
@@ -33,14 +34,14 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def read_tail(file: Path, size_bytes: int) -> list[dict[str, Any]]:
-    """Returns the objects whose lines are whole in the last `size_bytes` of a file; cheap while that grows."""
+    """Returns the objects on the complete lines within the last `size_bytes` of a file. Cheap while the file grows."""
     with open_regular(file) as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - size_bytes))
         return [row for line in opened.read().splitlines() if (row := parsed(line)) is not None]
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Returns the object of a line, None if it is none, or not a whole one."""
+    """Returns the object of a line, or None if the line is not a complete object."""
     try:
         return json_objects.parse(line, "the line", lenient=True)
     except ValueError:

@@ -1,6 +1,6 @@
 """Reads JSON from outside this process: returns an object, or raises one ValueError with place and reason.
 
-`json.loads` alone lets a RecursionError through, takes NaN for JSON, and the last of two equal keys for the only one.
+Plain `json.loads` lets a RecursionError through, accepts NaN, and keeps only the last of two equal keys.
 """
 
 import json
@@ -11,18 +11,18 @@ from typing import Any
 
 from runtime.files.regular import open_regular
 
-_MOST_BYTES = 1 << 28  # of a file; the index of a million token shards has about 200 MB
-_MOST_LEVELS = 100  # far below Python's own limit, because what is read is also written, compared and printed
-_MOST_DIGITS = 20  # of an integer: 64 bits and a sign
+_MOST_BYTES = 1 << 28  # file size; the index of a million token shards has about 200 MB
+_MOST_LEVELS = 100  # far below Python's limit, because the value is also written, compared and printed
+_MOST_DIGITS = 20  # digits of an integer: 64 bits and a sign
 
 
 def read(file: Path, *, lenient: bool = False) -> dict[str, Any]:
-    """Returns the object that a file holds. OSError if it cannot be read, ValueError if it holds none."""
+    """Returns the object in a file. OSError if the file cannot be read, ValueError if it does not hold an object."""
     return parse(read_bytes(file), file, lenient=lenient)
 
 
 def read_bytes(file: Path) -> bytes:
-    """Returns the content of a file of JSON. ValueError if it is too large for one, or not a regular file."""
+    """Returns the content of a JSON file. ValueError if it is too large, or not a regular file."""
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         if size > _MOST_BYTES:
@@ -31,7 +31,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def parse(content: bytes | str, where: object, *, lenient: bool = False) -> dict[str, Any]:
-    """Returns the object that `content` is. ValueError, which begins with `where`, if it is none."""
+    """Returns the object in `content`. ValueError, which begins with `where`, if it is not an object."""
     found = value(content, where, lenient=lenient)
     if not isinstance(found, dict):
         raise ValueError(f"{where} is not a JSON object, but of type {type(found).__name__}")
@@ -41,8 +41,8 @@ def parse(content: bytes | str, where: object, *, lenient: bool = False) -> dict
 def value(content: bytes | str, where: object, *, lenient: bool = False) -> Any:
     """Returns the value of `content`. Raises ValueError, which begins with `where`, for invalid JSON.
 
-    Strict JSON follows RFC 7493: unique keys, Unicode text, numbers within 64 bits. `lenient` allows all
-    output of Python's json, such as NaN: for files that this program wrote, and for documents.
+    Strict JSON follows RFC 7493: unique keys, Unicode text, numbers within 64 bits. `lenient` allows all output of
+    Python's json, such as NaN, for files that this program wrote and for documents.
     """
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
@@ -50,7 +50,7 @@ def value(content: bytes | str, where: object, *, lenient: bool = False) -> Any:
         if text.count("[") + text.count("{") > _MOST_LEVELS:
             _check_levels(found)
         if not lenient and "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair has no encoding
+            json.dumps(found, ensure_ascii=False).encode()  # an unpaired surrogate has no encoding
         return found
     except UnicodeError:
         why = "it is not UTF-8"

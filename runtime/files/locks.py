@@ -1,6 +1,6 @@
-"""Locks of files (flock), which the kernel drops with the process that holds them, however that ends.
+"""Locks of files (flock), which the kernel releases when their process ends, however it ends.
 
-Whether another host sees them depends on the file system.
+The file system determines whether another host sees them.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ _LOOK_EVERY_S = 0.2
 
 
 class NoLocksError(OSError):
-    """The file system has no locks: Lustre without its mount option `flock`, for example."""
+    """The file system has no locks, for example Lustre without its mount option `flock`."""
 
 
 @contextlib.contextmanager
 def locked(
     file: Path, *, wait_s: float = inf, waits: Callable[[], object] = lambda: None, is_private: bool = False
 ) -> Iterator[int]:
-    """Holds the lock of a file, which is made where it is missing, while the context is open; gives its descriptor.
+    """Holds the lock of a file while the context is open, and yields its descriptor. Creates the file if it is missing.
 
-    A program that inherits the descriptor holds the lock too. Waits up to `wait_s` for another holder, and calls
-    `waits` before that. BlockingIOError if that one keeps it, NoLocksError, or another OSError if the file cannot be
-    opened. `is_private`: mode 0600, so that no other user can take the lock.
+    A program that inherits the descriptor holds the lock too. Calls `waits` and then waits up to `wait_s` for another
+    holder. BlockingIOError if the holder keeps the lock; NoLocksError, or another OSError if the file cannot be opened.
+    `is_private`: mode 0600, so that no other user can take the lock.
     """
     with open(file, "ab", opener=private.opener if is_private else None) as opened:
         take(opened.fileno(), wait_s=wait_s, waits=waits)

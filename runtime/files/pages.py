@@ -25,9 +25,9 @@ def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
 
 
 def update(texts: Mapping[Path, str], root: Path, command: str, *, check: bool) -> int:
-    """Writes the pages that differ from `texts`, or with `check` only names them; returns 1 if that found one, else 0.
+    """Writes the pages that differ from `texts`. With `check`, only lists them and returns 1 if any differ, else 0.
 
-    `command` fills them; they are named relative to `root`.
+    `command` fills the pages. They are named relative to `root`.
     """
     stale = [page for page, text in texts.items() if page.read_text() != text]
     for page in stale:
@@ -47,7 +47,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Returns rows as lines in columns, the first `left` of them aligned to the left; a short row is not aligned."""
+    """Returns rows as lines in columns, the first `left` of them left-aligned. A short row is not aligned."""
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(map(len, cells)) for cells in zip(*full, strict=True)]
     sides = "<" * left + ">" * (len(widths) - left)

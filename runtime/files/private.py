@@ -4,8 +4,8 @@ import os
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open`: makes the file where it is missing (mode 0600), and follows no link, which others may have put there.
+    """An opener for `open`: creates a missing file with mode 0600, and follows no link, which others may have made.
 
-    The mode of a file that is there already stays.
+    The mode of an existing file does not change.
     """
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)

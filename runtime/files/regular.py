@@ -1,4 +1,4 @@
-"""Files that others wrote: only regular files are opened, so that no read waits for a writer or never ends."""
+"""Files written by others. Only regular files are opened, so that no read blocks or never ends."""
 
 import io
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 class NotRegularError(ValueError):
-    """A path names a device, a pipe or a socket; the message says so."""
+    """A path names a device, a pipe or a socket. The message says so."""
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Opens a regular file, or a link to one, to be read. NotRegularError for any other kind; it never waits."""
+    """Opens a regular file, or a link to one, for reading, without blocking. NotRegularError for any other kind."""
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -1,18 +1,18 @@
-"""What is in the directory of a run (`--workdir`)."""
+"""The names of the files in a run's directory (`--workdir`)."""
 
 import re
 from pathlib import Path
 
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
-COLLECTIVES = "collectives.json"  # of the compiled step
-METRICS = "metrics.jsonl"  # a line a logged step; docs/metrics.md
-TENSORBOARD = "tensorboard"  # the same, for TensorBoard
+COLLECTIVES = "collectives.json"  # collectives of the compiled step
+METRICS = "metrics.jsonl"  # one line per logged step; docs/metrics.md
+TENSORBOARD = "tensorboard"  # the same data for TensorBoard
 CHECKPOINTS = "checkpoints"
-EVENTS = "events.jsonl"  # of all attempts, and of the engine that starts them
+EVENTS = "events.jsonl"  # events of all attempts, and of the engine that starts them
 ATTEMPTS = "attempts.json"
-REPLICAS = "replicas"  # for each independent replica a directory with its own files, but the checkpoints
-# at the end
+REPLICAS = "replicas"  # a directory per independent replica, with all its files except the checkpoints
+# written at the end
 SUMMARY = "summary.json"
 SAMPLE = "sample.txt"
 MESH = "mesh.png"
