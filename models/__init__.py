@@ -1,4 +1,4 @@
-"""Models, written on named dims and without sharding. `build` makes one from the `model` section of a config."""
+"""Models, written on named dims and without sharding. `build` creates one from the `model` section of a config."""
 
 from configs.schema import ModelConfig
 from configs.schema.own import OWN

@@ -1,9 +1,9 @@
 """One transformer layer: `x += attention(norm(x)); x += mlp(norm(x))`. Decoder and encoder stack it.
 
-Without `norm_first` it is that of BERT: `x = norm(x + attention(x)); x = norm(x + mlp(x))`.
+Without `norm_first` it is BERT's layer: `x = norm(x + attention(x)); x = norm(x + mlp(x))`.
 
 Modules here are containers of named parameters in tree mode (`models/model.py`). Each `nnx.Param` carries the names
-of its dims and knows nothing of its sharding. There is no dropout, because our runs see each token about once.
+of its dims and knows nothing of its sharding. Dropout is omitted, because our runs see each token about once.
 
 Shapes: B batch, T positions of the queries, S positions of the keys, D hidden, F intermediate, N heads, K key-value
 heads, H size of a head.
@@ -24,14 +24,14 @@ from configs.schema import GATED, DecoderConfig, ModelConfig
 from models.flash import flash_attention
 from sharding.context import Context
 
-ALONE = Context()  # a device has whole rows
+ALONE = Context()  # the device has whole rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The settings of one layer; the defaults are those of an encoder."""
+    """The settings of one layer. The defaults are an encoder's."""
 
-    num_layers: int  # of the whole stack; scales the initial output projections of the residual branches
+    num_layers: int  # size of the whole stack; scales the initial output projections of the residual branches
     hidden: int
     intermediate: int
     num_heads: int
@@ -50,18 +50,18 @@ class BlockConfig:
     attention_cap: float = 0.0
     window: int = 0
     causal: bool = False
-    attention: str = "xla"  # auto, as xla | xla | cudnn | pallas
+    attention: str = "xla"  # auto, same as xla | xla | cudnn | pallas
 
     @classmethod
     def of(cls, section: ModelConfig, *, causal: bool = False) -> "BlockConfig":
-        """Returns the settings that a model's section has by these names."""
+        """Returns the settings that have the same names in a model's section."""
         found = {f.name: getattr(section, f.name) for f in fields(cls) if hasattr(section, f.name)}
         heads = {"num_kv_heads": found["num_heads"], "head_size": found["hidden"] // found["num_heads"]}
         return cls(**{**heads, **found, "causal": causal})
 
     @property
     def is_gated(self) -> bool:
-        """Whether an MLP has a second product in front, which is multiplied by the activation of the other."""
+        """Whether the MLP has a gate: a second input projection, whose activation multiplies the first one's output."""
         return self.activation in GATED
 
 
@@ -88,7 +88,7 @@ def multiply(x: Array, weight: Array) -> Array:
 
 
 class Linear(nnx.Module):
-    """`x @ weight + bias`, the bias being optional, and LoRA's adapter, if it has one (models/lora.py)."""
+    """`x @ weight + bias` with an optional bias, and with LoRA's adapter, if the matrix has one (models/lora.py)."""
 
     lora_a: nnx.Param[Array] | None = None
     lora_b: nnx.Param[Array] | None = None
@@ -108,9 +108,9 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last dim; the statistics are float32, the result has the dtype of `x`.
+    """LayerNorm or RMSNorm over the last dim. The statistics are float32, and the result has the dtype of `x`.
 
-    `rms_1p` is the RMSNorm of Gemma: scales begin at zero and 1 is added to them, in float32 (arXiv 2403.08295).
+    `rms_1p` is Gemma's RMSNorm: the scales start at zero, and 1 is added to them in float32 (arXiv 2403.08295).
     """
 
     def __init__(self, size: int, kind: str, eps: float, *, use_bias: bool, dim: str = "norm") -> None:
@@ -131,7 +131,7 @@ class Norm(nnx.Module):
 
 
 def document_positions(segments_BT: Array) -> Array:
-    """Returns the position of each token in its document, int32 `[B, T]`; equal segments are neighbours."""
+    """Returns the position of each token in its document, int32 `[B, T]`. Equal segments are adjacent."""
     places_BT = jax.lax.broadcasted_iota(jnp.int32, segments_BT.shape, 1)
     begins_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
     return places_BT - jax.lax.cummax(jnp.where(begins_BT, places_BT, 0), axis=1)
@@ -160,21 +160,21 @@ def gelu(x: Array, activation: str) -> Array:
 
 
 def gated(x: Array, activation: str) -> Array:
-    """Returns what multiplies the other product of a gated MLP: SiLU, or for `geglu` GELU (Shazeer 2020)."""
+    """Returns the activation of a gated MLP's gate: SiLU, or GELU for `geglu` (Shazeer 2020)."""
     return jax.nn.silu(x) if activation == "swiglu" else gelu(x, activation)
 
 
 def rotary_frequencies(head_size: int, base: float) -> Array:
-    """Returns the angle between neighbours of each pair of dims, float32 `[H/2]` (Su et al. 2021)."""
+    """Returns the rotation per position for each pair of dims, float32 `[H/2]`, in radians (Su et al. 2021)."""
     return base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
 
 
 def scaled_frequencies(c: DecoderConfig) -> Array:
-    """Returns the frequencies `[H/2]` of a decoder's rotary positions, scaled as it says.
+    """Returns the frequencies `[H/2]` of a decoder's rotary positions, with its scaling.
 
-    `linear` divides them by the factor (Chen et al. 2023, arXiv 2306.15595). `llama3` divides those that turn less than
-    `low` times within the original length, keeps those that turn more than `high` times, and passes from the one to the
-    other linearly in the number of turns (Llama 3.1, arXiv 2407.21783; its reference code's `apply_scaling`).
+    `linear` divides them by the factor (Chen et al. 2023, arXiv 2306.15595). `llama3` divides frequencies with fewer
+    than `low` turns within the original length and keeps frequencies with more than `high` turns. Between these two it
+    interpolates linearly in the number of turns (Llama 3.1, arXiv 2407.21783; its reference code's `apply_scaling`).
     """
     whole = rotary_frequencies(c.head_size, c.rotary_base)
     if c.rotary_scaling == "none":
@@ -201,14 +201,14 @@ def rotate(x_BTNH: Array, angles_BTH: Array | None) -> Array:
 
 
 def seen_from(queries_T: Array, keys_S: Array, window: Array | None) -> Array:
-    """Returns whether each query sees each key, `[1, 1, T, S]`: itself and those before it, as far as a window goes."""
+    """Returns whether each query sees each key, `[1, 1, T, S]`: the same and earlier positions, within the window."""
     distance_TS = queries_T[:, None] - keys_S[None]
     seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
     return seen_TS[None, None]
 
 
 def attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array, cap: float) -> Array:
-    """Returns `softmax(scores) v`, `[B, T, N, H]`, of the scores `q k' / sqrt(H)` that are seen, capped unless cap = 0.
+    """Returns `softmax(scores) v`, `[B, T, N, H]`, over the visible scores `q k' / sqrt(H)`, capped unless cap = 0.
 
     A capped score is `cap tanh(score / cap)` (Gemma 2, arXiv 2408.00118). Scores are float32.
     """
@@ -232,7 +232,10 @@ def plain_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, **how: Any) -> 
 
 
 def _widened_on_cpus(attend: Callable[..., Array], *qkv: Array) -> Array:
-    """Returns `attend(q, k, v)`; CPUs, which cannot sum float16 products in float32, widen them."""
+    """Returns `attend(q, k, v)`.
+
+    CPUs compute float16 inputs in float32, because they cannot sum float16 products in float32.
+    """
     if qkv[0].dtype != jnp.float16:
         return attend(*qkv)
     wide = lambda *qkv: attend(*(x.astype(jnp.float32) for x in qkv)).astype(jnp.float16)
@@ -245,15 +248,18 @@ def soft_cap(x: Array, cap: float) -> Array:
 
 
 def residual_std(c: BlockConfig) -> float:
-    """Returns that of a branch's output projection, as in GPT-2: keeps the variance of the sum of 2 L branches."""
+    """Returns the std of a branch's output projection.
+
+    As in GPT-2, it keeps the variance of the sum of 2 L branches.
+    """
     return initial_std(c.hidden) * (2 * c.num_layers) ** -0.5
 
 
 class Attention(nnx.Module):
-    """A layer without its MLP: attention, and both norms."""
+    """A layer without its MLP: attention and both norms."""
 
     def __init__(self, config: BlockConfig, keys: Iterator[Array]) -> None:
-        """Takes four of the keys."""
+        """Takes four keys."""
         c = config
         self.config = c
         size, kv_size = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
@@ -279,9 +285,9 @@ class Attention(nnx.Module):
         is_global: Array | None = None,
         context: Context = ALONE,
     ) -> Array:
-        """Returns the weighted values of attention, `[B, T, N, H]`; a layer that is global has no window.
+        """Returns the weighted values of attention, `[B, T, N, H]`. A global layer has no window.
 
-        With a context, the segments are of whole rows.
+        With a context, the segments cover whole rows.
         """
         attention = partial(self.attention, segments_BT=segments_BT, window=self.window(is_global))
         return context.attend(attention, *self.queries_keys_values(x_BTD, angles_BTH))
@@ -306,7 +312,7 @@ class Attention(nnx.Module):
         return attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap)
 
     def window(self, is_global: Array | None) -> Array | None:
-        """Returns the positions that one attends to, itself and those before it, float32 []; None: all."""
+        """Returns the number of visible positions (a token and its predecessors), float32 []; None for all."""
         if not self.config.window:
             return None
         window = jnp.float32(self.config.window)
@@ -315,7 +321,7 @@ class Attention(nnx.Module):
     def queries_keys_values(self, x_BTD: Array, angles_BTH: Array | None) -> tuple[Array, Array, Array]:
         """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`.
 
-        Queries are scaled such that scores divided by `sqrt(H)` are those divided by the root of `query_scalar`.
+        Queries are scaled so that the division of scores by `sqrt(H)` amounts to a division by `sqrt(query_scalar)`.
         """
         c = self.config
         y_BTD = self.attention_norm(x_BTD) if c.norm_first else x_BTD
@@ -325,14 +331,14 @@ class Attention(nnx.Module):
         return rotate(q, angles_BTH), rotate(k, angles_BTH), v
 
     def attend(self, x_BTD: Array, mixed_BTNH: Array) -> tuple[Array, Array]:
-        """Returns the residual stream behind attention, from the layer's input and `mix`; and the MLP's input."""
+        """Returns the residual stream after attention, from the layer's input and `mix`, and the MLP's input."""
         added_BTD = self.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1))
         x_BTD = x_BTD + (added_BTD if self.attention_post_norm is None else self.attention_post_norm(added_BTD))
         x_BTD = x_BTD if self.config.norm_first else self.attention_norm(x_BTD)
         return x_BTD, self.mlp_norm(x_BTD) if self.config.norm_first else x_BTD
 
     def add(self, x_BTD: Array, added_BTD: Array) -> Array:
-        """Returns the residual stream behind the MLP, from that in front of it and the MLP's output."""
+        """Returns the residual stream after the MLP, from the residual stream before it and the MLP's output."""
         x_BTD = x_BTD + (added_BTD if self.mlp_post_norm is None else self.mlp_post_norm(added_BTD))
         return x_BTD if self.config.norm_first else self.mlp_norm(x_BTD)
 
@@ -359,11 +365,11 @@ class Block(Attention):
         return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT, is_global, context))
 
     def blocks(self) -> list[Attention]:
-        """Returns the layers of an entry of the stack: this one."""
+        """Returns the layers of an entry of the stack: only this layer."""
         return [self]
 
     def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Any) -> Array:
-        """Returns the layer's output, as `finish`."""
+        """Returns the layer's output, like `finish`."""
         del gather
         return self.finish(x_BTD, mixed_BTNH)
 

@@ -1,8 +1,8 @@
-"""The loss of a large vocabulary, a few positions at a time: all logits together are never in memory.
+"""The loss of a large vocabulary, computed in chunks of positions, so that memory never holds all logits.
 
-Forward, each piece's logits are made and its loss is summed; in the place of the logits the gradients by the head's
-parameters and by its input are kept (after Liger Kernel, Hsu et al. 2024, arXiv 2410.10989): nothing is computed twice.
-Shapes: B batch, T positions, C positions of a piece, D hidden.
+The forward pass computes the logits of each chunk and adds up its loss. Instead of the logits it keeps the gradients
+with respect to the head's parameters and input (after Liger Kernel, Hsu et al. 2024, arXiv 2410.10989), so nothing is
+computed twice. Shapes: B batch, T positions, C positions of a chunk, D hidden.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ from jax import Array, lax
 
 from sharding.trees import PyTree
 
-MOST_LOGITS = 2**27  # of a piece: 512 MiB in float32
+MOST_LOGITS = 2**27  # logits of a chunk: 512 MiB in float32
 
 Rows = Mapping[str, Array]  # `[B, T]`
 
 
 def piece_length(batch: int, length: int, vocab: int) -> int:
-    """Returns the positions of a piece: the largest divisor of `length` with at most MOST_LOGITS logits, or 1."""
+    """Returns the positions of a chunk: the largest divisor of `length` with at most MOST_LOGITS logits, or 1."""
     divisors = (n for n in range(length, 1, -1) if length % n == 0)
     return next((n for n in divisors if batch * n * vocab <= MOST_LOGITS), 1)
 
@@ -34,21 +34,21 @@ def sum_of_pieces(
     *,
     frozen: bool = False,
 ) -> Array:
-    """Returns the sum of `of_piece(params, x_BCD, rows_BC)`, float32 scalars, over pieces of C = `length` positions.
+    """Returns the sum of `of_piece(params, x_BCD, rows_BC)`, float32 scalars, over chunks of C = `length` positions.
 
-    Gradients by `params` are summed over the pieces in float32, and have the parameters' dtype; `rows` get none, and
-    neither do `frozen` parameters.
+    Gradients with respect to `params` are summed over the chunks in float32, and have the parameters' dtype. `rows` and
+    `frozen` parameters have no gradients.
     """
     if length == x_BTD.shape[1]:
         return of_piece(params, x_BTD, rows)
 
     def pieces(x_BTD: Array, rows: Rows) -> list[tuple[Array, Rows]]:
-        """Returns the first piece, and the others stacked, `[T / C - 1, B, C, ...]`."""
+        """Returns the first chunk, and the others stacked, `[T / C - 1, B, C, ...]`."""
         cut = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), -1, length, *x.shape[2:]), 1, 0), (x_BTD, rows))
         return [jax.tree.map(lambda x: x[0], cut), jax.tree.map(lambda x: x[1:], cut)]
 
     def sum_dtype(param: Array) -> Any:
-        """The parameter's, but float32 for float16: a sum over all positions, not scaled yet, may be beyond that."""
+        """The parameter's dtype, or float32 for float16, which an unscaled sum over all positions may overflow."""
         return jnp.promote_types(param.dtype, jnp.bfloat16)
 
     @jax.custom_vjp
@@ -58,7 +58,7 @@ def sum_of_pieces(
         return lax.scan(add, of_piece(params, *first), others)[0]
 
     def gradients(params: PyTree, piece: tuple[Array, Rows]) -> tuple[PyTree, Array]:
-        """Returns the loss and its gradients by the parameters, in float32, if they are not frozen; and by `x_BCD`."""
+        """Returns the loss, and its gradients with respect to `x_BCD` and (float32, unless frozen) the parameters."""
         x_BCD, rows_BC = piece
         if frozen:
             loss, back = jax.vjp(lambda x: of_piece(params, x, rows_BC), x_BCD)

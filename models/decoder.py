@@ -1,8 +1,8 @@
 """A decoder-only language model in the styles of GPT-2, Llama, Qwen, Mistral and Gemma, and its sampler.
 
 GPT-2: learned positions, LayerNorm, GELU, biases, tied head. Llama: rotary positions, RMSNorm, SwiGLU, no biases,
-grouped-query attention; the others differ from it in few things (configs/hugging_face.py). The layer itself is in
-`models/block.py`. Where layers alternate (`global_every`), each computes of its number which one it is.
+grouped-query attention. The other models differ from Llama in few details (configs/hugging_face.py). The layer itself
+is in `models/block.py`. Where layers alternate (`global_every`), each layer derives its kind from its number.
 
 Shapes: B batch, T positions, P positions of the prompt, S positions of the cache, D hidden, V vocabulary (padded),
 L layers, K key-value heads, H size of a head.
@@ -65,7 +65,7 @@ class Decoder(Transformer):
 
     @property
     def num_positions(self) -> int:
-        """Rows of learned positions."""
+        """Number of learned positions."""
         return self.config.max_len if self.config.positions == "learned" else 0
 
     def make_layer(self, key: Array) -> nnx.Module:
@@ -74,17 +74,20 @@ class Decoder(Transformer):
 
     @property
     def num_lookup_params(self) -> int:
-        """Parameters that are only looked up: learned positions, and the token embedding unless the head is tied."""
+        """Number of looked-up parameters: learned positions, and the token embedding unless the head is tied."""
         rows = self.num_positions + (0 if self.config.tied_head else self.config.padded_vocab)
         return rows * self.config.hidden
 
     def positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array:
-        """Returns `[B, T]`, or `[1, T]` where all rows have the same."""
+        """Returns `[B, T]`, or `[1, T]` if all rows have the same positions."""
         positions_1T = jnp.arange(tokens_BT.shape[1])[None]
         return positions_1T if segments_BT is None else document_positions(segments_BT)
 
     def angles(self, positions_BT: Array) -> Array | None:
-        """Returns the angles of rotary positions, if they are; `[2, B, T, H/2]` if layers with a window have others."""
+        """Returns the angles of rotary positions, None without.
+
+        `[2, B, T, H/2]` if windowed layers have another base.
+        """
         c = self.config
         if c.positions != "rotary":
             return None
@@ -100,7 +103,7 @@ class Decoder(Transformer):
         return jnp.where(is_global, angles[0], angles[1])
 
     def is_global(self, number: Array) -> Array | None:
-        """Whether the layer of that number, from 0 on, is one without a window; None where all layers are alike."""
+        """Whether the layer `number`, counted from 0, has no window; None if all layers are alike."""
         every = self.config.global_every
         return (number + 1) % every == 0 if every else None
 
@@ -114,15 +117,15 @@ class Decoder(Transformer):
     def run_layers(
         self, params: Params, x: Any, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
     ) -> Any:
-        """Returns `x` after all layers; where they alternate they hand on, beside it, the number of the next."""
+        """Returns `x` after all layers. Alternating layers also pass on the number of the next layer."""
         if not self.config.global_every:
             return super().run_layers(params, x, gather, *args, **how)
         count = length(params["layers"])
-        before = stage * count if count % self.config.global_every else 0  # else every stage begins alike
+        before = stage * count if count % self.config.global_every else 0  # otherwise all stages begin alike
         return super().run_layers(params, (x, jnp.float32(before)), gather, *args, **how)[0]
 
     def run_layer(self, values: Params, x: Any, *args: Array | None, **how: Any) -> Any:
-        """Returns what an entry of the stack hands on."""
+        """Returns the output of an entry of the stack."""
         if not self.config.global_every:
             return super().run_layer(values, x, *args, **how)
         (x_BTD, number), (angles, segments_BT) = x, args
@@ -131,7 +134,7 @@ class Decoder(Transformer):
         return super().run_layer(values, x_BTD, angles_BTH, segments_BT, is_global, **how), number + 1
 
     def attended(self, seq_len: int) -> int:
-        """Returns the positions that a token attends to, at most, summed over the layers."""
+        """Returns the largest number of positions that a token attends to, summed over the layers."""
         c = self.config
         num_global = c.num_layers // c.global_every if c.global_every else 0
         near = min(seq_len, c.window or seq_len)
@@ -142,9 +145,9 @@ class Decoder(Transformer):
     ) -> Array:
         """Returns `[B, P + length]` ids: the prompts, continued by sampling with a cache of keys and values.
 
-        Row b uses the random key `keys_B[b]`, so its sample does not depend on the other rows. Temperature 0 takes
-        the most likely token. The prompt too is processed one position at a time, and `gather` is called for each
-        layer at each position.
+        Row b uses the random key `keys_B[b]`, so its sample does not depend on the other rows. Temperature 0 takes the
+        most likely token. The prompt is also processed one position at a time, and `gather` is called for each layer at
+        each position.
         """
         c = self.config
         batch, prompt_len = prompt_BP.shape
@@ -191,7 +194,7 @@ class Decoder(Transformer):
 
 
 def sample(keys_B: Array, logits_BV: Array, temperature: float) -> Array:
-    """Returns one id per row, drawn from `softmax(logits / temperature)`; the most likely one at temperature 0."""
+    """Returns one id per row, drawn from `softmax(logits / temperature)`, or the most likely id at temperature 0."""
     likeliest_B = jnp.argmax(logits_BV, axis=-1)
     drawn_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, drawn_B, likeliest_B).astype(jnp.int32)

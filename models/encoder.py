@@ -1,13 +1,13 @@
 """A BERT / RoBERTa encoder trained by masked language modelling.
 
-Learned positions, LayerNorm, GELU, biases; the head is a dense layer, GELU and LayerNorm, then the token embedding as
+Learned positions, LayerNorm, GELU, biases. The head is a dense layer, GELU and LayerNorm, then the token embedding as
 output weight, with a bias. Differences from the original:
 - By default the norms come before attention and MLP, with a final norm and none on the embedding, as in Megatron-LM's
   large BERTs, for which training with the original order was unstable (Shoeybi et al. 2019, arXiv 1909.08053, section
   5.3 and figure 7). `norm_first=False` is the original order.
-- No next-sentence prediction and hence no segments (RoBERTa; Liu et al. 2019, arXiv 1907.11692), and no dropout: where
-  there is an embedding of token types, every token has the first type.
-- No padding mask: the input pipeline packs sequences. Where it fills rows up, each padding token is a document.
+- No next-sentence prediction and hence no segments (RoBERTa; Liu et al. 2019, arXiv 1907.11692), and no dropout. If
+  the model has an embedding of token types, every token has the first type.
+- No padding mask: the input pipeline packs sequences. Where it pads rows, each padding token is a document.
 
 Shapes: B batch, T positions, D hidden, V vocabulary (padded).
 """
@@ -50,15 +50,15 @@ class Encoder(Transformer):
 
     @property
     def num_positions(self) -> int:
-        """Rows of learned positions."""
+        """Number of learned positions."""
         return self.config.position_offset + self.config.max_len
 
     @property
     def num_lookup_params(self) -> int:
-        """Parameters that are only looked up: the positions and token types."""
+        """Number of looked-up parameters: the positions and token types."""
         return (self.num_positions + self.config.token_types) * self.config.hidden
 
     def positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array | None:
-        """Returns `[B, T]` where rows have several documents."""
+        """Returns `[B, T]` if rows have several documents."""
         offset = self.config.position_offset
         return None if segments_BT is None else offset + document_positions(segments_BT)

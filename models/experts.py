@@ -1,10 +1,10 @@
 """A decoder with experts in place of MLPs, in each layer or in every other one.
 
 For each token the MLP is one of several experts (GShard, arXiv 2006.16668; Switch, arXiv 2101.03961). Embedding, head,
-attention and sampler are those of `models/decoder.py`.
+attention and sampler come from `models/decoder.py`.
 
-A row is a group of GShard's: its tokens compete for the same room at the experts, and no other row's do. So neither
-the number of devices nor the split into micro-steps changes which tokens an expert takes.
+A row is a group in GShard's sense: its tokens compete for the same capacity of the experts, and other rows do not. The
+tokens that an expert takes therefore depend neither on the number of devices nor on the split into micro-steps.
 
 Shapes: B rows, T positions, D hidden, F intermediate, E experts, C capacity (tokens of a row that an expert takes),
 S = E C slots, k choices of a token, n = k T choices of a row.
@@ -27,14 +27,14 @@ from models.model import Batch, Gather, Params
 from sharding.experts import ALONE, Exchange, exchange_of, keep
 
 AUX = ("balance_loss", "z_loss", "dropped_share")
-Aux = dict[str, Array]  # by these names, sums over rows and layers, float32 scalars
+Aux = dict[str, Array]  # keys are AUX, values are float32 scalars, summed over rows and layers
 
 
 class Routes(NamedTuple):
-    """Where the tokens of each row go."""
+    """The assignment of each row's tokens to slots."""
 
     token_BS: Array  # int32: the token in each slot, slots in the order of the experts; T: the slot is empty
-    slot_BkT: Array  # int32: the slot of each choice; S: it is dropped
+    slot_BkT: Array  # int32: the slot of each choice; S: the choice is dropped
     gate_BkT: Array  # float32: the weight of each choice's output
 
 
@@ -51,7 +51,7 @@ class Experts(nnx.Module):
         self.down = normal(down_key, (e, c.intermediate, c.hidden), ("experts", "mlp", "embed"), residual_std(c))
 
     def __call__(self, x_END: Array) -> Array:
-        """Returns the outputs for the `N` inputs of each expert that is here."""
+        """Returns the outputs for the `N` inputs of each local expert."""
         h_ENF = keep(jnp.einsum("end,edf->enf", x_END, self.up[...]))
         if self.gate is None:
             h_ENF = gelu(h_ENF, self.activation)
@@ -82,13 +82,13 @@ class MoeBlock(Attention):
         real_BT: Array,
         exchange: Exchange = ALONE,
     ) -> tuple[Array, Aux]:
-        """Returns the layer's output, and its auxiliary sums; tokens that are not `real` go to no expert."""
+        """Returns the layer's output and its auxiliary sums. Tokens that are not `real` go to no expert."""
         return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT), weights_BT, real_BT, exchange)
 
     def finish(
         self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, real_BT: Array, exchange: Exchange = ALONE
     ) -> tuple[Array, Aux]:
-        """Returns the layer's output from its input and the weighted values of attention, and its auxiliary sums."""
+        """Returns the layer's output, from its input and the weighted values of attention, and its auxiliary sums."""
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
         logits_BTE = jnp.einsum("btd,de->bte", y_BTD.astype(jnp.float32), self.router[...].astype(jnp.float32))
         probs_BTE = jax.nn.softmax(logits_BTE)
@@ -98,12 +98,12 @@ class MoeBlock(Attention):
         return x_BTD, aux_sums(logits_BTE, probs_BTE, routes, weights_BT)
 
     def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
-        """Returns the layer's output, of tokens of weight 1."""
+        """Returns the layer's output for tokens of weight 1."""
         ones_BT = jnp.ones(x_BTD.shape[:2])
         return self.finish(x_BTD, mixed_BTNH, ones_BT, ones_BT, exchange_of(gather))[0]
 
     def _send(self, y_BTD: Array, routes: Routes, exchange: Exchange) -> Array:
-        """Returns the weighted sum of the outputs of each token's experts; of a dropped choice it is zero."""
+        """Returns the weighted sum of the outputs of each token's experts, where a dropped choice contributes zero."""
         (batch, length, hidden), num_experts = y_BTD.shape, self.moe.num_experts
         slots_BSD = _rows(y_BTD, routes.token_BS)
         inputs = exchange.there(slots_BSD.reshape(batch, num_experts, -1, hidden).swapaxes(0, 1))
@@ -116,11 +116,12 @@ class MoeBlock(Attention):
 
 
 def route(probs_BTE: Array, real_BT: Array, *, per_token: int, room: int) -> Routes:
-    """Returns where tokens go: each to the experts of its highest probabilities, as far as these have room.
+    """Assigns each token to the experts with its highest probabilities, as far as their capacity allows.
 
-    Experts take the tokens of a row in their order, all first choices before all second ones (GShard, algorithm 1,
-    without its random dropping of second choices). Tokens that are not `real` are dropped and take no room. The weight
-    of a choice is its probability, of two choices its part of both probabilities.
+    Experts take the tokens of a row in order, all first choices before all second ones (GShard, algorithm 1, without
+    its random dropping of second choices). Tokens that are not `real` are dropped and take no capacity. The weight of a
+    single choice is its probability. The weights of several choices are their probabilities divided by the sum of
+    these.
     """
     batch, length, num_experts = probs_BTE.shape
     gates_BTk, choices_BTk = jax.lax.top_k(probs_BTE, per_token)
@@ -140,9 +141,9 @@ def route(probs_BTE: Array, real_BT: Array, *, per_token: int, room: int) -> Rou
 
 
 def real_tokens(weights_BT: Array, segments_BT: Array | None) -> Array:
-    """Returns float32 `[B, T]`, above 0 for all tokens but padding, whose segments, or rows, have no weight at all.
+    """Returns float32 `[B, T]`, above 0 for all tokens except padding, whose segment (or token) has no weight at all.
 
-    A token of weight 0 in another segment, such as one of a prompt, is read by those that have one.
+    A token of weight 0 in another segment, for example in a prompt, is real, because weighted tokens attend to it.
     """
     if segments_BT is None:
         return weights_BT
@@ -151,11 +152,12 @@ def real_tokens(weights_BT: Array, segments_BT: Array | None) -> Array:
 
 
 def aux_sums(logits_BTE: Array, probs_BTE: Array, routes: Routes, weights_BT: Array) -> Aux:
-    """Returns a layer's sums, by the tokens' weights: `balance_loss`, `z_loss` and `dropped_share`.
+    """Returns a layer's sums, weighted by the tokens' weights: `balance_loss`, `z_loss` and `dropped_share`.
 
-    Balance (Switch, equations 4 to 6; GShard's `l_aux` is this over E): E times the sum over experts of the share of
-    the tokens whose first choice it is, times its mean probability, each over the tokens of a row; 1 if all are equal.
-    z (ST-MoE, arXiv 2202.08906, equation 5): the square of the log of the sum of the exponentials of the logits.
+    Balance (Switch, equations 4 to 6; GShard's `l_aux` is this divided by E): E times the sum over experts of the
+    fraction of tokens that choose the expert first, times its mean probability. Both are over the tokens of a row, and
+    the loss is 1 if all experts are equal. z (ST-MoE, arXiv 2202.08906, equation 5): the square of the logsumexp of the
+    logits.
     """
     num_experts, num_slots = probs_BTE.shape[-1], routes.token_BS.shape[-1]
     is_first_BTE = jnp.argmax(probs_BTE, axis=-1)[..., None] == jnp.arange(num_experts)[None, None]
@@ -171,12 +173,12 @@ def aux_sums(logits_BTE: Array, probs_BTE: Array, routes: Routes, weights_BT: Ar
 
 
 def _rows(x_BND: Array, index_BM: Array) -> Array:
-    """Returns the rows of `x` `[B, N, D]` at `index`, `[B, M, D]`; zeros at the index N."""
+    """Returns the rows of `x` `[B, N, D]` at `index`, `[B, M, D]`, with zeros at the index N."""
     return jnp.take_along_axis(x_BND, index_BM[..., None], axis=1, mode="fill", fill_value=0)
 
 
 class MoeLayers(nnx.Module):
-    """One entry of the stack: a layer with experts, with `moe_every = 2` behind a layer without."""
+    """One entry of the stack: a layer with experts, preceded by a layer without if `moe_every = 2`."""
 
     def __init__(self, config: MoeConfig, key: Array) -> None:
         dense_key, sparse_key = jax.random.split(key)
@@ -194,7 +196,7 @@ class MoeLayers(nnx.Module):
         *,
         exchange: Exchange,
     ) -> tuple[Array, Aux]:
-        """Returns the output `[B, T, D]`, and the auxiliary sums of the layers so far, this one included."""
+        """Returns the output `[B, T, D]`, and the auxiliary sums of the layers up to and including this one."""
         x_BTD, before = carry
         if self.dense is not None:
             x_BTD = self.dense(x_BTD, angles_BTH, segments_BT)
@@ -223,7 +225,7 @@ class Moe(Decoder):
 
     @property
     def num_idle_params(self) -> int:
-        """Parameters that a token does not use: those of the experts that it does not go to."""
+        """Number of parameters that a token does not use: the parameters of the experts that it does not choose."""
         c = self.config
         of_expert = (3 if c.activation in GATED else 2) * c.hidden * c.intermediate
         return c.num_moe_layers * (c.num_experts - c.experts_per_token) * of_expert
@@ -231,7 +233,7 @@ class Moe(Decoder):
     def run(
         self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None
     ) -> Array:
-        """Returns the last layer's output `[B, T, D]`, of tokens that all count."""
+        """Returns the last layer's output `[B, T, D]` for tokens that all have weight 1."""
         ones_BT = jnp.ones(tokens_BT.shape)
         return self._run(params, embed_values, tokens_BT, gather, segments_BT, ones_BT, ones_BT)[0]
 
@@ -239,9 +241,9 @@ class Moe(Decoder):
         self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None,
         weights_BT: Array, real_BT: Array,
     ) -> tuple[Array, Aux]:  # fmt: skip
-        """Returns the last layer's output, and the auxiliary sums over rows, as means over the layers with experts."""
+        """Returns the last layer's output, and the auxiliary sums over rows, averaged over the layers with experts."""
         x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
-        zero = jnp.sum(x_BTD[:, 0, 0]).astype(jnp.float32) * 0  # of data: a shard_map sees it vary like later sums
+        zero = jnp.sum(x_BTD[:, 0, 0]).astype(jnp.float32) * 0  # from data: a shard_map sees it vary like later sums
         x_BTD, aux = self.run_layers(
             params,
             (x_BTD, dict.fromkeys(AUX, zero)),
@@ -263,7 +265,7 @@ class Moe(Decoder):
         return {"loss": cross_entropies, "dropped_share": aux["dropped_share"]}
 
     def objective(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Aux]:
-        """Returns the cross-entropy plus the weighted losses of all routers; and it and the layers' means, to log."""
+        """Returns the cross-entropy plus the weighted losses of all routers, and the metrics to log, as layer means."""
         c = self.config
         cross_entropies, aux = self._losses(params, batch, gather)
         of_routers = c.balance_loss * aux["balance_loss"] + c.z_loss * aux["z_loss"]
@@ -277,8 +279,8 @@ class Moe(Decoder):
         return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch), aux
 
     def warning(self, metrics: Mapping[str, float]) -> str:
-        """Returns a line if a step dropped more than `max_dropped`."""
-        c, dropped = self.config, metrics.get("dropped_share", 0.0)  # unknown in a start's first step, if delayed
+        """Returns a warning if a step dropped more than `max_dropped`."""
+        c, dropped = self.config, metrics.get("dropped_share", 0.0)  # missing in a start's first step, if delayed
         if dropped <= c.max_dropped:
             return ""
         return (
@@ -287,5 +289,5 @@ class Moe(Decoder):
         )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Returns the operations per token as of a decoder, with the experts that a token goes to, and no others."""
+        """Returns the floating-point operations per token as in a decoder, counting only the chosen experts."""
         return super().flops_per_token(seq_len) - 6 * self.num_idle_params

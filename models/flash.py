@@ -1,10 +1,11 @@
 """Attention as one kernel that never holds a `[T, S]` matrix in memory (FlashAttention-2, Dao 2023, arXiv 2307.08691).
 
-A Pallas kernel for Triton. XLA compiles it for a GPU where there is none, which it cannot do with cuDNN's: a plan is
-then made of the program that runs. It masks by documents too, which cuDNN's does only by a mask in memory.
+A Pallas kernel for Triton. Unlike cuDNN's kernel, XLA can compile it for a GPU on a machine without one, so the planner
+plans the program that runs. It also masks by documents, for which cuDNN's kernel needs a mask in memory.
 
-Shapes: B batch, T positions, N heads, K key-value heads (a divisor of N), H size of a head. A program of the grid has
-the block of `BLOCK` queries (or of keys, for their gradients) of one head, and runs over the blocks of the others.
+Shapes: B batch, T positions, N heads, K key-value heads (a divisor of N), H size of a head. A program of the grid
+processes one block of `BLOCK` queries (or keys, for their gradients) of one head, and loops over the other side's
+blocks.
 """
 
 import math
@@ -21,10 +22,10 @@ from jax.sharding import PartitionSpec
 
 from sharding.experts import keep
 
-TENSOR = "tensor"  # the axis of a mesh over which heads are cut
+TENSOR = "tensor"  # the mesh axis that shards heads
 HEADS, LOGS, WHOLE = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR), PartitionSpec()
-BLOCK = 64  # of queries and of keys
-HIDDEN = -1e30  # a score that is masked; finite, so that a wholly hidden block changes nothing
+BLOCK = 64  # queries or keys per block
+HIDDEN = -1e30  # a masked score; finite, so that a fully hidden block changes nothing
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -37,11 +38,11 @@ def flash_attention(
     causal: bool = True,
     cap: float = 0.0,
 ) -> Array:
-    """Returns `softmax(q k' / sqrt(H)) v`, `[B, T, N, H]` in the dtype of `q`; products are summed in float32.
+    """Returns `softmax(q k' / sqrt(H)) v`, `[B, T, N, H]` in the dtype of `q`. Products are summed in float32.
 
-    With `causal` a position sees none behind it, and of those before it, itself included, the last `window` (float32
-    []; infinite: all); with `segments` (any dtype) only those of equal segment. With a cap, a score s becomes
-    `cap tanh(s / cap)`. On CPUs jax interprets the kernel, slowly. ValueError for sizes that it cannot have.
+    With `causal` a position sees itself and earlier positions, at most the last `window` (float32 []; infinite: all).
+    With `segments` (any dtype) it sees only positions of the same segment. With a cap, a score s becomes `cap tanh(s /
+    cap)`. On CPUs jax interprets the kernel, slowly. ValueError for unsupported sizes.
     """
     return _forward(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, causal, cap)[0]
 
@@ -60,7 +61,7 @@ def _forward(
 
 def _backward(causal: bool, cap: float, kept: tuple[Any, ...], d_out_BTNH: Array) -> tuple[Array | None, ...]:
     q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT = kept
-    # sum over a row of p * dp: `delta` of the paper's algorithm 2
+    # sum over a row of p * dp: `delta` in the paper's algorithm 2
     delta_BNT = jnp.einsum("btnh,btnh->bnt", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
     specs = [HEADS, HEADS, HEADS, WHOLE, WHOLE, HEADS, LOGS, LOGS]
     d_qkv = _on_own_heads(partial(_run_backward, causal=causal, cap=cap), specs, (HEADS, HEADS, HEADS))(
@@ -73,9 +74,9 @@ flash_attention.defvjp(_forward, _backward)
 
 
 def _on_own_heads(run: Callable[..., Any], specs: Sequence[PartitionSpec], out: Any) -> Callable[..., Any]:
-    """Returns a function that each device of a mesh with `tensor` runs on its own heads.
+    """Returns a function that each device of a mesh with `tensor` runs on its local heads.
 
-    XLA cannot cut a kernel, and would gather all of them.
+    XLA cannot partition a kernel, and would gather all heads.
     """
     if jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1) == 1:
         return run
@@ -107,7 +108,7 @@ def _run_backward(
     K, block = k_BTKH.shape[2], block_of(T, H)
 
     def spec(rows: int, per: int = 1) -> pl.BlockSpec:
-        """A block of rows, or all of them, of a head; `per` heads of the queries share one of the keys."""
+        """A block of rows, or all rows, of a head. `per` query heads share one key head."""
         return pl.BlockSpec((None, rows, None, H), lambda b, n, i: (b, i if rows < T else 0, n // per, 0))
 
     def log_spec(rows: int) -> pl.BlockSpec:
@@ -132,7 +133,7 @@ def _run_backward(
 
 
 def block_of(length: int, head_dim: int) -> int:
-    """Returns the rows of a block. ValueError if the kernel cannot cut sequences, or heads, so."""
+    """Returns the rows of a block. ValueError if the kernel does not support this length or head size."""
     block = min(BLOCK, length)
     if length % block or block not in (16, 32, BLOCK) or head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"the kernel cannot cut {length} positions in blocks of {block} for heads of {head_dim}")
@@ -155,9 +156,9 @@ def _in_positions(window: Array | None, length: int) -> Array | None:
 def _call(
     kernel: partial[None], grid: tuple[int, ...], inputs: list[Any], outputs: list[tuple[Any, tuple[int, ...], Any]]
 ) -> Any:
-    """Returns a function of the arrays of `inputs`; results vary over the mesh axes that the first one does.
+    """Returns a function of the arrays of `inputs`. Its results vary over the same mesh axes as the first input.
 
-    The program's text has the kernel's name: `flash_queries_causal`, by which planner/kernels.py prices it.
+    The program's text has the kernel's name, e.g. `flash_queries_causal`, by which planner/kernels.py prices it.
     """
 
     def run(*arrays: Array | None, interpret: bool) -> Any:
@@ -179,9 +180,9 @@ def _call(
 def _scores(
     q: Array, k: Array, rows: tuple[Any, Any], segments_ref: Any, window: Any, causal: bool, cap: float
 ) -> tuple[Array, Array | float]:
-    """Returns base-2 logarithms of unnormalised weights, `[block, block]`, of the blocks that begin at `rows`.
+    """Returns base-2 logarithms of unnormalised weights, `[block, block]`, for the blocks that begin at `rows`.
 
-    And how the cap's derivative scales the gradients of the scores.
+    The second result scales the gradients of the scores by the cap's derivative.
     """
     block, slope = q.shape[0], 1.0
     s, scale, unit = triton.dot(q, k.T), q.shape[1] ** -0.5, math.log2(math.e)
@@ -202,14 +203,14 @@ def _scores(
 
 
 def _seen(window: Any, num_blocks: int, block: int, causal: bool) -> tuple[Any, Any]:
-    """Returns the first of the blocks of keys that this block of queries sees, and the one behind the last."""
+    """Returns the first block of keys that this block of queries sees, and the block after the last one."""
     i = pl.program_id(2)
     begin = 0 if window is None else jnp.maximum(i * block - window + 1, 0) // block
     return begin, i + 1 if causal else num_blocks
 
 
 def _seeing(window: Any, num_blocks: int, block: int, causal: bool) -> tuple[Any, Any]:
-    """Returns the first of the blocks of queries that see this block of keys, and the one behind the last."""
+    """Returns the first block of queries that sees this block of keys, and the block after the last one."""
     i = pl.program_id(2)
     end = num_blocks if window is None else jnp.minimum(((i + 1) * block + window - 2) // block + 1, num_blocks)
     return i if causal else 0, end

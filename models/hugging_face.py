@@ -1,14 +1,13 @@
-"""Weights in the layout of transformers: which tensor is which, and read into a mesh (`Weights`).
+"""Weights in the layout of transformers: maps our parameters to its tensors, and reads them into a mesh (`Weights`).
 
-The table of an architecture (configs/hugging_face.py, which also reads and writes `config.json`) says which of our
-parameters is which tensor. Ours are stacked, `[L, ...]`, and multiply from the right, `x @ weight`. Theirs are one per
-layer; torch's Linear keeps `[out, in]`, GPT-2's Conv1D `[in, out]` as we do, with query, key and value side by side in
-one tensor. Heads are in the same order, and both pair dim `i` of a head with `i + H/2` in rotary positions, so that no
-tensor is permuted.
+The table of an architecture (configs/hugging_face.py, which also reads and writes `config.json`) maps our parameters to
+tensors. Our parameters are stacked, `[L, ...]`, and multiply from the right, `x @ weight`. transformers has one tensor
+per layer. torch's Linear stores `[out, in]`. GPT-2's Conv1D stores `[in, out]` as we do, with query, key and value
+concatenated in one tensor. Heads are in the same order, and both pair dim `i` of a head with `i + H/2` in rotary
+positions, so that no tensor is permuted.
 
-Each process reads the slices that its devices hold, and each of them once, straight from the mapped file. In host
-memory are, beside what is already on the devices, this process' shards of one of our (stacked) parameters and a slice
-of one of their tensors.
+Each process reads the slices that its devices hold, each slice once, directly from the mapped file. Host memory
+additionally holds this process' shards of one of our (stacked) parameters and a slice of one tensor.
 """
 
 import hashlib
@@ -37,11 +36,11 @@ from sharding.state import by_name
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")  # BERT's, RoBERTa's
-SLICE_VALUES = 1 << 22  # read at once: safetensors holds Python's lock meanwhile, and heartbeats must go on
+TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")  # BERT, RoBERTa
+SLICE_VALUES = 1 << 22  # values per read: reads hold Python's lock, which must not delay heartbeats
 Index = tuple[slice, ...]
 
-# behind a name of the table, theirs and ours: tables of embeddings stand there whole, of modules follow the parameters
+# suffixes of a name in the table (theirs, ours): embedding tables have none, modules append the name of the parameter
 ENDS = (("", ""), (".weight", "/weight"), (".weight", "/scale"), (".bias", "/bias"))
 
 
@@ -49,17 +48,17 @@ ENDS = (("", ""), (".weight", "/weight"), (".weight", "/scale"), (".bias", "/bia
 class Tensor:
     """One of our parameters, and the tensor or tensors of transformers that hold it."""
 
-    path: str  # ours
-    name: str  # theirs, `{}` for the number of the layer
+    path: str  # our name
+    name: str  # their name, with `{}` for the number of the layer
     transposed: bool
-    part: int  # theirs has `parts` of ours side by side in its last dim; this is number `part`
+    part: int  # index of ours among the `parts` that theirs concatenates in its last dim
     parts: int
     spec: ParamSpec
-    shape: tuple[int, ...]  # of one layer, if stacked, and without the padding of the vocabulary
+    shape: tuple[int, ...]  # shape of one layer, if stacked, without the padding of the vocabulary
 
     @property
     def layers(self) -> tuple[int | None, ...]:
-        """The numbers of the layers of a stack, else one None."""
+        """The layer numbers of a stack, otherwise a single None."""
         return tuple(range(self.spec.shape[0])) if self.spec.dims[0] == "layers" else (None,)
 
     @property
@@ -74,7 +73,7 @@ class Tensor:
 
 
 def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
-    """Returns the parameters of a model by our path, in the order of the table; without those of adapters."""
+    """Returns the tensors of a model by our path, in the order of the table, without adapters."""
     assert isinstance(model.config, TransformerConfig)
     every: dict[str, ParamSpec] = by_name(model.plain_specs, lambda x: isinstance(x, ParamSpec))
     specs = {path: spec for path, spec in every.items() if not path.endswith(ADAPTERS)}
@@ -83,7 +82,7 @@ def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
         modules = ours.split()
         for their_end, our_end in ENDS:
             for part, path in enumerate(f"{module}{our_end}" for module in modules):
-                if (spec := specs.get(path)) is None:  # a bias, or an untied head, is not in every model
+                if (spec := specs.get(path)) is None:  # some models lack a bias or an untied head
                     continue
                 shape = tuple(vocab_size if dim == "vocab" else n for dim, n in zip(spec.dims, spec.shape, strict=True))
                 stacked = spec.dims[0] == "layers"
@@ -101,17 +100,17 @@ def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
 
 
 def ignored(model: Model, architecture: Architecture, name: str) -> bool:
-    """Whether a tensor of a checkpoint is none of the model's: buffers, heads of other tasks, copies of a tied head."""
+    """Whether the model has no use for a checkpoint's tensor: buffers, heads of other tasks, copies of a tied head."""
     return copies_embedding(model, name) or re.fullmatch(architecture.ignored, name) is not None
 
 
 def copies_embedding(model: Model, name: str) -> bool:
-    """Whether a tensor of a checkpoint is the head of a model whose head is the embedding."""
+    """Whether a checkpoint's tensor is the head of a model that uses the embedding as its head."""
     return getattr(model.config, "tied_head", True) and name in TIED_HEADS
 
 
 def spellings(architecture: Architecture, name: str) -> tuple[str, ...]:
-    """Returns the names under which a tensor may be found: without the prefix, and with TensorFlow's names of norms."""
+    """Returns the possible names of a tensor: with and without the prefix, and with TensorFlow's names of norms."""
     found = (name, name.removeprefix(architecture.prefix))
     old = (x.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for x in found)
     return (*found, *old)
@@ -121,7 +120,7 @@ _File = tuple[Path, Any]  # with the handle of safetensors
 
 
 class Weights:
-    """A checkpoint that fits a model: every tensor is there, with the right shape, and no other."""
+    """A checkpoint that fits a model: it has every tensor with the right shape, and no other tensors."""
 
     def __init__(self, model: Model, folder: str | Path) -> None:
         """Opens the files and reads their headers.
@@ -156,14 +155,14 @@ class Weights:
 
     @property
     def dtype(self) -> str:
-        """The dtype of all tensors, float16 or bfloat16; float32 for others."""
+        """The common dtype of all tensors if that is float16 or bfloat16, else float32."""
         found = {FLOATS[self._slice(name).get_dtype()] for name in self._names.values()}
         return found.pop() if found in ({"float16"}, {"bfloat16"}) else "float32"
 
     def fingerprint(self) -> str:
-        """Returns a hash of every tensor's name, dtype, shape and first row, of a vector its first value.
+        """Returns a hash of every tensor's name, dtype, shape and first row (for a vector, its first value).
 
-        A copy has the same; a model that was trained further has another one.
+        A copy has the same fingerprint. A model that was trained further has another one.
         """
         found = hashlib.sha256()
         for name in sorted({*self._names.values()}):
@@ -175,9 +174,9 @@ class Weights:
     def load(self, abstract: Params) -> Params:
         """Returns parameters with the shapes, dtypes and shardings of `abstract` (jax.ShapeDtypeStructs).
 
-        Those in blocks (models/lora.py) are encoded as they are read, a layer at a time.
+        Parameters in blocks (models/lora.py) are encoded while they are read, a layer at a time.
         """
-        made: dict[Any, Any] = {}  # regions of one parameter: several devices may hold the same
+        made: dict[Any, Any] = {}  # regions of one parameter, because several devices may hold the same region
         owner = ""
 
         def load(at: Any, x: Any) -> jax.Array:
@@ -193,7 +192,7 @@ class Weights:
         return jax.tree_util.tree_map_with_path(load, abstract)
 
     def whole(self, path: str) -> np.ndarray:
-        """Returns one of our parameters whole, float32, as a frozen one is used: with what its blocks lose."""
+        """Returns one of our parameters whole in float32, with the rounding of its frozen, block-encoded form."""
         found = self.region(path, (slice(None),) * len(self._tensors[path].spec.shape))
         coded, dtype = in_blocks(self._config, self._tensors[path].spec), jnp.dtype(self._config.compute_dtype)
         for part in found if found.ndim > 2 else [found]:  # in place: a stack may take half of the memory
@@ -202,7 +201,7 @@ class Weights:
         return found
 
     def region(self, path: str, index: Index) -> np.ndarray:
-        """Returns a region of one of our parameters, float32; padding of the vocabulary is zero."""
+        """Returns a region of one of our parameters in float32. The padding of the vocabulary is zero."""
         tensor = self._tensors[path]
         bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.spec.shape, strict=True)]
         out = np.zeros([stop - start for start, stop in bounds], np.float32)
@@ -213,9 +212,9 @@ class Weights:
         return out
 
     def _stored(self, path: str, index: Index, dtype: Any, made: dict[Any, Any]) -> np.ndarray:
-        """Returns a region of a parameter as it is stored; of codes or scales, whose blocks lie in the last dim.
+        """Returns a region of a parameter in its stored form. Codes and scales have their blocks along the last dim.
 
-        What is read and encoded for that is kept in `made`.
+        `made` caches the values read and encoded for it.
         """
         parent, _, part = path.rpartition("/")
         coded = part in IN_BLOCKS
@@ -226,7 +225,7 @@ class Weights:
         return made[key][part][..., index[-1]] if coded else made[key]
 
     def _encoded(self, path: str, index: Index) -> dict[str, np.ndarray]:
-        """Returns codes and scales of a region of a stack of matrices that has whole rows."""
+        """Returns the codes and scales of a region with whole rows of a stack of matrices."""
         found: dict[str, np.ndarray] = {}
         layers = range(self._tensors[path].spec.shape[0])[index[0]]
         for number, layer in enumerate(layers):
@@ -238,24 +237,24 @@ class Weights:
         return found
 
     def _fill(self, out: np.ndarray, tensor: Tensor, layer: int | None, bounds: list[tuple[int, int]]) -> None:
-        """Copies the region `bounds` of one layer into `out`, as far as it is no padding."""
+        """Copies the region `bounds` of one layer into `out`, except for padding."""
         stops = [min(stop, size) for (_, stop), size in zip(bounds, tensor.shape, strict=True)]
         wanted = [slice(start, max(start, stop)) for (start, _), stop in zip(bounds, stops, strict=True)]
         inside = tuple(slice(0, part.stop - part.start) for part in wanted)
         if any(part.start == part.stop for part in wanted):
-            return  # padding alone
+            return  # only padding
         first = tensor.part * tensor.shape[-1]
         wanted[-1] = slice(wanted[-1].start + first, wanted[-1].stop + first)
         name = self._names[tensor.path, layer]
         rows, *others = wanted[::-1] if tensor.transposed else wanted
         into, theirs = out[inside].T if tensor.transposed else out[inside], self._slice(name)
-        most = max(1, SLICE_VALUES // prod(tensor.their_shape[1:]))  # of whole rows: their pages are read, too
+        most = max(1, SLICE_VALUES // prod(tensor.their_shape[1:]))  # whole rows, because their pages are read anyway
         for start in range(rows.start, rows.stop, most):
             read = theirs[(slice(start, min(start + most, rows.stop)), *others)]
             block = into[start - rows.start :][: len(read)]
             with np.errstate(over="ignore"):  # a float64 may become infinite
                 block[...] = read
-            if not (np.isfinite(block.min()) and np.isfinite(block.max())):  # no array of booleans
+            if not (np.isfinite(block.min()) and np.isfinite(block.max())):  # avoids an array of booleans
                 what = "a NaN or an infinity" if not np.isfinite(read).all() else "a number beyond float32"
                 raise ValueError(f"{self._files[name][0]}: {name} has {what}, with which no model can be trained")
 
@@ -263,7 +262,7 @@ class Weights:
         return self._files[name][1].get_slice(name)
 
     def _check_copy(self, name: str) -> None:
-        """Raises ValueError if a tied head is not a copy of the embedding: the model would lose it."""
+        """Raises ValueError if a tied head is not a copy of the embedding, because the model would lose it."""
         copy, embedding = self._slice(name), self._slice(self._names["embed/token", None])
         (rows, columns), most = embedding.get_shape(), max(1, SLICE_VALUES // embedding.get_shape()[1])
         parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
@@ -304,7 +303,7 @@ def _open(folder: Path) -> dict[str, _File]:
 
 
 def _places(path: Path) -> dict[str, str]:
-    """Returns the name of the file of each tensor, by an index. ValueError if that cannot be read."""
+    """Returns the file name of each tensor, according to an index. ValueError if the index cannot be read."""
     try:
         places = json_objects.read(path).get("weight_map")
     except OSError as error:
@@ -318,9 +317,12 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def open_file(path: Path, if_missing: str) -> _File:
-    """Returns a safetensors file with its handle. ValueError for a damaged one; `if_missing` for none."""
+    """Returns a safetensors file with its handle.
+
+    ValueError if it is damaged, or with the text `if_missing` if missing.
+    """
     try:
-        open_regular(path).close()  # a pipe would be waited for
+        open_regular(path).close()  # reading a pipe would block
         return path, safe_open(path, framework="numpy")
     except FileNotFoundError as error:
         raise ValueError(if_missing) from error

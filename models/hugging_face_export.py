@@ -1,7 +1,7 @@
-"""Writes weights in the layout of transformers: config.json and files of safetensors.
+"""Writes weights in the layout of transformers: config.json and safetensors files.
 
-The headers come first, then each tensor at its place: in memory is no more than one of our parameters, of GPT-2's
-query, key and value three, and one of their tensors.
+The headers are written first, then each tensor at its offset. Memory holds at most one of our parameters (for GPT-2
+query, key and value together) and one of their tensors.
 """
 
 import json
@@ -23,7 +23,7 @@ from models.model import Model
 from runtime.files import atomic
 
 UNFINISHED = ".unfinished"  # suffix of files that are being written
-MAX_FILE_BYTES = 5_000_000_000  # what transformers writes, too
+MAX_FILE_BYTES = 5_000_000_000  # as in transformers
 
 
 class _NewFile:
@@ -47,7 +47,7 @@ class _NewFile:
         self._file.truncate(self._data + end)
 
     def write(self, name: str, value: np.ndarray) -> None:
-        """Writes a tensor at its place. ValueError if a number is beyond the dtype."""
+        """Writes a tensor at its offset. ValueError if a number exceeds the range of the dtype."""
         with np.errstate(over="ignore"):
             content = np.ascontiguousarray(value, self._dtype)
         if not (np.isfinite(content.min()) and np.isfinite(content.max())):
@@ -71,12 +71,13 @@ def write(
     max_file_bytes: int = MAX_FILE_BYTES,
     token_ids: Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Writes config.json and the weights into `folder`, an existing one, and returns the paths of the weights' files.
+    """Writes config.json and the weights into the existing `folder`, and returns the paths of the weights' files.
 
-    `read(path)` returns one of our parameters whole, by its path (`layers/query/weight`); each is read once. A file has
-    at most `max_file_bytes` of tensors, or a single tensor. Nothing has its name before it is whole; config.json comes
-    last, with `token_ids` (`eos_token_id`) in it. ValueError if no architecture of transformers computes what the model
-    does, if the folder holds weights, or if a number is beyond the dtype.
+    `read(path)` returns one of our parameters whole, by its path (`layers/query/weight`), and is called once for each.
+    A file has at most `max_file_bytes` of tensors, or a single tensor. Files get their names only when they are
+    complete. config.json comes last and contains `token_ids` (`eos_token_id`). ValueError if no architecture of
+    transformers computes the same function as the model, if the folder already holds weights, or if a number exceeds
+    the range of the dtype.
     """
     assert isinstance(model.config, TransformerConfig)
     architecture = architecture_of(model.config)
@@ -103,7 +104,7 @@ def write(
 
 
 def _write_tensors(parts: list[Tensor], read: Callable[[str], np.ndarray], place: Mapping[str, _NewFile]) -> None:
-    """Writes the tensors, one per layer, that hold some of our parameters side by side."""
+    """Writes the tensors, one per layer, that concatenate some of our parameters."""
     values = [read(tensor.path) for tensor in parts]
     used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
     for layer in parts[0].layers:
@@ -114,7 +115,7 @@ def _write_tensors(parts: list[Tensor], read: Callable[[str], np.ndarray], place
 
 
 def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields name and shape of each of their tensors: layer by layer, between embedding and head."""
+    """Yields the name and shape of each of their tensors: layer by layer, between embedding and head."""
     rank = {"embed": 0, "layers": 1, "head": 2}
     at = [(rank[tensor.path.partition("/")[0]], layer or 0, tensor) for tensor in found for layer in tensor.layers]
     for _, layer, tensor in sorted(at, key=lambda place: place[:2]):
@@ -123,7 +124,7 @@ def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _files(folder: Path, found: list[Tensor], max_values: int) -> dict[Path, dict[str, tuple[int, ...]]]:
-    """Returns the shapes of the tensors of each file, by path; it has at most so many values, or a single tensor."""
+    """Returns the tensor shapes of each file, by path. A file has at most `max_values` values, or a single tensor."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
     for name, shape in _theirs(found):

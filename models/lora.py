@@ -1,10 +1,10 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): a frozen model, and beside some of its matrices a trained product of two.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): a frozen model, with a trained low-rank product added to some matrices.
 
 A matrix `[in, out]` acts as `x @ weight + (x @ lora_a) @ lora_b * alpha / rank`, with `lora_a` `[in, rank]` and
-`lora_b` `[rank, out]`, which is zero at first. The frozen parameters are stored in the compute dtype, or the matrices
-of layers in blocks of 64 columns, a scale each (bfloat16, the largest magnitude): `int8`, or `nf4`, the sixteen values
-of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, appendix E), two in a byte. They are gathered as they are stored, and
-decoded where they are used.
+`lora_b` `[rank, out]`, which is initially zero. The frozen parameters are stored in the compute dtype. The matrices of
+layers can instead be stored in blocks of 64 columns with a scale each (bfloat16, the largest magnitude): `int8`, or
+`nf4`, the sixteen values of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, appendix E), two per byte. They are gathered
+in their stored form, and decoded where they are used.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ COLUMNS_A_CODE = {"int8": 1, "nf4": 2}
 
 
 def add_adapters(layer: nnx.Module, config: TransformerConfig, key: Array) -> None:
-    """Gives the chosen matrices of a layer their adapters: `lora_a` uniform as in PEFT (Kaiming's), `lora_b` zero."""
+    """Adds adapters to the chosen matrices of a layer: `lora_a` uniform as in PEFT (Kaiming's), `lora_b` zero."""
     for i, name in enumerate(config.lora_targets.split()):
         linear = getattr(layer, name, None)
         if linear is None:  # a layer without a gate
@@ -47,9 +47,9 @@ def add_adapters(layer: nnx.Module, config: TransformerConfig, key: Array) -> No
 
 
 def stored_specs(config: TransformerConfig, specs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the specs of a group as a run with adapters keeps it: what is frozen, in which form.
+    """Returns the specs of a group in a run with adapters: frozen parameters, in their stored form.
 
-    ValueError for a matrix that cannot be cut into blocks.
+    ValueError for a matrix whose columns cannot be divided into blocks.
     """
 
     def stored(name: str, spec: ParamSpec) -> Any:
@@ -71,12 +71,12 @@ def stored_specs(config: TransformerConfig, specs: dict[str, Any]) -> dict[str, 
 
 
 def in_blocks(config: TransformerConfig, spec: ParamSpec) -> bool:
-    """Whether a frozen parameter is stored in blocks: the matrices of layers are."""
+    """Whether a frozen parameter is stored in blocks. This holds for the matrices of layers."""
     return config.lora_base in COLUMNS_A_CODE and spec.stacked and len(spec.shape) == 3
 
 
 def stored_values(config: TransformerConfig, specs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's values, f32 `[...]`, in the form of its `stored_specs`."""
+    """Returns a group's float32 values `[...]` in the form of its `stored_specs`."""
 
     def stored(spec: Any, value: Any) -> Any:
         if isinstance(spec, ParamSpec):
@@ -89,7 +89,7 @@ def stored_values(config: TransformerConfig, specs: dict[str, Any], values: dict
 
 
 def used_values(values: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
-    """Returns the values of a gathered group in the compute dtype `[...]`; none of the frozen ones has a gradient."""
+    """Returns the values of a gathered group in the compute dtype `[...]`. Frozen values have no gradient."""
 
     def used(_: str, value: Any) -> Array:
         return jax.lax.stop_gradient(decode(value, dtype) if isinstance(value, dict) else jnp.asarray(value, dtype))
@@ -98,14 +98,14 @@ def used_values(values: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
 
 
 def merge(config: TransformerConfig, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
-    """Makes matrices `[L, in, out]` act as they and their adapters do together, and returns them."""
+    """Adds the adapters' products to matrices `[L, in, out]` in place, and returns the matrices."""
     for matrix, a, b in zip(weight, lora_a, lora_b, strict=True):  # in place: `weight` may take half of the memory
         matrix[...] += a @ b * np.float32(config.lora_alpha / config.lora_rank)
     return weight
 
 
 def encode(x: Any, base: str) -> dict[str, Any]:
-    """Returns the codes and scales of matrices `[..., in, out]`, arrays of numpy or of jax; `base`: int8 or nf4."""
+    """Returns the codes and scales of matrices `[..., in, out]` (numpy or jax arrays). `base` is int8 or nf4."""
     xp = jnp if isinstance(x, jax.Array) else np
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     scales = xp.max(xp.abs(blocks), axis=-1).astype(jnp.bfloat16)
@@ -114,13 +114,13 @@ def encode(x: Any, base: str) -> dict[str, Any]:
     if base == "int8":
         return {"codes": xp.clip(xp.round(shares * 127), -127, 127).astype(np.int8), "scales": scales}
     codes = xp.zeros(shares.shape, np.uint8)
-    for bound in (NF4[1:] + NF4[:-1]) / 2:  # a third of the time of numpy's searchsorted, and none of its int64
+    for bound in (NF4[1:] + NF4[:-1]) / 2:  # a third of the time of numpy's searchsorted, without its int64 result
         codes += shares > bound
     return {"codes": codes[..., ::2] | codes[..., 1::2] << 4, "scales": scales}
 
 
 def decode(stored: dict[str, Array], dtype: jnp.dtype) -> Array:
-    """Returns matrices `[..., in, out]` of their codes and scales."""
+    """Returns the matrices `[..., in, out]` encoded by codes and scales."""
     codes = stored["codes"]
     if codes.dtype == jnp.int8:
         shares = codes.astype(jnp.float32) / 127

@@ -1,9 +1,9 @@
-"""The interface between trainer and models: parameter specs, init and loss. Nothing here knows the mesh.
+"""The interface between trainer and models: parameter specs, init and loss. It is independent of the mesh.
 
 Parameters are plain nested dicts. Each top-level key is a parameter group: `embed`, `layers` (every leaf stacked,
-`[L, ...]`) and `head` of a transformer, each block of a ResNet; `averages`, if there are any, are not trained
+`[L, ...]`) and `head` of a transformer, or each block of a ResNet. `averages`, if present, are not trained
 (sharding/averages.py). A model calls `gather(name, tree)` once for each group and gets back the group's unsharded
-parameters; for `layers` the call is inside the rematerialised scan body and takes one layer's slice. On one device
+parameters. For `layers` the call is inside the rematerialised scan body and takes one layer's slice. On one device
 `gather` is `lambda name, tree: tree`.
 """
 
@@ -36,8 +36,8 @@ MASKED_LOGIT = -1e30
 class Group(Generic[Module]):
     """One parameter group: an nnx module in tree mode.
 
-    `make` maps a PRNG key to the module; the parameters of `num_layers` such modules are stacked (None: one
-    module, not stacked). With `lora` all but the adapters is frozen, and stored as models/lora.py says.
+    `make` maps a PRNG key to the module. The parameters of `num_layers` such modules are stacked (None: one module, not
+    stacked). With `lora` everything except the adapters is frozen and stored as described in models/lora.py.
     """
 
     make: Callable[[Array], Module]
@@ -61,11 +61,11 @@ class Group(Generic[Module]):
         )
 
     def param_specs(self) -> Params:
-        """Returns a `ParamSpec` for each parameter as it is stored; nothing is allocated."""
+        """Returns a `ParamSpec` for each parameter in its stored form. Allocates nothing."""
         return stored_specs(self.lora, self.plain_specs) if self.lora else self.plain_specs
 
     def init(self, key: Array) -> Params:
-        """Returns new values, float32, of frozen parameters as they are stored."""
+        """Returns new values: float32, and frozen parameters in their stored form."""
 
         def values(key: Array) -> Params:
             return nnx.to_pure_dict(nnx.state(self.make(key)))
@@ -108,18 +108,18 @@ class Model(ABC):
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the predictions' cross-entropies in nats, a float32 scalar.
 
-        `batch` holds the arrays of the rows (`input_pipeline.row_arrays`), `weights` among them.
+        `batch` holds the arrays of the rows (`input_pipeline.row_arrays`), including `weights`.
         """
 
     def objective(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, dict[str, Array]]:
-        """Returns what training minimises, and weighted sums of what else is logged of a step, by name.
+        """Returns the value that training minimises, and the weighted sums of other logged metrics, by name.
 
-        Both are sums over the rows, like the loss: the step divides them by the sum of all weights.
+        Both are sums over the rows, like the loss. The step divides them by the sum of all weights.
         """
         return self.loss(params, batch, gather), {}
 
     def warning(self, metrics: Mapping[str, float]) -> str:
-        """Returns a line for the user where the metrics of a step ask for one, else ""."""
+        """Returns a warning for the user about the metrics of a step, or ""."""
         del metrics
         return ""
 
@@ -128,34 +128,34 @@ class Model(ABC):
         return {"loss": self.loss(params, batch, gather)}
 
     def staged_loss(self) -> StagedLoss | None:
-        """Returns the loss in pieces for the stages of a pipeline; None for a model that has no such pieces."""
+        """Returns the loss divided into the stages of a pipeline, or None for a model that does not support this."""
         return None
 
     @abstractmethod
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
-        """Returns the floating-point operations per row, forward and backward; `shape` is that of a row's input.
+        """Returns the floating-point operations per row, forward and backward. `shape` is the shape of a row's input.
 
         6 per multiplication: with its addition 2 forward, and 4 backward. Norms, activations and recomputation do not
         count.
         """
 
     def param_specs(self) -> Params:
-        """Returns the nested dict of `ParamSpec`; nothing is allocated."""
+        """Returns the nested dict of `ParamSpec`. Allocates nothing."""
         return {name: group.param_specs() for name, group in self.groups.items()}
 
     @property
     def plain_specs(self) -> Params:
-        """The same before any parameter is frozen: one ParamSpec for each, float32."""
+        """The same before any parameter is frozen: one float32 ParamSpec each."""
         return {name: group.plain_specs for name, group in self.groups.items()}
 
     def init(self, key: Array) -> Params:
-        """Returns the nested dict of parameters, float32 but for frozen ones; their values depend only on the key."""
+        """Returns the nested dict of parameters, float32 unless frozen. Their values depend only on the key."""
         keys = jax.random.split(key, len(self.groups))
         return {name: group.init(k) for (name, group), k in zip(self.groups.items(), keys, strict=True)}
 
     @cached_property
     def shapes(self) -> Params:
-        """Shapes and dtypes of what `init` returns."""
+        """Shapes and dtypes of the result of `init`."""
         return jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
 
     @cached_property
@@ -165,7 +165,7 @@ class Model(ABC):
 
     @cached_property
     def num_trained(self) -> int:
-        """Number of parameters that are trained: those of adapters, if the model has some, else all."""
+        """Number of trained parameters: only adapters if the model has some, else all."""
         return _count(part_frozen(part_averages(self.param_specs())[0])[0])
 
 
@@ -181,17 +181,17 @@ class Classifier(Model):
 
     @abstractmethod
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
-        """Returns float32 logits `[B, V]`; padding classes get probability 0."""
+        """Returns float32 logits `[B, V]`, with probability 0 for padding classes."""
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar.
 
-        `batch` holds `images` `[B, H, W, C]`, float32, `labels` `[B]`, ids, and `weights` `[B]`, float32.
+        `batch` holds float32 `images` `[B, H, W, C]`, class ids `labels` `[B]`, and float32 `weights` `[B]`.
         """
         return cross_entropy(self.logits(params, batch["images"], gather), batch["labels"], batch["weights"])
 
     def evaluate(self, params: Params, batch: Batch, gather: Gather) -> dict[str, Array]:
-        """Returns the weighted sums `loss` and `correct`, the images whose label is the most likely class."""
+        """Returns the weighted sums `loss` and `correct` (images whose label is the most likely class)."""
         logits_BV = self.logits(params, batch["images"], gather)
         right_B = jnp.argmax(logits_BV, axis=-1) == batch["labels"]
         return {
@@ -204,11 +204,12 @@ CUDNN = "dot_product_attention_fwd"  # the primitive of jax.nn.dot_product_atten
 
 
 def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
-    """Returns a layer whose backward pass recomputes what `policy` selects; `in_scan`: the layer is a scan's body.
+    """Returns a layer whose backward pass recomputes values by `policy`. `in_scan`: it is the body of a scan.
 
-    `full` recomputes everything from the layer's inputs; `dots` everything but products with weights, the attention of
-    kernels (cuDNN's and ours), and what is exchanged between experts; `none` nothing, so that the gathered parameters
-    stay in memory.
+    - `full` recomputes everything from the layer's inputs.
+    - `dots` saves products with weights, the attention of kernels (cuDNN's and ours), and tokens exchanged between
+      experts.
+    - `none` recomputes nothing, so that the gathered parameters stay in memory.
     """
     prevent_cse = not in_scan  # in a scan, XLA cannot merge the two computations anyway
     match policy:
@@ -225,7 +226,10 @@ def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = Fals
 
 
 def _is_kept(primitive: Any, *args: Any, **how: Any) -> bool:
-    """Whether it is a product with weights, or cuDNN's attention; experts mark theirs, which are of a batch."""
+    """Whether a value is a product with weights or cuDNN's attention.
+
+    Experts mark their products, which are batched.
+    """
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **how)
     return primitive is jax.lax.conv_general_dilated_p or dots or primitive.name.startswith(CUDNN)
 

@@ -1,14 +1,13 @@
 """The norms of a convolutional network, and batch norm's running averages.
 
-Group norm (Wu & He 2018, arXiv 1803.08494) needs nothing but the image. Batch norm (Ioffe & Szegedy 2015, arXiv
-1502.03167) normalises a channel over several rows of the batch. Here these are not the rows that a device happens to
-have: every `model.norm_rows` consecutive rows of the global batch are normalised together, as a ghost batch (Hoffer et
-al. 2017, arXiv 1705.08741), and each ghost batch is on one device. So the loss is the same for any number of devices
-and micro-steps, and nothing is sent for it. Rows of weight zero, which fill the batch up, are not there for it: they
-take no part in the statistics, and become zero.
+Group norm (Wu & He 2018, arXiv 1803.08494) needs only the image. Batch norm (Ioffe & Szegedy 2015, arXiv 1502.03167)
+normalises a channel over several rows of the batch. Here these rows do not depend on the devices. Every
+`model.norm_rows` consecutive rows of the global batch are normalised together, as a ghost batch (Hoffer et al. 2017,
+arXiv 1705.08741), and each ghost batch is on one device. The loss is therefore the same for any number of devices and
+micro-steps, without communication. Padding rows of weight zero take no part in the statistics, and become zero.
 
-In training each norm notes its statistics. Their weighted sums become the gradient of the running averages
-(`averaging`), so that these are the mean over the whole global batch; evaluation normalises by the averages.
+In training each norm records its statistics. Their weighted sums become the gradient of the running averages
+(`averaging`), so that the averages cover the whole global batch. Evaluation normalises by the averages.
 
 Shapes: B batch, H height, W width, C channels; G ghost batches of N rows.
 """
@@ -22,22 +21,22 @@ from flax import nnx
 from jax import Array, lax
 
 NORM_EPS = 1e-5
-Statistics = Mapping[str, Mapping[str, Array]]  # of each norm by its name: `mean` and `variance`, [C]
+Statistics = Mapping[str, Mapping[str, Array]]  # by the name of a norm: `mean` and `variance`, [C]
 
 
-# Returns the float32 values of a norm's input, of mean 0 and variance 1, by its name; and the sums that it has seen.
+# (name, input) -> (float32 input normalised to mean 0 and variance 1, sums of its statistics if any)
 Norm = Callable[[str, Array], tuple[Array, dict[str, Array] | None]]
 
 
 class Norms:
-    """The norms of a part of a network; `seen` fills with their sums, where they have any."""
+    """The norms of a part of a network. `seen` collects the sums of their statistics, if they have any."""
 
     def __init__(self, norm: Norm) -> None:
         self._norm = norm
         self.seen: dict[str, dict[str, Array]] = {}
 
     def __call__(self, name: str, y_BHWC: Array) -> Array:
-        """Returns the normalised output of a convolution; `name` is unique in the network."""
+        """Returns the normalised output of a convolution. `name` is unique in the network."""
         y_BHWC, seen = self._norm(name, y_BHWC)
         if seen is not None:
             self.seen[name] = seen
@@ -45,7 +44,7 @@ class Norms:
 
 
 class Average(nnx.Module):
-    """The running averages of a norm: the mean of each channel, and its variance."""
+    """The running averages of a norm: the mean and the variance of each channel."""
 
     def __init__(self, channels: int) -> None:
         self.mean = nnx.Param(jnp.zeros(channels), dims=("norm",))
@@ -61,7 +60,7 @@ class Averages(nnx.Module):
 
 
 def group_norm(num_groups: int) -> Norm:
-    """Returns the norm with the statistics of an image and a group of channels."""
+    """Returns the norm with statistics per image and group of channels."""
 
     def normalise(name: str, y_BHWC: Array) -> tuple[Array, None]:
         del name
@@ -74,10 +73,10 @@ def group_norm(num_groups: int) -> Norm:
 
 
 def ghost_batches(weights_B: Array, rows: int) -> Norm:
-    """Returns the norm with the statistics of each `rows` rows; their values are zero where the weight is zero.
+    """Returns the norm with statistics over each `rows` rows. Its output is zero where the weight is zero.
 
-    It sees the sums of mean and variance, weighted with the ghost batches' weights. The variance there is the unbiased
-    one, as Ioffe & Szegedy's algorithm 2 has it.
+    It also returns the sums of mean and variance, weighted with the ghost batches' weights. The variance in these sums
+    is unbiased, as in Ioffe & Szegedy's algorithm 2.
     """
 
     def normalise(name: str, y_BHWC: Array) -> tuple[Array, dict[str, Array]]:
@@ -104,7 +103,7 @@ def ghost_batches(weights_B: Array, rows: int) -> Norm:
 
 
 def running_averages(averages: Statistics) -> Norm:
-    """Returns the norm with the statistics that training has averaged."""
+    """Returns the norm that uses the averaged statistics of training."""
 
     def normalise(name: str, y_BHWC: Array) -> tuple[Array, None]:
         mean_C, variance_C = (averages[name][key].astype(jnp.float32) for key in ("mean", "variance"))
@@ -115,10 +114,10 @@ def running_averages(averages: Statistics) -> Norm:
 
 
 def averaging(loss: Array, averages: Any, sums: Any) -> Array:
-    """Returns `loss`, a sum over the rows; the gradients of the `averages` are then minus `sums`.
+    """Returns `loss`, a sum over the rows, and makes minus `sums` the gradient of the `averages`.
 
-    They are scaled as the loss is: of the mean loss over a batch, they are minus the mean statistics of the batch. The
-    values of `averages` are not used, and no gradient passes to `sums`.
+    The gradients are scaled like the loss: for the mean loss over a batch, they are minus the mean statistics of the
+    batch. The values of `averages` are not used, and no gradient passes to `sums`.
     """
 
     @jax.custom_vjp

@@ -1,6 +1,6 @@
 """LoRA's adapters in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`, read and written.
 
-A tensor is named after the matrix that it stands beside, `base_model.model.NAME.lora_A.weight` `[rank, in]` and
+A tensor is named after the matrix that it adapts, `base_model.model.NAME.lora_A.weight` `[rank, in]` and
 `lora_B.weight` `[out, rank]`, one for each layer. The file's metadata hold a hash of the names and shapes of the base.
 """
 
@@ -25,11 +25,11 @@ from sharding.spec import path_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, ENDS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
-# what we compute, by PEFT's names: its defaults, which may be absent
+# the settings that we implement, by PEFT's names: its defaults, which may be absent
 ONLY = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False}
 ONLY |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None}
-NOT_WRITTEN = {"alora_invocation_tokens": None, "layer_replication": None}  # older versions of PEFT do not know them
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of `init_lora_weights`
+NOT_WRITTEN = {"alora_invocation_tokens": None, "layer_replication": None}  # older versions of PEFT do not know these
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # prefixes of `init_lora_weights`
 
 
 class Adapters:
@@ -38,8 +38,8 @@ class Adapters:
     def __init__(self, model: Model, folder: str | Path) -> None:
         """Opens the files and checks every tensor.
 
-        ValueError for a missing or damaged file, another rank or alpha, adapters that we do not compute or that belong
-        to another base, and a tensor that is missing, of another shape, not finite, or not part of the model.
+        ValueError for a missing or damaged file, another rank or alpha, unsupported adapters or adapters of another
+        base, and a tensor that is missing, of another shape, not finite, or not part of the model.
         """
         assert isinstance(model.config, TransformerConfig)
         self._folder, c = user_path(folder), model.config
@@ -71,7 +71,7 @@ class Adapters:
         return jax.tree_util.tree_map_with_path(load, abstract)
 
     def _read(self, name: str) -> np.ndarray:
-        """Returns an adapter of one layer as we keep it, float32."""
+        """Returns an adapter of one layer in our layout, float32."""
         with np.errstate(over="ignore"):  # a float64 may become infinite
             return self._file.get_tensor(name).astype(np.float32).T
 
@@ -89,10 +89,11 @@ class Adapters:
 
 
 def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: str) -> Path:
-    """Writes the adapters into `folder`, an existing one, and returns the path of their file.
+    """Writes the adapters into the existing `folder`, and returns the path of their file.
 
-    `read(path)` returns one of our parameters whole, f32 `[L, ...]`; `base` is the folder or name of the base's
-    checkpoint. ValueError if PEFT has no such layout, or if the folder holds adapters.
+    `read(path)` returns one of our parameters whole, f32 `[L, ...]`. `base` is the folder or name of the base's
+    checkpoint.
+    ValueError if PEFT has no such layout, or if the folder already holds adapters.
     """
     assert isinstance(model.config, TransformerConfig)
     if (file := folder / WEIGHTS_FILE).exists():
@@ -129,7 +130,7 @@ def base_hash(model: Model) -> str:
 
 
 def _adapted(model: Model) -> dict[str, Tensor]:
-    """Returns the matrices that have adapters, by our path. ValueError where theirs hold several of ours."""
+    """Returns the matrices with adapters, by our path. ValueError if one of their tensors holds several of ours."""
     assert isinstance(model.config, TransformerConfig)
     targets = {f"layers/{name}/weight" for name in model.config.lora_targets.split()}
     architecture = architecture_of(model.config)
@@ -140,7 +141,7 @@ def _adapted(model: Model) -> dict[str, Tensor]:
 
 
 def _target_modules(model: Model, found: dict[str, Tensor]) -> list[str]:
-    """Returns the names by which PEFT finds the matrices: last words, or all of a name if others end with its last."""
+    """Returns the names by which PEFT finds the matrices: the last word, or the full name if the word is ambiguous."""
     assert isinstance(model.config, TransformerConfig)
 
     def modules(tensors: Iterable[Tensor]) -> set[str]:

@@ -5,15 +5,15 @@
 - Version 1 has a strided bottleneck's stride in the first 1x1 convolution, as in the paper's table 1 and gluoncv's
   `resnet50_v1`. Version 1.5, torchvision's and gluoncv's `resnet50_v1b`, has it in the 3x3 convolution and takes 6 %
   more FLOPs.
-- A wide network (Zagoruyko & Komodakis 2016, arXiv 1605.07146, for ImageNet) has more channels inside its bottlenecks;
-  between them the number stays.
-- Both norms have the same number of parameters, and the loss depends on the number of devices with neither
+- A wide network (Zagoruyko & Komodakis 2016, arXiv 1605.07146, for ImageNet) has more channels inside its bottlenecks,
+  and the same number between them.
+- Both norms have the same number of parameters. With neither does the loss depend on the number of devices
   (models/norms.py).
 - The last norm of each block starts with scale 0, so that a new block equals its shortcut (Goyal et al. 2017, arXiv
   1706.02677, 5.1; Wu & He 2018, arXiv 1803.08494, 4.1).
 
-Each block is a parameter group of its own, which is gathered and rematerialised separately. The blocks' shapes differ,
-so they cannot be scanned. With batch norm, the group `averages` holds what evaluation normalises by.
+Each block is a separate parameter group, which is gathered and rematerialised separately. The blocks' shapes differ, so
+they cannot be scanned. With batch norm, the group `averages` holds the statistics for evaluation.
 
 Shapes: B batch, H height, W width, C channels, V classes (padded).
 """
@@ -42,8 +42,8 @@ from models.norms import (
 )
 from sharding.averages import AVERAGES
 
-EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels of a block over its inner channels, if it is not wide
-LAYOUT = ("NHWC", "OIHW", "NHWC")  # outputs are the kernel's first dim, which is the one to be sharded
+EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels divided by inner channels of a block that is not wide
+LAYOUT = ("NHWC", "OIHW", "NHWC")  # outputs are the kernel's first dim, which is sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ class ConvConfig:
     """A square convolution, padded so that only its stride changes the size of an image."""
 
     kernel: int
-    inputs: int  # channels
+    inputs: int  # number of channels
     outputs: int
     stride: int = 1
 
 
-Branch = dict[str, ConvConfig]  # the convolutions of a block by name, in order; a `shortcut` that is one comes last
+Branch = dict[str, ConvConfig]  # the convolutions of a block by name, in order; a convolutional `shortcut` is the last
 
 
 def stem_conv(c: ResNetConfig) -> ConvConfig:
@@ -66,7 +66,7 @@ def stem_conv(c: ResNetConfig) -> ConvConfig:
 
 
 def residual_blocks(c: ResNetConfig) -> dict[str, Branch]:
-    """Returns the blocks in order, by name: each stage doubles the channels and halves the image's side."""
+    """Returns the blocks in order, by name. Each stage doubles the channels and halves the image's side."""
     found, inputs = {}, c.width
     kernels = (3, 3) if c.block == "basic" else (1, 3, 1)
     strided = 1 if c.version == "1.5" and c.block == "bottleneck" else 0
@@ -122,7 +122,7 @@ class ConvNorm(nnx.Module):
 
 
 class Stem(nnx.Module):
-    """The first convolution; for large images 7x7 and max pooling, which divide the side by 4."""
+    """The first convolution. For large images 7x7 and max pooling, which divide the side by 4."""
 
     def __init__(self, config: ResNetConfig, key: Array) -> None:
         self.pools = config.stem == "conv7_pool"
@@ -174,16 +174,19 @@ class ResNet(Classifier):
     config: ResNetConfig
 
     def make_groups(self) -> dict[str, Group[Any]]:
-        """Returns the parameter groups by their top-level key, in the order of their use; `averages` is the last."""
+        """Returns the parameter groups by their top-level key, in the order of their use.
+
+        `averages` is the last group.
+        """
         c = self.config
         blocks = {name: Group(partial(Block, name, convs)) for name, convs in residual_blocks(c).items()}
         averages = {AVERAGES: Group(lambda key: Averages(norm_channels(c)))} if c.norm == "batch" else {}
         return {"stem": Group(partial(Stem, c)), **blocks, "head": Group(partial(Head, c)), **averages}
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
-        """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar; see `Classifier`.
+        """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar. See `Classifier`.
 
-        With batch norm each ghost batch has its own statistics; the number of rows must be a multiple of its size.
+        With batch norm each ghost batch has separate statistics, and the number of rows must be a multiple of its size.
         """
         c, weights_B = self.config, batch["weights"]
         if c.norm != "batch":
@@ -201,7 +204,7 @@ class ResNet(Classifier):
         return self._run(params, images_BHWC, gather, norm)[0]
 
     def _run(self, params: Params, images_BHWC: Array, gather: Gather, norm: Norm) -> tuple[Array, Statistics]:
-        """Returns float32 logits `[B, V]`, padding classes with probability 0, and what the norms have seen."""
+        """Returns float32 logits `[B, V]`, with probability 0 for padding classes, and the statistics of the norms."""
         x, seen = images_BHWC.astype(self.dtype), {}
         for name, group in self.groups.items():
             if name == AVERAGES:
@@ -220,7 +223,7 @@ class ResNet(Classifier):
         c = self.config
 
         def products(conv: ConvConfig, size: int) -> tuple[int, int]:
-            """Returns the number of its multiplications for an image of side `size`, and the side of its output."""
+            """Returns the number of multiplications for an image of side `size`, and the side of the output."""
             size = -(-size // conv.stride)
             return conv.kernel**2 * conv.inputs * conv.outputs * size**2, size
 

@@ -1,4 +1,4 @@
-"""Common bases of transformers: a scan over the stacked layers; of decoder and encoder, loss and FLOPs per token."""
+"""Common bases of transformers: a scan over the stacked layers; for decoder and encoder, loss and FLOPs per token."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from sharding.pipeline import StagedLoss
 
 
 class Embedding(nnx.Module):
-    """Embeddings of tokens `[V, D]`, of positions if they are learned, perhaps of token types, and perhaps a norm."""
+    """Embeddings of tokens `[V, D]`, of learned positions, optionally of token types, and optionally a norm."""
 
     def __init__(self, config: TransformerConfig, num_positions: int, key: Array) -> None:
         c, std = config, initial_std(config.hidden)
@@ -43,7 +43,7 @@ class Embedding(nnx.Module):
         self.scale = c.hidden**0.5 if isinstance(c, DecoderConfig) and c.scale_embedding else 1.0
 
     def __call__(self, tokens_BT: Array, positions_BT: Array | None, context: Context = ALONE) -> Array:
-        """Returns `[B, T, D]`; positions are rows of their table, without them those from `offset` on."""
+        """Returns `[B, T, D]`. Positions are row numbers of their table, counted from `offset` by default."""
         x_BTD = self.token[...][tokens_BT]
         x_BTD = x_BTD if self.scale == 1 else x_BTD * self.scale
         if self.position is None:
@@ -59,10 +59,10 @@ class Embedding(nnx.Module):
 
 @dataclass(frozen=True)
 class Stack(Model):
-    """An embedding, a stack of layers and a head, each a parameter group; the classes name their modules."""
+    """An embedding, a stack of layers and a head, each a parameter group. Subclasses name their modules."""
 
     config: TransformerConfig | ViTConfig
-    HEAD: ClassVar[Any]  # an nnx.Module, made of the config and a key
+    HEAD: ClassVar[Any]  # an nnx.Module, created from the config and a key
 
     @abstractmethod
     def make_embedding(self, key: Array) -> nnx.Module:
@@ -96,10 +96,10 @@ class Stack(Model):
     def run_layers(
         self, params: Params, x: Any, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
     ) -> Any:
-        """Returns `x` after all layers, each gathered right before its use; `args` and `how` are passed to every layer.
+        """Returns `x` after all layers, each gathered right before its use. `args` and `how` are passed to every layer.
 
-        `x` is what the layers hand on, an array `[B, T, D]` or a tree of arrays; `args` are arrays of floats. They are
-        the layers of a pipeline's `stage`, which matters where layers are not alike.
+        `x` is passed from layer to layer, an array `[B, T, D]` or a tree of arrays. `args` are float arrays. `stage` is
+        the pipeline stage of the layers, which matters if layers differ.
         """
         del stage
 
@@ -117,7 +117,7 @@ class Stack(Model):
         )
 
     def run_layer(self, values: Params, x: Any, *args: Array | None, **how: Any) -> Any:
-        """Returns what an entry of the stack, of the gathered parameters `values`, makes of `x`."""
+        """Returns the output of an entry of the stack with the gathered parameters `values` for the input `x`."""
         return self.module("layers", values)(x, *args, **how)
 
 
@@ -128,14 +128,14 @@ class Transformer(Stack):
     config: TransformerConfig
 
     def check_length(self, length: int) -> None:
-        """Raises ValueError for a sequence that has more tokens than there are positions."""
+        """Raises ValueError for a sequence with more tokens than positions."""
         if length > self.config.max_len:
             raise ValueError(f"a sequence of {length} tokens is longer than model.max_len = {self.config.max_len}")
 
     @property
     @abstractmethod
     def num_positions(self) -> int:
-        """Rows of the embedding of positions; 0 if they are not learned."""
+        """Number of learned positions, 0 if they are not learned."""
 
     @property
     @abstractmethod
@@ -144,45 +144,45 @@ class Transformer(Stack):
 
     @abstractmethod
     def positions(self, tokens_BT: Array, segments_BT: Array | None) -> Array | None:
-        """Returns the rows of the positions of the tokens; None: those of a row that is one document."""
+        """Returns the position of each token, or None for the positions of a row with a single document."""
 
     def make_embedding(self, key: Array) -> nnx.Module:
         """Returns the embedding with new parameters."""
         return Embedding(self.config, self.num_positions, key)
 
     def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE) -> Array:
-        """Returns the input `[B, T, D]` of the first layer; `values` are the gathered parameters `embed`."""
+        """Returns the input `[B, T, D]` of the first layer. `values` are the gathered parameters `embed`."""
         self.check_length(tokens_BT.shape[1] * context.size)
         positions_BT = self.own_positions(tokens_BT, segments_BT, context)
         return self.module("embed", values)(tokens_BT, positions_BT, context)
 
     def own_positions(self, tokens_BT: Array, segments_BT: Array | None, context: Context) -> Any:
-        """Returns `positions` of these tokens in their whole rows."""
+        """Returns the `positions` of these tokens within their whole rows."""
         return context.own(self.positions(*context.whole((tokens_BT, segments_BT))))
 
     def layer_args(
         self, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE
     ) -> tuple[Array | None, ...]:
-        """Returns what every layer is given besides its input: the angles of its positions, and the segments.
+        """Returns the additional inputs of every layer: the angles of its positions, and the segments.
 
-        These are float32, exact below 2**24, because the arguments of `scan_layers` hold floats.
+        These are float32, exact below 2**24, because the arguments of `scan_layers` must be floats.
         """
         del tokens_BT
         return None, None if segments_BT is None else context.whole(segments_BT).astype(jnp.float32)
 
     def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
-        """Returns float32 logits `[B, T, V]` of the last layer's output; padding ids get probability 0.
+        """Returns float32 logits `[B, T, V]` for the last layer's output, with probability 0 for padding ids.
 
-        The values are gathered, of `head` and of `embed`.
+        `values` and `embed_values` are the gathered parameters of `head` and `embed`.
         """
         logits_BTV = self.module("head", values)(x_BTD, self.module("embed", embed_values))
         return mask_padding(logits_BTV, self.config.vocab_size)
 
     def logits(self, params: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None = None) -> Array:
-        """Returns float32 logits `[B, T, V]` of the token to predict at each position; padding ids get probability 0.
+        """Returns float32 logits `[B, T, V]` for the token to predict at each position; padding ids have probability 0.
 
-        With `segments`, ascending numbers of the documents of a row, each document is a sequence of its own: attention
-        stays in it, and its positions begin at 0.
+        With `segments`, ascending document numbers within a row, each document is a separate sequence: attention stays
+        inside it, and its positions begin at 0.
         """
         embed_values = gather("embed", params["embed"])
         x_BTD = self.run(params, embed_values, tokens_BT, gather, segments_BT)
@@ -200,7 +200,7 @@ class Transformer(Stack):
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the tokens' cross-entropies in nats, a float32 scalar.
 
-        `batch` holds `tokens` `[B, T]` and `targets` `[B, T]`, ids, `weights` `[B, T]`, float32, and with a
+        `batch` holds ids `tokens` `[B, T]` and `targets` `[B, T]`, float32 `weights` `[B, T]`, and with a
         `data.packing` of documents `segments` `[B, T]`.
         """
         embed_values = gather("embed", params["embed"])
@@ -208,7 +208,7 @@ class Transformer(Stack):
         return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch)
 
     def cross_entropy(self, values: Params, embed_values: Params, x_BTD: Array, batch: Batch) -> Array:
-        """Returns the weighted sum of the cross-entropies of `project`, piece by piece where the logits are many."""
+        """Returns the weighted sum of the cross-entropies of `project`, in chunks if the logits are many."""
 
         def of_piece(params: tuple[Params, Params], x_BCD: Array, rows: Mapping[str, Array]) -> Array:
             return cross_entropy(self.project(*params, x_BCD), rows["targets"], rows["weights"])
@@ -219,9 +219,9 @@ class Transformer(Stack):
         return sum_of_pieces(of_piece, (values, embed_values), x_BTD, rows, length, frozen=is_frozen)
 
     def staged_loss(self) -> StagedLoss | None:
-        """Returns the loss in pieces: the embedding, the layers, the head and the cross-entropies.
+        """Returns the loss in parts: the embedding, the layers, the head and the cross-entropies.
 
-        None for a model whose objective is more than its loss.
+        None for a model whose objective has further terms.
         """
         if type(self).objective is not Model.objective:
             return None
@@ -253,11 +253,10 @@ class Transformer(Stack):
         """Returns the floating-point operations per token, forward and backward, in sequences of `seq_len` tokens.
 
         `6 N + 12 L D T` for N parameters in matrix products, L layers, D the width of all heads, T tokens: 2 operations
-        per parameter forward, 4 backward. Attention scores and the weighted values cost `4 T D` per layer forward;
-        causality does not halve this (Chowdhery et al. 2022, arXiv 2204.02311, B), a window takes T's place if it is
-        less. Recomputation does not count. For `N = 12 L D^2 + V D` this is the MiCS paper's
-        `96 T l L h^2 (1 + l/6h + V/16Lh)` without recomputation. A frozen parameter's gradient is not
-        computed: 4 instead of 6.
+        per parameter forward, 4 backward. Attention scores and the weighted values cost `4 T D` per layer forward.
+        Causality does not halve this (Chowdhery et al. 2022, arXiv 2204.02311, B), but a window shorter than T replaces
+        T. Recomputation does not count. For `N = 12 L D^2 + V D` this is the MiCS paper's `96 T l L h^2 (1 + l/6h +
+        V/16Lh)` without recomputation. A frozen parameter's gradient is not computed: 4 instead of 6.
         """
         c = self.config
         width = c.num_heads * c.head_size
@@ -268,5 +267,5 @@ class Transformer(Stack):
         return of_products + 12 * width * self.attended(seq_len)
 
     def attended(self, seq_len: int) -> int:
-        """Returns the positions that a token attends to, at most, summed over the layers."""
+        """Returns the largest number of positions that a token attends to, summed over the layers."""
         return self.config.num_layers * seq_len

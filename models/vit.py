@@ -1,8 +1,8 @@
 """A vision transformer that classifies images (Dosovitskiy et al. 2021, arXiv 2010.11929).
 
-Patches are embedded by one matrix; a learned class token stands before them, and learned positions are added. The
-layers are those of the encoder with norms first (models/block.py); the head is a norm and a matrix on the class token.
-There is no dropout, and no hidden layer in the head, which the paper has in pre-training.
+One matrix embeds the patches. A learned class token precedes them, and learned positions are added. The layers are the
+encoder's with norms first (models/block.py). The head is a norm and a matrix on the class token. In contrast to the
+paper's pre-training, the head has no hidden layer, and dropout is omitted.
 
 Shapes: B batch, H height, W width, C channels, P side of a patch, T positions (patches and the class token), D hidden,
 V classes (padded).
@@ -22,7 +22,7 @@ from models.transformer import Stack
 
 
 def patches(images_BHWC: Array, side: int) -> Array:
-    """Returns the patches of images, in the order of reading, `[B, HW / P^2, P^2 C]`."""
+    """Returns the patches of images, row by row, `[B, HW / P^2, P^2 C]`."""
     batch, height, width, channels = images_BHWC.shape
     x = images_BHWC.reshape(batch, height // side, side, width // side, side, channels)
     return x.swapaxes(2, 3).reshape(batch, -1, side * side * channels)
@@ -49,7 +49,7 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The final norm, and the matrix of the class token `[D, V]` with its bias."""
+    """The final norm, and the matrix `[D, V]` on the class token, with its bias."""
 
     def __init__(self, config: ViTConfig, key: Array) -> None:
         c = config
@@ -75,7 +75,7 @@ class ViT(Stack, Classifier):
         return Embedding(self.config, key)
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
-        """Returns float32 logits `[B, V]`; padding classes get probability 0."""
+        """Returns float32 logits `[B, V]`, with probability 0 for padding classes."""
         embedding = self.module("embed", gather("embed", params["embed"]))
         x_BTD = self.run_layers(params, embedding(images_BHWC.astype(self.dtype)), gather)
         head = self.module("head", gather("head", params["head"]))
@@ -83,7 +83,7 @@ class ViT(Stack, Classifier):
 
     def flops_per_row(self, shape: tuple[int, ...]) -> float:
         """Returns the floating-point operations per image `[H, W, C]`, forward and backward."""
-        del shape  # the config's
+        del shape  # the config determines it
         c = self.config
         positions = 1 + c.num_patches
         layer = positions * (4 * c.hidden**2 + 2 * c.hidden * c.intermediate) + 2 * positions**2 * c.hidden
