@@ -1,1 +1,1 @@
-"""Where every part of a run's state lies and what each device holds, before anything is started or compiled."""
+"""The placement of every part of a run's state and the bytes on each device, before any program starts or compiles."""

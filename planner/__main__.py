@@ -46,8 +46,8 @@ from runtime.files.paths import user_path
 from training import batches
 from training.metrics.units import format_bytes, format_count
 
-SHOWN = 10  # of a search
-LOOKED_AT = 6  # programs of a search, unless --compile says otherwise
+SHOWN = 10  # rows of a search
+LOOKED_AT = 6  # programs compiled by a search, unless --compile sets their number
 DEFAULT = "p4d.24xlarge"  # cluster
 QUICK = "a search compiles what fits without fused norms: quicker, its steps 1 to 2 % longer than --strategy plans them"
 RATE = {"mbit": 1e6, "gbit": 1e9}
@@ -57,7 +57,7 @@ RATE = {"mbit": 1e6, "gbit": 1e9}
 class Question:
     """The question of the command line, without output files."""
 
-    name: str  # of the config
+    name: str  # name of the config
     config: Config
     words: tuple[str, ...]
     cluster: clusters.Cluster
@@ -79,7 +79,7 @@ class Answer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+    """Runs the program and returns its exit code. A user's mistake is reported in one line."""
     prepare_output()
     values = _flags(argv)
     try:
@@ -239,7 +239,7 @@ def _notes(cluster: clusters.Cluster, *, is_search: bool) -> list[str]:
 
 
 def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValues) -> None:
-    """Prints the plans and writes their files; for several numbers of nodes, an error replaces its plan."""
+    """Prints the plans and writes their files. With several numbers of nodes, an error replaces its plan."""
     trace, spot = read_trace(user_path(values.spot_trace)) if values.spot_trace else None, ""
     if trace:
         run_of(question.config)  # raises ValueError if its cost is unknown
@@ -358,7 +358,7 @@ def _stand_ins(step: Step) -> list[str]:
 
 
 def _padding(config: Config, predictions: Sequence[Prediction], num_devices: int) -> list[str]:
-    """Returns a note for each micro-batch with which rows of weight zero are computed."""
+    """Returns a note for each micro-batch that needs padding rows of weight zero."""
     data_devices = num_devices // (config.mesh.tensor * config.mesh.context)
     sizes = dict.fromkeys(p.candidate.micro_size for p in predictions)
     return [line for size in sizes for line in batches.padding(replace(config.batch, micro_size=size), data_devices)]

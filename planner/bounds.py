@@ -1,7 +1,7 @@
-"""Bounds of a candidate before anything is compiled: memory, traffic and time of a step.
+"""Bounds of a candidate before compilation: memory, traffic and time of a step.
 
-The least time is the time of the matrix products alone, or of the traffic of one network level alone, whichever is
-longer.
+The least time is the longer of two: the time of the matrix products alone, and the time of the traffic of one network
+level alone.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from training.experiment import Experiment
 from training.memory import state_bytes
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-# bytes of a value, at least: blocks also have scales; a registered codec's size is unknown
+# lower bounds of the bytes per value: blocks also have scales, and a registered codec's size is unknown
 CODEC_BYTES = {
     "none": 4.0,
     "bf16": 2.0,
@@ -26,22 +26,22 @@ CODEC_BYTES = {
     "int4": 0.5,
     "statistical": 0.25,
 }
-SLACK = 1.2  # the least time ignores details (embeddings are gathered once): nothing this near is discarded
+SLACK = 1.2  # the least time ignores details (embeddings are gathered once), so nothing within this factor is discarded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Bytes of a device and seconds of a step. Bounds are never too high; an estimate may be."""
+    """Bytes of a device and seconds of a step. Bounds are never too high, but an estimate may be."""
 
     state_bytes: int
     least_bytes: float
     estimate_bytes: float
     least_s: float
-    estimate_s: float  # by which candidates are ordered
+    estimate_s: float  # orders the candidates
 
 
 def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int] | None = None) -> Bounds:
-    """Returns the bounds of an experiment on devices of a cluster; `state` if its bytes are known."""
+    """Returns the bounds of an experiment on devices of a cluster. `state` is given if its bytes are known."""
     state = state or state_bytes(experiment)
     compute_s, network = _compute_s(experiment, cluster), cluster.network()
     levels = [network.transfer_s(level, sent) for level, sent in traffic(experiment).items()]
@@ -55,15 +55,15 @@ def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int]
 
 
 def flops_per_row(experiment: Experiment) -> float:
-    """Returns the model's floating-point operations a row, without recomputation."""
+    """Returns the model's floating-point operations per row, without recomputation."""
     row = next(iter(row_arrays(experiment.config.data).values()))
     return experiment.model.flops_per_row(row.shape)
 
 
 def forward_share(experiment: Experiment) -> float:
-    """Returns the share of a step's operations that is forward: of three passes, or four that compute layers again.
+    """Returns the forward fraction of a step's operations: one of three passes, or of four if layers are recomputed.
 
-    A frozen base has no gradients, so one less.
+    A frozen base has no gradients, so it has one pass less.
     """
     model = experiment.model
     is_frozen = model.num_trained < model.num_params
@@ -71,7 +71,7 @@ def forward_share(experiment: Experiment) -> float:
 
 
 def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
-    """Returns the least seconds of a step's products; a kernel computes half of the pairs of a causal mask."""
+    """Returns the least seconds of a step's products. A kernel computes half of the pairs of a causal mask."""
     model, shape, flops = experiment.model.config, experiment.plan.layout.shape, flops_per_row(experiment)
     if isinstance(experiment.model, Transformer):
         length = experiment.config.data.seq_len
@@ -84,7 +84,7 @@ def _compute_s(experiment: Experiment, cluster: Cluster) -> float:
 
 
 def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> float:
-    """Returns an estimate of a step's seconds: communication that can be hidden costs nothing.
+    """Returns an estimate of a step's seconds, in which communication that can be hidden costs nothing.
 
     Each micro-step copies the gathered parameters out of their packs twice, and the gradients into theirs.
     """
@@ -108,7 +108,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
 
 
 def traffic(experiment: Experiment) -> Mapping[str, float]:
-    """Returns the bytes that a device sends a step on each level, by the formulas of docs/concepts.md."""
+    """Returns the bytes that a device sends per step on each level, by the formulas of docs/concepts.md."""
     by_use = traffic_by_use(experiment).values()
     return {level: sum(sent[level] for sent in by_use) for level in ("inter", "intra")}
 
@@ -167,7 +167,7 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
 
 
 def _sent_heads(experiment: Experiment) -> float:
-    """Returns the values that a device passes to the all-to-alls over heads in a micro-step, its own included."""
+    """Returns the values, its own included, that a device passes to the all-to-alls over heads per micro-step."""
     config, model = experiment.config, experiment.model.config
     assert isinstance(model, TransformerConfig)
     heads = model.num_heads + getattr(model, "num_kv_heads", model.num_heads)
@@ -176,7 +176,7 @@ def _sent_heads(experiment: Experiment) -> float:
 
 
 def _sent_tokens(experiment: Experiment) -> float:
-    """Returns the values that a device passes to the exchange of tokens in a micro-step, its own included.
+    """Returns the values, its own included, that a device passes to the exchange of tokens per micro-step.
 
     These are the slots of its rows at all experts, there and back, forward and backward, and once more if the backward
     pass recomputes the whole layer. The last layer is counted as with overlap, which does not recompute it. Without

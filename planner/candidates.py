@@ -1,4 +1,4 @@
-"""`Candidate`: one way to train a config on a cluster; and all candidates of a search."""
+"""`Candidate`: one way to train a config on a cluster. Also all candidates of a search."""
 
 import re
 from ast import literal_eval
@@ -15,7 +15,8 @@ from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
 SCOPES = ("parameters", "gradients", "optimizer")
 WIDTHS = {"none": "no devices", "node": "a node", "all": "all devices"}
-# keys that an extra changes, by their last word; without one, codecs are none, and of these the config's holds
+# Keys that an extra changes, by their last word. Without an extra, codecs are none, and KEPT keys keep the config's
+# value.
 KEPT = {"delayed": "compression.delayed", "inner_steps": "local_sgd.inner_steps", "remat": "model.remat"}
 KEPT |= {key.partition(".")[2]: key for key in OUTER_STEP} | {"optimizer.name": "optimizer.name"}
 CODED = ("all_reduce", *NOT_ALL_REDUCE)
@@ -25,10 +26,10 @@ CODED_TRAFFIC = {  # names in the output of the traffic that a codec's key encod
     "all_reduce": "replica all-reduce",
     "experts": "tokens to experts",
 }
-# the outer step of local SGD, unless an extra is another one: DiLoCo's costs more loss
+# the outer step of local SGD, unless an extra sets another one: DiLoCo's has a higher loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
 OTHER_REMAT = {"full": "dots", "dots": "full"}
-# ordered by how much they change the result; configs/losses.csv has measured costs of some
+# ordered by their effect on the result; configs/losses.csv has measured losses of some
 CODECS = ("none", "bf16", "int8", "int4")
 TIMINGS: tuple[dict[str, str], ...] = ({}, {"inner_steps": "10"}, {"delayed": "True"}, {"inner_steps": "50"})
 # traffic that a codec encodes: the replica all-reduce, gathers and scatters of large groups, or both
@@ -41,10 +42,10 @@ BETWEEN_NODES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """The parts of a config that a search changes, and its codecs; everything else is the config's."""
+    """The parts of a config that a search changes, including its codecs. All other settings are the config's."""
 
     strategy: str
-    partition_size: int = 0  # of mics
+    partition_size: int = 0  # devices per partition group of mics
     gather: str
     micro_size: int
     extras: str = ""  # codecs, keys of KEPT, scopes of custom, mics' wider optimizer: `all_reduce=int8+optimizer=all`
@@ -79,7 +80,7 @@ class Candidate:
         return self.strategy in ("mics", "hsdp")
 
     def with_extras(self, extras: Mapping[str, str]) -> "Candidate":
-        """Returns the same with more extras, or others."""
+        """Returns the candidate with additional or replaced extras."""
         return replace(self, extras=_joined({**self.pairs, **extras}))
 
     @property
@@ -91,16 +92,17 @@ class Candidate:
         return f"{self.name}, micro-batch {self.micro_size}, gather {self.gather}"
 
     def overrides(self) -> dict[str, Any]:
-        """Returns the keys of a config that make it this candidate, with their values."""
+        """Returns the keys and values that turn a config into this candidate."""
         keys: dict[str, Any] = {"sharding.gather": self.gather, "batch.micro_size": self.micro_size}
         keys |= {"sharding.strategy": self.strategy, "sharding.partition_size": self.partition_size}
         extras = dict.fromkeys(CODED, "none") | self.pairs
         if self.strategy == "mics" and "optimizer" in extras:
             keys |= {"sharding.strategy": "custom", "sharding.partition_size": 0}
             extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
-        elif self.strategy != "custom":  # the scopes that it does not name are the config's
+        elif self.strategy != "custom":  # the config sets the scopes that `custom` does not name
             keys |= {f"sharding.{name}": "" for name in SCOPES}
-        # these keys belong to the config's own method, which may be another one; registered methods may read them
+        # These keys belong to the config's method, and the candidate's may be another one. Registered methods may read
+        # them.
         if {extras[key] for key in CODED} <= {*ALL_REDUCE}:
             unused = [key for key, users in USERS.items() if extras["all_reduce"] not in users]
             keys |= {f"compression.{key}": getattr(CompressionConfig, key) for key in unused}
@@ -110,7 +112,7 @@ class Candidate:
         return keys | {key: _value(text) for key, text in texts.items()}
 
     def applied(self, config: Config) -> Config:
-        """Returns the config with the candidate in it. ValueError if the two do not go together."""
+        """Returns the config with the candidate applied. ValueError if they are incompatible."""
         changes: dict[str, dict[str, Any]] = {}
         for key, value in self.overrides().items():
             section, _, name = key.partition(".")
@@ -163,9 +165,9 @@ def _joined(extras: Mapping[str, str]) -> str:
 
 
 def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
-    """Returns a candidate for each of `mics(8)`, `zero3+all_gather_inter=int8`, ...; the rest is the config's.
+    """Returns a candidate for each of `mics(8)`, `zero3+all_gather_inter=int8`, ... The config sets the rest.
 
-    After a plus come extras, and scopes of `custom`. ValueError for another word.
+    Extras and scopes of `custom` follow a plus. ValueError for another word.
     """
     own, found = of_config(config), []
     for whole in words:
@@ -194,7 +196,7 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
 def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterator[Candidate]:
     """Yields strategies, group sizes, micro-batches and gather policies of a config, each program once.
 
-    All other settings are the config's: `exact_variants` and `changes` vary them.
+    All other settings are the config's. `exact_variants` and `changes` vary them.
     """
     data_devices = nodes * devices_per_node // (config.mesh.tensor * config.mesh.context)
     rows = -(-config.batch.global_size // data_devices)
@@ -216,7 +218,7 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
 def exact_variants(candidate: Candidate, config: Config, *, fits: bool) -> Iterator[Candidate]:
     """Yields the candidate with the other rematerialisation, and with smaller memory for groups that do not fit.
 
-    The result of a step is the candidate's, up to rounding.
+    The result of a step equals the candidate's, up to rounding.
     """
     if config.model.remat in OTHER_REMAT:
         yield candidate.with_extras({"remat": OTHER_REMAT[config.model.remat]})
@@ -226,9 +228,9 @@ def exact_variants(candidate: Candidate, config: Config, *, fits: bool) -> Itera
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of traffic between nodes that changes the result: positions in CODECS and TIMINGS.
+    """A change of traffic between nodes that changes the result, as positions in CODECS and TIMINGS.
 
-    Or the name of another recorded setting that reaches the loss of the dense run.
+    Alternatively the name of another recorded setting that reaches the loss of the dense run.
     """
 
     codec: int = 0
@@ -241,7 +243,7 @@ class Change:
         return not (self.codec and self.timing)
 
     def is_milder(self, other: "Change") -> bool:
-        """Whether another change includes this one and more."""
+        """Whether the other change includes this one and more."""
         is_comparable = self != other and not self.recorded and not other.recorded
         return is_comparable and self.codec <= other.codec and self.timing <= other.timing
 
@@ -270,14 +272,14 @@ def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Cand
 
 
 def _strategies(nodes: int, devices_per_node: int, mesh: MeshConfig) -> Iterator[tuple[str, int]]:
-    """Yields strategies with their group size; mics over one device is ddp, over all zero3, and hsdp is mics."""
+    """Yields strategies with their group size. mics(1) is ddp, mics over all devices is zero3, and hsdp is mics."""
     yield from ((strategy, 0) for strategy in ("ddp", "zero1", "zero2", "zero3"))
     sizes = legal_groups(nodes, devices_per_node, mesh)
     yield from (("mics", size) for size in sizes if mesh.tensor < size < nodes * devices_per_node)
 
 
 def canonical(candidate: Candidate, nodes: int, devices_per_node: int, mesh: MeshConfig) -> Candidate:
-    """Returns the candidate by the name that `all_candidates` has for its program."""
+    """Returns the candidate under the name that `all_candidates` gives to its program."""
     size = devices_per_node if candidate.strategy == "hsdp" else candidate.partition_size
     if not candidate.is_mics or size not in legal_groups(nodes, devices_per_node, mesh):
         return candidate
@@ -288,9 +290,9 @@ def canonical(candidate: Candidate, nodes: int, devices_per_node: int, mesh: Mes
 
 
 def legal_groups(nodes: int, devices_per_node: int, mesh: MeshConfig) -> list[int]:
-    """Returns the devices of every partition group there can be: a divisor of a node, or whole nodes.
+    """Returns the possible numbers of devices in a partition group: a divisor of a node, or whole nodes.
 
-    All devices of a context or tensor group are in one.
+    All devices of a context or tensor group are in the same partition group.
     """
     inside = [p for p in range(1, devices_per_node + 1) if devices_per_node % p == 0]
     across = [devices_per_node * n for n in range(2, nodes + 1) if nodes % n == 0]

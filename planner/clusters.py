@@ -1,8 +1,7 @@
-"""Devices, links and prices of clusters, by name; planner/rates.csv has the figures.
+"""Devices, links and prices of clusters, by name. planner/rates.csv has the figures.
 
-planner/probes.py replaces them by measured figures.
-
-A cluster with a missing figure is not offered; without a price, costs are left out.
+planner/probes.py replaces them by measured figures. A cluster with a missing figure is not offered. Without a price,
+costs are omitted.
 """
 
 from collections.abc import Mapping
@@ -16,11 +15,11 @@ from planner.rates import MissingRateError, Rates, rows
 from training.metrics.throughput import peak_flops
 
 GBIT = 1e9 / 8  # bytes/s
-# overlap of training systems: the compiled program's schedule; gathers and scatters of the neighbouring layers during
+# Overlap of training systems: the compiled program's schedule; gathers and scatters of the neighbouring layers during
 # every layer's kernels (FSDP's prefetching, Zhao et al. 2023, arXiv 2304.11277, 3.3); or nothing
 SCHEDULE, ALL, NOTHING = "schedule", "all", "nothing"
 SYSTEMS = {"ours": SCHEDULE, "fsdp": ALL, "deepspeed": NOTHING}
-MEMORY_SHARE = 0.90  # of a device's memory for the program: a choice; the rest is for CUDA, NCCL and fragments
+MEMORY_SHARE = 0.90  # of a device's memory is for the program (a choice); the rest is for CUDA, NCCL and fragments
 
 
 # ------------------------------------------------------------------------------------------- inputs of a replay
@@ -30,9 +29,9 @@ MEMORY_SHARE = 0.90  # of a device's memory for the program: a choice; the rest 
 class Product:
     """A matrix product of a kernel."""
 
-    dtype: str  # of the operands, as in HLO
+    dtype: str  # dtype of the operands, as in HLO
     flops: float
-    part: str = ""  # of attention: forward, backward
+    part: str = ""  # pass of attention: forward, backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +39,14 @@ class Device:
     """One accelerator."""
 
     peak_flops: Mapping[str, float]  # FLOP/s of dense matrix products by the dtype of their operands, as in HLO
-    matmul_fraction: float  # of the peak, reached by matrix products of any dtype
-    attention: Mapping[str, float] = field(default_factory=dict)  # the same of attention kernels' forward, backward
+    matmul_fraction: float  # fraction of the peak that matrix products of any dtype reach
+    attention: Mapping[str, float] = field(default_factory=dict)  # fraction for attention kernels by pass
     memory_bandwidth: float  # bytes/s that kernels reach
     functions_per_s: float = inf  # values of exp, tanh and the like; GPUs compute them while they wait for memory
     launch_s: float = 0.0  # added to every kernel
 
     def peak(self, dtype: str) -> float:
-        """Returns the peak FLOP/s with a dtype; for an unlisted dtype, the slowest dtype's."""
+        """Returns the peak FLOP/s with a dtype. An unlisted dtype has the slowest dtype's peak."""
         return self.peak_flops.get(dtype, min(self.peak_flops.values()))
 
     def product_s(self, product: Product) -> float:
@@ -65,12 +64,12 @@ class Network:
 
     devices_per_node: int
     intra_bandwidth: float  # bytes/s that a device sends inside its node
-    intra_latency_s: float  # of one message
+    intra_latency_s: float  # latency per message
     node_bandwidth: float  # bytes/s that a node sends to the others, shared by its devices
-    inter_latency_s: float  # of one message
-    all_to_all_fraction: float = 1.0  # of a node's bandwidth, reached by an all-to-all
-    # of a node's bandwidth, reached by an all-reduce along trees with 64 bytes, 128, 256, ...; larger sizes use the
-    # last entry; empty: all-reduces use rings only
+    inter_latency_s: float  # latency per message
+    all_to_all_fraction: float = 1.0  # fraction of a node's bandwidth that an all-to-all reaches
+    # Fractions of a node's bandwidth that an all-reduce along trees reaches with 64 bytes, 128, 256, ... Larger sizes
+    # use the last entry. Empty: all-reduces use rings only.
     tree_fractions: tuple[float, ...] = ()
 
     def transfer_s(self, level: str, sent_bytes: float) -> float:
@@ -91,7 +90,7 @@ class ErrorBar:
 
     half_within: float
     nine_of_ten_within: float
-    of: str  # the steps that were compared
+    of: str  # the compared steps
     built_with: bool = True  # whether the planner's figures come from these steps
 
     def __str__(self) -> str:
@@ -117,13 +116,13 @@ ERROR_BARS = {  # tests/test_planner_validation.py compares them with the record
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Device):
-    """A device on the market."""
+    """A commercially available device."""
 
     name: str
-    target: str  # the program that is compiled for it: a100, h100 or cpu
+    target: str  # target of its compiled program: a100, h100 or cpu
     memory_bytes: float
     link_bandwidth: float  # bytes/s of all its links inside a node, in one direction
-    flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, where it was measured
+    flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, if measured
     copy_bandwidth: float  # bytes/s from the device to pinned memory of its host
     unpinned_bandwidth: float  # the same to other memory
     is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
@@ -136,13 +135,13 @@ class Reached:
 
     intra: float = 1.0
     inter: float = 1.0
-    all_to_all: float = 1.0  # of the rings' bandwidth between nodes
+    all_to_all: float = 1.0  # fraction of the rings' bandwidth between nodes
     trees: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices; bandwidths are of one direction."""
+    """Nodes of equal devices. Bandwidths are per direction."""
 
     name: str
     device: Accelerator
@@ -152,15 +151,15 @@ class Cluster:
     node_bandwidth: float  # bytes/s that a node can send to the others
     inter_latency_s: float
     reached: Reached
-    storage_bandwidth: float  # bytes/s of checkpoints, that all nodes together write or read
-    failures: float = 0.0  # of a node in a day
+    storage_bandwidth: float  # bytes/s of checkpoints that all nodes together write or read
+    failures: float = 0.0  # failures per node per day
     on_demand: float | None = None  # $/h of a node
     spot: float | None = None
     hides: str = SCHEDULE  # which communication overlaps with kernels
 
     @property
     def is_gpu(self) -> bool:
-        """Whether its devices are GPUs; else they are emulated."""
+        """Whether its devices are GPUs. Otherwise they are emulated."""
         return self.device.target != "cpu"
 
     @property
@@ -185,9 +184,10 @@ class Cluster:
         )
 
     def compute(self, num_devices: int, dtype: str = "") -> Device:
-        """Returns one of `num_devices` devices.
+        """Returns the performance of one of `num_devices` devices.
 
-        With `dtype` all products take the time of that dtype: a program for CPUs has f32 in place of a GPU's bf16.
+        With `dtype` all products take the time of that dtype, because a program for CPUs has f32 in place of a GPU's
+        bf16.
         """
         device, shares = self.device, num_devices if self.device.is_shared else 1
         peaks = {dtype: device.peak(dtype)} if dtype else device.peak_flops
@@ -205,7 +205,7 @@ class Cluster:
 
 
 def find_cluster(name: str) -> Cluster:
-    """Returns the cluster of that name. ValueError with the nearest names."""
+    """Returns the cluster with that name. ValueError with the nearest names."""
     if name in CLUSTERS:
         return CLUSTERS[name]
     if name in NODES:
@@ -217,14 +217,17 @@ def find_cluster(name: str) -> Cluster:
 
 
 def with_devices(cluster: Cluster, devices_per_node: int) -> Cluster:
-    """Returns the cluster with other nodes; their prices are not known, unless they are the same."""
+    """Returns the cluster with another number of devices per node.
+
+    Its prices are unknown unless the number is the same.
+    """
     if devices_per_node == cluster.devices_per_node:
         return cluster
     return replace(cluster, devices_per_node=devices_per_node, on_demand=None, spot=None)
 
 
 def with_rate(cluster: Cluster, rate_bits: float) -> Cluster:
-    """Returns the cluster with another link of each node, in bits per second; its prices are not known then."""
+    """Returns the cluster with another link bandwidth per node, in bits per second. Its prices are then unknown."""
     return replace(cluster, node_bandwidth=rate_bits / 8, on_demand=None, spot=None)
 
 
@@ -262,7 +265,7 @@ TREES = (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.
 
 
 def gpu(name: str, rates: Rates) -> Accelerator:
-    """Returns a GPU; f32 products reach the same share of their peak as half-precision products."""
+    """Returns a GPU. f32 products reach the same fraction of their peak as half-precision products."""
     names, target, note = GPUS[name]
     half = peak_flops(name)
     assert half

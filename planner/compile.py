@@ -1,9 +1,9 @@
-"""Compiles the train step of a config for GPUs, on a machine that has none, or for virtual CPU devices.
+"""Compiles the train step of a config for GPUs, on a machine without GPUs, or for virtual CPU devices.
 
-XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a separate process: with the CUDA plug-in in
-its path jax looks for a GPU. The process ends as soon as XLA has written the scheduled program and its buffers, because
-machine code is not needed. Results are kept in a cache folder, by the input of XLA: the lowered step, its
-options, target and version. Lowering takes three seconds, compiling a step of 10 B parameters twenty.
+XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a separate process, because with the CUDA
+plug-in in its path jax looks for a GPU. The process ends as soon as XLA has written the scheduled program and its
+buffers, because machine code is not needed. Results are kept in a cache folder, by the input of XLA: the lowered step,
+its options, target and version. Lowering takes three seconds, compiling a step of 10 B parameters twenty.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / ".venv" / "h100"
 TARGETS = {name: Path(__file__).with_name(f"{name}_target_config.txt") for name in ("h100", "a100")}
-CPU = "cpu"  # as a target
+CPU = "cpu"  # name of the CPU target
 POLL_S = 0.02
 MODULE = "jit_step"  # XLA's name of the step
-# else XLA spends most of its time on tiles of kernels that it might fuse into norms; without them BERT 10B's steps are
-# 1 % longer, and its memory up to a third larger
+# Without these flags XLA spends most of its time on tiles of kernels that it might fuse into norms. With them BERT
+# 10B's steps are 1 % longer, and its memory up to a third larger.
 QUICK = "--xla_disable_hlo_passes=triton-softmax-rewriter"
 FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # no LLVM optimisation, no autotuning on a GPU
 
@@ -55,7 +55,7 @@ class CompiledStep:
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments and temporaries; the results reuse the donated arguments."""
+        """Arguments and temporaries. The results reuse the donated arguments."""
         return self.argument_bytes + self.temporary_bytes
 
 
@@ -70,7 +70,7 @@ def compile_step(
 ) -> CompiledStep:
     """Returns the step of a config, given as `--config=FILE` and its overrides, for nodes of a target: a GPU, or cpu.
 
-    With `memory_bytes` the target has this much memory. ValueError for a bad config or one that XLA refuses;
+    With `memory_bytes` the target has this much memory. ValueError for a bad config or a program that XLA refuses.
     RuntimeError if XLA for GPUs is needed and not installed.
     """
     if target != CPU and not WHEELS.exists():
@@ -98,7 +98,7 @@ def compile_step(
 
 
 def cache_folder() -> Path:
-    """Returns the folder of compiled steps; it may be deleted at any time."""
+    """Returns the folder of compiled steps, which may be deleted at any time."""
     return cache_dir() / "programs"
 
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_string("out", ".", "folder for what is said of the program", flag_values=values)
     try:
         config = command_line.parse(argv, values)
-        out, about = Path(values.out), ""  # of the target
+        out, about = Path(values.out), ""  # description of the target
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_traceback_in_locations_limit", 0)  # line numbers of our code are not part of the program
         if config.sharding.overlap != "off":
@@ -174,7 +174,8 @@ def main(argv: Sequence[str]) -> int:
 def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> dict[str, str | int]:
     """Returns a step's scheduled program, and the bytes of its arguments and temporaries.
 
-    They come from the dump that XLA writes before machine code, if it writes one, else from the whole compilation.
+    They come from the dump that XLA writes before machine code. If it writes none, they come from the whole
+    compilation.
     """
     done: list[Any] = []
 

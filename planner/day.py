@@ -24,12 +24,12 @@ from sharding.state import by_name
 from training.metrics.units import format_bytes, format_percent, format_seconds
 
 DAY_S = 86_400.0
-STORED = 4  # bytes of a token in storage, at most; of a pixel about one
+STORED = 4  # upper bound of a token's bytes in storage; a pixel takes about one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A cause that stops training for `each_s`, several times in a day."""
+    """A cause that stops training for `each_s`, several times per day."""
 
     name: str
     times: float
@@ -38,7 +38,7 @@ class Loss:
 
     @property
     def day_s(self) -> float:
-        """Seconds of a day."""
+        """Seconds per day."""
         return self.times * self.each_s
 
 
@@ -46,20 +46,20 @@ class Loss:
 class Kept:
     """The saved state, and the rates of copying, writing and reading it."""
 
-    state_bytes: float  # of a checkpoint, including the parts that each replica has separately
-    device_bytes: float  # part of one device
+    state_bytes: float  # size of a checkpoint, including the parts that each replica has separately
+    device_bytes: float  # part on one device
     storage_bandwidth: float  # bytes/s of writing or reading, all nodes together
     copy_bandwidth: float  # bytes/s from a device to its host
-    base_bytes: float  # of a frozen base's files in 16 bits, read by all replicas at each start
+    base_bytes: float  # size of a frozen base's files in 16 bits, read by all replicas at each start
 
     @property
     def base_s(self) -> float:
-        """Seconds in which a start reads the base."""
+        """Seconds for a start to read the base."""
         return self.base_bytes / self.storage_bandwidth
 
     @property
     def written_s(self) -> float:
-        """Seconds in which a checkpoint is written during training; a restore reads for the same time."""
+        """Seconds to write a checkpoint during training. A restore reads for the same time."""
         return self.state_bytes / self.storage_bandwidth
 
     @property
@@ -69,7 +69,7 @@ class Kept:
 
 
 def kept_of(step: Step) -> Kept:
-    """Returns the saved state of a planned step; the devices of an emulated cluster share their rates."""
+    """Returns the saved state of a planned step. The devices of an emulated cluster share their rates."""
     state, cluster = step.experiment.state_shapes, step.machine.cluster
     frozen = by_name(state.frozen)  # is not saved
     rows = [row for row in table_rows(step.experiment) if row.name not in frozen]
@@ -84,13 +84,13 @@ def kept_of(step: Step) -> Kept:
 
 
 def snapshot_interval(step: Step, step_s: float) -> int:
-    """Returns the steps between two snapshots in memory; 0 for none."""
+    """Returns the number of steps between two snapshots in memory, 0 for none."""
     every = step.experiment.config.elastic.snapshot_every
     return max(1, ceil(kept_of(step).copied_s / (SNAPSHOT_SHARE * step_s))) if every == AUTOMATIC else every
 
 
 def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
-    """Returns the losses of a day of planned steps."""
+    """Returns the losses per day of planned steps."""
     config, nodes, kept = step.experiment.config, step.machine.nodes, kept_of(step)
     every, snapshot_every, evaluation = config.checkpoint.every, snapshot_interval(step, step_s), config.eval
     read, *_ = row_arrays(config.data).values()  # targets and weights are derived from it

@@ -23,16 +23,16 @@ class Independent:
     """A step of independent replicas."""
 
     step_s: float
-    sent_bytes: float  # by a node
+    sent_bytes: float  # per node
     sending_s: float
     hidden_s: float  # part of `sending_s` that overlaps with the last backward pass
 
 
 def independent(step: Step, shares: int = 1) -> Independent | None:
-    """Returns the step of a program's replicas as separate worlds; None if they cannot be.
+    """Returns the step of a program's replicas as separate worlds, or None if they cannot be separate.
 
     Each replica has `shares` work units, a power of two: other numbers are not a subtree and are sent in several parts.
-    With local SGD it is the mean of the steps from one sync to the next.
+    With local SGD the result is the mean over the steps from one sync to the next.
     """
     config, layout, batches = step.experiment.config, step.experiment.plan.layout, step.experiment.batches
     per_node, group = layout.shape.devices_per_node, layout.shape.size(layout.parameters)
@@ -50,17 +50,17 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
         kept = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas
         travel.append((kept, state_payload(config).bytes_per_value))
         values += kept
-    # one work unit is sent encoded, several as their sum in f32 (elastic/replicas/sums.py); totals come back encoded
+    # one work unit is sent encoded, several as their sum in f32 (elastic/replicas/sums.py); totals return encoded
     out = lambda each: each if shares == 1 else min(shares * each, 4)
     there_and_back = sum(count * (out(each) + each) for count, each in travel)
-    sent_bytes = (1 - 1 / layout.num_replicas) * there_and_back * per_node / group  # by a node
+    sent_bytes = (1 - 1 / layout.num_replicas) * there_and_back * per_node / group  # per node
     sending_s = sent_bytes / network.node_bandwidth
     compute_s = timeline.compute_s / batches.accumulation
     # hidden by the backward pass of the last micro-step, except the last piece; if delayed, by the whole next step
     hides_s = min((1 - forward_share(step.experiment)) * compute_s, sending_s * (1 - 1 / PIECES))
     hidden_s = min(timeline.compute_s, sending_s) if config.compression.delayed else 0.0 if local else hides_s
     device, together = step.machine.cluster.device, step.machine.num_devices
-    copies = shares + 1  # of all work units to the host, and of the totals to the devices
+    copies = shares + 1  # all work units to the host, and the totals to the devices
     copies_s = copies * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)
     alone_s = timeline.step_s - timeline.use("replica_all_reduce").exposed_s
     return Independent(

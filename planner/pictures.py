@@ -16,16 +16,16 @@ LANES = {"compute": "compute", "intra": LEVELS["intra"], "inter": LEVELS["inter"
 KINDS = {"kernel": "kernels", **NAMES, "other": "other traffic"}
 COLOURS = {"kernel": FILL, **{kind: SERIES[number] for kind, number in TRAFFIC.items()}}
 HEIGHT = 0.72
-PIXELS = 3000  # of the width: bars with a smaller gap than one pixel are merged
+PIXELS = 3000  # width: bars with a smaller gap than one pixel are merged
 MARKERS = "osD^vP*X"
 
 
 def draw(timeline: Timeline, title: str) -> Figure:
-    """Returns the picture. Repeated iterations of loops are cut out: `x 8` is above the one shown."""
+    """Returns the picture. Repeated loop iterations are cut out, with `x 8` above the iteration shown."""
     end = max((interval.end_s for interval in timeline.intervals), default=0.0) or timeline.step_s
     lanes = [lane for lane in LANES if any(interval.lane == lane for interval in timeline.intervals)]
     brackets = _brackets(timeline)
-    top = max(brackets.values(), default=-1) + 1  # rows of them
+    top = max(brackets.values(), default=-1) + 1  # number of their rows
     figure = Figure(figsize=(11, 1.5 + 0.62 * len(lanes) + 0.25 * top), layout="constrained")
     axes = figure.add_subplot()
     for kind, name in KINDS.items():
@@ -51,12 +51,12 @@ def draw(timeline: Timeline, title: str) -> Figure:
 
 
 def draw_curves(plans: Sequence[Plan], title: str, nodes: Sequence[int] = ()) -> Figure:
-    """Returns throughput of each device and, with a price, cost against devices: a curve for each strategy.
+    """Returns throughput per device and, with a price, cost against devices: a curve for each strategy.
 
-    It is broken where a strategy is not legal or does not fit; `nodes`: counts that may be without a plan.
+    A curve is broken where its strategy is illegal or does not fit. `nodes` are counts that may lack a plan.
     """
     per_node, unit = plans[0].devices // plans[0].nodes, plans[0].unit
-    every = [p for plan in plans for p in reversed(plan.predictions)]  # the fastest of each strategy last
+    every = [p for plan in plans for p in reversed(plan.predictions)]  # each strategy's fastest prediction is last
     best: dict[str, dict[int, Prediction]] = {}  # by strategy and number of nodes
     for p in every:
         best.setdefault(p.candidate.words, {})[p.nodes] = p
@@ -89,7 +89,7 @@ def draw_curves(plans: Sequence[Plan], title: str, nodes: Sequence[int] = ()) ->
 
 
 def _styled(axes: Axes, title: str, below: str, label: str = "", grid: str = "both") -> None:
-    """Gives axes their title and grid, and takes their frame away."""
+    """Sets the title and grid of axes, and removes their frame."""
     heading = [f"{title}: calculated, not measured"] if title else []
     axes.set_title("\n".join([*heading, *([label] if label else [])]), fontsize=10, color=INK, loc="left")
     axes.set_xlabel(below, color=SOFT, fontsize=9)
@@ -116,7 +116,7 @@ def _kind(interval: Interval) -> str:
 
 
 def _merged(intervals: Sequence[Interval], gap: float) -> list[tuple[float, float]]:
-    """Returns (start, length) of bars; bars nearer than `gap` are merged, and none is narrower."""
+    """Returns (start, length) of bars. Bars nearer than `gap` are merged, and none is narrower than `gap`."""
     bars: list[tuple[float, float]] = []
     for interval in sorted(intervals, key=lambda i: i.start_s):
         end = max(interval.end_s, interval.start_s + gap)

@@ -23,7 +23,7 @@ from training.experiment import Experiment
 from training.meetings import interval_of
 from training.memory import Memory, memory_of
 
-TOKENS = 1e9  # per which cost is given
+TOKENS = 1e9  # cost is given per this number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +45,16 @@ class Prediction:
     accumulation: int
     inner_steps: int
     memory: Memory
-    inter_bytes: float  # sent by a device per step
+    inter_bytes: float  # bytes that a device sends per step
     intra_bytes: float
     compute_s: float
     traffic: tuple[Traffic, ...]
     step_s: float
     rows_per_s: float
     tokens_per_s: float | None
-    flops_per_device: float  # per second, of the model: without recomputation
+    flops_per_device: float  # model FLOP/s, without recomputation
     mfu: float
-    usd_on_demand: float | None  # for a billion tokens
+    usd_on_demand: float | None  # per billion tokens
     usd_spot: float | None
 
     @property
@@ -96,7 +96,7 @@ class Machine:
 
     @property
     def device_bytes(self) -> float:
-        """All memory of each device: a larger program certainly does not fit."""
+        """All memory of each device. A larger program certainly does not fit."""
         return self.capacity / MEMORY_SHARE
 
     def fitted(self, config: Config) -> Config:
@@ -124,7 +124,8 @@ class Machine:
     def attention(self, config: Config) -> str:
         """Returns the attention that a program is compiled with: models/flash.py replaces cuDNN's.
 
-        cuDNN's needs a GPU to compile. Neither holds scores in memory; both are priced by their operations.
+        cuDNN's attention needs a GPU to compile. Neither holds scores in memory, and both are priced by their
+        operations.
         ValueError for a kernel that the GPU does not run.
         """
         gpu, model = self.cluster.device, config.model
@@ -139,10 +140,10 @@ class Machine:
         return "pallas" if gpu.attention and self.target != compiling.CPU and can_stand_in else "xla"
 
     def device(self, config: Config) -> Device:
-        """Returns the device of a replay; a GPU's step that was compiled for CPUs computes in f32.
+        """Returns the device of a replay. A GPU's step that was compiled for CPUs computes in f32.
 
-        For models/flash.py its measured rate is used, if any; else it computes seven products in the backward pass
-        where a library computes five. Kernels count all pairs of a causal mask; windows reduce them to a fraction.
+        For models/flash.py its measured rate is used, if any. Otherwise it computes seven products in the backward pass
+        where a library computes five. Kernels count all pairs of a causal mask, and windows reduce them to a fraction.
         """
         foreign = self.target == compiling.CPU and self.cluster.is_gpu
         device = self.cluster.compute(self.num_devices, HLO_DTYPES[config.model.compute_dtype] if foreign else "")
@@ -175,21 +176,21 @@ class Step:
         return program_collectives(self.program, self.compiled.shape)
 
     def timeline(self, device: Device | None = None, network: Network | None = None) -> Timeline:
-        """Returns the replay, on the cluster's own device and network where none is given."""
+        """Returns the replay, by default on the cluster's device and network."""
         device = device or self.machine.device(self.experiment.config)
         cluster = self.machine.cluster
         return replay(self.program, self.compiled.shape, device, network or cluster.network(), cluster.hides)
 
     def seconds(self, timeline: Timeline) -> float:
-        """Returns the seconds of a step; the mean if replicas sync only every few steps."""
+        """Returns the seconds of a step, or their mean if replicas do not sync in every step."""
         return timeline.step_s - timeline.use("replica_all_reduce").exposed_s * (
             1 - 1 / max(1, self.interval(timeline))
         )
 
     def interval(self, timeline: Timeline) -> int:
-        """Returns the steps between syncs; 0: every step, as with streaming local SGD, which sends a part in each.
+        """Returns the steps between syncs, or 0 if every step syncs or streaming local SGD sends a part in every step.
 
-        With `local_sgd.target_utilisation` as a run would choose it.
+        With `local_sgd.target_utilisation` the interval is the one that a run would choose.
         """
         local, meeting_s = self.experiment.config.local_sgd, timeline.use("replica_all_reduce").exposed_s
         if local.target_utilisation:
@@ -255,7 +256,7 @@ def _share_seen(model: TransformerConfig, length: int) -> float:
 
 
 def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> Step:
-    """Compiles the step of a candidate, or takes it from the cache; again if it is quick and does not fit."""
+    """Compiles the step of a candidate, or reads it from the cache. Compiles again if it was quick and does not fit."""
     if machine.is_quick:
         flags = f"{compiling.QUICK} {machine.xla_flags}".strip()
         step = compiled_step(candidate, experiment, replace(machine, xla_flags=flags, is_quick=False))

@@ -22,7 +22,7 @@ class Rate:
 
 
 class MissingRateError(ValueError):
-    """A figure that no row has."""
+    """No row has the requested figure."""
 
 
 class Rates:
@@ -32,11 +32,11 @@ class Rates:
         self._rows: Mapping[tuple[str, str], Rate] = {(row.of, row.figure): row for row in rows}
 
     def get(self, figure: str, *of: str) -> float | None:
-        """Returns the figure of the first of these names that has it; None if none does."""
+        """Returns the figure of the first of these names that has it, or None."""
         return next((self._rows[name, figure].value for name in of if (name, figure) in self._rows), None)
 
     def __call__(self, figure: str, *of: str) -> float:
-        """Returns the same. MissingRateError if none has it."""
+        """Returns the same. MissingRateError if no name has the figure."""
         if (value := self.get(figure, *of)) is None:
             raise MissingRateError(f"{FILE.name} has no {figure!r} of {' or '.join(of)}: add a row, with its source")
         return value

@@ -4,8 +4,7 @@ Kernels run on one stream, in the order of the text. Collectives queue on the co
 names (jax 0.10.2: one for all), and on the links that they use. A collective without a start and a done blocks the
 kernels; with both, the start enqueues and the done waits. A computation on a separate stream (jax's
 `compute_on("gpu_stream:1")`) slows down only the network. All devices do the same at the same time, so one is replayed.
- Loops are replayed until two consecutive iterations leave the same state; the remaining
-iterations are multiplied.
+Loops are replayed until two consecutive iterations leave the same state. The remaining iterations are multiplied.
 """
 
 import re
@@ -137,7 +136,7 @@ class _Step:
     what: str  # kernel, collective, start, done, passed, call-start, or an opcode
     seconds: float = 0.0
     collective: Collective | None = None
-    stream: str = ""  # of the collective
+    stream: str = ""  # the collective's stream
 
 
 class _Machine:
@@ -182,7 +181,7 @@ class _Machine:
                 handle = self._loop(instruction, site, held.get(instruction.operands[0]))
             elif what == "conditional":
                 handle = self._longest(instruction, site, [held.get(name) for name in instruction.operands[1:]])
-            else:  # a call, or the start of one
+            else:  # a call, or its start
                 values = {n: held[name] for n, name in enumerate(instruction.operands) if name in held}
                 inside = self._inside(instruction, site, instruction.calls[0])
                 handle = self.run(inside, values) if what == "call" else self._beside(inside, values)
@@ -195,7 +194,7 @@ class _Machine:
         return {SCHEDULE: in_schedule, NOTHING: True, ALL: False}[self._hides]
 
     def wait(self, transfer: _Handle) -> None:
-        """Moves the clock to the end of a transfer; the exposed time belongs to the transfers on the link."""
+        """Moves the clock to the end of a transfer. The exposed time belongs to the transfers on the link."""
         state = self.state
         if not isinstance(transfer, _Transfer) or transfer.end <= state.now:
             return
@@ -222,7 +221,7 @@ class _Machine:
         state.now = end
 
     def _spend(self, key: tuple[str, str], begin: float, end: float) -> None:
-        """Counts waiting time of this stream; on another stream the waiting stream counts it."""
+        """Counts waiting time of this stream. On another stream the waiting stream counts it."""
         if self.state.other is None:
             self._count(key, Use(exposed_s=end - begin))
         else:
@@ -347,7 +346,7 @@ class _Machine:
         return found[0] if len(found) == 1 else None
 
     def _step(self, instruction: Instruction, computation: Computation) -> _Step | None:
-        """Returns the step of an instruction; None if it does nothing."""
+        """Returns the step of an instruction, or None if it does nothing."""
         opcode = instruction.opcode
         if opcode in ("send", "recv"):
             raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
@@ -368,7 +367,7 @@ class _Machine:
 
 
 def _stream(instruction: Instruction) -> str:
-    """Returns the communication stream of a started collective; "" if the program names none."""
+    """Returns the communication stream of a started collective, or "" if the program names none."""
     found = re.search(r'"operation_queue_id":"(\d+)"', instruction.attributes.get("backend_config", ""))
     return f"stream {found[1]}" if found and instruction.opcode.endswith("-start") else ""
 
@@ -376,8 +375,8 @@ def _stream(instruction: Instruction) -> str:
 def level_seconds(collective: Collective, network: Network) -> dict[str, float]:
     """Returns the seconds for which one execution of a collective occupies each level: latencies and bytes.
 
-    All collectives use rings; an all-reduce between nodes uses trees if they are faster and the library has them. The
-    share of a ring path's messages between nodes is the share of its edges between nodes.
+    All collectives use rings. An all-reduce between nodes uses trees if they are faster and the library has them. The
+    fraction of a ring path's messages between nodes is the fraction of its edges between nodes.
     """
     ring = _ring_seconds(collective, network)
     if collective.kind != "all-reduce" or not collective.inter_bytes or not network.tree_fractions:
@@ -404,7 +403,7 @@ def _tree_seconds(collective: Collective, network: Network) -> dict[str, float]:
     size, nodes, payload = collective.group_size, collective.group_nodes, collective.payload_bytes
     chain, height = size // nodes - 1, nodes.bit_length() - 1
     latency_s = 2 * (chain * network.intra_latency_s + height * network.inter_latency_s)
-    inter, intra = 2 * payload * nodes / size, 2 * payload * (size - nodes) / size  # bytes of a device, on average
+    inter, intra = 2 * payload * nodes / size, 2 * payload * (size - nodes) / size  # average bytes per device
     inter_s = latency_s + network.transfer_s("inter", inter / network.tree_fraction(payload))
     return {"inter": inter_s, "intra": latency_s + network.transfer_s("intra", intra) if chain else 0.0}
 

@@ -16,7 +16,7 @@ from training.metrics.page import render
 from training.metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 
 LEVELS = {"inter": "between nodes", "intra": "inside a node"}
-# colours of traffic: indices of runtime.files.palette.SERIES
+# traffic and its colours: indices of runtime.files.palette.SERIES
 TRAFFIC = {
     "gather": 0,
     "group_reduce_scatter": 1,
@@ -42,7 +42,7 @@ ABOUT_OTHER = (
     "has 2e-2, AdamW 4e-3)"
 )
 DAY = "what a day loses besides:"
-SHOWN = 1e-3  # of a step: shorter parts are in the page's table, not in its bar
+SHOWN = 1e-3  # fraction of a step: shorter parts are in the page's table, not in its bar
 COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "strategy": lambda p: p.candidate.name,
     "micro": lambda p: str(p.candidate.micro_size),
@@ -69,20 +69,20 @@ class Plan:
     cluster: str
     nodes: int
     devices: int
-    unit: str  # of the rows: sequences or images
+    unit: str  # name of the rows: sequences or images
     predictions: tuple[Prediction, ...]  # the fastest first
-    helps: Mapping[str, float]  # of the first: seconds of its step with better hardware
-    counts: Counts | None  # of a search
+    helps: Mapping[str, float]  # seconds of the fastest step with better hardware
+    counts: Counts | None  # counts of a search
     error_bar: str  # errors of predicted steps
     notes: tuple[str, ...]
-    changed: tuple[Prediction, ...] = ()  # of a search: with another result
+    changed: tuple[Prediction, ...] = ()  # steps of a search that change the result
     day: tuple[Loss, ...] = ()  # losses of a day, for the first prediction
-    steps: int = 0  # of the config's run
-    optimizer: str = ""  # of that run, if it averages gradients in every step without a codec
+    steps: int = 0  # steps of the config's run
+    optimizer: str = ""  # the run's optimizer, if it averages gradients in every step without a codec
 
     @property
     def best(self) -> Prediction:
-        """The fastest."""
+        """The fastest prediction."""
         return self.predictions[0]
 
 
@@ -128,7 +128,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def candidate_rows(plan: Plan) -> list[Sequence[str]]:
-    """Returns a row for each prediction, below the names of the columns; no costs without a price."""
+    """Returns a row for each prediction, below the names of the columns. Without a price it has no costs."""
     slow = all(p.flops_per_device < 1e11 for p in plan.predictions)
     cells = {name: [cell(p) for p in plan.predictions] for name, cell in COLUMNS.items()}
     del cells["TFLOP/s" if slow else "GFLOP/s"]
@@ -140,7 +140,7 @@ def candidate_rows(plan: Plan) -> list[Sequence[str]]:
 def changed_rows(plan: Plan) -> list[Sequence[str]]:
     """Returns a header and a row for each prediction with another result, with its recorded cost in loss.
 
-    With several records the cost is the highest mean. `shorter` compares the step with the best one that has the
+    With several records the cost is the highest mean. `shorter` compares the step with the best step that has the
     config's result. Other optimizers are last and marked.
     """
     head = ("", "strategy", "micro", "gather", "memory", "step", "shorter", "exposed", "loss", "recorded on")
@@ -170,10 +170,10 @@ def _number(number: int, p: Prediction) -> str:
 
 
 def to_loss_rows(plan: Plan) -> list[list[str]]:
-    """Returns a row for the best step with the config's result, and each whose recorded runs reach its loss.
+    """Returns a row for the best step with the config's result, and for each step whose recorded runs reach its loss.
 
-    The cheapest is first: with the fewest steps times seconds of a step. Other optimizers are last and marked. Below
-    the names of the columns; no row if the config's is the only one.
+    The cheapest row (fewest steps times seconds per step) is first. Other optimizers are last and marked. The rows are
+    below the names of the columns. Returns no rows if the config's is the only one.
     """
     found = [(plan.steps * plan.best.step_s, plan.best, plan.steps, "")]
     for p in plan.changed:
@@ -205,7 +205,7 @@ def to_loss_text(plan: Plan) -> str:
 
 
 def scaling_rows(plans: Sequence[Plan | str], nodes: Sequence[int]) -> list[Sequence[str]]:
-    """Returns throughput against nodes, below the names of the columns; a row without a plan has the reason."""
+    """Returns throughput against nodes, below the names of the columns. A row without a plan gives the reason."""
     first = next(plan for plan in plans if isinstance(plan, Plan))
     speed = f"{first.unit}/s"
     rows: list[Sequence[str]] = [("nodes", "devices", "strategy", "micro", "step", speed, "of linear", "MFU")]
@@ -227,7 +227,7 @@ def scaling_text(plans: Sequence[Plan | str], nodes: Sequence[int]) -> str:
 
 
 def _folded(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a table's lines; the extras of a strategy are a separate line, below the row."""
+    """Returns a table's lines. The extras of a strategy are on a separate line below its row."""
     at = rows[0].index("strategy")
     names = [row[at].partition("+") if len(row) == len(rows[0]) else ("", "", "") for row in rows]
     short = [[*row[:at], name, *row[at + 1 :]] if name else row for row, (name, *_) in zip(rows, names, strict=True)]
@@ -260,7 +260,7 @@ def counts_text(counts: Counts) -> str:
 
 
 def time_rows(p: Prediction) -> list[Sequence[str]]:
-    """Returns the parts of a step's time, below a header: two columns of words and three of times."""
+    """Returns the parts of a step's time below a header: two columns of words and three of times."""
     rows: list[Sequence[str]] = [("", "", "takes", "hidden", "exposed")]
     rows.append(("compute", "", format_seconds(p.compute_s), "", format_seconds(p.compute_s)))
     known = [part for part in p.traffic if part.name in NAMES]
@@ -294,10 +294,10 @@ def _wrapped(text: str) -> str:
 def plan_page(
     name: str, plans: Sequence[Plan | str], nodes: Sequence[int], pictures: Mapping[str, bytes], command: str, spot: str
 ) -> str:
-    """Returns a page of one file: scaling, if there are several plans, and all details of the last one.
+    """Returns a page in one file: scaling, if several plans are given, and all details of the last plan.
 
     A plan that is text is the reason why its number of `nodes` has none. `pictures` are PNGs: `timeline` of the last
-    plan's best step, and `curves` for several plans; `spot` is the text about spot nodes, if any.
+    plan's best step, and `curves` for several plans. `spot` is the text about spot nodes, if any.
     """
     plan = [plan for plan in plans if isinstance(plan, Plan)][-1]
     best = plan.best

@@ -41,11 +41,11 @@ from training.experiment import Experiment, make_experiment
 from training.memory import Memory, state_bytes
 from training.metrics.units import format_bytes, format_seconds
 
-AT_ONCE = 2  # programs in compilation, each in a separate process with one core and 1 GB
+AT_ONCE = 2  # concurrent compilations, each in a separate process with one core and 1 GB
 Strategy = tuple[str, int]  # name, and devices of a partition group
 WHY = ("too_large", "too_slow", "no_gain", "from_cache")
 GAIN = 0.95  # a change of the result must take at most this fraction of a step's estimate
-NUM_INT8 = 2  # strategies compiled with int8, whatever its estimated gain
+NUM_INT8 = 2  # number of strategies compiled with int8, regardless of its estimated gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +57,18 @@ class Counts:
     too_large: int  # by the bound on their memory, or because a smaller one did not fit
     too_slow: int  # by the bound on their time
     compiled: int
-    from_cache: int  # of the compiled ones
-    did_not_fit: int  # of the compiled ones
+    from_cache: int  # number of compiled candidates
+    did_not_fit: int  # number of compiled candidates
     not_looked_at: int  # enough were compiled
     no_gain: int = 0  # changes of the result whose estimated time is not below a milder change's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The candidates that fit, fastest first; then candidates named by the user that may fit."""
+    """The candidates that fit, fastest first, then candidates named by the user that may fit."""
 
     steps: tuple[tuple[Prediction, Step], ...]
-    changed: tuple[tuple[Prediction, Step], ...]  # with another result
+    changed: tuple[tuple[Prediction, Step], ...]  # steps with another result
     too_large: tuple[str, ...]  # a line for each compiled candidate that does not fit, or may not
     refused: tuple[str, ...]  # a line for each illegal candidate, or one refused by XLA
     counts: Counts
@@ -81,7 +81,7 @@ class _Option:
     bounds: Bounds
     change: Change
     is_recorded: bool = True  # whether a record has the change's cost in loss
-    steps: float | None = 1.0  # to the loss of the config's run, divided by its steps; None: unknown, or never
+    steps: float | None = 1.0  # steps to the loss of the config's run, divided by its steps; None: unknown, or never
 
 
 def search(
@@ -95,11 +95,11 @@ def search(
     say: Callable[[str], None] = lambda line: None,
     count: Callable[[int, int], None] = lambda done, most: None,
 ) -> Found:
-    """Returns the best candidates that fit; of candidates that the user names also those that may fit.
+    """Returns the best candidates that fit. Candidates named by the user are included if they may fit.
 
     At most `most` programs are examined, the config's own first. Cached programs count, so that the answer does not
-    depend on the cache; named candidates are all examined. `count` is called with the number done. ValueError if none
-    fits, with a config that would.
+    depend on the cache. Named candidates are all examined. `count` is called with the number done. ValueError if none
+    fits, with a config that would fit.
     """
     options = _Options(config, machine, devices)
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -137,7 +137,7 @@ def search(
 
 
 class _Search:
-    """The options that wait, and facts learned from compiled ones; without `is_search` everything is compiled."""
+    """The options that wait, and facts learned from compiled ones. Without `is_search` everything is compiled."""
 
     def __init__(
         self, machine: Machine, options: Sequence[_Option], *, own: Candidate, most: int, is_search: bool
@@ -367,7 +367,7 @@ class _Options:
         return options + more
 
     def check(self, options: list[_Option]) -> list[_Option]:
-        """Returns the options. ValueError if there are none."""
+        """Returns the options. ValueError if the list is empty."""
         if not options:
             first = self.refused[0]
             raise ValueError(

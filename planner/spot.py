@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Changes in their order, the first at 0 s; after `length_s` it begins again."""
+    """Changes in their order, the first at 0 s. The trace repeats after `length_s`."""
 
     changes: tuple[Change, ...]
     length_s: float
@@ -102,7 +102,7 @@ class World:
 
     nodes: int
     step_s: float
-    whole_copies: int  # of the state, on disjoint nodes: 1 if all nodes are needed for one copy
+    whole_copies: int  # copies of the state on disjoint nodes: 1 if all nodes are needed for one copy
     snapshot_every: int = 1  # steps; 0 for none
 
     def survives(self, lost: int) -> bool:
@@ -118,12 +118,12 @@ class Run:
     """The length of a run, and its interval of checkpoints."""
 
     steps: int
-    tokens: float  # of all steps
+    tokens: float  # tokens of all steps
     checkpoint_every: int  # steps; 0 for none
 
 
 def world_of(step: Step, step_s: float, snapshot_every: int) -> World:
-    """Returns the world of a planned step; each copy of the state takes the nodes over which it is cut.
+    """Returns the world of a planned step. Each copy of the state takes the nodes that shard it.
 
     State that differs between replicas (residuals, local parameters) means a single copy over all nodes.
     """
@@ -147,7 +147,7 @@ def run_of(config: Config) -> Run:
 
 @dataclass(frozen=True, kw_only=True)
 class SpotCost:
-    """The run on spot nodes; the four parts of the time add up to `total_s`. Dollars are None without a price."""
+    """The run on spot nodes. The four parts of the time add up to `total_s`. Dollars are None without a price."""
 
     total_s: float
     useful_s: float  # steps that were kept
@@ -165,12 +165,12 @@ class SpotCost:
 
     @property
     def goodput(self) -> float:
-        """The useful share of the time."""
+        """The useful fraction of the time."""
         return self.useful_s / self.total_s
 
     @property
     def break_even(self) -> float:
-        """The spot price, as a share of the price on demand, below which spot nodes are cheaper."""
+        """The spot price, as a fraction of the on-demand price, below which spot nodes are cheaper."""
         return self.fixed_node_s / self.node_s
 
 
@@ -222,7 +222,7 @@ def planned_cost(trace: Trace, worlds: Sequence[World], config: Config, cluster:
 
 
 class _Book:
-    """Steps done and time spent; steps that are not saved yet are stored with their seconds."""
+    """Steps done and time spent. Unsaved steps are stored with their seconds."""
 
     def __init__(self, run: Run) -> None:
         self.done = 0.0  # steps
@@ -237,7 +237,7 @@ class _Book:
         self._pieces: list[tuple[float, float, float]] = []  # (first step, last step, seconds of each)
 
     def change(self, there: int, world: World | None) -> None:
-        """Notes the present number of nodes, and that the run continues in `world`, or waits."""
+        """Records the current number of nodes, and that the run continues in `world`, or waits."""
         old, last, fewer = self._world, self._last, there < self._there
         self._there, self._world = there, world
         if fewer and old and there < old.nodes:
@@ -301,7 +301,7 @@ def spot_text(cost: SpotCost, source: str) -> str:
 
 
 def other_strategies(steps: Sequence[Step]) -> str:
-    """Returns a line if the planned strategies differ between worlds, which a run's cannot; else ""."""
+    """Returns a line if the planned strategies differ between worlds, which is impossible within a run, else ""."""
     names = {step.machine.nodes: step.candidate.name for step in steps}
     if len({*names.values()}) == 1:
         return ""

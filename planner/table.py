@@ -35,7 +35,7 @@ MOST_DEVICES = 16_384  # jax makes each of them, on this machine
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A parameter, or optimizer state without a parameter; bytes of parameter, gradient, optimizer state."""
+    """A parameter, or optimizer state without one, with the bytes of parameter, gradient and optimizer state."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+    """Runs the program and returns its exit code. A user's mistake is reported in one line."""
     prepare_output()
     values = command_line.new_flags()
     flags.DEFINE_integer("devices", None, "devices of a cluster that is not here", flag_values=values)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start_devices(config: Config, devices: int | None, devices_per_node: int | None) -> Config:
-    """Makes virtual devices if the flags or the config ask for them; returns the config with the flags' devices."""
+    """Creates virtual devices if the flags or the config ask for them. Returns the config with the flags' devices."""
     asked = {"num_cpu_devices": devices, "devices_per_node": devices_per_node}
     for key, value in asked.items():
         if value is not None and value < 1:
@@ -89,7 +89,7 @@ def start_devices(config: Config, devices: int | None, devices_per_node: int | N
 
 
 def _described(config: Config) -> Experiment:
-    """Returns the experiment; if it does not fit this machine, the error says how to simulate another one."""
+    """Returns the experiment. If it does not fit this machine, the error explains how to simulate another one."""
     try:
         return make_experiment(config)
     except ValueError as error:
