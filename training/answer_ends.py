@@ -1,4 +1,4 @@
-"""The special token that ends an answer: whether chats train it, and which one a chat template writes."""
+"""The special token that ends an answer: whether chats train it, and which token a chat template writes."""
 
 import numpy as np
 
@@ -8,15 +8,15 @@ from input_pipeline.chats import ChatDataset
 from input_pipeline.tokenizers import HuggingFace
 
 EXAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-ROWS = 64  # of a data set that are looked at
-LAST = 2  # tokens of an answer: templates write a line break after the special token
+ROWS = 64  # rows of a data set that are inspected
+LAST = 2  # inspected tokens at the end of an answer: templates write a line break after the special token
 
 
 def end_of_answers(tokenizer: HuggingFace, template: ChatTemplate) -> int | None:
-    """Returns the id of the last special token of an answer; None if the template writes none or refuses a question."""
+    """Returns the id of an answer's last special token; None if the template writes none or refuses a question."""
     try:
         text, spans = template.answers(EXAMPLE)
-    except ValueError:  # such as one that wants a system's message first
+    except ValueError:  # for example, a template that requires a system message first
         return None
     ids, characters = tokenizer.encode_template(text)
     inside = [any(start < e and end > s for s, e in spans) for start, end in characters.tolist()]

@@ -1,4 +1,4 @@
-"""The layout of a batch: how the rows of the global batch are distributed over devices, `[accum, rows, ...]`."""
+"""The layout of a batch: the distribution of the rows of the global batch over devices, `[accum, rows, ...]`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ def accumulation(config: BatchConfig, num_devices: int) -> int:
 
 
 def padding(config: BatchConfig, num_devices: int) -> list[str]:
-    """Returns a line about the rows of weight zero that fill up a step on `num_devices` data devices, if there are."""
+    """Returns a line about the rows of weight zero that pad a step on `num_devices` data devices, if any."""
     micro, steps = config.micro_size, accumulation(config, num_devices)
     rows, computed = config.global_size, num_devices * micro * steps
     taken = f"{num_devices:,} devices take {micro} in each of {steps} micro-step{'s' if steps > 1 else ''}"
@@ -32,9 +32,9 @@ def padding(config: BatchConfig, num_devices: int) -> list[str]:
 
 
 def shares_of(batch: BatchConfig, wanted: int, num_devices: int) -> int:
-    """Returns the shares of a step whose replicas have `num_devices` data devices each; 0 wants one micro-step a share.
+    """Returns the work units of a step for replicas of `num_devices` data devices. `wanted` = 0: one micro-step each.
 
-    ValueError if the rows of a step cannot be divided like that.
+    ValueError if the rows of a step cannot be divided in this way.
     """
     rows = batch.micro_size * num_devices
     shares = wanted or batch.global_size // rows
@@ -48,10 +48,10 @@ def shares_of(batch: BatchConfig, wanted: int, num_devices: int) -> int:
 
 
 def fitted(config: BatchConfig, num_devices: int, multiple: int = 1) -> BatchConfig:
-    """Returns the batch with as `micro_size` the rows that each of `num_devices` data devices has in a micro-step.
+    """Returns the batch with `micro_size` set to the rows of each of `num_devices` data devices in a micro-step.
 
-    That is the least multiple of `multiple` that holds the batch in as few micro-steps as the given `micro_size`, which
-    is a multiple too: that itself where it divides the batch.
+    The result is the least multiple of `multiple` that needs no more micro-steps than the given `micro_size`, which
+    must also be a multiple. It equals the given `micro_size` if that divides the batch.
     """
     pieces = num_devices * accumulation(config, num_devices) * multiple
     return replace(config, micro_size=multiple * -(-config.global_size // pieces))
@@ -63,7 +63,7 @@ class BatchLayout:
 
     config: BatchConfig
     plan: ShardingPlan
-    row_arrays: Mapping[str, RowArray]  # of one row, by name
+    row_arrays: Mapping[str, RowArray]  # arrays of one row, by name
 
     @property
     def accumulation(self) -> int:
@@ -77,7 +77,7 @@ class BatchLayout:
 
     @property
     def described(self) -> list[str]:
-        """What a user may want to change."""
+        """Notes about settings that a user may want to change."""
         return padding(self.config, self.plan.layout.shape.num_data_devices)
 
     @property
@@ -111,7 +111,7 @@ class BatchLayout:
         }
 
     def read(self, dataset: Dataset, start_step: int, *, prefetch: int) -> Batches:
-        """Returns this process' rows of the batches from a step on."""
+        """Returns this process' rows of the batches, starting at a step."""
         return Batches(
             dataset,
             global_size=self.global_size,
@@ -121,7 +121,7 @@ class BatchLayout:
         )
 
     def to_devices(self, rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Returns global arrays `[accum, rows, ...]` from this process' rows (those of `local_rows`)."""
+        """Returns global arrays `[accum, rows, ...]` from this process' rows (`local_rows`)."""
         return {
             name: jax.make_array_from_process_local_data(
                 self.sharding, x.reshape(self.accumulation, -1, *x.shape[1:]), self.shapes[name].shape
@@ -131,9 +131,9 @@ class BatchLayout:
 
 
 def batches_of(config: Config, plan: ShardingPlan) -> tuple[BatchLayout, int]:
-    """Returns the layout of a step's batch, and 1; with independent replicas that of a share, and their number.
+    """Returns the layout of a step's batch and 1; with independent replicas a work unit's layout and their number.
 
-    ValueError if the rows of a step cannot be divided into shares, or leave a replica of local SGD without any.
+    ValueError if the rows of a step cannot be divided into work units, or leave a replica of local SGD without rows.
     """
     batch, num_devices, num_shares = config.batch, plan.layout.shape.num_data_devices, 1
     if config.sharding.replicas == "independent":
@@ -147,7 +147,7 @@ def batches_of(config: Config, plan: ShardingPlan) -> tuple[BatchLayout, int]:
 
 
 def _refuse_idle(batches: BatchLayout) -> None:
-    """ValueError if a replica has no rows in any step: at a meeting of local SGD it would count like the others."""
+    """Raises ValueError if a replica has no rows in any step, because a local SGD sync would still count it."""
     replicas, rows = batches.plan.layout.num_replicas, batches.rows_per_micro_step
     busy = -(-batches.global_size * replicas // rows) if batches.accumulation == 1 else replicas
     if busy < replicas:

@@ -1,9 +1,9 @@
-"""Says of each of many configs whether it works on its devices, which are played; nothing is compiled, no data read.
+"""Validates configs against simulated device counts. Compiles nothing and reads no data.
 
     python -m training.check < requests.json
 
-A request is `{"argv": [...], "nodes": 4, "devices_per_node": 2}`, with the words of a train.py; without nodes the
-devices are those of the section `mesh`. Prints a JSON list of messages, "" for a config that works.
+A request is `{"argv": [...], "nodes": 4, "devices_per_node": 2}`, with the arguments of a train.py. Without nodes, the
+section `mesh` defines the devices. Prints a JSON list of messages, "" for a valid config.
 """
 
 import json
@@ -39,7 +39,7 @@ def _config(request: Mapping[str, Any]) -> Config:
 
 
 def complaint(config: Config) -> str:
-    """Returns what is wrong with a config on the devices of its section `mesh`, one line; "" if nothing."""
+    """Returns a one-line error for a config on the devices of its section `mesh`, or "" if it is valid."""
     try:
         make_experiment(config, jax.devices()[: config.mesh.num_cpu_devices])
     except ValueError as error:

@@ -1,16 +1,16 @@
-"""Converts checkpoints of transformers, in safetensors, into the start of a run, and runs into such checkpoints.
+"""Converts safetensors checkpoints of transformers into the start of a run, and runs into such checkpoints.
 
     python -m training.convert --from_hugging_face=DIR --config=configs/X.py --out=WORKDIR [--config.a.b=value ...]
     python -m training.convert --to_hugging_face=DIR --workdir=WORKDIR [--step=N] [--max_file_gb=5]
     python -m training.convert --to_peft=DIR --workdir=WORKDIR [--step=N]
 
-The first writes step 0 of a run: `train.py` with the same config and `--workdir` goes on from there. (A run can also
-start from DIR itself, with `model.weights`, and then on several machines.) The second writes the parameters of the
-newest checkpoint, or of step N, in model.compute_dtype, and the run's tokenizer if that is a tokenizer.json. It copies
-generation_config.json and the ids of special tokens from the weights that the run began with; after a run on chats the
-token that ends an answer is one of the ids that end a text. Adapters of LoRA are merged into their base, in the dtype
-of its files. The third writes the adapters alone, in PEFT's layout. All are programs of one process. Exit codes: 0
-done; 2 a mistake in a flag, the config or a file; 1 anything else.
+The first command writes step 0 of a run, and `train.py` with the same config and `--workdir` continues from it. (A run
+can also start from DIR itself, with `model.weights`, which also works on several machines.) The second command writes
+the parameters of the newest checkpoint, or of step N, in model.compute_dtype, and the run's tokenizer if that is a
+tokenizer.json. It copies generation_config.json and the ids of special tokens from the weights that the run began with.
+After a run on chats the token that ends an answer is one of the ids that end a text. Adapters of LoRA are merged into
+their base, in the dtype of its files. The third command writes only the adapters, in PEFT's layout. Each command runs
+in one process. Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else.
 """
 
 import json
@@ -45,11 +45,11 @@ from training.resume import check_same_base, is_same_run
 from training.weights_tokenizer import TOKENIZER_FILE, check_tokenizer
 
 MAX_FILE_GB = 5.0
-GENERATION_FILE = "generation_config.json"  # of transformers; says which tokens end an answer
+GENERATION_FILE = "generation_config.json"  # a file of transformers with the tokens that end an answer
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+    """Runs the program and returns its exit code. A user's mistake is reported in one line."""
     prepare_output()
     values = command_line.new_flags()
     flags.DEFINE_string("from_hugging_face", None, "folder of the checkpoint to read", flag_values=values)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             if rest := values(list(argv))[1:]:
                 raise ValueError(f"unexpected argument {rest[0]!r}; flags are written --name=value")
-            _refuse(values, "config", "out")  # the config is the run's
+            _refuse(values, "config", "out")  # the run has a config
             if values.to_peft:
                 _refuse(values, "to_hugging_face", "max_file_gb")
                 export_adapters(_given(values, "workdir"), _given(values, "to_peft"), step=values.step)
@@ -100,7 +100,7 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
     if config.mesh.num_cpu_devices:
         use_cpu_devices(config.mesh.num_cpu_devices)
     experiment = make_experiment(replace(config, model=replace(config.model, weights=str(folder))))
-    experiment.open_weights()  # a config.json of other sizes is told before another tokenizer
+    experiment.open_weights()  # check model sizes before the tokenizer
     check_tokenizer(experiment.config, tokenizers.tokenizer_for(config.data))
     state = experiment.init_state()
     make_folder(workdir, "--out")
@@ -112,7 +112,8 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
 def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes: int) -> None:
     """Writes the parameters of a run's checkpoint into `folder`, and its tokenizer if that is a tokenizer.json.
 
-    ValueError if there is no such step, or if no architecture of transformers computes what the model does.
+    ValueError if the step does not exist, or if no architecture of transformers computes the same function as the
+    model.
     """
     saved, model, data = _read(workdir, step)
     built = models.build(model)
@@ -142,7 +143,7 @@ def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes:
 
 
 def export_adapters(workdir: Path, folder: Path, *, step: int | None) -> None:
-    """Writes the adapters of a run's checkpoint into `folder`. ValueError if it has none that PEFT could hold."""
+    """Writes the adapters of a run's checkpoint into `folder`. ValueError if it has no adapters that PEFT supports."""
     saved, model, _ = _read(workdir, step)
     if not model.lora_rank:
         raise ValueError(f"{workdir} trained all parameters, no adapters; use --to_hugging_face")
@@ -155,7 +156,7 @@ def export_adapters(workdir: Path, folder: Path, *, step: int | None) -> None:
 def _read(workdir: Path, step: int | None) -> tuple[SavedArrays, TransformerConfig, dict[str, Any]]:
     """Returns a run's checkpoint, and its sections `model` and `data`."""
     saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
-    # these two sections alone: another may have names that the run's own --config registers
+    # only these two sections, because others may contain names that the run's --config registers
     config = with_defaults(saved.config)
     section, data = MODELS.get(kind := config["model"]["kind"]), config["data"]
     if section is None or not issubclass(section, TransformerConfig):
@@ -167,9 +168,9 @@ def _reader(saved: SavedArrays, model: models.Model, workdir: Path) -> tuple[Cal
     """Returns the function that reads a parameter `[...]` by its path, and the dtype in which the model is written.
 
     The dtype is model.compute_dtype, in which the model has used its parameters. After a run with adapters the function
-    returns the base with the adapters merged into it, and the dtype is that of the base's files.
+    returns the base with the adapters merged into it, and the dtype is that in the base's files.
 
-    ValueError for a base that came of the seed, or that is no longer there, or no longer the same.
+    ValueError for a base that was initialised from the seed, is missing, or has changed.
     """
     config = model.config
     assert isinstance(config, TransformerConfig)
@@ -196,7 +197,7 @@ def _saved_name(path: str) -> str:
 
 
 def _token_ids(weights: str) -> dict[str, Any]:
-    """Returns the ids of special tokens by the config.json of the weights, if they are there: those end answers."""
+    """Returns the special-token ids, which end answers, from the config.json of the weights, if it exists."""
     file = user_path(weights) / CONFIG_FILE
     found = json_objects.read(file) if weights and file.is_file() else {}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -204,9 +205,9 @@ def _token_ids(weights: str) -> dict[str, Any]:
 
 
 def _generation(weights: str, token_ids: Mapping[str, Any], end: int | None) -> dict[str, Any]:
-    """Returns the generation_config.json of the weights, {} without one, in which `end` is one of the ids that end.
+    """Returns the generation_config.json of the weights, or {}, with `end` added to the ids that end a text.
 
-    A base model knows only the end of a document; chats have taught it the end of an answer.
+    A base model knows only the end of a document, while chats have taught it the end of an answer.
     """
     file = user_path(weights) / GENERATION_FILE
     found = json_objects.read(file, lenient=True) if weights and file.is_file() else {}
@@ -219,7 +220,8 @@ def _generation(weights: str, token_ids: Mapping[str, Any], end: int | None) -> 
 def _write_tokenizer(
     tokenizer: tokenizers.HuggingFace, file: Path, max_len: int, folder: Path, template: ChatTemplate | None
 ) -> None:
-    """Writes the run's tokenizer.json, the file by which transformers finds it and its special tokens, the template."""
+    """Writes the run's tokenizer.json, the config that makes transformers find it and its special tokens, the template.
+    """
     shutil.copyfile(file, folder / TOKENIZER_FILE)
     special = {"eos_token": tokenizer.separator_token, "mask_token": tokenizer.mask_token}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
@@ -233,7 +235,7 @@ def _write_tokenizer(
 
 
 def _given(values: flags.FlagValues, name: str) -> Path:
-    """Returns the path of a flag that the command needs. ValueError without one."""
+    """Returns the path in a flag that the command needs. ValueError if the flag is missing."""
     value = values[name].value
     if not value:
         raise ValueError(f"--{name} is missing; python -m training.convert --help shows the commands")

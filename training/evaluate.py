@@ -1,14 +1,14 @@
-"""Measures a trained model on validation data, or on text: prints one JSON object.
+"""Measures a trained model on validation data or on text, and prints one JSON object.
 
     python -m training.evaluate --workdir=RUN [--step=N] [--path=FOLDER] [--num_batches=N]
     python -m training.evaluate --hugging_face=DIR --path=FOLDER
 
-Without --path, the data of the run's own validation, and as many batches, are measured: `validation_loss` is what
-train.py logs at that step. With --path, it is all text below FOLDER, or all chats of a file that ends with .jsonl, in
-windows of the run's data.seq_len. The newest checkpoint is read, or that of step N. If the run's config file registered
-the model, the data or the tokenizer, that file is loaded again, or the one given as --config=FILE. Works on all local
-devices, in one process; JAX_NUM_CPU_DEVICES=8 plays several. Exit codes: 0 done; 2 a mistake in a flag, the data or a
-file; 1 anything else.
+Without --path, the program measures the run's validation data, with the same number of batches: `validation_loss` is
+the value that train.py logs at that step. With --path, it measures all text below FOLDER, or all chats of a file that
+ends with .jsonl, in windows of the run's data.seq_len. The newest checkpoint is read, or the checkpoint of step N. If
+the run's config file registered the model, the data or the tokenizer, that file is loaded again, or the file given as
+--config=FILE. The program uses all local devices, in one process. JAX_NUM_CPU_DEVICES=8 simulates several. Exit codes:
+0 done; 2 a mistake in a flag, the data or a file; 1 anything else.
 """
 
 import json
@@ -26,7 +26,7 @@ from training.validation import Validator
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+    """Runs the program and returns its exit code. A user's mistake is reported in one line."""
     prepare_output()
     values = trained.new_flags()
     flags.DEFINE_string("path", None, "folder of text, or a file of chats", flag_values=values)
@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: bool = False) -> dict[str, Any]:
-    """Returns step, metrics by their keys in metrics.jsonl, and the perplexity of a causal model.
+    """Returns the step, metrics by their keys in metrics.jsonl, and the perplexity of a causal model.
 
-    `whole`: measures all data, not the validation split. ValueError if the split is not the one of the run.
+    `whole`: measures all data instead of the validation split. ValueError if the split differs from the run's.
     """
     config = model.config
     tokenizer = model.tokenizer() if config.data.objective != "classify" or whole else None
@@ -61,7 +61,7 @@ def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: b
 
 
 def _section(path: str | None) -> dict[str, Any]:
-    """Returns what a path changes in the section `data`."""
+    """Returns the changes that a path makes to the section `data`."""
     if not path:
         return {}
     changed = {"mixture": "", "pattern": "", "path": path}

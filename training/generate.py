@@ -1,15 +1,15 @@
-"""Continues prompts by a trained decoder.
+"""Continues prompts with a trained decoder.
 
     python -m training.generate --workdir=RUN [--step=N] [--prompt=TEXT] [--length=N] [--temperature=X] [--seed=N]
     python -m training.generate --hugging_face=DIR --prompts=FILE --chat
 
-Prompt, length (tokens, fewer where model.max_len is reached), temperature (0: always the most likely token) and seed
-are those of the run's own sample by default, its length 200 if it has none. FILE has one prompt per line; for each, a
-JSON object with `prompt` and `text` is printed. With --chat, a prompt is a user's message in the tokenizer's chat
-template, and only the answer is printed, up to its first special token. The newest checkpoint is read, or that of step
-N. If the run's config file registered the model or the tokenizer, that file is loaded again, or the one given as
---config=FILE. Works on all local devices, in one process; JAX_NUM_CPU_DEVICES=8 plays several. Exit codes: 0 done; 2 a
-mistake in a flag or a file; 1 anything else.
+Prompt, length (tokens, fewer if model.max_len is reached), temperature (0: always the most likely token) and seed
+default to the values of the run's sample. Without one the length is 200. FILE has one prompt per line. For each prompt,
+a JSON object with `prompt` and `text` is printed. With --chat, a prompt is a user's message in the tokenizer's chat
+template, and only the answer is printed, up to its first special token. The newest checkpoint is read, or the
+checkpoint of step N. If the run's config file registered the model or the tokenizer, that file is loaded again, or the
+file given as --config=FILE. The program uses all local devices, in one process. JAX_NUM_CPU_DEVICES=8 simulates
+several. Exit codes: 0 done; 2 a mistake in a flag or a file; 1 anything else.
 """
 
 import json
@@ -30,7 +30,7 @@ from training.sampling import Continuation
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit code; a user's mistake is one line."""
+    """Runs the program and returns its exit code. A user's mistake is reported in one line."""
     prepare_output()
     values = trained.new_flags()
     flags.DEFINE_string("prompt", None, "text to continue", flag_values=values)
@@ -67,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
 def generate(
     model: trained.Trained, prompts: Sequence[str], *, length: int, temperature: float, seed: int, chat: bool
 ) -> Iterator[str]:
-    """Yields each prompt continued by up to `length` tokens; with `chat`, the answer alone.
+    """Yields each prompt with a continuation of up to `length` tokens, or only the answer if `chat`.
 
-    ValueError for a model that is no decoder, a prompt that is too long, and a tokenizer without a chat template.
+    ValueError for a model that is not a decoder, a prompt that is too long, and a tokenizer without a chat template.
     """
     tokenizer = model.tokenizer()
     samples = Continuation(model.experiment, temperature=temperature, seed=seed)

@@ -1,4 +1,4 @@
-"""`MetricsApart`: the metrics of replicas that drift apart, put together when the replicas meet (local SGD)."""
+"""`MetricsApart`: the metrics of drifting replicas (local SGD), averaged when the replicas sync."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,18 +19,18 @@ class MetricsApart:
         self._sums: Metrics = {}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a step; nothing travels."""
+        """Takes the metrics of a step, without communication."""
         self._sums = self._add(self._sums, metrics) if self._sums else dict(metrics)
 
     def together(self) -> Metrics:
-        """Returns means over all replicas and the steps since `begin`, and what is watched after the last of them.
+        """Returns means over all replicas and the steps since `begin`, and the WATCHED metrics of the last step.
 
-        All processes call it after the same step.
+        All processes must call it after the same step.
         """
         return self._together(self._sums)
 
     def begin(self) -> None:
-        """Begins the next means with the next step."""
+        """Starts the next means at the next step."""
         self._sums = {}
 
 

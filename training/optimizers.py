@@ -1,9 +1,9 @@
 """Optax's optimizers and schedules by name, after the replica all-reduce and a guard against non-finite gradients.
 
 Statistics of whole tensors (trust ratios, factors, orthogonalisation) are computed layer by layer, as if layers were
-not stacked. Muon orthogonalises the matrices between hidden dims, and convolutions as matrices of
-outputs by all else; embeddings, heads, positions, norms and biases get Adam, as its authors advise. Weight decay is
-decoupled, `learning_rate * weight_decay * p`, except where the method itself puts it into the gradient (sgd, lars) or
+not stacked. Muon orthogonalises the matrices between hidden dims, and convolutions as matrices of outputs by all other
+dims. Embeddings, heads, positions, norms and biases use Adam, as its authors advise. Weight decay is decoupled,
+`learning_rate * weight_decay * p`, except where the method itself adds it to the gradient (sgd, lars) or applies it
 under the trust ratio (lamb).
 """
 
@@ -25,9 +25,10 @@ from sharding.spec import ParamSpec, is_spec, is_stack
 PyTree = Any
 Transform = optax.GradientTransformation
 Stacks = list[jax.Array]
-Kind = tuple[int, int]  # of a layer's tensor: leading dims of a batch of matrices (experts), and the dim of the outputs
-OfStack = Callable[[Any, jax.Array], jax.Array]  # of a kind and a stack `[n, *shape]` of tensors of that kind
-# (function, specs, kinds, stacks `[n, ...]`, each=False): with `each` they are `[R, n, ...]`, of each replica its own
+Kind = tuple[int, int]  # of a layer's tensor: (leading dims of a batch of matrices (experts), the dim of the outputs)
+OfStack = Callable[[Any, jax.Array], jax.Array]  # (kind, a stack `[n, *shape]` of tensors of that kind) -> stack
+# (function, specs, kinds, stacks `[n, ...]`, each=False) -> stacks. With `each` the stacks are `[R, n, ...]`, with
+# separate entries for each replica.
 OnWhole = Callable[..., Stacks]
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Muon's x, x^3, x^5
 PRODUCTS = jnp.bfloat16  # operands of Muon's products, which are float32
@@ -35,7 +36,7 @@ AVERAGE_RATE = 0.1  # weight of the step's value in a running average (torch's `
 
 
 class GuardState(NamedTuple):
-    """State of `guarded`; the counters are int32 scalars."""
+    """State of `guarded`. The counters are int32 scalars."""
 
     inner: PyTree
     grad_norm: jax.Array  # global norm of the averaged gradient before clipping, without running averages
@@ -44,10 +45,10 @@ class GuardState(NamedTuple):
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Returns the learning rate by step, from 0: linear warm-up to the peak, then down to the last step.
+    """Returns the learning rate by step, from 0: linear warm-up to the peak, then decay until the last step.
 
-    Step i of the warm-up has `(i + 1) / warmup_steps` of the peak; the step after it has the peak, the last one
-    `final_fraction` of it (but `constant` stays, and a registered schedule is its own from the warm-up's end on).
+    Step i of the warm-up has `(i + 1) / warmup_steps` of the peak. The following step has the peak, and the last step
+    has `final_fraction` of it. `constant` keeps the peak, and a registered schedule takes over after the warm-up.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     if config.warmup_steps > num_steps:
@@ -72,7 +73,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 def on_one_device(
     function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[Kind], stacks: Stacks, *, each: bool = False
 ) -> Stacks:
-    """Returns the function of each stack, where tensors are not cut."""
+    """Returns the function of each stack, where tensors are not sharded."""
     del specs
     of = [partial(function, kind) for kind in kinds]
     return [(jax.vmap(run) if each else run)(x) for run, x in zip(of, stacks, strict=True)]
@@ -86,12 +87,12 @@ def make_optimizer(
 ) -> Transform:
     """Returns the chain after the replica all-reduce, on plain gradients: guard, clipping, optimizer.
 
-    `specs` is the tree of ParamSpecs; it decides which parameters decay and which are matrices. `on_whole` runs a
-    function on whole tensors, wherever their shards lie.
+    `specs`, the tree of ParamSpecs, determines which parameters decay and which are matrices. `on_whole` runs a
+    function on whole tensors, wherever their shards are.
     """
     specs, _ = part_averages(specs)
     schedule = make_schedule(config, num_steps)
-    if config.name in ("adamw", "sgd"):  # element by element: a stack of layers is as good as the layers
+    if config.name in ("adamw", "sgd"):  # elementwise: a stack of layers behaves like its layers
         tx = _optimizer(config, schedule, specs, on_whole)
     else:
         tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_whole), specs)
@@ -100,7 +101,7 @@ def make_optimizer(
 
 
 def follows_schedule(config: OptimizerConfig, specs: PyTree) -> bool:
-    """Whether the optimizer's updates take their learning rate from the schedule; a registered one may have its own."""
+    """Whether the optimizer's updates take their learning rate from the schedule. A registered optimizer may not."""
     if config.name not in OWN["optimizer"]:
         return True
     asked: list[jax.typing.ArrayLike] = []
@@ -119,10 +120,10 @@ def follows_schedule(config: OptimizerConfig, specs: PyTree) -> bool:
 
 
 def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_whole: OnWhole) -> Transform:
-    """Returns the optimizer of the tensors that `specs` describes, which may be a part of the parameters."""
+    """Returns the optimizer of the tensors in `specs`, which may be a part of the parameters."""
     c, decay = config, config.weight_decay
     mask = _map_specs(lambda spec: c.decay_mask == "all" or is_matrix(spec), specs)
-    # optax's adafactor would decay by weight_decay itself a step, its muon the matrices that it orthogonalises alone
+    # optax's adafactor would decay by weight_decay itself in each step, and its muon only the orthogonalised matrices
     decoupled = optax.add_decayed_weights(lambda step: -decay * schedule(step), mask)
     match c.name:
         case "adamw":
@@ -163,9 +164,9 @@ def muon(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_wh
 def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> Transform:
     """Returns Nesterov's momentum of the hidden matrices of `specs`, orthogonalised and scaled by their shape.
 
-    The momentum works element by element, where the shards lie; whole matrices are needed by Newton-Schulz alone. Left
-    to itself XLA spreads its products over all devices, over the replicas too, and sends ten times the bytes of the
-    replica all-reduce between nodes.
+    The momentum is elementwise and works on shards. Only Newton-Schulz needs whole matrices. Without intervention XLA
+    spreads its products over all devices, including replicas, and sends ten times the bytes of the replica all-reduce
+    between nodes.
     """
     beta = config.momentum
     matrices = [spec for spec in jax.tree.leaves(specs, is_leaf=is_spec) if is_hidden_matrix(spec)]
@@ -185,7 +186,7 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
         assert all(is_cut[0])
         return function(stacks_R, each=True), is_cut[0]
 
-    # the innermost vmap is over layers, if the model has any; the next one is over the replicas of local SGD
+    # the innermost vmap is over layers, if the model has any, and the next one over the replicas of local SGD
     orthogonalise = (_in_stacks if any("layers" in spec.dims for spec in matrices) else _alone)(of_stacks)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, contrib.MuonState]:
@@ -203,9 +204,10 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
 def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
     """Orthogonalises each tensor of `[n, *shape]` as a matrix and scales it by `sqrt(max(1, outputs / inputs))`.
 
-    The dim of the outputs is one side of the matrix; all others, except batch dims, are the other side. These are the
-    five steps of Muon's authors (kellerjordan.github.io/posts/muon); their result is near an orthogonal matrix.
-    Operands of a product are rounded to bfloat16; unlike in the authors' code, products and iterates stay in float32.
+    The dim of the outputs is one side of the matrix, and all other dims, except batch dims, are the other side. These
+    are the five steps of Muon's authors (kellerjordan.github.io/posts/muon), whose result is close to an orthogonal
+    matrix. Operands of a product are rounded to bfloat16. In contrast to the authors' code, products and iterates stay
+    in float32.
     """
     batch_dims, output_dim = kind
     outputs = 1 + output_dim - batch_dims
@@ -221,7 +223,7 @@ def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
         quartic = _product("nij,njk->nik", square, square)
         return linear * x + _product("nij,njk->nik", cubic * square + quintic * quartic, x)
 
-    wide = jax.lax.fori_loop(0, 5, iterate, wide)  # written out, XLA:CPU was slower
+    wide = jax.lax.fori_loop(0, 5, iterate, wide)  # unrolled, XLA:CPU was slower
     orthogonal = (wide.mT if fan_in > fan_out else wide).reshape(batch.shape)
     return math.sqrt(max(1.0, fan_out / fan_in)) * jnp.moveaxis(orthogonal, -1, outputs).reshape(stack.shape)
 
@@ -250,17 +252,20 @@ def _in_stacks(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stack
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix of one layer; biases, norms, tables of positions and token types are not."""
+    """Whether a parameter is a matrix of one layer. Biases, norms, tables of positions and token types are not."""
     return sum(dim != "layers" for dim in spec.dims) > 1 and {"position", "token_type"}.isdisjoint(spec.dims)
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether a parameter is a matrix from hidden to hidden; embeddings and heads know ids, patches or classes."""
+    """Whether a parameter is a matrix from hidden to hidden.
+
+    Embeddings and heads are not: one dim is ids, patches or classes.
+    """
     return is_matrix(spec) and not {"vocab", "patch", "classes"} & set(spec.dims)
 
 
 def _kind(spec: ParamSpec) -> Kind:
-    """Returns how a layer's tensor is seen as matrices: each expert is one, and a kernel has its outputs first."""
+    """Returns how to view a layer's tensor as matrices: each expert is a matrix, and a kernel has its outputs first."""
     dims = [dim for dim in spec.dims if dim != "layers"]
     return dims.count("experts"), dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
 
@@ -270,7 +275,7 @@ def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:
 
 
 def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
-    """Applies an optimizer to each layer of a stack by itself, as if the layers were not stacked.
+    """Applies an optimizer to each layer of a stack separately, as if the layers were not stacked.
 
     `make` builds the optimizer of a part of the parameters from its specs. LAMB's and LARS's trust ratios, Adafactor's
     factors and Muon's orthogonalisation belong to one layer's tensor.
@@ -314,15 +319,15 @@ def beside_averages(trained: Transform, averages: Callable[[PyTree, PyTree], PyT
 
 
 def move_averages(grads: PyTree, averages: PyTree) -> PyTree:
-    """Returns the updates of running averages; their gradients are minus the values of the step."""
+    """Returns the updates of running averages, whose gradients are minus the values of the step."""
     return jax.tree.map(lambda g, average: -AVERAGE_RATE * (g + average), grads, averages)
 
 
 def guarded(inner: Transform) -> Transform:
-    """Runs `inner`; a step whose gradient is not finite only counts as skipped.
+    """Runs `inner`. A step whose gradient is not finite only counts as skipped.
 
-    Only the gradient is checked. To check the update as well, old and new moments would have to be held together until
-    all updates exist, which takes half as much temporary memory again.
+    Only the gradient is checked. A check of the update would have to hold old and new moments together until all
+    updates exist, which takes half as much temporary memory again.
     """
 
     def init(params: PyTree) -> GuardState:

@@ -1,4 +1,4 @@
-"""The names that a run's config file registered, for the programs that use a run without its --config."""
+"""The names that a run's config file registered, for programs that use the run without its --config."""
 
 import os
 import sys
@@ -17,8 +17,8 @@ NEEDED = ("model", "data")  # sections of a run's config whose names a trained m
 def register_names(saved: Mapping[str, Any], workdir: Path, config_file: str) -> None:
     """Registers the names in a run's config: by `config_file`, or else by the file that the run's directory names.
 
-    The latter is code, and the directory may come from a stranger: so it must be this user's file, and elsewhere.
-    ValueError if a name of the model or the data remains unknown.
+    The latter is code, and the directory may come from a stranger, so the file must belong to this user and be outside
+    the directory. ValueError if a name of the model or the data remains unknown.
     """
     needed = {section: found for section in NEEDED if isinstance(found := saved.get(section), Mapping)}
     remembered = "" if config_file else _remembered(workdir)
@@ -46,7 +46,7 @@ def _is_own(file: Path, workdir: Path) -> bool:
 
 
 def _remembered(workdir: Path) -> str:
-    """Returns the config file of the run in a directory, or of a replica of it; "" if none of them names one."""
+    """Returns the config file of the run in a directory, or of one of its replicas, or "" without a name."""
     folders = [workdir, *sorted((workdir / run_directory.REPLICAS).glob("*"))]
     files = (folder / run_directory.ENVIRONMENT for folder in folders)
     found = (json_objects.read(file, lenient=True).get(CONFIG_FILE) for file in files if file.is_file())

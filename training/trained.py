@@ -1,7 +1,7 @@
-"""A trained model on the devices of this process, for the programs that use it; whatever the mesh it was trained on.
+"""A trained model on this process' devices, for programs that use it, independent of the mesh it was trained on.
 
-The model is that of a run's checkpoint or of a Hugging Face folder. Its parameters are cut over all devices, or over as
-many as divide them.
+The model comes from a run's checkpoint or a Hugging Face folder. Its parameters are sharded over all devices, or over
+the largest number that divides them.
 """
 
 import sys
@@ -31,8 +31,8 @@ from training.registered import register_names
 from training.resume import check_same_base
 from training.weights_tokenizer import TOKENIZER_FILE
 
-LONGEST = 1024  # tokens of a row of a Hugging Face model
-KEPT = ("seed", "model", "data", "batch", "eval", "sample")  # of a run's config; the rest is about its training
+LONGEST = 1024  # tokens per row of a Hugging Face model
+KEPT = ("seed", "model", "data", "batch", "eval", "sample")  # sections from a run's config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,16 @@ class Trained:
     name: str  # for messages
     experiment: Experiment
     params: Any
-    step: int | None  # of the run; None: there was none
-    data: Mapping[str, Any]  # what the checkpoint says about the run's data
+    step: int | None  # step of the run; None without a run
+    data: Mapping[str, Any]  # the checkpoint's record of the run's data
 
     @property
     def config(self) -> Config:
-        """What the model was trained with, on the devices of this process."""
+        """The config of the training run, adapted to the devices of this process."""
         return self.experiment.config
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of its text. ValueError if it is of images, or if the model has fewer ids."""
+        """Returns the model's tokenizer. ValueError if it is a model of images, or has fewer ids than the tokenizer."""
         data = self.config.data
         if data.objective == "classify":
             raise ValueError(f"{self.name}: model.kind={self.config.model.kind} is no language model")
@@ -66,10 +66,10 @@ def of_run(
     data: Mapping[str, Any] = {},
     devices: Sequence[Any] = (),
 ) -> Trained:
-    """Returns the model of a run's checkpoint, the newest by default; `data` are other values of that section.
+    """Returns the model of a run's checkpoint, the newest by default. `data` overrides values of that section.
 
-    `config_file` registers the names in the run's config (default: the file that the run had).
-    ValueError if there is no such step, or if it is damaged.
+    `config_file` registers the names in the run's config (default: the run's config file).
+    ValueError if the step does not exist or is damaged.
     """
     saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
     register_names(saved.config, workdir, config_file)
@@ -81,7 +81,7 @@ def of_run(
 
 
 def of_hugging_face(folder: Path, *, data: Mapping[str, Any] = {}, devices: Sequence[Any] = ()) -> Trained:
-    """Returns the model of a Hugging Face folder, with the tokenizer.json there. ValueError if there is none."""
+    """Returns the model of a Hugging Face folder, with its tokenizer.json. ValueError if the folder has no model."""
     model = hugging_face.model(folder).to_dict()
     values: dict[str, Any] = defaults(model["kind"]) | {"model": model}
     values["data"] |= {"tokenizer": "hugging_face", "tokenizer_path": str(folder / TOKENIZER_FILE)}
@@ -99,7 +99,7 @@ def _experiment(saved: Mapping[str, Any], data: Mapping[str, Any], devices: Sequ
     kind, count = saved["model"]["kind"], len(devices or jax.devices())
     values: dict[str, Any] = defaults(kind) | {name: saved[name] for name in KEPT}
     values["data"] = {**values["data"], **data}
-    # others may not go with these devices; who only measures normalises by running averages
+    # other values may not suit these devices; norms use running averages, because nothing is trained
     free = {"attention": "auto", "remat": "full", "unroll": False, "norm_rows": 1}
     values["model"] = values["model"] | {name: value for name, value in free.items() if name in values["model"]}
     values["sharding"] |= {"strategy": "mics", "partition_size": count}
@@ -109,14 +109,14 @@ def _experiment(saved: Mapping[str, Any], data: Mapping[str, Any], devices: Sequ
 
 
 def _partition_size(config: Config, count: int) -> int:
-    """Returns the largest part of so many devices over which every parameter can be cut."""
+    """Returns the largest divisor of `count` by which every parameter can be sharded."""
     specs = models.build(config.model).param_specs()
 
     def fits(size: int) -> bool:
         sharding = replace(config.sharding, partition_size=size)
         try:
             place_all(specs, make_layout(sharding, num_nodes=1, devices_per_node=count))
-        except ValueError:  # there is no dim that it divides
+        except ValueError:  # no dim of a parameter is divisible
             return False
         return True
 
@@ -124,7 +124,7 @@ def _partition_size(config: Config, count: int) -> int:
 
 
 def new_flags() -> flags.FlagValues:
-    """Returns the flags that name a trained model; further flags can be defined on it."""
+    """Returns the flags that name a trained model. Further flags can be defined on the result."""
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "directory of a run", flag_values=values)
     flags.DEFINE_integer("step", None, "step of its checkpoint", flag_values=values)
@@ -134,7 +134,7 @@ def new_flags() -> flags.FlagValues:
 
 
 def named(values: flags.FlagValues, *, data: Mapping[str, Any] = {}) -> Trained:
-    """Returns the model that the flags name."""
+    """Returns the model named by the flags."""
     use_compilation_cache()
     if bool(values.workdir) == bool(values.hugging_face):
         raise ValueError("give either --workdir=DIR, of a run, or --hugging_face=DIR")
@@ -149,7 +149,10 @@ def named(values: flags.FlagValues, *, data: Mapping[str, Any] = {}) -> Trained:
 
 
 def program(argv: Sequence[str], usage: str, values: flags.FlagValues, run: Callable[[], None]) -> int:
-    """Parses `argv` into the flags, runs a program and returns its exit code; a user's mistake is one line."""
+    """Parses `argv` into the flags, runs a program and returns its exit code.
+
+    A user's mistake is reported in one line.
+    """
     if command_line.asks_for_help(argv):
         print(usage.strip())
         return 0
@@ -165,5 +168,5 @@ def program(argv: Sequence[str], usage: str, values: flags.FlagValues, run: Call
 
 
 def say(line: str) -> None:
-    """Prints a line about the work, apart from its result."""
+    """Prints a line about the work, separate from its result."""
     print(line, file=sys.stderr, flush=True)

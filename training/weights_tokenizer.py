@@ -1,4 +1,4 @@
-"""Whether a run's tokenizer is the one that `model.weights` was trained with, as far as the files there tell."""
+"""Checks a run's tokenizer against the tokenizer files of `model.weights`, as far as they allow it."""
 
 import logging
 from pathlib import Path
@@ -13,15 +13,15 @@ from runtime.files.paths import user_path
 
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# words, digits, accents, another script, an emoji, indented code: whose ids tell one tokenizer from another
+# words, digits, accents, another script, an emoji, indented code: their ids distinguish tokenizers
 PROBE = "The year 1984: na\u00efve caf\u00e9s in \u6771\u4eac \U0001f600\n\tdef square(x):\n        return x**2\n"
-LEAST_USED = 0.9  # of the vocabulary; embeddings are padded by a few percent
+LEAST_USED = 0.9  # fraction of the vocabulary; embeddings are padded by a few percent
 
 
 def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Compares a run's tokenizer with the files beside its weights, if it has any.
+    """Compares a run's tokenizer with the files next to its weights, if it has any.
 
-    ValueError if it gives other ids than theirs; process 0 warns of what is only suspicious.
+    ValueError if it gives different ids. Process 0 warns of suspicious differences.
     """
     model, data = config.model, config.data
     if not isinstance(model, TransformerConfig) or not model.weights:
@@ -43,7 +43,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def difference(ours: Tokenizer, theirs: Tokenizer) -> str:
-    """Returns in what two tokenizers differ, "" if in nothing that is seen. Ours may have more tokens."""
+    """Returns a difference between two tokenizers, "" if none is detected. Ours may have more tokens."""
     if isinstance(ours, HuggingFace) and isinstance(theirs, HuggingFace):
         for token, number in sorted(theirs.vocabulary.items(), key=lambda pair: pair[1]):
             if ours.vocabulary.get(token) != number:
@@ -57,7 +57,7 @@ def difference(ours: Tokenizer, theirs: Tokenizer) -> str:
 
 
 def _tokenizer_of(folder: Path, kind: str) -> tuple[Tokenizer | None, Path, str]:
-    """Returns the tokenizer in a folder, None if there is none that we can use; its file; and why it cannot be used."""
+    """Returns the usable tokenizer in a folder or None, its file, and the reason if it cannot be used."""
     kinds = [(SentencePiece, name) for name in SENTENCEPIECE_FILES if kind == "sentencepiece"]
     for make, name in [*kinds, (HuggingFace, TOKENIZER_FILE)]:
         file = folder / name
@@ -72,11 +72,11 @@ def _tokenizer_of(folder: Path, kind: str) -> tuple[Tokenizer | None, Path, str]
 
 
 def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, config: Config) -> str:
-    """Returns what is suspicious about a tokenizer, "" if nothing."""
+    """Returns a suspicious property of a tokenizer, or ""."""
     vocab_size = config.values["model.vocab_size"]
     if theirs is None and ours.num_ids < LEAST_USED * vocab_size:
         return f"it has {ours.num_ids} ids, and they have vocab_size={vocab_size}"
-    if not isinstance(ours, HuggingFace) or config.data.source == "chats":  # chats begin and end by their template
+    if not isinstance(ours, HuggingFace) or config.data.source == "chats":  # chats use the template's ends
         return ""
     if (ends := _end_token(folder)) and ends != ours.separator_token:
         return f"documents end with {ours.separator_token!r}, and {CONFIG_FILE} there says {ends!r}"
@@ -88,7 +88,7 @@ def _doubt(folder: Path, theirs: Tokenizer | None, ours: Tokenizer, config: Conf
 
 
 def _end_token(folder: Path) -> str:
-    """Returns the token that ends a text by `tokenizer_config.json`, "" if that does not say."""
+    """Returns the token that ends a text according to `tokenizer_config.json`, or ""."""
     try:
         named = tokenizer_config.named_tokens(tokenizer_config.read(folder))
     except ValueError:

@@ -22,17 +22,17 @@ class Attempt:
     started_s: float
     nodes: int
     start_step: int = 0
-    source: str = ""  # of its state
+    source: str = ""  # of its state: nothing, memory or checkpoint
     steps_again: int = 0
     first_step_s: float | None = None
-    ended_s: float = field(default=0.0)  # or the last that was heard of it
+    ended_s: float = field(default=0.0)  # or the time of its last event
     end: str = ""
 
 
 def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str = "") -> list[Attempt]:
-    """Returns the attempts that began, in order of time; `events` come from `runtime.events.EventReader`.
+    """Returns the attempts that began, in order of time. `events` come from `runtime.events.EventReader`.
 
-    `outcome` is the summary's: an attempt that writes its report has not recorded its end yet, but has a summary.
+    `outcome` comes from the summary, because an attempt that writes its report has a summary but no recorded end yet.
     """
     found: list[Attempt] = []
     for event in events:
@@ -50,19 +50,19 @@ def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str = "") -> list[
             attempt.steps_again = int(event.get("steps_again", 0))
         elif kind == Event.FIRST_STEP and attempt.first_step_s is None:
             attempt.first_step_s = time_s
-            skipped = int(event.get("after", 0)) - attempt.start_step  # by a replica that took the others' state
+            skipped = int(event.get("after", 0)) - attempt.start_step  # in a replica that took the others' state
             attempt.steps_again = max(0, attempt.steps_again - max(0, skipped))
         elif kind in ENDS and not attempt.end:
             attempt.end = str(event.get("why", ""))
-    if found and found[-1].source and not found[-1].end:  # before it restores, the summary is of the one before
+    if found and found[-1].source and not found[-1].end:  # until it restores, the summary is of the previous attempt
         found[-1].end = outcome
     return found
 
 
 def pauses(attempts: Sequence[Attempt]) -> list[float | None]:
-    """Returns the seconds without a step before each attempt's first: since the one before ended, or since it started.
+    """Returns the seconds without a step before each attempt's first step, since the previous end or the first start.
 
-    None for an attempt without a step; its time counts in the pause of the next one.
+    None for an attempt without a step, whose time counts towards the next pause.
     """
     found: list[float | None] = []
     since = attempts[0].started_s if attempts else 0.0
@@ -74,10 +74,10 @@ def pauses(attempts: Sequence[Attempt]) -> list[float | None]:
 
 
 def goodput(attempts: Sequence[Attempt], rows: Sequence[Row]) -> float | None:
-    """Returns the share of the time, from first start to last sign, in steps that were not done again; None: unknown.
+    """Returns the fraction of the time, from first start to last event, spent on steps that were not repeated.
 
-    Metrics hold each step once, as it was done last. A row's step time counts for all steps since the row before; rows
-    without one, the first of an attempt, count with the median.
+    Metrics hold each step once, from its last execution. A row's step time counts for all steps since the previous row.
+    Rows without a step time, the first of an attempt, count with the median. None if unknown.
     """
     times = {step: value for step, value in series(rows, "step_time_s") if isfinite(value)}
     if not attempts or not times:
@@ -91,12 +91,12 @@ def goodput(attempts: Sequence[Attempt], rows: Sequence[Row]) -> float | None:
 
 
 def span_s(attempts: Sequence[Attempt]) -> float:
-    """Returns the seconds from the start of the first attempt to the last sign of any."""
+    """Returns the seconds from the start of the first attempt to the last event of any attempt."""
     return max((attempt.ended_s for attempt in attempts), default=0.0) - (attempts[0].started_s if attempts else 0.0)
 
 
 def nodes_chart(attempts: Sequence[Attempt]) -> Chart:
-    """Returns a chart of the nodes that train over the time since the start: none in a pause."""
+    """Returns a chart of the number of training nodes over the time since the start: none during a pause."""
     start, whole_s = attempts[0].started_s, span_s(attempts)
     name, unit_s = next((name, unit_s) for name, unit_s in UNITS if whole_s > 3 * unit_s or unit_s == 1)
     line: list[tuple[float, float]] = [(0.0, 0.0)]
@@ -119,7 +119,7 @@ def nodes_chart(attempts: Sequence[Attempt]) -> Chart:
 
 
 def attempts_rows(attempts: Sequence[Attempt]) -> list[tuple[str, ...]]:
-    """Returns a row for each attempt, below the names of the columns: the last two are of words."""
+    """Returns a row for each attempt, below the names of the columns. The last two columns contain words."""
     rows = [("Began after", "Nodes", "From step", "Pause", "Steps again", "State from", "Ended")]
     for attempt, pause in zip(attempts, pauses(attempts), strict=True):
         numbers = (

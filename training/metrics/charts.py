@@ -9,15 +9,15 @@ from typing import Any
 
 Points = Sequence[tuple[float, float]]
 LETTER = 6.6  # width of a character of a tick label
-TICKS = 7  # of an axis, about
-MAX_POINTS = 400  # of one curve
-MAX_TIPS = 50  # of one curve
+TICKS = 7  # approximate number per axis
+MAX_POINTS = 400  # per curve
+MAX_TIPS = 50  # per curve
 TREND_FROM = 200  # points
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Maps values to positions from 0 to 1; `ticks` are (position, label); words are not numeric."""
+    """Maps values to positions from 0 to 1. `ticks` are (position, label). Words are not numeric."""
 
     position: Callable[[Any], float]
     ticks: Sequence[tuple[float, str]]
@@ -26,9 +26,9 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of (x, y), dots of (x, y, tooltip), or both, in one colour, which counts `palette.SERIES`.
+    """A line of (x, y), dots of (x, y, tooltip), or both, in one colour, which is an index of `palette.SERIES`.
 
-    A y that is not finite is a gap in the line, and a cross at the top for a dot. `shift` moves the dots to the right.
+    A y that is not finite is a gap in the line, and for a dot a cross at the top. `shift` moves the dots to the right.
     """
 
     label: str
@@ -37,12 +37,12 @@ class Series:
     dots: Sequence[tuple[Any, float, str]] = ()
     shift: float = 0.0
     hover: bool = False  # shows a dot only below the pointer
-    faint: bool = False  # and not in the legend
+    faint: bool = False  # and is not in the legend
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Data of the template, in units of its `viewBox`; without series only the note is drawn."""
+    """Data of the template, in units of its `viewBox`. Without series only the note is drawn."""
 
     series: Sequence[Series] = ()
     x: Axis = Axis(position=float, ticks=())
@@ -56,14 +56,17 @@ class Chart:
     left, right, top, bottom = 76, 544, 16, 226
 
     def runs(self, one: Series) -> Iterator[list[str]]:
-        """Yields the places (`x y`) of each part of the line that has no gap; a single one twice, so that it shows."""
+        """Yields the points (`x y`) of each part of the line without gaps.
+
+        A single point appears twice, so that it is visible.
+        """
         for finite, run in groupby(one.line, key=lambda point: math.isfinite(point[1])):
             if finite:
                 places = [f"{self._across(self.x.position(a))} {self._down(self.y.position(b))}" for a, b in run]
                 yield places if len(places) > 1 else places * 2
 
     def dots(self, one: Series) -> Iterator[tuple[float, float | None, str]]:
-        """Yields (x, y, tooltip) of each dot; y is None where the value is not finite."""
+        """Yields (x, y, tooltip) of each dot. y is None where the value is not finite."""
         for a, b, tip in one.dots:
             y = self._down(self.y.position(b)) if math.isfinite(b) else None
             yield self._across(self.x.position(a)) + one.shift, y, tip
@@ -73,7 +76,10 @@ class Chart:
         return [(self._down(position), label) for position, label in self.y.ticks]
 
     def x_ticks(self) -> Iterator[tuple[float, str, str]]:
-        """Yields (x, shown, label): a long word is shortened, a label that would touch the one before is left out."""
+        """Yields (x, shown, label).
+
+        A long word is shortened, and a label that would touch the previous one is omitted.
+        """
         room = int((self.right - self.left) / max(1, len(self.x.ticks)) / LETTER)
         end = -math.inf
         for position, label in sorted(self.x.ticks):
@@ -130,7 +136,7 @@ def word_axis(words: Sequence[str]) -> Axis:
 
 
 def round_ticks(low: float, high: float, *, log: bool = False, integer: bool = False) -> list[float]:
-    """Returns about TICKS round numbers in [low, high]; both ends, if fewer than two round numbers are inside."""
+    """Returns about TICKS round numbers in [low, high], or both ends if fewer than two round numbers are inside."""
     from matplotlib.ticker import LogLocator, MaxNLocator  # imported late: it delays startup
 
     few_decades = log and high < 300 * low
@@ -145,7 +151,7 @@ def round_ticks(low: float, high: float, *, log: bool = False, integer: bool = F
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """(step, value) pairs; a `sparse` one, such as validations, gets dots and no trend."""
+    """(step, value) pairs. A `sparse` curve, such as validations, gets dots and no trend."""
 
     label: str
     points: Points
@@ -153,7 +159,7 @@ class Curve:
 
 
 def curve_chart(curves: Sequence[Curve], *, form: Callable[[float], str], label: str, zero: bool = False) -> Chart:
-    """Returns a chart of value over step: long curves are thinned, with a trend over them.
+    """Returns a chart of value over step. Long curves are thinned, with a trend line on top.
 
     `zero` starts the axis at 0. Values that are not finite leave a gap.
     """
@@ -189,7 +195,7 @@ def thin_out(points: Points, max_points: int = MAX_POINTS) -> list[tuple[float, 
 
 
 def trend(points: Points, max_points: int = 100) -> list[tuple[float, float]]:
-    """Returns the median of each interval at its middle: it neither lags nor follows spikes."""
+    """Returns the median of each interval at its middle, which neither lags nor follows spikes."""
     medians = []
     for interval in _intervals(points, max(1, min(max_points, len(points) // 4))):
         finite = [value for _, value in interval if math.isfinite(value)]
@@ -198,7 +204,7 @@ def trend(points: Points, max_points: int = 100) -> list[tuple[float, float]]:
 
 
 def _series(curve: Curve, colour: int, form: Callable[[float], str]) -> list[Series]:
-    """Returns the thinned curve, below its trend if it is long; with tooltips at some of its points."""
+    """Returns the thinned curve, below its trend if it is long, with tooltips at some of its points."""
     line = thin_out(curve.points)
     is_long = not curve.sparse and len(curve.points) >= TREND_FROM
     shown = trend(curve.points) if is_long else line
@@ -214,7 +220,7 @@ def _intervals(points: Points, count: int) -> list[Points]:
 
 
 def _value_range(values: Sequence[float], zero: bool) -> tuple[float, float, int]:
-    """Returns (low, high, number of values above high); high leaves out a few outliers that would flatten the rest."""
+    """Returns (low, high, number of values above high). high excludes a few outliers that would flatten the rest."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     usual = ordered[int(0.98 * (len(ordered) - 1))]

@@ -1,4 +1,4 @@
-"""`environment`: what is needed to reproduce a run, for `environment.json`."""
+"""`environment`: the information needed to reproduce a run, for `environment.json`."""
 
 import contextlib
 import os

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns the page of a template, a path from the root of the repository; its values are escaped.
+    """Returns the page of a template, a path relative to the root of the repository. Its values are escaped.
 
     Every page has `title`, `heading`, `badge` with its `mood` (good, warn or bad), `about` and `footer`.
     """

@@ -1,6 +1,6 @@
-"""`Progress`: a live progress bar in a terminal, elsewhere a plain line every ten seconds; `print_summary`: its end.
+"""`Progress`: a live progress bar in a terminal, or a plain line every ten seconds. `print_summary`: the results.
 
-No thread draws: `update` itself redraws, at most every half second, so that it costs the training loop almost nothing.
+No thread draws. `update` itself redraws, at most every half second, so that it costs the training loop almost nothing.
 """
 
 import sys
@@ -39,7 +39,10 @@ class Progress:
             self._live.start()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes the values of `step` (keys of `metrics.jsonl`); a key without a new value still shows its last one."""
+        """Takes the values of `step` (keys of `metrics.jsonl`).
+
+        A key without a new value still shows its last value.
+        """
         now = time.monotonic()
         self._first = self._first or (step, now)
         self._step = step
@@ -58,7 +61,7 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Shows the final values and restores the terminal; a second call does nothing."""
+        """Shows the final values and restores the terminal. A second call does nothing."""
         if self._live is not None:
             self._live.refresh()
             self._live.stop()
@@ -67,7 +70,7 @@ class Progress:
             self._print_line()
 
     def _time_left(self, now: float) -> str:
-        """Returns the time that the steps to do take at the mean speed so far; "" if it is not known, or over."""
+        """Returns the time for the remaining steps at the mean speed so far, "" if unknown or finished."""
         assert self._first is not None
         first, since_s = self._first
         if self._step <= first or self._step >= self._total_steps:
@@ -81,7 +84,7 @@ class Progress:
         self.print("  ".join(filter(None, [f"step {self._step}/{self._total_steps}", *values, self._eta])))
 
     def _draw(self) -> Group:
-        """Returns the bar and below it two lines of values, the second one with the byte counts."""
+        """Returns the bar, and below it two lines of values, the second one with the byte counts."""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -107,13 +110,13 @@ def shown(scalars: Mapping[str, float]) -> list[tuple[str, str]]:
     pairs = [
         (one.label, one.form(float(scalars[key]))) for key, one in of_rows if key != "skipped_steps" or scalars[key]
     ]
-    if scalars.get("all_reduce_ratio"):  # not its payload: a device keeps a part of that, or sends it several times
+    if scalars.get("all_reduce_ratio"):  # not the payload: a device keeps a part of it or sends it several times
         pairs.append(("replica all-reduce", f"{scalars['all_reduce_ratio']:.3g} times smaller"))
     return pairs
 
 
 def print_summary(files: RunFiles) -> None:
-    """Prints the results of a run; unknown numbers are omitted."""
+    """Prints the results of a run. Unknown numbers are omitted."""
     table = Table(title=Text(files.name), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", overflow="fold")

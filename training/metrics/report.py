@@ -26,7 +26,7 @@ class Panel:
     title: str
     curves: Mapping[str, str]
     form: Callable[[float], str]
-    zero: bool = True  # the axis starts there
+    zero: bool = True  # the axis starts at zero
 
 
 LOSS = "Loss"
@@ -112,9 +112,10 @@ def _about(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles, attempts: Sequence[Attempt]) -> list[tuple[str, str, str]]:
-    """Returns the headline numbers, and the goodput of a run of several attempts if it is known.
+    """Returns the headline numbers, and the goodput of a run of several attempts if known.
 
-    That of an independent replica is not: while it was away the others did steps, which its rows do not tell from its.
+    The goodput of an independent replica is unknown: while it was away the other replicas did steps, and its rows do
+    not distinguish these steps from its own.
     """
     tiles = [(label[0].upper() + label[1:], value, detail) for label, value, detail in headline(run)]
     sharding = run.config.get("sharding")
@@ -126,7 +127,7 @@ def _tiles(run: RunFiles, attempts: Sequence[Attempt]) -> list[tuple[str, str, s
 
 
 def charts_of(run: RunFiles) -> dict[str, Chart]:
-    """Returns the charts for which the run has values, by title; an empty loss chart has a note with the reason."""
+    """Returns the charts with values, by title. An empty loss chart has a note with the reason."""
     charts = {}
     for panel in PANELS:
         curves = [

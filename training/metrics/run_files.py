@@ -1,4 +1,4 @@
-"""`read_run` reads the files of a run directory, any of which may be missing; `results_of`: the headline numbers."""
+"""`read_run` reads the files of a run directory, any of which may be missing. `results_of`: the headline numbers."""
 
 import math
 import os
@@ -20,7 +20,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The contents of a run directory; `problems` says why a file could not be read (`config.json`: `is missing`)."""
+    """The contents of a run directory.
+
+    `problems` has the reason why a file could not be read (`config.json`: `is missing`).
+    """
 
     run_dir: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -41,33 +44,33 @@ class RunFiles:
 
     @property
     def outcome(self) -> str:
-        """Why the last attempt ended, "" if unknown; a long reason is shortened in the middle."""
+        """The reason for the end of the last attempt, "" if unknown. A long reason is shortened in the middle."""
         reason = self.summary.get("exit_reason")
         return "" if reason is None else one_line(str(reason), "summary.json has")
 
 
 class Headline(NamedTuple):
-    """A headline number: how it is shown, and the keys that have it, the first known one counts."""
+    """A headline number: its display, and its keys, of which the first known one counts."""
 
     label: str
     form: Callable[[float], str]
     detail: str
-    keys: tuple[str, ...]  # of summary.json and collectives.json, else of the last row of metrics.jsonl that has one
+    keys: tuple[str, ...]  # in summary.json and collectives.json, else in the last row of metrics.jsonl with one
 
     @property
     def is_median(self) -> bool:
-        """Whether it is the median over the logged steps, and not the last value."""
+        """Whether it is the median over the logged steps instead of the last value."""
         return "median" in self.detail
 
     @property
     def is_mean(self) -> bool:
-        """Whether it is the mean over all steps that the rows speak of."""
+        """Whether it is the mean over all steps that the rows cover."""
         return "average" in self.detail
 
 
 SPEEDS = ("tokens_per_s", "examples_per_s", "mfu")
 
-# By the name that a sweep's METRIC and results.csv give them, the important ones first
+# By the name in a sweep's METRIC and results.csv, the important ones first
 HEADLINES = {
     "loss": Headline("training loss", format_loss, "at the last step", ("final_loss", "loss")),
     "validation_loss": Headline("validation loss", format_loss, "", ("validation_loss",)),
@@ -91,9 +94,9 @@ HEADLINES = {
 
 
 def read_run(run_dir: str | os.PathLike[str], *, rows: bool = True) -> RunFiles:
-    """Reads a run directory; ValueError if it has neither `config.json` nor `metrics.jsonl`.
+    """Reads a run directory. ValueError if it has neither `config.json` nor `metrics.jsonl`.
 
-    Of a run of a million steps the rows alone are a gigabyte.
+    `rows` = False skips the rows, which take a gigabyte for a million steps.
     """
     folder = Path(run_dir)
     if not folder.is_dir():
@@ -158,9 +161,9 @@ def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
 
 
 def mean_over_steps(rows: Sequence[Row], key: str) -> float | None:
-    """Returns the mean over all steps of a value that a row has of the steps since the row before; None without any.
+    """Returns the mean over all steps of a value that each row has for the steps since the previous row, or None.
 
-    The mean of a speed is the work of all these steps, divided by their time.
+    The mean of a speed is the work of all these steps divided by their time.
     """
     values, weights, before = list[float](), list[float](), 0.0
     known = dict(series(rows, key))
@@ -197,7 +200,10 @@ def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
 
 
 def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
-    """Returns the lines that are JSON objects; others, such as a line cut off by a kill, are counted as a problem."""
+    """Returns the lines that are JSON objects.
+
+    Other lines, for example truncated by a kill, are counted as a problem.
+    """
     data = _read_bytes(path, problems)
     if data is None:
         return ()

@@ -42,10 +42,10 @@ class RunLog:
     ) -> None:
         """Writes each of `files`, JSON by its name, and sets up the rest.
 
-        `constants` are in every row of the metrics, added to a measurement of the same name; `started_s` is the
-        `perf_counter()` at the program's start. `sink` receives the rows as well: `wandb` or `none`. With `may_join`
-        the run may continue at a later step than `start_step`, with the state of another replica: rows of earlier
-        steps stay, and a failed write is resumable.
+        `constants` are in every row of the metrics, added to a measurement of the same name. `started_s` is the
+        `perf_counter()` at the program's start. `sink` also receives the rows: `wandb` or `none`. With `may_join` the
+        run may continue at a later step than `start_step`, with the state of another replica. Rows of earlier steps
+        then stay, and a failed write is resumable.
         """
         self._run_dir, self._enabled, self._log_every = run_dir, enabled, log_every
         self._may_join, self._cannot_write = may_join, ResumableError if may_join else OSError
@@ -53,16 +53,16 @@ class RunLog:
         self._first: int | None = None  # the first step of this attempt
         self._written = start_step  # the last step with a row
         self._timer, self._constants = timer, dict(constants)
-        self._row: tuple[int, dict[str, float]] | None = None  # of the latest step, not written yet
+        self._row: tuple[int, dict[str, float]] | None = None  # the latest step's row, not written yet
         self._spent: dict[str, float] = {}  # seconds by key, outside of steps, for the next row
-        self._crossed: list[WireBytes] = []  # since the last row
-        self._crossing = 0  # steps in which they crossed
+        self._crossed: list[WireBytes] = []  # wire bytes since the last row
+        self._crossing = 0  # number of steps in which they crossed
         if not enabled:
             return
         with self._explained():
             for name, content in files.items():
                 _write_json(run_dir / name, content)
-            # of an earlier attempt; a killed one must leave none
+            # files of an earlier attempt; a killed attempt must leave none
             (run_dir / run_directory.SUMMARY).unlink(missing_ok=True)
             self._writer = MetricsWriter(run_dir, resume_step=None if may_join else start_step)
         self._progress = Progress(num_steps, start_step)
@@ -92,7 +92,7 @@ class RunLog:
     def spent(self, key: str, seconds: float) -> None:
         """Records time just spent outside of training, under `key` in the next row.
 
-        It is excluded from the step time, and the bytes sent meanwhile from the wire bytes.
+        It is excluded from the step time, and the bytes sent during it from the wire bytes.
         """
         self._spent[key] = self._spent.get(key, 0.0) + seconds
         self._timer.pause(seconds)
@@ -105,7 +105,7 @@ class RunLog:
             return
         self._write_if_due()
         row = {**scalars, **self._timer.done(step, time.perf_counter())}
-        if self._may_join and "mfu" in row:  # replicas, of which each does its part of the step; how many, its row says
+        if self._may_join and "mfu" in row:  # a replica did only its part of the step
             mfu = row.pop("mfu")
             row |= {"mfu": mfu / row["replicas"]} if "replicas" in row else {}
         self._crossed_until(step)
@@ -120,14 +120,14 @@ class RunLog:
         self._progress.update(step, row)
 
     def passed(self, step: int) -> None:
-        """Takes a step that gets no row, at the moment it ends: only its wire bytes are gathered."""
+        """Takes a step without a row, at the moment it ends, and only collects its wire bytes."""
         if self._enabled:
             self._write_if_due()
             self._crossed_until(step)
             self._progress.update(step, {})
 
     def _crossed_until(self, step: int) -> None:
-        """Counts the wire bytes since the step before, or since what was `spent` after it.
+        """Counts the wire bytes since the previous step, or since the end of a later `spent`.
 
         Bytes before the first step of a replica that may have joined are left out, because they contain the state that
         it received.
@@ -148,7 +148,7 @@ class RunLog:
     def flush(self) -> None:
         """Writes the row of the latest step if due, and waits until all rows are on the disk.
 
-        To be called before that step is saved: an attempt that resumes from it will not repeat it, wherever it runs.
+        Call it before that step is saved, because an attempt that resumes from it will not repeat it on any host.
         """
         if self._enabled:
             self._write_if_due()
@@ -156,13 +156,14 @@ class RunLog:
                 self._writer.sync()
 
     def is_lost(self) -> bool:
-        """Whether the run's directory was deleted or moved: then nobody will find what is written."""
+        """Whether the run's directory was deleted or moved, so that its output would be lost."""
         return self._enabled and self._writer.is_lost()
 
     def _write_if_due(self) -> None:
         """Writes the row of the latest step if due.
 
-        The first step of an attempt is: by its row engines know that the attempt has got on. Not every step need come.
+        The first step of an attempt is always due, because its row tells engines about the progress. Steps may be
+        skipped.
         """
         if self._row is None:
             return
@@ -187,10 +188,10 @@ class RunLog:
                 (self._run_dir / run_directory.SAMPLE).write_text(sample, encoding="utf-8")
             if mesh_png is not None:
                 (self._run_dir / run_directory.MESH).write_bytes(mesh_png)
-        run, summary = read_run(self._run_dir), dict[str, Any]()  # once: the rows may be a gigabyte
-        for row in run.rows:  # the last value of each key, earlier attempts included
+        run, summary = read_run(self._run_dir), dict[str, Any]()  # once, because the rows may take a gigabyte
+        for row in run.rows:  # the last value of each key, including earlier attempts
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
-            summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # of shards
+            summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # shards
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
         with self._explained():
             _write_json(self._run_dir / run_directory.SUMMARY, summary)
@@ -222,7 +223,7 @@ class RunLog:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Makes one line of an error of the disk."""
+        """Turns an error of the disk into one line."""
         try:
             yield
         except OSError as error:
@@ -232,7 +233,7 @@ class RunLog:
 
     @contextmanager
     def _sink_or_warning(self) -> Iterator[None]:
-        """Turns an error of the sink, which is foreign code, into a warning; the run continues without the sink."""
+        """Turns an error of the sink, which is foreign code, into a warning. The run continues without the sink."""
         try:
             yield
         except Exception as error:
@@ -253,7 +254,7 @@ IN_SUMMARY = {
 
 
 def offline_wandb(run_dir: Path, config: Mapping[str, Any]) -> Any:
-    """Returns a run of Weights & Biases in `run_dir/wandb`, which `wandb sync` sends; attempts share a group."""
+    """Returns a run of Weights & Biases in `run_dir/wandb`, which `wandb sync` sends. Attempts share a group."""
     import wandb  # optional
 
     quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)

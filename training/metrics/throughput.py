@@ -1,7 +1,7 @@
 """`StepTimer`: step time, tokens or examples per second, and model FLOP/s utilisation."""
 
 # Dense matrix FLOP/s in bf16 with f32 accumulation (fp16 on V100 and T4, which have no bf16), from the vendors' data
-# sheets; half the value where a sheet assumes sparsity. The first pattern contained in the device kind applies.
+# sheets, with half the value if a sheet assumes sparsity. The first pattern contained in the device kind applies.
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -41,11 +41,11 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class StepTimer:
-    """Computes the mean speed of steps from the times at which they ended; the first time only starts the clock.
+    """Computes the mean speed of steps from the times at which they ended. The first time only starts the clock.
 
     The mean is over the steps since the last row of the metrics: steps of different kinds, such as steps of local SGD
     with and without an exchange, count as often as they occur. A step has `per_step` tokens or examples (`unit`).
-    `flops_per_step` counts the model's FLOPs for the global batch without recomputation; `peak_flops_per_s` is the sum
+    `flops_per_step` counts the model's FLOPs for the global batch without recomputation. `peak_flops_per_s` is the sum
     over all devices. None: unknown.
     """
 
@@ -54,7 +54,7 @@ class StepTimer:
     ) -> None:
         self._per_step, self._unit = per_step, unit
         self._mfu_s = flops_per_step / peak_flops_per_s if flops_per_step and peak_flops_per_s else None
-        self._of_row: tuple[int, float] | None = None  # step, and the time at which it ended, without pauses
+        self._of_row: tuple[int, float] | None = None  # step and the time at which it ended, without pauses
         self._latest: tuple[int, float] | None = None
         self._paused_s = 0.0
 
@@ -67,7 +67,7 @@ class StepTimer:
         self._of_row = self._latest
 
     def done(self, step: int, time_s: float) -> dict[str, float]:
-        """Returns the speed of the steps since the last row, as keys of `metrics.jsonl`; `step` ended at `time_s`."""
+        """Returns the speed of the steps since the last row, as keys of `metrics.jsonl`. `step` ended at `time_s`."""
         self._latest = step, time_s - self._paused_s
         if self._of_row is None or step <= self._of_row[0]:
             self._of_row = self._of_row or self._latest

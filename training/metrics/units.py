@@ -2,13 +2,13 @@
 
 import math
 
-UNKNOWN = "\N{EN DASH}"  # for a missing number
+UNKNOWN = "\N{EN DASH}"  # a missing number
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def format_bytes(count: float) -> str:
-    """Returns a byte count with a decimal prefix, as link speeds have (`4.19 MB`)."""
+    """Returns a byte count with a decimal prefix, as for link speeds (`4.19 MB`)."""
     if not math.isfinite(count):
         return str(count)
     value, unit = abs(float(count)), 0

@@ -13,7 +13,10 @@ class WireBytes:
 
 
 class WireCounter:
-    """Counts the bytes of all interfaces except loopback, of every program; twice where a packet passes two of them."""
+    """Counts the bytes of all programs on all interfaces except loopback.
+
+    A packet that passes two of them counts twice.
+    """
 
     def __init__(self, root: str | Path = "/sys/class/net") -> None:
         self._root = Path(root)

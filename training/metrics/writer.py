@@ -30,7 +30,7 @@ class MetricsWriter:
 
     With `resume_step=N` the run continues after step N. Lines of later steps from the previous attempt and incomplete
     lines are removed, so that each step appears once. A new run (0) renames an existing `metrics.jsonl` to
-    `metrics.1.jsonl` (2, 3, ...). None: after which step is not known until the first line is written.
+    `metrics.1.jsonl` (2, 3, ...). None: the step is unknown until the first line is written.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = 0) -> None:
@@ -52,16 +52,16 @@ class MetricsWriter:
         self._write_event(int(step), values)
 
     def is_lost(self) -> bool:
-        """Whether metrics.jsonl, which is open, is no longer in its folder: that was deleted or moved."""
+        """Whether the open metrics.jsonl is no longer in its folder, because that was deleted or moved."""
         return self._lines is not None and not self._path.exists()
 
     def sync(self) -> None:
-        """Waits until the lines of metrics.jsonl are on the disk: a machine that fails then does not lose them."""
+        """Waits until the lines of metrics.jsonl are on the disk, where they survive a failure of the machine."""
         if self._lines is not None:
             os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        """Flushes and closes both files; a second call does nothing."""
+        """Flushes and closes both files. A second call does nothing."""
         if self._lines is not None:
             self._lines.close()
         if self._events is not None:
@@ -77,7 +77,7 @@ class MetricsWriter:
             value=[summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
         )
         now = time.time()
-        if not self._has_events:  # this one hides the earlier values of the steps from here on
+        if not self._has_events:  # this event hides the earlier values of the steps from here on
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._events.write_event(event_pb2.Event(wall_time=now, step=step, session_log=start))
             self._has_events = True
@@ -88,12 +88,15 @@ class MetricsWriter:
 
 
 def import_ahead() -> None:
-    """Begins to import TensorBoard's package in a thread: it imports torch, where that is installed, for seconds."""
+    """Starts to import TensorBoard's package in a thread, because it may import torch, which takes seconds."""
     threading.Thread(target=importlib.import_module, args=("tensorboardX",), name="tensorboard").start()
 
 
 def _opened_lines(path: Path, after: int) -> TextIO:
-    """Returns the file, open for the lines of the steps after one; earlier attempts' lines of these are removed."""
+    """Returns the file opened for the lines of steps after `after`.
+
+    Removes lines of these steps from earlier attempts.
+    """
     if after:
         drop_lines_after(path, after)
     else:
