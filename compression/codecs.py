@@ -1,8 +1,8 @@
-"""Codecs: they encode values as the bytes that cross the slow network. sharding/coded.py defines the interface.
+"""Codecs encode values as the bytes that cross the slow network. sharding/coded.py defines the interface.
 
 Payloads are byte arrays rather than arrays of a narrow dtype: XLA may widen the latter (a bf16 sum on CPUs) or move the
-conversion across a collective, but it leaves bytes as they are. The bytes sent are therefore the payload's size, and
-can be read in the compiled program. Storing the encoding error is up to the caller (compression/exchange.py).
+conversion across a collective, but it leaves bytes unchanged. The bytes sent therefore equal the payload's size, and
+can be read in the compiled program. The caller stores the encoding error (compression/exchange.py).
 """
 
 from dataclasses import dataclass
@@ -98,8 +98,9 @@ class Blockwise:
 class OneBit:
     """The sign, and one scale per block: the mean of its absolute values (EF-SignSGD, arXiv 1901.09847).
 
-    This scale minimises the squared error. 1-bit Adam (arXiv 2102.02888) sends momenta this way; gradients in front of
-    an optimizer end far higher, so it is no choice of `compression.all_reduce`. The codec needs error feedback.
+    This scale minimises the squared error. 1-bit Adam (arXiv 2102.02888) sends momenta in this form. Gradients sent
+    before the optimizer lead to a far higher loss, so `compression.all_reduce` does not offer it. The codec needs error
+    feedback.
     """
 
     block: int
@@ -118,7 +119,7 @@ class OneBit:
         else:
             there = _blocks(real, self.block)
             shares = there / jnp.maximum(jnp.sum(there, axis=-1, keepdims=True), 1)
-        scales = jnp.sum(sizes * shares, axis=-1, keepdims=True)  # the mean; dividing before the sum avoids overflow
+        scales = jnp.sum(sizes * shares, axis=-1, keepdims=True)  # the mean; a division before the sum avoids overflow
         return _packed(_as_uint8(x >= 0), 1, scales)
 
     def decode(self, payload: jax.Array) -> jax.Array:
@@ -129,11 +130,11 @@ class OneBit:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistical:
-    """The sign and one of two magnitudes per block: the means of the values below and above a share of all (MuLoCo).
+    """The sign and one of two magnitudes per block: the means of the values below and above a threshold (MuLoCo).
 
-    MuLoCo (arXiv 2505.23725) takes bins from the standard deviation, and each bin's mean. Here the two parts meet at
-    SPLIT times the mean absolute value: of Gaussian values there the squared error is least (Lloyd and Max). The codec
-    needs error feedback.
+    MuLoCo (arXiv 2505.23725) derives bins from the standard deviation, and uses each bin's mean. Here the threshold is
+    SPLIT times the mean absolute value, which minimises the squared error for Gaussian values (Lloyd and Max). The
+    codec needs error feedback.
     """
 
     block: int
@@ -145,7 +146,7 @@ class Statistical:
         return self.block
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, which are large, then magnitudes."""
+        """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, flags of large values, then magnitudes."""
         del key
         sum_of = lambda values: jnp.sum(values, axis=-1, keepdims=True, dtype=jnp.float32)
         sizes, count = jnp.abs(_blocks(x, self.block)) * (1 / self.block), self.block  # sums cannot overflow
@@ -167,9 +168,9 @@ class Statistical:
 
 @dataclass(frozen=True, kw_only=True)
 class Marked:
-    """A user's codec, which may make numbers of NaN and infinity: a byte more a row says whether there are any.
+    """A user's codec, which may turn NaN and infinity into numbers. An additional byte per row records their presence.
 
-    All values of such a row become NaN. The replica all-reduce does without, as it asks all devices
+    All values of such a row become NaN. The replica all-reduce does not need this, because it checks all devices
     (compression/primitives.py).
     """
 
@@ -177,7 +178,7 @@ class Marked:
 
     @property
     def multiple(self) -> int:
-        """That of the codec."""
+        """The multiple of the wrapped codec."""
         return self.codec.multiple
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
@@ -191,7 +192,7 @@ class Marked:
 
 
 def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
-    """Returns the codec called `name`; None for `none`."""
+    """Returns the codec called `name`, or None for `none`."""
     match name:
         case "bf16":
             return BFloat16()
@@ -228,10 +229,10 @@ def _blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def _packed(codes: jax.Array, bits: int, sizes: jax.Array) -> jax.Array:
-    """Returns codes `uint8 [..., N]` of some bits each, then sizes `f32 [..., blocks, n]`, as bytes.
+    """Returns codes `uint8 [..., N]` of `bits` bits each, then sizes `f32 [..., blocks, n]`, as bytes.
 
-    A byte has a code of each part of a row, the first one's lowest: neighbours in a byte would be strided access.
-    The barrier keeps XLA:CPU from making the codes anew for each part.
+    A byte combines one code from each part of a row, the first part in the lowest bits. Neighbouring codes in a byte
+    would need strided access. The barrier keeps XLA:CPU from recomputing the codes for each part.
     """
     parts = jnp.split(lax.optimization_barrier(codes), 8 // bits, axis=-1)
     packed = reduce(jnp.bitwise_or, (part << bits * i for i, part in enumerate(parts)))
@@ -239,7 +240,7 @@ def _packed(codes: jax.Array, bits: int, sizes: jax.Array) -> jax.Array:
 
 
 def _unpacked(payload: jax.Array, block: int, bits: int) -> tuple[jax.Array, jax.Array]:
-    """Undoes `_packed` of as many sizes a block as bits: codes `[..., blocks, block]`, and sizes."""
+    """Undoes `_packed` for `bits` sizes per block: returns codes `[..., blocks, block]`, and sizes."""
     blocks = payload.shape[-1] // (bits * (block // 8 + SCALE_BYTES))
     packed, sizes = jnp.split(payload, [bits * blocks * block // 8], axis=-1)
     codes = jnp.concatenate([packed >> i & 2**bits - 1 for i in range(0, 8, bits)], axis=-1)
@@ -252,7 +253,7 @@ def _as_uint8(x: jax.Array) -> jax.Array:
 
 
 def _signed(positive: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Returns values `f32 [..., N]` of these sizes, of which those are positive."""
+    """Returns values `f32 [..., N]` with these sizes and signs."""
     values = jnp.where(positive, sizes, -sizes)  # [..., blocks, block]
     return values.reshape(*values.shape[:-2], -1)
 

@@ -4,12 +4,12 @@ A training program uses `elastic.checkpointer`. `python -m elastic verify DIR` a
 jax or Orbax. `elastic.replicas` trains replicas that join and leave. A checkpoint directory:
 
     DIR/100/                step 100: Orbax's files (state/, data/, config/) and manifest.json, which is written last
-    DIR/unfinished/         saves in progress, the files of killed saves (removed by the next save; of another
-                            replica, once this step or a newer one is saved), and, until the next start, an empty
-                            file in the place of each failed one
+    DIR/unfinished/         saves in progress; files of killed saves (removed by the next save, or for another
+                            replica once this step or a newer one is saved); and, until the next start, an empty
+                            file in the place of each failed save
     DIR/set_aside/100-1/    a damaged step: moved here, never deleted by us
 
-A step appears in DIR by one rename, after its manifest is on disk. So a killed save never leaves a partial step there.
+A step appears in DIR by one rename, after its manifest is on disk, so a killed save never leaves a partial step there.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from elastic import manifest
 from runtime.files import json_objects
 
-_REFUSED = "*?[\\"  # Orbax expands patterns in a path, and TensorStore takes a backslash for a slash
+_REFUSED = "*?[\\"  # Orbax expands patterns in a path, and TensorStore treats a backslash as a slash
 
 
 def check_path(directory: str | Path) -> None:
@@ -39,11 +39,11 @@ def check_path(directory: str | Path) -> None:
 
 
 def latest_config(directory: str | Path) -> dict[str, Any] | None:
-    """Returns the config saved with the newest step whose manifest and config file verify; None if there is no step.
+    """Returns the config saved with the newest step whose manifest and config file verify, or None without any step.
 
-    Only these two files are read, so this is fast whatever the size of the state. Raises ValueError if there are
-    steps and none of them has a config that verifies, or if the newest is of another version of this program; OSError
-    if one of the files cannot be read.
+    Only these two files are read, so this is fast for any size of the state. Raises ValueError if the directory has
+    steps but none of them has a config that verifies, or if another version of this program saved the newest step.
+    Raises OSError if one of the files cannot be read.
     """
     damaged = []
     for step in reversed(manifest.step_numbers(Path(directory))):
@@ -56,7 +56,7 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
         except manifest.UnreadableError:
             if step in manifest.step_numbers(Path(directory)):
                 raise
-            return latest_config(directory)  # the run has deleted it meanwhile, after it saved a newer one
+            return latest_config(directory)  # the run has deleted it after saving a newer step
         return json_objects.read(folder / manifest.CONFIG_FILE, lenient=True)
     if damaged:
         raise ValueError(f"no checkpoint in {directory} has a config that verifies: {'; '.join(damaged)}")

@@ -1,6 +1,6 @@
 """Inspects a checkpoint directory: `python -m elastic verify DIR`, `python -m elastic ls DIR`.
 
-It only reads, so it is safe while a job runs; it needs neither jax nor Orbax, so it starts at once.
+It only reads, so it is safe while a job runs. It needs neither jax nor Orbax, so it starts at once.
 """
 
 import argparse
@@ -18,7 +18,7 @@ ASIDE = (manifest.UNFINISHED, manifest.SET_ASIDE)
 
 
 def verify(directory: Path) -> int:
-    """Prints a line per step; returns 0 if every step verifies, 2 if there is none, else 1."""
+    """Prints a line per step. Returns 0 if every step verifies, 2 without steps, else 1."""
     steps, all_good = manifest.step_numbers(directory), True
     if not steps:
         return _refuse(directory)
@@ -33,7 +33,7 @@ def verify(directory: Path) -> int:
 
 
 def ls(directory: Path) -> int:
-    """Prints date, size, metrics and status of each step from its manifest; returns 0, or 2 if there is no step."""
+    """Prints date, size, metrics and status of each step from its manifest. Returns 0, or 2 without steps."""
     steps = manifest.step_numbers(directory)
     aside = [(kind, entry) for kind in ASIDE for entry in sorted((directory / kind).glob("*/"))]
     if not steps and not aside:
@@ -52,14 +52,14 @@ def ls(directory: Path) -> int:
 
 
 def _refuse(directory: Path) -> int:
-    """Reports that the directory has no checkpoint, and where they may be; returns the exit code."""
+    """Reports that the directory has no checkpoint, suggests other folders, and returns the exit code."""
     below = directory / run_directory.CHECKPOINTS
     print(f"{directory} holds no checkpoint{f'; did you mean {below}?' if below.is_dir() else ''}", file=sys.stderr)
     return ExitCode.BAD_INPUT
 
 
 def _looked_at(folder: Path, look: Callable[[Path], manifest.Manifest]) -> manifest.Manifest | str | None:
-    """Returns the manifest that `look` gives, or what is wrong; None if the run has deleted the step meanwhile."""
+    """Returns the manifest that `look` gives, or an error message, or None if the run has deleted the step."""
     try:
         return look(folder)
     except manifest.UnknownFormatError as error:

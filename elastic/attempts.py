@@ -49,14 +49,14 @@ class Attempts:
     def have_left(self, history: tuple[int, ...], step: int) -> bool:
         """Whether the run has discarded a step of an attempt whose `began_at` was `history`.
 
-        It has if a later attempt began before that step, or if the run's directory was replaced by an older copy.
+        It has if a later attempt began before that step, or if an older copy replaced the run's directory.
         """
         began_after = self.began_at[len(history) :]
         return history != self.began_at[: len(history)] or any(began < step for began in began_after)
 
 
 def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
-    """Returns the attempts so far, the same in every process; for a new run an id without attempts."""
+    """Returns the attempts so far, the same in every process. For a new run, returns an id without attempts."""
 
     def answer() -> dict[str, object]:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -92,12 +92,12 @@ def write_attempts(workdir: Path, attempts: Attempts) -> Attempts:
 
 
 def newest_checkpoint(workdir: Path) -> int:
-    """Returns the newest step with a checkpoint, without those that were set aside; 0 if there is none."""
+    """Returns the newest step with a checkpoint, except steps that were set aside; 0 without checkpoints."""
     return max([0, *manifest.step_numbers(workdir / run_directory.CHECKPOINTS)])
 
 
 def newest_set_aside(workdir: Path) -> int:
-    """Returns the newest step that was set aside, 0 if there is none."""
+    """Returns the newest step that was set aside, or 0."""
     aside = workdir / run_directory.CHECKPOINTS / manifest.SET_ASIDE
     steps = [entry.name.split("-")[0] for entry in aside.glob("*")]
     return max([0, *(int(step) for step in steps if step.isdecimal())])

@@ -1,9 +1,9 @@
-"""Manifests: the list of the files of a checkpoint step, with their hashes, by which damage is detected.
+"""Manifests: the list of a checkpoint step's files with their hashes, which detect damage.
 
-Orbax restores flipped bits silently, and takes an empty step folder for the newest step. So each step has a
-`manifest.json`, which is written last: size and sha256 of every file; path, shape and dtype of every leaf of the state;
-and a hash of the manifest itself. A step is valid only if its manifest verifies and it has no other file: Orbax may
-read files that it did not write.
+Orbax restores flipped bits silently, and accepts an empty step folder as the newest step. Each step therefore has a
+`manifest.json`, which is written last. It contains size and sha256 of every file, path, shape and dtype of every leaf
+of the state, and a hash of the manifest itself. A step is valid only if its manifest verifies and it has no other file,
+because Orbax may read files that it did not write.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from runtime.files.run_directory import step_numbers
 FILE_NAME = "manifest.json"
 CONFIG_FILE = "config/metadata"  # the files of the items `config` and `data`, by Orbax's JSON handler
 DATA_FILE = "data/metadata"
-STATE_FILE = "state/manifest.ocdbt"  # Orbax writes it last; it merges the files of the processes
+STATE_FILE = "state/manifest.ocdbt"  # Orbax writes it last, when it merges the files of the processes
 UNFINISHED = "unfinished"
 SET_ASIDE = "set_aside"
 
@@ -34,8 +34,8 @@ _FORMAT = 1
 _HASHING_THREADS = 4
 _NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MOST = 1 << 63  # sizes and steps are below it
-_MOST_NAME_BYTES = 255  # of a file name
+_MOST = 1 << 63  # upper limit of sizes and steps
+_MOST_NAME_BYTES = 255  # length of a file name
 
 
 class DamagedError(Exception):
@@ -43,11 +43,14 @@ class DamagedError(Exception):
 
 
 class UnreadableError(OSError):
-    """A file of a step cannot be read now, which is no sign of damage; the message says which file and what to do."""
+    """A file of a step is currently unreadable, which does not indicate damage.
+
+    The message has the file and a remedy.
+    """
 
 
 class UnknownFormatError(ValueError):
-    """A step has an intact manifest of another version of this program."""
+    """A step has an intact manifest from another version of this program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array of the state: `path` is its keys in the pytree, joined with dots."""
+    """One array of the state. `path` has its keys in the pytree, joined with dots."""
 
     path: str
     shape: tuple[int, ...]
@@ -114,7 +117,7 @@ class Manifest:
 
 
 def committed(directory: Path) -> list[Manifest]:
-    """Returns the manifests of the steps in `directory` that have a valid one. Their other files are not read."""
+    """Returns the valid manifests of the steps in `directory`. Their other files are not read."""
     found = []
     for step in step_numbers(directory):
         try:
@@ -128,7 +131,7 @@ def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]
     """Forces the files in `folder` that one of `count` processes wrote to disk, and returns them with hashes.
 
     Process 0 also includes the files that Orbax wrote for all processes. Files are read back, mostly from the page
-    cache: neither Orbax nor TensorStore, which writes them, hands out their bytes or hashes on the way to the disk.
+    cache, because neither Orbax nor TensorStore, which writes them, provides their bytes or hashes during the write.
     """
 
     def hashed(path: Path) -> File:
@@ -139,7 +142,7 @@ def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]
 
     of_writers = [folder / "state" / f"ocdbt.process_{writer}" for writer in range(count)]
     if process:
-        own = [of_writers[process], *of_writers[process].rglob("*")]  # none if it had nothing to write
+        own = [of_writers[process], *of_writers[process].rglob("*")]  # empty if the process had no data to write
     else:
         others = {*of_writers[1:], folder / FILE_NAME}
         own = [path for path in (folder, *folder.rglob("*")) if others.isdisjoint((path, *path.parents))]
@@ -156,7 +159,7 @@ def build(
 ) -> Manifest:
     """Returns the manifest of the files in `folder`, which are the results of `describe` of all processes.
 
-    Raises DamagedError if Orbax did not finish the step, or if it has a file that is not among `files`.
+    Raises DamagedError if Orbax did not finish the step, or if the folder has a file that is not in `files`.
     """
     _check_finished(files)
     _check_nothing_else(folder, files)
@@ -171,7 +174,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """Returns the manifest in `folder`. Looks at no other file.
+    """Returns the manifest in `folder`, without reading other files.
 
     Raises DamagedError, UnknownFormatError or UnreadableError.
     """
@@ -196,11 +199,11 @@ def read(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1)) -> Manifest:
-    """Returns the manifest of the step in `folder` after comparing every file (or `only` this one) with it.
+    """Returns the manifest of the step in `folder` after comparing every file (or `only` this file) with it.
 
     A `share` of (1, 4) reads the part of the second of four processes. Raises DamagedError naming the first file that
     differs, is missing, or is not in the manifest; UnreadableError if a file cannot be read; UnknownFormatError. Reads
-    in small blocks: memory does not grow with the step.
+    in small blocks, so that memory does not grow with the step.
     """
     manifest = read(folder)
     files = [file for file in manifest.files if only in (None, file.path)]
@@ -231,7 +234,7 @@ def _decode(raw: bytes, path: Path) -> Manifest:
         tree=tuple(map(Leaf.from_json, content["tree"])),
         files=tuple(File(**x) for x in content["files"]),
     )
-    if _encode(manifest) != raw:  # compares every byte; the hash is part of the encoding
+    if _encode(manifest) != raw:  # compares every byte, because the hash is part of the encoding
         raise ValueError("it does not match its own hash")
     return manifest
 
@@ -244,7 +247,7 @@ def _encode(manifest: Manifest) -> bytes:
 
 
 def _hash_of(content: dict[str, Any]) -> str:
-    """Returns the hash of a manifest's content; the rule is the same in every format version."""
+    """Returns the hash of a manifest's content. The rule is the same in every format version."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -290,7 +293,10 @@ def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
 
 
 def _share(files: Sequence[File], process: int, count: int) -> list[File]:
-    """Returns the files that one of `count` processes reads; each, largest first, goes to the least loaded process."""
+    """Returns the files that one of `count` processes reads.
+
+    Each file, largest first, goes to the least loaded process.
+    """
     loads = [(0, i) for i in range(count)]
     own = []
     for file in sorted(files, key=lambda file: -file.size):
@@ -312,7 +318,7 @@ def _check(folder: Path, file: File) -> None:
     except NotRegularError as error:
         raise DamagedError(f"{file.path} is a device or a pipe, not a regular file") from error
     except OSError as error:
-        if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still there
+        if isinstance(error, _NOT_A_FILE) and os.path.exists(folder / FILE_NAME):  # the file system is still available
             raise DamagedError(f"{file.path} is missing") from error
         raise _unreadable(folder / file.path, error) from error
     if sha256 != file.sha256:

@@ -9,16 +9,16 @@ import orbax.checkpoint as ocp
 
 
 def quiet_orbax() -> None:
-    """Filters the logs of Orbax, and what TensorStore prints after a failed save. A second call changes nothing."""
+    """Filters the logs of Orbax, and TensorStore's output after a failed save. A second call changes nothing."""
     logger = logging.getLogger("absl")
     if any(isinstance(known, _NotFromOrbax) for known in logger.filters):
         return
-    for name in ("absl", "asyncio"):  # asyncio logs each write that fails; the caller gets one of them
+    for name in ("absl", "asyncio"):  # asyncio logs every failed write, while the caller gets one of the errors
         logging.getLogger(name).addFilter(_NotFromOrbax())
     hook = sys.unraisablehook
 
     def without_closed_loops(unraisable: "sys.UnraisableHookArgs") -> None:
-        # a write that ended after another write of its save had failed, which closed Orbax's event loop
+        # A write that ended after another write of the same save had failed, which closed Orbax's event loop.
         if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
             hook(unraisable)
 
@@ -26,7 +26,7 @@ def quiet_orbax() -> None:
 
 
 class _NotFromOrbax(logging.Filter):
-    """Drops Orbax's records below WARNING, and its tracebacks: those errors reach the caller as exceptions."""
+    """Drops Orbax's records below WARNING, and its tracebacks, whose errors reach the caller as exceptions."""
 
     _folder = str(Path(str(ocp.__file__)).parent)
 

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, those asked for alone, without the program that saved it."""
+"""Reads selected arrays of a checkpoint, without the program that saved it."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from runtime.files import json_objects
 
 
 class SavedArrays:
-    """The arrays of one step of a directory of checkpoints, which verifies."""
+    """The arrays of one verified step in a directory of checkpoints."""
 
     def __init__(self, directory: Path, step: int | None = None) -> None:
-        """Opens a step, the newest by default, and verifies all of its files.
+        """Opens a step, by default the newest, and verifies all of its files.
 
-        ValueError if there is no such step, or if it is damaged; OSError if a file cannot be read.
+        ValueError if the step does not exist or is damaged, OSError if a file cannot be read.
         """
         steps = manifest.step_numbers(directory)
         if not steps:
@@ -26,7 +26,7 @@ class SavedArrays:
         self.step = steps[-1] if step is None else step
         if self.step not in steps:
             raise ValueError(f"{directory} holds no step {step}; its steps are {', '.join(map(str, steps))}")
-        self._folder = directory.absolute() / str(self.step)  # Orbax takes no relative path
+        self._folder = directory.absolute() / str(self.step)  # Orbax requires an absolute path
         try:
             found = manifest.verify(self._folder)
         except manifest.DamagedError as error:
@@ -42,7 +42,7 @@ class SavedArrays:
         return [*self._leaves]
 
     def read(self, *paths: str) -> list[np.ndarray]:
-        """Returns the arrays at these paths, whole."""
+        """Returns the whole arrays at these paths."""
         abstract = {path: jax.ShapeDtypeStruct(self._leaves[path].shape, self._leaves[path].dtype) for path in paths}
         how = {path: ocp.RestoreArgs(restore_type=np.ndarray) for path in paths}
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -53,7 +53,10 @@ class SavedArrays:
         return [np.asarray(restored[path]) for path in paths]
 
     def place(self, abstract: Any) -> Any:
-        """Returns a part of the state, jax.ShapeDtypeStructs with shardings on any mesh. ValueError if it differs."""
+        """Returns a part of the state, given as jax.ShapeDtypeStructs with shardings on any mesh.
+
+        ValueError if it differs.
+        """
         wanted = tree.flatten_abstract(abstract)
         leaves = tuple(leaf for path, leaf in self._leaves.items() if path in wanted)
         if different := tree.difference(self._folder, leaves, wanted):

@@ -1,4 +1,4 @@
-"""Parts of snapshots between the processes of a run: for a restore, and for the copies of partners."""
+"""Transfers parts of snapshots between the processes of a run: for a restore, and for the copies of partners."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def connect(address: Address, token: str, me: int) -> Connection:
-    """Returns a connection of process `me` to another one. OSError if that cannot be reached."""
+    """Returns a connection of process `me` to another process. OSError if the other process cannot be reached."""
     return Connection(address, token, PURPOSE, me, silence_s=_SILENCE_S)
 
 
@@ -25,7 +25,7 @@ def fetch(
 ) -> np.ndarray:
     """Returns `region`, a part of piece `number` of a snapshot. OSError if the transfer fails.
 
-    `progress` is called while it comes.
+    `progress` is called during the transfer.
     """
     dtype = snapshot.dtypes[region.path]
     request = {"get": snapshot.name, "number": number, "start": region.start, "shape": region.shape}
@@ -34,22 +34,22 @@ def fetch(
 
 
 def send_copy(connection: Connection, folder: MemoryFolder, snapshot: SnapshotManifest, numbers: list[int]) -> None:
-    """Sends some pieces of our snapshot to our partner, which stores a copy. OSError if that fails."""
+    """Sends some pieces of our snapshot to our partner, which stores a copy. OSError if the transfer fails."""
     pieces = [snapshot.pieces[number] for number in numbers]
     contents = (as_bytes(folder.read(snapshot, piece)) for piece in pieces)
     connection.put({"put": replace(snapshot, pieces=laid_out(pieces)).as_json()}, contents)
 
 
 class Answers:
-    """Answers the requests of other processes: hands out regions in a folder, and stores copies of partners there."""
+    """Answers the requests of other processes: sends regions of a folder, and stores copies of partners there."""
 
     def __init__(self, folder: MemoryFolder, attempt: int) -> None:
         self._folder, self._attempt = folder, attempt
-        self.copies_of: frozenset[int] = frozenset()  # the processes whose copies are accepted
+        self.copies_of: frozenset[int] = frozenset()  # processes whose copies are accepted
         self._read: dict[str, SnapshotManifest] = {}
 
     def __call__(self, request: dict[str, Any], process: int, content: BinaryIO) -> memoryview:
-        """Returns the bytes of the answer. ValueError if the process may not send what it wants to."""
+        """Returns the bytes of the answer. ValueError if the process may not send its content."""
         return self._put(request, process, content) if "put" in request else self._get(request)
 
     def _get(self, request: dict[str, Any]) -> memoryview:

@@ -1,7 +1,7 @@
 """The state as Orbax stores it: a flat dict from path to array.
 
-A path joins keys, attribute names and indices with dots (`params.layers.w`, `opt_state.0.mu.head`). So NamedTuples,
-dataclasses and optax's empty states need no special code, and a checkpoint does not depend on their classes.
+A path joins keys, attribute names and indices with dots (`params.layers.w`, `opt_state.0.mu.head`). NamedTuples,
+dataclasses and optax's empty states therefore need no special code, and a checkpoint does not depend on their classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ _LEAST_IN_FLIGHT_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """An array to restore, and for `[R, ...]`, a row per replica, how to adapt it to another number of replicas."""
+    """An array to restore. For `[R, ...]`, a row per replica, also how to adapt it to another number of replicas."""
 
     leaf: Leaf
     abstract: jax.ShapeDtypeStruct  # with a sharding
-    combine: Combine | None  # None: it has no row per replica
+    combine: Combine | None  # None: without a row per replica
 
     def fits(self, saved: Leaf | None) -> bool:
         """Whether it can be restored from the saved array."""
@@ -64,7 +64,7 @@ def flatten_abstract(state: Any) -> dict[str, Wanted]:
 
 
 def difference(folder: Path | str, saved: tuple[Leaf, ...], wanted: Mapping[str, Wanted]) -> str:
-    """Returns the first parameter that differs between the checkpoint and the wanted state; "" if none does."""
+    """Returns the first parameter that differs between the checkpoint and the wanted state, "" if none does."""
     saved_by_path = {leaf.path: leaf for leaf in saved}
     for path in [*wanted, *saved_by_path]:
         in_checkpoint, asked = saved_by_path.get(path), wanted.get(path)
@@ -86,7 +86,7 @@ def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
 
 
 def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> list[jax.Array]:
-    """Returns the arrays of `wanted`, in its order, read from an Orbax item, which may have more, with their shardings.
+    """Returns the arrays of `wanted`, in its order and with its shardings, from an Orbax item, which may have more.
 
     Data that is read but not yet on a device stays below a quarter of this process' shards, or the largest shard if it
     is larger. Arrays with a row per replica are adapted to the new number of replicas (`shared_out`).
@@ -123,7 +123,7 @@ def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeD
 def shared_out(array: jax.Array, wanted: Wanted) -> jax.Array:
     """Returns an array `[R, ...]` for another number of replicas R: equal rows that preserve the sum or the mean.
 
-    Of counters, the integers, it is the largest: a step that one replica has skipped is not averaged away.
+    Counters (integers) take the largest value, so that a step skipped by one replica is not averaged away.
     """
     abstract = wanted.abstract
     if array.shape == abstract.shape:
@@ -149,7 +149,7 @@ def empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _bytes_in_flight(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
-    """Returns how many bytes a restore may hold in host memory, apart from finished arrays."""
+    """Returns the number of bytes that a restore may hold in host memory, in addition to finished arrays."""
     sizes = [(nbytes(x, x.sharding), x.sharding.addressable_devices) for x in wanted.values() if x.sharding]
     total = sum(size * len(devices) for size, devices in sizes)
     largest = max((size for size, _ in sizes), default=0)

@@ -1,9 +1,9 @@
 """Running averages, such as batch norm's: parameters that no gradient moves, in the group `averages`.
 
-A model that has them gives each of them minus its new value, the mean over the batch, as gradient (models/norms.py).
-Then both hops average the values over all devices, as they do gradients. What follows is to keep them out of norms,
-clipping, decay and momenta, and to move them towards their values: it takes the two parts of a tree apart, and handles
-each in its way.
+A model with running averages returns minus their new values, the means over the batch, as their gradients
+(models/norms.py). The group reduce-scatter and the replica all-reduce then average these values over all devices, like
+gradients. This module separates the group from the other parameters, so that norms, clipping, decay and momenta exclude
+it, and the optimizer moves it towards its new values.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ AVERAGES = "averages"  # the top-level key of the group
 
 
 def part_averages(tree: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
-    """Returns a tree like the parameters without its group of running averages, and that group; {} if it has none.
+    """Returns the tree without its group of running averages, and that group, or {} if it has none.
 
-    `{**trained, **averages}` is the tree again.
+    `{**trained, **averages}` restores the tree.
     """
     if not isinstance(tree, Mapping) or AVERAGES not in tree:
         return tree, {}

@@ -1,4 +1,4 @@
-"""The network levels of a collective, and collectives whose values are encoded on a level: qwZ and qgZ of ZeRO++.
+"""The network levels of a collective, and collectives that encode values on a level: qwZ and qgZ of ZeRO++.
 
 Everything here runs inside a `shard_map` whose data axes are manual.
 """
@@ -17,19 +17,19 @@ from sharding.trees import Axes
 
 
 class Codec(Protocol):
-    """How values become the bytes that cross a network level (compression/codecs.py).
+    """Converts values into the bytes that cross a network level, and back (compression/codecs.py).
 
-    It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., M]`, `decode` turns those into values again; N is
-    a multiple of `multiple`. A value that is not finite may become a number in a user's codec alone.
+    It works on rows: `encode` turns `f32 [..., N]` into `uint8 [..., M]`, `decode` turns these bytes into values again.
+    N is a multiple of `multiple`. Only a user's codec may turn a value that is not finite into a number.
     """
 
     @property
     def multiple(self) -> int:
-        """The length of a row is a multiple of this."""
+        """The divisor of a row's length."""
         ...
 
     def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns the payload of rows `[..., N]`; `key` is for random rounding, `real` is False for padding."""
+        """Returns the payload of rows `[..., N]`. `key` is for random rounding, and `real` is False for padding."""
         ...
 
     def decode(self, payload: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCodecs:
-    """The codecs of a collective between nodes and inside nodes; None: values travel as they are."""
+    """The codecs of a collective between nodes and inside nodes. None: values are sent unchanged."""
 
     inter: Codec | None = None
     intra: Codec | None = None
@@ -68,32 +68,41 @@ def levels(scope: Sequence[str], *, hierarchical: bool) -> list[Axes]:
 
 
 def all_to_all_levels(scope: Sequence[str], *, hierarchical: bool) -> list[Axes]:
-    """Returns the axes of each all-to-all over a scope, on the way there: inside the node first, or all at once."""
+    """Returns the axes of each all-to-all over a scope in forward direction: inside the node first, or all at once."""
     return levels(scope, hierarchical=True)[::-1] if hierarchical else [tuple(scope)] if scope else []
 
 
 def coded_all_gather(x: jax.Array, axes: Axes, codec: Codec, to: str) -> jax.Array:
-    """Gathers what `[...]` becomes by encoding into `[n, ...]` (qwZ, ZeRO++ section 3.1); all get the same."""
+    """Gathers the encoded `[...]` of all devices, and returns the decoded `[n, ...]` (qwZ, ZeRO++ section 3.1).
+
+    All devices return the same values.
+    """
     values = filled(x.reshape(1, -1).astype(jnp.float32), codec.multiple)
     gathered = codec.decode(lax.all_gather(codec.encode(values, _no_key())[0], axes, to=to))
     return gathered[:, : x.size].astype(x.dtype).reshape(-1, *x.shape)
 
 
 def coded_reduce_scatter(rows: jax.Array, axes: Axes, codec: Codec) -> jax.Array:
-    """Sums rows `[n, N]` over `axes` in f32, each encoded once; returns this device's (qgZ, ZeRO++ section 3.3)."""
+    """Sums rows `[n, N]`, each encoded once, over `axes` in f32.
+
+    Returns this device's row (qgZ, ZeRO++ section 3.3).
+    """
     sent = codec.encode(filled(rows.astype(jnp.float32), codec.multiple), _no_key())
     received = all_to_all_rows(sent, axes)
-    total = reduce(jnp.add, [codec.decode(row) for row in received])  # a reduction would write all rows out
+    total = reduce(jnp.add, [codec.decode(row) for row in received])  # a reduction would materialise all rows
     return total[: rows.shape[-1]].astype(rows.dtype)
 
 
 def all_to_all_rows(rows: jax.Array, axes: Axes) -> jax.Array:
-    """Sends row i of `[n, N]` to device i of `axes`; returns the rows `[n, N]` of all devices for this one."""
+    """Sends row i of `[n, N]` to device i of `axes`. Returns the rows `[n, N]` that all devices sent to this one."""
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def coded_all_to_all_rows(rows: jax.Array, axes: Axes, codec: Codec | None) -> jax.Array:
-    """Sends row i of `[n, N]` floats to device i of `axes`, encoded by `codec`; returns those of all devices."""
+    """Sends row i of `[n, N]` floats, encoded by `codec`, to device i of `axes`.
+
+    Returns the rows received from all devices.
+    """
     if codec:
         values = filled(rows.astype(jnp.float32), codec.multiple)
         received = codec.decode(all_to_all_rows(codec.encode(values, _no_key()), axes))
@@ -102,9 +111,9 @@ def coded_all_to_all_rows(rows: jax.Array, axes: Axes, codec: Codec | None) -> j
 
 
 def as_integers(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `send(x)`, which moves the values of `[...]`; sixteen-bit floats travel as integers.
+    """Returns `send(x)`, which moves the values of `[...]`. Sixteen-bit floats are sent as integers.
 
-    XLA may not widen those (CPU), nor move a conversion across the collective.
+    XLA can then neither widen them (CPU) nor move a conversion across the collective.
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return send(x)
@@ -112,10 +121,10 @@ def as_integers(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
 
 
 def _no_key() -> jax.Array:
-    """Returns a constant key `[]`: these collectives have no residuals, and round to the nearest."""
+    """Returns a constant key `[]`. These collectives have no residuals, and round to the nearest value."""
     return jax.random.key(0)
 
 
 def filled(rows: jax.Array, multiple: int) -> jax.Array:
-    """Returns rows `[n, N]` with zeros behind them, to a length that is a multiple of `multiple`."""
+    """Returns rows `[n, N]`, padded at the end with zeros to a length that is a multiple of `multiple`."""
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % multiple)))

@@ -1,4 +1,4 @@
-"""Gathers and reduce-scatters of whole groups of parameters: one collective a network level, however many tensors.
+"""Gathers and reduce-scatters of whole groups of parameters, with one collective per network level for many tensors.
 
 Local shards are packed into one vector, gathered, and sliced apart, while the parameters themselves stay separate
 arrays. Everything here runs inside a `shard_map` whose data axes are manual. Where `tensor` is automatic, a nested
@@ -23,8 +23,8 @@ from sharding.trees import Axes
 
 Collective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
 
-BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the memory that packing takes
-ALONE_BYTES = 3 * 2**19  # over gloo, from here on a call costs less than the copies of packing
+BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the memory for packing
+ALONE_BYTES = 3 * 2**19  # over gloo, from this size on a call costs less than the copies of packing
 
 
 def all_gather_chunks(
@@ -35,7 +35,7 @@ def all_gather_chunks(
     for axes in levels(scope, hierarchical=hierarchical):
         codec, gather = codecs.over(axes), partial(lax.all_gather, axis_name=axes, to=to)
         x = coded_all_gather(x, axes, codec, to) if codec else as_integers(gather, x)
-    if not hierarchical and len(scope) > 1:  # devices' order, outermost first: turn it into CHUNK_ORDER
+    if not hierarchical and len(scope) > 1:  # the devices' order, outermost first: convert it to CHUNK_ORDER
         x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(
             *reversed(range(len(scope))), -1
         )
@@ -60,15 +60,15 @@ def reduce_scatter_chunks(
 
 
 def ring_reduce_scatter(x: jax.Array, axes: Axes) -> jax.Array:
-    """Sums `[n, N]` over the `n` devices of `axes` and returns this device's row: a sum travels once around the ring.
+    """Sums `[n, N]` over the `n` devices of `axes` in a ring, and returns this device's row.
 
-    What `lax.psum_scatter` should be. Gloo's (CPUs of several processes) halves and doubles: two nodes of four send a
-    third more than the formula, the link is idle while it adds, and inside a node it takes ten times as long
-    (docs/emulation.md).
+    It replaces `lax.psum_scatter`, which gloo (CPUs of several processes) implements by recursive halving and doubling.
+    Two nodes of four devices then send a third more than the formula, the link is idle during additions, and inside a
+    node it takes ten times as long (docs/emulation.md).
     """
     size, index = lax.axis_size(axes), lax.axis_index(axes)
-    # `ppermute` numbers devices as the mesh does, and from jax 0.11 on takes its axes in no other order; `axis_index`
-    # as `axes` says
+    # `ppermute` numbers devices in the mesh's order, and from jax 0.11 on accepts its axes in no other order.
+    # `axis_index` numbers them in the order of `axes`.
     outermost_first = sorted(range(len(axes)), key=lambda i: DATA_AXES.index(axes[i]))
     in_mesh = tuple(axes[i] for i in outermost_first)
     numbers = np.arange(size).reshape([lax.axis_size(axis) for axis in axes]).transpose(outermost_first)
@@ -88,26 +88,32 @@ def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Tensors that travel together: their placements and the scope over which their shards are cut.
+    """Tensors that are sent together: their placements, and the scope over which they are sharded.
 
-    Experts travel over the axes of the scope that do not hold them: where those are fewer, in collectives of their own.
+    Experts use the axes of the scope that do not hold them. If these are fewer, experts have separate collectives.
     """
 
     placements: tuple[Placement, ...]
     scope: Axes
     hierarchical: bool
-    over_gloo: bool = False  # reduce-scatters are rings of our own, and only small tensors are packed
+    over_gloo: bool = False  # reduce-scatters are our ring implementation, and only small tensors are packed
     gather_codecs: LevelCodecs = PLAIN
     reduce_scatter_codecs: LevelCodecs = PLAIN
     tensor_is_manual: bool = False
 
     def gather(self, shards: Sequence[jax.Array], *, to: str = "varying") -> list[jax.Array]:
-        """Returns the full tensors of local `shards` `[...]`; those without a partitioned dim come back as they are."""
+        """Returns the full tensors of local `shards` `[...]`.
+
+        Tensors without a partitioned dim are returned unchanged.
+        """
         collective = partial(all_gather_chunks, hierarchical=self.hierarchical, to=to)
         return self._exchange(_gather_packed, collective, self.gather_codecs, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns this device's shards of the sums of full `tensors` `[...]` over the scope; unpartitioned: sums."""
+        """Returns this device's shards of the sums of full `tensors` `[...]` over the scope.
+
+        Unpartitioned tensors return whole sums.
+        """
         if not self.scope:
             return list(tensors)
         collective = partial(reduce_scatter_chunks, hierarchical=self.hierarchical, by_ring=self.over_gloo)
@@ -118,7 +124,7 @@ class Group:
         return self._exchange(_scatter_packed, collective, self.reduce_scatter_codecs, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
-        """Sums full `tensors` `[...]` over the axes `over`; returns this device's shards (MiCS section 3.4)."""
+        """Sums full `tensors` `[...]` over the axes `over`. Returns this device's shards (MiCS section 3.4)."""
         summed = [
             lax.psum(x, axes) if (axes := p.not_held(over)) else x
             for x, p in zip(tensors, self.placements, strict=True)
@@ -135,7 +141,7 @@ class Group:
         ]
 
     def put(self, tensors: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the full `tensors` `[...]` with this device's shards in their places: `slice` finds them there."""
+        """Returns the full `tensors` `[...]` with this device's shards written to the positions that `slice` reads."""
         return [
             lax.dynamic_update_slice_in_dim(x, shard, lax.axis_index(axes) * shard.shape[p.dim], p.dim)
             if p.dim is not None and (axes := p.not_held(self.scope))
@@ -150,11 +156,12 @@ class Group:
         codecs: LevelCodecs,
         xs: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """Runs `packed` on buckets of partitioned tensors `[...]`; those split over `tensor` or stages travel apart.
+        """Runs `packed` on buckets of partitioned tensors `[...]`. Tensors split over `tensor` or stages go separately.
 
-        So do vectors where there is a codec, as they are: they are few, and of another size than matrices (scales
-        of norms near 1, weights near 0.02), and frozen parameters: what is trained beside them knows no other values.
-        Of the others each begins a block of the codec. Those of another dtype travel apart too.
+        With a codec, vectors are sent separately and unencoded, because they are few and differ in magnitude from
+        matrices (scales of norms are near 1, weights near 0.02). So are frozen parameters, because their adapters are
+        trained for the exact values. Each other tensor begins a new block of the codec. Tensors of different dtypes are
+        sent separately, too.
         """
         out = list(xs)
         kinds: dict[tuple[Axes, bool, bool, bool, str], list[int]] = {}
@@ -177,7 +184,8 @@ class Group:
                 )
                 if over_tensor and not self.tensor_is_manual:
                     specs = tuple(p.pspec((), stage=False) for p in places)
-                    # checkpointed, or a rematerialised layer would keep its constants, cut in a way it cannot take back
+                    # Checkpointed, because a rematerialised layer would otherwise keep its constants, in a sharding
+                    # that it cannot accept.
                     exchange = jax.checkpoint(
                         jax.shard_map(exchange, in_specs=specs, out_specs=specs, axis_names={"tensor"})
                     )
@@ -187,7 +195,7 @@ class Group:
 
 
 def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -> list[list[int]]:
-    """Cuts `members`, tensors of `nbytes`, into those that travel together: as few collectives as memory allows."""
+    """Divides `members`, tensors of `nbytes`, into buckets to send together: as few collectives as memory allows."""
     alone_bytes = ALONE_BYTES if over_gloo else BUCKET_BYTES
     found = [[i] for i in members if nbytes[i] >= alone_bytes]
     room = -1
@@ -220,12 +228,12 @@ def _scatter_packed(
 
 
 def _pack(rows: Sequence[jax.Array], multiple: int) -> jax.Array:
-    """Puts rows `[n, N_i]` side by side, each from a multiple of `multiple` on."""
+    """Concatenates rows `[n, N_i]`, each starting at a multiple of `multiple`."""
     return jnp.concatenate([filled(row, multiple) for row in rows], axis=1)
 
 
 def slice_apart(packed: jax.Array, shapes: Sequence[tuple[int, ...]], multiple: int = 1) -> list[jax.Array]:
-    """Cuts `[..., N]` into a piece `[..., *shape]` for each shape, each from a multiple of `multiple` on."""
+    """Cuts `[..., N]` into a piece `[..., *shape]` for each shape, each starting at a multiple of `multiple`."""
     sizes = [prod(shape) for shape in shapes]
     starts = accumulate((size + -size % multiple for size in sizes[:-1]), initial=0)
     return [

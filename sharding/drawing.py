@@ -1,4 +1,4 @@
-"""Draws a layout: which device holds which shard of which replica, as text and as a PNG."""
+"""Draws a layout, the shards and replicas of each device, as text and as a PNG."""
 
 import io
 import textwrap
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 TEXT_WIDTH = 100
 CELL_INCHES = (0.85, 0.21)
-MOST = 16  # nodes that are drawn, and devices of each
+MOST = 16  # largest number of drawn nodes, and of devices per node
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def holdings(layout: Layout, scope: tuple[str, ...] | None = None) -> np.ndarray:
     """Returns `[nodes, devices_per_node, 3]`: group, shard and tensor slice of each device under `scope`.
 
-    The scope is the parameters' if none is given. Groups are numbered by their first device, shards as a PartitionSpec
-    over the scope counts them: those of a node are far apart where a scope spans nodes (hierarchical gather).
+    `scope` defaults to the parameters' scope. Groups are numbered by their first device, and shards as a PartitionSpec
+    over the scope numbers them. The shards of a node are therefore far apart where a scope spans nodes (hierarchical
+    gather).
     """
     shape, scope = layout.shape, layout.parameters if scope is None else scope
     coordinates = np.unravel_index(np.arange(shape.num_devices), tuple(shape.sizes.values()))
@@ -40,9 +41,9 @@ def holdings(layout: Layout, scope: tuple[str, ...] | None = None) -> np.ndarray
 
 
 def mesh_text(layout: Layout) -> str:
-    """Returns the mesh as text of at most TEXT_WIDTH columns: the axes, the three scopes, and a paragraph a node.
+    """Returns the mesh as text of at most TEXT_WIDTH columns: the axes, the three scopes, and a paragraph per node.
 
-    `d5 1/2` is device 5 with shard 1 of 2; where the scopes differ, with its shards of each.
+    `d5 1/2` is device 5 with shard 1 of 2. If the scopes differ, it lists the shards of each.
     """
     shape, scopes = layout.shape, _distinct(layout)
     facts = {"mesh": " x ".join(f"{axis} {size}" for axis, size in shape.sizes.items())}
@@ -84,7 +85,7 @@ def mesh_png(layout: Layout) -> bytes:
 def mesh_figure(layout: Layout) -> "Figure":
     """Returns a line of devices for each node, in the colours of their shards, with a frame around partition groups.
 
-    Where the three scopes differ a device shows its shard of each: P(arameters), G(radients), O(ptimizer state).
+    If the three scopes differ, a device shows its shard of each: P(arameters), G(radients), O(ptimizer state).
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -99,11 +100,11 @@ def mesh_figure(layout: Layout) -> "Figure":
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     for row, i in np.ndindex(len(words), across):
-        ink = INK if colours[row, i] @ (0.299, 0.587, 0.114) > 0.5 else "white"  # whichever reads better
+        ink = INK if colours[row, i] @ (0.299, 0.587, 0.114) > 0.5 else "white"  # the more legible colour
         axes.text(i + 0.5, row + 0.5, words[row][i], fontsize=7.5, color=ink, ha="center", va="center")
     axes.pcolormesh(colours, edgecolor="white", linewidth=1)
     axes.hlines(np.arange(1, nodes) * tall, 0, across, color=LINE, linewidth=0.8)
-    for group in np.unique(groups) if layout.partition_size > 1 else ():  # one around every device would say nothing
+    for group in np.unique(groups) if layout.partition_size > 1 else ():  # frames around every device would be useless
         where = np.argwhere(groups == group)
         (top, left), (bottom, right) = where.min(0), where.max(0) + 1
         box = (left, top * tall), right - left, (bottom - top) * tall
@@ -119,15 +120,15 @@ def mesh_figure(layout: Layout) -> "Figure":
 
 
 def _cells(layout: Layout, nodes: int, across: int) -> tuple[list[list[str]], np.ndarray]:
-    """Returns the words of each row of cells, and their colours `[rows, devices, 3]`; every node has as many rows.
+    """Returns the words of each row of cells, and their colours `[rows, devices, 3]`. Every node has the same rows.
 
-    They are its devices, their groups, their shards under each of the distinct scopes, and their tensor slices.
+    The rows are its devices, their groups, their shards under each of the distinct scopes, and their tensor slices.
     """
     from matplotlib.colors import to_rgb
 
     shape, scopes, held = layout.shape, _distinct(layout), holdings(layout)
     devices = np.arange(shape.num_devices).reshape(held.shape[:2])
-    rows = [(devices, "device {}", 0)]  # numbers, their words, how many shards there are
+    rows = [(devices, "device {}", 0)]  # numbers, their words, the number of shards
     if layout.partition_size > 1:
         rows.append((held[..., 0], "group {}", 0))
     for name, scope in scopes.items():
@@ -162,7 +163,7 @@ def _caption(layout: Layout, nodes: int, across: int) -> list[str]:
 
 
 def _distinct(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Returns the scopes by their letters; the parameters' alone if all are the same."""
+    """Returns the scopes by their letters, or only the parameters' scope if all are the same."""
     scopes = {"P": layout.parameters, "G": layout.gradients, "O": layout.optimizer}
     return scopes if len(set(scopes.values())) > 1 else {"P": layout.parameters}
 
@@ -180,7 +181,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _colour(shard: int, shards: int) -> Any:
-    """Returns the colour of a shard: from a palette if few, along a scale if many; white for what is no shard."""
+    """Returns the colour of a shard: from a palette if few, along a scale if many. White if it is not a shard."""
     if shards == 0:
         return "white"
     if shards <= len(SERIES):

@@ -1,7 +1,7 @@
-"""Tokens to the devices that hold their experts, and back: all-to-alls over the experts' scope (GShard, section 3.2).
+"""Sends tokens to the devices that hold their experts, and back: all-to-alls over the experts' scope (GShard, 3.2).
 
-Models know no mesh: they get the exchange with the gather (`exchange_of`), and on one device it sends nothing. It runs
-inside a `shard_map` whose data axes are manual.
+Models are independent of the mesh and receive the exchange with the gather (`exchange_of`). On one device it sends
+nothing. The code runs inside a `shard_map` whose data axes are manual.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,10 @@ KEPT = "kept by model.remat=dots"
 class Exchange:
     """The all-to-alls of a layer's tokens between the `n` devices of `scope`, which hold `E / n` experts each.
 
-    Expert `e` is on the device whose index in CHUNK_ORDER is `e // (E / n)`. Hierarchical: tokens for another node go
-    through the device of their own node that is at the same place there, first inside the node, then between nodes:
-    the same bytes between nodes in fewer and larger messages. Gradients travel the same ways, with the same codecs.
+    Expert `e` is on the device whose index in CHUNK_ORDER is `e // (E / n)`. Hierarchical: tokens for another node pass
+    through the device of their node that has the same position as their destination, first inside the node, then
+    between nodes. The bytes between nodes are the same, in fewer and larger messages. Gradients take the same route,
+    with the same codecs.
     """
 
     scope: Axes = ()
@@ -36,15 +37,18 @@ class Exchange:
 
     @property
     def levels(self) -> list[Axes]:
-        """The axes of each all-to-all, in the order of the way there."""
+        """The axes of each all-to-all, in the order of the forward direction."""
         return all_to_all_levels(self.scope, hierarchical=self.hierarchical)
 
     def there(self, x: jax.Array) -> jax.Array:
-        """Sends own tokens `[E, ...]`, by expert; returns those of all devices for own experts, `[E/n, n, ...]`."""
+        """Sends local tokens `[E, ...]`, sorted by expert.
+
+        Returns all devices' tokens for local experts, `[E/n, n, ...]`.
+        """
         return keep(transposable(self._there, self._back)(x)) if self.scope else x[:, None]
 
     def back(self, y: jax.Array) -> jax.Array:
-        """Sends the outputs `[E/n, n, ...]` of own experts back; returns those of own tokens, `[E, ...]`."""
+        """Sends the outputs `[E/n, n, ...]` of local experts back. Returns the outputs for local tokens, `[E, ...]`."""
         return keep(transposable(self._back, self._there)(y)) if self.scope else y[:, 0]
 
     def _there(self, x: jax.Array) -> jax.Array:
@@ -68,7 +72,7 @@ class Exchange:
 
     @jax.named_scope("experts")
     def _send(self, x: jax.Array, dim: int, axes: Axes) -> jax.Array:
-        """Sends entry i of dim `dim` of `[...]` to device i of `axes`; returns what all sent, in the same dim."""
+        """Sends entry i of dim `dim` of `[...]` to device i of `axes`. Returns the received entries in the same dim."""
         rows = jnp.moveaxis(x, dim, 0)
         received = coded_all_to_all_rows(rows.reshape(len(rows), -1), axes, self.codecs.over(axes))
         return jnp.moveaxis(received.reshape(rows.shape), 0, dim)
@@ -78,13 +82,13 @@ ALONE = Exchange()  # on one device, or where experts are gathered
 
 
 def keep(x: jax.Array) -> jax.Array:
-    """Marks `[...]` as what `model.remat=dots` keeps for the backward pass beside products with weights."""
+    """Marks `[...]` to be saved for the backward pass by `model.remat=dots`, in addition to products with weights."""
     return checkpoint_name(x, KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatherWithExchange:
-    """The gather that a model calls, the exchange of tokens for experts that it does not gather, and the context."""
+    """The gather that a model calls, the exchange of tokens for experts that are not gathered, and the context."""
 
     gather: Gather
     exchange: Exchange
@@ -95,10 +99,13 @@ class GatherWithExchange:
 
 
 def exchange_of(gather: Gather) -> Exchange:
-    """Returns the exchange that comes with a gather; a gather without one leaves experts on every device."""
+    """Returns the exchange that comes with a gather. A gather without an exchange leaves experts on every device."""
     return gather.exchange if isinstance(gather, GatherWithExchange) else ALONE
 
 
 def context_of(gather: Gather) -> Context:
-    """Returns the devices that share rows, as they come with a gather; without them each has whole rows."""
+    """Returns the context that comes with a gather: the devices that share rows.
+
+    By default each device has whole rows.
+    """
     return gather.context if isinstance(gather, GatherWithExchange) else Context()

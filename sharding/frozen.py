@@ -1,7 +1,7 @@
-"""Frozen parameters: gathered as all others are, while nothing is summed over them and no optimizer moves them.
+"""Frozen parameters: gathered like all others, but never reduced, and not changed by the optimizer.
 
-They are what adapters (models/lora.py) stand beside. A ParamSpec says which they are; the trained ones are `params` of
-the train state, these are `frozen`, and a model gets both in one tree. Trees are nested dicts.
+Adapters (models/lora.py) are added to frozen parameters. A ParamSpec marks them. The trained parameters are `params` of
+the train state, the frozen parameters are `frozen`, and a model gets both in one tree. Trees are nested dicts.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from sharding.trees import PyTree
 
 
 def part_frozen(specs: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the ParamSpecs, or Placements, of the trained parameters, and those of the frozen ones."""
+    """Splits a tree of ParamSpecs or Placements into the trained parameters and the frozen parameters."""
     if not isinstance(specs, dict):
         return specs, {}
     parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -25,7 +25,7 @@ def part_frozen(specs: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def part_like(tree: PyTree, like: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the part of a tree that has the names of the tree `like`, and the rest."""
+    """Splits a tree into the part with the names of the tree `like`, and the rest."""
     if not isinstance(tree, dict):
         return tree, {}
     same, rest = {}, {}
@@ -40,7 +40,7 @@ def part_like(tree: PyTree, like: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def joined(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Returns both parts of a tree as one."""
+    """Joins both parts of a tree."""
     if not isinstance(trained, dict) or not frozen:
         return trained
     both = {name: joined(x, frozen.get(name)) for name, x in trained.items()}

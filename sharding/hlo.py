@@ -1,8 +1,8 @@
-"""Reads the collectives of a compiled program: kind, mesh axes, bytes, how many times a step, inside or between nodes.
+"""Reads the collectives of a compiled program: kind, mesh axes, bytes, executions per step, inside or between nodes.
 
-XLA's text is the only public source. One module can spell replica groups in three ways (`{{0,2},{1,3}}`,
-`[4,2]<=[8]T(1,0)`, `mesh['a'=4,'b'=2] {'a'}`), puts collectives into loops (multiplied here by the trip count), called
-computations and asynchronous pairs.
+XLA's text is the only public source. A module can write replica groups in three ways (`{{0,2},{1,3}}`,
+`[4,2]<=[8]T(1,0)`, `mesh['a'=4,'b'=2] {'a'}`). It can put collectives into loops (multiplied here by the trip count),
+called computations and asynchronous pairs.
 """
 
 import re
@@ -29,50 +29,50 @@ LABELS = (
     "parameter_scope",
 )
 LABELS += ("experts", "context")
-WARM_UP = "warm_up"  # named scope of what the replica all-reduce does in its first steps alone
+WARM_UP = "warm_up"  # named scope of the operations that the replica all-reduce runs only in its first steps
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
-CONTEXT = Tensor("u32", ())  # what a started collective-permute returns besides its result
+CONTEXT = Tensor("u32", ())  # an additional result of a started collective-permute
 NOT_REPORTED = ("label", "loop_depth", "num_elements", "group_size", "group_nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of the program; byte counts are those of one execution, per device, averaged over the devices.
+    """One collective of the program. Byte counts are per execution and device, averaged over the devices.
 
-    `payload_bytes` is the whole tensor (the gathered result, the operand to be scattered); `inter_bytes` and
-    `intra_bytes` are what a device sends to other nodes and to its own in a ring over the group's order: of `(g-1)/g`
-    of the payload (twice that for an all-reduce), the share of the ring's edges that cross nodes.
+    `payload_bytes` is the whole tensor (the gathered result, the operand to be scattered). In a ring over the group's
+    order a device sends `(g-1)/g` of the payload, or twice that for an all-reduce. `inter_bytes` and `intra_bytes` are
+    these bytes times the fractions of the ring's edges between and inside nodes.
     """
 
     kind: str
-    label: str  # gather, reduce_scatter, ... or "" if the program does not say
+    label: str  # gather, reduce_scatter, ... or "" if unknown
     axes: tuple[str, ...]
     dtype: str
     num_elements: int
     payload_bytes: int
     inter_bytes: float
     intra_bytes: float
-    group_size: int  # devices that take part in one of its groups
-    group_nodes: int  # nodes that they are on
-    times: int  # executions a step
+    group_size: int  # number of devices in one of its groups
+    group_nodes: int  # number of their nodes
+    times: int  # executions per step
     loop_depth: int
 
 
 def read_collectives(hlo_text: str, shape: MeshShape) -> list[Collective]:
     """Returns the collectives of a compiled module (`compiled.as_text()`) whose devices form a mesh of `shape`.
 
-    ValueError names the instruction that cannot be read, or a loop around collectives whose trip count cannot be found.
+    ValueError names an instruction that cannot be read, or a loop around collectives without a readable trip count.
     """
     return program_collectives(parse_program(hlo_text), shape)
 
 
 def program_collectives(program: Program, shape: MeshShape) -> list[Collective]:
-    """Returns the same of a program that was parsed."""
+    """Returns the collectives of a parsed program."""
     return _walk(program, Site(computation=program.entry), shape, times=1, depth=0)
 
 
 def behind_warm_up(program: Program) -> Program:
-    """Returns the program of the steps behind a warm-up: branches of conditionals that are of its scope are empty."""
+    """Returns the program of the steps after a warm-up: conditional branches in the warm-up's scope are emptied."""
     found = (i for computation in program.computations.values() for i in computation.instructions)
     branches = [program.called(name, i) for i in found if i.opcode == "conditional" for name in i.calls]
     of_warm_up = [c.name for c in branches if any(WARM_UP in _scopes(i.op_name) for i in c.instructions)]
@@ -90,7 +90,7 @@ def bytes_per_step(collectives: Sequence[Collective]) -> dict[str, int]:
 def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
     """Returns the JSON form: equal collectives as one entry, its bytes per device per step, and the totals.
 
-    Their `times` are added; the largest traffic comes first.
+    The `times` of equal collectives are added. The largest traffic comes first.
     """
     times: Counter[Collective] = Counter()
     for c in collectives:
@@ -108,9 +108,9 @@ def as_report(collectives: Sequence[Collective]) -> dict[str, object]:
 
 
 def _walk(program: Program, site: Site, shape: MeshShape, *, times: int, depth: int) -> list[Collective]:
-    """Returns the collectives of a computation and of all that it calls, `times` executions of it a step.
+    """Returns the collectives of a computation that runs `times` times per step, and of all computations that it calls.
 
-    Of a conditional the branch that sends most counts: an upper bound.
+    A conditional counts as the branch that sends most, which is an upper bound.
     """
     found: list[Collective] = []
     for instruction in site.computation.instructions:
@@ -143,7 +143,7 @@ def _walk(program: Program, site: Site, shape: MeshShape, *, times: int, depth: 
 def collective_of(
     instruction: Instruction, computation: Computation, program: Program, shape: MeshShape
 ) -> Collective | None:
-    """Returns the collective that an instruction of `computation` runs or starts, once; None for any other one."""
+    """Returns the collective that an instruction of `computation` runs or starts, once; None for other instructions."""
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -173,7 +173,7 @@ def collective_of(
 
 
 def _name_of_parts(instruction: Instruction, computation: Computation, program: Program) -> str:
-    """Returns the name of the collectives that XLA has combined into one: the slices of its result have kept it."""
+    """Returns the name of collectives that XLA has combined, which the slices of the combined result still have."""
     users = computation.users
     done = [user for user in users.get(instruction.name, ()) if user.opcode.endswith("-done")] or [instruction]
     for user in (user for whole in done for user in users.get(whole.name, ()) if user.op_name):
@@ -217,11 +217,11 @@ def _groups(instruction: Instruction, kind: str, num_devices: int) -> list[list[
         return _mesh_groups(*named.groups())
     if text != "{}":
         raise ValueError(f"{instruction} has replica groups that cannot be read: {text[:120]}")
-    return [list(range(num_devices))]  # replica_groups={}: everybody
+    return [list(range(num_devices))]  # replica_groups={}: all devices
 
 
 def _mesh_groups(axes: str, dims: str | None, transpose: str | None, grouped: str) -> list[list[int]]:
-    """Reads `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`; a part of an axis is written `'b':(1)2`."""
+    """Reads `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`. A part of an axis is written `'b':(1)2`."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     ids = _iota(dims, transpose) if dims else np.arange(prod(sizes.values()))
     shape: list[int] = []
@@ -268,7 +268,7 @@ def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: Mes
             edges, per_edge = [group], payload
         elif kind.endswith("all-to-all"):
             edges, per_edge = permutations(group, 2), payload / size
-        else:  # a ring over the group in its own order
+        else:  # a ring over the group in its order
             edges = zip(group, [*group[1:], group[0]], strict=True)
             per_edge = payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
         crosses = [a // shape.devices_per_node != b // shape.devices_per_node for a, b in edges if a != b]

@@ -1,9 +1,9 @@
-"""The text of a compiled program (`compiled.as_text()`) as data: computations, their instructions, how often loops run.
+"""Parses the text of a compiled program (`compiled.as_text()`): computations, instructions, trip counts of loops.
 
-The instructions of a computation are in the order of the text. In a module that says `is_scheduled=true` that is the
-order in which a device starts them. XLA tells the trip counts of most loops. Of the others (those that it peeled or
-pipelined) the counter, its first value, its step and the limit are looked up: they may stand in fusions, or come in
-through the tuples of the loops around.
+The instructions of a computation are in the order of the text. In a module with `is_scheduled=true` this is the order
+in which a device starts them. XLA states the trip counts of most loops. For other loops (peeled or pipelined by XLA)
+the counter, its first value, its step and the limit are looked up. They may be inside fusions, or enter through the
+tuples of outer loops.
 """
 
 import operator
@@ -22,7 +22,7 @@ _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _CALLS = ("to_apply", "calls", "called_computations", "branch_computations", "true_computation", "false_computation")
 _KNOWN = re.compile(r'known_trip_count\\?"?:\s*\{\\?"?n\\?"?:\\?"?(\d+)')
-_MOST = 2**40  # iterations
+_MOST = 2**40  # largest number of iterations
 _SAME = {"copy", "bitcast", "convert", "reshape", "copy-done", "opt-barrier", "optimization-barrier"}
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
@@ -34,12 +34,12 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "or": operator.or_,
     **{name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")},
 }
-Path = tuple[int, ...]  # of indices into nested tuples
+Path = tuple[int, ...]  # indices into nested tuples
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Type of one array, its layout left out; `token[]` and the like are tensors of no bytes."""
+    """Type of one array, without its layout. `token[]` and similar types are tensors of zero bytes."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -50,7 +50,7 @@ class Tensor:
 
     @property
     def num_bytes(self) -> float:
-        bits = re.search(r"\d+", self.dtype)  # the first number: of f8e4m3fn 8
+        bits = re.search(r"\d+", self.dtype)  # the first number: 8 for f8e4m3fn
         return self.num_elements * (int(bits.group()) / 8 if bits else self.dtype == "pred")
 
 
@@ -65,25 +65,25 @@ class Instruction:
     opcode: str  # as written: all-gather, all-gather-start, fusion, ...
     result: Type
     operands: tuple[str, ...]  # names in the same computation
-    literal: str  # what stands in the parentheses: the number of a parameter, the value of a constant
-    written_attributes: str  # all of `key=value, ...`
+    literal: str  # content of the parentheses: the number of a parameter, the value of a constant
+    written_attributes: str  # the text `key=value, ...`
     is_root: bool = False
 
     @cached_property
     def attributes(self) -> dict[str, str]:
-        """What is said behind the operands; a value keeps its brackets."""
+        """The attributes after the operands. A value keeps its brackets."""
         pairs = (part.partition("=") for part in _parts(self.written_attributes)[0])
         return {key: value for key, equals, value in pairs if equals}
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
-        """The computations of a fusion, call, reduction, async-start or conditional, in order; not those of a loop."""
+        """The computations of a fusion, call, reduction, async-start or conditional, in order. A loop has none here."""
         named = (self.attributes.get(key, "") for key in _CALLS)
         return tuple(name for text in named for name in re.findall(r"[\w.\-]+", text))
 
     @cached_property
     def op_name(self) -> str:
-        """The name that jax gave the operation, with its scopes; "" where XLA lost it."""
+        """The name that jax gave the operation, with its scopes; "" if XLA lost it."""
         found = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
         return found.group(1) if found else ""
 
@@ -118,7 +118,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction | None:
-        """What the computation returns; None where the text marks none."""
+        """The instruction that makes the result, or None if the text marks none."""
         return next((i for i in reversed(self.instructions) if i.is_root), None)
 
     @cached_property
@@ -139,14 +139,14 @@ class Program:
     entry: Computation
 
     def called(self, name: str, by: Instruction) -> Computation:
-        """Returns a computation; ValueError if the text lacks it."""
+        """Returns a computation. ValueError if the text lacks it."""
         if name not in self.computations:
             raise ValueError(f"{by} names the computation {name!r}, which the program does not have")
         return self.computations[name]
 
 
 def tensors(result: Type) -> list[Tensor]:
-    """Returns the arrays of a type, those of nested tuples too, in order."""
+    """Returns the arrays of a type in order, including nested tuples."""
     return [result] if isinstance(result, Tensor) else [tensor for part in result for tensor in tensors(part)]
 
 
@@ -179,7 +179,7 @@ def parse_program(text: str) -> Program:
 
 
 def _instruction(line: str) -> Instruction:
-    """Returns the instruction of a line. ValueError quotes a line that is none."""
+    """Returns the instruction of a line. ValueError quotes a line that is not an instruction."""
     line = _COMMENT.sub("", line.strip()) if "/*" in line else line.strip()
     try:
         name = _NAME.match(line)
@@ -206,7 +206,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _type(text: str) -> Type:
-    """Returns the type that is written: a tensor, or a tuple of types."""
+    """Parses a type: a tensor, or a tuple of types."""
     if text[0] == "(":
         return tuple(_type(part) for part in _parts(text, 1)[0] if part)
     tensor = _TENSOR.match(text)
@@ -215,7 +215,7 @@ def _type(text: str) -> Type:
 
 
 def _parts(text: str, start: int = 0) -> tuple[list[str], int]:
-    """Returns what stands between commas from `start` on, and where it ends: at a bracket that closes, or the end."""
+    """Returns the texts between commas from `start` on, and their end: an unmatched bracket or the end of the text."""
     parts, begin, depth, end = [], start, 0, len(text)
     for token in _TOKEN.finditer(text, start):
         what = token.group()
@@ -237,16 +237,16 @@ def _parts(text: str, start: int = 0) -> tuple[list[str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A computation, and the instruction that runs it: what its parameters are, is found there."""
+    """A computation and the instruction that runs it, which determines the values of its parameters."""
 
     computation: Computation
     caller: Instruction | None = None
     outer: "Site | None" = None
-    counters: dict[Path, int] = field(default_factory=dict)  # elements of a loop's tuple, taken to be these values
+    counters: dict[Path, int] = field(default_factory=dict)  # assumed values of elements of a loop's tuple
 
 
 def trip_count(loop: Instruction, site: Site, program: Program) -> int:
-    """Returns how often a `while` in the computation of `site` runs. ValueError if the program does not tell."""
+    """Returns the trip count of a `while` in the computation of `site`. ValueError if it cannot be determined."""
     if known := _KNOWN.search(loop.attributes.get("backend_config", "")):
         return int(known.group(1))
 
@@ -285,7 +285,7 @@ def trip_count(loop: Instruction, site: Site, program: Program) -> int:
 
 
 def _origin(computation: Computation, name: str, path: Path) -> tuple[Instruction | None, Path]:
-    """Returns which instruction makes a value (or an element of its tuple), through tuples and copies."""
+    """Returns the instruction that makes a value (or an element of its tuple), through tuples and copies."""
     while instruction := computation.by_name.get(name):
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "tuple" and path:
@@ -300,13 +300,13 @@ def _origin(computation: Computation, name: str, path: Path) -> tuple[Instructio
 
 
 def _is_kept(body: Computation, path: Path) -> bool:
-    """Whether an element of a loop's tuple is what it was, after the body."""
+    """Whether the body leaves an element of a loop's tuple unchanged."""
     made, found = _origin(body, body.root.name, path) if body.root else (None, path)
     return made is not None and made.opcode == "parameter" and found == path
 
 
 def _value(program: Program, site: Site, name: str, path: Path) -> int | None:
-    """Returns the integer that an instruction (or an element of its tuple) has in every execution; None: not known."""
+    """Returns the constant integer that an instruction (or an element of its tuple) always has, or None if unknown."""
     instruction, path = _origin(site.computation, name, path)
     if instruction is None:
         return None
@@ -332,7 +332,7 @@ def _value(program: Program, site: Site, name: str, path: Path) -> int | None:
 
 
 def _of_parameter(program: Program, site: Site, number: int, path: Path) -> int | None:
-    """Returns what a parameter of the site's computation is where that is run, if always the same."""
+    """Returns the value of a parameter of the site's computation, if it is the same in all executions, else None."""
     if path in site.counters:
         return site.counters[path]
     caller, outer = site.caller, site.outer

@@ -1,8 +1,8 @@
-"""The named mesh axes, and the mesh made of them from the devices that are there.
+"""The named mesh axes, and the mesh that they form from the available devices.
 
-Each name says a role and a network, so that a `PartitionSpec` can be read aloud and the cost of every collective is
+Each name states a role and a network, so that a `PartitionSpec` can be read aloud and the cost of every collective is
 visible in its axes: `stage * replica_inter * shard_inter` = nodes, `replica_intra * shard_intra * context * tensor` =
-devices a node. Five axes are always there; `stage` is where there is a pipeline, `context` where devices share rows.
+devices per node. Five axes always exist. `stage` exists with a pipeline, `context` if devices share rows.
 """
 
 import socket
@@ -20,27 +20,27 @@ from sharding.trees import Axes
 Device = Any  # a jax.Device
 
 STAGE = "stage"  # of a pipeline: its stages have different layers and the same rows
-CONTEXT = "context"  # neighbours that take the same rows, and a part of their positions each
+CONTEXT = "context"  # neighbours that process the same rows, with a part of their positions each
 INTER_AXES = (STAGE, "replica_inter", "shard_inter")
 INTRA_AXES = ("replica_intra", "shard_intra")
 ROW_AXES = ("replica_inter", "shard_inter", *INTRA_AXES)  # outermost first: the order of the devices
 DATA_AXES = (*ROW_AXES, CONTEXT)
 AXES = (STAGE, *DATA_AXES, "tensor")
-NAME_BYTES = 256  # of a host; POSIX allows 255
+NAME_BYTES = 256  # length of a host name; POSIX allows 255
 
-# A partitioned dim is cut by these axes, major first. Being the reverse of DATA_AXES, the slow network is the minor
-# one: gathering between nodes first and inside the node second lands every chunk in place (the rearrangement that
-# MiCS section 3.3 pays for costs nothing), and every scope is a prefix of this order.
+# A partitioned dim is sharded over these axes, major first. This is the reverse of DATA_AXES, so the slow network is
+# the minor axis. Gathering between nodes first and inside the node second therefore puts every chunk in place (the
+# rearrangement in MiCS section 3.3 costs nothing), and every scope is a prefix of this order.
 CHUNK_ORDER = (CONTEXT, "shard_intra", "replica_intra", "shard_inter", "replica_inter")
 
 
 def inter_part(axes: Sequence[str]) -> Axes:
-    """Returns those of `axes` that lie between nodes, in the order given."""
+    """Returns the `axes` between nodes, in the given order."""
     return tuple(axis for axis in axes if axis in INTER_AXES)
 
 
 def intra_part(axes: Sequence[str]) -> Axes:
-    """Returns those of `axes` that lie inside a node, in the order given."""
+    """Returns the `axes` inside a node, in the given order."""
     return tuple(axis for axis in axes if axis not in INTER_AXES)
 
 
@@ -58,7 +58,7 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first; without `stage` and `context` where they are 1."""
+        """Axis name to size, outermost first, without `stage` and `context` if their size is 1."""
         unused = {axis for axis in (STAGE, CONTEXT) if getattr(self, axis) == 1}
         return {axis: getattr(self, axis) for axis in AXES if axis not in unused}
 
@@ -76,7 +76,10 @@ class MeshShape:
 
     @property
     def num_data_devices(self) -> int:
-        """Devices that each take rows of the batch: all of a stage, a context or tensor group counted once."""
+        """Number of devices with separate rows of the batch.
+
+        All devices of a stage, context or tensor group count as one.
+        """
         return self.num_devices // (self.context * self.tensor * self.stage)
 
     def size(self, axes: Sequence[str]) -> int:
@@ -84,15 +87,15 @@ class MeshShape:
         return int(np.prod([getattr(self, axis) for axis in axes], dtype=int))
 
     def used(self, axes: Sequence[str]) -> Axes:
-        """`axes` without those of size 1, in the order given."""
+        """`axes` without axes of size 1, in the given order."""
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
 
 def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[list[Device]]:
-    """Returns the devices of each node, nodes in the order of their first process.
+    """Returns the devices of each node, with nodes in the order of their first process.
 
-    Processes on the same host form a node; `devices_per_node` (0: not given) overrides that, so that one process with
-    8 virtual devices can play 4 nodes of 2. ValueError if the nodes come out unequal.
+    Processes on the same host form a node. `devices_per_node` (0: not given) overrides that, so that one process with 8
+    virtual devices can simulate 4 nodes of 2. ValueError if the nodes differ in size.
     """
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     if devices_per_node:
@@ -118,7 +121,10 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
 
 
 def make_mesh(shape: MeshShape, nodes: Sequence[Sequence[Device]]) -> Mesh:
-    """Returns the mesh of `shape` over `nodes`: consecutive nodes form a partition group, and those a stage."""
+    """Returns the mesh of `shape` over `nodes`.
+
+    Consecutive nodes form a partition group, and consecutive groups a stage.
+    """
     assert len(nodes) == shape.num_nodes and len(nodes[0]) == shape.devices_per_node
     devices = np.array(nodes, dtype=object).reshape(tuple(shape.sizes.values()))
     return Mesh(devices, tuple(shape.sizes), axis_types=(AxisType.Auto,) * len(shape.sizes))

@@ -1,4 +1,4 @@
-"""`ShardingPlan`: a model's parameters on a mesh, and how a function runs on the shards of each device."""
+"""`ShardingPlan`: a model's parameters on a mesh, and functions that run on the shards of each device."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,20 +28,20 @@ class ShardingPlan:
 
     mesh: Mesh
     layout: Layout
-    placements: PyTree  # of Placement, a tree like the trained parameters
-    frozen: PyTree = dataclasses.field(default_factory=dict)  # of Placement, of the frozen ones
+    placements: PyTree  # Placements, a tree like the trained parameters
+    frozen: PyTree = dataclasses.field(default_factory=dict)  # Placements of the frozen parameters
     compute_dtype: Any = jnp.float32
-    reduce_dtype: Any = None  # of the group reduce-scatter; None: the compute dtype
-    gather_codecs: LevelCodecs = PLAIN  # of the micro-steps' gathers
+    reduce_dtype: Any = None  # dtype of the group reduce-scatter; None: the compute dtype
+    gather_codecs: LevelCodecs = PLAIN  # for the micro-steps' gathers
     reduce_scatter_codecs: LevelCodecs = PLAIN
-    expert_codecs: LevelCodecs = PLAIN  # of tokens sent to experts
-    overlap: bool = False  # layers are gathered ahead, and their gradients reduced behind, beside the compute
+    expert_codecs: LevelCodecs = PLAIN  # for tokens sent to experts
+    overlap: bool = False  # gather layers ahead of, and reduce their gradients during, the compute of other layers
 
     @property
     def sum_dtype(self) -> Any:
-        """The dtype of the group reduce-scatter: the one that was chosen, but float32 on CPUs.
+        """The dtype of the group reduce-scatter: the chosen dtype, but float32 on CPUs.
 
-        XLA:CPU widens 16-bit sums anyway, and aborts (AllReducePromotion) on those in a partly manual region.
+        XLA:CPU widens 16-bit sums anyway, and aborts (AllReducePromotion) on 16-bit sums in a partly manual region.
         """
         if self.mesh.devices.flat[0].platform == "cpu":
             return jnp.float32
@@ -55,12 +55,12 @@ class ShardingPlan:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """Spec of batch arrays `[accum, rows, ...]`, where devices share rows `[accum, rows, T]`."""
+        """Spec of batch arrays `[accum, rows, ...]`, or `[accum, rows, T]` if devices share rows."""
         return PartitionSpec(None, self.layout.row_axes or None, *self.layout.context_axes)
 
     @property
     def stacks(self) -> frozenset[str]:
-        """The groups of parameters that are stacks of layers, gathered a layer at a time."""
+        """The parameter groups that are stacks of layers, gathered one layer at a time."""
         return frozenset(name for name, group in self.all_placements.items() if is_stack(group))
 
     @property
@@ -70,12 +70,12 @@ class ShardingPlan:
 
     @property
     def without_codecs(self) -> "ShardingPlan":
-        """The same with gathers that lose nothing: for what is told about the parameters, not how they are trained."""
+        """The same plan with exact gathers, for functions that read the parameters instead of training them."""
         return dataclasses.replace(self, gather_codecs=PLAIN, expert_codecs=PLAIN)
 
     @property
     def exchange(self) -> Exchange:
-        """How tokens reach their experts."""
+        """The exchange that sends tokens to their experts."""
         layout = self.layout
         return Exchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=self.expert_codecs)
 
@@ -89,11 +89,11 @@ class ShardingPlan:
         return jax.tree.map(function, self.placements, *trees, is_leaf=is_placement)
 
     def shardings(self, scope: Axes) -> PyTree:
-        """NamedShardings of arrays like the parameters under `scope`."""
+        """Returns NamedShardings of arrays like the parameters under `scope`."""
         return self.map(lambda p: NamedSharding(self.mesh, p.pspec(scope)))
 
     def group(self, placements: PyTree, scope: Axes, *, tensor_is_manual: bool = False, coded: bool = False) -> Group:
-        """Returns the Group of a tree of placements, cut over `scope`; `coded` if it is the micro-steps'."""
+        """Returns the Group of a tree of placements, sharded over `scope`. `coded`: with the micro-steps' codecs."""
         return Group(
             placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
             scope=scope,
@@ -117,9 +117,9 @@ class ShardingPlan:
 def run_manual(
     plan: ShardingPlan, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
 ) -> Callable[..., Any]:
-    """Returns `function(params, batch, *more)` run on local shards and rows, all axes but `tensor` manual.
+    """Returns `function(params, batch, *more)`, run on local shards and rows with all axes except `tensor` manual.
 
-    The parameters are all of them, trained and frozen.
+    `params` are all parameters, trained and frozen.
     """
 
     def run(params: PyTree, batch: PyTree, *more: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Functions of whole tensors, each tensor put together on one of the devices that hold its shards.
+"""Functions of whole tensors: each tensor is assembled on one of the devices that hold its shards.
 
-An all-to-all turns "each device has a shard of all" into "each has some of them whole", the function runs there, and an
-all-to-all turns the results into shards again. A tensor crosses each network level once in each direction: `(d-1)/d` of
-the bytes of a device's shards, for the `d` devices of the level. Copies of a tensor on other nodes are worked on there
-again, so that nothing more is sent between nodes; copies inside a node share the work, and gather the results.
+An all-to-all turns "each device has a shard of all" into "each device has some whole tensors". The function runs there,
+and a second all-to-all turns the results into shards again. A tensor crosses each network level once in each direction:
+`(d-1)/d` of the bytes of a device's shards, for the `d` devices of the level. Copies of a tensor on other nodes are
+computed there again, so that nothing more is sent between nodes. Copies inside a node share the work, and gather the
+results.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +27,7 @@ from sharding.trees import Axes
 
 Kind = Hashable
 Stacks = list[jax.Array]
-OfStacks = Callable[[Kind, jax.Array], jax.Array]  # of a stack `[n, *shape]` of whole tensors, each by itself
+OfStacks = Callable[[Kind, jax.Array], jax.Array]  # (kind, stack `[n, *shape]`) -> stack, tensor by tensor
 
 
 def on_whole_tensors(
@@ -38,15 +39,16 @@ def on_whole_tensors(
     *,
     each: bool = False,
 ) -> Stacks:
-    """Returns `function(kind, stack)` of each stack `[n, *shape]`; it keeps their shapes.
+    """Returns `function(kind, stack)` of each stack `[n, *shape]`. The function must keep shapes.
 
-    The stacks lie like the parameters of `specs` under the optimizer's scope, and so do the results. Those of equal
-    shape, placement and kind are put into one. The devices that share the work get equally many of each: zeros fill up,
-    of which the function makes anything but an error. With `each` the stacks are `[R, n, *shape]`, each replica's own.
+    The stacks are sharded like the parameters of `specs` under the optimizer's scope, and so are the results. Stacks of
+    equal shape, placement and kind are merged. The devices that share the work get the same number of tensors of each
+    kind. The difference is padded with zeros, which the function must accept. With `each` the stacks are `[R, n,
+    *shape]`, with separate entries for each replica.
     """
     layout = plan.layout
     places = [place("a whole tensor", spec, layout) for spec in specs]
-    # of a single tensor too, where vmap asks for the shape of a result
+    # also for a single tensor, when vmap asks for the shape of a result
     stages = [STAGE if p.staged and x.shape[each] > 1 else None for p, x in zip(places, stacks, strict=True)]
     places = [p.without_layers() if p.stacked else p for p in places]
     own = (layout.replica_axes,) if each else ()
@@ -85,9 +87,9 @@ def on_whole_tensors(
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The axes by which tensors are cut, major first, and those inside the node along which there are copies of them.
+    """The axes that shard tensors, major first, and the axes inside the node over which tensors are replicated.
 
-    The `tensor` axis comes first, then the scope in CHUNK_ORDER: what lies inside the node before what lies between.
+    The `tensor` axis comes first, then the scope in CHUNK_ORDER: axes inside the node before axes between nodes.
     """
 
     cut: Axes
@@ -100,7 +102,10 @@ class Sharing:
         placements: Sequence[Placement],
         shards: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """Returns the functions of tensors of which this device has the shards `[n, *shard]`, as such shards again."""
+        """Applies functions to whole tensors, given this device's shards `[n, *shard]`.
+
+        Returns shards of the results.
+        """
         copies, chunks = (lax.axis_size(axes) for axes in (self.copies, self.cut))
         filled = [jnp.pad(x, [(0, -len(x) % (copies * chunks)), *((0, 0) for _ in x.shape[1:])]) for x in shards]
         packed = jnp.concatenate([x.reshape(copies, chunks, -1) for x in filled], axis=-1)
@@ -116,7 +121,7 @@ class Sharing:
         return [x.reshape(-1, *x.shape[2:])[: len(old)] for x, old in zip(found, shards, strict=True)]
 
     def _swap(self, rows: jax.Array) -> jax.Array:
-        """Sends row i of `[chunks, N]` to device i of the cut; returns the rows of all devices for this one."""
+        """Sends row i of `[chunks, N]` to device i of `cut`. Returns the rows of all devices for this one."""
         if not self.cut:
             return rows
         by_level = all_to_all_levels(self.cut, hierarchical=self.hierarchical)  # the major axes are inside the node
@@ -126,7 +131,7 @@ class Sharing:
         return x.reshape(rows.shape)
 
     def _join(self, chunks: jax.Array, p: Placement) -> jax.Array:
-        """Puts tensors together: `[chunks, n, *shard]` becomes `[n, *shape]`."""
+        """Assembles tensors: `[chunks, n, *shard]` becomes `[n, *shape]`."""
         x = chunks
         if p.tensor_dim is not None:
             size = lax.axis_size("tensor")
@@ -145,9 +150,9 @@ class Sharing:
 
 
 def _sharing(plan: ShardingPlan, p: Placement, *, each: bool) -> Sharing:
-    """Returns how the devices share the work on tensors of a placement; each works on the experts that it holds.
+    """Returns how the devices share the work on tensors of a placement. Each device works on the experts that it holds.
 
-    With `each`, replicas have no copies of each other's.
+    With `each`, replicas hold no copies of each other's tensors.
     """
     layout = plan.layout
     tensor = ("tensor",) if p.tensor_dim is not None else ()

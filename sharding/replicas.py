@@ -1,7 +1,7 @@
-"""`PerReplica`: the part of a state that each replica keeps for itself, as arrays `[R, ...]`.
+"""`PerReplica`: the part of a state that differs between replicas, as arrays `[R, ...]`.
 
-Its type alone says so. Whoever looks at a state by paths (shardings, checkpoints, snapshots, the planner) finds a
-`ReplicaKey` in the path of each of its arrays; no name of a parameter can be taken for one.
+Only its type marks this part. Code that inspects a state by paths (shardings, checkpoints, snapshots, the planner)
+finds a `ReplicaKey` in the path of each of its arrays, which no parameter's name can equal.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Combine = Literal["sum", "mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaKey:
-    """The step of a tree path from a PerReplica to its tree."""
+    """The entry in a tree path that leads from a PerReplica to its tree."""
 
     combine: Combine
     label: str
@@ -28,11 +28,12 @@ class ReplicaKey:
 
 @dataclass(frozen=True)
 class PerReplica:
-    """A tree of arrays `[R, ...]`: entry r is known to replica r alone, and lies on its devices only.
+    """A tree of arrays `[R, ...]`. Entry r belongs to replica r, and is stored only on its devices.
 
-    `combine` says what keeps its meaning on another number of replicas: the sum over R (of residuals: what all have
-    still to send) or the mean (of copies that have drifted apart; of their counters, the largest). `label` is a name in
-    the paths of its arrays, and so in checkpoints; without one the paths are those of the tree.
+    `combine` states which quantity keeps its meaning for another number of replicas. It is the sum over R for residuals
+    (the total that all replicas have still to send), or the mean for copies that have drifted apart (the largest value
+    for their counters). `label` is a name in the paths of its arrays, and so in checkpoints. Without a label the paths
+    are the tree's.
     """
 
     tree: PyTree
@@ -49,5 +50,5 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def replica_key(path: Sequence[Any]) -> ReplicaKey | None:
-    """Returns the step of a path that enters a PerReplica; None for an array that all replicas share."""
+    """Returns the path's entry that leads into a PerReplica, or None for an array that all replicas share."""
     return next((key for key in path if isinstance(key, ReplicaKey)), None)

@@ -1,4 +1,4 @@
-"""Strategies as scopes: over which mesh axes a state is partitioned, and when which part of them is gathered."""
+"""Strategies as scopes: the mesh axes over which a state is partitioned, and when each part of them is gathered."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from configs.schema.own import OWN
 from sharding.mesh import CHUNK_ORDER, CONTEXT, DATA_AXES, ROW_AXES, STAGE, MeshShape, divisors, inter_part, intra_part
 from sharding.trees import Axes
 
-Part = Callable[[Axes], Axes]  # from the parameters' scope to the part of it that is gathered; `tuple`: all of it
-NAMES = ("parameters", "gradients", "optimizer")  # of scopes
+Part = Callable[[Axes], Axes]  # (the parameters' scope) -> the part of it that is gathered; `tuple`: all of it
+NAMES = ("parameters", "gradients", "optimizer")  # the scopes
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
 STRATEGIES = {
     "ddp": ("none", "none", "none"),
@@ -22,21 +22,21 @@ STRATEGIES = {
 
 
 class WorldTooSmallError(ValueError):
-    """A partition group, or a pipeline, needs more nodes than there are."""
+    """A partition group or a pipeline needs more nodes than are available."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatherPolicy:
-    """A value of the key `sharding.gather`: what is gathered at each of three moments; None: nothing."""
+    """A value of the key `sharding.gather`: the part gathered at each of three moments. None: nothing."""
 
     name: str
     each_step: Part | None = None  # before the first micro-step
     each_micro_step: Part | None = None  # before the forward pass
-    each_use: Part | None = None  # where a layer uses its parameters, in the forward and in the backward pass
+    each_use: Part | None = None  # where a layer uses its parameters, in the forward and the backward pass
 
     @property
     def by_layer(self) -> bool:
-        """Whether each layer's parameters can be gathered apart from the others'."""
+        """Whether each layer's parameters can be gathered separately."""
         return self.each_use is not None
 
 
@@ -49,9 +49,9 @@ GATHER_POLICIES = {policy.name: policy for policy in (LAYER, NODE, MICRO_STEP, S
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh shape and the three scopes on it, each a tuple of axes in CHUNK_ORDER (axes of size 1 left out).
+    """A mesh shape and the three scopes on it, each a tuple of axes in CHUNK_ORDER (without axes of size 1).
 
-    `experts` lies within that of the parameters: the axes over which a layer's experts are divided and never gathered.
+    `experts` is within the parameters' scope: the axes over which a layer's experts are divided and never gathered.
     """
 
     shape: MeshShape
@@ -71,12 +71,12 @@ class Layout:
 
     @property
     def row_axes(self) -> Axes:
-        """Those over which its rows are."""
+        """The axes over which the rows of the batch are split."""
         return self.shape.used(ROW_AXES)
 
     @property
     def context_axes(self) -> Axes:
-        """That over which the positions of a row are, if any."""
+        """The axis over which the positions of a row are split, if any."""
         return self.shape.used((CONTEXT,))
 
     @property
@@ -86,47 +86,50 @@ class Layout:
 
     @property
     def replica_axes(self) -> Axes:
-        """The axes that replica all-reduce crosses: those over which a gradient still differs after the micro-steps."""
+        """The axes of the replica all-reduce, over which gradients still differ after the micro-steps."""
         if self.is_automatic or not self.two_hop:
             return ()
         return beyond(self.gradients, self.data_axes)
 
     @property
     def num_replicas(self) -> int:
-        """Gradients that replica all-reduce averages."""
+        """Number of gradients that the replica all-reduce averages."""
         return self.shape.size(self.replica_axes)
 
     @property
     def gradients_beyond_parameters(self) -> Axes:
-        """What the gradients' scope adds to the parameters': ZeRO-2 reduce-scatters over it in each micro-step."""
+        """The axes of the gradients' scope beyond the parameters'.
+
+        ZeRO-2 reduce-scatters over them in each micro-step.
+        """
         return beyond(self.parameters, self.gradients)
 
     @property
     def optimizer_beyond_gradients(self) -> Axes:
-        """What the optimizer's scope adds to the gradients': the replica all-reduce reduce-scatters over it."""
+        """The axes of the optimizer's scope beyond the gradients'. The replica all-reduce reduce-scatters over them."""
         return beyond(self.gradients, self.optimizer)
 
     @property
     def all_reduced_axes(self) -> Axes:
-        """The replica axes over which the replica all-reduce hands the same on to all: it all-reduces over these."""
+        """The replica axes whose devices all receive the same result of the replica all-reduce."""
         return beyond(self.optimizer_beyond_gradients, self.replica_axes)
 
     @property
     def gather_scopes(self) -> tuple[Axes, ...]:
-        """The axes of each gather of the micro-steps, as far as we choose them."""
+        """The axes of each gather of the micro-steps, if we choose them."""
         parts = (self.gather.each_step, self.gather.each_micro_step, self.gather.each_use)
         return () if self.is_automatic else tuple(part(self.parameters) for part in parts if part)
 
     @property
     def reduce_scatter_scopes(self) -> tuple[Axes, ...]:
-        """The axes of each reduce-scatter of the micro-steps, as far as we choose them."""
+        """The axes of each reduce-scatter of the micro-steps, if we choose them."""
         if self.is_automatic or not self.two_hop:
             return ()
         return (*self.gather_scopes, self.gradients_beyond_parameters)
 
     @property
     def partition_size(self) -> int:
-        """Devices of a stage that hold one copy of its parameters (a tensor split counts)."""
+        """Number of devices of a stage that hold one copy of its parameters (including a tensor split)."""
         return self.shape.size(self.parameters) * self.shape.tensor
 
 
@@ -135,12 +138,12 @@ def make_layout(
 ) -> Layout:
     """Returns the mesh shape and scopes of a strategy on `num_nodes` nodes.
 
-    With several `stages` each has as many nodes, and the scopes lie inside a stage. A scope of p devices lies inside a
-    node if p <= devices_per_node and spans whole consecutive nodes otherwise; it has all `context` devices of a row, or
-    is none.
-    ValueError if a scope does not divide the devices, or they are not nested (experts, parameters, gradients, optimizer
-    state, each within the next), or they would cut a node, or the nodes, in more than one place; and for keys that do
-    not go together. WorldTooSmallError if more nodes would do.
+    With several `stages` each has the same number of nodes, and the scopes are inside a stage. A scope of p devices is
+    inside a node if p <= devices_per_node and spans whole consecutive nodes otherwise. It has all `context` devices of
+    a row, or is none.
+    ValueError if a scope does not divide the devices, if scopes are not nested (experts, parameters, gradients,
+    optimizer state, each within the next), if scopes would split a node, or the nodes, in more than one place, or if
+    keys are incompatible. WorldTooSmallError if more nodes would suffice.
     """
     if num_nodes % stages:
         kind = WorldTooSmallError if num_nodes < stages else ValueError
@@ -204,7 +207,7 @@ def make_layout(
 
 
 def _scopes(config: ShardingConfig) -> list[tuple[str, str | int]]:
-    """Returns the scopes of parameters, gradients and optimizer state as written, each with what says so."""
+    """Returns the scopes of parameters, gradients and optimizer state as written, each with the key that sets it."""
     if config.strategy == "custom":
         return [(f"sharding.{name}", getattr(config, name)) for name in NAMES]
     if config.strategy == "mics":
@@ -219,7 +222,7 @@ def beyond(inner: Axes, outer: Axes) -> Axes:
 
 
 def _scope_size(key: str, scope: str | int, *, num_nodes: int, local: int, tensor: int, stages: int) -> int:
-    """Returns how many shards a scope makes (tensor groups, not devices) on the nodes of a stage."""
+    """Returns the number of shards of a scope (tensor groups, not devices) on the nodes of a stage."""
     words = {"none": 1, "node": local, "all": num_nodes * local}
     if scope in words:
         return words[scope]
@@ -253,7 +256,7 @@ def _count(devices: int) -> str:
 
 
 def _axes(shape: MeshShape, size: int) -> Axes:
-    """Returns the prefix of CHUNK_ORDER that makes `size` shards."""
+    """Returns the prefix of CHUNK_ORDER with `size` shards."""
     found: Axes = ()
     for axis in shape.used(CHUNK_ORDER):
         if shape.size(found) < size:

@@ -1,4 +1,4 @@
-"""`ParamSpec`, the one declaration of a parameter, and `Placement`, the dims on which it is partitioned."""
+"""`ParamSpec`, the only declaration of a parameter, and `Placement`, the dims on which it is partitioned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +24,12 @@ EXPERTS_DIM = "experts"  # divided over the scope `sharding.experts`, and never 
 class ParamSpec:
     """Shape, dtype and dim names of one parameter.
 
-    `dims` names every dim of `shape` (of transformers `layers`, `embed`, `mlp`, `heads`, `kv_heads`, `vocab`,
-    `position`, `token_type`, `norm`, `head`, `experts`): a stack of layers has `layers` first; `mlp`, `heads`,
-    `kv_heads` and `vocab` may be split over the `tensor` axis, `experts` over the experts' scope. `frozen`: no step
-    changes it. `replicate` keeps a whole copy on every device of a partition group; of the others `head` alone may be.
+    `dims` names every dim of `shape` (in transformers `layers`, `embed`, `mlp`, `heads`, `kv_heads`, `vocab`,
+    `position`,
+    `token_type`, `norm`, `head`, `experts`). A stack of layers has `layers` first. `mlp`, `heads`, `kv_heads` and
+    `vocab` may be split over the `tensor` axis, and `experts` over the experts' scope. `frozen`: no step changes it.
+    `replicate` keeps a whole copy on every device of a partition group. Without `replicate`, only `head` parameters may
+    be kept whole.
     """
 
     shape: tuple[int, ...]
@@ -48,11 +50,11 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which dim of a parameter is partitioned (`dim`) and which over `tensor` (`tensor_dim`); None: neither.
+    """The dim of a parameter that is partitioned (`dim`) and the dim split over `tensor` (`tensor_dim`). None: neither.
 
-    `stacked` if its first dim is `layers`, `staged` if that is cut over the stages of a pipeline. Experts are held
-    apart: the axes `held` cut `expert_dim`, which is never gathered, and `dim` is partitioned over the other axes of a
-    scope.
+    `stacked` if its first dim is `layers`, `staged` if that is divided over the stages of a pipeline. Experts are
+    placed separately: the axes `held` shard `expert_dim`, which is never gathered, and `dim` is partitioned over the
+    other axes of a scope.
     """
 
     dim: int | None
@@ -70,15 +72,15 @@ class Placement:
         return self.ndim - self.stacked < 2
 
     def not_held(self, scope: Sequence[str]) -> Axes:
-        """Returns the axes of `scope` over which it is gathered and reduced: all but those that hold experts."""
+        """Returns the axes of `scope` over which it is gathered and reduced: all except the axes that hold experts."""
         return tuple(axis for axis in scope if axis not in self.held)
 
     def cut_by(self, scope: Sequence[str]) -> Axes:
-        """Returns the axes of `scope` that cut it; over the others its copies are equal."""
+        """Returns the axes of `scope` that shard it. Over the other axes its copies are equal."""
         return tuple(axis for axis in scope if self.dim is not None or axis in self.held)
 
     def pspec(self, scope: Sequence[str], *, tensor: bool = True, stage: bool = True) -> PartitionSpec:
-        """Returns the spec under `scope` (axes, major first); without `tensor` or `stage` if those are False."""
+        """Returns the spec under `scope` (axes, major first), without `tensor` or `stage` if these are False."""
         entries: list[Any] = [None] * self.ndim
         held = tuple(axis for axis in scope if axis in self.held)
         for dim, axes in ((self.expert_dim, held), (self.dim, self.not_held(scope))):
@@ -98,13 +100,14 @@ class Placement:
 
 
 def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
-    """Returns where a parameter is cut: the first dim (never `layers`) that the widest scope divides.
+    """Returns a parameter's placement: partitioned on the first dim (never `layers`) that the widest scope divides.
 
-    All three scopes cut the same dim, so that going from one scope to another only joins or splits chunks. A vector of
-    a `head`'s size is kept whole where none divides it; frozen parameters have the parameters' scope alone. A matrix'
-    first dim in TENSOR_DIMS goes to `tensor`, `layers` to the stages of a pipeline, the dim `experts` to the experts'
-    scope. ValueError if no dim can be partitioned and the spec does not replicate, and for layers or experts that
-    cannot be divided.
+    All three scopes partition the same dim, so that a change of scope only joins or splits chunks. A vector of a
+    `head`'s size is kept whole if the scope does not divide it. Frozen parameters have only the parameters' scope. A
+    matrix' first dim in TENSOR_DIMS goes to `tensor`, `layers` to the stages of a pipeline, the dim `experts` to the
+    experts' scope.
+    ValueError if no dim can be partitioned and the spec does not replicate, and for layers or experts that cannot be
+    divided.
     """
     shape, ndim = layout.shape, len(spec.shape)
     staged = spec.stacked and shape.stage > 1
@@ -167,27 +170,27 @@ def pspecs(placements: PyTree, scope: Sequence[str], *, tensor: bool = True) -> 
 
 
 def is_stack(group: PyTree) -> bool:
-    """Whether a group of parameters is a stack of layers: every one of its Placements or ParamSpecs is."""
+    """Whether a group of parameters is a stack of layers: all of its Placements or ParamSpecs are stacked."""
     leaves = jax.tree.leaves(group, is_leaf=lambda x: isinstance(x, Placement | ParamSpec))
     return bool(leaves) and all(x.stacked for x in leaves)
 
 
 def is_spec(x: object) -> bool:
-    """Whether a node of a tree is a ParamSpec: the `is_leaf` of trees of them."""
+    """Whether a node of a tree is a ParamSpec: the `is_leaf` for trees of ParamSpecs."""
     return isinstance(x, ParamSpec)
 
 
 def is_placement(x: object) -> bool:
-    """Whether a node of a tree is a Placement: the `is_leaf` of trees of them."""
+    """Whether a node of a tree is a Placement: the `is_leaf` for trees of Placements."""
     return isinstance(x, Placement)
 
 
 def path_name(path: Sequence[Any], separator: str = "/") -> str:
-    """Returns the name of a tree path as `layers/attention/query`; a PerReplica without a label adds nothing to it."""
+    """Returns the name of a tree path as `layers/attention/query`. A PerReplica without a label adds nothing to it."""
     named = tuple(key for key in path if not isinstance(key, ReplicaKey) or key.label)
     return jax.tree_util.keystr(named, simple=True, separator=separator)
 
 
 def nbytes(x: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
-    """Returns the bytes of an array, of one device's shard of it if a sharding is given."""
+    """Returns the bytes of an array, or of one device's shard if a sharding is given."""
     return prod(sharding.shard_shape(x.shape) if sharding else x.shape) * x.dtype.itemsize

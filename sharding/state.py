@@ -1,4 +1,4 @@
-"""Where the arrays of a state lie: the parameters, and whatever an optimizer keeps for each of them."""
+"""The shardings of a state's arrays: the parameters, and the optimizer's arrays for each of them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from sharding.spec import is_placement, path_name
 from sharding.step import TrainState
 from sharding.trees import PyTree
 
-# (name, shape) of an array that belongs to no parameter -> the dim to cut over the optimizer's scope; None: none
+# (name, shape) of an array that belongs to no parameter -> the dim to shard over the optimizer's scope; None: none
 Cut = Callable[[str, tuple[int, ...]], int | None]
 
 
@@ -23,10 +23,11 @@ def by_name(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
 
 
 def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct]) -> str:
-    """Returns which parameter an array of the optimizer state belongs to, "" for none.
+    """Returns the name of the parameter to which an array of the optimizer state belongs, or "".
 
-    The array has the parameter's shape (behind R, if each replica has its own), and its path ends in the parameter's
-    name: where an optimizer acts on each layer of a stack by itself, the stack's name may stand further in front.
+    The array has the parameter's shape (after R, if replicas have separate arrays), and its path ends in the
+    parameter's name. If an optimizer acts on each layer of a stack separately, the stack's name may be earlier in the
+    path.
     """
     shape = x.shape[1:] if replica_key(path) else x.shape
     keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
@@ -38,11 +39,12 @@ def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, j
 def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda name, shape: None) -> PyTree:
     """Returns the NamedSharding of every array of a state, given the tree of its shapes.
 
-    An array of the replica all-reduce's or the optimizer's state that belongs to a parameter is cut like it, over the
-    optimizer's scope. Counters are on every device, and so are all others (PowerSGD's factors, factored moments) unless
-    `cut` cuts them, those of the optimizer. What each replica has for itself (PerReplica, `[R, ...]`) is on its devices
-    alone: cut like its gradient where it belongs to a parameter, whole on each device where not. ValueError for a dim
-    that the scope does not divide.
+    An array in the state of the replica all-reduce or the optimizer that belongs to a parameter is sharded like it,
+    over the optimizer's scope. Counters are replicated on all devices. So are all other arrays (PowerSGD's factors,
+    factored moments) unless they belong to the optimizer and `cut` shards them. Separate state per replica (PerReplica,
+    `[R, ...]`) is only on the replica's devices: sharded like the gradient of its parameter, or without a parameter
+    whole on each device.
+    ValueError for a dim that the scope does not divide.
     """
     layout = plan.layout
     placements, params = by_name(plan.placements, is_leaf=is_placement), by_name(shapes.params)
@@ -56,7 +58,7 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
         if name:
             return placements[name].pspec(layout.optimizer)
         in_stack = any(isinstance(key, jax.tree_util.DictKey) and key.key in plan.stacks for key in path)
-        if degree == 1 or x.ndim <= in_stack:  # a counter, in a stack one a layer
+        if degree == 1 or x.ndim <= in_stack:  # a counter, with one entry per layer in a stack
             return REPLICATED
         if (dim := cut(path_name(path), x.shape)) is None:
             return REPLICATED

@@ -220,8 +220,7 @@ def _generation(weights: str, token_ids: Mapping[str, Any], end: int | None) -> 
 def _write_tokenizer(
     tokenizer: tokenizers.HuggingFace, file: Path, max_len: int, folder: Path, template: ChatTemplate | None
 ) -> None:
-    """Writes the run's tokenizer.json, the config that makes transformers find it and its special tokens, the template.
-    """
+    """Writes the run's tokenizer.json, its chat template, and the config by which transformers finds the tokenizer."""
     shutil.copyfile(file, folder / TOKENIZER_FILE)
     special = {"eos_token": tokenizer.separator_token, "mask_token": tokenizer.mask_token}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
