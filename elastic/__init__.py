@@ -43,7 +43,7 @@ def latest_config(directory: str | Path) -> dict[str, Any] | None:
 
     Only these two files are read, so this is fast for any size of the state. Raises ValueError if the directory has
     steps but none of them has a config that verifies, or if another version of this program saved the newest step.
-    Raises OSError if one of the files cannot be read.
+    Raises OSError if a file cannot be read.
     """
     damaged = []
     for step in reversed(manifest.step_numbers(Path(directory))):

@@ -128,7 +128,7 @@ def committed(directory: Path) -> list[Manifest]:
 
 
 def describe(folder: Path, process: int = 0, count: int = 1) -> tuple[File, ...]:
-    """Forces the files in `folder` that one of `count` processes wrote to disk, and returns them with hashes.
+    """Forces the files in `folder` that process `process` of `count` wrote to disk, and returns them with hashes.
 
     Process 0 also includes the files that Orbax wrote for all processes. Files are read back, mostly from the page
     cache, because neither Orbax nor TensorStore, which writes them, provides their bytes or hashes during the write.
@@ -293,7 +293,7 @@ def _check_nothing_else(folder: Path, files: Sequence[File]) -> None:
 
 
 def _share(files: Sequence[File], process: int, count: int) -> list[File]:
-    """Returns the files that one of `count` processes reads.
+    """Returns the files that process `process` of `count` reads.
 
     Each file, largest first, goes to the least loaded process.
     """

@@ -13,7 +13,7 @@ def quiet_orbax() -> None:
     logger = logging.getLogger("absl")
     if any(isinstance(known, _NotFromOrbax) for known in logger.filters):
         return
-    for name in ("absl", "asyncio"):  # asyncio logs every failed write, while the caller gets one of the errors
+    for name in ("absl", "asyncio"):  # asyncio logs every failed write, while the caller gets one error
         logging.getLogger(name).addFilter(_NotFromOrbax())
     hook = sys.unraisablehook
 

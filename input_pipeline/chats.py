@@ -42,8 +42,8 @@ class ChatTokens:
     tokens: np.ndarray  # [N] uint16 or uint32, read-only and memory-mapped
     is_answer: np.ndarray  # bool [N]; never the first token of a conversation, which nothing predicts
     ends: np.ndarray  # int64 [C], end of each conversation
-    sha256: str  # of the three arrays, conversation by conversation
-    bytes_per_token: float  # of the answers
+    sha256: str  # hash of the three arrays, conversation by conversation
+    bytes_per_token: float  # in the answers
     of_split: str  # for messages
     masked: int  # answers that `weight` or `train` excludes from the loss
     unused: tuple[str, ...]  # descriptions of the fields that have no effect, with their counts
@@ -286,7 +286,7 @@ class _Totals:
     unused: Counter[str] = field(default_factory=Counter)  # messages, by field and role
 
     def in_words(self) -> list[str]:
-        """Returns the fields that have no effect, the most frequent ones if there are many."""
+        """Returns the fields that have no effect, limited to the most frequent ones."""
         found = [(count, f"{name} in {count} lines") for name, count in self.unread.items()]
         found += [(count, f"{name} in {count} messages") for name, count in self.unused.items()]
         frequent = sorted(found, key=lambda pair: (-pair[0], pair[1]))

@@ -10,7 +10,7 @@ from input_pipeline.streams import TextSource
 from runtime.files.paths import user_path
 
 RULE = "folder, without byte order marks"  # definition of a document; a change gives other tokens for the same files
-VALIDATION_SHARE = 0.05  # of the files (or of the bytes, if there is only one file)
+VALIDATION_SHARE = 0.05  # fraction of the files (or of the bytes of a single file)
 
 
 def source(path: str, split: str, pattern: str = "") -> TextSource:

@@ -151,8 +151,7 @@ def random_box(width: int, height: int, chances: np.ndarray) -> Box:
 
 
 def shifted(values: np.ndarray, chances: np.ndarray) -> np.ndarray:
-    """Returns an image `[S, S, C]` moved by whole pixels, at most SHIFT of its side. Uncovered pixels are zero,
-    mid-grey.
+    """Returns an image `[S, S, C]` shifted by whole pixels, at most SHIFT of its side. Uncovered pixels are mid-grey.
 
     `chances` are two uniform numbers, which determine the shifts down and to the right.
     """

@@ -1,4 +1,4 @@
-"""Files of documents without tokens: lists them, and tokenises them one by one into the cache.
+"""Files of documents without tokens: lists them, and tokenises each into the cache.
 
 The index entry of a file is cached under a hash of its URL, its version, the tokenizer and the text field.
 """

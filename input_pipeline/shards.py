@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes that open a set together, from the view of one of them."""
+    """The processes that open a set together, from the view of this process."""
 
     process: int = 0
     count: int = 1
@@ -198,7 +198,7 @@ class ShardSet:
                 return tuple(Shard(**found[name]) for name in raw.names)
 
     def _worker(self, name: str) -> int:
-        """Returns the process that tokenises a file: one of the first node in rendezvous order."""
+        """Returns the process that tokenises a file: a process of the first node in rendezvous order."""
         node = maker_of(name, self._nodes)
         return rendezvous(name, [process for process, other in enumerate(self._nodes) if other == node])[0]
 

@@ -1,4 +1,4 @@
-"""Models, written on named dims and without sharding. `build` creates one from the `model` section of a config."""
+"""Models, written on named dims and without sharding. `build` creates a model from a config's `model` section."""
 
 from configs.schema import ModelConfig
 from configs.schema.own import OWN

@@ -192,7 +192,7 @@ class Weights:
         return jax.tree_util.tree_map_with_path(load, abstract)
 
     def whole(self, path: str) -> np.ndarray:
-        """Returns one of our parameters whole in float32, with the rounding of its frozen, block-encoded form."""
+        """Returns our parameter `path` whole in float32, with the rounding of its frozen, block-encoded form."""
         found = self.region(path, (slice(None),) * len(self._tensors[path].spec.shape))
         coded, dtype = in_blocks(self._config, self._tensors[path].spec), jnp.dtype(self._config.compute_dtype)
         for part in found if found.ndim > 2 else [found]:  # in place: a stack may take half of the memory
@@ -201,7 +201,7 @@ class Weights:
         return found
 
     def region(self, path: str, index: Index) -> np.ndarray:
-        """Returns a region of one of our parameters in float32. The padding of the vocabulary is zero."""
+        """Returns a region of our parameter `path` in float32. The padding of the vocabulary is zero."""
         tensor = self._tensors[path]
         bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.spec.shape, strict=True)]
         out = np.zeros([stop - start for start, stop in bounds], np.float32)

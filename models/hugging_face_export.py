@@ -73,7 +73,7 @@ def write(
 ) -> list[Path]:
     """Writes config.json and the weights into the existing `folder`, and returns the paths of the weights' files.
 
-    `read(path)` returns one of our parameters whole, by its path (`layers/query/weight`), and is called once for each.
+    `read(path)` returns our whole parameter at a path (`layers/query/weight`), and is called once for each.
     A file has at most `max_file_bytes` of tensors, or a single tensor. Files get their names only when they are
     complete. config.json comes last and contains `token_ids` (`eos_token_id`). ValueError if no architecture of
     transformers computes the same function as the model, if the folder already holds weights, or if a number exceeds

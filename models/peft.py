@@ -91,7 +91,7 @@ class Adapters:
 def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: str) -> Path:
     """Writes the adapters into the existing `folder`, and returns the path of their file.
 
-    `read(path)` returns one of our parameters whole, f32 `[L, ...]`. `base` is the folder or name of the base's
+    `read(path)` returns our whole parameter at a path, f32 `[L, ...]`. `base` is the folder or name of the base's
     checkpoint.
     ValueError if PEFT has no such layout, or if the folder already holds adapters.
     """
@@ -130,7 +130,7 @@ def base_hash(model: Model) -> str:
 
 
 def _adapted(model: Model) -> dict[str, Tensor]:
-    """Returns the matrices with adapters, by our path. ValueError if one of their tensors holds several of ours."""
+    """Returns the matrices with adapters, by our path. ValueError if their tensors combine several of ours."""
     assert isinstance(model.config, TransformerConfig)
     targets = {f"layers/{name}/weight" for name in model.config.lora_targets.split()}
     architecture = architecture_of(model.config)

@@ -143,9 +143,7 @@ class Heartbeat:
         self._doing = (phase.doing, time.monotonic())
 
     def progressed_s(self) -> float:
-        """Returns the monotonic time of the main thread's last progress, or the current time in a phase without a
-        limit.
-        """
+        """Returns the monotonic time of the main thread's last progress, or now in a phase without a limit."""
         what, since_s = self._doing
         return max(since_s, self._moved[1]) if what else time.monotonic()
 

@@ -76,10 +76,7 @@ class MeshShape:
 
     @property
     def num_data_devices(self) -> int:
-        """Number of devices with separate rows of the batch.
-
-        All devices of a stage, context or tensor group count as one.
-        """
+        """Number of devices of a stage that have separate rows of the batch, with a context or tensor group as one."""
         return self.num_devices // (self.context * self.tensor * self.stage)
 
     def size(self, axes: Sequence[str]) -> int:

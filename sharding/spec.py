@@ -28,8 +28,8 @@ class ParamSpec:
     `position`,
     `token_type`, `norm`, `head`, `experts`). A stack of layers has `layers` first. `mlp`, `heads`, `kv_heads` and
     `vocab` may be split over the `tensor` axis, and `experts` over the experts' scope. `frozen`: no step changes it.
-    `replicate` keeps a whole copy on every device of a partition group. Without `replicate`, only `head` parameters may
-    be kept whole.
+    `replicate` keeps a whole copy on every device of a partition group. Without it, only parameters with the dim `head`
+    may stay whole.
     """
 
     shape: tuple[int, ...]

@@ -4,11 +4,11 @@
     python -m training.generate --hugging_face=DIR --prompts=FILE --chat
 
 Prompt, length (tokens, fewer if model.max_len is reached), temperature (0: always the most likely token) and seed
-default to the values of the run's sample. Without one the length is 200. FILE has one prompt per line. For each prompt,
-a JSON object with `prompt` and `text` is printed. With --chat, a prompt is a user's message in the tokenizer's chat
-template, and only the answer is printed, up to its first special token. The newest checkpoint is read, or the
-checkpoint of step N. If the run's config file registered the model or the tokenizer, that file is loaded again, or the
-file given as --config=FILE. The program uses all local devices, in one process. JAX_NUM_CPU_DEVICES=8 simulates
+default to the values of the run's sample. If its length is 0, the default is 200. FILE has one prompt per line. For
+each prompt, a JSON object with `prompt` and `text` is printed. With --chat, a prompt is a user's message in the
+tokenizer's chat template, and only the answer is printed, up to its first special token. The newest checkpoint is read,
+or the checkpoint of step N. If the run's config file registered the model or the tokenizer, that file is loaded again,
+or the file given as --config=FILE. The program uses all local devices, in one process. JAX_NUM_CPU_DEVICES=8 simulates
 several. Exit codes: 0 done; 2 a mistake in a flag or a file; 1 anything else.
 """
 

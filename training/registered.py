@@ -46,7 +46,7 @@ def _is_own(file: Path, workdir: Path) -> bool:
 
 
 def _remembered(workdir: Path) -> str:
-    """Returns the config file of the run in a directory, or of one of its replicas, or "" without a name."""
+    """Returns the config file of the run in a directory, or of any of its replicas, or "" without a name."""
     folders = [workdir, *sorted((workdir / run_directory.REPLICAS).glob("*"))]
     files = (folder / run_directory.ENVIRONMENT for folder in folders)
     found = (json_objects.read(file, lenient=True).get(CONFIG_FILE) for file in files if file.is_file())

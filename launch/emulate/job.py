@@ -97,7 +97,7 @@ class Job:
         self._tee()  # the end of the output
         failed = [p for p in ended if p.code and "killed" not in self.cluster.nodes[p.node].marks]
         if failed and not self._failure:
-            # prefer the process that failed to one that detected it
+            # prefer the failed process to a process that detected the failure
             self._note_failure(min(failed, key=lambda p: p.code == ExitCode.RESUMABLE))
         if time.monotonic() > self._deadline_s:
             self._send(self._next_signal)

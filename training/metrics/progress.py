@@ -84,7 +84,7 @@ class Progress:
         self.print("  ".join(filter(None, [f"step {self._step}/{self._total_steps}", *values, self._eta])))
 
     def _draw(self) -> Group:
-        """Returns the bar, and below it two lines of values, the second one with the byte counts."""
+        """Returns the bar, and below it two lines of values, the second with the byte counts."""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
