@@ -43,7 +43,7 @@ class ChatTokens:
     is_answer: np.ndarray  # bool [N]; never the first token of a conversation, which nothing predicts
     ends: np.ndarray  # int64 [C], end of each conversation
     sha256: str  # hash of the three arrays, conversation by conversation
-    bytes_per_token: float  # in the answers
+    bytes_per_token: float  # averaged over the answers
     of_split: str  # for messages
     masked: int  # answers that `weight` or `train` excludes from the loss
     unused: tuple[str, ...]  # descriptions of the fields that have no effect, with their counts

@@ -160,7 +160,7 @@ def _remove_if_old(left: Path) -> None:
 
 
 def mapped(path: Path, shard: Shard) -> np.ndarray | None:
-    """Returns the tokens of a file, memory-mapped, or None if its size or hash is not that recorded in `shard`."""
+    """Returns the tokens of a file, memory-mapped, or None if its size or hash differs from `shard`."""
     if path.stat().st_size != shard.size_bytes or sha256(path) != shard.sha256:
         return None
     if not shard.num_tokens:
