@@ -7,8 +7,8 @@
         batch = next(batches)                                  # e.g. tokens, targets, weights: [rows, T]
 
 Text becomes examples in three steps. A source yields documents (`stdlib_text.py`, `folder.py`, `tfds_data.py`). A
-tokenizer turns them once into one long token stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`). Windows
-of the stream are drawn in an order that depends on the seed only (`index.py`). `synthetic.py` needs no text.
+tokenizer turns them once into one long token stream in the cache (`tokenizers.py`, `streams.py`, `cache.py`). The
+stream's windows are drawn in an order that depends on the seed only (`index.py`). `synthetic.py` needs no text.
 `packing.py` keeps the documents of a row apart, and `mixture.py` mixes several sources by weight.
 `shards.py` reads text from object storage instead, file by file (docs/data.md).
 Labelled images (`images.py`, `tfds_data.py`, `synthetic.py`) are drawn in the same way, then cropped, shifted, mirrored

@@ -1,8 +1,8 @@
-"""Several text sources mixed by weight: example `i` belongs to one of them, by a pure function of (seed, i).
+"""Several text sources mixed by weight: a pure function of (seed, i) chooses the source of example `i`.
 
 Blocks of B consecutive examples are shuffled separately. After b blocks component k has had `C_k(b)` examples. This is
-its quota `q_k(b) = p_k b B`, rounded by the method of largest remainders, where `p_k` is its weight divided by the sum
-of the weights. Hence
+its quota `q_k(b) = p_k b B`, rounded by the method of largest remainders, where `p_k` is its weight divided by the
+total weight. Hence
 
 - `C_k(b)` is `q_k(b)` rounded down or up, so that the proportion is exact to within one example after any number of
   blocks. The counts of all components add up to `b B`.

@@ -1,7 +1,7 @@
 """Writes weights in the layout of transformers: config.json and safetensors files.
 
-The headers are written first, then each tensor at its offset. Memory holds at most one of our parameters (for GPT-2
-query, key and value together) and one of their tensors.
+The headers are written first, then each tensor at its offset. Memory holds at most a single parameter (for GPT-2
+query, key and value together) and a single tensor of transformers.
 """
 
 import json

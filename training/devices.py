@@ -23,7 +23,7 @@ def use_devices(config: Config) -> Config:
 
     Returns it adapted to a launcher.
     """
-    if devices := launchers.virtual_devices():  # then each process is one of several, and none simulates several nodes
+    if devices := launchers.virtual_devices():  # a launched process simulates only one node
         config = replace(config, mesh=replace(config.mesh, num_cpu_devices=devices, devices_per_node=0))
     if config.mesh.num_cpu_devices:
         use_cpu_devices(config.mesh.num_cpu_devices)

@@ -164,7 +164,7 @@ def named_paths(command: Sequence[str]) -> list[Path]:
         value = argument.split("=", 1)[-1]
         texts = (argument, value, value.partition(":")[2], *re.split("[:,]", value))  # in FILE:DIR, in a data.mixture
         named = [path for path in map(user_path, dict.fromkeys(texts)) if os.path.exists(path)]
-        environments = [path.absolute().parent.parent for path in named]  # of each `bin/python`
+        environments = [path.absolute().parent.parent for path in named]  # for each `bin/python`
         paths += [*named, *(folder for folder in environments if (folder / "pyvenv.cfg").exists())]
     return paths
 

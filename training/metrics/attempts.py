@@ -22,7 +22,7 @@ class Attempt:
     started_s: float
     nodes: int
     start_step: int = 0
-    source: str = ""  # of its state: nothing, memory or checkpoint
+    source: str = ""  # where its state came from: nothing, memory or checkpoint
     steps_again: int = 0
     first_step_s: float | None = None
     ended_s: float = field(default=0.0)  # or the time of its last event
