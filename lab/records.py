@@ -1,18 +1,18 @@
 """The records in lab/benchmarks/results: one line per measurement, or per result of a program.
 
-What is in `MEASURED` depends on a machine and a moment: seconds, losses, bytes on a wire. Lines are only added; an
-outdated one gets the key `superseded`, with the reason, and nothing else of it changes (tests/test_records.py). What is
-in `DERIVED` a commit gives on every machine: bytes of compiled programs, replays, counted calls. Each of its lines
-stands once and names its commit; a deleted one is computed again.
+The lines in `MEASURED` depend on a machine and a moment: seconds, losses, bytes on a wire. Lines are only added; an
+outdated line moves to `ARCHIVE`, with the reason (`supersede`). The lines in `DERIVED` are the same on every machine:
+bytes of compiled programs, replays, counted calls. Each line names its commit; a deleted line is computed again.
 
 A new line is refused unless its commit is an ancestor of HEAD. Older lines whose commit a rebase removed have the key
 `commit_lost`, with the reason, and each table of a page that reads them says so (`lost_note`).
 """
 
 import json
+import lzma
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -24,7 +24,8 @@ from training.metrics.environment import environment
 
 RESULTS = Path(__file__).resolve().parent / "benchmarks" / "results"
 MEASURED, DERIVED = RESULTS / "measured", RESULTS / "derived"
-SUPERSEDED, COMMIT_LOST = "superseded", "commit_lost"  # marks of a line, with the reason as their values
+ARCHIVE = RESULTS / "superseded.jsonl.xz"  # outdated lines, each with the name of its record and the reason
+COMMIT_LOST = "commit_lost"  # a mark of a line, with the reason as its value
 TODAY = RENAMED | {  # names of keys in older lines, and their names today
     "hop_two_ratio": "all_reduce_ratio",
     "hop_two_fraction_sent": "all_reduce_fraction_sent",
@@ -56,10 +57,24 @@ def check_commits(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-def recorded(file: Path, *, superseded: bool = False) -> list[Line]:
-    """Returns the lines of a record, those marked `superseded` only if asked for; none if there is no file yet."""
-    lines = read_lines(file) if file.exists() else []
-    return [line for line in lines if superseded or SUPERSEDED not in line]
+def recorded(file: Path) -> list[Line]:
+    """Returns the lines of a record; none if the file does not exist yet."""
+    return read_lines(file) if file.exists() else []
+
+
+def archived(name: str) -> list[Line]:
+    """Returns the outdated lines of a record, oldest first; each has the key `superseded`, with the reason."""
+    lines = map(json.loads, lzma.decompress(ARCHIVE.read_bytes()).decode().splitlines()) if ARCHIVE.exists() else ()
+    return [_renamed(line) for line in lines if line.pop("record") == name]
+
+
+def supersede(file: Path, is_outdated: Callable[[Line], bool], reason: str) -> None:
+    """Moves lines of a measured record to the archive."""
+    lines = json_lines.read(file)  # with the names that they were written with
+    moved = [{"record": file.stem, **line, "superseded": reason} for line in lines if is_outdated(line)]
+    before = lzma.decompress(ARCHIVE.read_bytes()).decode() if ARCHIVE.exists() else ""
+    atomic.replace(ARCHIVE, lzma.compress((before + "".join(f"{json.dumps(line)}\n" for line in moved)).encode()))
+    replace(file, [line for line in lines if not is_outdated(line)])
 
 
 def is_recorded(file: Path, key: Mapping[str, Any]) -> bool:
@@ -69,7 +84,7 @@ def is_recorded(file: Path, key: Mapping[str, Any]) -> bool:
 
 
 def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Makes these the lines of a derived record. ValueError if the commit of one is not an ancestor of HEAD."""
+    """Makes these the lines of a record. ValueError if the commit of one is not an ancestor of HEAD."""
     lines = list(lines)
     check_commits(file, lines)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -97,13 +112,11 @@ class Records:
     files: Mapping[str, Sequence[Line]]
     read_lost: dict[str, set[int]] = field(default_factory=dict)  # numbers of the lines with COMMIT_LOST that were read
 
-    def lines(self, name: str, /, *, superseded: bool = False, **key: Any) -> list[Line]:
+    def lines(self, name: str, /, **key: Any) -> list[Line]:
         """Returns the lines of a record that have these values. ValueError if there is no such record."""
         if name not in self.files:
             raise ValueError(f"{name}.jsonl is missing; python -m lab.benchmarks.{name} writes it")
-        numbered = enumerate(self.files[name], 1)
-        lines = [(n, line) for n, line in numbered if superseded or SUPERSEDED not in line]
-        found = [(n, line) for n, line in lines if key.items() <= line.items()]
+        found = [(n, line) for n, line in enumerate(self.files[name]) if key.items() <= line.items()]
         if lost := {n for n, line in found if COMMIT_LOST in line}:
             self.read_lost.setdefault(name, set()).update(lost)
         return [line for _, line in found]
@@ -156,12 +169,17 @@ class Range:
         return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
+def range_of(values: Sequence[float], value: float | None = None) -> Range:
+    """Returns the lowest and the highest of some values around one of them, the median if none is given."""
+    return Range(value=median(values) if value is None else value, low=min(values), high=max(values))
+
+
 def middle(values: Sequence[float | None], digits: int = 1) -> str:
-    """Returns the median of what was measured, with the range if that is more than one value; `-` of nothing."""
+    """Returns the median of the known values, with their range if there are several; `-` without any."""
     known = [value for value in values if value is not None]
     if len(known) == 1:
         return f"{known[0]:.{digits}f}"
-    return Range(value=median(known), low=min(known), high=max(known)).text(digits) if known else "-"
+    return range_of(known).text(digits) if known else "-"
 
 
 def same_until(losses: Sequence[float], others: Sequence[float]) -> tuple[int | None, float]:

@@ -20,8 +20,8 @@ from typing import Any
 from lab.benchmarks import compression
 from lab.benchmarks.names import remat_of, sharding_of
 from lab.benchmarks.runner import ROOT, options_of, program
-from lab.benchmarks.scores import COMPUTE, PEER, ours_of, rates_of
-from lab.records import DERIVED, MEASURED, Line, machine, recorded, replace
+from lab.benchmarks.scores import COMPUTE, PEER, rates_of
+from lab.records import DERIVED, MEASURED, Line, archived, machine, recorded, replace
 from launch.emulate.links import Links
 from planner import clusters
 from planner.compile import compile_step
@@ -55,11 +55,11 @@ def timed_steps() -> Iterator[Line]:
     session = recorded(CPU_RATES)[-1]["commit"]
     runs: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     keys: dict[tuple[str, str, str], dict[str, Any]] = {}
-    every = ours_of(recorded(MEASURED / "strategies.jsonl", superseded=True))
-    lines = [line for line in every if line["strategy"] != COMPUTE]
-    lines += [line for line in recorded(compression.RESULTS, superseded=True) if line["kind"] == "step"]
+    names = ("strategies", "compression")
+    lines = [line for name in names for line in recorded(MEASURED / f"{name}.jsonl")]
+    lines += [line for name in names for line in archived(name) if line["commit"] == session]
     for line in lines:
-        if "superseded" in line and (line["commit"] != session or line.get("codec") in compression.GONE):
+        if line.get("strategy", "").startswith((COMPUTE, PEER)) or line.get("codec") in compression.GONE:
             continue
         if "codec" in line:
             name = f"mics(2), {line['codec']}, 1 micro-step"

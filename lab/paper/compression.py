@@ -7,7 +7,7 @@ from lab.paper import published
 from lab.paper.published import Published
 from lab.paper.scores import Cell, Comparison, compared
 from lab.paper.traffic import PARAMETER_BYTES, step
-from lab.records import Line, Records
+from lab.records import Line, Records, archived
 from runtime.files.pages import markdown
 
 NODES = 4  # of the recorded runs
@@ -17,11 +17,12 @@ EPOCH_STEPS = 50_000 // (16 * 128)  # PowerSGD: whole batches of 128 images on e
 
 
 def _newest(records: Records, kind: str, codec: str) -> Line:
-    """Returns the first valid line of a codec, or one that is superseded where there is no other."""
-    found = records.lines("compression", superseded=True, kind=kind, codec=codec)
-    if not found:
+    """Returns the first line of a codec, from the archive if the codec has left the core. ValueError without one."""
+    lines = [*records.lines("compression"), *archived("compression")]
+    found = next((line for line in lines if (line["kind"], line["codec"]) == (kind, codec)), None)
+    if found is None:
         raise ValueError(f"compression.jsonl has no {kind} with {codec}; python -m lab.benchmarks.compression adds it")
-    return next((line for line in found if "superseded" not in line), found[0])
+    return found
 
 
 def _on_wire(records: Records, codec: str) -> float:
