@@ -1,6 +1,6 @@
 """The standard workload of the benchmarks: 25.6 M parameters, one sequence per device, four micro-steps per step.
 
-    python -m lab.benchmarks.strategies
+    python -m lab.benchmarks.steps
 
 8 layers of 512, 8 heads, MLP of 2048, 256 tokens, f32, AdamW, rematerialised layers; lab/benchmarks/pytorch_peer.py has
 the same sizes. It is for timing steps, not for learning. The final checkpoint and validation are not timed.

@@ -4,7 +4,7 @@
     python -m lab.pages --check      # writes nothing
 
 The records are in lab/benchmarks/results. A page has a table between `<!-- table: NAME -->` and `<!-- end -->`;
-lab/benchmarks/tables.py and lab/paper/tables.py have the names. Exit codes: 0 done; 1 --check found a page whose tables
+`tables` here and in lab/paper/tables.py has the names. Exit codes: 0 done; 1 --check found a page whose tables
 are not those of the records; 2 a record or a table is missing.
 """
 
@@ -16,8 +16,22 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from configs.losses import FILE, rows
-from lab.benchmarks import losses
-from lab.benchmarks import tables as measured
+from lab.benchmarks import (
+    accuracy,
+    compiled,
+    elastic,
+    gpu,
+    losses,
+    overlap_table,
+    planner_errors,
+    planner_records,
+    published_steps,
+    replica_events,
+    starts,
+    step_tables,
+    time_to_loss_table,
+)
+from lab.benchmarks.step_tables import by_themselves, ours_of, rates_of
 from lab.paper import tables as papers
 from lab.plots import png
 from lab.records import Records, read_records
@@ -26,12 +40,59 @@ from runtime.files.pages import filled, update
 
 COMMAND = "python -m lab.pages"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-CHARTS: dict[str, Callable[[Records], Figure]] = {**measured.CHARTS, **papers.CHARTS}
+CHARTS: dict[str, Callable[[Records], Figure]] = {
+    **papers.CHARTS,
+    "strategies_step_time": step_tables.draw_step_times,
+    "strategies_bytes": step_tables.draw_bytes,
+    "readme_bytes": partial(step_tables.draw_readme, is_dark=False),
+    "readme_bytes_dark": partial(step_tables.draw_readme, is_dark=True),
+    "replica_events": lambda x: replica_events.picture(x.lines("replica_events")),
+    "time_to_loss": lambda x: time_to_loss_table.picture(x.lines("time_to_loss")),
+    "planner_curves": lambda _: planner_records.curves(),
+}
 
 
 def tables(records: Records) -> dict[str, Callable[[], str]]:
-    """Returns all tables, by the name that a page gives them."""
-    return measured.tables(records) | papers.tables(records)
+    """Returns all tables as functions of no argument, by the name that a page gives them."""
+    of = records.lines
+    ours, steps = by_themselves(of("strategies")), of("compression")
+    sessions = {name: of("planner", timed=name) for name in planner_errors.SESSIONS}
+    found: dict[str, Callable[[], str]] = {
+        **papers.tables(records),
+        "what strategies hold": lambda: compiled.held_and_sent(of("compiled", config="quickstart", accum=2)),
+        "bytes of strategies": lambda: step_tables.strategy_bytes(ours_of(of("strategies"))),
+        "the scale model": lambda: step_tables.scale_model(of("strategies", mode=step_tables.SCALE_MODEL)),
+        "PyTorch": lambda: step_tables.pytorch(of("strategies", mode=step_tables.PEER)),
+        "what is free": lambda: losses.free(records),
+        "kill matrix": lambda: elastic.kill_matrix(of("elastic")),
+        "what overlaps": lambda: overlap_table.table(of("overlap")),
+        "starts": lambda: starts.table(of("starts")),
+        "replicas": lambda: step_tables.replicas(of("replicas")),
+        "time to loss": lambda: time_to_loss_table.table(of("time_to_loss")),
+        "steps on the wire": lambda: time_to_loss_table.step_times(of("time_to_loss")),
+        "what to choose": lambda: time_to_loss_table.choice(of("time_to_loss")),
+        "events of replicas": lambda: replica_events.table(of("replica_events")),
+        "random events of replicas": lambda: replica_events.random_table(of("replica_events")),
+        "a search": planner_records.example,
+        "ways to a loss": planner_records.to_loss,
+        "a run on spot nodes": planner_records.spot,
+        "adapters of 70 B": planner_records.adapters,
+        "errors on published steps": lambda: published_steps.summary(of("published_steps")),
+        "errors of the planner": lambda: planner_errors.summary(sessions),
+        "a GPU by the planner": lambda: planner_errors.gpu_table(of("planner_gpu")),
+        "a GPU beside PyTorch": lambda: gpu.table(of("gpu")),
+        "rates of a GPU": lambda: gpu.rates(of("gpu_rates")),
+        "replicas by the planner": lambda: planner_errors.replicas_table(of("planner_replicas")),
+        "fastest by the planner": lambda: planner_errors.bests(sessions),
+    }
+    for task in accuracy.TASKS:
+        found[f"accuracy on {task}"] = lambda task=task: accuracy.table(task, of("accuracy", task=task))
+    for rate in rates_of(ours):
+        found[f"step times at {rate}"] = partial(step_tables.step_times, ours, rate)
+    for rate in rates_of(steps):
+        at_rate = [line for line in steps if line["rate"] == rate]
+        found[f"steps with codecs at {rate}"] = partial(step_tables.codec_steps, at_rate)
+    return found
 
 
 def with_note(records: Records, table: Callable[[], str]) -> str:

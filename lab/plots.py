@@ -1,4 +1,4 @@
-"""The charts of the pages: grouped bars with values and ranges, stacked bars, and panels of curves."""
+"""The charts of the pages: grouped bars with values and ranges, and stacked bars."""
 
 import io
 import re
@@ -14,7 +14,6 @@ DPI = 120
 MISSING = "not measured"
 TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 2}}  # over lines
 OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so nothing cuts it
-Panel = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # lines, label to (x, y)
 
 
 def exactly(value: float | None) -> Range | None:
@@ -35,11 +34,10 @@ def draw_bars(
     line: float = 0.0,
     line_label: str = "",
     digits: int = 2,
-    is_logarithmic: bool = False,
 ) -> Figure:
     """Returns the figure of horizontal bars, one per series in each group, each with its value; the first is on top.
 
-    None is shown as not measured. There is a dotted line at `line`, where a logarithmic axis begins.
+    None is shown as not measured. There is a dotted line at `line`.
     """
     height = 0.8 / len(series)
     figure = Figure(figsize=(9, 1.2 + len(labels) * (0.25 + 0.2 * len(series))), layout="constrained")
@@ -55,10 +53,6 @@ def draw_bars(
                 ends = [[bar.value - bar.low], [bar.high - bar.value]]
                 axes.errorbar([bar.value], [place], xerr=ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
     axes.axvline(line, color=INK, linewidth=0.8, linestyle=":", label=line_label or None)
-    if is_logarithmic:
-        axes.set_xscale("log")
-        axes.set_xlim(left=line)
-        axes.xaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.1)
     _name_bars(axes, labels, title)
     figure.legend(loc=OUTSIDE, ncols=len(series) + bool(line_label), frameon=False)
@@ -102,28 +96,6 @@ def _name_bars(axes: Any, labels: Sequence[str], title: str) -> None:
     axes.margins(y=0.01)
     axes.set_xlabel(title)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw_curves(panels: Mapping[str, Panel], *, x: str, y: str) -> Figure:
-    """Returns the figure of the panels, by their titles; later lines are dashed, so that overlapping ones are visible.
-
-    All panels have the same scales; y begins at 0.
-    """
-    figure = Figure(figsize=(5.5 * len(panels), 3.8), layout="constrained")
-    all_axes = figure.subplots(1, len(panels), sharex=True, sharey=True)
-    for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
-        for i, (label, (xs, ys)) in enumerate(lines.items()):
-            style: dict[str, Any] = {"linewidth": 3.0 - 1.6 * i, "linestyle": ("-", "--")[i], "color": SERIES[i]}
-            axes.plot(xs, ys, label=label, **style)
-        axes.set_title(title, fontsize=10, color=INK)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.tick_params(labelleft=True)
-        axes.set_ylim(bottom=0)
-        axes.grid(color=GRID, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    return figure
 
 
 def png(figure: Figure) -> bytes:

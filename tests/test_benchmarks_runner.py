@@ -1,6 +1,5 @@
 """The runner of the benchmarks: what a record lacks is run, in turn, and a failed run is one line."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lab.benchmarks import checkpoints, runner
-from lab.benchmarks.runner import FailedRunError, Key, alternating, checked_rates, run_missing
+from lab.benchmarks import runner
+from lab.benchmarks.runner import FailedRunError, Key, alternating, run_missing
 from lab.records import recorded
 
 
@@ -38,24 +37,6 @@ def test_what_the_record_lacks_is_run_and_a_failure_does_not_stop_the_others(
     lines = recorded(file)
     assert [line["name"] for line in lines] == ["c", "b", "a"]
     assert all(line["seconds"] == 1.5 and {"commit", "machine", "jax", "repetition"} <= line.keys() for line in lines)
-
-
-def test_what_is_measured_again_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep would take the finished run of an earlier commit for this one."""
-    monkeypatch.setattr(runner, "WORKDIR", tmp_path)
-    found: list[list[Path]] = []
-
-    def run(config: str, overrides: list[Any], *, workdir: Path, **_: Any) -> Any:
-        (planned,) = runner.plan(config, overrides, workdir=workdir)
-        found.append([*planned.run_dir.rglob("*")])
-        planned.run_dir.mkdir(parents=True)
-        (planned.run_dir / "summary.json").write_text(json.dumps({"exit_reason": "finished"}))
-        return [runner.sweep.record(planned, runner.State.FINISHED, "", "step_time_s")]
-
-    monkeypatch.setattr(runner.sweep, "run", run)
-    for _ in range(2):
-        runner.train("again", str(runner.ROOT / "configs" / "quickstart.py"), {"num_steps": 20})
-    assert found == [[], []]
 
 
 def test_lines_name_the_code_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,17 +73,17 @@ def test_lines_name_the_code_that_was_measured(tmp_path: Path, monkeypatch: pyte
     assert run_missing(tmp_path / "trial.jsonl", keys, measure) == 0  # no record
 
 
-def test_a_disk_is_unmounted_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(checkpoints, "_run", lambda *words: ran.append(words[0]) or "/dev/null")
-    monkeypatch.setattr(checkpoints, "GROUP", tmp_path / "group")
-    monkeypatch.setattr(checkpoints.Path, "read_text", lambda _: "7:0")  # of /sys/block
-    with pytest.raises(KeyboardInterrupt), checkpoints.disk(tmp_path):
-        raise KeyboardInterrupt
-    assert ran[-2:] == ["umount", "losetup"]
+def test_a_run_begins_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an earlier run would count as those of this one."""
+    workdir = tmp_path / "run"
 
+    def start(command: list[str]) -> str:
+        assert command[0] == "before" and f"--workdir={workdir}" in command and not workdir.exists()
+        workdir.mkdir()
+        (workdir / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        return ""
 
-def test_a_bad_rate_is_an_error_of_one_line() -> None:
-    assert checked_rates("1gbit,200mbit") == ["1gbit", "200mbit"]
-    with pytest.raises(ValueError, match="^--rate=fast"):
-        checked_rates("1gbit,fast")
+    monkeypatch.setattr(runner, "started", start)
+    for _ in range(2):
+        run, command = runner.train(workdir, "configs/quickstart.py", {"num_steps": 1}, ["before"])
+        assert [row["loss"] for row in run.rows] == [2.0] and command.endswith("--config.num_steps=1")

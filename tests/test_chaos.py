@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -183,22 +182,6 @@ def test_the_kill_matrix_keeps_four_nodes() -> None:
         assert case.process < there
         there += {"preempt": -1, "kill_node": -1, "join": 1}.get(case.kind, 0)
         assert there in (3, 4) and (there == 4 or case.kind in ("preempt", "kill_node"))
-
-
-def test_the_record_names_command_and_commit_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's commit, and not that of the moment in which it is recorded."""
-    monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "elastic.jsonl")
-    for compared in ("compare_losses", "compare_parameters"):
-        monkeypatch.setattr(benchmark, compared, lambda *_: SimpleNamespace(difference=0.0))
-    event = {"kind": "cut", "process": 1, "next_step_s": 2.0, "lost_steps": 0, "load": 1.0, "seed": 3}
-    command = "python -m lab.chaos --seed=3 --nodes=3 -- --config.num_steps=2"
-    (tmp_path / "outcomes.jsonl").write_text(json.dumps({**event, "command": command}) + "\n")
-    write_losses(tmp_path / "run", [2.0, 1.0])
-    (tmp_path / "run" / "environment.json").write_text('{"git_commit": "abc"}')
-    assert benchmark.main([f"--chaos={tmp_path}"]) == 0
-    line = json.loads((tmp_path / "elastic.jsonl").read_text())
-    assert (line["command"], line["commit"], line["steps"], line["seed"]) == (command, "abc", 2, 3)
-    assert {"machine", "jax"} <= line.keys()
 
 
 MISTAKES = {

@@ -416,7 +416,7 @@ def test_deleted_lines_of_a_record_are_computed_again(copy: Path) -> None:
     record = copy / compiled.RESULTS.relative_to(ROOT)
     before = states(record)
     replace(record, (line for line in recorded(record) if line["kind"] != "state"))
-    command = [sys.executable, "-m", "lab.benchmarks.compiled", "--kinds=state"]
+    command = [sys.executable, "-m", "lab.benchmarks.compiled", "--only=state"]
     subprocess.run(command, cwd=copy, check=True, timeout=LIMIT_S)
     assert states(record) == before
 

@@ -64,22 +64,6 @@ def test_steps_to_the_loss_are_over_the_dense_runs_and_of_the_best_length() -> N
     assert row["steps"] == ""  # neither seed gets there
 
 
-def test_a_setting_is_dominated_by_what_sends_no_more_and_ends_lower_with_every_seed() -> None:
-    one = written.Point(name="one", times_smaller=4, losses={0: 1.2, 1: 1.3})
-    cases = [(8, {0: 1.0, 1: 1.2}, True), (4, {0: 1.0, 2: 9.0}, True), (3.9, {0: 1.0, 1: 1.2}, False)]
-    cases += [(8, {0: 1.0, 1: 1.3}, False), (8, {2: 0.1}, False)]
-    for smaller, found, dominates in cases:
-        assert written.Point(name="other", times_smaller=smaller, losses=found).dominates(one) is dominates
-    runs = {"dense": (1.0, 1.0), "bf16": (2.0, 0.99), "int8": (4.0, 1.2), "int4": (8.0, 1.1), "one_bit": (29.0, 0.95)}
-    about = {"task": "text", "seed": 0}
-    lines = [
-        {**about, "method": f"{x}, AdamW", "all_reduce_ratio": r, "validation_loss": y} for x, (r, y) in runs.items()
-    ]
-    rows = written.dominated(Records({"accuracy": lines, "local_steps": []})).splitlines()[2:]
-    cells = [[row.split(" | ")[at] for at in (1, 4)] for row in rows]  # bf16 ends below the dense run
-    assert cells == [["int8, AdamW", "one_bit, AdamW"], ["int4, AdamW", "one_bit, AdamW"]]
-
-
 def loss_line(method: str, seed: int, at: list[int], found: list[float]) -> dict[str, Any]:
     """A line of time_to_loss.jsonl, of a run as long as its method's."""
     about = {"part": "losses", "method": method, "seed": seed, "learning_rate": 4e-3, "at": at}

@@ -47,15 +47,14 @@ def replayed(**uses: dict[str, float]) -> Replay:
 
 def test_baselines_by_hand() -> None:
     """10 s of compute, a gather of 4 s; a billion parameters are 2 buckets of 3 s in each of 4 micro-steps."""
-    flat = replayed(gather=use(4.0, 1.0), reduce_scatter=use(2.0, 0.5))
+    flat = replayed(gather=use(4.0, 1.0), group_reduce_scatter=use(2.0, 0.5))
     assert replays.one_hop_s(flat) == pytest.approx(10 + 4 + 4 * 2 * 3)
     assert replays.zero3_s(flat) == pytest.approx(10 + 4 + 4 * 2 * 3 + 5 * 0.25)
-    assert replays.zero3_s(flat, matrices=3) == pytest.approx(10 + 4 + 4 * 2 * 3 + 2 * 0.25)
     assert flat.rate(16.0) == 32.0 and flat.rate() == pytest.approx(512 / 11.5)
     two = replayed(gradient_scope=use(5.0, 5.0), parameter_scope=use(6.0, 6.0))
     assert replays.zero2_s(two) == pytest.approx(10 + 5 + 3)
-    mics = replayed(gather=use(4.0, 1.0), reduce_scatter=use(2.0, 0.5), all_reduce=use(1.0, 1.0))
-    assert mics.step_s == 12.5 and replays.gradients_exposed_s(mics) == pytest.approx(12.5 + 1.5)
+    mics = replayed(gather=use(4.0, 1.0), group_reduce_scatter=use(2.0, 0.5), replica_all_reduce=use(1.0, 1.0))
+    assert mics.step_s == 12.5
     assert replays.one_hop_s(mics) == replays.one_hop_s(flat)
     assert mics.total_bytes == 20e9 and mics.fits
 

@@ -3,14 +3,15 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab.benchmarks import compiled
-from lab.benchmarks.compiled import Cell, cells
-from lab.paper import mics, scores, sharding, traffic
+from lab.benchmarks.compiled import cells
+from lab.paper import scores, sharding, traffic
 from lab.records import Records, is_recorded, read_records, recorded
 
 pytestmark = pytest.mark.document
@@ -27,8 +28,8 @@ def records() -> Records:
     return read_records()
 
 
-def line(about: Cell) -> dict[str, Any]:
-    key = json.loads(json.dumps(about.key))
+def line(about: Mapping[str, Any]) -> dict[str, Any]:
+    key = json.loads(json.dumps(about))
     return next(x for x in recorded(compiled.RESULTS) if key.items() <= x.items())
 
 
@@ -41,9 +42,9 @@ def row(found: scores.Comparison, name: str) -> scores.Cell:
 
 
 def test_record_has_every_cell_and_no_other(records: Records) -> None:
-    assert all(is_recorded(compiled.RESULTS, c.key) for c in cells())
+    assert all(is_recorded(compiled.RESULTS, cell) for cell in cells())
     assert len(records.lines("compiled")) == len(cells())
-    assert {line["config"] for line in records.lines("compiled", kind="model")} == set(mics.models().values())
+    assert {line["config"] for line in records.lines("compiled", kind="model")} == set(sharding.models().values())
 
 
 @pytest.mark.parametrize(
@@ -60,12 +61,12 @@ def test_record_has_every_cell_and_no_other(records: Records) -> None:
 def test_recorded_lines_are_up_to_date(kind: str, name: str, strategy: str, accum: int) -> None:
     """In a process of its own, where there are not 8 devices."""
     wanted = (kind, name, strategy, accum)
-    found = [(i, c) for i, c in enumerate(cells()) if (c.kind, c.name, c.strategy, c.accum) == wanted]
+    found = [(i, c) for i, c in enumerate(cells()) if (c["kind"], c["name"], c["strategy"], c["accum"]) == wanted]
     ((number, about),) = found
-    if about.devices == 8:
+    if about["devices"] == 8:
         ours = compiled.measured(about)
     else:
-        command = [sys.executable, "-c", ELSEWHERE, str(about.devices), str(number)]
+        command = [sys.executable, "-c", ELSEWHERE, str(about["devices"]), str(number)]
         ours = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert ours.items() <= line(about).items()
 

@@ -4,7 +4,7 @@ from statistics import fmean, harmonic_mean, median
 
 import pytest
 
-from lab.benchmarks import planner_gpu, planner_replicas, planner_validation, published_steps
+from lab.benchmarks import planner_errors, published_steps
 from lab.paper.replays import PLANNER
 from lab.paper.throughput import runs
 from lab.records import Line, read_records, recorded
@@ -15,20 +15,17 @@ from planner.compile import WHEELS
 @pytest.mark.document
 def test_every_timed_run_was_predicted() -> None:
     """Steps of the emulated cluster, of independent replicas, and of one GPU."""
-    for benchmark, timed in (
-        (planner_validation, planner_validation.timed_steps()),
-        (planner_replicas, planner_replicas.timed_runs()),
-        (planner_gpu, planner_gpu.timed_runs()),
-    ):
-        runs = [*timed]
-        assert [{key: line[key] for key in runs[0]} for line in recorded(benchmark.RESULTS)] == runs
+    for name, timed in planner_errors.TIMED.items():
+        runs = [*timed()]
+        lines = [{key: line[key] for key in runs[0]} for line in recorded(planner_errors.RECORDS[name])]
+        assert sorted(lines, key=str) == sorted(runs, key=str)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("name", ["zero3", "mics(2), int8, 1 micro-step"])
 def test_a_recorded_prediction_is_todays(name: str) -> None:
-    line = next(line for line in recorded(planner_validation.RESULTS) if line["name"] == name)
-    assert planner_validation.predicted(line) == pytest.approx(line["predicted_s"], rel=1e-6)
+    line = next(line for line in recorded(planner_errors.RECORDS["steps"]) if line["name"] == name)
+    assert planner_errors.predicted_step(line)["predicted_s"] == pytest.approx(line["predicted_s"], rel=1e-6)
 
 
 @pytest.mark.release
@@ -50,13 +47,13 @@ def test_what_of_the_sending_is_exposed_is_what_a_step_takes_beyond_the_planned_
         "predicted_bytes": 2e6,
     }
     line |= {"measured_s": 11.0, "predicted_s": 10.0, "sending_s": 5.0, "exposed_s": 2.0}
-    row = planner_replicas.table([line]).splitlines()[-1]
+    row = planner_errors.replicas_table([line]).splitlines()[-1]
     assert row == "| 4 | 1gbit | `independent none` | 1 | 2 | 1 | 10.0 | 11.0 | -9% | 40% | 60% |"
 
 
 @pytest.mark.document
 def test_the_figures_of_the_cpu_are_those_that_were_measured() -> None:
-    newest = recorded(planner_validation.CPU_RATES)[-1]
+    newest = recorded(planner_errors.CPU_RATES)[-1]
     device = clusters.CPU
     ours = device.peak_flops["f32"], device.memory_bandwidth, device.functions_per_s
     for figure, kind in zip(ours, ("products", "moves", "functions"), strict=True):
@@ -66,19 +63,19 @@ def test_the_figures_of_the_cpu_are_those_that_were_measured() -> None:
 
 def test_error_bars_are_those_of_the_comparisons() -> None:
     """Of the emulated cluster, of the MiCS paper's steps by the planner's own figures, and of steps held back."""
-    session = planner_validation.BESIDE_THE_RATES
-    beside = [line for line in recorded(planner_validation.RESULTS) if line["timed"] == session]
+    session = planner_errors.BESIDE_THE_RATES
+    beside = [line for line in recorded(planner_errors.RECORDS["steps"]) if line["timed"] == session]
     cells = [run.cell() for run in runs(read_records(), "figure 7", PLANNER) if run.bar.system == "MiCS"]
     errors = {
-        "CPU": [planner_validation.error(line) for line in beside],
+        "CPU": [planner_errors.error(line) for line in beside],
         "V100": [cell.published / cell.ours - 1 for cell in cells if cell.published and cell.ours],  # of seconds
-        "others": [planner_validation.error(line, "published_s") for line in held_back()],
+        "others": [planner_errors.error(line, "published_s") for line in held_back()],
     }
     for kind, bar in clusters.ERROR_BARS.items():
         assert ("the planner was built with" in str(bar)) == bar.built_with == (kind != "others")
         assert bar.of.startswith(f"{len(errors[kind])} steps")
-        assert bar.half_within == round(planner_validation.quantile(errors[kind], 0.5), 2)
-        assert bar.nine_of_ten_within == round(planner_validation.quantile(errors[kind], 0.9), 2)
+        assert bar.half_within == round(planner_errors.quantile(errors[kind], 0.5), 2)
+        assert bar.nine_of_ten_within == round(planner_errors.quantile(errors[kind], 0.9), 2)
 
 
 def held_back() -> list[Line]:
@@ -100,9 +97,9 @@ def test_steps_that_ran_are_not_refused_and_those_held_back_are_predicted() -> N
     """
     needs = sorted(line["memory_bytes"] / line["capacity_bytes"] for line in recorded(published_steps.RESULTS))
     assert needs[-2] <= 1 < needs[-1] < 1.02 < 1 / clusters.MEMORY_SHARE
-    errors = [planner_validation.error(line, "published_s") for line in held_back()]
+    errors = [planner_errors.error(line, "published_s") for line in held_back()]
     assert fmean(map(abs, errors)) <= 0.10
-    assert planner_validation.quantile(errors, 0.9) <= 0.20
+    assert planner_errors.quantile(errors, 0.9) <= 0.20
     assert abs(fmean(errors)) <= 0.04
 
 

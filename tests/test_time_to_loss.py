@@ -1,4 +1,4 @@
-"""time_to_loss: what is run, which steps are timed at which rate, and the joining of losses and steps by hand."""
+"""time_to_loss: what is run, which steps are timed, and the joining of losses and steps by hand."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from support.running import IGNORED, finish, start
 from lab.benchmarks import time_to_loss as bench
 from lab.benchmarks import time_to_loss_table as joining
 from lab.benchmarks.runner import ROOT
-from lab.benchmarks.time_to_loss import CHANGING, METHODS, TASK, Method
+from lab.benchmarks.time_to_loss import METHODS, TASK, Method
 from runtime.files import json_lines
 
 # ------------------------------------------------------------------------------------------------------- the plan
@@ -59,54 +59,21 @@ def test_a_method_is_timed_over_whole_intervals_and_knows_its_dense_steps() -> N
     assert TASK["eval.every"] % long.inner_steps == 0  # there all replicas have the same parameters
 
 
-# ------------------------------------------------------------------------------------------- rates during one run
+def test_only_steps_after_the_first_ones_are_timed_in_whole_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
 
+    def run(method: Method, part: str, keys: dict[str, Any], before: list[str], launcher: list[str]) -> Any:
+        found.append((keys["num_steps"], *[word for word in before if "rate" in word]))
+        every = method.inner_steps
+        steps = range(every, keys["num_steps"] + 1, every)
+        return [{"step": i, "step_time_s": float(i), "wire_tx_bytes": 1e6 * i} for i in steps], "command"
 
-class Cluster:
-    """A run on links whose rate changes: step i ends at `ends[i]`, and its row is there when the next one ends."""
-
-    STEP_S = {"10mbit": 1.0, "1gbit": 0.1}
-    CHANGE_S = 0.25  # that changing all links takes
-
-    def __init__(self, rate: str) -> None:
-        self.now = 0.0
-        self.rates = [(0.0, rate)]  # since when
-        self.ends: list[tuple[float, float]] = [(0.0, 0.0)]  # begin and end of each step
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        while (begin := self.ends[-1][1]) <= self.now:
-            rate = [rate for since, rate in self.rates if since <= begin][-1]
-            self.ends.append((begin, begin + self.STEP_S[rate]))
-
-    def written(self, every: int = 1) -> int:
-        done = max(0, sum(end <= self.now for _, end in self.ends[1:]) - 1)
-        return max(0, done - done % every - (every if every > 1 else 0))  # a row is written when the next one is taken
-
-    def change(self, rate: str) -> None:
-        self.pass_time(self.CHANGE_S)
-        self.rates.append((self.now, rate))
-
-    def rates_of(self, step: int) -> set[str]:
-        """Returns the rates that the links had while a step ran."""
-        begin, end = self.ends[step]
-        before = [rate for since, rate in self.rates if since <= begin][-1]
-        return {before} | {rate for since, rate in self.rates if begin < since < end}
-
-
-@pytest.mark.parametrize("every", [1, 6])
-@pytest.mark.parametrize("rates", [["10mbit", "1gbit"], ["1gbit", "10mbit"]])
-def test_only_steps_that_ran_wholly_at_a_rate_are_timed_at_it(
-    rates: list[str], every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster = Cluster(rates[0])
-    monkeypatch.setattr(bench.time, "sleep", lambda _: cluster.pass_time(0.07))
-    found = bench.in_turn(rates, 6, partial(cluster.written, every), cluster.change, every)
-    assert list(found) == rates
-    for rate, (first, last) in found.items():
-        assert last - first == 6 and first >= bench.CONNECTING and first % every == 0
-        assert all(cluster.rates_of(step) == {rate} for step in range(first + 1, last + 1))
-    assert CHANGING < 6  # a step in flight when the links changed, and the ones that its row was late by
+    monkeypatch.setattr(bench, "run", run)
+    for name, lengths, steps in (("dense", 8, [4, 5, 6, 7, 8]), ("averages, 10 steps", 20, [20])):
+        links = bench.times_of({"method": name, "rates": ["10mbit", "1gbit"]}, python="")["links"]
+        assert found[-2:] == [(lengths, "--rate=10mbit"), (lengths, "--rate=1gbit")]
+        for link in links.values():
+            assert link == {"step_times_s": [*map(float, steps)], "sent_bytes": 1e6 * np.mean(steps)}
 
 
 # ----------------------------------------------------------------------------------------------------- the joining
@@ -220,7 +187,7 @@ def test_pytorchs_run_is_ours_up_to_rounding(tmp_path: Path) -> None:
     ran = finish(start([f"--config={ROOT}/configs/base.py", f"--workdir={tmp_path / 'ours'}", *flags]))
     assert [code for code, _, _ in ran] == [0], ran
     (tmp_path / "peer").mkdir()
-    (script, options) = bench.peer_words(METHODS["pytorch ddp"], tmp_path / "peer", keys, validate_every=3)
+    (script, options) = bench.peer_words(METHODS["pytorch ddp"], tmp_path / "peer", keys)
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(

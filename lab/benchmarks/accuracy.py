@@ -14,9 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.compression import GONE
-from lab.benchmarks.runner import Key, options_of, program, run_missing, train, words
-from lab.records import MEASURED
+from lab.benchmarks.names import in_times, on_pages
+from lab.benchmarks.runner import WORKDIR, Key, options_of, program, run_missing, train, words
+from lab.benchmarks.steps import GONE
+from lab.records import MEASURED, Line, spread
+from runtime.files.pages import markdown
 
 RESULTS = MEASURED / "accuracy.jsonl"
 RUNS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -73,24 +75,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         tasks=(",".join(TASKS), "the tasks to run"),
         seeds=(3, "number of runs of each method, with seeds from 0"),
     )
-    tasks = words(options.tasks, "tasks", TASKS)
-    seeds = range(options.seeds)
-    keys = [
-        {"task": task, "method": name, "seed": seed}
-        for seed in seeds
-        for task in tasks
-        for name, method in methods(task).items()
-        if method.overrides.get("compression.all_reduce") not in GONE
-    ]
+    runs = [(task, name, one) for task in words(options.tasks, "tasks", TASKS) for name, one in methods(task).items()]
+    names = [(task, name) for task, name, one in runs if one.overrides.get("compression.all_reduce") not in GONE]
+    keys = [{"task": task, "method": name, "seed": seed} for seed in range(options.seeds) for task, name in names]
     return run_missing(RESULTS, keys, measured)
 
 
 def measured(key: Key) -> dict[str, Any]:
-    """Trains a run to its end; returns the last validation and all-reduce's metrics."""
+    """Trains a run to its end; returns the last validation and the metrics of the replica all-reduce."""
     task, overrides = TASKS[key["task"]], methods(key["task"])[key["method"]].overrides
-    run = train("accuracy", task["config"], RUNS["replicas"] | task["keys"] | {"seed": key["seed"]} | overrides)
-    last = run.files.rows[-1]
-    return {**{name: last[name] for name in last if name in KEPT}, "overrides": overrides}
+    keys = RUNS["replicas"] | task["keys"] | {"seed": key["seed"]} | overrides
+    run, _ = train(WORKDIR / "accuracy", task["config"], keys)
+    return {name: run.rows[-1][name] for name in run.rows[-1] if name in KEPT} | {"overrides": overrides}
+
+
+def table(task: str, lines: Sequence[Line]) -> str:
+    """Returns a row per method of a task, with differences from the dense runs of the same seed."""
+    classifies, rows = task == "digits", []
+    ways = methods(task)
+    runs = {name: [line for line in lines if (line["task"], line["method"]) == (task, name)] for name in ways}
+    for name, method in ways.items():
+        if not runs[name] or not runs[method.against]:
+            continue
+        smaller = method.times_smaller(runs[name][-1].get("all_reduce_ratio", 1.0))
+        cells = [on_pages(name), in_times(smaller), spread([line["validation_loss"] for line in runs[name]], ".3f")]
+        cells += [spread([line["validation_accuracy"] for line in runs[name]], ".1%")] if classifies else []
+        pairs = paired(runs[name], runs[method.against])
+        rows.append([*cells, "" if name == method.against else spread(pairs, "+z.3f")])
+    heads = [task, "times smaller", "validation loss", *(["accuracy"] if classifies else []), "minus dense, by seed"]
+    return markdown(heads, rows)
+
+
+def paired(runs: Sequence[Line], dense: Sequence[Line]) -> list[float]:
+    """Returns the losses of a method minus those of the dense runs with the same seed and batches."""
+    of_dense = {line["seed"]: line["validation_loss"] for line in dense}
+    return [line["validation_loss"] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
 
 
 if __name__ == "__main__":

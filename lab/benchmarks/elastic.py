@@ -1,12 +1,11 @@
 """The kill matrix: what each kind of event costs a run on 4 emulated nodes under Ray, in steps and in seconds.
 
     python -m lab.benchmarks.elastic [--repetitions=1] [--only=preempt,kill_node] [--workdir=runs/benchmarks/elastic]
-    python -m lab.benchmarks.elastic --chaos=runs/chaos
 
 One run of configs/elastic.py (6.4 M parameters, mics(2), a snapshot every step) on 4 nodes of 2 devices with links of
 1 Gbit/s, launched by `python -m launch.ray`. The events (lab/chaos/faults.py) are injected one at a time, each
-once the run uses all nodes again. `--chaos` takes the results of a finished `python -m lab.chaos` instead. Adds a
-line per event (or one for chaos) to results/measured/elastic.jsonl. Needs root or user namespaces (docs/emulation.md).
+once the run uses all nodes again. Adds a line per event to results/measured/elastic.jsonl. Needs root or user
+namespaces (docs/emulation.md).
 """
 
 import os
@@ -21,15 +20,12 @@ from typing import Any
 from lab.benchmarks.runner import options_of, program, words
 from lab.chaos.faults import RECOVERY_S, Fault, inject
 from lab.chaos.run import ElasticRun, RunError
-from lab.chaos.same import compare_losses, compare_parameters
-from lab.records import MEASURED, add, machine
-from runtime.files import json_lines
-from training.metrics.run_files import read_run
+from lab.records import MEASURED, Line, add, machine, middle
+from runtime.files.pages import markdown
 
 RESULTS = MEASURED / "elastic.jsonl"
 CONFIG = "configs/elastic.py"
 NODES, DEVICES_PER_NODE, RATE = 4, 2, "1gbit"
-CHAOS = "chaos"  # the title of its lines
 CALM_STEPS = 3  # between the recovery from an event and the next one
 
 
@@ -79,15 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         repetitions=(1, "of the run"),
         only=("", "kinds of events, with commas; a node that goes needs a `join`"),
         workdir=(Path("runs/benchmarks/elastic"), "of the runs"),
-        chaos=("", "the --workdir of a finished run of lab.chaos, to be recorded"),
-        reference=("", "... and what it was compared with; by default `reference` in its --workdir"),
     )
     kinds = words(options.only, "only", (case.kind for case in MATRIX))
     cases = [case for case in MATRIX if not kinds or case.kind in kinds]
-    if options.chaos:
-        folder = Path(options.chaos)
-        add(RESULTS, machine() | chaos(folder, Path(options.reference or folder / "reference")))
-        return 0
     for repetition in range(options.repetitions):
         measure(options.workdir / str(repetition), cases)
     return 0
@@ -113,21 +103,26 @@ def measure(folder: Path, cases: Sequence[Case]) -> None:
         raise RunError(f"left of the cluster: {'; '.join(left)}")
 
 
-def chaos(folder: Path, reference: Path) -> dict[str, Any]:
-    """Returns what the line of a run of lab.chaos says."""
-    events = json_lines.read(folder / "outcomes.jsonl")
-    run = read_run(folder / "run")
-    kept = ("kind", "process", "next_step_s", "lost_steps", "load")
-    return {
-        "title": CHAOS,
-        "steps": len(run.rows),
-        "seed": events[0]["seed"],
-        "loss_difference": compare_losses(run.run_dir, reference).difference,
-        "parameter_difference": compare_parameters(run.run_dir, reference).difference,
-        "events": [{key: event[key] for key in kept} for event in events],
-        "command": events[0]["command"],
-        "commit": run.environment["git_commit"],
-    }
+# --------------------------------------------------------------------------------------------------- the tables
+
+
+def kill_matrix(lines: Sequence[Line]) -> str:
+    """Returns what each event of the matrix cost; older lines do not have the pause."""
+    rows = []
+    for case in dict.fromkeys(MATRIX):
+        of = [line for line in lines if line["title"] == case.title]
+        if not of:
+            rows.append([case.title, case.aim, "0", "not measured", *[""] * 7])
+            continue
+        lost = ", ".join(map(str, sorted({line["lost_steps"] for line in of})))
+        phases = [[line["phases"][name] for line in of] for name in ("noticed", "stopped", "started", "restored")]
+        # old lines have a sentence as their source: "memory (3 of 3 nodes had it)", "its checkpoint"
+        sources = sorted({line["source"].partition(" (")[0].removeprefix("its ") for line in of})
+        pauses = [line.get("pause_s") for line in of]
+        times = map(middle, [[line["next_step_s"] for line in of], pauses, *phases])
+        rows.append([case.title, case.aim, str(len(of)), lost, *times, ", ".join(sources)])
+    heads = ["event", "aim: lost, seconds", "events", "lost", "seconds", "pause", "noticed", "ended", "started"]
+    return markdown([*heads, "restored", "state from"], rows)
 
 
 if __name__ == "__main__":

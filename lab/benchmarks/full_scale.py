@@ -4,23 +4,20 @@
 
 Each step of lab/benchmarks/full_scale.csv is compiled for an A100 of the cluster's memory and replayed with a V100's or
 an A100's figures, on two networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2,
-B_part of section 3). results/derived/full_scale.jsonl has a line a step and network; what it has is not compiled again,
-but with `--again`, which also looks for no program in the planner's cache. There are 73 steps, of which each takes
-about a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0 done; 1 a
-step could not be compiled or read; 2 no step has such a name.
+B_part of section 3). results/derived/full_scale.jsonl has a line per step and network. Recorded steps are replayed
+again only with `--again`, and compiled again only with another cache folder (MICS_JAX_CACHE). There are 73 steps; each
+takes about a minute on 2 cores. No GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0
+done; 1 a step could not be compiled or read; 2 no step has such a name.
 """
 
-import os
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
-from lab.benchmarks.compiled import on_cluster, start_devices, table
+from lab.benchmarks.compiled import on_cluster, replaying, table
 from lab.benchmarks.names import sharding_of
-from lab.benchmarks.runner import Key, options_of, program, run_missing
+from lab.benchmarks.runner import Key
 from lab.paper.replays import BUCKET, INSIDE_BYTES_PER_S, LINK_BYTES_PER_S, LINK_LATENCY_S, P3DN, PAPER, PLANNER
 from lab.records import DERIVED
 from planner.clusters import CLUSTERS, Network, with_system
@@ -37,25 +34,6 @@ def cells() -> list[Key]:
     """Returns the keys of all lines: each step on its networks."""
     rows = ({("keys" if key == "changes" else key): value for key, value in row.items()} for row in table(CELLS))
     return [{**row, "network": network} for row in rows for network in networks(row["cluster"], row["gpus"])]
-
-
-@program
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles, replays and records the steps; returns the exit code."""
-    options = options_of(
-        __doc__,
-        argv,
-        only=("", "only steps whose model, strategy, GPUs and cluster contain this"),
-        again=(False, "compile what is recorded too, and take no cached program"),
-    )
-    chosen = [cell for cell in cells() if options.only in name(cell)]
-    if not chosen:
-        raise ValueError(f"--only={options.only} is in no name, such as {name(cells()[0])}")
-    start_devices(max(cell["gpus"] for cell in chosen))
-    with tempfile.TemporaryDirectory() as empty:
-        if options.again:
-            os.environ["MICS_JAX_CACHE"] = empty
-        return run_missing(RESULTS, chosen, replayed, again=options.again)
 
 
 def name(cell: Key) -> str:
@@ -122,6 +100,8 @@ def _round(value: float) -> float:
     """Returns six significant digits."""
     return float(f"{value:.6g}")
 
+
+main = replaying(__doc__, RESULTS, cells, name, replayed, lambda cell: cell["gpus"])
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,11 +20,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -44,13 +41,13 @@ from lab.benchmarks.runner import (
     result_of,
     run_missing,
     started,
-    trainer,
+    train,
     words,
 )
-from lab.benchmarks.scores import turn_of
+from lab.benchmarks.step_tables import turn_of
 from lab.records import MEASURED, Line, add, is_recorded, machine, recorded, spread
 from planner.clusters import CLUSTERS
-from runtime.files import cache, json_lines
+from runtime.files import cache
 from runtime.files.pages import markdown
 from training.metrics.throughput import peak_flops
 
@@ -60,11 +57,8 @@ PROBE = WORKDIR / "probe"
 CACHE = ROOT / WORKDIR / "gpu_cache"
 OURS, LOOP, OFF, PEER, CPU = "mics-jax", "in a loop", "overlap off", "pytorch", "cpu"
 WRITTEN_OUT = {"model.remat": "none", "model.unroll": True}
-PROGRAMS: dict[str, dict[str, Any]] = {  # of ours
-    OURS: WRITTEN_OUT,
-    LOOP: {"model.remat": "dots"},
-    OFF: WRITTEN_OUT | {"sharding.overlap": "off"},
-}
+PROGRAMS: dict[str, dict[str, Any]] = {OURS: WRITTEN_OUT, LOOP: {"model.remat": "dots"}}
+PROGRAMS |= {OFF: WRITTEN_OUT | {"sharding.overlap": "off"}}
 SKIPPED = 10  # steps at the start, in which kernels are tried and caches fill
 
 
@@ -137,16 +131,12 @@ def run_ours(key: Key, device: Device) -> dict[str, Any]:
     size, steps = key["size"], key["steps"]
     keys = {"num_steps": steps, **keys_of(size, key["side"], device.count)}
     keys |= {"mesh.num_cpu_devices": 1} if device.kind == CPU else {}
-    with tempfile.TemporaryDirectory() as workdir:
-        started(trainer(f"configs/gpu_decoder.py:{size}", Path(workdir), keys))
-        rows, events = (json_lines.read(Path(workdir) / f"{name}.jsonl") for name in ("metrics", "events"))
-    began, first = (
-        datetime.fromisoformat(next(event["time"] for event in events if event["event"] == name))
-        for name in ("started", "first_step")
-    )
-    speeds = [row["tokens_per_s"] for row in rows if row["step"] > skipped(steps) and "tokens_per_s" in row]
-    found = {"tokens_per_s": median(speeds), "losses": [row["loss"] for row in rows if "loss" in row]}
-    return found | {"start_s": (first - began).total_seconds()}
+    run, _ = train(WORKDIR / "gpu", f"configs/gpu_decoder.py:{size}", keys)
+    times = {event["event"]: event["time_s"] for event in reversed(run.events)}  # the first of each kind
+    speeds = [row["tokens_per_s"] for row in run.rows if row["step"] > skipped(steps) and "tokens_per_s" in row]
+    losses = [row["loss"] for row in run.rows if "loss" in row]
+    start_s = times["first_step"] - times["started"]
+    return {"tokens_per_s": median(speeds), "losses": losses, "start_s": start_s}
 
 
 def run_pytorch(key: Key, device: Device, python: str) -> dict[str, Any]:
@@ -208,18 +198,10 @@ def table(lines: Sequence[Line]) -> str:
         ratios = [line["tokens_per_s"] / theirs[turn_of(line)] for line in here if turn_of(line) in theirs]
         losses = [line["losses"] for line in of_size if line["side"] in (OURS, side) and "losses" in line]
         starts = [line["start_s"] for line in here if "start_s" in line]
-        rows.append(
-            [
-                where[0],
-                f"{where[2]} x {where[1]}",
-                side,
-                spread(speeds, ",.0f"),
-                f"{mean(shares):.1%}" if shares else "-",
-                interval(ratios),
-                f"{max(starts):.0f} s" if starts else "-",
-                f"{apart(losses):.0e}" if side != PEER else "-",
-            ]
-        )
+        cells = [where[0], f"{where[2]} x {where[1]}", side, spread(speeds, ",.0f")]
+        cells += [f"{mean(shares):.1%}" if shares else "-", interval(ratios)]
+        cells += [f"{max(starts):.0f} s" if starts else "-", f"{apart(losses):.0e}" if side != PEER else "-"]
+        rows.append(cells)
     heads = ["parameters", "devices", "program", "tokens/s", "MFU", "over PyTorch's, 95 % interval", "first step, cold"]
     return markdown([*heads, "losses differ by at most"], rows)
 

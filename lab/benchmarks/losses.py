@@ -1,4 +1,4 @@
-"""The rows of configs/losses.csv from the records of accuracy.py, local_steps.py and time_to_loss.py, and two tables.
+"""The rows of configs/losses.csv, from accuracy.jsonl, local_steps.jsonl and time_to_loss.jsonl, and one table.
 
 A setting's steps to the loss are those of the run that needs fewest, where it was run with several lengths. Where no
 loss was recorded on the way, a run that ends as low as the dense one of its seed counts as one that takes as long.
@@ -7,7 +7,6 @@ loss was recorded on the way, a run that ends as low as the dense one of its see
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -15,13 +14,12 @@ import models
 from configs import command_line
 from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, TASKS, WITHIN, by_method, cost_on, is_free, read
 from configs.schema import LocalSGDConfig
-from lab.benchmarks import accuracy, local_steps, time_to_loss
-from lab.benchmarks.compression import GONE
-from lab.benchmarks.names import in_times, on_pages
+from lab.benchmarks import accuracy, time_to_loss
 from lab.benchmarks.runner import ROOT, config_words
+from lab.benchmarks.steps import GONE
 from lab.benchmarks.time_to_loss import DENSE
 from lab.benchmarks.time_to_loss_table import joined, steps_to
-from lab.records import Line, Records, spread
+from lab.records import MEASURED, Records
 from runtime.files.pages import markdown
 
 HEAD: tuple[str, ...] = (
@@ -37,7 +35,6 @@ HEAD: tuple[str, ...] = (
     "record",
 )
 LOCAL = LocalSGDConfig()
-USUAL = {"momentum": 0.6, "rate": 0.7}  # of the outer step, where the name of a setting does not say it
 Pairs = Sequence[tuple[float, float]]  # last losses: of a run, and of the dense one with its seed
 Row = dict[str, Any]
 
@@ -84,7 +81,9 @@ def of_accuracy(records: Records) -> Iterator[Row]:
 
 def of_local_steps(records: Records) -> Iterator[Row]:
     """Yields the rows of local_steps.jsonl, beside the dense AdamW runs that end lowest; none of longer runs."""
-    lines = _of_task(records)
+    usual = {None, accuracy.TASKS["text"]["keys"]["num_steps"]}, (None, [0, 1, 2])  # of the runs of accuracy.jsonl
+    lines = records.lines("local_steps")
+    lines = [line for line in lines if line.get("num_steps") in usual[0] and line.get("seeds") in usual[1]]
     dense = [line["validation_losses"] for line in lines if line["dense"] and line["optimizer"] == "adamw"]
     best = min(dense, key=sum, default=[])
     about = accuracy.TASKS["text"]
@@ -97,14 +96,9 @@ def of_local_steps(records: Records) -> Iterator[Row]:
         local = {INNER_STEPS: line["inner_steps"]}
         local |= dict(zip(OUTER_STEP, (line["rate"], line["momentum"]), strict=True))
         pairs = list(zip(line["validation_losses"], best, strict=True))
-        record = local_steps.RESULTS.relative_to(ROOT)
+        record = (MEASURED / "local_steps.jsonl").relative_to(ROOT)
         overrides = codec | local | {OPTIMIZER: line["optimizer"]}
         yield row(overrides, pairs, optimizer="adamw", task="text", parameters=size, record=record)
-
-
-def _of_task(records: Records, **key: Any) -> list[Line]:
-    """Returns the lines of local_steps.jsonl whose runs have the length and the seeds of accuracy.jsonl."""
-    return [line for line in records.lines("local_steps", **key) if local_steps.run_of(line) == local_steps.OF_TASK]
 
 
 def of_time_to_loss(records: Records) -> Iterator[Row]:
@@ -170,68 +164,6 @@ def free(records: Records) -> str:
         for method, rows in found.items()
     ]
     return markdown(["method", *(f"on {task}" for task in TASKS), "free"], cells)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A setting on a task: how many times fewer bytes than dense f32 it sends, and its last losses by seed."""
-
-    name: str
-    times_smaller: float
-    losses: Mapping[int, float]
-
-    def dominates(self, other: "Point") -> bool:
-        """Whether it sends no more than another one, and ends lower with every seed that both have."""
-        seeds = self.losses.keys() & other.losses.keys()
-        is_lower = bool(seeds) and all(self.losses[seed] < other.losses[seed] for seed in seeds)
-        return self.times_smaller >= other.times_smaller and is_lower
-
-    def cells(self) -> list[str]:
-        """Returns the cells of a row."""
-        return [self.name, in_times(self.times_smaller), spread([*self.losses.values()], ".3f")]
-
-
-def points(records: Records, task: str) -> list[Point]:
-    """Returns the settings of accuracy.jsonl on a task; on text, those of local_steps.jsonl, too."""
-    found = []
-    for name, method in accuracy.methods(task).items():
-        if lines := records.lines("accuracy", task=task, method=name):
-            smaller = method.times_smaller(lines[-1].get("all_reduce_ratio", 1.0))
-            last = {line["seed"]: line["validation_loss"] for line in lines}
-            found.append(Point(name=on_pages(name), times_smaller=smaller, losses=last))
-    for line in _of_task(records, dense=False) if task == "text" else []:
-        name = _name_of(line)
-        last = dict(enumerate(line["validation_losses"]))
-        found.append(Point(name=name, times_smaller=line["times_smaller"], losses=last))
-    return found
-
-
-def _name_of(line: Line) -> str:
-    """Returns how pages call a setting of local_steps.jsonl."""
-    optimizer = {"muon": "Muon", "adamw": "AdamW"}[line["optimizer"]]
-    outer = {"momentum": line["momentum"], "rate": line["rate"]}
-    averages = outer == {"momentum": 0.0, "rate": 1.0}
-    method = "averages" if averages else "MuLoCo" if optimizer == "Muon" else "DiLoCo"
-    other = [f"outer {key} {x:g}" for key, x in outer.items() if x != USUAL[key] and not averages]
-    codec = [line["codec"]] * (line["codec"] != "none")
-    kept = ["mean state"] * bool(line.get("state"))
-    trained = [optimizer] * (method != "MuLoCo")
-    return ", ".join([f"{method}({line['inner_steps']})", *other, *codec, *kept, *trained])
-
-
-def dominated(records: Records) -> str:
-    """Returns a row per setting above dense of which another sends no more and ends lower; beside it the lowest."""
-    rows = []
-    for task in TASKS:
-        every = points(records, task)
-        for one in every:
-            better = [other for other in every if other.dominates(one)]
-            is_above = all(loss > every[0].losses[seed] for seed, loss in one.losses.items())
-            # nor is it said of what hides its exchange, or encodes other traffic, or sends all
-            if better and is_above and not one.name.startswith(("dense", "delayed", "int4 gathers")):
-                rows.append([task, *one.cells(), *min(better, key=lambda other: fmean(other.losses.values())).cells()])
-    head = ["task", "dominated", "times smaller", "last loss", "by", "times smaller", "last loss"]
-    return markdown(head, rows)
 
 
 def parameters(file: str, keys: Mapping[str, Any]) -> int:

@@ -5,9 +5,8 @@
 Compiles the steps of lab/benchmarks/overlap.csv (BERT 10B of the MiCS paper, or a decoder of 1.3 B that every strategy
 can hold, on 16 nodes of 8) with and without the options that let collectives overlap, and replays each program at three
 link rates, with the planner's figures and with matrix products at 450 TFLOP/s (slow kernels hide more). A line a case
-and rate is in results/derived/overlap.jsonl. `--only` takes the cases whose name contains it, `--again` also those that
-are recorded. A case takes half a minute on 2 cores; no GPU is needed, but XLA for GPUs is (`make
-.venv/h100/installed`). Exit codes: 0 done; 1 a case could not be compiled or read; 2 no case has such a name.
+and rate is in results/derived/overlap.jsonl. A case takes half a minute on 2 cores; no GPU is needed, but XLA for GPUs
+is (`make .venv/h100/installed`).
 """
 
 import sys
@@ -16,9 +15,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from lab.benchmarks.compiled import on_cluster, start_devices
+from lab.benchmarks.compiled import on_cluster, replaying
 from lab.benchmarks.compiled import table as cells_of
-from lab.benchmarks.runner import Key, options_of, program, run_missing
+from lab.benchmarks.runner import Key
 from lab.records import DERIVED, Line
 from launch.emulate.links import Links
 from planner.clusters import find_cluster, with_rate
@@ -28,30 +27,16 @@ from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "overlap.jsonl"
 CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
-PRODUCTS_TFLOPS = (
-    round(find_cluster(CLUSTER).device.matmul_rate("bf16") / 1e12),
-    450,
-)  # of products: the planner's, and half of the peak
+# of products: the planner's rate, and half of the peak
+PRODUCTS_TFLOPS = (round(find_cluster(CLUSTER).device.matmul_rate("bf16") / 1e12), 450)
 NODES, DEVICES = 16, 8
 RATES = ("100gbit", "400gbit", "3200gbit")
 CASES = {row["case"]: row for row in cells_of("overlap.csv")}
 
 
-@program
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles, replays and records the cases; returns the exit code."""
-    options = options_of(
-        __doc__,
-        argv,
-        only=("", "only cases whose name contains this; `=NAME` is that name"),
-        again=(False, "compile what is recorded too"),
-    )
-    chosen = [case for case in CASES if (options.only in case) or options.only == f"={case}"]
-    if not chosen:
-        raise ValueError(f"--only={options.only} is in no name; there are {', '.join(CASES)}")
-    start_devices(NODES * DEVICES)
-    keys = [{"case": case, "overlap": on, "rate": rate} for case in chosen for on in (False, True) for rate in RATES]
-    return run_missing(RESULTS, keys, measured, again=options.again)
+def cells() -> list[Key]:
+    """Returns the keys of all lines: each case with and without overlap, at each rate."""
+    return [{"case": case, "overlap": on, "rate": rate} for case in CASES for on in (False, True) for rate in RATES]
 
 
 def keys_of(case: str, *, overlap: bool) -> dict[str, Any]:
@@ -117,6 +102,8 @@ def row(on: Mapping[str, Any], off: Mapping[str, Any]) -> list[str]:
     cells += [f"{on['step_s']:.2f} ({off['step_s']:.2f})", *(f"{100 * share:.1f} %" for share in shares)]
     return [*cells, f"{on['temporary_bytes'] / 1e9:.1f} ({off['temporary_bytes'] / 1e9:.1f}) GB"]
 
+
+main = replaying(__doc__, RESULTS, cells, lambda key: key["case"], measured, lambda _: NODES * DEVICES)
 
 if __name__ == "__main__":
     sys.exit(main())

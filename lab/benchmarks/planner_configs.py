@@ -1,11 +1,11 @@
-"""Records what each config for GPUs needs and costs by the planner, as its file is, on the fewest nodes it is for.
+"""Records the memory, time and cost of each config for GPUs by the planner, on the fewest nodes that the config is for.
 
     python -m lab.benchmarks.planner_configs [--only=llama]
 
-Of each of `FLAGS` results/derived/planner_configs.jsonl has a line, which is missing again once the config is another
-one. The docstrings in configs/ hold `text` of the lines (tests/test_planner_configs.py). XLA for GPUs is needed (`make
-.venv/h100/installed`); a program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a config has no plan, such as one
-that does not fit; 2 no config has such a name.
+Each row of lab/benchmarks/planner_configs.csv has a line in results/derived/planner_configs.jsonl, which goes when
+the config changes. The docstrings in configs/ hold `text` of the lines (tests/test_planner_configs.py). XLA for GPUs is
+needed (`make .venv/h100/installed`); a program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a config has no plan,
+such as one that does not fit; 2 no config has such a name.
 """
 
 import shlex
@@ -15,45 +15,14 @@ from typing import Any
 
 from configs import command_line
 from configs.schema import defaults, flat
-from lab.benchmarks.runner import ROOT, Key, options_of, program, run_missing, started
+from lab.benchmarks.runner import ROOT, Key, options_of, program, rows_of, run_missing, started
 from lab.records import DERIVED, Line, recorded, replace
 from planner.clusters import CLUSTERS
 from planner.report import from_json
 from training.metrics.units import format_bytes, format_seconds
 
 RESULTS = DERIVED / "planner_configs.jsonl"
-P4D, P5 = "--cluster=p4d.24xlarge", "--cluster=p5.48xlarge"
-FLAGS = {  # of the planner, by `FILE[:ARG]`
-    "llama.py:8b": f"{P5} --nodes=1",
-    "llama.py:70b": f"{P5} --nodes=4",
-    "long_context.py:8b": f"{P5} --nodes=1",
-    "qwen.py:7b": f"{P5} --nodes=1",
-    "qwen.py:8b": f"{P5} --nodes=1",
-    "mistral.py:7b": f"{P5} --nodes=1",
-    "gemma.py:2b": f"{P5} --nodes=1",
-    "gemma.py:9b": f"{P5} --nodes=1",
-    "gemma.py:27b": f"{P5} --nodes=2",
-    "fine_tune.py:llama_8b": f"{P4D} --nodes=1",
-    "fine_tune.py:llama_70b": f"{P4D} --nodes=2",
-    "mpt.py:7b": f"{P4D} --nodes=1",
-    "mpt.py:70b": "--cluster=p4de.24xlarge --nodes=4",
-    "mics_paper.py:bert_1_5b": f"{P4D} --nodes=2",
-    "mics_paper.py:bert_10b": f"{P4D} --nodes=2",
-    "mics_paper.py:bert_15b": f"{P4D} --nodes=2",
-    "mics_paper.py:bert_20b": f"{P4D} --nodes=2",
-    "mics_paper.py:bert_50b": f"{P4D} --nodes=8",
-    "mics_paper.py:roberta_20b": f"{P4D} --nodes=2",
-    "mics_paper.py:gpt2_20b": f"{P4D} --nodes=2",
-    "gpu_decoder.py:124m": f"{P4D} --nodes=1",
-    "gpu_decoder.py:350m": f"{P4D} --nodes=1",
-    "gpu_decoder.py:1.3b": f"{P4D} --nodes=1",
-    "gshard.py:12.5b": f"{P4D} --nodes=16",
-    "gshard.py:600b": f"{P4D} --nodes=128",
-    "wide_resnet_3b.py": f"{P4D} --nodes=2",
-    "resnet50.py:sgd": f"{P4D} --nodes=2",
-    "resnet50.py:lars": f"{P4D} --nodes=2",
-    "resnet110.py": "--cluster=h100-10gbit --devices_per_node=1 --nodes=4",
-}
+FLAGS: dict[str, str] = {row["config"]: row["flags"] for row in rows_of("planner_configs.csv")}  # of the planner
 
 
 @program

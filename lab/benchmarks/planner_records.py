@@ -2,18 +2,16 @@
 
     python -m lab.benchmarks.planner_records [--only=curves]
 
-`example` and `spot`: BERT 10B on p4d.24xlarge, a search and a run on spot nodes. `loss`: a search for the cheapest way
-to a loss, 1.3 B parameters on four nodes with 1 Gbit/s. `curves`: a model of about 10 B
-parameters on 8 to 4096 A100s with several strategies. `adapters`, `adapters_nf4`, `adapters_fsdp`: LoRA of 70 B beside
-a base in bfloat16, in 4 bits, and with FSDP's habits. They are in results/derived/planner_*.json. XLA for GPUs is
-needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example says
-how many were. The curves' nineteen take minutes to compile on 2 cores. Without its search for tiles of a fused softmax
-XLA compiles them faster; their compute is slower, all alike.
+The commands are in lab/benchmarks/planner_records.toml, the plans in results/derived/planner_*.json. XLA for GPUs is
+needed (`make .venv/h100/installed`). Programs are taken from the planner's cache if they are there; the example prints
+their number.
 """
 
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -28,34 +26,7 @@ from runtime.files.pages import markdown
 from training.metrics.units import format_bytes, format_count, format_percent, format_seconds
 
 CLUSTER, TRACE = "p4d.24xlarge", "planner/spot_us_east_2b.csv"
-MODEL = {  # BERT 10B's parameters in sizes that 4096 divides
-    "batch.global_size": 32768,
-    "model.num_layers": 48,
-    "model.hidden": 4096,
-    "model.intermediate": 16384,
-    "model.num_heads": 64,
-    "model.vocab_multiple": 4096,
-}
-PAPER = "--config=configs/mics_paper.py:bert_10b"
-ADAPTERS = ["--config=configs/fine_tune.py:llama_70b", "--nodes=2", "--rate=10gbit"]
-STRATEGIES = "hsdp,zero3,mics(64),custom+parameters=node+gradients=node+optimizer=all"
-WORDS = {
-    "example": [PAPER, "--nodes=16", "--search", "--compile=6"],
-    "spot": [PAPER, "--nodes=8,16"],
-    "loss": [
-        *("--config=configs/gpu_decoder.py:1.3b", "--config.num_steps=10000", "--config.batch.global_size=256"),
-        *("--cluster=h100-1gbit", "--nodes=4", "--search", "--compile=8"),
-    ],
-    "curves": [
-        PAPER,
-        *(f"--config.{key}={value}" for key, value in MODEL.items()),
-        *("--nodes=1,8,64,512", f"--strategy={STRATEGIES},zero3+all_gather_inter=int8+reduce_scatter_inter=int8"),
-        "--xla_flags=--xla_disable_hlo_passes=triton-softmax-rewriter",
-    ],
-    "adapters": [*ADAPTERS, "--strategy=hsdp,zero3"],
-    "adapters_nf4": [*ADAPTERS, "--strategy=hsdp,zero3", "--config.model.lora_base=nf4"],
-    "adapters_fsdp": [*ADAPTERS, "--strategy=hsdp,zero3", "--as=fsdp"],
-}
+WORDS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 RECORDS = {name: DERIVED / f"planner_{name}.json" for name in WORDS}
 
 
@@ -63,7 +34,7 @@ RECORDS = {name: DERIVED / f"planner_{name}.json" for name in WORDS}
 def main(argv: Sequence[str] | None = None) -> int:
     """Records what was asked for; returns the exit code."""
     for name in words(options_of(__doc__, argv, only=(",".join(RECORDS), "what is recorded")).only, "only", RECORDS):
-        command = [sys.executable, "-m", "planner", f"--cluster={CLUSTER}", *WORDS[name], "--json"]
+        command = [sys.executable, "-m", "planner", f"--cluster={CLUSTER}", *WORDS[name].split(), "--json"]
         RECORDS[name].write_text(started(command))
     return 0
 

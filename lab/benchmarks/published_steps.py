@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from lab.benchmarks.compiled import on_cluster, rows_of, start_devices
-from lab.benchmarks.planner_validation import error, quantile
-from lab.benchmarks.runner import Key, options_of, program, run_missing
+from lab.benchmarks.compiled import on_cluster, replaying, start_devices
+from lab.benchmarks.planner_errors import error, quantile
+from lab.benchmarks.runner import Key, program, rows_of
 from lab.records import DERIVED, Line
 from planner.clusters import CLUSTERS, Cluster, with_rate, with_system
 from planner.predict import Step
@@ -45,27 +45,6 @@ def cells() -> list[Key]:
     rows = rows_of("published_steps.csv")
     chose = rows[CHOSEN]
     return [{**row, "chose_rates": row in chose} for row in rows]
-
-
-@program
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles, replays and records the steps; returns the exit code."""
-    options = options_of(
-        __doc__,
-        argv,
-        only=("", "only rows whose GPU, model, length and number of GPUs contain this"),
-        again=(False, "replay what is recorded too"),
-        choose=(False, "print the rates that come nearest to the rows that choose, and record nothing"),
-    )
-    chosen = [cell for cell in cells() if options.only in name(cell)]
-    if not chosen:
-        raise ValueError(f"--only={options.only} is in no name, such as {name(cells()[0])}")
-    start_devices(max(cell["gpus"] for cell in chosen))
-    if options.choose:
-        for gpu in ("a100", "h100"):
-            print(nearest(gpu, [cell for cell in chosen if cell["chose_rates"] and cell["gpu"].startswith(gpu)]))
-        return 0
-    return run_missing(RESULTS, chosen, replayed, again=options.again)
 
 
 def name(cell: Key) -> str:
@@ -110,6 +89,16 @@ def replayed(cell: Key) -> dict[str, Any]:
         "capacity_bytes": memory.capacity,
         "num_params": step.experiment.model.num_params,
     }
+
+
+@program
+def choose() -> int:
+    """Prints the rates that come nearest to the rows that choose, and records nothing."""
+    chosen = [cell for cell in cells() if cell["chose_rates"]]
+    start_devices(max(cell["gpus"] for cell in chosen))
+    for gpu in ("a100", "h100"):
+        print(nearest(gpu, [cell for cell in chosen if cell["gpu"].startswith(gpu)]))
+    return 0
 
 
 def nearest(gpu: str, cells: Sequence[Key]) -> str:
@@ -169,5 +158,7 @@ def summary(lines: Sequence[Line]) -> str:
     return markdown(["rows", "steps", "mean", "median", "nine of ten within", "bias", "range", "fit"], rows)
 
 
+main = replaying(__doc__, RESULTS, cells, name, replayed, lambda cell: cell["gpus"])
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(choose() if sys.argv[1:] == ["--choose"] else main())

@@ -1,16 +1,12 @@
-"""What becomes of independent replicas on emulated nodes when others die, come, go, hang or lose their links.
+"""The behaviour of independent replicas on emulated nodes when others die, join, leave, hang or lose their links.
 
     python -m lab.benchmarks.replica_events [--repetitions=3]
     python -m lab.benchmarks.replica_events --random=100 [--codecs=none,bf16,int8] [--repetitions=1]
-    python -m lab.benchmarks.replica_events --minutes=10 [--trace=planner/spot_us_east_2b.csv]
 
-Four nodes of 2 devices, a node a replica, configs/elastic.py at 1 Gbit/s. The first kills a node, adds one, stops one
-and cuts one off, and records the step times of a replica that stays. `--minutes` kills a node and adds one in turn, at
-the times of `--trace`, or as a file has it that is compressed to that time and to 4 nodes, and counts the steps beside
-what as many nodes do undisturbed: of a node that was added from the moment on at which it was. `--random` runs `:tiny`
-at 20 Mbit/s through that many random events, and compares each loss that any replica wrote, to the last bit, with those
-of one replica that nothing happened to. Adds lines to results/measured/replica_events.jsonl; needs root
-(docs/emulation.md).
+Four nodes of 2 devices, one replica per node, configs/elastic.py at 1 Gbit/s. The first command kills a node, adds one,
+stops one and cuts one off, and records the step times of a replica that stays. `--random` runs `:tiny` at 20 Mbit/s
+through that many random events, and compares each loss that any replica wrote, to the last bit, with those of one
+undisturbed replica. Adds lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
 """
 
 import contextlib
@@ -22,17 +18,14 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from lab.benchmarks.replicas import GROUPS, NODES
 from lab.benchmarks.runner import (
     ROOT,
     WORKDIR,
@@ -48,8 +41,8 @@ from lab.benchmarks.runner import (
     trainer,
     words,
 )
+from lab.benchmarks.steps import GROUPS
 from lab.records import MEASURED, Line, middle
-from planner.spot import read_trace
 from runtime.events import Event
 from runtime.exit_codes import ExitCode
 from runtime.files import json_lines
@@ -58,16 +51,12 @@ from runtime.files.palette import INK, SERIES
 from training.independent import FOLDER
 
 RESULTS = MEASURED / "replica_events.jsonl"
-COSTS, RANDOM, GOODPUT = "costs", "random events", "goodput"  # modes
-EVENT_A_MINUTE = "an event a minute"
-APART = {EVENT_A_MINUTE: 1, "an event every 10 minutes": 10}  # minutes
+COSTS, RANDOM = "costs", "random events"  # modes
 CODECS = ("none", "bf16", "int8")
-RATE = "1gbit"
-IDLE, SLOW = "20mbit", "2mbit"  # with random events: who joins needs the processors that the links leave idle
+NODES, RATE = 4, "1gbit"
+IDLE, SLOW = "20mbit", "2mbit"  # with random events: a joining replica needs the processors that the links leave idle
 CALM = 5  # steps that are recorded after an event
-CALM_S = 45.0  # in which the steps of as many nodes are counted
-SETTLED_S = 120.0  # after an event, where events are twice as far apart
-WAIT_S = 3600.0  # the run to compare with has thousands of steps
+WAIT_S = 3600.0  # the undisturbed run has thousands of steps
 SILENCE_S = 5.0
 TAIL_BYTES = 4096  # of the last events, or rows, of a replica
 ENDED = "ended by itself"
@@ -82,53 +71,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         repetitions=(1, "of each run; random events are others in each"),
         random=(0, "as many random events, in place of the cost of some"),
-        codecs=("none,bf16,int8", "of all-reduce, with random events"),
-        minutes=(0, "of events that come and go, in place of the cost of some"),
-        trace=(EVENT_A_MINUTE, f"one of {', '.join(map(repr, APART))}, or a CSV of seconds,nodes"),
+        codecs=("none,bf16,int8", "of the replica all-reduce, with random events"),
     )
-    return run_missing(RESULTS, planned(options), measured)
-
-
-def planned(options: Namespace) -> list[Key]:
-    """Returns the key of each run, in order. ValueError for a bad option."""
     codecs = words(options.codecs, "codecs", CODECS)
-    if options.minutes:
-        changes_of(options.trace, options.minutes)
-        return alternating(options.repetitions, mode=[GOODPUT], trace=[options.trace], minutes=[options.minutes])
+    keys = alternating(options.repetitions, mode=[COSTS], codec=["bf16"])
     if options.random:
-        return alternating(options.repetitions, mode=[RANDOM], events=[options.random], codec=codecs)
-    return alternating(options.repetitions, mode=[COSTS], codec=["bf16"])
+        keys = alternating(options.repetitions, mode=[RANDOM], events=[options.random], codec=codecs)
+    return run_missing(RESULTS, keys, measured)
 
 
 def measured(key: Key) -> dict[str, Any]:
-    """Does a run; returns what its line says. FailedRunError if it failed."""
-    workdir, load = WORKDIR / "replica_events", os.getloadavg()[0]
-    sizes = {"compression.all_reduce": key.get("codec", "bf16"), "data.seq_len": 64}
-    if key["mode"] == GOODPUT:
-        run = Run(workdir / "goodput", "configs/elastic.py", sizes | {"checkpoint.every": 20})
-        with run.emulated(NODES):
-            found = goodput(run, changes_of(key["trace"], key["minutes"]), 60 * key["minutes"])
-        return {"load": load, "nodes": NODES, "rate": RATE, **found, "seen": run.seen, "command": shown(run.command)}
-    if key["mode"] == COSTS:
-        run = Run(workdir / "costs", "configs/elastic.py", sizes | {"elastic.silence_s": SILENCE_S})
-        with run.emulated(NODES):
-            happened, found = costs(run)
-        about = {"load": load, "nodes": NODES, "rate": RATE, "step_times_s": found, "happened": happened}
-        return about | {"seen": run.seen, "command": shown(run.command)}
+    """Does a run; returns the measurements of its line. FailedRunError if it failed."""
+    load, measure = {"load": os.getloadavg()[0], "nodes": NODES}, costs if key["mode"] == COSTS else compared
+    return load | measure(key)
+
+
+def compared(key: Key) -> dict[str, Any]:
+    """Counts the losses after random events that differ in a bit from those of one undisturbed replica."""
     overrides = {"compression.all_reduce": key["codec"], "elastic.silence_s": SILENCE_S, "checkpoint.every": 20}
-    run = Run(workdir / "random", "configs/elastic.py:tiny", overrides)
-    chance = random.Random(f"{key['codec']} {key['repetition']}")
+    run = Run(WORKDIR / "replica_events" / "random", "configs/elastic.py:tiny", overrides)
     with run.emulated(NODES, IDLE):
-        counts = disturbed(run, key["events"], chance)
+        counts = disturbed(run, key["events"], random.Random(f"{key['codec']} {key['repetition']}"))
     last = run.last
-    alone = Run(workdir / "alone", "configs/elastic.py:tiny", overrides)
+    alone = Run(WORKDIR / "replica_events" / "alone", "configs/elastic.py:tiny", overrides)
     with alone.emulated(1, IDLE):
         alone.until(lambda: alone.done(0) >= last, "the run to compare with")
     expected = {row["step"]: (row["loss"], row["grad_norm"]) for row in alone.rows(0)}
     rows = [row for group in run.groups for row in run.rows(group)]
     differ = sum((row["loss"], row["grad_norm"]) != expected[row["step"]] for row in rows)
     found = {"counts": counts, "steps": last, "replicas": len(run.groups), "losses": len(rows), "differ": differ}
-    return {"load": load, "nodes": NODES, "rate": IDLE, **found, "command": shown(run.command)}
+    return {"rate": IDLE, **found, "command": shown(run.command)}
 
 
 class Run:
@@ -144,14 +116,14 @@ class Run:
         self.command: list[str] = []
         self.groups: list[int] = []
         self._nodes = 0
-        self._done: dict[int, tuple[int, int]] = {}  # of each the bytes of its metrics, and its last step
-        self.seen: dict[int, list[tuple[float, int]]] = {}  # of each when which step was done, to about 0.1 s
+        self._done: dict[int, tuple[int, int]] = {}  # by replica: the bytes of its metrics, and its last step
+        self.seen: dict[int, list[tuple[float, int]]] = {}  # by replica: time and number of each step, to about 0.1 s
 
     @contextlib.contextmanager
     def emulated(self, nodes: int, rate: str = RATE) -> Iterator[None]:
         """Runs on so many nodes, whose replicas all train when the context begins; ends all with it."""
         options = ("--independent", f"--name={self.name}")
-        self.command = [*emulator(rate, self.workdir / "emulate", *options, nodes=nodes), "--", *self._program]
+        self.command = [*emulator(rate, self.workdir / "emulate", *options, nodes=nodes), *self._program]
         self.groups, self._nodes = list(range(nodes)), nodes
         with (self.workdir / "log").open("w") as log:
             emulation = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=log)
@@ -241,8 +213,10 @@ class Run:
             time.sleep(0.1)
 
 
-def costs(run: Run) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Returns when each event happened, and the seconds of replica 0's steps from the one before to some after it."""
+def costs(key: Key) -> dict[str, Any]:
+    """Times the steps of replica 0 from the step before each event to some after it."""
+    overrides = {"compression.all_reduce": key["codec"], "data.seq_len": 64, "elastic.silence_s": SILENCE_S}
+    run = Run(WORKDIR / "replica_events" / "costs", "configs/elastic.py", overrides)
     events: dict[str, tuple[Callable[[], object], Callable[[], bool]]] = {
         "none": (lambda: None, lambda: True),
         "kill": (lambda: run.control("kill", "3"), lambda: True),
@@ -251,59 +225,18 @@ def costs(run: Run) -> tuple[dict[str, float], dict[str, list[float]]]:
         "cut": (lambda: run.control("cut", "1"), lambda: True),
     }
     happened, times = {}, {}
-    for name, (happen, is_over) in events.items():
-        first = run.done(0) + 1
-        run.until(partial(lambda first: run.done(0) >= first, first), "a step before")
-        happened[name] = time.time()
-        happen()
-        run.until(is_over, name)
-        last = run.done(0) + CALM
-        run.until(partial(lambda last: run.done(0) >= last, last), "steps after")
-        times[name] = [row["step_time_s"] for row in run.rows(0) if first <= row["step"] <= last]
-    return happened, times
-
-
-def changes_of(trace: str, minutes: int) -> list[tuple[float, int]]:
-    """Returns from which second on there are how many of NODES nodes. ValueError if a trace cannot be read."""
-    if trace in APART:
-        return [(60.0 * at, NODES - i % 2) for i, at in enumerate(range(0, minutes, APART[trace]))]
-    found = read_trace(Path(trace))
-    most = max(change.nodes for change in found.changes)
-    scaled = [(c.start_s * 60 * minutes / found.length_s, round(c.nodes * NODES / most)) for c in found.changes]
-    return [each for before, each in pairwise([(0.0, -1), *scaled]) if each[1] != before[1]]
-
-
-def goodput(run: Run, changes: Sequence[tuple[float, int]], length_s: float) -> dict[str, Any]:
-    """Returns the steps that were done while nodes came and went, and what as many would have done undisturbed."""
-    there, rates = [*run.groups], {0: 0.0}
-    if any(nodes == 0 for _, nodes in changes):
-        run.stay()
-
-    def become(nodes: int) -> None:
-        while len(there) > nodes:
-            run.control("kill", str(there.pop()))
-        while len(there) < nodes:
-            there.append(run.add())
-
-    for nodes in sorted({nodes for _, nodes in changes} - {0}, reverse=True):
-        become(nodes)
-        run.until(partial(lambda last: run.last >= last, run.last + CALM), f"{nodes} nodes train")
-        first, start_s = run.last, time.monotonic()
-        run.until(partial(lambda end_s: time.monotonic() > end_s, start_s + CALM_S), "calm")
-        last = run.last + 1
-        run.until(partial(lambda last: run.last >= last, last), "the last calm step")
-        rates[nodes] = (last - first) / (time.monotonic() - start_s)
-    become(changes[0][1])
-    run.until(lambda: all(run.done(group) > 0 for group in there), "all train")
-    first, start_s = run.last, time.monotonic()
-    for at_s, nodes in changes:
-        run.until(partial(lambda end_s: time.monotonic() > end_s, start_s + at_s), "an event")
-        become(nodes)
-        print(f"{time.monotonic() - start_s:.0f} s: {nodes} nodes, step {run.last}", flush=True)
-    run.until(lambda: time.monotonic() > start_s + length_s, "the end")
-    ends = [*(at_s for at_s, _ in changes[1:]), length_s]
-    possible = sum((end_s - at_s) * rates[nodes] for (at_s, nodes), end_s in zip(changes, ends, strict=True))
-    return {"changes": list(changes), "calm_steps_per_s": rates, "steps": run.last - first, "possible": possible}
+    with run.emulated(NODES):
+        for name, (happen, is_over) in events.items():
+            first = run.done(0) + 1
+            run.until(partial(lambda first: run.done(0) >= first, first), "a step before")
+            happened[name] = time.time()
+            happen()
+            run.until(is_over, name)
+            last = run.done(0) + CALM
+            run.until(partial(lambda last: run.done(0) >= last, last), "steps after")
+            times[name] = [row["step_time_s"] for row in run.rows(0) if first <= row["step"] <= last]
+    found = {"rate": RATE, "step_times_s": times, "happened": happened}
+    return found | {"seen": run.seen, "command": shown(run.command)}
 
 
 def disturbed(run: Run, events: int, chance: random.Random) -> dict[str, int]:
@@ -373,44 +306,6 @@ def table(lines: Sequence[Line]) -> str:
             ]
         )
     return markdown(["event", "runs", "median step, s", "longest step, s", "more than a calm one, s"], rows)
-
-
-def undisturbed(line: Line) -> float:
-    """Returns the steps that as many nodes would have done, by calm phases before the events.
-
-    Where events are far apart, by what the run did between them: no machine is as fast half an hour later.
-    """
-    starts, nodes = zip(*line["changes"], strict=True)
-    if min(b - a for a, b in pairwise(starts)) < 2 * SETTLED_S:
-        return line["possible"]
-    seen = sorted((step, at_s) for steps in line["seen"].values() for at_s, step in steps)
-    first = seen[-1][0] - line["steps"]
-    start_s = next(at_s for step, at_s in seen if step >= first)
-    done = lambda until_s: max(step for step, at_s in seen if at_s <= start_s + until_s)
-    ends, calm = [*starts[1:], 60.0 * line["minutes"]], dict.fromkeys(nodes, (0.0, 0.0))
-    for count, begin, end in zip(nodes, starts, ends, strict=True):
-        if (time_s := end - begin - SETTLED_S) > 0:
-            steps, so_far_s = calm[count]
-            calm[count] = steps + done(end) - done(begin + SETTLED_S), so_far_s + time_s
-    rates = {count: steps / time_s for count, (steps, time_s) in calm.items()}
-    return sum(rates[count] * (end - begin) for count, begin, end in zip(nodes, starts, ends, strict=True))
-
-
-def goodput_table(lines: Sequence[Line]) -> str:
-    """Returns the steps that were done while nodes came and went, beside those of as many nodes undisturbed."""
-    rows = []
-    for trace in dict.fromkeys(line["trace"] for line in lines if line["mode"] == GOODPUT):
-        of = [line for line in lines if line["mode"] == GOODPUT and line["trace"] == trace]
-        rows += [
-            [
-                f"`{trace}`" if "/" in trace else trace,
-                str(len(of)),
-                str(len(of[0]["changes"]) - 1),
-                f"{of[0]['minutes']}",
-                middle([100 * line["steps"] / undisturbed(line) for line in of]),
-            ]
-        ]
-    return markdown(["nodes come and go as in", "runs", "events", "minutes", "steps, % of undisturbed"], rows)
 
 
 def random_table(lines: Sequence[Line]) -> str:

@@ -1,5 +1,6 @@
 """Runs what a record lacks, repetitions in turn; each line says its command, commit, machine and link rate."""
 
+import csv
 import functools
 import itertools
 import json
@@ -11,22 +12,18 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import sweep
 from configs.overrides import Overrides
 from lab.records import RESULTS, add, is_recorded, machine, put
-from launch.emulate.links import Links
-from launch.sweeps.plan import plan
-from launch.sweeps.records import Record, State, is_finished
 from runtime.command_line import OneLineParser, complain, prepare_output
+from training.metrics.run_files import RunFiles, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKDIR = Path("runs/benchmarks")
 RUN_S = 1800  # time-out of a program; a run takes minutes
-Key = Mapping[str, Any]  # what tells a line of a record from others
-Main = Callable[..., int]  # of no argument, or of the words of a command line
+Key = Mapping[str, Any]  # the part of a line of a record that tells it from others
+Main = Callable[..., int]  # takes no argument, or the words of a command line
 
 
 class FailedRunError(RuntimeError):
@@ -37,7 +34,7 @@ class FailedRunError(RuntimeError):
 
 
 def program(main: Main) -> Main:
-    """Makes a program of a function: what it cannot do is one line, with the exit code that belongs to it."""
+    """Makes a program of a function: an error is one line, with the exit code that belongs to it."""
 
     @functools.wraps(main)
     def run(*argv: Sequence[str]) -> int:
@@ -53,7 +50,7 @@ def program(main: Main) -> Main:
 
 
 def options_of(about: str | None, argv: Sequence[str] | None, **options: tuple[Any, str]) -> Namespace:
-    """Returns the options of the command line: of each its default, whose type it has, and what it means."""
+    """Returns the options of the command line, each given by its default, which has its type, and its meaning."""
     parser = OneLineParser(description=about)
     for name, (default, meaning) in options.items():
         if default is False:
@@ -64,21 +61,23 @@ def options_of(about: str | None, argv: Sequence[str] | None, **options: tuple[A
     return parser.parse_args(argv)
 
 
-def words(text: str, option: str, known: Iterable[str]) -> list[str]:
-    """Returns the words of an option, which commas separate. ValueError if one is not among the known ones."""
-    found, choices = [word for word in text.split(",") if word], list(known)
+def words(text: str, option: str, known: Iterable[str], separator: str = ",") -> list[str]:
+    """Returns the words of an option. ValueError if one is not among the known ones."""
+    found, choices = [word for word in text.split(separator) if word], list(known)
     for word in found:
         if word not in choices:
-            raise ValueError(f"--{option}={word} is not one of {', '.join(dict.fromkeys(choices))}")
+            raise ValueError(f"--{option}={word} is not one of {f'{separator} '.join(dict.fromkeys(choices))}")
     return found
 
 
-def checked_rates(text: str) -> list[str]:
-    """Returns the link rates of an option. ValueError if one is none."""
-    return [Links(rate=rate).rate for rate in text.split(",")]
+# ------------------------------------------------------------------------------------------- the plan, the record
 
 
-# ----------------------------------------------------------------------------------------------------- the record
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a CSV file of this folder, with their whole numbers."""
+    with (Path(__file__).parent / name).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{key: int(word) if word.isdecimal() else word for key, word in row.items()} for row in rows]
 
 
 def alternating(repetitions: int, **choices: Iterable[Any]) -> list[Key]:
@@ -131,50 +130,22 @@ def check_code(commit: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the runs
 
 
-def emulated(nodes: int, devices_per_node: int, rate: str) -> dict[str, Any]:
-    """Returns the overrides of a run on emulated nodes."""
-    return {"emulate.nodes": nodes, "emulate.devices_per_node": devices_per_node, "emulate.rate": rate}
+def train(workdir: Path, config: str, overrides: Overrides, before: Sequence[str] = ()) -> tuple[RunFiles, str]:
+    """Runs train.py, with the command `before` it if given; returns its files and the command as a user types it.
 
-
-def train(name: str, config: str, overrides: Overrides) -> Record:
-    """Runs train.py by the sweep `runs/benchmarks/NAME`. FailedRunError if it does not finish."""
-    (run,) = plan(config, [overrides], workdir=WORKDIR / name)
-    if is_finished(run):  # it has a line already, now superseded; the sweep would take it for this run
-        shutil.rmtree(run.run_dir)
-    (record,) = sweep.run(config, [overrides], workdir=WORKDIR / name, metric="step_time_s")
-    shutil.rmtree(record.run.run_dir / "checkpoints", ignore_errors=True)  # 300 MB
-    if record.state != State.FINISHED:
-        raise FailedRunError(record.error)
-    return record
-
-
-def steps_of(record: Record) -> dict[str, Any]:
-    """Returns the times, losses and bytes of a run's steps; bytes on the wire are node 0's, None without emulation.
-
-    The first step is not timed.
+    FailedRunError if it does not finish.
     """
-    rows = [row for row in record.files.rows if "loss" in row]
-    times = [row["step_time_s"] for row in rows if row.get("step_time_s") is not None]
-    is_emulated, compiled = bool(record.run.emulate), record.files.collectives
-    per_node = int(record.run.emulate.get("devices_per_node", 0))
-    wire = {
-        key: median(row[key] for row in rows[1:]) if is_emulated else None  # the first step connects
-        for key in ("wire_tx_bytes", "wire_rx_bytes")
-    }
-    return {
-        "step_time_s": median(times),
-        "step_times_s": times,
-        "losses": [row["loss"] for row in rows],
-        **wire,
-        **{f"compiled_{key}": per_node * compiled[key] for key in ("inter_bytes", "intra_bytes")},
-        "command": shown(record.run.command),
-    }
+    shutil.rmtree(workdir, ignore_errors=True)
+    command = [*before, *trainer(config, workdir, overrides)]
+    started(command)
+    shutil.rmtree(workdir / "checkpoints", ignore_errors=True)  # 300 MB
+    return read_run(workdir), shown(command)
 
 
-def emulator(rate: str, workdir: Path, *options: str, nodes: int = 4) -> list[str]:
-    """Returns the command of emulated nodes of 2 devices, without its program."""
-    given = [f"--nodes={nodes}", "--devices_per_node=2", f"--rate={rate}", f"--workdir={workdir}", *options]
-    return [sys.executable, "-m", "launch.emulate", *given]
+def emulator(rate: str, workdir: Path, *options: str, nodes: int = 4, devices_per_node: int = 2) -> list[str]:
+    """Returns the beginning of the command of a program on emulated nodes."""
+    given = [f"--nodes={nodes}", f"--devices_per_node={devices_per_node}", f"--rate={rate}", f"--workdir={workdir}"]
+    return [sys.executable, "-m", "launch.emulate", *given, *options, "--"]
 
 
 def config_words(config: str, overrides: Overrides) -> list[str]:
@@ -190,13 +161,6 @@ def trainer(config: str, workdir: Path, overrides: Overrides) -> list[str]:
 def shown(command: Sequence[str]) -> str:
     """Returns a command as a user types it."""
     return shlex.join("python" if word == sys.executable else word for word in command)
-
-
-def pytorch_steps(python: str, options: Sequence[str], rate: str, workdir: Path) -> dict[str, Any]:
-    """Runs PyTorch's steps on emulated nodes; returns its result, and the command. FailedRunError if it failed."""
-    emulation = emulator(rate, workdir, "--processes_per_node=2")
-    command = [*emulation, "--", python, "lab/benchmarks/pytorch_peer.py", *options]
-    return result_of(command) | {"command": shown(command)}
 
 
 def started(command: Sequence[str]) -> str:

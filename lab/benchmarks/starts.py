@@ -33,17 +33,11 @@ from runtime.files.pages import markdown
 RESULTS = MEASURED / "starts.jsonl"
 CONFIG = "configs/quickstart.py"
 FIRST: dict[str, Any] = {"num_steps": 1, "optimizer.warmup_steps": 0, "sample.length": 0}
-ALONE = {
-    "mesh.num_cpu_devices": 1,
-    "mesh.devices_per_node": 1,
-    "sharding.strategy": "ddp",
-    "sharding.partition_size": 0,
-}
+ALONE = {"mesh.num_cpu_devices": 1, "mesh.devices_per_node": 1}
+ALONE |= {"sharding.strategy": "ddp", "sharding.partition_size": 0}
 CASES = {"8 devices": FIRST, "one device": FIRST | ALONE, "8 devices, all steps": {}}
-RUNS = [
-    *((case, cache) for case in ("8 devices", "one device") for cache in ("empty", "filled")),
-    ("8 devices, all steps", "empty"),
-]
+RUNS = [(case, cache) for case in ("8 devices", "one device") for cache in ("empty", "filled")]
+RUNS += [("8 devices, all steps", "empty")]
 
 
 @program

@@ -7,8 +7,8 @@
 Trains the decoder of lab/benchmarks/time_to_loss.toml with its methods, 4 nodes of a device and one micro-step, and the
 same decoder in PyTorch (pytorch_on_text.py, with a Python that has torch): same parameters, batches, learning rates.
 `losses`: to the end, without emulated nodes. `times`: on emulated nodes, at least 5 steps at each rate, of local SGD
-whole intervals; a run goes through the rates, slowest first. Only what is missing is run; adds lines to
-results/measured/time_to_loss.jsonl. `times` need root (docs/emulation.md).
+whole intervals. Only missing runs are done; adds lines to results/measured/time_to_loss.jsonl. `times` needs root
+(docs/emulation.md).
 """
 
 import contextlib
@@ -16,12 +16,10 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
-import time
 import tomllib
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,10 +36,9 @@ from input_pipeline import Batches
 from lab.benchmarks import accuracy
 from lab.benchmarks.runner import (
     WORKDIR,
-    FailedRunError,
     Key,
     alternating,
-    checked_rates,
+    emulator,
     options_of,
     program,
     run_missing,
@@ -50,9 +47,9 @@ from lab.benchmarks.runner import (
     train,
     words,
 )
-from lab.benchmarks.scores import PEER, bytes_per_s
+from lab.benchmarks.steps import PEER
 from lab.records import MEASURED
-from launch.emulate.control import ask
+from launch.emulate.links import Links
 from runtime.files import json_lines
 from training.datasets import load_datasets
 from training.experiment import make_experiment
@@ -66,8 +63,7 @@ TASK |= RUNS["task"]
 RATE = "optimizer.learning_rate"
 DENSE = "dense"
 TIMED = 5  # steps at a rate, at least
-CONNECTING, CHANGING = 3, 4  # steps that do not count: the first, and those while the links get another rate
-POLL_S = 0.02
+CONNECTING = 3  # the first steps, which do not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def planned(options: Namespace) -> list[Key]:
     """Returns the key of each run, in order. ValueError for a bad option."""
     known = [name for name, method in METHODS.items() if options.pytorch or not method.peer]
-    chosen = [name for name in options.only.split(";") if name] or known
-    if unknown := [name for name in chosen if name not in known]:
-        raise ValueError(f"--only={unknown[0]} is not one of {'; '.join(known)}")
+    chosen = words(options.only, "only", known, ";") or known
     if options.part == "losses":
         rates = [float(rate) for rate in options.learning_rates.split(",")]
         own = [name for name in chosen if METHODS[name].losses == name]
@@ -159,75 +153,71 @@ def planned(options: Namespace) -> list[Key]:
             for name in own
             if RATE not in METHODS[name].keys or rate == TASK[RATE]  # one of its own: that run is one
         ]
-    rates = sorted(checked_rates(options.rates), key=bytes_per_s)
+    rates = sorted(options.rates.split(","), key=lambda rate: Links(rate=rate).rate_bits())
     own = [name for name in chosen if METHODS[name].times == name]
     return alternating(options.repetitions, part=["times"], rates=[rates], method=own)
 
 
-# ------------------------------------------------------------------------------------------------------- losses
+# --------------------------------------------------------------------------------------------------------- the runs
 
 
 def losses_of(key: Key, *, python: str) -> dict[str, Any]:
     """Trains a method to its end; returns the validation losses by step. FailedRunError if it failed."""
-    method = METHODS[key["method"]]
+    method, load = METHODS[key["method"]], os.getloadavg()[0]
     keys = {"seed": key["seed"], RATE: key["learning_rate"]} | method.keys
-    load = {"load": os.getloadavg()[0]}
-    if not method.peer:
-        run = train("time_to_loss", CONFIG, TASK | keys)
-        rows, command = run.files.rows, run.run.command
-    else:
-        folder = folder_of(key)
-        here = ["-m", "torch.distributed.run", f"--nproc_per_node={NODES}"]
-        command = [python, *here, *peer_words(method, folder, keys, validate_every=TASK["eval.every"])]
-        started(command)
-        rows = rows_written(folder)
+    launcher = [python, "-m", "torch.distributed.run", f"--nproc_per_node={NODES}"]
+    rows, command = run(method, "losses", keys, [], launcher)
     validated = [row for row in rows if "validation_loss" in row]
-    return {
-        "at": [row["step"] for row in validated],
-        "validation_losses": [row["validation_loss"] for row in validated],
-        **load,
-        "command": shown(command),
-    }
+    found = {"at": [row["step"] for row in validated]}
+    found |= {"validation_losses": [row["validation_loss"] for row in validated]}
+    return found | {"load": load, "command": command}
 
 
-def folder_of(key: Key) -> Path:
-    """Returns an empty folder for a run."""
-    folder = WORKDIR / "time_to_loss" / key["part"] / key["method"].replace(" ", "_").replace(",", "")
+def times_of(key: Key, *, python: str) -> dict[str, Any]:
+    """Runs a method at each rate; returns the steps' times and bytes. FailedRunError if a run failed."""
+    method, load = METHODS[key["method"]], os.getloadavg()[0]
+    first = CONNECTING + -CONNECTING % method.inner_steps
+    keys = method.keys | {"num_steps": first + method.timed, "eval.every": 0, "optimizer.warmup_steps": 0}
+    keys |= {accuracy.WARM_UP: 1} if accuracy.WARM_UP in keys else {}
+    timed = replace(method, peer=method.peer and method.peer | {"dense_steps": 0})
+    links, command = {}, ""
+    for rate in key["rates"]:
+        nodes = emulator(rate, WORKDIR / "time_to_loss" / "emulate", nodes=NODES, devices_per_node=1)
+        rows, command = run(timed, "times", keys, nodes, [python])
+        rows = [row for row in rows if row["step"] > first]
+        sent = fmean(row["wire_tx_bytes"] for row in rows)
+        links[rate] = {"step_times_s": [row["step_time_s"] for row in rows], "sent_bytes": sent}
+    return {"links": links, "load": load, "command": command}
+
+
+def run(
+    method: Method, part: str, keys: Overrides, before: Sequence[str], launcher: Sequence[str]
+) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Trains a method by train.py, or in PyTorch by `launcher`; returns the rows of its metrics, and the command."""
+    folder = WORKDIR / "time_to_loss" / part
+    if not method.peer:
+        files, command = train(folder, CONFIG, TASK | dict(keys), before)
+        return files.rows, command
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    return folder
-
-
-def emulator(folder: Path, rate: str) -> list[str]:
-    """Returns the beginning of the command of a program on emulated nodes, which the folder's path names."""
-    options = [f"--nodes={NODES}", "--devices_per_node=1", f"--rate={rate}", f"--workdir={folder / 'emulate'}"]
-    return [sys.executable, "-m", "launch.emulate", f"--name={name_of(folder)}", *options, "--"]
-
-
-def name_of(folder: Path) -> str:
-    """Returns the name of the emulated cluster of a run in a folder."""
-    return f"time-to-loss-{os.getpid()}-{folder.name}"[:40]
-
-
-def last_words(folder: Path) -> str:
-    """Returns the last line that a program said."""
-    lines = (folder / "said.log").read_text().strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    peer = [*before, *launcher, *peer_words(method, folder, keys)]
+    started(peer)
+    return json_lines.read(folder / "metrics.jsonl"), shown(peer)
 
 
 # ------------------------------------------------------------------------------------------------------- PyTorch
 
 
-def peer_words(method: Method, folder: Path, keys: Overrides, *, validate_every: int, steps: int = 0) -> list[str]:
-    """Returns the words of PyTorch's program, behind python; writes the file that it trains on."""
-    config = config_of(TASK | dict(keys) | ({"num_steps": steps} if steps else {}))
+def peer_words(method: Method, folder: Path, keys: Overrides) -> list[str]:
+    """Returns the words of PyTorch's program, after python; writes the file that it trains on."""
+    config = config_of(TASK | dict(keys))
     assert isinstance(config.model, DecoderConfig)
     data = folder / "data.npz"
     arrays: dict[str, Any] = everything(config, folder)
     np.savez(data, **arrays)
     sizes = {"layers": config.model.num_layers, "hidden": config.model.hidden, "heads": config.model.num_heads}
     sizes |= {"vocab": config.model.padded_vocab, "seq_len": config.data.seq_len}
-    options = {"data": str(data), "out": str(folder), "sizes": sizes, "validate_every": validate_every}
+    options = {"data": str(data), "out": str(folder), "sizes": sizes, "validate_every": config.eval.every}
     return ["lab/benchmarks/pytorch_on_text.py", json.dumps({**options, **(method.peer or {})})]
 
 
@@ -275,80 +265,6 @@ def in_pytorch(params: Any) -> dict[str, np.ndarray]:
 def _whole(values: Any) -> Any:
     """Returns a tree of arrays in this process's memory."""
     return {k: _whole(v) for k, v in values.items()} if isinstance(values, dict) else np.asarray(values)
-
-
-# ------------------------------------------------------------------------------------------------------- times
-
-
-def times_of(key: Key, *, python: str) -> dict[str, Any]:
-    """Runs a method at each rate in turn; returns the steps' times and bytes. FailedRunError if the run failed."""
-    method, folder, rates = METHODS[key["method"]], folder_of(key), key["rates"]
-    load = {"load": os.getloadavg()[0]}
-    steps = method.inner_steps * (100 + len(rates) * (CHANGING + method.timed))  # more than are needed: it is killed
-    if method.peer:
-        timed = replace(method, peer=method.peer | {"dense_steps": 0})
-        command = [python, *peer_words(timed, folder, {}, validate_every=0, steps=steps)]
-    else:
-        keys = TASK | method.keys | {"num_steps": steps, "eval.every": 0}
-        keys |= {accuracy.WARM_UP: 1} if accuracy.WARM_UP in keys else {}
-        flags = [f"--config.{name}={value}" for name, value in keys.items()]
-        command = [sys.executable, "train.py", f"--config={CONFIG}", f"--workdir={folder}", *flags]
-    whole = emulator(folder, rates[0]) + command
-    with (folder / "said.log").open("w") as said:
-        process = subprocess.Popen(whole, stdout=said, stderr=subprocess.STDOUT)
-    try:
-        done = partial(steps_written, process, folder)
-        windows = in_turn(rates, method.timed, done, partial(change, folder), method.inner_steps)
-    finally:
-        process.kill()  # with it end its nodes and all that runs there
-        process.wait()
-    rows = rows_written(folder)
-    links = {}
-    for rate, (first, last) in windows.items():
-        these = [row for row in rows if first < row["step"] <= last]
-        sent = fmean(row["wire_tx_bytes"] for row in these)
-        links[rate] = {"step_times_s": [row["step_time_s"] for row in these], "sent_bytes": sent}
-    return {"links": links, **load, "command": shown(whole)}
-
-
-def in_turn(
-    rates: Sequence[str], count: int, written: Callable[[], int], change: Callable[[str], None], every: int = 1
-) -> dict[str, tuple[int, int]]:
-    """Changes the links to each rate but the first, which they have; returns the steps `(first, last]` timed at a rate.
-
-    `written()` is the step of the last row, one for `every` steps at least, to which windows are aligned. A row is
-    written when the next one is taken: of the steps behind it no more than these began before the change.
-    """
-    found = {}
-    for rate in rates:
-        first = CONNECTING
-        if found:
-            change(rate)
-            first = written() + max(2 * every, CHANGING)
-        first += -first % every
-        while written() < first + count:
-            time.sleep(POLL_S)
-        found[rate] = first, first + count
-    return found
-
-
-def rows_written(folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of the metrics so far."""
-    file = folder / "metrics.jsonl"
-    return json_lines.read_tail(file, file.stat().st_size) if file.exists() else []
-
-
-def steps_written(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Returns the step of the last row so far. FailedRunError if the run has ended, or takes too long."""
-    if process.poll() is not None:
-        raise FailedRunError(last_words(folder))
-    return max((row["step"] for row in rows_written(folder)), default=0)
-
-
-def change(folder: Path, rate: str) -> None:
-    """Gives all links of a run another rate."""
-    for node in range(NODES):
-        ask(name_of(folder), {"verb": "slow", "node": node, "rate": rate})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from configs.losses import WITHIN
 from lab.benchmarks.names import on_pages
-from lab.benchmarks.scores import PEER, bytes_per_s, turn_of
+from lab.benchmarks.step_tables import bytes_per_s, turn_of
+from lab.benchmarks.steps import PEER
 from lab.benchmarks.time_to_loss import DENSE, METHODS, RUNS, Method
 from lab.plots import OUTSIDE, rate_in_words
 from lab.records import Line, Range, spread

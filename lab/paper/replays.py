@@ -18,9 +18,7 @@ BUCKET = 5e8  # values: DeepSpeed's reduce_bucket_size and allgather_bucket_size
 LIVE = 1e9  # values: DeepSpeed's stage3_max_live_parameters
 HALF = 2  # bytes of fp16
 MATRICES = 6  # of a BERT layer: queries, keys, values, the output of attention, two of the MLP
-V100 = CLUSTERS[P3DN].device
 USABLE_BYTES = CLUSTERS[P3DN].usable_bytes(16)  # of a V100, by a program
-PRODUCTS = V100.matmul_fraction * V100.peak_flops["bf16"] / 1e12  # TFLOP/s that its matrix products are taken to reach
 # The paper's network: the least squares of figure 2's all-gathers (a ring of n GPUs passes n - 1 chunks, one a node
 # between nodes, the others with NCCL's latency), and section 3.2's B_part inside a node
 LINK_LATENCY_S, LINK_BYTES_PER_S, INSIDE_BYTES_PER_S = 718e-6, 12.299e9, 128e9
@@ -49,14 +47,6 @@ class Shape:
         kept = HALF * self.layers * tokens * self.hidden
         layer = 34 * tokens * self.hidden + 5 * self.heads * tokens * self.seq_len
         return kept + layer + (HALF + 4) * tokens * self.vocab
-
-    def tflops(self, sequences_per_s: float, gpus: int) -> float:
-        """Returns TFLOP/s of a GPU by the paper's formula (section 5.1.1), recomputation counted."""
-        rest = 1 + self.seq_len / (6 * self.hidden) + self.vocab / (16 * self.layers * self.hidden)
-        return 96 * sequences_per_s * self.seq_len * self.layers * self.hidden**2 * rest / gpus / 1e12
-
-
-BERT_LARGE = Shape(hidden=1024, layers=24, heads=16, vocab=30528, rows=16)
 
 
 def table_1(model: str) -> dict[str, int]:
@@ -135,32 +125,14 @@ def one_hop_s(replay: Replay) -> float:
     return replay.deepspeed_s - replay.network("busy_s", "group_reduce_scatter", "replica_all_reduce") + buckets_s
 
 
-def zero3_s(flat: Replay, matrices: int = MATRICES) -> float:
+def zero3_s(flat: Replay) -> float:
     """Returns the step of DeepSpeed's ZeRO-3 of 2021, from our flat program, which gathers a layer at once.
 
     It fetched each submodule's parameters when that began, and waited (deepspeedai/DeepSpeed#1188): a gather a matrix.
     """
-    return one_hop_s(flat) + (matrices - 1) * flat.network("times", "gather") * flat.latency_s
+    return one_hop_s(flat) + (MATRICES - 1) * flat.network("times", "gather") * flat.latency_s
 
 
 def zero2_s(flat: Replay) -> float:
     """Returns the step of DeepSpeed's ZeRO-2, from our flat program, whose parameters are gathered in f32, not fp16."""
     return flat.deepspeed_s - flat.network("busy_s", "parameter_scope") / 2
-
-
-def gradients_exposed_s(mics: Replay) -> float:
-    """Returns the step of a MiCS that hides gathers like ours, but no sum of gradients (what AMSP, section 9, says)."""
-    sums = ("group_reduce_scatter", "replica_all_reduce")
-    return mics.step_s + mics.network("busy_s", *sums) - mics.network("exposed_s", *sums)
-
-
-def on_one_gpu(records: Records) -> float:
-    """Returns TFLOP/s of BERT-large replayed on one V100, by the paper's formula."""
-    return BERT_LARGE.tflops(find(records, "BERT large", 1, "mics(1)").rate(), gpus=1)
-
-
-def published_on_one_gpu() -> dict[str, float]:
-    """Returns TFLOP/s of BERT-large on one V100 by program: DeepSpeed's, and what it gives a gain, "up to", over."""
-    cells = published.find("DeepSpeed", "BERT-large on a V100")
-    ours = next(one.value or 0.0 for one in cells if one.unit == "TFLOP/s")
-    return {one.system: ours / (one.value or 1.0) if one.unit == "x" else ours for one in cells}

@@ -1,7 +1,8 @@
-"""ZeRO's tables 1 and 2, the plans of AMSP and PaRO, ZeRO++: model state on a device, bytes in all, throughput."""
+"""MiCS's table 1, ZeRO's tables 1 and 2, the plans of AMSP and PaRO, ZeRO++: sizes, model state, bytes, throughput."""
 
 from lab.paper import published
 from lab.paper.published import Published
+from lab.paper.replays import shape_of
 from lab.paper.scores import Cell, Comparison, compared, over
 from lab.paper.traffic import PARAMETER_BYTES
 from lab.records import Line, Records
@@ -14,6 +15,20 @@ PARO_PLANS = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "III", "IIG", "IGG", "GG
 PARO_SCOPES = {"N": "none", "I": "node", "G": "all"}
 ZEROPP_GPUS, ZEROPP_PER_NODE = 384, 16
 HALF = 2  # bytes of a parameter in M, the model in fp16
+
+
+def sizes(records: Records) -> Comparison:
+    """Returns billions of parameters: the formula 12 L h² + V h on table 1, and our configs."""
+    cells = []
+    for name, config in models().items():
+        ours = records.line("compiled", kind="model", config=config)["num_params"]
+        cells.append(Cell(row=name, published=shape_of(name).num_params / 1e9, ours=ours / 1e9))
+    return Comparison(title="billions", cells=cells)
+
+
+def models() -> dict[str, str]:
+    """Returns the models of table 1 and our configs of them."""
+    return {one.case: one.config for one in published.find("MiCS", "table 1", system="parameters")}
 
 
 def state_bytes(line: Line) -> int:

@@ -5,7 +5,7 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from lab.paper import compression, mics, sharding, throughput, traffic
+from lab.paper import sharding, throughput, traffic
 from lab.paper.scores import Comparison, mean_off, orders, percent
 from lab.plots import draw_bars, exactly
 from lab.records import Records
@@ -15,13 +15,12 @@ COMPARISONS: Mapping[str, Callable[[Records], Comparison]] = {
     "mics-volumes": partial(traffic.volumes, name="mics"),
     "mics-savings": traffic.savings,
     "mics-two-hops": traffic.two_hops,
-    "mics-sizes": mics.sizes,
+    "mics-sizes": sharding.sizes,
     "mics-7": throughput.sequences,
     "mics-7-ratios": throughput.over_zero3,
     "mics-scale-model": throughput.scale_model,
     "mics-12-to-15": throughput.ablations,
     "mics-predictions": throughput.predictions,
-    "mics-text": throughput.in_the_text,
     "zero-table-1": sharding.zero_table_1,
     "zero-table-2": sharding.zero_table_2,
     "zero-volumes": partial(traffic.volumes, name="zero"),
@@ -31,17 +30,10 @@ COMPARISONS: Mapping[str, Callable[[Records], Comparison]] = {
     "zeropp-in-all": sharding.zeropp_in_all,
     "zeropp-throughput": sharding.zeropp_throughput,
     "zeropp-speed-up": sharding.zeropp_speed_up,
-    "compression-ratios": compression.ratios,
-    "compression-power-sgd": compression.power_sgd,
-    "compression-costs": compression.costs,
 }
 TEXTS: Mapping[str, Callable[[Records], str]] = {
-    "mics-7-means": throughput.means,
     "mics-7-memory": throughput.memory,
-    "mics-12-to-15-means": throughput.ablation_means,
-    "mics-16": mics.losses,
     "calls": traffic.calls,
-    "compression-diloco": compression.diloco,
     "summary": lambda records: summary(records),
 }
 # what the front page sums up, and how often our systems come in the published order
@@ -63,8 +55,6 @@ SUMMARY: Mapping[str, tuple[str, Callable[[Records], tuple[int, int]] | None]] =
         lambda records: orders(sharding.zeropp_throughput(records).cells),
     ),
     "zeropp-speed-up": ("ZeRO++ over ZeRO-3", None),
-    "compression-ratios": ("DGC, MXNet, 1-bit Adam, DiLoCo: times smaller", None),
-    "compression-power-sgd": ("PowerSGD: MiB an epoch", None),
 }
 
 
@@ -112,11 +102,7 @@ CHARTS: Mapping[str, Callable[[Records], Figure]] = {
     "paper_figures_12_to_15": chart(
         throughput.scale_model, "Throughput over that of the other; ours: measured on the scale model"
     ),
-    "paper_figure_16": mics.plot,
     "paper_zeropp": chart(
         sharding.zeropp_speed_up, "Throughput of ZeRO++ over ZeRO-3, 18 B on 384 V100; ours: replayed by the planner"
-    ),
-    "paper_compression": chart(
-        compression.ratios, "Times smaller than uncompressed gradients (logarithmic)", is_logarithmic=True
     ),
 }

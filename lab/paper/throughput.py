@@ -1,17 +1,16 @@
 """The MiCS paper's throughput: figures 7 and 12 to 15 at full size and on the scale model, and its predictions."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from lab.paper import published, replays
 from lab.paper.published import Published
-from lab.paper.replays import P3DN, P4D, PAPER, PLANNER, PRODUCTS, Replay, find, shape_of
-from lab.paper.scores import Cell, Comparison, mean_off, orders, over
+from lab.paper.replays import P3DN, P4D, PAPER, Replay, find, shape_of
+from lab.paper.scores import Cell, Comparison, orders, over
 from lab.records import Records
 from runtime.files.pages import markdown
 
-ODD = "BERT 20B"  # the paper's figures 7 and 9 contradict each other there
 # figure: what the other systems are divided by
 ABLATIONS = {"figure 12": "group of 64", "figure 13b": "ZeRO-3", "figure 14": "one hop", "figure 15": "ZeRO-3"}
 # systems that sent otherwise than our programs: how long a step takes them; the others hide nothing
@@ -25,8 +24,6 @@ SCALE_MODEL = {
     "figure 14": {"one hop": "mics(2) two-hop off", "two hops": "mics(2)"},
     "figure 15": {"ZeRO-3": "zero3 flat", "one group": "zero3", "MiCS": "mics(2)"},
 }
-WIDE_RESNET, GPT_100B = "WideResNet 3B", "GPT 100B"
-CONVOLUTIONS = 3  # of a bottleneck block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +42,6 @@ class Run:
         return Cell(row=f"{self.bar.case}, {self.bar.system}", column=column, published=self.bar.value, ours=ours)
 
 
-Change = Callable[[Run, Replay], float]  # a run that fits, and its replay, to the seconds of a step
-
-
 def runs(records: Records, figure: str, network: str = PAPER) -> list[Run]:
     """Returns the runs of all bars of a figure. ValueError if a replay is missing."""
     return [_run(records, bar, network) for bar in published.find("MiCS", figure)]
@@ -63,11 +57,6 @@ def _run(records: Records, bar: Published, network: str) -> Run:
     seconds = SECONDS.get(bar.system)
     step_s = seconds(replay) if seconds else replay.deepspeed_s
     return Run(bar=bar, needs_bytes=needs_bytes or replay.total_bytes, replay=kept, step_s=step_s)
-
-
-def changed(found: Iterable[Run], change: Change) -> list[Cell]:
-    """Returns the cells of runs with another step."""
-    return [run.cell(change(run, run.replay) if run.replay else None) for run in found]
 
 
 # ------------------------------------------------------------------------------------------------- figure 7
@@ -115,58 +104,6 @@ def _over_zero3(cells: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def with_slower_compute(run: Run, replay: Replay, times: float) -> float:
-    """Returns the step if compute took `times` as long, with as much of the traffic exposed as before."""
-    return run.step_s + (times - 1) * replay.compute_s
-
-
-def as_ours(run: Run, replay: Replay) -> float:
-    """Returns the step if MiCS hid what our schedule hides."""
-    return run.step_s if run.bar.system in SECONDS else replay.step_s
-
-
-def gathered_by_layer(run: Run, replay: Replay) -> float:
-    """Returns the step if ZeRO-3 gathered a layer at once."""
-    return replays.one_hop_s(replay) if run.bar.system == "ZeRO-3" else run.step_s
-
-
-def gradients_exposed(run: Run, replay: Replay) -> float:
-    """Returns the step if MiCS hid no sum of gradients."""
-    return replays.gradients_exposed_s(replay) if run.bar.system == "MiCS" else run.step_s
-
-
-def choices(records: Records) -> dict[str, list[Cell]]:
-    """Returns figure 7's cells by the choice that is made."""
-    found = runs(records, "figure 7")
-    changes: dict[str, Change] = {
-        "ZeRO-3 gathers a layer at once": gathered_by_layer,
-        "MiCS hides gathers": gradients_exposed,
-        "MiCS hides what ours hides": as_ours,
-    }
-    cells = {f"nothing hidden, products at {PRODUCTS:.0f} TFLOP/s": [run.cell() for run in found]}
-    cells |= {name: changed(found, change) for name, change in changes.items()}
-    cells["the planner's network"] = [run.cell() for run in runs(records, "figure 7", PLANNER)]
-    for program, tflops in replays.published_on_one_gpu().items():
-        times = replays.on_one_gpu(records) / tflops
-        slower = changed(found, lambda run, replay, times=times: with_slower_compute(run, replay, times))
-        cells[f"compute {times:.2f} times as slow: {program}"] = slower
-    return cells
-
-
-def means(records: Records) -> str:
-    """Returns the table of mean absolute differences from figure 7, by the choice that is made."""
-    rows = []
-    for name, cells in choices(records).items():
-        by_system = [[cell for cell in cells if cell.row.endswith(system)] for system in ("MiCS", "ZeRO-3", "ZeRO-2")]
-        but_odd = [cell for cell in by_system[0] if not cell.row.startswith(ODD)]
-        rows.append([name, *_means(by_system[0], but_odd, *by_system[1:], _over_zero3(cells))])
-    return markdown(["mean difference", "MiCS", f"MiCS but {ODD}", "ZeRO-3", "ZeRO-2", "MiCS over ZeRO-3"], rows)
-
-
-def _means(*groups: Iterable[Cell]) -> list[str]:
-    return [f"{100 * mean_off(cells):.1f}%" for cells in groups]
-
-
 def memory(records: Records) -> str:
     """Returns what each run of figure 7 needs of a GPU, and where we call it wrong whether it fits."""
     rows: dict[str, list[str]] = {}
@@ -182,11 +119,9 @@ def memory(records: Records) -> str:
 # -------------------------------------------------------------------------------------------------- figures 12 to 15
 
 
-def ablation(records: Records, figure: str, network: str = PAPER, change: Change | None = None) -> list[Cell]:
+def ablation(records: Records, figure: str) -> list[Cell]:
     """Returns the throughput of the systems of figure 12, 13b, 14 or 15; figure 13b's is over ZeRO-3's."""
-    found = runs(records, figure, network)
-    cells = changed(found, change) if change else [run.cell() for run in found]
-    return [replace(cell, row=run.bar.system) for cell, run in zip(cells, found, strict=True)]
+    return [replace(run.cell(), row=run.bar.system) for run in runs(records, figure)]
 
 
 def ratios(cells: Sequence[Cell], figure: str) -> list[Cell]:
@@ -205,20 +140,6 @@ def order_in_ablations(records: Records) -> tuple[int, int]:
     """Returns in how many comparisons of figures 12 to 15 our systems are in the published order, and of how many."""
     found = [orders(ablation(records, figure)) for figure in ABLATIONS]
     return sum(same for same, _ in found), sum(count for _, count in found)
-
-
-def ablation_means(records: Records) -> str:
-    """Returns the table of mean absolute differences from the four figures, by network and overlap."""
-    ways: dict[str, tuple[str, Change | None]] = {
-        "nothing hidden": (PAPER, None),
-        "MiCS hides what ours hides": (PAPER, as_ours),
-        "the planner's network": (PLANNER, None),
-    }
-    rows = []
-    for name, way in ways.items():
-        groups = [ratios(ablation(records, figure, *way), figure) for figure in ABLATIONS]
-        rows.append([name, *_means(*groups, [cell for group in groups for cell in group])])
-    return markdown(["mean difference", *(figure.removeprefix("figure ") for figure in ABLATIONS), "all"], rows)
 
 
 def scale_model(records: Records) -> Comparison:
@@ -256,21 +177,3 @@ def predictions(records: Records) -> Comparison:
             paper, ours = figure_11.get((model, gpus)) if is_v100 else None, replay.rate(replay.deepspeed_s)
             cells.append(Cell(row=row, column=f"{gpus} GPUs", published=paper, ours=ours))
     return Comparison(title="sequences/s", cells=cells)
-
-
-def in_the_text(records: Records) -> Comparison:
-    """Returns what the paper's text says of WideResNet and of 100 B parameters."""
-    mics, flat = (find(records, WIDE_RESNET, 16, strategy) for strategy in ("mics(8)", "zero3 flat"))
-    printed = published.value("MiCS", "figure 11", case=WIDE_RESNET)
-    few, many = (find(records, GPT_100B, gpus, "mics(128)", cluster=P4D, network=PLANNER) for gpus in (128, 512))
-    shape = shape_of("GPT2 20B", rows=16, hidden=10240, layers=80, heads=80)
-    tflops, share = (published.value("MiCS", "section 5.1.5", unit=unit) for unit in ("TFLOP/s", "%"))
-    zero3_s, wide = replays.zero3_s(flat, CONVOLUTIONS), f"{WIDE_RESNET}, 16 GPUs, MiCS over ZeRO-3, times"
-    slow, fast = (one.rate(one.deepspeed_s) for one in (few, many))
-    cells = {
-        wide: (printed, zero3_s / mics.deepspeed_s),
-        f"{wide}, hidden as ours": (printed, zero3_s / mics.step_s),
-        f"{GPT_100B}, 512 GPUs, TFLOP/s of a GPU": (tflops, shape.tflops(fast, many.gpus)),
-        f"{GPT_100B}, a GPU of 512 over one of 128, %": (share, 100 * fast / slow * few.gpus / many.gpus),
-    }
-    return Comparison(title="", cells=[Cell(row=row, published=p, ours=ours) for row, (p, ours) in cells.items()])
