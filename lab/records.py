@@ -30,7 +30,6 @@ TODAY = RENAMED | {  # names of keys in older lines, and their names today
     "hop_two_ratio": "all_reduce_ratio",
     "hop_two_fraction_sent": "all_reduce_fraction_sent",
 }
-SAME = 1e-5  # losses that differ by less, relatively, count as equal
 Line = dict[str, Any]
 
 
@@ -180,13 +179,6 @@ def middle(values: Sequence[float | None], digits: int = 1) -> str:
     if len(known) == 1:
         return f"{known[0]:.{digits}f}"
     return range_of(known).text(digits) if known else "-"
-
-
-def same_until(losses: Sequence[float], others: Sequence[float]) -> tuple[int | None, float]:
-    """Returns the first step whose losses differ by more than `SAME`, None if none does, and the most before it."""
-    apart = [abs(a - b) / a for a, b in zip(losses, others, strict=True)]
-    first = next((i for i, difference in enumerate(apart) if difference > SAME), None)
-    return None if first is None else first + 1, max(apart[:first], default=0.0)
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.losses import same_until
 
 from lab import pages
 from lab.benchmarks import accuracy, planner_errors, step_tables
 from lab.benchmarks.runner import ROOT
-from lab.records import MEASURED, Range, recorded, same_until
+from lab.records import MEASURED, Range, recorded
 
 
 def step(strategy: str, rate: str, times: list[float], commit: str = "a") -> dict[str, Any]:

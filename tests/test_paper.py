@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.losses import same_until
 
 from configs import mics_paper
 from lab import pages
-from lab.paper import published, replays, scores, sharding, tables, traffic
-from lab.paper.scores import Cell, Comparison
-from lab.records import Records, read_records, same_until
+from lab.paper import published, replays, sharding, tables, traffic
+from lab.paper.published import Cell, Comparison
+from lab.records import Records, read_records
 from runtime.files.pages import TABLE
 
 pytestmark = pytest.mark.document
@@ -42,8 +43,6 @@ def test_published_numbers_have_a_source_and_stand_once() -> None:
 def test_a_number_or_a_line_that_is_not_there_is_one_line(tmp_path: Path, records: Records) -> None:
     with pytest.raises(ValueError, match=r"^published.csv has no line with MiCS, figure 99$"):
         published.find("MiCS", "figure 99")
-    with pytest.raises(ValueError, match=r"^published.csv: MiCS, figure 7, .* is not one number$"):
-        published.value("MiCS", "figure 7", case="BERT 10B")
     with pytest.raises(ValueError, match=r"compiled.jsonl is missing; python -m lab.benchmarks.compiled writes it$"):
         sharding.sizes(read_records(tmp_path))
     with pytest.raises(ValueError, match="has 0 lines of step, zero9, 4, 4; it needs one: python -m lab.benchmarks.co"):
@@ -83,12 +82,12 @@ def test_difference_is_relative_or_in_points(paper: float | None, ours: float | 
 
 def test_scores_by_hand() -> None:
     some = cells(a=(10.0, 12.0), b=(5.0, 4.0), c=(None, 3.0), d=(1.0, None))
-    assert scores.mean_off(some) == pytest.approx(0.2)
-    (ratio,) = scores.over(some, "b")
+    assert published.mean_off(some) == pytest.approx(0.2)
+    (ratio,) = published.over(some, "b")
     assert (ratio.row, ratio.published, ratio.ours) == ("a over b", 2.0, 3.0)
-    assert scores.over(some, "b", rows=["d"]) == []
+    assert published.over(some, "b", rows=["d"]) == []
     other = [Cell(row=row, column="2", published=a, ours=b) for row, a, b in (("a", 1.0, 2.0), ("b", 2.0, 1.0))]
-    assert scores.orders([*some[:2], *other]) == (1, 2)
+    assert published.orders([*some[:2], *other]) == (1, 2)
 
 
 # ------------------------------------------------------------------------------------------------ bytes by formula

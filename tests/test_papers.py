@@ -11,7 +11,7 @@ import pytest
 
 from lab.benchmarks import compiled
 from lab.benchmarks.compiled import cells
-from lab.paper import scores, sharding, traffic
+from lab.paper import published, sharding, traffic
 from lab.records import Records, is_recorded, read_records, recorded
 
 pytestmark = pytest.mark.document
@@ -33,7 +33,7 @@ def line(about: Mapping[str, Any]) -> dict[str, Any]:
     return next(x for x in recorded(compiled.RESULTS) if key.items() <= x.items())
 
 
-def row(found: scores.Comparison, name: str) -> scores.Cell:
+def row(found: published.Comparison, name: str) -> published.Cell:
     (one,) = [x for x in found.cells if x.name == name]
     return one
 

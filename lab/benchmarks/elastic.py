@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.runner import options_of, program, words
+from lab.benchmarks.runner import options_of, program, rows_of, words
 from lab.chaos.faults import RECOVERY_S, Fault, inject
 from lab.chaos.run import ElasticRun, RunError
 from lab.records import MEASURED, Line, add, machine, middle
@@ -36,34 +36,18 @@ class Case:
     title: str
     kind: str
     process: int
-    lost: str  # the aim, in words
-    seconds: float | None  # to the next finished step; None: any time
-    detection: bool = False  # the time until it is noticed comes on top
+    lost: int | str  # the aim, in words
+    seconds: int | str  # to the next finished step; "": any time
+    detection: int  # 1: the time until it is noticed comes on top
 
     @property
     def aim(self) -> str:
         """The aim as the table has it."""
-        seconds = "any time" if self.seconds is None else f"{self.seconds:g} s{' + detection' * self.detection}"
+        seconds = f"{self.seconds} s{' + detection' * self.detection}" if self.seconds else "any time"
         return f"{self.lost}, {seconds}"
 
 
-JOIN = Case("a node joins", "join", 0, "0", 20)
-MATRIX = (
-    Case("announced preemption of a node", "preempt", 2, "0", 15),
-    JOIN,
-    Case("announced preemption of the coordinator's node", "preempt", 0, "0", 15),
-    JOIN,
-    Case("SIGKILL of a node", "kill_node", 1, "1", 30),
-    JOIN,
-    Case("SIGKILL of the coordinator's node", "kill_node", 0, "1", 40),
-    JOIN,
-    Case("SIGSTOP of a process", "freeze_process", 1, "1", 30, detection=True),
-    Case("SIGKILL during a snapshot", "kill_in_snapshot", 3, "1", 40),
-    Case("SIGKILL during a checkpoint", "kill_in_checkpoint", 2, "1", 40),
-    Case("cut link", "cut", 2, "1", 30, detection=True),
-    Case("SIGSTOP of a node", "freeze_node", 1, "1", 30, detection=True),
-    Case("all nodes killed", "kill_all", 0, "back to the checkpoint", None),
-)
+MATRIX = tuple(Case(**row) for row in rows_of("elastic.csv"))
 
 
 @program

@@ -54,11 +54,11 @@ def table_1(model: str) -> dict[str, int]:
     return {one.system: int(one.value or 0) for one in published.find("MiCS", "table 1", case=model)}
 
 
-def shape_of(model: str, rows: int = 8, **changes: int) -> Shape:
-    """Returns the shape of a model of table 1 with so many rows in a micro-batch, and with changed sizes."""
+def shape_of(model: str, rows: int = 8) -> Shape:
+    """Returns the shape of a model of table 1 with so many rows in a micro-batch."""
     sizes = table_1(model)
     shape = {key: sizes[key] for key in ("hidden", "layers", "heads")} | {"vocab": sizes["vocabulary"]}
-    return Shape(rows=rows, **(shape | changes))
+    return Shape(rows=rows, **shape)
 
 
 def zero2_bytes(shape: Shape, gpus: int) -> float:
@@ -82,7 +82,6 @@ class Replay:
     memory: Mapping[str, float]
     bucket_s: float  # of all GPUs' all-reduce of `BUCKET` gradients
     latency_s: float  # of an all-gather of all GPUs that sends next to nothing
-    compute_s: float
     step_s: float  # our schedule
     deepspeed_s: float  # nothing hidden
     uses: Mapping[str, Mapping[str, float]]  # by "label, level"

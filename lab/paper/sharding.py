@@ -1,9 +1,8 @@
 """MiCS's table 1, ZeRO's tables 1 and 2, the plans of AMSP and PaRO, ZeRO++: sizes, model state, bytes, throughput."""
 
 from lab.paper import published
-from lab.paper.published import Published
+from lab.paper.published import Cell, Comparison, Published, compared, over
 from lab.paper.replays import shape_of
-from lab.paper.scores import Cell, Comparison, compared, over
 from lab.paper.traffic import PARAMETER_BYTES
 from lab.records import Line, Records
 

@@ -6,7 +6,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from lab.paper import sharding, throughput, traffic
-from lab.paper.scores import Comparison, mean_off, orders, percent
+from lab.paper.published import Comparison, mean_off, orders, percent
 from lab.plots import draw_bars, exactly
 from lab.records import Records
 from runtime.files.pages import markdown

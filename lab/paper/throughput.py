@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from lab.paper import published, replays
-from lab.paper.published import Published
+from lab.paper.published import Cell, Comparison, Published, orders, over
 from lab.paper.replays import P3DN, P4D, PAPER, Replay, find, shape_of
-from lab.paper.scores import Cell, Comparison, orders, over
 from lab.records import Records
 from runtime.files.pages import markdown
 

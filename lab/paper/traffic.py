@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.paper.scores import Cell, Comparison
+from lab.paper.published import Cell, Comparison
 from lab.records import Records
 from runtime.files.pages import markdown
 
