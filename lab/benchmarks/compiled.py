@@ -66,10 +66,7 @@ def replaying(
     @program
     def main(argv: Sequence[str] | None = None) -> int:
         options = options_of(
-            about,
-            argv,
-            only=("", "only cells whose name contains this"),
-            again=(False, "replay what is recorded too"),
+            about, argv, only=("", "only cells whose name contains this"), again=(False, "replay what is recorded too")
         )
         chosen = [cell for cell in cells() if options.only in name(cell)]
         if not chosen:
