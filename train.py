@@ -40,7 +40,7 @@ from training import groups, idle, resume
 from training.datasets import load_datasets
 from training.devices import unused_gpus, use_compilation_cache, use_devices
 from training.experiment import Experiment, make_experiment
-from training.hooks import Hook, Keeper, Metrics, NonFiniteError, Periodic, Report, Validate, every
+from training.hooks import CheckpointHook, Hook, Metrics, NonFiniteError, Periodic, Report, Validate, every
 from training.independent import Independent
 from training.log import announced, make_log, say
 from training.memory import check_fits, check_step_fits
@@ -133,7 +133,7 @@ def run(
 
     # --------------------------------------------------- build: mesh, model, optimizer and data, checked but not made
     ex = build(config, workdir, make, words)
-    data = load_datasets(ex, workdir, supervisor.hold)
+    data = load_datasets(ex, workdir, supervisor.register)
     validator = Validator(ex, data.validation, config.eval.num_batches * ex.num_shares, supervisor.enter)
     sampler = Sampler(ex, data.tokenizer, config.sample)
     if not resume.has_begun(workdir):
@@ -148,7 +148,7 @@ def run(
 
     # ----------------------------------------------------------------------------------------------------------- resume
     supervisor.enter(Phase.RESTORING)
-    supervisor.hold(workdir_lock(workdir, others_go_on=group is not None))
+    supervisor.register(workdir_lock(workdir, others_go_on=group is not None))
     if group is not None:
         groups.check_number_is_free(whole, group)
     if group is None and resume.is_finished(config, workdir, extends=extends):  # by the attempt before
@@ -168,8 +168,8 @@ def run(
         ex.same_weights()
     supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
     batches = steps.read(data.train, start.step)
-    supervisor.hold(batches)
-    steps.await_rows()
+    supervisor.register(batches)
+    steps.wait_for_data()
     supervisor.enter(Phase.PREPARING)
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
     if jax.process_index() == 0:
@@ -177,8 +177,8 @@ def run(
     with announced("compiling the step", say):
         step_fn = steps.compile()
     supervisor.enter(Phase.COMPARING)
-    with resume.goes_on_with_more_nodes(workdir):
-        needs = snapshots.needs(ex.state_shapes.to_keep)
+    with resume.retry_if_world_too_small(workdir):
+        needs = snapshots.needs(ex.state_shapes.checkpoint_state)
         taken = check_step_fits(ex, step_fn, needs, restored=start.restored is not None)
     supervisor.enter(Phase.LOADING if ex.has_weights else Phase.PREPARING)
     if start.restored:
@@ -213,13 +213,13 @@ def run(
         metrics: Metrics = {}
         report = Report(ex, log, supervisor, steps, data)
         validate = Validate(validator=validator, log=log, report=report, supervisor=supervisor)
-        keeper = Keeper(
+        keeper = CheckpointHook(
             log=log,
             report=report,
             checkpointer=checkpointer,
             snapshots=snapshots,
             supervisor=supervisor,
-            to_save=steps.to_save,
+            state_for_checkpoint=steps.state_for_checkpoint,
             config=config.to_dict(),
             position={"seed": config.seed, **fingerprints},
         )
@@ -233,7 +233,7 @@ def run(
         if group is not None and config.eval.every:
             validator.compile(log.say)  # the others would wait for that once this replica has entered
         steps.begin(step, log.say)
-        while step < last and not steps.may_stop(step, asked=supervisor.stop_requested()):
+        while step < last and not steps.can_stop(step, asked=supervisor.stop_requested()):
             if (done := steps(state, step)) is None:
                 continue
             state, metrics, step = done
@@ -265,7 +265,7 @@ def run(
 
 def build(config: Config, workdir: Path, make: Callable[[Config], Experiment], words: Sequence[str]) -> Experiment:
     """Returns the parts of the run, after a check that its state fits the devices; `words` are those of the config."""
-    with resume.goes_on_with_more_nodes(workdir):
+    with resume.retry_if_world_too_small(workdir):
         ex = make(config)
         check_fits(ex, words)
     return ex

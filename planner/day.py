@@ -75,7 +75,7 @@ def kept_of(step: Step) -> Kept:
     rows = [row for row in table_rows(step.experiment) if row.name not in frozen]
     together, model = step.machine.num_devices if cluster.device.is_shared else 1, step.experiment.model
     return Kept(
-        state_bytes=sum(map(nbytes, jax.tree.leaves(state.to_keep))),
+        state_bytes=sum(map(nbytes, jax.tree.leaves(state.checkpoint_state))),
         device_bytes=sum(row.device_bytes[0] + row.device_bytes[2] for row in rows),
         storage_bandwidth=cluster.storage_bandwidth,
         copy_bandwidth=cluster.device.copy_bandwidth / together,

@@ -72,7 +72,7 @@ class Supervisor:
                 raise ResumableError(f"jax could not connect the processes: {error}") from error
         self.phase = Phase.CHECKING
 
-    def hold(self, resource: AbstractContextManager[object]) -> None:
+    def register(self, resource: AbstractContextManager[object]) -> None:
         """Enters a context, which ends after the exit is recorded and the other processes are notified."""
         self.held.enter_context(resource)
 

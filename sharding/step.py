@@ -54,7 +54,7 @@ class TrainState:
         return joined(self.params, self.frozen)
 
     @property
-    def to_keep(self) -> "TrainState":
+    def checkpoint_state(self) -> "TrainState":
         """What a checkpoint or a snapshot keeps of it."""
         return replace(self, frozen={})
 

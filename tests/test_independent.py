@@ -230,7 +230,7 @@ def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
     members = SimpleNamespace(me=me, others=[1], tell=lambda last: told.append(last))
     one = waiting(steps=steps)
     one.replicas = SimpleNamespace(members=members)
-    stops = [Independent.may_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
+    stops = [Independent.can_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == wanted and told == announced
 
 
@@ -257,10 +257,10 @@ def test_a_replica_that_waits_for_the_others_state_can_be_stopped() -> None:
     one = waiting(is_asked=lambda: True)
     one.replicas = SimpleNamespace(fetch_state=lambda sizes, progress: progress(), is_first=True)
     one._done = lambda state, step: one._fetched(step, state)
-    state: Any = SimpleNamespace(to_keep={})
+    state: Any = SimpleNamespace(checkpoint_state={})
     assert Independent.__call__(one, state, 3) is None and one._asked
-    assert Independent.may_stop(one, 3, asked=False), "it does no step more"
-    assert Independent.to_save(one, state) is None
+    assert Independent.can_stop(one, 3, asked=False), "it does no step more"
+    assert Independent.state_for_checkpoint(one, state) is None
 
 
 @pytest.mark.parametrize(("steps", "ends_s"), [(1, 100 + STOP_S), (50, 100)])
@@ -285,13 +285,13 @@ def test_a_replica_that_waits_for_sums_stops_in_time(
             one._waiting()
 
     one._done = slowest_round
-    state: Any = SimpleNamespace(to_keep="before")
+    state: Any = SimpleNamespace(checkpoint_state="before")
     assert Independent.__call__(one, state, 3 * steps) is None
     assert ends_s <= clock.now_s <= ends_s + 0.5
-    assert Independent.may_stop(one, 3 * steps, asked=False)
+    assert Independent.can_stop(one, 3 * steps, asked=False)
     Independent.end(one, 3 * steps, state)
     assert told == [{"step": 3, "last": 2}]
-    assert Independent.to_save(one, state) == "before"
+    assert Independent.state_for_checkpoint(one, state) == "before"
 
 
 def test_a_replica_that_is_asked_to_stop_saves_without_the_others_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_a_replica_that_is_asked_to_stop_saves_without_the_others_hashes(monkeyp
     one._agrees = partial(Independent._agrees, one)
     members = SimpleNamespace(me=Member(number=0, host="", port=1, first=0, step=3))
     one.replicas = SimpleNamespace(members=members, agrees=lambda *_: one._waiting_alone(), is_first=True)
-    assert Independent.to_save(one, cast(Any, SimpleNamespace(to_keep="state"))) == "state"
+    assert Independent.state_for_checkpoint(one, cast(Any, SimpleNamespace(checkpoint_state="state"))) == "state"
 
 
 def test_a_delayed_step_whose_sums_do_not_come_is_not_saved() -> None:
@@ -313,7 +313,7 @@ def test_a_delayed_step_whose_sums_do_not_come_is_not_saved() -> None:
         raise StoppedError
 
     one._whole, one.replicas = whole, None
-    assert Independent.to_save(one, cast(Any, None)) is None
+    assert Independent.state_for_checkpoint(one, cast(Any, None)) is None
 
 
 @pytest.mark.parametrize(("ends_after", "code"), [(3, ""), (99, "refused")])
@@ -462,7 +462,7 @@ def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeyp
 def test_who_takes_the_others_state_does_not_hold_two() -> None:
     params = {"w": jax.device_put(np.arange(4.0, dtype=np.float32))}
     state = TrainState(step=jax.device_put(np.int32(3)), params=params, all_reduce={}, opt_state={})
-    old = [shard.data for shard in own_shards(state.to_keep)]
+    old = [shard.data for shard in own_shards(state.checkpoint_state)]
     contents = [np.asarray(x + 1).tobytes() for x in old]
     new = with_shards(state, contents, consume=True)
     assert np.asarray(new.params["w"]).tolist() == [1, 2, 3, 4]
@@ -484,7 +484,7 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
             members=SimpleNamespace(tell=lambda **last: None), copies=SimpleNamespace(close=lambda: None)
         ),
     )
-    assert Independent.to_save(one, cast(Any, None)) is None
+    assert Independent.state_for_checkpoint(one, cast(Any, None)) is None
     Independent.end(one, 3, cast(Any, None))
 
 
@@ -505,7 +505,7 @@ def test_one_that_leaves_saves_before_it_waits_for_the_others() -> None:
 
 def test_one_with_other_parameters_than_the_others_does_not_save_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the first, and not in front of a step in which all compare. One that has left asks nobody."""
-    state: Any = SimpleNamespace(to_keep="state")
+    state: Any = SimpleNamespace(checkpoint_state="state")
     me = Member(number=0, host="", port=1, step=50, first=0)
     asked: list[tuple[int, str]] = []
     one: Any = SimpleNamespace(
@@ -520,11 +520,11 @@ def test_one_with_other_parameters_than_the_others_does_not_save_them(monkeypatc
     )
     one._agrees = partial(Independent._agrees, one)
     monkeypatch.setattr("training.independent.digest_of", lambda state: "hash")
-    assert Independent.to_save(one, state) is None
-    assert Independent.to_save(one, state) is None
+    assert Independent.state_for_checkpoint(one, state) is None
+    assert Independent.state_for_checkpoint(one, state) is None
     assert asked == [(50, "hash")] and one._compared == (50, False)
     one.replicas.members.me = replace(me, last=49)
-    assert Independent.to_save(one, state) == "state"
+    assert Independent.state_for_checkpoint(one, state) == "state"
 
 
 @pytest.mark.slow

@@ -381,7 +381,7 @@ def test_a_run_of_a_version_without_these_keys_has_no_bos() -> None:
     )  # the keys change no chats
     for config, section, hint in cases:
         experiment: Any = SimpleNamespace(
-            config=replace(small(), data=section), state_shapes=SimpleNamespace(to_keep=None)
+            config=replace(small(), data=section), state_shapes=SimpleNamespace(checkpoint_state=None)
         )
         found = SimpleNamespace(config=config, data={"fingerprint": "b"}, step=3)
         snapshots: Any = SimpleNamespace(restore=lambda *_, found=found: found)

@@ -57,11 +57,11 @@ class Datasets:
 
 
 def load_datasets(
-    experiment: Experiment, workdir: Path, hold: Callable[[AbstractContextManager[Any]], object]
+    experiment: Experiment, workdir: Path, register: Callable[[AbstractContextManager[Any]], object]
 ) -> Datasets:
     """Loads both splits. ValueError if the model has too few ids or classes, or if the processes' data differ.
 
-    `hold` keeps what is opened until the run ends.
+    `register` gets each open shard set, and closes it when the run ends.
     """
     config = experiment.config
     tokenizer = None if config.data.objective == "classify" else tokenizer_of(config)
@@ -73,7 +73,7 @@ def load_datasets(
         world = World(process=jax.process_index(), count=count, token=token)
         for data in stored:
             shards.append(ShardSet(data, tokenizer, world, was_reached=has_begun(workdir)))
-            hold(shards[-1])
+            register(shards[-1])
     train, validation = (load(config.data, split, config.seed, shards, tokenizer) for split in SPLITS)
     if shards:
         check_room(shards)

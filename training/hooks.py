@@ -108,7 +108,7 @@ class Report:
         if self._apart:
             self._apart.add(metrics)
             period = self._ex.config.log_every
-            ends = self._steps.ends_interval and step // period > self._row_at // period
+            ends = self._steps.synced and step // period > self._row_at // period
             has_row = ends or not self._reported
             if has_row:  # dispatched before the next step
                 self._row_at, found = step, {**self._apart.together()}
@@ -204,7 +204,7 @@ class Validate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeper:
+class CheckpointHook:
     """Keeps the state of a step, in the nodes' memories or in a checkpoint, after the rows up to it are written."""
 
     log: RunLog
@@ -212,7 +212,7 @@ class Keeper:
     checkpointer: Checkpointer
     snapshots: Snapshots
     supervisor: Supervisor
-    to_save: Callable[[TrainState], TrainState | None]  # what of a state this world saves, if any
+    state_for_checkpoint: Callable[[TrainState], TrainState | None]  # what of a state this world saves, if any
     config: dict[str, Any]
     position: Mapping[str, Any]  # in the data, besides the step
 
@@ -224,13 +224,14 @@ class Keeper:
         """Keeps a state in memory."""
         with self.report.apart("snapshot_s"):
             self.log.flush()
-            if self.snapshots.save(step, state.to_keep, data={"step": step, **self.position}, config=self.config):
+            data = {"step": step, **self.position}
+            if self.snapshots.save(step, state.checkpoint_state, data=data, config=self.config):
                 self.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
 
     def save(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Starts saving a checkpoint. ResumableError, after the save, if the run's directory was deleted meanwhile."""
         is_lost = broadcast(new_key("is-lost"), self.log.is_lost)
-        if (kept := self.to_save(state)) is not None:
+        if (kept := self.state_for_checkpoint(state)) is not None:
             self._save(step, kept, metrics)
         if is_lost:
             self.checkpointer.wait()

@@ -127,7 +127,7 @@ class Independent:
         self._compared = -1, True  # the last step that was, and whether this replica agreed
         self._lacks_state = False  # it was to take the others', and they did not come
         self._replicas: Replicas | None = None
-        self.ends_interval = True
+        self.synced = True
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the update too, so that nobody waits for that once this replica has entered."""
@@ -145,7 +145,7 @@ class Independent:
         self._first = self._reading(step * self._ex.num_shares)
         return closing(self)
 
-    def await_rows(self) -> None:
+    def wait_for_data(self) -> None:
         self._first.result()
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class Independent:
             try:
                 if self._late is not None and any(agreed(self.replicas.copies.are_wanted(at))):
                     state = self._whole(state)
-                self.replicas.copies.at_step(at, [shard.data for shard in own_shards(state.to_keep)])
+                self.replicas.copies.at_step(at, [shard.data for shard in own_shards(state.checkpoint_state)])
                 state, metrics = (self._delayed if self._delays else self._summed)(state, at)
                 break
             except BehindError:
@@ -298,7 +298,7 @@ class Independent:
         """Returns a step soon to come, and the others' state after it; what is given if nobody else is there."""
         self._lacks_state = True
         found = self.replicas.fetch_state(
-            [shard.data.nbytes for shard in own_shards(state.to_keep)], self._waiting_alone
+            [shard.data.nbytes for shard in own_shards(state.checkpoint_state)], self._waiting_alone
         )
         self._lacks_state = False
         if found is None:
@@ -344,7 +344,7 @@ class Independent:
         if agreed(int(is_late))[0]:
             raise StoppedError
 
-    def may_stop(self, step: int, *, asked: bool) -> bool:
+    def can_stop(self, step: int, *, asked: bool) -> bool:
         """One step after it has told the others: they need not do again what this replica has begun.
 
         At once after a wait that was ended, and where a step is a round, which may take longer than the notice.
@@ -370,7 +370,7 @@ class Independent:
         self.replicas.members.tell(step=self._left, last=self._left - 1)
         self.replicas.copies.close()  # nobody is to wait for what comes no more
 
-    def to_save(self, state: TrainState) -> TrainState | None:
+    def state_for_checkpoint(self, state: TrainState) -> TrainState | None:
         """The one with the lowest number saves it: the others would save the same.
 
         None that is behind, lacks the others' state or stops waiting for it, and none with other parameters than most,
@@ -386,7 +386,7 @@ class Independent:
         with suppress(StoppedError):  # a round is not followed by another step, whose state could be saved
             if me.takes_part(me.step) and not self._agrees(me.step, state):
                 return None
-        return state.to_keep if self.replicas.is_first else None
+        return state.checkpoint_state if self.replicas.is_first else None
 
     @property
     def replicas(self) -> Replicas:

@@ -156,7 +156,7 @@ def check_step_fits(
             f"the step takes {format_bytes(held.total)} on each device ({parts}), which has {format_bytes(capacity)}; "
             f"try {_less(experiment, held)}"
         )
-    there = sum(nbytes(x, x.sharding) for x in jax.tree.leaves(experiment.state_shapes.to_keep))
+    there = sum(nbytes(x, x.sharding) for x in jax.tree.leaves(experiment.state_shapes.checkpoint_state))
     new = held.total - restored * there
     hosts = _hosts(jax.local_device_count() * new if on_cpus else 0, snapshots)
     for host in hosts:

@@ -75,7 +75,7 @@ def with_shards(state: TrainState, contents: Sequence[bytes | memoryview], *, co
             leaf.delete()
         return found
 
-    return replace(jax.tree.map(changed, state.to_keep), frozen=state.frozen)
+    return replace(jax.tree.map(changed, state.checkpoint_state), frozen=state.frozen)
 
 
 def filled(leaf: jax.Array, values: Callable[[Any], np.ndarray]) -> jax.Array:

@@ -78,7 +78,7 @@ def has_begun(workdir: Path) -> bool:
 
 
 @contextmanager
-def goes_on_with_more_nodes(workdir: Path) -> Iterator[None]:
+def retry_if_world_too_small(workdir: Path) -> Iterator[None]:
     """Of a run that has begun, maybe with more nodes, turns a world that is too small into one to wait for."""
     try:
         yield
@@ -166,7 +166,7 @@ def restore(
     extends: bool = False,
 ) -> Start:
     """Restores the newest step of the run, from memory or a checkpoint. ValueError if it is of another run or data."""
-    restored = snapshots.restore(experiment.state_shapes.to_keep, checkpointer)
+    restored = snapshots.restore(experiment.state_shapes.checkpoint_state, checkpointer)
     if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir, extends=extends)
         _check_same_data(restored, experiment, workdir, fingerprints)

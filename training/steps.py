@@ -25,7 +25,7 @@ class Steps(Protocol):
         ...
 
     @property
-    def ends_interval(self) -> bool:
+    def synced(self) -> bool:
         """Whether the replicas have met in the last step: always, but with local SGD."""
         ...
 
@@ -33,7 +33,7 @@ class Steps(Protocol):
         """Begins to read rows of the steps from `step` on; returns what ends that."""
         ...
 
-    def await_rows(self) -> None:
+    def wait_for_data(self) -> None:
         """Waits for the first rows; raises what reading them does."""
         ...
 
@@ -49,7 +49,7 @@ class Steps(Protocol):
         """Is called when the state after `step` steps is there, before the first step."""
         ...
 
-    def may_stop(self, step: int, *, asked: bool) -> bool:
+    def can_stop(self, step: int, *, asked: bool) -> bool:
         """Whether the run may stop before its next step, having been asked to or not."""
         ...
 
@@ -57,7 +57,7 @@ class Steps(Protocol):
         """Is called after the last step."""
         ...
 
-    def to_save(self, state: TrainState) -> TrainState | None:
+    def state_for_checkpoint(self, state: TrainState) -> TrainState | None:
         """Returns what a checkpoint keeps of a state; None if another world saves it."""
         ...
 
@@ -68,13 +68,13 @@ class OneWorld:
     def __init__(self, ex: Experiment, enter: Callable[[Phase], object]) -> None:
         self._ex, self._enter = ex, enter
         self._meetings: Meetings | None = None
-        self.ends_interval = True
+        self.synced = True
 
     def read(self, dataset: Dataset, step: int) -> AbstractContextManager[object]:
         self._batches = self._ex.batches.read(dataset, step, prefetch=self._ex.config.data.prefetch)
         return self._batches
 
-    def await_rows(self) -> None:
+    def wait_for_data(self) -> None:
         self._batches.await_next()
 
     @property
@@ -91,7 +91,7 @@ class OneWorld:
         self._enter(Phase.STEPPING)
         done = self._meetings(self._step_fn, state, batch, step) if self._meetings else self._step_fn(state, batch)
         every = self._ex.config.local_sgd.inner_steps or 1
-        self.ends_interval = self._meetings.last == step + 1 if self._meetings else (step + 1) % every == 0
+        self.synced = self._meetings.last == step + 1 if self._meetings else (step + 1) % every == 0
         return *self._ex.block(done), step + 1
 
     def begin(self, step: int, say: Callable[[str], object]) -> None:
@@ -100,11 +100,11 @@ class OneWorld:
         if config.local_sgd.target_utilisation:
             self._meetings = Meetings(config.local_sgd, config.num_steps, say)
 
-    def may_stop(self, step: int, *, asked: bool) -> bool:
+    def can_stop(self, step: int, *, asked: bool) -> bool:
         return asked
 
     def end(self, step: int, state: TrainState) -> None:
         """Nobody waits for anything."""
 
-    def to_save(self, state: TrainState) -> TrainState | None:
-        return state.to_keep
+    def state_for_checkpoint(self, state: TrainState) -> TrainState | None:
+        return state.checkpoint_state
