@@ -143,6 +143,10 @@ class Model(ABC):
         """Returns the nested dict of `ParamSpec`. Allocates nothing."""
         return {name: group.param_specs() for name, group in self.groups.items()}
 
+    def trained_specs(self) -> Params:
+        """Returns the ParamSpecs of the trained parameters, without the frozen ones."""
+        return part_frozen(self.param_specs())[0]
+
     @property
     def plain_specs(self) -> Params:
         """The same before any parameter is frozen: one float32 ParamSpec each."""

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig, ViTConfig
+from configs.schema import Config, DecoderConfig, EncoderConfig, ModelConfig, TransformerConfig, ViTConfig
 from models.block import ALONE, Block, BlockConfig, Norm, initial_std, normal
 from models.chunked_loss import piece_length, sum_of_pieces
 from models.lora import add_adapters
@@ -20,6 +20,24 @@ from sharding.accumulation import scan_layers
 from sharding.context import Context
 from sharding.experts import context_of
 from sharding.pipeline import StagedLoss
+
+
+def with_attention(config: Config) -> ModelConfig:
+    """Returns the section `model`, with `attention=auto` replaced by a kernel: on GPUs in bfloat16 a fused one.
+
+    That is cuDNN's for the heads that it supports. Windows, capped scores and rows packed with documents need our own
+    kernel (`models/flash.py`). Where neither fits, and where XLA's partitioner has to cut the kernel, XLA computes it.
+    """
+    model, is_packed = config.model, config.data.packing != "stream"
+    if not isinstance(model, TransformerConfig) or model.attention != "auto":
+        return model
+    if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
+        return replace(model, attention="xla")
+    has_cudnn_heads = model.head_size % 8 == 0 and model.head_size <= 128
+    if has_cudnn_heads and model.is_plain and not is_packed:
+        return replace(model, attention="cudnn")
+    takes_ours = config.sharding.partitioner != "auto" and model.takes_flash(config.data.seq_len, config.mesh.tensor)
+    return replace(model, attention="pallas" if takes_ours else "xla")
 
 
 class Embedding(nnx.Module):

@@ -128,6 +128,17 @@ class Layout:
         return (*self.gather_scopes, self.gradients_beyond_parameters)
 
     @property
+    def facts(self) -> dict[str, bool]:
+        """The facts about the scopes that rules of combination read (`configs.schema.combinations.Facts`), by name."""
+        return {
+            "has_replicas": bool(self.replica_axes),
+            "replicas_share_rows": CONTEXT in self.replica_axes,
+            "parameters_are_cut": bool(self.parameters),
+            "in_one_scope": self.parameters == self.gradients == self.optimizer,
+            "optimizer_like_gradients": self.optimizer == self.gradients,
+        }
+
+    @property
     def partition_size(self) -> int:
         """Number of devices of a stage that hold one copy of its parameters (including a tensor split)."""
         return self.shape.size(self.parameters) * self.shape.tensor

@@ -4,7 +4,7 @@ Used by train.py and planner/table.py; the code is the same for one process and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
-from compression.all_reduce import AllReduceMethod
 from compression.codecs import make_codecs
 from compression.methods import method_named
-from configs.schema import Config, ModelConfig, TransformerConfig
+from configs.schema import Config, TransformerConfig
 from configs.schema.combinations import Facts, complaint, refuse
 from models.hugging_face import Weights
 from models.peft import Adapters
@@ -26,7 +25,7 @@ from runtime.command_line import check_installed
 from runtime.consensus import all_gather, new_key
 from sharding.frozen import part_frozen, part_like
 from sharding.gradients import accumulated
-from sharding.mesh import CONTEXT, find_nodes, make_mesh
+from sharding.mesh import find_nodes, make_mesh
 from sharding.pipeline import StagedLoss, evaluated, through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
@@ -218,15 +217,24 @@ class Experiment:
 
 
 def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[Experiment] = ()) -> Experiment:
-    """Returns the parts of the run that `config` describes, on all devices or those given.
+    """Returns the parts of a run on all devices or those given, for programs other than train.py.
 
-    A model that one of `like` has is that one's, traced already. ValueError for unsupported settings.
+    The model is taken from the first experiment in `like` with an equal one, which is traced already. ValueError for
+    unsupported settings.
     """
-    if config.sink == "wandb":
-        check_installed("wandb", "sink=wandb")
-    section = _resolved(config)
-    model = next((one.model for one in like if one.model.config == section), None) or models.build(section)
-    nodes = find_nodes(devices or jax.devices(), config.mesh.devices_per_node)
+    section = models.with_attention(config)
+    model = next((ex.model for ex in like if ex.model.config == section), None) or models.build(section)
+    mesh, layout = lay_out(config, devices or jax.devices())
+    plan = make_plan(config, model, mesh, layout)
+    return assemble(config, model, plan, make_chain(config, plan, model.trained_specs()))
+
+
+def lay_out(config: Config, devices: Sequence[Any]) -> tuple[Mesh, Layout]:
+    """Returns the mesh of `devices`, and the scopes of the config's strategy on it.
+
+    ValueError for a strategy that these devices cannot have; WorldTooSmallError if more nodes would do.
+    """
+    nodes = find_nodes(devices, config.mesh.devices_per_node)
     layout = make_layout(
         config.sharding,
         num_nodes=len(nodes),
@@ -235,13 +243,16 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
         tensor=config.mesh.tensor,
         stages=config.mesh.stages,
     )
-    independent = config.sharding.replicas == "independent"
-    method = method_named("none" if independent else config.compression.all_reduce)
-    refuse(config.values | asdict(_facts(layout, model, method)))
+    return make_mesh(layout.shape, nodes), layout
+
+
+def make_plan(config: Config, model: models.Model, mesh: Mesh, layout: Layout) -> ShardingPlan:
+    """Returns how the model's parameters lie on the mesh. ValueError for settings that do not go together there."""
+    _check_supported(config, model, layout)
     specs, frozen = part_frozen(model.param_specs())
     gather_codecs, reduce_scatter_codecs, expert_codecs = make_codecs(config.compression)
-    plan = ShardingPlan(
-        mesh=make_mesh(layout.shape, nodes),
+    return ShardingPlan(
+        mesh=mesh,
         layout=layout,
         placements=place_all(specs, layout),
         frozen=place_all(frozen, layout),
@@ -252,40 +263,39 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
         expert_codecs=expert_codecs,
         overlap=_overlaps(config),
     )
+
+
+def assemble(config: Config, model: models.Model, plan: ShardingPlan, chain: Chain) -> Experiment:
+    """Returns the experiment of these parts. ValueError if its batch cannot be divided among the devices."""
     batches, num_shares = batches_of(config, plan)
+    follows = follows_schedule(config.optimizer, model.trained_specs())
     return Experiment(
         config=config,
         model=model,
         plan=plan,
-        chain=make_chain(without_all_reduce(config) if independent else config, plan, specs),
-        schedule=make_schedule(config.optimizer, config.num_steps)
-        if follows_schedule(config.optimizer, specs)
-        else None,
+        chain=chain,
+        schedule=make_schedule(config.optimizer, config.num_steps) if follows else None,
         batches=batches,
         num_shares=num_shares,
     )
 
 
-def without_all_reduce(config: Config) -> Config:
-    """Returns the config of an independent replica's programs, which have no replica all-reduce."""
-    return replace(config, compression=replace(config.compression, all_reduce="none"))
-
-
-def _resolved(config: Config) -> ModelConfig:
-    """Returns the model section with `attention=auto` resolved: on GPUs in bfloat16 a fused kernel, else XLA.
-
-    That is cuDNN's, for heads that it takes; for others, with windows or capped scores, and for rows that are packed
-    with documents, our own, if it takes them and XLA need not cut it.
-    """
-    model, packs = config.model, config.data.packing != "stream"
-    if not isinstance(model, TransformerConfig) or model.attention != "auto":
-        return model
-    if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
-        return replace(model, attention="xla")
-    is_ours = config.sharding.partitioner != "auto" and model.takes_flash(config.data.seq_len, config.mesh.tensor)
-    has_cudnn_heads = model.head_size % 8 == 0 and model.head_size <= 128
-    other = "pallas" if is_ours else "xla"
-    return replace(model, attention="cudnn" if has_cudnn_heads and model.is_plain and not packs else other)
+def _check_supported(config: Config, model: models.Model, layout: Layout) -> None:
+    """Raises ValueError for settings that do not go together with the model on these devices, or lack a package."""
+    if config.sink == "wandb":
+        check_installed("wandb", "sink=wandb")
+    is_independent = config.sharding.replicas == "independent"
+    method = method_named("none" if is_independent else config.compression.all_reduce)
+    specs = model.param_specs()
+    facts = Facts(
+        **layout.facts,
+        takes_over=method.takes_over,
+        goes_by_group=method.primitive is not None,
+        model_splits=has_dims(specs, TENSOR_DIMS),
+        model_has_experts=has_dims(specs, [EXPERTS_DIM]),
+        model_has_pieces=model.staged_loss() is not None,
+    )
+    refuse(config.values | asdict(facts))
 
 
 def _overlaps(config: Config) -> bool:
@@ -293,20 +303,3 @@ def _overlaps(config: Config) -> bool:
     if config.sharding.overlap != "auto":
         return config.sharding.overlap == "on"
     return not complaint(config.values | {"sharding.overlap": "on"})
-
-
-def _facts(layout: Layout, model: models.Model, method: AllReduceMethod) -> Facts:
-    """Returns what `configs.schema.combinations` asks about a run."""
-    specs = model.param_specs()
-    return Facts(
-        has_replicas=bool(layout.replica_axes),
-        replicas_share_rows=CONTEXT in layout.replica_axes,
-        parameters_are_cut=bool(layout.parameters),
-        in_one_scope=layout.parameters == layout.gradients == layout.optimizer,
-        optimizer_like_gradients=layout.optimizer == layout.gradients,
-        takes_over=method.takes_over,
-        goes_by_group=method.primitive is not None,
-        model_splits=has_dims(specs, TENSOR_DIMS),
-        model_has_experts=has_dims(specs, [EXPERTS_DIM]),
-        model_has_pieces=model.staged_loss() is not None,
-    )

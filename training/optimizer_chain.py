@@ -29,7 +29,12 @@ WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESI
 
 
 def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
-    """Returns the replica all-reduce and the optimizer, or local SGD around both; for float16 with loss scaling."""
+    """Returns the replica all-reduce and the optimizer, or local SGD around both; for float16 with loss scaling.
+
+    Independent replicas average their gradients outside the step, so their chain has no replica all-reduce.
+    """
+    if config.sharding.replicas == "independent":
+        config = replace(config, compression=replace(config.compression, all_reduce="none"))
     chain = _make_chain(config, plan, specs)
     return with_loss_scale(chain, first_scale(config.batch)) if plan.compute_dtype == jnp.float16 else chain
 

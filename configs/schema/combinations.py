@@ -3,7 +3,7 @@
     refuse(values)  # ValueError in one line for the first pair of RULES that a config has
 
 A feature is read from keys of the config, and from facts that only devices, model and method of the replica all-reduce
-tell. Without those, `Config` refuses what its keys alone show; `training.experiment.make_experiment` refuses the rest.
+tell. Without those, `Config` refuses what its keys alone show; `training.experiment.make_plan` refuses the rest.
 """
 
 import re

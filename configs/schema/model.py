@@ -42,7 +42,7 @@ class ModelConfig(Section, name="model"):
 class TransformerConfig(ModelConfig):
     """The common keys of decoder and encoder.
 
-    Models treat `attention = "auto"` as `xla`; `make_experiment`, which knows the devices, resolves it first.
+    Models treat `attention = "auto"` as `xla`; `models.make_model`, which knows the devices, resolves it first.
     """
 
     vocab_size: int = key(256, "token ids of the tokenizer", least=1)
