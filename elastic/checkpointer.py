@@ -17,12 +17,10 @@ import re
 import secrets
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +31,8 @@ import orbax.checkpoint as ocp
 from configs.schema import CheckpointConfig
 from elastic import check_path, manifest, tree
 from elastic.quiet import quiet_orbax
-from runtime.command_line import printable
+from elastic.tree import Restored
+from runtime.command_line import print_to_stderr, printable
 from runtime.consensus import TIMEOUT_S, Key, all_gather, barrier, broadcast, gather, new_key
 from runtime.exit_codes import ResumableError
 from runtime.files import atomic, json_objects
@@ -43,38 +42,6 @@ _ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # in TensorStor
 
 class CheckpointError(RuntimeError):
     """A save did not reach the disk. The checkpoints before it are unharmed."""
-
-
-class Source(StrEnum):
-    """Where a state was restored from."""
-
-    CHECKPOINT = "checkpoint"
-    MEMORY = "memory"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """A restored state, with its origin."""
-
-    step: int
-    state: Any  # the requested pytree, with arrays in place of shapes
-    data: dict[str, Any]  # the position in the data
-    config: dict[str, Any]  # the config of the run that saved it
-    source: Source = Source.CHECKPOINT
-    source_nodes: int = 0  # memory: nodes that held a part of the state
-    nodes: int = 0  # memory: nodes of the run
-
-    @property
-    def source_text(self) -> str:
-        """The source for a message, to follow "from"."""
-        if self.source is Source.CHECKPOINT:
-            return "its checkpoint"
-        return f"memory ({self.source_nodes} of {self.nodes} node{'s' if self.nodes > 1 else ''} had it)"
-
-
-def print_to_stderr(line: str) -> None:
-    """Prints a line to stderr."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Checkpointer:

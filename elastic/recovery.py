@@ -44,6 +44,10 @@ class Found:
     copies: Mapping[str, Sequence[Copy]]  # by path
 
     @property
+    def step(self) -> int:
+        return self.snapshot.step
+
+    @property
     def processes(self) -> set[int]:
         """The processes that read a part of it: at most one per node."""
         return {copy.process for copies in self.copies.values() for copy in copies}

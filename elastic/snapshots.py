@@ -27,7 +27,6 @@ import jax
 from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
 from elastic import tree
 from elastic.attempts import Extension, newest_checkpoint, newest_set_aside, read_attempts, write_attempts
-from elastic.checkpointer import Checkpointer, Restored, Source, print_to_stderr
 from elastic.manifest import Leaf
 from elastic.memory_files import (
     MemoryFolder,
@@ -40,7 +39,9 @@ from elastic.memory_files import (
 )
 from elastic.recovery import Found, find, load
 from elastic.transfer import PURPOSE, Answers, connect, send_copy
+from elastic.tree import Restored, Source
 from runtime.blobs import Address, BlobService, PeerError, RefusedError
+from runtime.command_line import print_to_stderr
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 
@@ -52,7 +53,7 @@ _MEASURED = 3  # steps; and snapshots: the first two of an attempt are far slowe
 class Snapshots:
     """The snapshots of one run in the memories of its nodes; a context manager.
 
-    All processes must call the same methods in the same order: first `restore`, then `begin`.
+    All processes must call the same methods in the same order: first `find`, perhaps `load`, then `begin`.
     """
 
     def __init__(
@@ -96,28 +97,25 @@ class Snapshots:
         if self._service:
             self._service.close()
 
-    def restore(self, abstract_state: Any, checkpointer: Checkpointer) -> Restored | None:
-        """Returns the newest step in the nodes' memories or the checkpoints, with the shardings of `abstract_state`.
-
-        None if there is no step. Errors are those of `Checkpointer.restore`.
-        """
+    def find(self, abstract_state: Any) -> Found | None:
+        """Returns the newest step in the nodes' memories that is complete and verifies; None if there is none."""
         if not self._every:
-            return checkpointer.restore(abstract_state)
+            return None
         wanted = tree.flatten_abstract(abstract_state)
         # A step set aside was there: what the last attempt recorded may be it, until this one records what is left.
         newest = lambda: max(newest_checkpoint(self._workdir), newest_set_aside(self._workdir))
         saved = broadcast(new_key("newest"), newest)
-        found = find(
-            self._folder, self._reader == self._me, self._attempts, saved, wanted, self._report, self._progress
-        )
-        restored = checkpointer.restore(abstract_state, newer_than=found.snapshot.step if found else -1)
-        if found and restored is None:
-            tries = (self._load(found, abstract_state, turn) for turn in range(_TRIES))
-            restored = next(filter(None, tries), None)
-            if restored:
-                self._used = {copy.snapshot.name for copies in found.copies.values() for copy in copies}
-            else:
-                restored = checkpointer.restore(abstract_state)
+        reads = self._reader == self._me
+        return find(self._folder, reads, self._attempts, saved, wanted, self._report, self._progress)
+
+    def load(self, found: Found, abstract_state: Any) -> Restored | None:
+        """Returns the state of a step that was found, with the shardings of `abstract_state`.
+
+        None, after a report, if a process cannot fetch its part.
+        """
+        tries = (self._load(found, abstract_state, turn) for turn in range(_TRIES))
+        if restored := next(filter(None, tries), None):
+            self._used = {copy.snapshot.name for copies in found.copies.values() for copy in copies}
         return restored
 
     def needs(self, abstract_state: Any) -> "Needs | None":

@@ -6,6 +6,7 @@ dataclasses and optax's empty states therefore need no special code, and a check
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,33 @@ from sharding.spec import nbytes, path_name
 
 _CHUNK_BYTES = 16 << 20
 _LEAST_IN_FLIGHT_BYTES = 64 << 20
+
+
+class Source(StrEnum):
+    """Where a state was restored from."""
+
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A restored state, with its origin."""
+
+    step: int
+    state: Any  # the requested pytree, with arrays in place of shapes
+    data: dict[str, Any]  # the position in the data
+    config: dict[str, Any]  # the config of the run that saved it
+    source: Source = Source.CHECKPOINT
+    source_nodes: int = 0  # memory: nodes that held a part of the state
+    nodes: int = 0  # memory: nodes of the run
+
+    @property
+    def source_text(self) -> str:
+        """The source for a message, to follow "from"."""
+        if self.source is Source.CHECKPOINT:
+            return "its checkpoint"
+        return f"memory ({self.source_nodes} of {self.nodes} node{'s' if self.nodes > 1 else ''} had it)"
 
 
 @dataclass(frozen=True, kw_only=True)

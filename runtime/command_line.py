@@ -33,6 +33,11 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(f"{message}; did you mean {near[0]}?" if near else message)
 
 
+def print_to_stderr(line: str) -> None:
+    """Prints a line to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
 class _Output(io.FileIO):
     """The output of a program. After its reader has closed the pipe (`| head`), output is dropped without error."""
 

@@ -384,9 +384,10 @@ def test_a_run_of_a_version_without_these_keys_has_no_bos() -> None:
             config=replace(small(), data=section), state_shapes=SimpleNamespace(checkpoint_state=None)
         )
         found = SimpleNamespace(config=config, data={"fingerprint": "b"}, step=3)
-        snapshots: Any = SimpleNamespace(restore=lambda *_, found=found: found)
-        restored = lambda snapshots=snapshots, experiment=experiment: resume.restore(
-            experiment, Path("run"), Any, snapshots, {"fingerprint": "a"}
+        snapshots: Any = SimpleNamespace(find=lambda _: None)
+        checkpointer: Any = SimpleNamespace(restore=lambda _, found=found: found)
+        restored = lambda checkpointer=checkpointer, snapshots=snapshots, experiment=experiment: resume.restore(
+            experiment, Path("run"), checkpointer, snapshots, {"fingerprint": "a"}
         )
         message = raised(restored)
         assert ("set data.add_bos=never" in message) == hint and message.endswith("choose another --workdir")

@@ -8,6 +8,7 @@ from support.keeping import Run, a_run, abstract, check, keep, state_of  # noqa:
 
 from elastic import manifest
 from elastic.snapshots import Snapshots
+from training.resume import restore_newest
 
 
 def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_an_attempt_without_snapshots_counts(run: Run, tmp_path: Path) -> None:
     there, away = run.files("json")[0].parent, tmp_path / "away"
     shutil.copytree(there, away)
     with run.checkpoints() as checkpointer, Snapshots(run.workdir, str(run.memory), 0) as snapshots:
-        assert snapshots.restore(abstract(), checkpointer) is None
+        assert restore_newest(abstract(), checkpointer, snapshots) is None
         snapshots.begin(0)
     assert not there.exists()
     shutil.copytree(away, there)  # on a node that comes back
@@ -87,7 +88,7 @@ def test_an_older_copy_is_put_back(run: Run, tmp_path: Path) -> None:
     check(run.restore(), 1, source="its checkpoint")
     run.save(2)
     with run.checkpoints() as checkpointer, run.attempt() as snapshots:
-        restored = snapshots.restore(abstract(), checkpointer)
+        restored = restore_newest(abstract(), checkpointer, snapshots)
         assert restored and restored.step == 2
         snapshots.begin(2)
     shutil.copytree(away, run.memory / f"mics-jax-{os.getuid()}" / run.run_id, dirs_exist_ok=True)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.keeping import Run, abstract, check, keep, state_of
 
 from elastic import manifest
+from training.resume import restore_newest
 
 
 class Attempts(RuleBasedStateMachine):
@@ -38,7 +39,7 @@ class Attempts(RuleBasedStateMachine):
         for file in half_written:
             file.touch()
         with self.run.checkpoints() as checkpointer, self.run.attempt() as snapshots:
-            restored = snapshots.restore(abstract(), checkpointer)
+            restored = restore_newest(abstract(), checkpointer, snapshots)
             assert (restored.step if restored else 0) == start
             snapshots.begin(start)
             for step in range(start + 1, start + steps + 1):

@@ -20,11 +20,13 @@ from support.checkpointing import abstract, as_one_of_two, files_no_larger_than,
 
 from configs.schema import CheckpointConfig
 from elastic import recovery, transfer
-from elastic.checkpointer import Checkpointer, Restored
+from elastic.checkpointer import Checkpointer
 from elastic.memory_files import MemoryFolder
 from elastic.snapshots import Needs, Snapshots
+from elastic.tree import Restored
 from runtime.consensus import barrier
 from sharding.replicas import PerReplica
+from training.resume import restore_newest
 
 SHAPES = {"w": (16, 4), "b": (5,), "residual": (2, 8), "t": (3, 8)}
 SPECS = {"w": ("node", "device"), "residual": ("node",), "t": (None, "device")}  # t is whole on each node
@@ -95,7 +97,7 @@ class Node:
 
     def keep(self, *steps: int, memory: Path | None = None) -> None:
         with self.checkpoints() as checkpointer, self.attempt(memory) as memory_tier:
-            restored = memory_tier.restore(abstract(place(values_of(0))), checkpointer)
+            restored = restore_newest(abstract(place(values_of(0))), checkpointer, memory_tier)
             memory_tier.begin(restored.step if restored else 0)
             self.needs = memory_tier.needs(abstract(place(values_of(0))))
             for step in steps:
@@ -104,7 +106,7 @@ class Node:
 
     def restore(self, across: str = "nodes", replicas: int = 2) -> Restored | None:
         with self.checkpoints() as checkpointer, self.attempt() as memory_tier:
-            restored = memory_tier.restore(abstract(place(values_of(0, replicas), across)), checkpointer)
+            restored = restore_newest(abstract(place(values_of(0, replicas), across)), checkpointer, memory_tier)
             barrier("restored")  # or the other may ask a service that is closed: in a run it is open to the end
         return restored
 

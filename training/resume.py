@@ -1,4 +1,7 @@
-"""Checks whether a work directory belongs to this run and is finished, and restores the newest step."""
+"""Checks whether a work directory belongs to this run and is finished, and restores the newest step of two tiers.
+
+The tiers are snapshots in the nodes' memories, which are newer but lost with their nodes, and checkpoints.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -13,8 +16,9 @@ from configs.register import unknown_names
 from configs.schema import Config, flat, may_change, with_defaults
 from elastic import latest_config
 from elastic.attempts import Extension
-from elastic.checkpointer import Checkpointer, Restored, Source, damage
+from elastic.checkpointer import Checkpointer, damage
 from elastic.snapshots import Snapshots
+from elastic.tree import Restored, Source
 from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
 from runtime.files import run_directory
@@ -157,6 +161,19 @@ def is_same_run(saved: Mapping[str, Any], config: Mapping[str, Any], *, extends:
     return not changed_keys(saved, config, extends=extends)
 
 
+def restore_newest(abstract_state: Any, checkpointer: Checkpointer, snapshots: Snapshots) -> Restored | None:
+    """Returns the newest step that verifies, with the shardings of `abstract_state`; None if there is no step.
+
+    A checkpoint is read only if it is newer than the snapshots in the nodes' memories, or if these cannot be fetched.
+    Every process must call it. Errors are those of `Checkpointer.restore`.
+    """
+    found = snapshots.find(abstract_state)
+    if found is None:
+        return checkpointer.restore(abstract_state)
+    newer = checkpointer.restore(abstract_state, newer_than=found.step)
+    return newer or snapshots.load(found, abstract_state) or checkpointer.restore(abstract_state)
+
+
 def restore(
     experiment: Experiment,
     workdir: Path,
@@ -166,7 +183,7 @@ def restore(
     extends: bool = False,
 ) -> Start:
     """Restores the newest step of the run, from memory or a checkpoint. ValueError if it is of another run or data."""
-    restored = snapshots.restore(experiment.state_shapes.checkpoint_state, checkpointer)
+    restored = restore_newest(experiment.state_shapes.checkpoint_state, checkpointer, snapshots)
     if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir, extends=extends)
         _check_same_data(restored, experiment, workdir, fingerprints)

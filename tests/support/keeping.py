@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import CheckpointConfig
-from elastic.checkpointer import Checkpointer, Restored
+from elastic.checkpointer import Checkpointer
 from elastic.snapshots import Snapshots
+from elastic.tree import Restored
 from support.checkpointing import abstract as abstract_of
+from training.resume import restore_newest
 
 SHAPES = {"w": (16, 6), "t": (3, 8), "b": (5,), "h": (8, 3), "empty": (8, 0), "step": ()}
 SPECS = {"w": ("a", "b"), "t": (None, "a"), "h": ("a",), "empty": ("a",)}
@@ -51,7 +53,7 @@ class Run:
 
     def restore(self, wanted: Any = None) -> Restored | None:
         with self.checkpoints() as checkpointer, self.attempt() as snapshots:
-            return snapshots.restore(wanted or abstract(), checkpointer)
+            return restore_newest(wanted or abstract(), checkpointer, snapshots)
 
     def checkpoints(self) -> Checkpointer:
         config = CheckpointConfig(every=1, keep_last=9)
@@ -60,7 +62,7 @@ class Run:
     def keep(self, *steps: int, make: Callable[[int], Any] = state_of) -> None:
         """An attempt that starts where the memory is, keeps some steps and is killed."""
         with self.checkpoints() as checkpointer, self.attempt() as snapshots:
-            restored = snapshots.restore(abstract_of(make(steps[0])), checkpointer)
+            restored = restore_newest(abstract_of(make(steps[0])), checkpointer, snapshots)
             snapshots.begin(restored.step if restored else 0)
             for step in steps:
                 keep(snapshots, step, make(step))
