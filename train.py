@@ -8,7 +8,7 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 2 a mistake in the config, the flags, the data or the work directory; 1 anything else.
 
 `run` is the story of a run. What surrounds it (signals, other processes, errors, exit codes) is in
-runtime/supervisor.py; what happens between two steps is in training/hooks.py.
+runtime/supervisor.py; what happens in a step is in training/world.py, and between two steps in training/hooks.py.
 """
 
 import sys
@@ -16,39 +16,37 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import jax
-from absl import flags
 
-from configs import command_line, losses
-from configs.schema import Config, defaults
-from elastic import check_path
+import models
+from configs.schema import Config
 from elastic.checkpointer import Checkpointer, CheckpointError
 from elastic.snapshots import Snapshots
-from runtime import launchers
 from runtime.command_line import prepare_output
-from runtime.events import Event
-from runtime.files import run_directory
-from runtime.files.paths import user_path
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor, supervise
-from runtime.workdir_lock import workdir_lock
-from sharding import drawing
-from training import groups, idle, resume
+from training import flags, resume
 from training.datasets import load_datasets
-from training.devices import unused_gpus, use_compilation_cache, use_devices
-from training.experiment import Experiment, make_experiment
-from training.hooks import CheckpointHook, Hook, Metrics, NonFiniteError, Periodic, Report, Validate, every
-from training.independent import Independent
-from training.log import announced, make_log, say
+from training.devices import use_compilation_cache, use_devices
+from training.experiment import Experiment, assemble, lay_out, make_plan
+from training.hooks import CheckpointHook, Hook, NonFiniteError, Periodic, Report, RunContext, Validate, every
+from training.log import advice, announced, close_log, make_log, prepare_log, say
 from training.memory import check_fits, check_step_fits
-from training.metrics.writer import import_ahead
+from training.optimizer_chain import make_chain
 from training.sampling import Sampler
-from training.steps import OneWorld, Steps
 from training.validation import Validator
-from training.weights_tokenizer import check_tokenizer
+from training.weights_tokenizer import check_weights
+from training.world import Metrics, make_world
+
+
+def make_experiment(config: Config) -> Experiment:
+    """Returns the parts of a run on all devices; nothing is allocated or compiled."""
+    model = models.make_model(config)
+    mesh, layout = lay_out(config, jax.devices())
+    plan = make_plan(config, model, mesh, layout)
+    optimizer = make_chain(config, plan, model.trained_specs())
+    return assemble(config, model, plan, optimizer)
 
 
 def main(
@@ -62,181 +60,118 @@ def main(
 
     `hooks` are called after each step, after those of the run; `make` makes the parts of the run from its config.
     """
+
+    def program(supervisor: Supervisor) -> bool:
+        options = flags.parse(argv, __doc__ or "", supervisor)
+        return options is None or run(options, supervisor, hooks=hooks, make=make)
+
     prepare_output()
-    program = partial(from_command_line, argv, hooks=hooks, make=make)
     return supervise(program, expected=(CheckpointError, NonFiniteError), ends_process=ends_process)
 
 
-def from_command_line(argv: Sequence[str], supervisor: Supervisor, **parts: Any) -> bool:
-    """Runs what `argv` (program first) says and returns whether it is finished; `parts` are those of `run`."""
-    supervisor.shows_tracebacks = "--debug" in argv
-    values = command_line.new_flags()
-    flags.DEFINE_string("workdir", None, "the run's directory (default: runs/NAME-OF-CONFIG)", flag_values=values)
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=values)
-    flags.DEFINE_integer("num_processes", None, "number of processes", flag_values=values)
-    flags.DEFINE_integer("process_id", None, "number of this process", flag_values=values)
-    flags.DEFINE_integer("group", None, "number of this replica (sharding.replicas=independent)", flag_values=values)
-    flags.DEFINE_boolean("extend", False, "num_steps may be above that of the run in workdir", flag_values=values)
-    flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
-    if command_line.asks_for_help(argv):
-        print(command_line.help_text(__doc__ or "", argv, values))
-        return True
-    config = command_line.parse(argv, values)
-    supervisor.shows_tracebacks = values.debug
-    if values.workdir == "":
-        raise ValueError("--workdir= names no folder; give one, or leave --workdir out")
-    workdir = user_path(values.workdir or Path("runs") / command_line.config_name(values))
-    check_path(workdir)
-    address = launchers.Address(
-        coordinator=values.coordinator, num_processes=values.num_processes, process_id=values.process_id
-    )
-    words = command_line.words_of_config(argv)
-    group = groups.number(config, values.group)
-    one_run = {"address": address, "words": words, "group": group, "extends": values.extend}
-    return run(config, workdir, supervisor, **one_run, **parts)
-
-
 def run(
-    config: Config,
-    workdir: Path,
+    options: flags.Options,
     supervisor: Supervisor,
     *,
-    address: launchers.Address = launchers.FROM_ENVIRONMENT,
-    words: Sequence[str] = (),
-    group: int | None = None,
-    extends: bool = False,
     hooks: Sequence[Hook] = (),
     make: Callable[[Config], Experiment] = make_experiment,
 ) -> bool:
-    """Trains, from where `workdir` is, and returns whether the run is finished; if not, it was asked to stop.
+    """Trains, from the newest state in the run's directory, and returns whether the run is finished.
 
-    `words` of the command line describe the config: other programs take them too. `group` is the number of an
-    independent replica, which has a directory of its own in `workdir`. `extends`: num_steps may have been raised since.
+    If it is not, the run was asked to stop.
     """
     started_s = time.perf_counter()
-    resume.check_not_weights(config, workdir)
-    whole, (config, workdir) = workdir, groups.of_group(config, workdir, group)
+    resume.check_not_weights(options.config, options.workdir)
 
     # ------------------------------------------------------------------------------------------- devices and processes
-    config = use_devices(config)
-    elastic = config.elastic
-    supervisor.join(
-        address,
-        workdir=workdir,
-        silence_s=elastic.silence_s,
-        stall_s=elastic.stall_s,
-        is_awaited=group is not None,
-    )
+    world = make_world(use_devices(options.config), options.workdir, options.group, supervisor)
+    config, workdir, extends = world.config, world.workdir, options.extends
+    world.join(options.address)
     use_compilation_cache()
-    if group is None and resume.is_finished(config, workdir, extends=extends):
+    if world.is_finished(extends=extends):
         return True
 
-    # --------------------------------------------------- build: mesh, model, optimizer and data, checked but not made
-    ex = build(config, workdir, make, words)
+    # ---------------------------------------------- build: mesh, model, plan, optimizer and data, checked but not made
+    with resume.retry_if_world_too_small(workdir):
+        ex = make(config)
+        check_fits(ex, options.words)
     data = load_datasets(ex, workdir, supervisor.register)
     validator = Validator(ex, data.validation, config.eval.num_batches * ex.num_shares, supervisor.enter)
     sampler = Sampler(ex, data.tokenizer, config.sample)
     if not resume.has_begun(workdir):
-        ex.open_weights()  # only the headers: they are read when nothing was restored
-        ex.open_adapters()
-        if data.tokenizer:
-            check_tokenizer(config, data.tokenizer)
-
-    steps: Steps = OneWorld(ex, supervisor.enter)
-    if group is not None:
-        steps = Independent(ex, supervisor, number=group, workdir=whole)
+        check_weights(ex, data.tokenizer)  # they are read when nothing was restored
+    world.attach(ex)
 
     # ----------------------------------------------------------------------------------------------------------- resume
     supervisor.enter(Phase.RESTORING)
-    supervisor.register(workdir_lock(workdir, others_go_on=group is not None))
-    if group is not None:
-        groups.check_number_is_free(whole, group)
-    if group is None and resume.is_finished(config, workdir, extends=extends):  # by the attempt before
+    world.lock()
+    if world.is_finished(extends=extends):  # by the attempt before
         return True
-    resume.check_writable(workdir, whole / run_directory.CHECKPOINTS)
-    checkpointer = Checkpointer(
-        whole / run_directory.CHECKPOINTS,
-        config.checkpoint,
-        is_same_run=partial(resume.is_same_run, extends=extends),
-        replica=group,
-    )
+    resume.check_writable(workdir, world.checkpoints)
+    is_same_run = partial(resume.is_same_run, extends=extends)
+    checkpointer = Checkpointer(world.checkpoints, config.checkpoint, is_same_run=is_same_run, replica=world.replica)
     restores = partial(supervisor.enter, Phase.RESTORING)
-    snapshots = Snapshots(workdir, elastic.memory_dir, elastic.snapshot_every, progress=restores)
+    snapshots = Snapshots(workdir, config.elastic.memory_dir, config.elastic.snapshot_every, progress=restores)
     fingerprints = {**data.fingerprints, **ex.base_fingerprint}
-    start = resume.restore(ex, workdir, checkpointer, snapshots, fingerprints, extends)
-    if not (start.restored or ex.base_fingerprint):  # the initial state is made of them
+    start, state = resume.restore(ex, workdir, checkpointer, snapshots, fingerprints, extends)
+    if state is None and not ex.base_fingerprint:  # the initial state is made of the weights
         ex.same_weights()
-    supervisor.enter(Phase.READING_FIRST)  # what the data lack is said before the step is compiled
-    batches = steps.read(data.train, start.step)
-    supervisor.register(batches)
-    steps.wait_for_data()
+    supervisor.enter(Phase.READING_FIRST)  # errors of the data are printed before the step is compiled
+    world.read(data.train, start.step)
     supervisor.enter(Phase.PREPARING)
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
-    if jax.process_index() == 0:
-        import_ahead()  # beside the compilation
+    prepare_log()
     with announced("compiling the step", say):
-        step_fn = steps.compile()
+        train_step = world.compile()
     supervisor.enter(Phase.COMPARING)
     with resume.retry_if_world_too_small(workdir):
         needs = snapshots.needs(ex.state_shapes.checkpoint_state)
-        taken = check_step_fits(ex, step_fn, needs, restored=start.restored is not None)
+        memory = check_step_fits(ex, train_step, needs, restored=state is not None)
     supervisor.enter(Phase.LOADING if ex.has_weights else Phase.PREPARING)
-    if start.restored:
-        state = start.restored.state
-        start = replace(start, restored=replace(start.restored, state=None))  # a replica that joins takes another one
-        if ex.plan.frozen:
-            with announced("reading the frozen parameters", say):
-                state = replace(state, frozen=ex.frozen_params())
-    else:
+    if state is None:
         with announced("making the initial state", say):
             state = ex.init_state()
+    elif ex.plan.frozen:
+        with announced("reading the frozen parameters", say):
+            state = replace(state, frozen=ex.frozen_params())
     supervisor.enter(Phase.PREPARING)
-    config_file = command_line.config_file(words)
-    log = make_log(ex, data.train, workdir, start.step, step_fn, started_s, config_file)
-    with log, checkpointer, snapshots, batches:
+    log = make_log(ex, data.train, workdir, start.step, train_step, started_s, options.config_file)
+    with log, checkpointer, snapshots, world:
+        resumed = start.described(config.num_steps, workdir, may_join=world.is_awaited)
         examples = config.num_steps * config.batch.global_size
-        advice = (
-            *unused_gpus(config),
-            *ex.batches.described,
-            *idle.described(config, ex.plan.layout),
-            *losses.described(config.to_dict(), defaults()),
-        )
-        at_start = (*taken, *advice, start.described(config.num_steps, workdir, may_join=group is not None))
-        for line in (*at_start, *sampler.warnings, *data.described(examples)):
+        for line in (*memory, *advice(ex), resumed, *sampler.warnings, *data.described(examples)):
             log.say(line)
-        supervisor.events.write(Event.RESTORED, **start.event)  # after this one world's metrics have no later step
+        supervisor.restored(**start.event)  # after this one world's metrics have no later step
         snapshots.begin(start.step, start.extension(config.num_steps))
         supervisor.completed(start.step)
 
         # ------------------------------------------------------------------------------------- loop, with its hooks
         step, last = start.step, config.num_steps
         metrics: Metrics = {}
-        report = Report(ex, log, supervisor, steps, data)
-        validate = Validate(validator=validator, log=log, report=report, supervisor=supervisor)
-        keeper = CheckpointHook(
+        parts = RunContext(
+            ex=ex,
+            world=world,
+            data=data,
+            validator=validator,
             log=log,
-            report=report,
             checkpointer=checkpointer,
             snapshots=snapshots,
             supervisor=supervisor,
-            state_for_checkpoint=steps.state_for_checkpoint,
-            config=config.to_dict(),
-            position={"seed": config.seed, **fingerprints},
+            fingerprints=fingerprints,
         )
+        report = Report(parts)
+        checkpoint = CheckpointHook(parts, report)
         loop = [
             every(1, report),
-            every(config.eval.every, validate, at_end=True, done=step),
-            Periodic(keeper.snapshot, due=lambda n: n < last and snapshots.due(n), at_stop=True, done=step),
-            every(config.checkpoint.every, keeper.save, at_end=True, at_stop=True, done=keeper.saved()),
+            every(config.eval.every, Validate(parts, report), at_end=True, done=step),
+            Periodic(checkpoint.snapshot, due=lambda n: n < last and snapshots.due(n), at_stop=True, done=step),
+            every(config.checkpoint.every, checkpoint.save, at_end=True, at_stop=True, done=checkpoint.newest()),
             *(hook if isinstance(hook, Periodic) else every(1, hook) for hook in hooks),
         ]
-        if group is not None and config.eval.every:
-            validator.compile(log.say)  # the others would wait for that once this replica has entered
-        steps.begin(step, log.say)
-        while step < last and not steps.can_stop(step, asked=supervisor.stop_requested()):
-            if (done := steps(state, step)) is None:
-                continue
-            state, metrics, step = done
+        if world.is_awaited and config.eval.every:
+            validator.compile(log.say)  # other replicas would wait for that once this one has entered
+        steps = world.steps(state, start.step, log.say)
+        for step, state, metrics in steps:
             supervisor.enter(Phase.RECORDING)
             for hook in loop:
                 hook(step, state, metrics, is_last=step == last)
@@ -245,7 +180,6 @@ def run(
         report.close()
         supervisor.enter(Phase.CLOSING)
         finished = step == last
-        steps.end(step, state)
         for hook in loop:
             hook.close(step, state, metrics, finished=finished)
         sample = None
@@ -254,21 +188,11 @@ def run(
                 sample = sampler(state.all_params)
         checkpointer.wait()
         snapshots.end(finished=finished)
-        # a picture takes a second, and who is asked to stop has few
-        mesh_png = drawing.mesh_png(ex.plan.layout) if finished and jax.process_index() == 0 else None
-        log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
+        close_log(log, ex, finished=finished, sample=sample)
         if not finished:
             log.say(f"stopped at step {step}; run the same command again to go on")
-        supervisor.events.write(Event.STOPPED, step=step, why="finished" if finished else "asked to stop")
+        supervisor.stopped(step, finished=finished)
     return finished
-
-
-def build(config: Config, workdir: Path, make: Callable[[Config], Experiment], words: Sequence[str]) -> Experiment:
-    """Returns the parts of the run, after a check that its state fits the devices; `words` are those of the config."""
-    with resume.retry_if_world_too_small(workdir):
-        ex = make(config)
-        check_fits(ex, words)
-    return ex
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -94,6 +95,14 @@ class Supervisor:
             devices=jax.device_count(),
         )
 
+    def restored(self, **fields: Any) -> None:
+        """Records where the run starts."""
+        self.events.write(Event.RESTORED, **fields)
+
+    def stopped(self, step: int, *, finished: bool) -> None:
+        """Records the last step of this attempt."""
+        self.events.write(Event.STOPPED, step=step, why=_why(finished))
+
     def stop_requested(self) -> bool:
         """Whether the run was asked to stop. All processes get True at the same call."""
         return self._preemption.requested()
@@ -108,7 +117,7 @@ class Supervisor:
 
     def end(self, code: ExitCode, failure: str = "") -> ExitCode:
         """Records the exit, stops the heartbeats and returns `code`. After a failure it may end the process."""
-        why = failure or ("finished" if code == ExitCode.FINISHED else "asked to stop")
+        why = failure or _why(code == ExitCode.FINISHED)
         # in a thread: a hanging file system, which may be the failure, must not delay the message to the other
         # processes
         noting = threading.Thread(target=self._note_exit, args=(self.events, code, why), daemon=True)
@@ -150,6 +159,10 @@ class Supervisor:
         if lost:
             events.write(Event.LOST_PEER, peers=lost, why=verdict.text)
         self._note_exit(events, verdict.code, verdict.text)
+
+
+def _why(finished: bool) -> str:
+    return "finished" if finished else "asked to stop"
 
 
 def _print_traceback() -> None:

@@ -146,5 +146,5 @@ def test_forbidden_imports_are_found() -> None:
     assert complaint("sharding", "models.Decoder") == "sharding may import configs, runtime.files, not models"
     assert complaint("training", "train.main") == "train is a program: start it, do not import it"
     assert complaint("train", "lab.chaos") == "lab.chaos is of the laboratory: train may start it, not import it"
-    assert (message := complaint("launch", "training.steps")) and message.endswith("not training")
+    assert (message := complaint("launch", "training.world")) and message.endswith("not training")
     assert complaint("models", "sharding.step") is complaint("planner", "training.experiment.make_experiment") is None

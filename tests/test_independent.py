@@ -170,7 +170,7 @@ def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again
     replica = [*arguments(tmp_path, **INDEPENDENT, num_steps=4), "--group=0"]
     assert run_here(*replica, hooks=[stop_after(2)]) == 75
     with monkeypatch.context() as patch:
-        patch.setattr("train.resume.restore", lambda *_: Start(restored=None, logged=2))
+        patch.setattr("train.resume.restore", lambda *_: (Start(restored=None, logged=2), None))
         assert run_here(*replica) == 75
     assert "the newest checkpoint is newer than the state here" in capsys.readouterr().err.splitlines()[-1]
     assert run_here(*replica) == 0

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import Config
@@ -33,13 +32,6 @@ def number(config: Config, given: int | None) -> int | None:
         f"{f'--group={found}' if found else 'no --group'}: with sharding.replicas=independent each replica is started "
         f"by itself, with a number of its own from 0 on (a task of an array of SLURM has one)"
     )
-
-
-def of_group(config: Config, workdir: Path, group: int | None) -> tuple[Config, Path]:
-    """Returns the config of a replica, without snapshots: the others have its state; and its own directory."""
-    if group is None:
-        return config, workdir
-    return replace(config, elastic=replace(config.elastic, snapshot_every=0)), workdir / FOLDER / str(group)
 
 
 def check_number_is_free(workdir: Path, group: int) -> None:

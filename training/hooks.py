@@ -1,6 +1,6 @@
 """What happens between two steps: hooks, called after each step with its number, the state and the metrics.
 
-    hooks = [every(1, report), every(40, validate, at_end=True), every(80, keeper.save, at_end=True, at_stop=True)]
+    hooks = [every(1, report), every(40, validate, at_end=True), every(80, checkpoint.save, at_end=True, at_stop=True)]
 
 The first reports the step: the others find its row in the log. One of your own: docs/training.md.
 """
@@ -25,14 +25,27 @@ from training.datasets import Datasets
 from training.experiment import Experiment
 from training.metrics.run_log import RunLog
 from training.metrics_apart import MetricsApart
-from training.steps import Steps
 from training.validation import Validator
-
-Metrics = dict[str, jax.Array | float]
+from training.world import Metrics, World
 
 
 class NonFiniteError(RuntimeError):
     """Too many non-finite updates in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The parts of a run that its hooks use."""
+
+    ex: Experiment
+    world: World
+    data: Datasets
+    validator: Validator
+    log: RunLog
+    checkpointer: Checkpointer
+    snapshots: Snapshots
+    supervisor: Supervisor
+    fingerprints: Mapping[str, str]  # of the data and the frozen weights, saved with the state
 
 
 class Hook(Protocol):
@@ -93,11 +106,12 @@ class Report:
     where the replicas meet, and where a hook needs the row of its step.
     """
 
-    def __init__(self, ex: Experiment, log: RunLog, supervisor: Supervisor, steps: Steps, data: Datasets) -> None:
-        self._ex, self._log, self._supervisor, self._steps, self._data = ex, log, supervisor, steps, data
-        self._rates = ex.learning_rates()
+    def __init__(self, run: RunContext) -> None:
+        self._ex, self._world, self._data = run.ex, run.world, run.data
+        self._log, self._supervisor = run.log, run.supervisor
+        self._rates = run.ex.learning_rates()
         self._pending: Pending | None = None
-        self._apart = MetricsApart(ex) if ex.drifts_apart else None
+        self._apart = MetricsApart(run.ex) if run.ex.drifts_apart else None
         self._warned = self._reported = 0  # steps
         self._row_at = -1  # the last step with a row, of replicas that drift apart
 
@@ -108,13 +122,13 @@ class Report:
         if self._apart:
             self._apart.add(metrics)
             period = self._ex.config.log_every
-            ends = self._steps.synced and step // period > self._row_at // period
+            ends = self._world.synced and step // period > self._row_at // period
             has_row = ends or not self._reported
             if has_row:  # dispatched before the next step
                 self._row_at, found = step, {**self._apart.together()}
             if ends:
                 self._apart.begin()
-        self._pending = Pending(step, found, has_row, {"data_wait_s": self._steps.wait_s, **self._data.counters()})
+        self._pending = Pending(step, found, has_row, {"data_wait_s": self._world.wait_s, **self._data.counters()})
         if not self._ex.dispatches_asynchronously and has_row:
             self.flush()
 
@@ -186,65 +200,60 @@ class Report:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Validate:
     """Measures and logs how good the model is on the validation data, and adds it to the metrics."""
 
-    validator: Validator
-    log: RunLog
-    report: Report
-    supervisor: Supervisor
+    def __init__(self, run: RunContext, report: Report) -> None:
+        self._run, self._report = run, report
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        with self.report.apart("validation_s", needs_row=True):
-            validation = self.validator(state.all_params, self.log.say)
-            self.supervisor.enter(Phase.RECORDING)
-            self.log.validation(step, validation.scalars(), validation.message)
+        run = self._run
+        with self._report.apart("validation_s", needs_row=True):
+            validation = run.validator(state.all_params, run.log.say)
+            run.supervisor.enter(Phase.RECORDING)
+            run.log.validation(step, validation.scalars(), validation.message)
         metrics |= validation.scalars()
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointHook:
-    """Keeps the state of a step, in the nodes' memories or in a checkpoint, after the rows up to it are written."""
+    """Saves the state of a step, in the nodes' memories or in a checkpoint, after the rows up to it are written."""
 
-    log: RunLog
-    report: Report
-    checkpointer: Checkpointer
-    snapshots: Snapshots
-    supervisor: Supervisor
-    state_for_checkpoint: Callable[[TrainState], TrainState | None]  # what of a state this world saves, if any
-    config: dict[str, Any]
-    position: Mapping[str, Any]  # in the data, besides the step
+    def __init__(self, run: RunContext, report: Report) -> None:
+        self._run, self._report, self._config = run, report, run.ex.config.to_dict()
 
-    def saved(self) -> int:
+    def newest(self) -> int:
         """Returns the newest step with a checkpoint, 0 if there is none."""
-        return broadcast(new_key("saved"), lambda: self.checkpointer.latest_step() or 0)
+        return broadcast(new_key("saved"), lambda: self._run.checkpointer.latest_step() or 0)
 
     def snapshot(self, step: int, state: TrainState, metrics: Metrics) -> None:
-        """Keeps a state in memory."""
-        with self.report.apart("snapshot_s"):
-            self.log.flush()
-            data = {"step": step, **self.position}
-            if self.snapshots.save(step, state.checkpoint_state, data=data, config=self.config):
-                self.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
+        """Begins a snapshot in memory."""
+        with self._report.apart("snapshot_s"):
+            self._run.log.flush()
+            if self._run.snapshots.save(step, state.checkpoint_state, data=self._data(step), config=self._config):
+                self._run.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
 
     def save(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Starts saving a checkpoint. ResumableError, after the save, if the run's directory was deleted meanwhile."""
-        is_lost = broadcast(new_key("is-lost"), self.log.is_lost)
-        if (kept := self.state_for_checkpoint(state)) is not None:
-            self._save(step, kept, metrics)
+        checkpointer = self._run.checkpointer
+        is_lost = broadcast(new_key("is-lost"), self._run.log.is_lost)
+        saved = self._run.world.state_for_checkpoint(state)
+        if saved is not None:
+            self._save(step, saved, metrics)
         if is_lost:
-            self.checkpointer.wait()
+            checkpointer.wait()
             raise ResumableError(
-                f"{self.checkpointer.directory.parent} was deleted or moved during the run: its metrics and earlier "
-                f"checkpoints are gone{f', step {step} is saved there again' if kept else ''}; run the same command "
+                f"{checkpointer.directory.parent} was deleted or moved during the run: its metrics and earlier "
+                f"checkpoints are gone{f', step {step} is saved there again' if saved else ''}; run the same command "
                 "again to go on"
             )
 
-    def _save(self, step: int, kept: TrainState, metrics: Metrics) -> None:
-        with self.report.apart("checkpoint_s"):
-            self.log.flush()
-            data = {"step": step, **self.position}
+    def _save(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        with self._report.apart("checkpoint_s"):
+            self._run.log.flush()
             best = {name: float(metrics[name]) for name in ("validation_loss",) if name in metrics}
-            self.checkpointer.save(step, kept, data=data, config=self.config, metrics=best)
-            self.supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)
+            self._run.checkpointer.save(step, state, data=self._data(step), config=self._config, metrics=best)
+            self._run.supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)
+
+    def _data(self, step: int) -> dict[str, Any]:
+        """Returns the position in the data after a step."""
+        return {"step": step, "seed": self._run.ex.config.seed, **self._run.fingerprints}

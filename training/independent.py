@@ -34,8 +34,9 @@ from training.experiment import Experiment
 from training.replica_state import digest_of, own_shards, waiting_in, with_shards, with_waiting
 from training.share_gradients import Gradients, Put
 from training.share_rounds import Rounds
-from training.steps import Done
 
+# the state after a step, its metrics, and the steps done
+Done = tuple[TrainState, dict[str, Any], int]
 SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
 COMPARED_EVERY = 100  # steps: replicas compare their parameters
 RATE_STEP, RATE_MEMORY = 1.1, 0.5
@@ -127,7 +128,6 @@ class Independent:
         self._compared = -1, True  # the last step that was, and whether this replica agreed
         self._lacks_state = False  # it was to take the others', and they did not come
         self._replicas: Replicas | None = None
-        self.synced = True
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the update too, so that nobody waits for that once this replica has entered."""

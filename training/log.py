@@ -1,4 +1,4 @@
-"""Creates the log of a run, with the facts about the experiment that metrics and report need."""
+"""Opens and closes the log of a run, with the facts about the experiment that metrics, report and user need."""
 
 import sys
 import time
@@ -9,17 +9,28 @@ from typing import Any
 
 import jax
 
+from configs import losses
+from configs.schema import defaults
 from input_pipeline import Dataset, ImageDataset
 from runtime.files import run_directory
-from sharding import hlo
+from sharding import drawing, hlo
 from sharding.mesh import MeshShape
+from training import idle
+from training.devices import unused_gpus
 from training.experiment import Experiment
 from training.metrics.environment import environment
 from training.metrics.run_log import RunLog
 from training.metrics.throughput import StepTimer, peak_flops
 from training.metrics.units import format_seconds
+from training.metrics.writer import import_ahead
 from training.overlap import users_xla_flags
 from training.registered import CONFIG_FILE
+
+
+def prepare_log() -> None:
+    """Begins to import what the log needs, in a thread: it takes seconds, which pass during the compilation."""
+    if jax.process_index() == 0:
+        import_ahead()
 
 
 def make_log(
@@ -79,6 +90,26 @@ def make_log(
         started_s=started_s,
         may_join=is_independent,
     )
+
+
+def advice(experiment: Experiment) -> list[str]:
+    """Returns lines about settings that waste devices, have no effect on them, or raise the loss."""
+    config = experiment.config
+    return [
+        *unused_gpus(config),
+        *experiment.batches.described,
+        *idle.described(config, experiment.plan.layout),
+        *losses.described(config.to_dict(), defaults()),
+    ]
+
+
+def close_log(log: RunLog, experiment: Experiment, *, finished: bool, sample: str | None) -> None:
+    """Writes summary and report, with a sample of text if there is one.
+
+    A finished run also gets a picture of its mesh. That takes a second, and a run that is asked to stop has few.
+    """
+    mesh_png = drawing.mesh_png(experiment.plan.layout) if finished and jax.process_index() == 0 else None
+    log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
 
 
 def _collectives(step_fn: jax.stages.Compiled, shape: MeshShape) -> tuple[dict[str, Any], dict[str, int]]:

@@ -1,5 +1,7 @@
-"""What a run takes of devices and hosts, and whether it fits: of its state before anything is made or compiled, and of
-its compiled step and its snapshots before anything is made."""
+"""The memory that a run needs on devices and hosts, and checks that it fits.
+
+The state is checked before anything is compiled, the compiled step and the snapshots before anything is allocated.
+"""
 
 import re
 import shlex
@@ -20,7 +22,7 @@ from sharding.state import by_name, owner
 from training.experiment import Experiment, make_experiment
 from training.metrics.units import format_bytes, format_count
 
-REST = "(counters and the like)"  # of the optimizer's state: what belongs to no parameter
+REST = "(counters and the like)"  # the part of the optimizer's state that belongs to no parameter
 MEMINFO, BOOT_ID = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -29,18 +31,18 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device; `batch` and `temporaries` are what the compiler adds to the state."""
+    """Bytes of one device; the compiler adds `batch` and `temporaries` to the state."""
 
     parameters: float
     gradients: float
     optimizer: float
     temporaries: float
     batch: float
-    capacity: float  # that a program can have
+    capacity: float  # the most that a program can have
 
     @property
     def parts(self) -> dict[str, float]:
-        """What is held, by name."""
+        """The bytes of each part, by its name."""
         return {name: size for name, size in vars(self).items() if name != "capacity"}
 
     @property
@@ -50,12 +52,12 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether a device can have so much."""
+        """Whether a device has this much memory."""
         return self.total <= self.capacity
 
 
 def memory_of(experiment: Experiment, argument_bytes: int, temporary_bytes: int, capacity: float) -> Memory:
-    """Returns what a device holds, by part: the gradients lie among the compiler's temporaries."""
+    """Returns the memory of a device by part; the compiler counts the gradients as temporaries."""
     parameters, gradients, optimizer = state_bytes(experiment)
     gradients = min(gradients, temporary_bytes)
     return Memory(
@@ -69,7 +71,7 @@ def memory_of(experiment: Experiment, argument_bytes: int, temporary_bytes: int,
 
 
 def bytes_by_name(experiment: Experiment) -> dict[str, tuple[int, int, int]]:
-    """Returns the bytes of parameter, gradient and optimizer state on a device, by parameter, and those of REST."""
+    """Returns the bytes of parameter, gradient and optimizer state on a device, by parameter and for REST."""
     plan, shapes = experiment.plan, experiment.state_shapes
     params: dict[str, jax.ShapeDtypeStruct] = by_name(shapes.params)
     gradients: dict[str, Sharding] = by_name(plan.shardings(plan.layout.gradients))
@@ -90,7 +92,7 @@ def state_bytes(experiment: Experiment) -> tuple[int, int, int]:
 def check_fits(experiment: Experiment, words: Sequence[str] = ()) -> None:
     """Raises WorldTooSmallError if the state does not fit the devices; every process must call it.
 
-    `words` are those of the command line that describe the config, for the planner's command in the message.
+    `words` of the command line describe the config, for the planner's command in the message.
     """
     state, memory = state_bytes(experiment), memory_per_device()
     if memory is None or sum(state) <= memory:
@@ -100,12 +102,12 @@ def check_fits(experiment: Experiment, words: Sequence[str] = ()) -> None:
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in zip(("parameters", "gradients", "optimizer"), state))
     raise WorldTooSmallError(
         f"the state takes {format_bytes(sum(state))} on each device ({parts}), which has {format_bytes(memory)}"
-        f"{' of free host memory' if _on_cpus(experiment) else ''}; {_what_fits(experiment, memory)}; "
+        f"{' of free host memory' if _on_cpus(experiment) else ''}; {_advise_groups(experiment, memory)}; "
         f"`python -m planner.table {shlex.join(command)}` shows what a device holds, here or on other devices"
     )
 
 
-def _what_fits(experiment: Experiment, memory: float) -> str:
+def _advise_groups(experiment: Experiment, memory: float) -> str:
     """Returns the smallest partition group whose state fits, else how many parameters would fit the largest."""
     least = sum(state_bytes(experiment))
     for size, found in _groups(experiment):
@@ -120,7 +122,7 @@ def _what_fits(experiment: Experiment, memory: float) -> str:
 
 
 def _groups(experiment: Experiment) -> Iterator[tuple[int, int]]:
-    """Yields the sizes of the partition groups that the run can have, and the state's bytes on a device of each."""
+    """Yields each size of partition groups that the run can have, and the state's bytes on a device with that size."""
     config, shape = experiment.config, experiment.plan.layout.shape
     devices = shape.num_devices // shape.stage
     for size in (p for p in range(1, devices + 1) if devices % p == 0):
@@ -128,7 +130,7 @@ def _groups(experiment: Experiment) -> Iterator[tuple[int, int]]:
         sharding = replace(config.sharding, strategy="mics", partition_size=size, **by_hand)
         try:
             found = sum(state_bytes(make_experiment(replace(config, sharding=sharding))))
-        except ValueError:  # the size does not go with the nodes, or with other keys
+        except ValueError:  # the size does not fit the nodes, or other keys
             continue
         yield size, found
 
@@ -136,10 +138,10 @@ def _groups(experiment: Experiment) -> Iterator[tuple[int, int]]:
 def check_step_fits(
     experiment: Experiment, step: jax.stages.Compiled, snapshots: Needs | None, *, restored: bool
 ) -> list[str]:
-    """Returns lines about what the compiled step takes of a device and snapshots of a host, before that is allocated.
+    """Returns lines about the memory of the compiled step on a device and of snapshots on a host, none of it allocated.
 
-    WorldTooSmallError if a device or a host lacks it, ValueError if the snapshots that were asked for have no room.
-    Every process must call it, and all get the same. `restored`: the state is there already.
+    WorldTooSmallError if a device or a host has too little, ValueError if the requested snapshots have no room. Every
+    process must call it, and all get the same. `restored`: the state is allocated already.
     """
     analysis = step.memory_analysis()
     if analysis is None:
@@ -147,7 +149,7 @@ def check_step_fits(
     on_cpus = _on_cpus(experiment)
     capacity = inf if on_cpus else memory_per_device() or inf
     arguments = analysis.argument_size_in_bytes
-    if experiment.config.sharding.replicas == "independent":  # the program of a share does not get the state's chain
+    if experiment.config.sharding.replicas == "independent":  # the optimizer state is no argument of a share's program
         arguments += state_bytes(experiment)[2]
     held = memory_of(experiment, arguments, analysis.temp_size_in_bytes, capacity)
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in held.parts.items())
@@ -173,16 +175,16 @@ def check_step_fits(
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The bytes that the processes of a host take of its memory."""
+    """The bytes that the processes of a host need of its memory."""
 
     name: str
-    devices: float  # of CPUs; those of GPUs have their own
+    devices: float  # of CPUs; GPUs have separate memory
     snapshots: float
-    free: float  # inf: not known
+    free: float  # inf: unknown
 
 
 def _hosts(devices: float, snapshots: Needs | None) -> list[Host]:
-    """Returns what each host's processes take, of what each process knows of itself."""
+    """Returns the memory that each host's processes need, summed over the processes."""
     s = snapshots
     in_folder, there = (s.kept, s.there) if s and s.is_in_memory else (0, 0)
     free = _free_bytes()
@@ -200,7 +202,7 @@ def _hosts(devices: float, snapshots: Needs | None) -> list[Host]:
 
 
 def _check_host(experiment: Experiment, held: Memory, host: Host, parts: str) -> None:
-    """Raises WorldTooSmallError if a host has less memory than is taken; `parts` of a device, where that is its."""
+    """Raises WorldTooSmallError if a host has too little memory; `parts` of a device, if it uses the host's memory."""
     if host.devices + host.snapshots <= host.free:
         return
     each = f"its devices {format_bytes(host.devices)}, each {parts}; " if parts else ""
@@ -216,7 +218,7 @@ def _check_host(experiment: Experiment, held: Memory, host: Host, parts: str) ->
 
 
 def _less(experiment: Experiment, held: Memory) -> str:
-    """Returns what takes less of a device, to be tried: only the state's bytes are known before it is compiled."""
+    """Returns settings to try that need less of a device; only the state's bytes are known before compiling them."""
     config, now = experiment.config, held.parameters + held.gradients + held.optimizer
     micro_size = experiment.batches.config.micro_size
     tried = [f"a batch.micro_size below {micro_size}"] if micro_size > 1 else []
@@ -233,7 +235,7 @@ def _less(experiment: Experiment, held: Memory) -> str:
 def _of_room(experiment: Experiment, snapshots: Needs, *, is_new: bool) -> list[str]:
     """Returns a warning if the folder of the snapshots is too small for them.
 
-    ValueError if they were asked for, by a new run: what began goes on without them.
+    ValueError for a new run that requests snapshots. A run that has begun continues without them.
     """
     told = all_gather(new_key("room"), [_host(), snapshots.folder, snapshots.kept, snapshots.there + snapshots.free])
     kept: dict[tuple[str, str], int] = {}
@@ -251,14 +253,14 @@ def _of_room(experiment: Experiment, snapshots: Needs, *, is_new: bool) -> list[
 
 
 def memory_per_device() -> float | None:
-    """Returns the bytes of the device that has least; None where that is not known. Every process must call it.
+    """Returns the bytes of the smallest device; None where they are unknown. Every process must call it.
 
-    CPU devices share what their host has free, those of other processes on the same host too.
+    CPU devices share the free memory of their host with the devices of its other processes.
     """
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
         own = [_host(), len(devices), _free_bytes()]
-    else:  # 0: not known
+    else:  # 0: unknown
         least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)
         own = [f"process {jax.process_index()}", 1, least]
     given = all_gather(new_key("memory"), own)
@@ -269,23 +271,23 @@ def memory_per_device() -> float | None:
 
 
 def _on_cpus(experiment: Experiment) -> bool:
-    """Whether what the devices hold is the host's memory."""
+    """Whether the devices use the memory of the host."""
     return experiment.plan.mesh.devices.flat[0].platform == "cpu"
 
 
 def _host() -> str:
-    """Returns what tells the hosts of a run apart."""
+    """Returns an identifier of this host."""
     return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()  # a sandbox may lack it
 
 
 def _free_bytes() -> int:
-    """Returns the memory that programs on this host, in this container, can still get; 0 where no Linux says it."""
+    """Returns the memory that programs on this host, in this container, can still get; 0 if not on Linux."""
     found = re.search(r"^MemAvailable: +(\d+) kB$", MEMINFO.read_text() if MEMINFO.exists() else "", re.MULTILINE)
     return max(1, min([1024 * int(found[1]), *_left_by_groups()])) if found else 0
 
 
 def _left_by_groups() -> Iterator[int]:
-    """Yields what the limits of this process' control groups leave, of both versions; cached files count as free."""
+    """Yields the memory left by the limits of this process' control groups (v1, v2); cached files count as free."""
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

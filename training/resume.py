@@ -6,7 +6,7 @@ The tiers are snapshots in the nodes' memories, which are newer but lost with th
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from runtime.files import run_directory
 from runtime.files.paths import user_path
 from runtime.progress import read_progress
 from sharding.scopes import WorldTooSmallError
+from sharding.step import TrainState
 from training.experiment import BASE, Experiment
 from training.metrics.run_files import RunFiles, read_run
 
@@ -35,7 +36,7 @@ LENGTH = "num_steps"  # the key that --extend may raise
 class Start:
     """Where a run starts: at a restored step, or at step 0."""
 
-    restored: Restored | None
+    restored: Restored | None  # without the state
     logged: int  # the last step in the metrics
 
     @property
@@ -83,7 +84,7 @@ def has_begun(workdir: Path) -> bool:
 
 @contextmanager
 def retry_if_world_too_small(workdir: Path) -> Iterator[None]:
-    """Of a run that has begun, maybe with more nodes, turns a world that is too small into one to wait for."""
+    """Turns a world that is too small into a reason to wait for more nodes, if the run has begun in `workdir`."""
     try:
         yield
     except WorldTooSmallError as error:
@@ -181,15 +182,22 @@ def restore(
     snapshots: Snapshots,
     fingerprints: Mapping[str, str],
     extends: bool = False,
-) -> Start:
-    """Restores the newest step of the run, from memory or a checkpoint. ValueError if it is of another run or data."""
+) -> tuple[Start, TrainState | None]:
+    """Restores the newest step of the run, from memory or a checkpoint.
+
+    Returns where the run starts, and the state there without the frozen parameters; None if there is none. ValueError
+    if it is of another run or data.
+    """
     restored = restore_newest(experiment.state_shapes.checkpoint_state, checkpointer, snapshots)
     if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir, extends=extends)
         _check_same_data(restored, experiment, workdir, fingerprints)
 
     logged = broadcast(new_key("logged"), lambda: read_progress(workdir).step)
-    return Start(restored=restored, logged=logged)
+    if restored is None:
+        return Start(restored=None, logged=logged), None
+    # nothing but the loop refers to the state: a replica that joins others takes theirs instead
+    return Start(restored=replace(restored, state=None), logged=logged), restored.state
 
 
 def _check_same_data(

@@ -1,4 +1,4 @@
-"""Checks a run's tokenizer against the tokenizer files of `model.weights`, as far as they allow it."""
+"""Checks that the weights of a new run fit its model, and its tokenizer the tokenizer files of `model.weights`."""
 
 import logging
 from pathlib import Path
@@ -10,12 +10,24 @@ from input_pipeline import tokenizer_config
 from input_pipeline.tokenizer_config import CONFIG_FILE
 from input_pipeline.tokenizers import HuggingFace, SentencePiece, Tokenizer
 from runtime.files.paths import user_path
+from training.experiment import Experiment
 
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 # words, digits, accents, another script, an emoji, indented code: their ids distinguish tokenizers
 PROBE = "The year 1984: na\u00efve caf\u00e9s in \u6771\u4eac \U0001f600\n\tdef square(x):\n        return x**2\n"
 LEAST_USED = 0.9  # fraction of the vocabulary; embeddings are padded by a few percent
+
+
+def check_weights(experiment: Experiment, tokenizer: Tokenizer | None) -> None:
+    """Raises ValueError if the weights from which a new run starts do not fit its model or its tokenizer.
+
+    Only headers are read.
+    """
+    experiment.open_weights()
+    experiment.open_adapters()
+    if tokenizer:
+        check_tokenizer(experiment.config, tokenizer)
 
 
 def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:

@@ -21,7 +21,8 @@ from configs.schema import CheckpointConfig, Config, ElasticConfig, EvalConfig, 
 from elastic.saved_arrays import SavedArrays
 from support import fast_compile
 from support.ports import free_port
-from training.experiment import Experiment, make_experiment
+from train import make_experiment
+from training.experiment import Experiment
 from training.hooks import Hook
 
 ROOT = Path(__file__).resolve().parents[2]
