@@ -7,8 +7,8 @@ On several machines, start it once per process: SLURM, Open MPI and Kubernetes a
 `--num_processes` and `--process_id`. Exit codes: 0 finished; 75 stopped but resumable (run the same command again);
 2 a mistake in the config, the flags, the data or the work directory; 1 anything else.
 
-`run` is the story of a run. What surrounds it (signals, other processes, errors, exit codes) is in
-runtime/supervisor.py; what happens in a step is in training/world.py, and between two steps in training/hooks.py.
+`run` is the story of a run. Signals, other processes, errors and exit codes are in runtime/supervisor.py, a step in
+training/world.py, and the work between two steps in training/hooks.py.
 """
 
 import sys
@@ -58,7 +58,7 @@ def main(
 ) -> int:
     """Runs the program and returns its exit code; a user's mistake is one line.
 
-    `hooks` are called after each step, after those of the run; `make` makes the parts of the run from its config.
+    `hooks` are called after each step, after the run's own hooks; `make` makes the parts of the run from its config.
     """
 
     def program(supervisor: Supervisor) -> bool:

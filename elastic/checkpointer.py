@@ -1,13 +1,13 @@
-"""Saves training states through Orbax's AsyncCheckpointer; restores only what verifies.
+"""Saves training states through Orbax's AsyncCheckpointer; restores only states that verify.
 
-A save writes into a folder of its own in DIR/unfinished. When the data of all processes is written (Orbax waits for
+Each save writes into a separate folder in DIR/unfinished. When the data of all processes is written (Orbax waits for
 it), each process hashes the files that it wrote, and process 0 also those that Orbax wrote for all. Process 0 writes
 the manifest, renames the step into DIR, and only then deletes older steps. A restore verifies all files of a step
 before it loads any: each process about the same number of bytes.
 
-Replicas that are programs of their own share a directory, and one of them saves. For a moment two may do so, or one may
-read a step that another deletes: then a save that fails counts as done if this step or a newer one is there, and a
-restore is to be done again.
+Independent replicas share a directory, and one of them saves. For a moment two may save, or one may read a step that
+another deletes. So a failed save counts as done if this step or a newer one has been saved, and a failed restore has to
+be repeated.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class Checkpointer:
     """The checkpoints of one run in one directory that every process can see; a context manager.
 
     All processes must call the same methods in the same order. Only one run at a time may save into a directory, from
-    one program or from replicas of their own; `python -m elastic` may read it at any time.
+    one program or from independent replicas; `python -m elastic` may read it at any time.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def _newest_now(self) -> int | None:
-        """Returns what `latest_step` does, and None where a file system that is gone cannot be asked."""
+        """Returns `latest_step()`, or None if the file system is gone."""
         with suppress(OSError):
             return self.latest_step()
         return None

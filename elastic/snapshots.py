@@ -98,7 +98,7 @@ class Snapshots:
             self._service.close()
 
     def find(self, abstract_state: Any) -> Found | None:
-        """Returns the newest step in the nodes' memories that is complete and verifies; None if there is none."""
+        """Returns the newest step in the nodes' memories that is complete and verifies; None without any."""
         if not self._every:
             return None
         wanted = tree.flatten_abstract(abstract_state)
@@ -119,7 +119,7 @@ class Snapshots:
         return restored
 
     def needs(self, abstract_state: Any) -> "Needs | None":
-        """Returns the memory that snapshots of such a state take; None if there are none."""
+        """Returns the memory that snapshots of such a state need; None if the run takes none."""
         if not self._every:
             return None
         wanted = tree.flatten_abstract(abstract_state)
@@ -138,7 +138,7 @@ class Snapshots:
         )
 
     def begin(self, step: int, extension: Extension | None = None) -> None:
-        """Begins the attempt at `step`, and deletes all snapshots but the one that was restored.
+        """Begins the attempt at `step`, and deletes all snapshots but the restored one.
 
         An attempt without snapshots is recorded, too: it makes the later steps of earlier attempts invalid. `extension`
         is recorded with it.

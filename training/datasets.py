@@ -29,7 +29,7 @@ class Datasets:
     shards: Sequence[ShardSet] = ()  # of data.source=shards, or of such components of a mixture
 
     def counters(self) -> Mapping[str, float]:
-        """Returns what this process has read, by the keys of metrics.jsonl; nothing for other sources."""
+        """Returns counters of this process' reads, by the keys of metrics.jsonl; none for sources other than shards."""
         every = [opened.tiers.counters.scalars() for opened in self.shards]
         return {key: sum(one[key] for one in every) for key in every[0]} if every else {}
 
@@ -94,7 +94,7 @@ def _check(experiment: Experiment, train: Dataset, validation: Dataset) -> None:
     for dataset in (train, validation):
         if isinstance(dataset, ImageDataset):
             _check_size(config, "num_classes", dataset.num_classes, f"classes of data.source={config.data.source}")
-        # no collective: those wait for half an hour, and one process may have to tokenise what others have cached
+        # no collective, which times out after half an hour: one process may have to tokenise texts that others cached
         if len({*all_gather(new_key("fingerprint"), dataset.fingerprint)}) > 1:
             raise ValueError(f"{config.data.origin} differs between processes; give all the same data")
 

@@ -49,9 +49,9 @@ class Experiment:
     model: models.Model
     plan: ShardingPlan
     chain: Chain  # the replica all-reduce and the optimizer
-    schedule: optax.Schedule | None  # of the learning rate; None: the optimizer has its own
-    batches: BatchLayout  # of a step; with independent replicas of a share
-    num_shares: int = 1  # of a step, with independent replicas
+    schedule: optax.Schedule | None  # the learning rate by step; None: the optimizer has another one
+    batches: BatchLayout  # rows of a step; with independent replicas rows of a share
+    num_shares: int = 1  # shares of a step, with independent replicas
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -80,7 +80,7 @@ class Experiment:
         return self.block(begin(params, frozen))
 
     def frozen_params(self) -> Params:
-        """Returns the frozen parameters, {} if there are none: of `model.weights`, or else of the seed.
+        """Returns the frozen parameters, from `model.weights` or else from the seed; {} without any.
 
         A checkpoint does not hold them. ValueError for weights that do not fit the model.
         """
@@ -183,12 +183,12 @@ class Experiment:
 
     @property
     def _staged(self) -> StagedLoss | None:
-        """The loss in pieces for the stages of a pipeline; None where there is none."""
+        """The loss in pieces for the stages of a pipeline; None without a pipeline."""
         return self.model.staged_loss() if self.config.mesh.stages > 1 else None
 
     @property
     def drifts_apart(self) -> bool:
-        """Whether a step's metrics are those of each replica, `[R]`."""
+        """Whether a step has separate metrics for each replica, `[R]`."""
         return self.chain.drift is not None and self.chain.meet is None
 
     @property

@@ -22,20 +22,20 @@ class Options:
     config: Config
     workdir: Path  # the run's directory; each independent replica has a separate one in it
     address: launchers.Address = launchers.FROM_ENVIRONMENT
-    words: Sequence[str] = ()  # of the command line that describe the config: other programs take them too
+    words: Sequence[str] = ()  # the part of the command line that describes the config: other programs accept it too
     group: int | None = None  # the number of an independent replica; None: the run is one program
-    extends: bool = False  # num_steps may be above that of the run in `workdir`
+    extends: bool = False  # num_steps may have been raised since the run in `workdir` began
 
     @property
     def config_file(self) -> str:
-        """The absolute path of `--config`; "" if there is none."""
+        """The absolute path of `--config`; "" without one."""
         return command_line.config_file(self.words)
 
 
 def parse(argv: Sequence[str], usage: str, supervisor: Supervisor) -> Options | None:
     """Returns the options in `argv` (program first); None after printing the help that was asked for.
 
-    ValueError for a mistake. With `--debug` the supervisor shows tracebacks, those of mistakes too.
+    ValueError for a mistake. With `--debug` the supervisor shows tracebacks, also for mistakes.
     """
     supervisor.shows_tracebacks = "--debug" in argv
     values = command_line.new_flags()

@@ -17,9 +17,9 @@ WAIT_S, LOOK_S = 90.0, 2.0  # for the previous attempt: `launch/ray_standby.py` 
 
 
 def number(config: Config, given: int | None) -> int | None:
-    """Returns the replica's number: `--group`, or that of a task of an array of SLURM; None in one world.
+    """Returns the replica's number: `--group`, or the index of a task in an array of SLURM; None in one world.
 
-    ValueError if there is none, or for one that nothing reads.
+    ValueError if a replica has no number, or if one world has a number.
     """
     if config.sharding.replicas != "independent":
         if given is not None:

@@ -1,8 +1,8 @@
-"""What happens between two steps: hooks, called after each step with its number, the state and the metrics.
+"""Hooks: functions that are called after each step with its number, the state and the metrics.
 
     hooks = [every(1, report), every(40, validate, at_end=True), every(80, checkpoint.save, at_end=True, at_stop=True)]
 
-The first reports the step: the others find its row in the log. One of your own: docs/training.md.
+The first reports the step, so that the others find its row in the log. docs/training.md shows a hook of a user.
 """
 
 import time
@@ -45,7 +45,7 @@ class RunContext:
     checkpointer: Checkpointer
     snapshots: Snapshots
     supervisor: Supervisor
-    fingerprints: Mapping[str, str]  # of the data and the frozen weights, saved with the state
+    fingerprints: Mapping[str, str]  # hashes of the data and the frozen weights, saved with the state
 
 
 class Hook(Protocol):
@@ -94,7 +94,7 @@ class Pending(NamedTuple):
     """A step that was dispatched, and is not reported."""
 
     step: int
-    metrics: Mapping[str, Any]  # of all replicas; where it has no row, of each
+    metrics: Mapping[str, Any]  # means over all replicas; without a row, values of each replica
     has_row: bool
     counters: Mapping[str, float]
 
@@ -102,8 +102,8 @@ class Pending(NamedTuple):
 class Report:
     """Logs the steps, one step late where they are dispatched asynchronously: nothing waits for numbers.
 
-    Replicas that drift apart send each other nothing between two meetings, metrics included: these are put together
-    where the replicas meet, and where a hook needs the row of its step.
+    Replicas that drift apart exchange nothing between two syncs. So their metrics are combined only after a sync, and
+    where a hook needs the row of its step.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -113,7 +113,7 @@ class Report:
         self._pending: Pending | None = None
         self._apart = MetricsApart(run.ex) if run.ex.drifts_apart else None
         self._warned = self._reported = 0  # steps
-        self._row_at = -1  # the last step with a row, of replicas that drift apart
+        self._row_at = -1  # the last step with a row, if replicas drift apart
 
     def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
         """Takes a step that was dispatched, and reports the one before it."""
@@ -156,7 +156,7 @@ class Report:
 
     @contextmanager
     def apart(self, key: str, *, needs_row: bool = False) -> Iterator[None]:
-        """Logs the seconds of its body apart from those of training, after the pending step."""
+        """Logs the seconds of its body, which do not count as training, after the pending step."""
         if needs_row:
             self.flush()
         else:
@@ -166,7 +166,7 @@ class Report:
         self._log.spent(key, time.perf_counter() - before)
 
     def close(self) -> None:
-        """Reports what was not reported yet, and how often the model's warning applied."""
+        """Reports the pending step, and how often the model's warning applied."""
         self.flush()
         if self._warned > 1:
             self._log.say(f"the warning above applied to {self._warned} of {self._reported} steps")
@@ -222,7 +222,7 @@ class CheckpointHook:
         self._run, self._report, self._config = run, report, run.ex.config.to_dict()
 
     def newest(self) -> int:
-        """Returns the newest step with a checkpoint, 0 if there is none."""
+        """Returns the newest step with a checkpoint, 0 without any."""
         return broadcast(new_key("saved"), lambda: self._run.checkpointer.latest_step() or 0)
 
     def snapshot(self, step: int, state: TrainState, metrics: Metrics) -> None:

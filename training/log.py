@@ -28,7 +28,7 @@ from training.registered import CONFIG_FILE
 
 
 def prepare_log() -> None:
-    """Begins to import what the log needs, in a thread: it takes seconds, which pass during the compilation."""
+    """Begins to import TensorBoard's package in a thread: it takes seconds, which pass during the compilation."""
     if jax.process_index() == 0:
         import_ahead()
 
@@ -44,7 +44,7 @@ def make_log(
 ) -> RunLog:
     """Returns the log of the run, with the collectives of the compiled step; `config_file` is the path of its --config.
 
-    What fills up rows of whole documents counts neither as tokens nor as FLOPs.
+    The padding of rows of whole documents counts neither as tokens nor as FLOPs.
     """
     config, shape = experiment.config, experiment.plan.layout.shape
     is_independent = config.sharding.replicas == "independent"
@@ -104,7 +104,7 @@ def advice(experiment: Experiment) -> list[str]:
 
 
 def close_log(log: RunLog, experiment: Experiment, *, finished: bool, sample: str | None) -> None:
-    """Writes summary and report, with a sample of text if there is one.
+    """Writes summary and report, with the sample of text, if any.
 
     A finished run also gets a picture of its mesh. That takes a second, and a run that is asked to stop has few.
     """
@@ -115,7 +115,7 @@ def close_log(log: RunLog, experiment: Experiment, *, finished: bool, sample: st
 def _collectives(step_fn: jax.stages.Compiled, shape: MeshShape) -> tuple[dict[str, Any], dict[str, int]]:
     """Returns the content of collectives.json, and the bytes for the metrics: none, if the program cannot be read.
 
-    XLA promises nothing about its text, so whatever goes wrong in reading it, the run goes on.
+    XLA promises nothing about its text, so an error in reading it does not end the run.
     """
     try:
         collectives = hlo.read_collectives(step_fn.as_text() or "", shape)
@@ -134,9 +134,9 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def announced(what: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Tells what begins, which may take minutes and prints nothing itself, and then how long it took."""
+def announced(work: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Announces its body, which may take minutes and prints nothing itself, and then its duration."""
     before = time.perf_counter()
-    tell(f"{what} ...")
+    say(f"{work} ...")
     yield
-    tell(f"{what}: done after {format_seconds(time.perf_counter() - before)}")
+    say(f"{work}: done after {format_seconds(time.perf_counter() - before)}")

@@ -98,7 +98,7 @@ def is_finished(config: Config, workdir: Path, *, extends: bool = False) -> bool
 
     `extends`: the run may have more steps than it had.
     """
-    done = broadcast(new_key("finished"), lambda: _says_finished(config, workdir, extends))
+    done = broadcast(new_key("finished"), lambda: _has_finished(config, workdir, extends))
     if done:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
         last = workdir / run_directory.CHECKPOINTS / str(config.num_steps)
         done = damage(last, new_key("finished-checkpoint")) is None
@@ -107,16 +107,16 @@ def is_finished(config: Config, workdir: Path, *, extends: bool = False) -> bool
     return done
 
 
-def _says_finished(config: Config, workdir: Path, extends: bool) -> bool:
+def _has_finished(config: Config, workdir: Path, extends: bool) -> bool:
     files = read_run(workdir, rows=False) if has_begun(workdir) else RunFiles(run_dir=workdir)
     checkpoints = workdir / run_directory.CHECKPOINTS
-    of_newest = latest_config(checkpoints)
-    saved = of_newest or files.config  # there is no checkpoint if it stopped early
+    newest_config = latest_config(checkpoints)
+    saved = newest_config or files.config  # a run that stopped early has no checkpoint
     if not saved:
         return False
     check_same_run(saved, config, workdir, extends=extends)
     ended = files.summary.get("exit_reason") == "finished"
-    if ended and not of_newest:
+    if ended and not newest_config:
         raise ValueError(
             f"{workdir} holds this run, finished, whose checkpoints are gone; to train it again, delete its "
             f"{run_directory.SUMMARY} or choose another --workdir"
@@ -147,7 +147,7 @@ def changed_keys(
 ) -> dict[str, tuple[Any, Any]]:
     """Returns the (old, new) values of the keys that differ but must not differ within one run.
 
-    A key that there was not yet when `saved` was written counts with its default. `extends`: more steps are allowed.
+    A key that is newer than `saved` counts with its default. `extends`: more steps are allowed.
     """
     old, new = flat(with_defaults(saved)), flat(config)
     keys = [key for key in sorted({*old, *new}) if not may_change(key)]
@@ -163,10 +163,10 @@ def is_same_run(saved: Mapping[str, Any], config: Mapping[str, Any], *, extends:
 
 
 def restore_newest(abstract_state: Any, checkpointer: Checkpointer, snapshots: Snapshots) -> Restored | None:
-    """Returns the newest step that verifies, with the shardings of `abstract_state`; None if there is no step.
+    """Returns the newest step that verifies, with the shardings of `abstract_state`; None without any.
 
     A checkpoint is read only if it is newer than the snapshots in the nodes' memories, or if these cannot be fetched.
-    Every process must call it. Errors are those of `Checkpointer.restore`.
+    Every process must call it. It raises the same errors as `Checkpointer.restore`.
     """
     found = snapshots.find(abstract_state)
     if found is None:
@@ -185,8 +185,8 @@ def restore(
 ) -> tuple[Start, TrainState | None]:
     """Restores the newest step of the run, from memory or a checkpoint.
 
-    Returns where the run starts, and the state there without the frozen parameters; None if there is none. ValueError
-    if it is of another run or data.
+    Returns where the run starts, and the state without the frozen parameters, None for a new run. ValueError if the
+    state belongs to another run or to other data.
     """
     restored = restore_newest(experiment.state_shapes.checkpoint_state, checkpointer, snapshots)
     if restored:  # `is_finished` does not check snapshots in memory
@@ -213,7 +213,7 @@ def _check_same_data(
 
 
 def _remedy(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns what may restore the data of a run that began before documents had a bos; "" for other runs."""
+    """Returns keys that may restore the data of a run that began before documents had a bos; "" for other runs."""
     has_documents = config.data.source != "chats" and config.data.tokenizer in ("hugging_face", "sentencepiece")
     if "data.add_bos" in flat(saved) or not has_documents:
         return ""
@@ -224,7 +224,7 @@ def _remedy(saved: Mapping[str, Any], config: Config) -> str:
 
 
 def check_same_base(saved: Mapping[str, Any], now: Mapping[str, str], workdir: Path) -> None:
-    """Raises ValueError if a run's adapters were trained beside another base, by the hash that a checkpoint holds.
+    """Raises ValueError if a run's adapters were trained with another base, by the hash in a checkpoint.
 
     Earlier versions saved none.
     """
@@ -236,7 +236,7 @@ def check_same_base(saved: Mapping[str, Any], now: Mapping[str, str], workdir: P
 
 
 def check_not_weights(config: Config, workdir: Path) -> None:
-    """Raises ValueError if the run's directory is that of its weights, whose config.json it would replace."""
+    """Raises ValueError if the run's directory holds its weights, whose config.json the run would replace."""
     for key in ("weights", "lora_weights"):
         if (folder := getattr(config.model, key, "")) and user_path(folder).resolve() == workdir.resolve():
             raise ValueError(

@@ -58,7 +58,7 @@ class Continuation:
 class Sampler:
     """Continues the prompt of the config. The constructor raises ValueError for a bad prompt.
 
-    `warnings` are lines for the user whose model writes text but is no decoder of ours, or lies on several nodes.
+    `warnings` are lines for the user whose model writes text but is not a `models.Decoder`, or lies on several nodes.
     """
 
     def __init__(self, experiment: Experiment, tokenizer: Tokenizer | None, config: SampleConfig) -> None:

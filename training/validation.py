@@ -47,7 +47,7 @@ class Validation:
 class Validator:
     """Measures a model on the first rows of the validation data, which are read anew each time.
 
-    Of a mixture, on the first rows of every source; the loss is the mean of the sources' losses by their shares.
+    For a mixture these are the first rows of every source; the loss is the mean of the sources' losses by their shares.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Validator:
         num_batches: int,
         enter: Callable[[Phase], object] = lambda phase: None,
     ) -> None:
-        """`enter` gets the phase of the main thread: each batch is one of its own."""
+        """`enter` gets the phase of the main thread, for each batch anew."""
         self._experiment, self._data, self._num_batches, self._enter = experiment, data, num_batches, enter
         self._shares = {part.name: part.share for part in data.parts} if isinstance(data, MixedDataset) else {"": 1.0}
         self._evaluate: jax.stages.Compiled | None = None
 
     def compile(self, say: Callable[[str], None] = say) -> jax.stages.Compiled:
-        """Compiles what a call needs, which does it the first time else."""
+        """Compiles the program of a call; otherwise the first call compiles it."""
         if self._evaluate is None:
             self._enter(Phase.COMPILING)
             with announced("compiling the validation", say):

@@ -1,14 +1,15 @@
-"""The world of a run, all devices together or one of several independent replicas, and the steps of training in it.
+"""The world of a run and its steps of training. A world is all devices together, or an independent replica.
 
-world = make_world(config, workdir, group, supervisor)
-world.join(address)  # with the other processes
-world.lock()  # the run's directory
-world.attach(ex)
-world.read(dataset, start)
-world.compile()
-for step, state, metrics in world.steps(state, start, say):
-    ...
-world.end(step, state)
+    world = make_world(config, workdir, group, supervisor)
+    world.join(address)  # with the other processes
+    world.lock()  # the run's directory
+    world.attach(ex)
+    world.read(dataset, start)
+    world.compile()
+    for step, state, metrics in world.steps(state, start, say):
+        ...
+
+`OneWorld.steps` is the loop of plain training; sharding/step.py has the step that it calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ class OneWorld(_Program):
         return self._batches.wait_s
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles all programs of a step; returns the one with most of the work."""
+        """Compiles all programs of a step; returns the program with most of the work."""
         self._train_step = self._ex.compile_train_step()
         return self._train_step
 
