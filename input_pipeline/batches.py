@@ -1,9 +1,9 @@
-"""This process' rows of each step, prefetched in the background by Grain."""
+"""This process' rows of each step, prefetched in the background: steps in order by Grain, work units in any order."""
 
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import grain
@@ -77,6 +77,45 @@ class Batches:
 
     def _batch(self, step: int) -> Batch:
         return batch_at(self._dataset, step, global_size=self._global_size, rows=self._rows)
+
+
+class UnitBatches:
+    """The batches of a run whose steps consist of `num_units` work units each, of which a program computes a few.
+
+    A unit is the step `step * num_units + unit` of `batch_at`. After each unit the same unit of the next step is read
+    in the background, because a program computes the same units again as long as no other program joins or leaves.
+    """
+
+    def __init__(
+        self, dataset: Dataset, *, num_units: int, global_size: int, rows: Sequence[int], start_step: int, prefetch: int
+    ) -> None:
+        """`global_size` and `rows` are of a unit. Begins to read the first unit of `start_step`."""
+        self._dataset, self._num_units = dataset, num_units
+        self._about = {"global_size": global_size, "rows": rows, "threads": min(prefetch, dataset.threads)}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="units")
+        self._batches: dict[int, Future[Batch]] = {}
+        self._first = self._begin_reading(start_step * num_units)
+
+    def await_first(self) -> None:
+        """Waits until the first batch is there; raises errors of reading it."""
+        self._first.result()
+
+    def get(self, step: int, unit: int) -> Batch:
+        """Returns the batch of a unit, and begins to read the same unit of the next step."""
+        index = step * self._num_units + unit
+        batch = self._begin_reading(index)
+        self._begin_reading(index + self._num_units)
+        self._batches = {at: each for at, each in self._batches.items() if at >= index - self._num_units}
+        return batch.result()
+
+    def close(self) -> None:
+        """Stops the background work."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_reading(self, index: int) -> "Future[Batch]":
+        if index not in self._batches:
+            self._batches[index] = self._reader.submit(batch_at, self._dataset, index, **self._about)
+        return self._batches[index]
 
 
 def batch_at(

@@ -2,7 +2,7 @@
 
 A replica's programs are the programs of one world without the replica all-reduce. Its gradients are copied to host
 memory that is not pinned, and sent during the last backward pass. Their totals are copied back before the update
-(training/share_gradients.py). The program with callbacks compiles only on its own devices, so it is not replayed.
+(training/gradient_units.py). The program with callbacks compiles only on its own devices, so it is not replayed.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from elastic.replicas.payloads import PIECES, make_payload
 from planner.bounds import forward_share
 from planner.predict import Step
 from training.metrics.units import format_bytes, format_seconds
-from training.share_rounds import of_workers, state_payload
+from training.round_units import of_workers, state_payload
 
 PAGE = "docs/replicas.md"
 AS_REPLICAS = {"sharding.replicas": "independent", "compression.error_feedback": False}

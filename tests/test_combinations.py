@@ -14,8 +14,8 @@ from configs.schema.combinations import CODED, FEATURES, RULES, Facts, Rule, tab
 from configs.schema.own import OWN
 from models import Decoder, chunked_loss
 from training.experiment import make_experiment
-from training.share_gradients import Gradients
-from training.share_rounds import Rounds
+from training.gradient_units import GradientUnits
+from training.round_units import RoundUnits
 
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 DEMO = {"compression.all_reduce": "demo", "optimizer.name": "sgd"}
@@ -181,7 +181,7 @@ def build(changes: dict[str, Any]) -> None:
     """Lowers a step: all that runs before XLA compiles it."""
     experiment = make_experiment(config(changes))
     if experiment.config.sharding.replicas == "independent":
-        assert (Rounds if experiment.config.local_sgd.inner_steps else Gradients)(experiment).forms
+        assert (RoundUnits if experiment.config.local_sgd.inner_steps else GradientUnits)(experiment).unit_layout
     else:
         experiment.lower_train_step()
 

@@ -6,11 +6,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,21 +23,25 @@ from configs import digits, gpu_decoder
 from configs.base import typed
 from configs.schema import CompressionConfig
 from elastic.manifest import UNFINISHED
-from elastic.replicas.group import BehindError, Replicas
-from elastic.replicas.members import Member
+from elastic.replicas.driver import BehindError, Replicas, Step
 from elastic.replicas.payloads import Float32
+from elastic.replicas.peers import Peer
+from elastic.replicas.sums import Piece, Status
 from elastic.replicas.transport import Sockets
+from input_pipeline.batches import UnitBatches
 from runtime.events import Event
+from runtime.exit_codes import ResumableError
 from runtime.files.run_directory import CHECKPOINTS, REPLICAS
 from runtime.handshake import shared_token
 from sharding.shares import FlatGradients
 from sharding.step import TrainState
 from training import groups
 from training.experiment import make_experiment
-from training.independent import STOP_S, Independent, StoppedError, fingerprint
+from training.gradient_units import GradientUnits
+from training.independent import Independent, ReplicaLog, fingerprint
 from training.replica_state import own_shards, with_shards
 from training.resume import Start
-from training.share_gradients import Gradients, Share
+from training.unit_loop import STOP_S, AtOnce, Stop, StoppedError, UnitLoop
 from training.validation import Validator
 
 pytestmark = pytest.mark.jax
@@ -47,6 +49,7 @@ LOCK = f"lock-{socket.gethostname()}"
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
 TWO = {"sharding__strategy": "mics", "sharding__partition_size": 4}  # partition groups
 INDEPENDENT = ONE | {"sharding__replicas": "independent"}
+ONE_PIECE: Any = {"num_units": 1, "pieces": [Piece(1, Float32())]}
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {},
     "accumulating": {"batch__global_size": 32, "sharding__shares": 2},
@@ -76,11 +79,8 @@ def test_a_replica_with_other_keys_than_the_others_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token, folder = shared_token(tmp_path), tmp_path / REPLICAS
-    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1]}
     with closing(
-        Replicas(
-            number=1, folder=folder, transport=Sockets(number=1, token=token, silence_s=10.0), run="another", **about
-        )
+        Replicas(folder=folder, transport=Sockets(number=1, token=token, silence_s=10.0), run="another", **ONE_PIECE)
     ):
         assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2), "--group=0") == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -111,13 +111,10 @@ def test_shares_that_do_not_fit_the_replicas_are_said(
 ) -> None:
     """Here two replicas, of which one has nothing to compute, or which could send less."""
     token, folder = shared_token(tmp_path), tmp_path / REPLICAS
-    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1]}
     args = [*arguments(tmp_path, **INDEPENDENT, num_steps=2, checkpoint__every=0, **changes), "--group=0"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("training.independent.fingerprint", lambda *_: "")
-        with closing(
-            Replicas(number=1, folder=folder, transport=Sockets(number=1, token=token, silence_s=10.0), **about)
-        ):
+        with closing(Replicas(folder=folder, transport=Sockets(number=1, token=token, silence_s=10.0), **ONE_PIECE)):
             assert run_here(*args) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "sharding.shares" in line]
     assert said == [wanted] * bool(wanted)
@@ -182,12 +179,12 @@ def test_delayed_gradients_that_are_not_finite_are_skipped_whoever_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the third step, which wait in the checkpoint after it, whether a replica or one world restores it."""
-    put = Replicas.put
+    put = Step.put
 
-    def spoiled(self: Replicas, step: int, share: int, piece: int, values: np.ndarray) -> None:
-        put(self, step, share, piece, np.full_like(values, np.nan) if (step, piece) == (2, 0) else values)
+    def spoiled(self: Step, unit: int, piece: int, values: np.ndarray) -> None:
+        put(self, unit, piece, np.full_like(values, np.nan) if (self.number, piece) == (2, 0) else values)
 
-    monkeypatch.setattr(Replicas, "put", spoiled)
+    monkeypatch.setattr(Step, "put", spoiled)
     changes = {"num_steps": 6, "compression__delayed": True}
 
     def replica(name: str, **parts: Any) -> int:
@@ -221,46 +218,39 @@ def test_delayed_gradients_that_are_not_finite_are_skipped_whoever_goes_on(
 def test_one_that_is_asked_to_stop_does_a_step_more_but_no_round(
     steps: int, begun: bool, wanted: list[bool], announced: list[int]
 ) -> None:
-    """It is asked once: with several processes jax says at one step alone that all are to stop.
+    """It is asked once: with several processes jax says at one step alone that all must stop.
 
-    One that has not begun stops at once: it would take all others' state for that step.
+    One that has not begun stops at once: it would take its peers' state for that step.
     """
     told: list[int] = []
     me = SimpleNamespace(begun=begun)
-    members = SimpleNamespace(me=me, others=[1], tell=lambda last: told.append(last))
-    one = waiting(steps=steps)
-    one.replicas = SimpleNamespace(members=members)
-    stops = [Independent.can_stop(one, step, asked=step == 3) for step in (2, 3, 4)]
+    members = SimpleNamespace(me=me, peers=[1], tell=lambda last: told.append(last))
+    one = replica(steps=steps, members=members)
+    stops = [one.can_stop(step, asked=step == 3) for step in (2, 3, 4)]
     assert stops == wanted and told == announced
 
 
-def waiting(*, steps: int = 1, is_asked: Callable[[], bool] = lambda: False) -> Any:
-    """Returns a replica of one process that waits for the others; `steps` of training are a step of the replicas."""
-    one: Any = SimpleNamespace(
-        _asked=False,
-        _announced=False,
-        _stopped=False,
-        _asked_s=None,
-        _lacks_state=False,
-        _late=None,
-        _enter=lambda phase: None,
-        _stop_requested=is_asked,
-        _work=SimpleNamespace(steps=steps),
-    )
-    for name in ("_waiting", "_waiting_alone", "_fetched"):
-        setattr(one, name, partial(getattr(Independent, name), one))
+def replica(*, steps: int = 1, is_asked: Callable[[], bool] = lambda: False, **replicas: Any) -> Any:
+    """Returns a replica of one process that has begun; `steps` of training are a step of the replicas."""
+    one: Any = Independent.__new__(Independent)
+    one._stop = Stop(is_asked, is_round=steps > 1)
+    one._supervisor = SimpleNamespace(enter=lambda phase: None)
+    one._work = SimpleNamespace(steps=steps)
+    one._has_announced_stop = one._lacks_state = False
+    one._compared, one._reported_bytes = (-1, True), 0
+    one._timing = AtOnce(cast(Any, None))
+    one._replicas = SimpleNamespace(**replicas)
     return one
 
 
-def test_a_replica_that_waits_for_the_others_state_can_be_stopped() -> None:
-    """Over a slow link that takes minutes; it saves nothing, since the others have the state that it lacks."""
-    one = waiting(is_asked=lambda: True)
-    one.replicas = SimpleNamespace(fetch_state=lambda sizes, progress: progress(), is_first=True)
-    one._done = lambda state, step: one._fetched(step, state)
+def test_a_replica_that_waits_for_its_peers_state_can_be_stopped() -> None:
+    """Over a slow link that takes minutes; it saves nothing, because its peers have the state that it lacks."""
+    one = replica(is_asked=lambda: True, fetch_state=lambda sizes: one._progress(), is_first=True)
+    one._step = lambda state, step: one._fetched(step, state)
     state: Any = SimpleNamespace(checkpoint_state={})
-    assert Independent.__call__(one, state, 3) is None and one._asked
-    assert Independent.can_stop(one, 3, asked=False), "it does no step more"
-    assert Independent.state_for_checkpoint(one, state) is None
+    assert one(state, 3) is None and one._stop.is_asked
+    assert one.can_stop(3, asked=False), "it does no step more"
+    assert one.state_for_checkpoint(state) is None
 
 
 @pytest.mark.parametrize(("steps", "ends_s"), [(1, 100 + STOP_S), (50, 100)])
@@ -269,51 +259,65 @@ def test_a_replica_that_waits_for_sums_stops_in_time(
 ) -> None:
     """At once in a round: the slowest may take minutes, where 30 s of notice are left. A step's sums come soon.
 
-    Asked after 100 s. It stops without a step more, saves its state as it was before the step, and tells the others.
+    Asked after 100 s. It stops without a step more, saves its state as it was before the step, and tells its peers.
     """
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr("training.independent.time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    one = waiting(steps=steps, is_asked=lambda: clock.now_s >= 100)
+    monkeypatch.setattr("training.unit_loop.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     told: list[dict[str, int]] = []
-    members = SimpleNamespace(tell=lambda **what: told.append(what), me=Member(number=0, host="", port=1))
-    one.replicas = SimpleNamespace(members=members, copies=SimpleNamespace(close=lambda: None), is_first=True)
-    one._whole = lambda state: state
+    members = SimpleNamespace(tell=lambda **changes: told.append(changes), me=Peer(number=0, host="", port=1))
+    copies = SimpleNamespace(close=lambda: None)
+    one = replica(steps=steps, is_asked=lambda: clock.now_s >= 100, members=members, copies=copies, is_first=True)
+    none: Any = None
+    loop = UnitLoop(one._work, one._replicas, none, none, one._stop, one._supervisor.enter)
 
-    def slowest_round(state: object, step: int) -> None:
+    def wait() -> Iterator[Status]:
         while True:
             clock.now_s += 0.5
-            one._waiting()
+            yield Status.WAITING
 
-    one._done = slowest_round
+    one._step = lambda state, step: [*loop.units(cast(Any, SimpleNamespace(units=wait)))]
     state: Any = SimpleNamespace(checkpoint_state="before")
-    assert Independent.__call__(one, state, 3 * steps) is None
+    assert one(state, 3 * steps) is None
     assert ends_s <= clock.now_s <= ends_s + 0.5
-    assert Independent.can_stop(one, 3 * steps, asked=False)
-    Independent.end(one, 3 * steps, state)
+    assert one.can_stop(3 * steps, asked=False)
+    one.end(3 * steps, state)
     assert told == [{"step": 3, "last": 2}]
-    assert Independent.state_for_checkpoint(one, state) == "before"
+    assert one.state_for_checkpoint(state) == "before"
 
 
-def test_a_replica_that_is_asked_to_stop_saves_without_the_others_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_is_asked_to_stop_saves_without_its_peers_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its loop saves a step only once, and after a round it takes no step more."""
     monkeypatch.setattr("training.independent.digest_of", lambda state: "hash")
-    one = waiting(steps=50, is_asked=lambda: True)
-    one._whole, one._compared = (lambda state: state), (-1, True)
-    one._agrees = partial(Independent._agrees, one)
-    members = SimpleNamespace(me=Member(number=0, host="", port=1, first=0, step=3))
-    one.replicas = SimpleNamespace(members=members, agrees=lambda *_: one._waiting_alone(), is_first=True)
-    assert Independent.state_for_checkpoint(one, cast(Any, SimpleNamespace(checkpoint_state="state"))) == "state"
+    members = SimpleNamespace(me=Peer(number=0, host="", port=1, first=0, step=3))
+    one = replica(steps=50, is_asked=lambda: True, members=members, compare=lambda *_: one._progress(), is_first=True)
+    assert one.state_for_checkpoint(SimpleNamespace(checkpoint_state="state")) == "state"
 
 
 def test_a_delayed_step_whose_sums_do_not_come_is_not_saved() -> None:
-    """Its state lacks them; what the others save has them."""
-    one = waiting(is_asked=lambda: True)
+    """Its state lacks them; the state that peers save has them."""
+    one = replica()
 
-    def whole(state: object) -> None:
+    def completed(state: object) -> None:
         raise StoppedError
 
-    one._whole, one.replicas = whole, None
-    assert Independent.state_for_checkpoint(one, cast(Any, None)) is None
+    one._timing = SimpleNamespace(completed=completed)
+    assert one.state_for_checkpoint(None) is None
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_alone", "ends"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_a_replica_that_lags_and_is_alone_ends_if_a_checkpoint_is_newer(
+    begun: bool, is_alone: bool, ends: bool, tmp_path: Path
+) -> None:
+    """In rounds of 5 steps: its state is the one after 2 rounds, or after 3, like the checkpoint."""
+    members = SimpleNamespace(me=SimpleNamespace(begun=begun), is_alone=lambda: is_alone)
+    one = replica(steps=5, members=members)
+    one._workdir = tmp_path
+    (tmp_path / CHECKPOINTS / "15").mkdir(parents=True)
+    one._check_newest_checkpoint(3)
+    with pytest.raises(ResumableError, match="the newest checkpoint is newer") if ends else nullcontext():
+        one._check_newest_checkpoint(2)
 
 
 @pytest.mark.parametrize(("ends_after", "code"), [(3, ""), (99, "refused")])
@@ -325,9 +329,9 @@ def test_a_number_is_waited_for_as_long_as_an_orphan_lives(
     clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
     monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=clock.sleep))
 
-    def find_running(*_: object) -> Member | None:
+    def find_running(*_: object) -> Peer | None:
         looks.append(clock.now_s)
-        return Member(number=3, host="orphan", port=7) if len(looks) <= ends_after else None
+        return Peer(number=3, host="orphan", port=7) if len(looks) <= ends_after else None
 
     monkeypatch.setattr("elastic.replicas.membership.find_running", find_running)
     if code:
@@ -344,12 +348,12 @@ def test_replicas_that_join_leave_and_are_lost_are_named() -> None:
     """In events.jsonl always; in the output once this replica has met the others, which it lists itself."""
     written: list[tuple[str, dict[str, Any]]] = []
     said: list[str] = []
-    one: Any = SimpleNamespace(_number=0, _work=SimpleNamespace(steps=10), _say=lambda text: None)
     write = lambda event, **about: written.append((event, about))
-    one._supervisor = SimpleNamespace(events=SimpleNamespace(write=write))
-    report = partial(Independent._report, one)
+    supervisor: Any = SimpleNamespace(events=SimpleNamespace(write=write))
+    log = ReplicaLog(supervisor, said.append, number=0, steps=10)
+    report = log.write
     report(Event.REPLICA_JOINED, replica=2, step=0, host="b")
-    one._say = said.append
+    log.has_met = True
     report(Event.REPLICA_JOINED, replica=0, step=1, host="a")
     report(Event.REPLICA_JOINED, replica=1, step=4, host="b")
     report(Event.REPLICA_LEFT, replica=1, step=7)
@@ -371,12 +375,11 @@ def test_replicas_that_join_leave_and_are_lost_are_named() -> None:
 
 def test_the_bytes_that_a_device_sends_to_other_replicas_are_those_of_the_sums() -> None:
     """For each step of training, since the row before; the host of a process sends for all of its devices."""
-    one: Any = SimpleNamespace(replicas=SimpleNamespace(sent_bytes=0), _reported_bytes=0)
-    one._work = SimpleNamespace(steps=5)
+    one = replica(steps=5, exchange=SimpleNamespace(sent_bytes=0))
     found = []
     for sent in (8000, 8000, 12000):
-        one.replicas.sent_bytes = sent
-        found.append(Independent._newly_sent_bytes(one) * jax.local_device_count())
+        one.replicas.exchange.sent_bytes = sent
+        found.append(one._newly_sent_bytes() * jax.local_device_count())
     assert found == [1600, 0, 800]
 
 
@@ -389,36 +392,33 @@ def test_a_number_in_use_is_refused_before_anything_is_changed(
     token, folder = shared_token(tmp_path), tmp_path / REPLICAS
     unfinished = tmp_path / CHECKPOINTS / UNFINISHED / "3" / "1"
     unfinished.mkdir(parents=True)
-    about: Any = {"num_shares": 1, "payloads": [Float32()], "sizes": [1]}
-    with closing(Replicas(number=3, folder=folder, transport=Sockets(number=3, token=token, silence_s=9.0), **about)):
+    with closing(Replicas(folder=folder, transport=Sockets(number=3, token=token, silence_s=9.0), **ONE_PIECE)):
         assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2), "--group=3") == 2
     assert "error: replica 3 runs at " in capsys.readouterr().err.splitlines()[-1]
     assert unfinished.exists() and {file.name for file in (folder / "3").iterdir()} <= {"address-0.json", LOCK}
     assert run_here(*arguments(tmp_path, **INDEPENDENT, num_steps=2), "--group=3") == 0
 
 
-def test_a_replicas_speed_is_that_of_its_slowest_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is last on a machine that all share computes its last shares fast, and would get more and more."""
+def test_a_replicas_rate_is_the_one_of_its_slowest_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is last on a machine that all share computes its last units fast, and would get more and more."""
     told: list[float] = []
-    clock = SimpleNamespace(perf_counter=iter((0.0, 0.1, 1.0, 1.4, 2.0, 2.01)).__next__)
-    monkeypatch.setattr("training.independent.time", clock)
+    clock = SimpleNamespace(perf_counter=iter((0.0, 0.1, 1.0, 1.4, 2.0, 2.01, 3.0, 3.2)).__next__)
+    monkeypatch.setattr("training.unit_loop.time", clock)
     members = SimpleNamespace(me=SimpleNamespace(rate=1.0), tell=lambda rate: told.append(rate))
-    one: Any = SimpleNamespace(
-        _share_s=0.0,
-        _longest_s=0.0,
-        wait_s=0.0,
-        replicas=SimpleNamespace(members=members, put=lambda *put: None),
-        _work=SimpleNamespace(compute=lambda state, read, put: None),
-    )
-    for share in range(3):
-        Independent._compute(one, 0, lambda: cast(Any, None), share)
-    Independent._tell_rate(one)
-    assert 1 / told[0] == pytest.approx(0.4) and one._longest_s == 0
+    work, replicas, none = SimpleNamespace(pieces=lambda state, batches: []), SimpleNamespace(members=members), None
+    loop = UnitLoop(*cast(Any, (work, replicas, none, none, none, none)))
+    for unit in range(3):
+        loop.compute(cast(Any, SimpleNamespace(number=0)), unit, cast(Any, None))
+    loop.tell_rate()
+    assert 1 / told[0] == pytest.approx(0.4)
+    loop.compute(cast(Any, SimpleNamespace(number=1)), 0, cast(Any, None))
+    loop.tell_rate()
+    assert 1 / told[1] == pytest.approx((0.4 + 0.2) / 2), "the mean of the slowest units of two steps"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [2, 0])
-def test_the_rows_of_a_share_are_read_at_once(prefetch: int) -> None:
+def test_the_rows_of_a_unit_are_read_at_once(prefetch: int) -> None:
     """Images take longer to decode in one thread than to learn from."""
     together = threading.Barrier(max(prefetch, 1))
 
@@ -429,16 +429,12 @@ def test_the_rows_of_a_share_are_read_at_once(prefetch: int) -> None:
             together.wait(30)
             return {"x": [index]}
 
-    one: Any = Independent.__new__(Independent)
-    one._ex = SimpleNamespace(num_shares=1, config=SimpleNamespace(data=SimpleNamespace(prefetch=prefetch)))
-    one._ex.batches = SimpleNamespace(global_size=2, local_rows=(0, 1))
-    one._work, one._replicas, one._rows = SimpleNamespace(steps=1, close=lambda: None), None, {}
-    one._reader = ThreadPoolExecutor(1)
     data: Any = Images()
-    with one.read(data, 0):
-        assert one._first.result(60)["x"].tolist() == [[0], [1]]
-        one._read(0, 0)
-        assert [*one._rows] == [0, 1], "what another replica computes is not read"
+    rows = UnitBatches(data, num_units=1, global_size=2, rows=(0, 1), start_step=0, prefetch=prefetch)
+    with closing(rows):
+        rows.await_first()
+        assert rows.get(0, 0)["x"].tolist() == [[0], [1]]
+        assert [*rows._batches] == [0, 1], "units of other replicas are not read"
 
 
 def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,87 +471,101 @@ def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
     def behind(state: object) -> None:
         raise BehindError
 
-    one: Any = SimpleNamespace(
-        _lacks_state=False,
-        _whole=behind,
-        _enter=lambda phase: None,
-        _work=SimpleNamespace(steps=1),
-        replicas=SimpleNamespace(
-            members=SimpleNamespace(tell=lambda **last: None), copies=SimpleNamespace(close=lambda: None)
-        ),
-    )
-    assert Independent.state_for_checkpoint(one, cast(Any, None)) is None
-    Independent.end(one, 3, cast(Any, None))
+    one = replica(members=SimpleNamespace(tell=lambda **last: None), copies=SimpleNamespace(close=lambda: None))
+    one._timing = SimpleNamespace(completed=behind)
+    assert one.state_for_checkpoint(None) is None
+    one.end(3, None)
 
 
 def test_one_that_leaves_saves_before_it_waits_for_the_others() -> None:
-    """Who is asked to stop has little time."""
+    """One that is asked to stop has little time."""
     calls: list[str] = []
     note = lambda name: lambda *args, **named: calls.append(f"{name} {[*args, *named.items()]}")
-    one: Any = Independent.__new__(Independent)
     members, copies = SimpleNamespace(tell=note("tell"), leave=note("leave")), SimpleNamespace(close=note("forget"))
-    one._late, one._enter, one._work = None, lambda phase: None, SimpleNamespace(steps=2, close=note("end"))
-    one._replicas = SimpleNamespace(members=members, copies=copies, close=note("close"))
-    one._reader = ThreadPoolExecutor(1)
-    one.end(6, cast(Any, None))
+    one = replica(steps=2, members=members, copies=copies, close=note("close"))
+    one._rows = SimpleNamespace(close=note("end"))
+    one.end(6, None)
     calls.append("save")
     one.close()
     assert calls == ["tell [('step', 3), ('last', 2)]", "forget []", "save", "leave [3]", "close []", "end []"]
 
 
 def test_one_with_other_parameters_than_the_others_does_not_save_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the first, and not in front of a step in which all compare. One that has left asks nobody."""
+    """It is the first, and not before a step in which all compare. One that has left asks no peer."""
     state: Any = SimpleNamespace(checkpoint_state="state")
-    me = Member(number=0, host="", port=1, step=50, first=0)
+    me = Peer(number=0, host="", port=1, step=50, first=0)
     asked: list[tuple[int, str]] = []
-    one: Any = SimpleNamespace(
-        _lacks_state=False,
-        _whole=lambda state: state,
-        _compared=(-1, True),
-        replicas=SimpleNamespace(
-            is_first=True,
-            members=SimpleNamespace(me=me),
-            agrees=lambda *what: (asked.append(what), False)[1],
-        ),
-    )
-    one._agrees = partial(Independent._agrees, one)
+    compare = lambda *what: (asked.append(what), False)[1]
+    one = replica(is_first=True, members=SimpleNamespace(me=me), compare=compare)
     monkeypatch.setattr("training.independent.digest_of", lambda state: "hash")
-    assert Independent.state_for_checkpoint(one, state) is None
-    assert Independent.state_for_checkpoint(one, state) is None
+    assert one.state_for_checkpoint(state) is None
+    assert one.state_for_checkpoint(state) is None
     assert asked == [(50, "hash")] and one._compared == (50, False)
     one.replicas.members.me = replace(me, last=49)
-    assert Independent.state_for_checkpoint(one, state) == "state"
+    assert one.state_for_checkpoint(state) == "state"
+
+
+# --------------------------------------------------------------------------------------------------- units of gradients
+def gradient_units(program: Callable[..., Any]) -> GradientUnits:
+    """Returns the units of a program on two devices, with a matrix of two values and a vector of one on each."""
+    units = GradientUnits(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
+    slots = {("group", 0, device): [(4 + device, 1), (2 * device, 2)] for device in (0, 1)}
+    flat = FlatGradients(plan=cast(Any, None), slots=slots, size=6, num_coded=4)
+    vars(units).update(unit=program, flat=flat, bounds=[(0, 4)], means=["loss"])
+    return units
+
+
+def hand_out(units: GradientUnits, device: int) -> None:
+    matrix, vector = np.full((1, 2), device, np.float32), np.full(1, 10 + device, np.float32)
+    units._hand("group", device, 0, [vector, matrix])
+
+
+def pieces_of(units: GradientUnits) -> Iterator[tuple[int, np.ndarray]]:
+    return units.pieces(cast(Any, SimpleNamespace(all_params=None)), cast(Any, iter([None])))
 
 
 @pytest.mark.slow
-def test_a_share_ends_when_all_devices_have_handed_out() -> None:
-    """Its means may be here while a callback of another device still waits: as here, until the share is waited for."""
-    gradients = Gradients(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
-
-    def hand(device: int) -> None:
-        matrix, vector = np.full((1, 2), device, np.float32), np.full(1, 10 + device, np.float32)
-        gradients._hand("group", device, 0, [vector, matrix])
-
-    class Late(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            hand(1)
-            return super().wait(timeout)
+def test_a_unit_ends_when_all_devices_have_handed_out() -> None:
+    """Its means may be here while a callback of another device still waits: as here, after the program has ended."""
 
     def program(params: None, batch: None) -> dict[str, np.float32]:
-        assert gradients.current
-        gradients.current.is_whole = Late()
-        hand(0)
+        hand_out(units, 0)
+        threading.Timer(0.5, hand_out, (units, 1)).start()
         return {"loss": np.float32(5)}
 
-    slots = {("group", 0, device): [(4 + device, 1), (2 * device, 2)] for device in (0, 1)}
-    flat = FlatGradients(plan=cast(Any, None), slots=slots, size=6, num_coded=4)
-    vars(gradients).update(share=program, flat=flat, bounds=[(0, 4)], means=["loss"])
-    gradients.begin(fail=lambda: None)
-    puts: list[tuple[int, list[float]]] = []
-    state: Any = SimpleNamespace(all_params=None)
-    gradients.compute(state, lambda _: cast(Any, None), lambda *put: puts.append((put[0], put[1].tolist())))
-    gradients.close()
-    assert puts == [(0, [0, 0, 1, 1]), (1, [10, 11, 5])]
+    units = gradient_units(program)
+    assert [(piece, values.tolist()) for piece, values in pieces_of(units)] == [(0, [0, 0, 1, 1]), (1, [10, 11, 5])]
+
+
+def test_a_program_that_fails_ends_its_unit() -> None:
+    """Else the gradients that it has not handed out would be waited for indefinitely."""
+
+    def program(params: None, batch: None) -> None:
+        hand_out(units, 0)
+        raise FloatingPointError("a failed program")
+
+    units = gradient_units(program)
+    with pytest.raises(FloatingPointError, match="a failed program"):
+        [*pieces_of(units)]
+
+
+@pytest.mark.slow
+def test_a_unit_that_is_given_up_has_no_thread_that_runs_its_program() -> None:
+    """Python ends such a thread in the middle of jax's C++: the process of a finished run was aborted (SIGABRT)."""
+    ended = threading.Event()
+
+    def program(params: None, batch: None) -> None:
+        hand_out(units, 0)
+        hand_out(units, 1)
+        time.sleep(0.5)
+        ended.set()
+
+    units = gradient_units(program)
+    pieces: Any = pieces_of(units)
+    assert next(pieces)[0] == 0
+    pieces.close()
+    assert ended.is_set()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("unit")]
 
 
 def test_vectors_travel_as_they_are_and_share_no_scale_with_matrices() -> None:
@@ -564,32 +574,19 @@ def test_vectors_travel_as_they_are_and_share_no_scale_with_matrices() -> None:
     changes = INDEPENDENT | {"model__norm": "batch", "compression__all_reduce": "int4"}
     changes |= {"compression__error_feedback": False}
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    gradients = Gradients(ex := make_experiment(typed(config)))
+    gradients = GradientUnits(ex := make_experiment(typed(config)))
     flat, draw = np.zeros(gradients.flat.size, np.float32), np.random.default_rng(0)
     for (name, layer, device), slots in gradients.flat.slots.items():
         leaves = [draw.standard_normal(size) for _, size in slots]
         gradients.flat.put(flat, name, device, layer, leaves)
     values, found = np.append(flat, np.zeros(len(gradients.means), np.float32)), []
-    for size, payload in gradients.forms:
+    for size, payload in gradients.unit_layout:
         piece, values = values[:size], values[size:]
         found.append(payload.decode(payload.encode(piece), size))
     sent, _ = gradients.sums(np.concatenate(found))
     is_sent_exactly = jax.tree.map(np.array_equal, gradients.arrays(sent), gradients.arrays(flat))
     assert flat.all() and not values.size
     assert is_sent_exactly == ex.plan.map(lambda p: p.is_vector) and is_sent_exactly["averages"]
-
-
-@pytest.mark.slow
-def test_closed_gradients_have_no_thread_that_drops_arrays() -> None:
-    """Python ends such a thread in the middle of jax's C++: the process of a finished run was aborted (SIGABRT)."""
-    gradients = Gradients(cast(Any, SimpleNamespace(config=SimpleNamespace(compression=CompressionConfig()))))
-    gradients.current = Share(lambda *put: None, size=0, pieces=0, handings=1)
-    vars(gradients).update(flat=SimpleNamespace(put=lambda *layer: (time.sleep(0.5), 0)), bounds=[])
-    gradients.begin(fail=lambda: None)
-    gradients._hand("group", 0, 0, [])
-    gradients.close()
-    assert gradients.current.is_whole.is_set()
-    assert "gradients" not in {thread.name for thread in threading.enumerate()}
 
 
 READS = """

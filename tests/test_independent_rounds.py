@@ -16,12 +16,11 @@ from configs import quickstart
 from configs.base import typed
 from configs.schema.own import OWN
 from input_pipeline import load
-from input_pipeline.batches import batch_at
+from input_pipeline.batches import UnitBatches, batch_at
 from sharding.step import TrainState
 from training.experiment import make_experiment
-from training.independent import Independent
 from training.optimizers import make_optimizer
-from training.share_rounds import Rounds, state_payload
+from training.round_units import RoundUnits, state_payload
 
 pytestmark = pytest.mark.jax
 STEPS = 3  # from one meeting to the next
@@ -46,14 +45,14 @@ def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_workers_learn_what_groups_in_one_world_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an optimizer that keeps nothing; and a run that is stopped in a round goes on in the other way before it."""
-    read = Independent._read
+    get = UnitBatches.get
 
-    def stopped(self: Independent, step: int, number: int) -> Any:
+    def stopped(self: UnitBatches, step: int, unit: int) -> Any:
         if step == 2 * STEPS + 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return read(self, step, number)
+        return get(self, step, unit)
 
-    monkeypatch.setattr(Independent, "_read", stopped)
+    monkeypatch.setattr(UnitBatches, "get", stopped)
     one = arguments(tmp_path / "one", **WORLD, **SGD, **ROUNDS)
     both = arguments(tmp_path / "both", **REPLICA, **SGD, **ROUNDS)
     assert run_here(*one) == 0
@@ -86,7 +85,7 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
     config = quickstart.get_config()
     config.update_from_flattened_dict(SMALL | {key.replace("__", "."): value for key, value in changes.items()})
     ex = make_experiment(typed(config))
-    rounds, data = Rounds(ex), load(ex.config.data, "train", 0)
+    rounds, data = RoundUnits(ex), load(ex.config.data, "train", 0)
     layout, state = ex.batches, ex.init_state()
 
     def rows_of(step: int, worker: int) -> Any:
@@ -113,7 +112,7 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
     }[codec]
     are_vectors = jax.tree.leaves(ex.plan.map(lambda p: p.is_vector))
     for number in range(num_rounds):
-        ends, losses, sums = [], [], [np.zeros(size, np.float32) for size, _ in rounds.forms]
+        ends, losses, sums = [], [], [np.zeros(size, np.float32) for size, _ in rounds.unit_layout]
         for worker in range(workers):
             own = params, kept
             for step in range(number * STEPS, (number + 1) * STEPS):
@@ -121,14 +120,10 @@ def test_a_round_is_what_a_plain_loop_over_workers_computes(codec: str, num_roun
                 losses.append(value)
             ends.append(own)
 
-            def read(inner: int, first: int = number * STEPS, worker: int = worker) -> Any:
-                return layout.to_devices(rows_of(first + inner, worker))
-
-            def put(piece: int, values: np.ndarray, sums: list[np.ndarray] = sums) -> None:
-                payload = rounds.forms[piece][1]
+            batches = [layout.to_devices(rows_of(number * STEPS + inner, worker)) for inner in range(STEPS)]
+            for piece, values in rounds.pieces(state, iter(batches)):
+                payload = rounds.unit_layout[piece].payload
                 sums[piece] = sums[piece] + payload.decode(payload.encode(values), values.size)
-
-            rounds.compute(state, read, put)
         mean = lambda *xs: sum(np.asarray(x, np.float32) for x in xs) / workers
         end, kept = jax.tree.map(mean, *ends)
         moves, velocity = outer.update(jax.tree.map(np.subtract, params, end), velocity)
@@ -162,7 +157,7 @@ def test_a_rounds_loss_is_weighted_by_its_tokens(
     local = SimpleNamespace(drift=SimpleNamespace(tree={}), inner=SimpleNamespace(tree={}))
     local._replace = lambda outer: local
     state = TrainState(step=0, params={}, all_reduce=(), opt_state=local)
-    rounds: Any = Rounds.__new__(Rounds)
+    rounds: Any = RoundUnits.__new__(RoundUnits)
     rounds.steps, rounds._parts = 2, lambda local: ([], [], [])
     plan = SimpleNamespace(map=lambda function, tree: {})
     rounds._ex = SimpleNamespace(block=lambda done: done, num_shares=len(tokens), plan=plan)
@@ -171,11 +166,12 @@ def test_a_rounds_loss_is_weighted_by_its_tokens(
         return worker, {"loss": np.float32(rows[0] * rows[1]), "weight": np.float32(rows[0])}
 
     vars(rounds).update(first=lambda worker: worker, step=step, metrics=["loss", "weight"])
-    vars(rounds).update(meeting=lambda state, *_: (state, {}), _pieces=([], [], [(0, 2)]), _sizes=[0, 0, 0])
+    vars(rounds).update(meeting=lambda state, *_: (state, {}), _bounds=([], [], [(0, 2)]), _sizes=[0, 0, 0])
     total = np.zeros(2, np.float32)
     for of_worker in zip(tokens, losses, strict=True):
         rows = [*zip(*of_worker, strict=True)]
-        rounds.compute(state, rows.__getitem__, lambda piece, values: np.add(total, values, out=total))
+        for _, values in rounds.pieces(state, iter(rows)):
+            total += values
     _, metrics = rounds.update(state, total)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)
     assert [*metrics] == ["loss"]

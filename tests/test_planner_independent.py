@@ -1,6 +1,5 @@
 """Independent replicas by the planner: what each node sends, and what of it the last backward pass hides."""
 
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +9,8 @@ from support.planning import experiment, machine, small
 from support.running import IGNORED
 
 from elastic.replicas.payloads import make_payload
-from elastic.replicas.sums import StepSums
+from elastic.replicas.sums import Piece, StepSums
+from elastic.replicas.transport import SharedLock
 from planner import clusters
 from planner.bounds import forward_share
 from planner.candidates import of_config, of_strategies
@@ -71,8 +71,7 @@ def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, subtests: pyt
                 wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
                 found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
                 payload = make_payload(name, ex.config.compression.block)
-                lock = threading.RLock()
-                sums = StepSums(4 * shares, [payload, payload], [1, 1], lock, threading.Condition(lock))
+                sums = StepSums(4 * shares, [Piece(1, payload)] * 2, SharedLock())
                 nodes = sums.nodes_to_send([(0, shares)], 0)
                 out = sum(payload.bytes_per_value if stop - start == 1 else 4 for start, stop in nodes)
                 assert found and found.sent_bytes == pytest.approx(

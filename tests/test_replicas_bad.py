@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.replica_loop import NUM_SHARES, PATIENCE_S, TOKEN, Loop, started, trained
+from support.replica_loop import NUM_UNITS, PATIENCE_S, TOKEN, Loop, started, trained
 from xxhash import xxh3_64_intdigest
 
-from elastic.replicas import group
-from elastic.replicas.members import Member, write_address
+from elastic.replicas import driver
+from elastic.replicas.peers import Peer, write_address
 from runtime.addresses import listen
 from runtime.blobs import Connection, PeerError
 from runtime.exit_codes import ResumableError
@@ -53,7 +53,7 @@ class Hostile:
         self._others, self.copies_well = others, False
         listener = listen("127.0.0.1", 8)
         self.answer = answer
-        self.member = Member(number=1, host="127.0.0.1", port=listener.getsockname()[1], first=0, version=1)
+        self.member = Peer(number=1, host="127.0.0.1", port=listener.getsockname()[1], first=0, version=1)
         self.record = self.member.as_dict() | claims
         self._acceptor = Acceptor(listener, TOKEN, "replicas 0", 8, self._serve)
 
@@ -63,8 +63,8 @@ class Hostile:
                 content, op = self.answer, json.loads(line)["op"]
                 if op == "copy" and self.copies_well:
                     content = says(size=0, xxh3=0)
-                if op == "member":
-                    said = json.dumps({"member": self.record, "others": self._others}).encode()
+                if op == "peer":
+                    said = json.dumps({"record": self.record, "peers": self._others}).encode()
                     content = says(size=len(said), xxh3=xxh3_64_intdigest(said)) + said
                 if content is None:
                     continue
@@ -96,10 +96,10 @@ def test_bad_answers_lose_the_member_that_gives_them(
     bad = hostile(HOSTILE[kind], {})
     write_address(tmp_path, bad.member, 0)
     loop = Loop(tmp_path, 0, steps=2, silence_s=2.0 if kind == "nothing" else 30.0, stall_s=0.5).start()
-    assert [member.number for member in loop.replicas.members.others] == [1]
+    assert [member.number for member in loop.replicas.members.peers] == [1]
     trained([loop])
-    assert any(event == "replica_lost" for event, _ in loop.events)
-    assert loop.computed[0] == loop.computed[1] == [*range(NUM_SHARES)]
+    assert any(event == "replica_lost" for event, _ in loop.log.events)
+    assert loop.computed[0] == loop.computed[1] == [*range(NUM_UNITS)]
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -107,12 +107,12 @@ def test_bad_answers_of_parameters_or_a_state_are_not_taken(
     kind: str, hostile: Callable[..., Hostile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it says of its parameters counts as others, or not at all."""
-    monkeypatch.setattr(group, "FETCHES", 1)
+    monkeypatch.setattr(driver, "FETCHES", 1)
     bad = hostile(HOSTILE[kind], {})
     write_address(tmp_path, bad.member, 0)
     loop = Loop(tmp_path, 0, silence_s=2.0 if kind == "nothing" else 30.0, stall_s=0.5).start()
-    assert [member.number for member in loop.replicas.members.others] == [1]
-    assert loop.replicas.agrees(0, "the hash")
+    assert [member.number for member in loop.replicas.members.peers] == [1]
+    assert loop.replicas.compare(0, "the hash")
     for copies_well in (False, True):
         bad.copies_well = copies_well
         with pytest.raises(ResumableError, match="the other replicas do not send the state"):
@@ -123,7 +123,7 @@ def test_bad_answers_of_parameters_or_a_state_are_not_taken(
 def test_bad_requests_are_refused_and_change_nothing(tmp_path: Path) -> None:
     loops = started(tmp_path, 2)
     waiting, asked = threading.Event(), threading.Event()
-    loops[0].before_share = lambda step, share: (waiting.set(), asked.wait(PATIENCE_S)) if step == 1 else None
+    loops[0].before_unit = lambda step, unit: (waiting.set(), asked.wait(PATIENCE_S)) if step == 1 else None
     for loop in loops:
         loop.go()
     assert waiting.wait(PATIENCE_S)

@@ -10,30 +10,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.replica_loop import Recorded, summed
 
-from elastic.replicas.group import BehindError, Replicas
+from elastic.replicas.driver import BehindError, Replicas, Step
 from elastic.replicas.payloads import Float32
+from elastic.replicas.sums import Piece
 from elastic.replicas.transport import Sockets
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
 
-MEMBERS, NUM_SHARES, SIZE, COMPARED_EVERY = 3, 3, 50, 4
-SHARE_S = 0.01  # or the others would be too far ahead of the one that takes their state
+MEMBERS, NUM_UNITS, SIZE, COMPARED_EVERY = 3, 3, 50, 4
+UNIT_S = 0.01  # or the others would be too far ahead of the one that takes their state
 
 
-def share_of(step: int, share: int) -> np.ndarray:
-    return np.random.default_rng((step, share)).standard_normal(SIZE).astype(np.float32)
+def unit_of(step: int, unit: int) -> np.ndarray:
+    return np.random.default_rng((step, unit)).standard_normal(SIZE).astype(np.float32)
 
 
 def start(folder: Path, number: int, said: list[str]) -> Replicas:
-    parts = {"num_shares": NUM_SHARES, "payloads": [Float32()], "sizes": [SIZE]}
-    return Replicas(
-        number=number,
-        folder=folder,
-        transport=Sockets(number=number, token="a" * 64, silence_s=30.0),
-        say=said.append,
-        **parts,
-    )
+    log = Recorded()
+    log.said = said
+    transport = Sockets(number=number, token="a" * 64, silence_s=30.0)
+    return Replicas(folder=folder, transport=transport, num_units=NUM_UNITS, pieces=[Piece(SIZE, Float32())], log=log)
 
 
 class Flips:
@@ -49,7 +47,7 @@ class Flips:
         with self._lock:
             if not self.left or step < self.left[0][0] or self.left[0][1] != members.me.number:
                 return None
-            taking_part = [one for one in (members.me, *members.others) if one.takes_part(step)]
+            taking_part = [one for one in (members.me, *members.peers) if one.takes_part(step)]
             if len(taking_part) < MEMBERS or step <= self._last + COMPARED_EVERY:
                 return None
             self._last = step
@@ -59,9 +57,9 @@ class Flips:
 def train(replicas: Replicas, steps: int, flips: Flips) -> np.ndarray:
     """Returns the parameters after the steps, before some of which a bit of them flips."""
 
-    def compute(step: int, share: int) -> None:
-        time.sleep(SHARE_S)
-        replicas.put(step, share, 0, share_of(step, share))
+    def compute(number: int, step: Step, unit: int) -> None:
+        time.sleep(UNIT_S)
+        step.put(unit, 0, unit_of(number, unit))
 
     def fetched() -> tuple[int, np.ndarray]:
         found = replicas.fetch_state([4 * SIZE])
@@ -74,11 +72,11 @@ def train(replicas: Replicas, steps: int, flips: Flips) -> np.ndarray:
         if (bit := flips.due(replicas, step)) is not None:
             params = params.copy()
             params.view(np.uint8)[bit // 8] ^= 1 << bit % 8
-        if step % COMPARED_EVERY == 0 and not replicas.agrees(step, hashlib.sha256(params.tobytes()).hexdigest()):
+        if step % COMPARED_EVERY == 0 and not replicas.compare(step, hashlib.sha256(params.tobytes()).hexdigest()):
             step, params = fetched()
         replicas.copies.at_step(step, [params])
         try:
-            total = replicas.sum(step, partial(compute, step))
+            total = summed(replicas, step, partial(compute, step))
         except BehindError:
             step, params = fetched()
             continue
@@ -95,7 +93,7 @@ def test_no_flipped_bit_is_left_standing(flips: int, tmp_path: Path) -> None:
     planned = Flips([(step, draw.randrange(MEMBERS), draw.randrange(32 * SIZE)) for step in at])
     expected = np.zeros(SIZE, np.float32)
     for step in range(steps):
-        expected = expected + (share_of(step, 0) + share_of(step, 1) + share_of(step, 2))
+        expected = expected + (unit_of(step, 0) + unit_of(step, 1) + unit_of(step, 2))
 
     said: list[list[str]] = [[] for _ in range(MEMBERS)]
     members = [start(tmp_path, number, said[number]) for number in range(MEMBERS)]
@@ -128,7 +126,7 @@ def test_of_two_that_differ_the_first_is_right(tmp_path: Path) -> None:
     for member in members:
         member.members.enter(0)
     with ThreadPoolExecutor(2) as pool:
-        found = [*pool.map(lambda member, digest: member.agrees(0, digest), members, ("a", "b"))]
+        found = [*pool.map(lambda member, digest: member.compare(0, digest), members, ("a", "b"))]
     for member in members:
         member.close()
     assert found == [True, False]

@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.replica_loop import NUM_SHARES, PATIENCE_S, started
+from support.replica_loop import NUM_UNITS, PATIENCE_S, started, summed
 from support.waiting import until
 
-from elastic.replicas import group, membership
-from elastic.replicas.group import Replicas
-from elastic.replicas.members import NEVER
+from elastic.replicas import exchange, membership
+from elastic.replicas.driver import Replicas, Step
 from elastic.replicas.payloads import Float32
-from elastic.replicas.sums import StepSums
+from elastic.replicas.peers import NEVER
+from elastic.replicas.sums import Piece, StepSums
 from elastic.replicas.transport import Sockets
 from runtime import blobs
 from runtime.blobs import Connection, PeerError
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
-SHARES, SIZES = 4, [3, 5]
+UNITS, PIECES = 4, [Piece(size, Float32()) for size in (3, 5)]
 
 
 @pytest.fixture
@@ -30,9 +30,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(membership, "SEEK_S", 0.05)
     made: list[Replicas] = []
 
-    def member(number: int, saved: int = 0, **how: Any) -> Replicas:
-        about = {"num_shares": SHARES, "payloads": [Float32()] * len(SIZES), "sizes": SIZES} | how
-        made.append(Replicas(number=number, folder=tmp_path, transport=sockets(number), saved=lambda: saved, **about))
+    def member(number: int, **how: Any) -> Replicas:
+        made.append(Replicas(folder=tmp_path, transport=sockets(number), num_units=UNITS, pieces=PIECES, **how))
         made[-1].members.meet(0)
         made[-1].members.enter(0)
         return made[-1]
@@ -49,15 +48,15 @@ def sockets(number: int) -> Sockets:
 def step(member: Replicas, number: int) -> np.ndarray:
     """Returns a member's totals of a step."""
 
-    def compute(share: int) -> None:
-        for piece, size in enumerate(SIZES):
-            member.put(number, share, piece, np.full(size, number + share, np.float32))
+    def compute(step: Step, unit: int) -> None:
+        for piece, (size, _) in enumerate(PIECES):
+            step.put(unit, piece, np.full(size, number + unit, np.float32))
 
-    return member.sum(number, compute)
+    return summed(member, number, compute)
 
 
 def check(totals: np.ndarray, number: int) -> None:
-    assert totals.tolist() == [sum(number + share for share in range(SHARES))] * sum(SIZES)
+    assert totals.tolist() == [sum(number + unit for unit in range(UNITS))] * sum(size for size, _ in PIECES)
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at once", "late"])
@@ -75,7 +74,7 @@ def test_members_that_meet_again_share_the_work_again(
         return connect(*to)
 
     monkeypatch.setattr(Sockets, "connect", reach)
-    loops = started(tmp_path, 2, steps=NEVER, late=late)
+    loops = started(tmp_path, 2, steps=NEVER, delay=late)
     is_cut.set()
     for loop, other in (loops, loops[::-1]):
         loop.replicas.members.lose(other.replicas.members.me, PeerError("a cut link"))
@@ -88,17 +87,17 @@ def test_members_that_meet_again_share_the_work_again(
                 at.set()
                 healed.wait(PATIENCE_S)
 
-        loop.before_share = share
+        loop.before_unit = share
         loop.go()
     assert all(at.wait(PATIENCE_S) for at in arrived)
     is_cut.clear()
-    until(lambda: all(loop.replicas.members.others for loop in loops))
+    until(lambda: all(loop.replicas.members.peers for loop in loops))
     healed.set()
 
     def is_shared() -> bool:
         one, two = (loop.computed.copy() for loop in loops)
         done = [step for step in one.keys() & two.keys() if step + 1 in one.keys() & two.keys()]
-        return any(len(one[step]) == len(two[step]) == NUM_SHARES // 2 for step in done)
+        return any(len(one[step]) == len(two[step]) == NUM_UNITS // 2 for step in done)
 
     until(is_shared)
     for loop in loops:
@@ -118,13 +117,13 @@ def test_waiting_for_what_others_say_of_a_step_is_no_hang(
     found: list[Any] = []
 
     def train() -> None:
-        found.append(waits.agrees(0, "a"))
+        found.append(waits.compare(0, "a"))
         found.append(step(waits, 0))
 
     thread = threading.Thread(target=train)
     thread.start()
     assert all(asked.acquire(timeout=60) for _ in range(3))
-    assert other.agrees(0, "a")
+    assert other.compare(0, "a")
     while looked.acquire(blocking=False):
         pass
     assert all(looked.acquire(timeout=60) for _ in range(20))
@@ -138,7 +137,7 @@ def test_of_those_with_the_same_parameters_the_lowest_is_the_first(make: Callabl
     """It saves them, whatever another one has that is lower."""
     members = [make(number) for number in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        assert [*pool.map(Replicas.agrees, members, [0] * 3, "baa")] == [False, True, True]
+        assert [*pool.map(Replicas.compare, members, [0] * 3, "baa")] == [False, True, True]
     assert [member.is_first for member in members] == [False, True, False]
 
 
@@ -159,7 +158,7 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
     make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else what asks it for totals would hang on that step, and ask for none of those in which it takes part again."""
-    monkeypatch.setattr(group, "CONNECTIONS", 1)
+    monkeypatch.setattr(exchange, "CONNECTIONS", 1)
     stays, skips = make(0), make(1)
     found: dict[int, list[np.ndarray]] = {0: [], 1: []}
 
@@ -169,14 +168,14 @@ def test_nobody_waits_for_a_step_that_another_one_skips(
         thread.start()
         return thread
 
-    begun = StepSums(SHARES, [Float32()] * len(SIZES), SIZES, skips._lock, skips._changed)
-    skips._steps[0] = begun  # and it will not end it
+    begun = StepSums(UNITS, PIECES, skips._lock)
+    skips.exchange._sums[0] = begun  # and it will not end it
     thread = train(stays, 0)
-    until(lambda: begun.is_asked_for(1))
+    until(lambda: begun.is_requested(1))
     skips.members.tell(first=NEVER, begun=False)
     thread.join(60)
     assert len(found[0]) == 1
-    monkeypatch.setattr("elastic.replicas.group.fetch_copies", lambda *_: {0: memoryview(b"")})
+    monkeypatch.setattr("elastic.replicas.driver.fetch_copies", lambda *_: {0: memoryview(b"")})
     fetched = skips.fetch_state([0])
     assert fetched is not None and skips.members._looked is not None
     assert skips.members._looked[1] == fetched[0], "the steps that it skipped would count as its own"

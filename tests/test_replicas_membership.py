@@ -18,8 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.in_process import HOST, InProcess, Network, OneAtATime
 
 from elastic.replicas import membership
-from elastic.replicas.members import FILE_NAME, NEVER, STALE_S, Member, read_address, read_addresses, write_address
-from elastic.replicas.membership import NOBODY, RARELY, Membership, check_number_is_free
+from elastic.replicas.membership import NO_PEER, RARELY, Log, Membership, check_number_is_free
+from elastic.replicas.peers import FILE_NAME, NEVER, STALE_S, Peer, read_address, read_addresses, write_address
+from elastic.replicas.state_copies import StateCopies
+from elastic.replicas.transport import SharedLock
 from runtime.blobs import PeerError, Stall, StalledError
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
@@ -39,25 +41,19 @@ class Members:
         """Starts a member, which takes part at once if no other one has begun."""
         transport = self.network.transport(number)
         service = transport.serve(lambda request, process, _: made.answer(request, process))
-        me = Member(number=number, host=HOST, port=service.address.port, run=run)
-
-        def report(event: str, *, replica: int, step: int, **_: object) -> None:
-            self.events.append((number, event, replica, step))
+        me = Peer(number=number, host=HOST, port=service.address.port, run=run)
 
         made = Membership(
             me,
             folder=self.folder,
             transport=transport,
-            process=0,
-            late=0,
-            changed=threading.Condition(),
+            delay=0,
+            lock=(lock := SharedLock()),
+            copies=StateCopies(lock),
             agree=lambda value: [value],
-            say=self.said.append,
-            report=report,
-            on_met=lambda member: None,
-            on_change=lambda number: None,
+            log=Reports(self, number),
         )
-        check_number_is_free(self.folder, number, 0, transport)
+        check_number_is_free(self.folder, transport)
         write_address(self.folder, me, 0)
         self.live[number] = made
         if not made.meet(step):
@@ -71,7 +67,20 @@ class Members:
         return killed
 
     def known_to(self, number: int) -> list[int]:
-        return [member.number for member in self.live[number].others]
+        return [member.number for member in self.live[number].peers]
+
+
+class Reports(Log):
+    """Keeps the reports of replica `number`."""
+
+    def __init__(self, members: Members, number: int) -> None:
+        self.members, self.number = members, number
+
+    def say(self, text: str) -> None:
+        self.members.said.append(text)
+
+    def write(self, event: Event, *, replica: int, step: int, **fields: str) -> None:
+        self.members.events.append((self.number, event, replica, step))
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +113,7 @@ class ComeAndGo(RuleBasedStateMachine):
     def start(self, number: int) -> None:
         if number in self.run.live:
             with pytest.raises(ValueError, match="runs at"):
-                check_number_is_free(self.run.folder, number, 0, self.run.network.transport(9))
+                check_number_is_free(self.run.folder, self.run.network.transport(number))
         else:
             made = self.run.start(number, self.step)
             if made.me.first == NEVER:
@@ -138,7 +147,7 @@ class ComeAndGo(RuleBasedStateMachine):
 
     @rule(one=numbers, other=numbers, stalled=st.booleans())
     def lose(self, one: int, other: int, stalled: bool) -> None:
-        if one in self.run.live and (known := [m for m in self.run.live[one].others if m.number == other]):
+        if one in self.run.live and (known := [m for m in self.run.live[one].peers if m.number == other]):
             self.run.live[one].lose(known[0], (StalledError if stalled else PeerError)("lost"))
 
     @rule()
@@ -150,7 +159,7 @@ class ComeAndGo(RuleBasedStateMachine):
     @invariant()
     def records_are_of_others_and_no_newer_than_they_are(self) -> None:
         for number, member in self.run.live.items():
-            for other in member.others:
+            for other in member.peers:
                 assert other.number != number
                 owner = self.run.live.get(other.number)
                 if owner and owner.me.address == other.address:
@@ -169,7 +178,7 @@ class ComeAndGo(RuleBasedStateMachine):
             member.tell(rate=1.0)
         for number, member in self.run.live.items():
             wanted = {other: self.run.live[other].me for other in self.run.live if other != number}
-            assert {other.number: other for other in member.others} == wanted
+            assert {other.number: other for other in member.peers} == wanted
         self.patch.undo()
         self.folder.cleanup()
 
@@ -184,7 +193,7 @@ test_members_come_and_go = ComeAndGo.TestCase
 def test_a_number_that_is_in_use_is_refused(run: Members) -> None:
     """By one line; a program that is about to end is waited for by the next start. Nothing else answers as it does."""
     first = run.start(3)
-    check = partial(check_number_is_free, run.folder, 3, 0, run.network.transport(3))
+    check = partial(check_number_is_free, run.folder, run.network.transport(3))
     with pytest.raises(ValueError, match=r"replica 3 runs at host:1 already; give this one another number \(--group\)"):
         run.start(3)
     assert read_address(run.folder, 3, 0) == first.me.address
@@ -211,7 +220,7 @@ def test_the_address_is_looked_at_until_it_stays(run: Members, monkeypatch: pyte
 
     monkeypatch.setattr(InProcess, "connect", slowly)
     with pytest.raises(ValueError, match="runs at host:2 already"):
-        check_number_is_free(run.folder, 3, 0, run.network.transport(3))
+        check_number_is_free(run.folder, run.network.transport(3))
 
 
 def test_a_member_writes_its_address_again_unless_another_program_has_its_number(run: Members) -> None:
@@ -239,14 +248,14 @@ def grow_old(folder: Path, number: int) -> None:
 def test_stale_addresses_cost_the_start_nothing_and_go_away(run: Members) -> None:
     """Hosts that drop packets let their callers wait: 100 of them have left addresses."""
     for number in range(100):
-        write_address(run.folder, Member(number=number, host=HOST, port=9999), 0)
+        write_address(run.folder, Peer(number=number, host=HOST, port=9999), 0)
         grow_old(run.folder, number)
-    write_address(run.folder, Member(number=100, host=HOST, port=9999), 0)  # it may be about to start
+    write_address(run.folder, Peer(number=100, host=HOST, port=9999), 0)  # it may be about to start
     run.start(101)
     grow_old(run.folder, 101)  # it trains, and cannot write
     run.network.connected.clear()
     here = run.start(102)
-    assert run.network.connected == [(102, 100)] and not here.others
+    assert run.network.connected == [(102, 100)] and not here.peers
     OneAtATime.most = 0
     here.seek(1)
     assert OneAtATime.most >= 100, "they are greeted at once"
@@ -305,9 +314,9 @@ def test_a_member_that_was_cut_off_and_is_behind_takes_no_part_until_it_has_caug
         there.me = there.me.changed(step=behind)
         here.seek(1)
         assert here.takes_part(1, 9) == takes_part, behind
-    here.answer({"op": "member", "member": there.me.changed(rate=2.0).as_dict()}, 1)
-    here.answer({"op": "member", "member": old.as_dict()}, 1)
-    assert [(member.step, member.rate) for member in here.others] == [(8, 2.0)]
+    here.answer({"op": "peer", "record": there.me.changed(rate=2.0).as_dict()}, 1)
+    here.answer({"op": "peer", "record": old.as_dict()}, 1)
+    assert [(member.step, member.rate) for member in here.peers] == [(8, 2.0)]
 
 
 def test_a_stall_is_a_value_that_stays_the_same_for_too_long() -> None:
@@ -328,7 +337,7 @@ def test_members_that_others_can_reach_are_not_waited_for_again_and_again(run: M
     for _ in range(3):
         here.tell()
     assert (0, 3) not in run.network.connected and run.known_to(0) == [1, 2]
-    here.answer({"op": "member", "member": there.me.changed(last=9).as_dict()}, 3)  # it reaches this one
+    here.answer({"op": "peer", "record": there.me.changed(last=9).as_dict()}, 3)  # it reaches this one
     assert run.known_to(0) == [1, 2]
 
 
@@ -340,7 +349,7 @@ def test_members_of_another_run_are_not_met(run: Members) -> None:
     with pytest.raises(ValueError, match="replica [012] at .* trains by another config"):
         run.start(3, run="another")
     assert sorted(to for _, to in run.network.connected) == [0, 1, 2]
-    assert not run.live[3].others and [run.known_to(number) for number in range(3)] == [[1, 2], [0, 2], [0, 1]]
+    assert not run.live[3].peers and [run.known_to(number) for number in range(3)] == [[1, 2], [0, 2], [0, 1]]
     run.kill(0), run.kill(1), run.kill(2), run.kill(3)
     run.start(4)
     assert len(run.said) == 1 and "none of the 4 replicas that" in run.said[0]
@@ -348,7 +357,7 @@ def test_members_of_another_run_are_not_met(run: Members) -> None:
 
 def test_a_record_that_describes_no_member_is_not_believed(run: Members) -> None:
     here = run.start(0)
-    good = Member(number=1, host=HOST, port=1).as_dict()
+    good = Peer(number=1, host=HOST, port=1).as_dict()
     bad: list[Any] = [None, [], {}, {**good, "more": 1}]
     bad += [{**good, "number": number} for number in (0, 2, -1, "1", True)]
     bad += [{**good, "port": port} for port in (0, -1, 1 << 40)]
@@ -356,16 +365,16 @@ def test_a_record_that_describes_no_member_is_not_believed(run: Members) -> None
     bad += [{**good, "step": -1}, {**good, "first": "0"}, {**good, "begun": 1}]
     for record in bad:
         with pytest.raises((ValueError, TypeError)):
-            here.answer({"op": "member", "member": record}, 1)
+            here.answer({"op": "peer", "record": record}, 1)
     lists: list[Any] = [5, None, "ab", {"number": 2}, [3], [good, 3]]
-    said = [json.dumps({"member": good, "others": others}) for others in lists]
-    said += [json.dumps({"member": record, "others": []}) for record in bad if record is not None]
+    said = [json.dumps({"record": good, "peers": others}) for others in lists]
+    said += [json.dumps({"record": record, "peers": []}) for record in bad if record is not None]
     for text in ("", "[]", "{}", *said):
         run.network.answers[999] = lambda *_, text=text: memoryview(text.encode())
-        write_address(run.folder, Member(number=1, host=HOST, port=999), 0)
+        write_address(run.folder, Peer(number=1, host=HOST, port=999), 0)
         here.seek(RARELY)
-        assert not here.others, text
-    here.answer({"op": "member", "member": good}, 1)
+        assert not here.peers, text
+    here.answer({"op": "peer", "record": good}, 1)
     assert run.known_to(0) == [1]
 
 
@@ -417,7 +426,7 @@ ENTRIES: list[tuple[Any, ...]] = [  # now, the last look, the nearest; its own s
     (8.0, None, (0.0, 0), 0, 0, [2]),
     (8.0, None, (0.0, 0), 0, 1, [3]),
     (8.0, None, (0.0, 0), 0, 2, []),
-    (8.0, None, (0.0, 0), 5, NOBODY, [5]),
+    (8.0, None, (0.0, 0), 5, NO_PEER, [5]),
 ]
 
 
@@ -438,7 +447,7 @@ def test_a_member_does_not_enter_where_the_others_step_while_it_asks(in_turn: Si
     one, entered = catching_up(looked=None, nearest=(0.0, 0), newest=lambda: next(heard))
     Membership.choose_entry(one, 0)
     assert not entered
-    one.newest_step, before = lambda: NOBODY, one._nearest
+    one.newest_step, before = lambda: NO_PEER, one._nearest
     one.look(101)
     assert one._nearest == before
 
@@ -460,11 +469,11 @@ def test_a_member_that_leaves_waits_for_what_only_it_can_give(
     for others, waits in rows:
         leaves = run.start(0)
         for number, about in enumerate(others, 1):
-            record = Member(number=number, host=HOST, port=10**4 + number, first=NEVER, version=1).changed(**about)
+            record = Peer(number=number, host=HOST, port=10**4 + number, first=NEVER, version=1).changed(**about)
             run.network.answers[record.port] = lambda *_, record=record: memoryview(
-                json.dumps({"member": record.as_dict(), "others": []}).encode()
+                json.dumps({"record": record.as_dict(), "peers": []}).encode()
             )
-            leaves.answer({"op": "member", "member": record.as_dict()}, number)
+            leaves.answer({"op": "peer", "record": record.as_dict()}, number)
         slept: list[float] = []
 
         def sleep(seconds: float, slept: list[float] = slept) -> None:
@@ -499,12 +508,12 @@ def test_a_member_that_is_gone_while_it_takes_no_part_is_noticed(run: Members) -
     stays.step = 4
     run.kill(1), run.kill(2)
     stays.seek(1)
-    assert not stays.others
+    assert not stays.peers
 
 
 def test_an_address_that_cannot_be_written_is_for_the_scheduler(run: Members) -> None:
     (run.folder / "0").touch()
-    one: Any = SimpleNamespace(me=Member(number=0, host=HOST, port=1), _folder=run.folder, _process=0)
+    one: Any = SimpleNamespace(me=Peer(number=0, host=HOST, port=1), _folder=run.folder)
     one._transport = run.network.transport(0)
     with pytest.raises(ResumableError, match=f"cannot write to {run.folder}: .*; see that the disk has room"):
         Membership.publish(one)

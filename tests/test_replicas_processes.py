@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.replica_loop import NUM_SHARES, PATIENCE_S, STEPS, Loop, trained
+from support.replica_loop import NUM_UNITS, PATIENCE_S, STEPS, Loop, trained
 from support.shard_nodes import Meeting, in_threads
 from support.waiting import until
 
 from elastic.replicas import membership
-from elastic.replicas.members import NEVER
+from elastic.replicas.peers import NEVER
 from runtime.blobs import PeerError
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
@@ -52,7 +52,7 @@ def test_what_one_process_wants_computed_both_compute(make: Callable[..., list[L
     trained([*first, *second])
     for one, other in (first, second):
         assert one.computed == other.computed
-    assert [sorted(second[0].computed[step]) for step in range(2, STEPS)] == [[*range(NUM_SHARES)]] * (STEPS - 2)
+    assert [sorted(second[0].computed[step]) for step in range(2, STEPS)] == [[*range(NUM_UNITS)]] * (STEPS - 2)
     assert [loop.replicas.is_first for loop in (*first, *second)] == [True, True, False, False]
 
 
@@ -67,10 +67,10 @@ def test_the_processes_of_a_member_join_at_the_same_step(
     def knows(loop: Loop, step: int) -> None:
         """Waits in front of step 9 until it is known when the others enter: only then are all guesses alike."""
         if step == 9:
-            until(lambda: any(member.first != NEVER for member in loop.replicas.members.others))
+            until(lambda: any(member.first != NEVER for member in loop.replicas.members.peers))
 
     for rank, loop in enumerate(there):
-        loop.before_share = lambda step, share: step == 6 and joined.wait(PATIENCE_S)
+        loop.before_unit = lambda step, unit: step == 6 and joined.wait(PATIENCE_S)
         loop.before_step = partial(knows, loop)
         answer = loop.replicas.copies.answer
         loop.replicas.copies.answer = lambda request, member, rank=rank, answer=answer: (
@@ -86,7 +86,7 @@ def test_the_processes_of_a_member_join_at_the_same_step(
     assert [loop.fetched for loop in joins] == [[8], [8]]
     for one, other in (there, joins):
         assert one.computed == other.computed
-    assert max(joins[0].computed) == 13 and {len(shares) for shares in joins[0].computed.values()} == {3}
+    assert max(joins[0].computed) == 13 and {len(units) for units in joins[0].computed.values()} == {3}
 
 
 def test_a_state_is_taken_when_all_processes_have_it(
@@ -102,7 +102,7 @@ def test_a_state_is_taken_when_all_processes_have_it(
             raise PeerError("it was lost")
         return {0: memoryview(b"")}
 
-    monkeypatch.setattr("elastic.replicas.group.fetch_copies", fetch)
+    monkeypatch.setattr("elastic.replicas.driver.fetch_copies", fetch)
     assert in_threads([lambda loop=loop: loop.replicas.fetch_state([0]) for loop in joins]) == [(4, [b""])] * 2
     assert tries == {0: 2, 1: 2}
 
@@ -110,5 +110,5 @@ def test_a_state_is_taken_when_all_processes_have_it(
 def test_a_member_differs_if_one_of_its_processes_does(make: Callable[..., list[Loop]]) -> None:
     loops = [*make(0), *make(1)]
     digests = ["a", "b", "a", "x"]
-    found = in_threads([partial(loop.replicas.agrees, 0, says) for loop, says in zip(loops, digests, strict=True)])
+    found = in_threads([partial(loop.replicas.compare, 0, says) for loop, says in zip(loops, digests, strict=True)])
     assert found == [True, True, False, False]

@@ -3,7 +3,6 @@
 The values are symbols whose sum is the text of the addition: a total's text has every share once, in the tree's order.
 """
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,8 +11,8 @@ import pytest
 
 from elastic.replicas.payloads import Payload
 from elastic.replicas.plan import StepPlan
-from elastic.replicas.sums import WAITING, StepSums
-from elastic.replicas.tree import Node, halves
+from elastic.replicas.sums import Node, Piece, Status, StepSums, halves
+from elastic.replicas.transport import SharedLock
 
 
 class Symbol(str):
@@ -72,13 +71,13 @@ class Peer:
         return found
 
     def computed(self) -> "Peer | None":
-        """Returns it after its next share, if it has one to compute."""
+        """Returns it after its next unit, if it has one to compute."""
         found = self.copy()
-        if (share := found.sums.look(lambda: None, wait_s=0)) == WAITING:
+        if (unit := found.sums.next_unit()) == Status.WAITING:
             return None
-        found.sums.begin(share)
+        found.sums.begin(unit)
         for piece in range(found.sums.num_pieces):
-            found.sums.put(share, piece, np.array([Symbol(f"{share}.{piece}")], object))
+            found.sums.put(unit, piece, np.array([Symbol(f"{unit}.{piece}")], object))
             found.plan.add_up(found.sums, piece)
         return found
 
@@ -98,13 +97,12 @@ class Peer:
 State = tuple[Peer | None, ...]  # None: lost
 
 
-def start(views: Sequence[Mapping[int, float]], num_shares: int, payloads: Sequence[Payload]) -> State:
+def start(views: Sequence[Mapping[int, float]], num_units: int, payloads: Sequence[Payload]) -> State:
     """Returns the beginning of a step in which each member takes the members and rates of its view for the truth."""
     peers = []
     for me, rates in enumerate(views):
-        plan = StepPlan(me=me, num_shares=num_shares, num_pieces=len(payloads), rates=rates)
-        lock = threading.RLock()
-        peer = Peer(plan, StepSums(num_shares, payloads, [1] * len(payloads), lock, threading.Condition(lock)))
+        plan = StepPlan(me=me, num_units=num_units, num_pieces=len(payloads), rates=rates)
+        peer = Peer(plan, StepSums(num_units, [Piece(1, payload) for payload in payloads], SharedLock()))
         plan.follow(peer.sums)
         peers.append(peer)
     return tuple(peers)
@@ -120,7 +118,7 @@ def losses(state: State) -> Iterator[tuple[str, State]]:
     for number, peer in alive.items():
         for other in alive.keys() - {number}:
             yield f"{number} is lost", changed(state, {number: None})
-            if other in peer.plan.left and len(state) == 2:  # of three there are too many states
+            if other in peer.plan.remaining and len(state) == 2:  # of three there are too many states
                 yield f"{number} loses sight of {other}", changed(state, {number: peer.without(other)})
 
 
@@ -129,7 +127,7 @@ def moves(state: State) -> Iterator[tuple[str, State]]:
     for number, peer in enumerate(state):
         if peer is None:
             continue
-        for other in peer.plan.left:
+        for other in peer.plan.remaining:
             if state[other] is None:
                 yield f"{number} notices the loss of {other}", changed(state, {number: peer.without(other)})
         if peer.finished:
@@ -142,7 +140,7 @@ def moves(state: State) -> Iterator[tuple[str, State]]:
         for other, asked in enumerate(state):
             if asked is None or other == number:
                 continue
-            for wanted in (peer.plan.sum_to_ask(other, peer.sums), peer.plan.total_to_ask(other, peer.sums)):
+            for wanted in (peer.plan.sum_to_request(other, peer.sums), peer.plan.total_to_request(other, peer.sums)):
                 if wanted:
                     one, two = peer.copy(), asked.copy()
                     ask(one, two, *wanted)
@@ -153,13 +151,13 @@ def ask(peer: Peer, other: Peer, piece: int, node: Node | None) -> None:
     """Gives a peer what another one has, or makes that one owe it."""
     if node:
         try:
-            if found := other.sums.give(node, piece):
-                peer.sums.take(node, piece, found)
+            if found := other.sums.find(node, piece):
+                peer.sums.receive(node, piece, found)
                 peer.plan.add_up(peer.sums, piece)
             return
         except LookupError:
             assert other.sums.total(piece)
-    if found := other.sums.give_total(piece):
+    if found := other.sums.find_total(piece):
         peer.sums.put_total(piece, found)
 
 
@@ -185,7 +183,7 @@ def explore(first: State, payloads: Sequence[Payload]) -> int:
         for peer in alive if not possible else []:
             for piece, payload in enumerate(payloads):
                 total, mark = peer.sums.total(piece), "q" * (payload == LOSSY)
-                text = mark + expected((0, peer.plan.num_shares), piece, mark)
+                text = mark + expected((0, peer.plan.num_units), piece, mark)
                 assert total and payload.decode(total, 1) == text, [*path.values()]
         stack.append((here, iter([*possible, *losses(state)])))
 
@@ -206,7 +204,7 @@ THREE = TWO | {2: 1.0}
 
 
 @pytest.mark.parametrize(
-    ("views", "num_shares", "payloads"),
+    ("views", "num_units", "payloads"),
     [
         ([TWO] * 2, 2, [EXACT]),
         ([TWO] * 2, 3, [EXACT, EXACT]),
@@ -220,12 +218,12 @@ THREE = TWO | {2: 1.0}
     ],
 )
 def test_every_way_ends_with_the_same_totals(
-    views: list[dict[int, float]], num_shares: int, payloads: list[Payload]
+    views: list[dict[int, float]], num_units: int, payloads: list[Payload]
 ) -> None:
-    assert explore(start(views, num_shares, payloads), payloads) > 50
+    assert explore(start(views, num_units, payloads), payloads) > 50
 
 
 def test_two_that_count_differently_who_adds_up_what() -> None:
-    """Member 0 has not heard of member 2, which is lost: each of the two others takes piece 3 for the other one's."""
+    """Replica 0 has not heard of replica 2, which is lost: each of the two others takes piece 3 for the other one's."""
     payloads = [EXACT] * 4
     assert explore(changed(start([TWO, THREE, THREE], 2, payloads), {2: None}), payloads) > 50

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.in_process import HOST, InProcess, Network, OneAtATime, Service
-from support.replica_loop import NUM_SHARES, SIZES, gradients, payloads_of, totals
+from support.replica_loop import NUM_UNITS, SIZES, compute, pieces_of, summed, totals
 
-from elastic.replicas import group, membership
-from elastic.replicas.group import BehindError, Replicas
-from elastic.replicas.members import NEVER, Member, read_address, write_address
+from elastic.replicas import driver, exchange, membership
+from elastic.replicas.driver import BehindError, Replicas
+from elastic.replicas.peers import NEVER, Peer, read_address, write_address
 from elastic.replicas.state_copies import LEAVES, StateCopies
 from elastic.replicas.sums import StepSums
+from elastic.replicas.transport import SharedLock
 from runtime.blobs import Answer, PeerError, RefusedError
 from runtime.exit_codes import ResumableError
 
@@ -34,8 +35,8 @@ def make(tmp_path: Path, network: Network, monkeypatch: pytest.MonkeyPatch) -> I
     made: list[Replicas] = []
 
     def member(number: int, codec: str = "none", **how: Any) -> Replicas:
-        about = {"transport": network.transport(number), "num_shares": NUM_SHARES, "sizes": SIZES} | how
-        made.append(Replicas(number=number, folder=tmp_path, payloads=payloads_of(codec), **about))
+        parts = {"transport": network.transport(number), "num_units": NUM_UNITS, "pieces": pieces_of(codec)} | how
+        made.append(Replicas(folder=tmp_path, **parts))
         made[-1].members.meet(0)
         made[-1].members.enter(0)
         return made[-1]
@@ -47,12 +48,8 @@ def make(tmp_path: Path, network: Network, monkeypatch: pytest.MonkeyPatch) -> I
 
 def step(member: Replicas, number: int, codec: str = "none") -> None:
     """Does a step, and checks its totals."""
-
-    def compute(share: int) -> None:
-        for piece in range(len(SIZES)):
-            member.put(number, share, piece, gradients(number, share, piece))
-
-    assert member.sum(number, compute).tobytes() == totals(number, codec)
+    found = summed(member, number, lambda step, unit: compute(step, number, unit))
+    assert found.tobytes() == totals(number, codec)
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
@@ -60,25 +57,45 @@ def test_a_member_alone_has_the_totals(codec: str, make: Make) -> None:
     alone = make(0, codec)
     for number in range(3):
         step(alone, number, codec)
-    assert alone.count == 1 and alone.is_first and alone.sent_bytes == 0
+    assert alone.count == 1 and alone.is_first and alone.exchange.sent_bytes == 0
 
 
-def test_late_a_step_is_computed_before_the_one_before_it_is_summed(make: Make) -> None:
-    late, computed = make(0, late=1), list[tuple[int, int]]()
+def test_delayed_a_step_is_computed_before_the_one_before_it_is_summed(make: Make) -> None:
+    delayed, computed = make(0, delay=1), list[tuple[int, int]]()
+    for number in range(3):
+        step = delayed.step(number)
+        for unit in step.units_without_waiting():
+            computed.append((number, unit))
+            compute(step, number, unit)
+        if number:
+            before = delayed.step(number - 1)
+            assert not [*before.units()]
+            assert before.totals().tobytes() == totals(number - 1)
+    assert computed == [(number, unit) for number in range(3) for unit in range(NUM_UNITS)]
 
-    def compute(number: int) -> Callable[[int], None]:
-        def share(share: int) -> None:
-            computed.append((number, share))
-            for piece in range(len(SIZES)):
-                late.put(number, share, piece, gradients(number, share, piece))
 
-        return share
+def test_each_peer_is_asked_from_the_step_after_it_was_met(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again after it was lost, and found: what asked it has ended."""
+    asked: list[int] = []
+    monkeypatch.setattr(exchange.Exchange, "_begin_asking", lambda self, peer: asked.append(peer.number))
+    here, there = make(0), make(1)
+    there.members.enter(9)
+    for number, expected in enumerate([[1], [1], [1, 1]]):
+        if number == 2:
+            here.members.lose(there.members.me, PeerError("a cut link"))
+            there.members.tell()
+            here.members.seek(1)
+        step(here, number)
+        assert asked == expected
 
-    late.compute(0, compute(0))
-    for number in range(1, 3):
-        late.compute(number, compute(number))
-        assert late.sum(number - 1, compute(number - 1)).tobytes() == totals(number - 1)
-    assert computed == [(number, share) for number in range(3) for share in range(NUM_SHARES)]
+
+def test_the_units_of_a_peer_that_is_lost_in_a_step_are_computed_here(make: Make) -> None:
+    here, there = make(0), make(1)
+    step = here.step(0)
+    before = [*step.units_without_waiting()]
+    here.members.lose(there.members.me, PeerError("gone"))
+    after = [*step.units_without_waiting()]
+    assert (before, after) == ([0, 1, 2], [3, 4, 5])
 
 
 def test_what_others_get_is_counted(make: Make, network: Network) -> None:
@@ -86,9 +103,9 @@ def test_what_others_get_is_counted(make: Make, network: Network) -> None:
     step(alone, 0)
     link = network.transport(7).connect(alone.members.me.address)
     link.get_whole({"op": "total", "step": 0, "piece": 0}, 4 * SIZES[0])
-    assert alone.sent_bytes == 4 * SIZES[0]
+    assert alone.exchange.sent_bytes == 4 * SIZES[0]
     link.ask({"op": "self"}, 1 << 20)
-    assert alone.sent_bytes == 4 * SIZES[0]
+    assert alone.exchange.sent_bytes == 4 * SIZES[0]
 
 
 def test_bad_requests_are_refused(make: Make, network: Network) -> None:
@@ -97,7 +114,7 @@ def test_bad_requests_are_refused(make: Make, network: Network) -> None:
     alone.copies.at_step(1, [])  # without copies of the state after step 0
     link = network.transport(7).connect(alone.members.me.address)
     requests: list[dict[str, Any]] = [{}, {"op": []}, {"op": "other", "step": 0, "piece": 0}]
-    requests += [{"op": "member", "member": None}, {"op": "total", "step": 0}]
+    requests += [{"op": "peer", "record": None}, {"op": "total", "step": 0}]
     requests += [{"op": "total", "step": 0, "piece": piece} for piece in (len(SIZES), -1, True, "0")]
     requests += [{"op": "total", "step": number, "piece": 0} for number in ("0", -(10**30), None)]
     nodes = [(0, 10**30), (1, 3), (0, 0), (None, []), (-1, 1)]
@@ -118,14 +135,14 @@ class Ended(Exception):
 def waits_for_another(network: Network, folder: Path, release: threading.Event) -> None:
     """Adds a member that takes part, and computes nothing until it is released."""
     service = network.transport(1).serve(lambda request, process, _: answer(request))
-    member = Member(number=1, host=HOST, port=service.address.port, first=0, begun=True, version=1)
+    member = Peer(number=1, host=HOST, port=service.address.port, first=0, begun=True, version=1)
     write_address(folder, member, 0)
 
     def answer(request: dict[str, Any]) -> memoryview:
-        if request["op"] != "member":
+        if request["op"] != "peer":
             release.wait()
             raise RefusedError("it ends")
-        return memoryview(json.dumps({"member": member.as_dict(), "others": []}).encode())
+        return memoryview(json.dumps({"record": member.as_dict(), "peers": []}).encode())
 
 
 @pytest.mark.parametrize("why", ["it is asked to stop", "another program has its number", "it is closed"])
@@ -141,11 +158,11 @@ def test_a_member_that_waits_ends_at_once(why: str, make: Make, network: Network
             waiting.close()
         waiting.members.successor = waiting.members.me.address
 
-    waiting = make(0, waits=ends)
+    waiting = make(0)
     error = {"it is asked to stop": Ended, "it is closed": ConnectionError}.get(why, ResumableError)
     with pytest.raises(error):
-        waiting.sum(0, computed.append)
-    assert computed == [*range(NUM_SHARES // 2)]
+        summed(waiting, 0, lambda step, unit: computed.append(unit), waits=ends)
+    assert computed == [*range(NUM_UNITS // 2)]
     release.set()
 
 
@@ -186,7 +203,7 @@ def test_a_closed_member_answers_none_and_leaves_no_address(make: Make, network:
     link = network.transport(7).connect(ended.members.me.address)
     ended.close()
     with pytest.raises(PeerError, match=LEAVES):
-        link.ask({"op": "member", "member": ended.members.me.as_dict()}, 1000)
+        link.ask({"op": "peer", "record": ended.members.me.as_dict()}, 1000)
     assert read_address(tmp_path, 0, 0) is None and not network.answers
 
 
@@ -201,25 +218,19 @@ def test_a_member_whose_state_is_older_than_all_others_takes_theirs(make: Make) 
         step(joins, 0)
 
 
-@pytest.mark.parametrize(("saved", "ends"), [(3, True), (2, False)])
-def test_a_member_that_was_behind_and_is_alone(saved: int, ends: bool, make: Make) -> None:
-    """It goes on from its own step, unless a newer checkpoint is there."""
-    alone = make(0, saved=lambda: saved)
+def test_a_member_that_was_behind_and_is_alone_goes_on_from_its_own_step(make: Make) -> None:
+    alone = make(0)
     alone.members.tell(first=5)
-    if ends:
-        with pytest.raises(ResumableError, match="the newest checkpoint is newer than the state here"):
-            step(alone, 2)
-    else:
-        step(alone, 2)
+    step(alone, 2)
 
 
 def test_few_totals_are_kept_for_a_member_that_does_not_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "KEPT_STEPS", 2)
+    monkeypatch.setattr(exchange, "KEPT_STEPS", 2)
     trains, hangs = make(0), make(1)
     hangs.members.tell(first=NEVER)
     for number in range(9):
         step(trains, number)
-    assert [*trains._steps] == [6, 7, 8]
+    assert [*trains.exchange._sums] == [6, 7, 8]
 
 
 def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +247,7 @@ def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytes
             raise PeerError("that step has passed")
         return {0: memoryview(b"")}
 
-    monkeypatch.setattr("elastic.replicas.group.fetch_copies", fetch)
+    monkeypatch.setattr("elastic.replicas.driver.fetch_copies", fetch)
     with pytest.raises(ResumableError, match="do not send the state"):
         joins.fetch_state([0])
     assert asked == [(11 + 2 * i, [0]) for i in range(5)]
@@ -252,9 +263,7 @@ def test_a_member_that_lacks_the_state_waits_until_those_that_leave_are_gone(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may save for minutes; then it goes on from its own state, or from theirs, which is saved."""
-    monkeypatch.setattr(group, "ASK_S", 0.0)
-    leaves, joins = make(0), make(1)
-    leaves.members.tell(step=10, begun=True, first=0, last=9)
+    monkeypatch.setattr(driver, "ASK_S", 0.0)
     waited: list[None] = []
 
     def progress() -> None:
@@ -262,14 +271,16 @@ def test_a_member_that_lacks_the_state_waits_until_those_that_leave_are_gone(
         if len(waited) == 3:
             leaves.close()
 
-    assert joins.fetch_state([0], progress) is None
+    leaves, joins = make(0), make(1, progress=progress)
+    leaves.members.tell(step=10, begun=True, first=0, last=9)
+    assert joins.fetch_state([0]) is None
     assert len(waited) == 3 and not joins.members.all_leave_before(5), "there is none to leave"
 
 
 def test_none_waits_for_a_hash_that_will_not_come(make: Make) -> None:
     """Of a step that was passed, delayed too, where a step's sum is a step behind its hash, or that is no member's."""
     asks, other = make(0), make(1)
-    other._changed.wait_for = lambda predicate, timeout=None: predicate() or pytest.fail("it waits")
+    other._lock.wait_for = lambda predicate, timeout=None: predicate() or pytest.fail("it waits")
 
     def refuses(at: int) -> None:
         with asks._transport.connect(other.members.me.address) as link, pytest.raises(RefusedError, match="KeyError"):
@@ -292,13 +303,13 @@ def test_none_waits_for_the_hash_of_a_state_that_is_on_its_way(make: Make, monke
     asked: list[int] = []
 
     def fetch(connect: Any, addresses: Any, at: int, *_: object) -> Any:
-        joins._changed.wait_for = lambda predicate, timeout=None: predicate() or pytest.fail("it waits")
+        joins._lock.wait_for = lambda predicate, timeout=None: predicate() or pytest.fail("it waits")
         with stays._transport.connect(joins.members.me.address) as link, pytest.raises(RefusedError, match="KeyError"):
             link.ask({"op": "digest", "step": at}, 99)
         asked.append(at)
         return {0: memoryview(b"")}
 
-    monkeypatch.setattr("elastic.replicas.group.fetch_copies", fetch)
+    monkeypatch.setattr("elastic.replicas.driver.fetch_copies", fetch)
     for _ in range(2):
         assert joins.fetch_state([0])
     assert asked == [11, 11] and joins.members.me.takes_part(11)
@@ -306,8 +317,7 @@ def test_none_waits_for_the_hash_of_a_state_that_is_on_its_way(make: Make, monke
 
 def test_none_waits_for_a_step_that_was_skipped() -> None:
     """Its sums were found before they ended: none would wake a thread that waits for them then."""
-    lock = threading.RLock()
-    sums = StepSums(NUM_SHARES, payloads_of("none"), SIZES, lock, threading.Condition(lock))
+    sums = StepSums(NUM_UNITS, pieces_of("none"), SharedLock())
     sums.end(LookupError("skipped"))
     for wait in (lambda: sums.wait_for_total(0), lambda: sums.wait_for((0, 1), 0)):
         with pytest.raises(LookupError, match="skipped"):
@@ -317,7 +327,7 @@ def test_none_waits_for_a_step_that_was_skipped() -> None:
 # -------------------------------------------------------------------------------------------------- copies of states
 def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:
     """The second one is there before the first has all of its own: it lost them, and both began again for ever."""
-    copies = StateCopies(threading.Condition())
+    copies = StateCopies(SharedLock())
     arrays = [np.arange(3.0), np.array(7)]
     for member, at in ((1, 2), (2, 5)):
         copies.answer({"op": "copy", "step": at, "arrays": [0, 1]}, member)
@@ -332,7 +342,7 @@ def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:
 
 def test_copies_that_no_member_waits_for_are_dropped() -> None:
     """Those of a member that asks again, for a later step, or is lost; what another one wants stays."""
-    copies, arrays = StateCopies(threading.Condition()), [np.zeros(2), np.ones(2)]
+    copies, arrays = StateCopies(SharedLock()), [np.zeros(2), np.ones(2)]
     for at in range(3):
         copies.answer({"op": "copy", "step": at, "arrays": [0, 1]}, 1)
         copies.at_step(at, arrays)
@@ -351,7 +361,7 @@ def test_copies_that_no_member_waits_for_are_dropped() -> None:
 
 
 def test_a_member_that_is_lost_while_its_copy_is_made_keeps_none() -> None:
-    copies = StateCopies(threading.Condition())
+    copies = StateCopies(SharedLock())
 
     class Lost:
         """An array whose copy takes a while, in which the member that wants it is lost."""

@@ -1,4 +1,4 @@
-"""Which of the independent replicas this process is."""
+"""The number of an independent replica, and a check that it is free."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ from configs.schema import Config
 from elastic.replicas import membership
 from elastic.replicas.transport import Sockets
 from runtime.consensus import broadcast, new_key
+from runtime.files.run_directory import REPLICAS as FOLDER
 from runtime.handshake import shared_token
-from training.independent import FOLDER
 
 VARIABLE = "SLURM_ARRAY_TASK_ID"
 WAIT_S, LOOK_S = 90.0, 2.0  # for the previous attempt: `launch/ray_standby.py` kills an orphaned one after 60 s
@@ -46,10 +46,10 @@ def check_number_is_free(workdir: Path, group: int) -> None:
 def _await_number(folder: Path, group: int, token: str) -> None:
     transport = Sockets(number=group, token=token, silence_s=membership.CONNECT_S)
     until_s, seen = time.monotonic() + WAIT_S, None
-    while (running := membership.find_running(folder, group, 0, transport)) and time.monotonic() < until_s:
+    while (running := membership.find_running(folder, transport)) and time.monotonic() < until_s:
         if running.address != seen:
             seen = running.address
             where = f"replica {group} runs at {seen.host}:{seen.port} already"
             print(f"{where}: waiting up to {WAIT_S:g} s for its end", file=sys.stderr)
         time.sleep(LOOK_S)
-    membership.check_number_is_free(folder, group, 0, transport)
+    membership.check_number_is_free(folder, transport)

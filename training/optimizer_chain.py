@@ -50,7 +50,7 @@ def _make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
         early = method.early(setup)
         return Chain(optax.chain(all_reduce, inner), early=early and (lambda states: early(states[0])), watch=watching)
     parts = LocalSGD(all_reduce, inner, local, plan.layout.num_replicas)
-    if config.sharding.replicas == "independent":  # they meet outside the step (training/share_rounds.py)
+    if config.sharding.replicas == "independent":  # they meet outside the step (training/round_units.py)
         return Chain(parts.transform_alone, drift=drift, watch=watching, meet=parts.meet)
     early = streamed(method, setup, local) if local.streaming else None
     return Chain(parts.transform, early=early, drift=drift, watch=watching)

@@ -1,81 +1,127 @@
-"""`StepPlan`: who computes which share of a step, who adds up which piece, and what one member asks another for."""
+"""`StepPlan`: which replica computes which unit of a step, which one adds up which piece, and the requests of one.
 
-from collections.abc import Collection, Mapping, Set
+There is no consensus. Each replica derives the plan from the records of its peers. If two plans differ for a moment, a
+request makes its receiver compute a unit that it had left to another replica, and the values are the same.
+"""
+
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from elastic.replicas.sums import StepSums
-from elastic.replicas.tree import Node, nodes_of, owners
+from elastic.replicas.sums import Node, StepSums, cover
 
-Asked = Set[tuple[int, Node | None]]  # pieces, and of a sum the node
+SLOWDOWN = 1.2  # by how much longer a step may take before replicas compute different numbers of units
+
+Wanted = tuple[int, Node | None]  # a piece, and the node of the sum; None: the total
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One member's guess, from what it knows of the others. Each makes it alike; nothing depends on that."""
+    """The plan of replica `me` for one step."""
 
     me: int
-    num_shares: int
+    num_units: int
     num_pieces: int
-    rates: Mapping[int, float]  # shares per second of the members that began the step; 0: not known
+    rates: Mapping[int, float]  # units per second of the replicas that began the step; 0: not known
     lost: frozenset[int] = frozenset()
 
     @cached_property
-    def left(self) -> list[int]:
-        """The members that are left; this one if none is."""
+    def remaining(self) -> list[int]:
+        """The replicas that are not lost; this one if none remains."""
         return [number for number in sorted(self.rates) if number not in self.lost] or [self.me]
 
     @cached_property
     def owner_of(self) -> list[int]:
-        """The member that computes each share."""
-        return (
-            owners(self.num_shares, self.rates, self.lost)
-            if self.rates.keys() - self.lost
-            else ([self.me] * self.num_shares)
-        )
+        """The replica that computes each unit."""
+        if self.rates.keys() <= self.lost:
+            return [self.me] * self.num_units
+        return owners(self.num_units, self.rates, self.lost)
 
-    @cached_property
-    def own(self) -> list[Node]:
-        """What this member computes."""
-        return nodes_of(self.me, self.owner_of)
-
-    @cached_property
-    def own_pieces(self) -> list[int]:
-        """The pieces that this member adds up."""
-        return [piece for piece in range(self.num_pieces) if self.adds(piece) == self.me]
-
-    def adds(self, piece: int) -> int:
-        """Returns the member that adds up a piece: in turn, and in the place of a lost one another."""
+    def adder_of(self, piece: int) -> int:
+        """Returns the replica that adds up a piece: they take turns, and another one replaces a lost one."""
         began = sorted(self.rates) or [self.me]
-        member = began[piece % len(began)]
-        return member if member in self.left else self.left[piece % len(self.left)]
+        number = began[piece % len(began)]
+        return number if number in self.remaining else self.remaining[piece % len(self.remaining)]
 
     def without(self, lost: Collection[int]) -> "StepPlan":
-        """Returns the plan of those that are left."""
+        """Returns the plan of the other replicas."""
         return replace(self, lost=self.lost | frozenset(lost))
 
     def follow(self, sums: StepSums) -> None:
-        """Notes what this member computes, and adds up its pieces of which all is here."""
-        sums.owe(self.own)
-        for piece in self.own_pieces:
-            sums.reduce(piece)
+        """Notes the units that this replica computes, and adds up each of its pieces of which all units are here."""
+        sums.require(nodes_of(self.me, self.owner_of))
+        for piece in range(self.num_pieces):
+            self.add_up(sums, piece)
 
     def add_up(self, sums: StepSums, piece: int) -> None:
-        """Adds up a piece of which something has come, if it is this member's and all is here."""
-        if self.adds(piece) == self.me:
+        """Adds up a piece if this replica must, and all its units are here."""
+        if self.adder_of(piece) == self.me:
             sums.reduce(piece)
 
-    def sum_to_ask(self, member: int, sums: StepSums, but: Asked = frozenset()) -> tuple[int, Node] | None:
-        """Returns a piece that this member adds up, and what another one has of it that is not here, nor asked for."""
-        if member not in self.left:
+    def sum_to_request(self, peer: int, sums: StepSums, requested: Set[Wanted] = frozenset()) -> Wanted | None:
+        """Returns a sum of a peer's units that this replica lacks and has not requested, of a piece that it adds up."""
+        if peer not in self.remaining:
             return None
-        nodes = nodes_of(member, self.owner_of)
-        own = (p for p in range(self.num_pieces) if self.adds(p) == self.me or sums.is_asked_for(p))
-        open_pieces = (p for p in own if sums.total(p) is None)
-        wanted = ((p, node) for p in open_pieces for node in sums.nodes_to_send(nodes, p) if not sums.has(node, p))
-        return next((each for each in wanted if each not in but), None)
+        nodes = nodes_of(peer, self.owner_of)
+        pieces = (p for p in range(self.num_pieces) if self.adder_of(p) == self.me or sums.is_requested(p))
+        wanted = (
+            (p, node)
+            for p in pieces
+            if sums.total(p) is None
+            for node in sums.nodes_to_send(nodes, p)
+            if not sums.has(node, p)
+        )
+        return next((each for each in wanted if each not in requested), None)
 
-    def total_to_ask(self, member: int, sums: StepSums, but: Asked = frozenset()) -> tuple[int, None] | None:
-        """Returns a piece that another member adds up, and whose total is not here, nor asked for."""
-        wanted = ((p, None) for p in range(self.num_pieces) if self.adds(p) == member and sums.total(p) is None)
-        return next((each for each in wanted if each not in but), None)
+    def total_to_request(self, peer: int, sums: StepSums, requested: Set[Wanted] = frozenset()) -> Wanted | None:
+        """Returns a total that a peer adds up, and that this replica lacks and has not requested."""
+        wanted = ((p, None) for p in range(self.num_pieces) if self.adder_of(p) == peer and sums.total(p) is None)
+        return next((each for each in wanted if each not in requested), None)
+
+
+def owners(num_units: int, rates: Mapping[int, float], lost: Collection[int]) -> list[int]:
+    """Returns for each unit the replica that computes it.
+
+    `rates` has all replicas that began the step, by number. The units of the lost ones are divided among the others, in
+    a way that does not depend on the order of the losses.
+    """
+    owner_of = _neighbours({number: rates[number] for number in sorted(rates)}, num_units)
+    remaining = {number: rates[number] for number in sorted(rates) if number not in lost}
+    orphans = [unit for unit, number in enumerate(owner_of) if number in lost]
+    for unit, number in zip(orphans, _neighbours(remaining, len(orphans)), strict=True):
+        owner_of[unit] = number
+    return owner_of
+
+
+def nodes_of(replica: int, owner_of: Sequence[int]) -> list[Node]:
+    """Returns the largest nodes whose units are all computed by one replica, in order."""
+    nodes: list[Node] = []
+    lo = 0
+    for hi in range(1, len(owner_of) + 1):
+        if hi == len(owner_of) or owner_of[hi] != owner_of[lo]:
+            nodes += cover((0, len(owner_of)), lo, hi) if owner_of[lo] == replica else []
+            lo = hi
+    return nodes
+
+
+def unit_counts(num_units: int, rates: Sequence[float]) -> list[int]:
+    """Returns how many units each of some replicas computes, so that the slowest one ends as early as possible.
+
+    Equal numbers, unless the slowest replica would take SLOWDOWN times as long then: if the number of units and of
+    replicas are powers of two, equal numbers are whole nodes of the tree, whose sums take the fewest bytes. `rates` are
+    units per second, in any scale. 0: not known yet, the mean of the known ones is taken.
+    """
+    replicas, known = range(len(rates)), [rate for rate in rates if rate] or [1.0]
+    rates = [rate or sum(known) / len(known) for rate in rates]
+    counts = [int(i < num_units) for i in replicas]  # at least one each, or the rate of a replica stays unknown
+    for _ in range(num_units - sum(counts)):
+        counts[min(replicas, key=lambda i: ((counts[i] + 1) / rates[i], i))] += 1
+    equal = [num_units // len(rates) + (i < num_units % len(rates)) for i in replicas]
+    ends = [max(each[i] / rates[i] for i in replicas) for each in (counts, equal)]
+    return equal if ends[1] < SLOWDOWN * ends[0] else counts
+
+
+def _neighbours(rates: Mapping[int, float], num_units: int) -> list[int]:
+    """Returns the replica of each unit: each replica has some neighbouring units."""
+    each = zip(rates, unit_counts(num_units, [*rates.values()]), strict=True)
+    return [number for number, count in each for _ in range(count)]

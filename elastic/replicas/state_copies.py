@@ -1,11 +1,10 @@
-"""The state of a step for a member that joins: each of the others copies a part of it, and trains on.
+"""The state of a step for a replica that joins: each of its peers copies a part of it, and continues to train.
 
-The joining member names a step soon to come, and of each of the others the arrays that it wants of it. At that step
-each copies those to its host's memory, which takes the time of the copy alone, and sends them while it trains. A copy
-is dropped when all that wanted it have it, are lost, or want another step.
+The joining replica names a step soon to come, and asks each peer for some arrays of the state after it. At that step
+each peer copies them to its host's memory, which pauses it for the time of the copy, and sends them while it trains. A
+copy is dropped when all replicas that wanted it have it, are lost, or want another step.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic.replicas.transport import Link
+from elastic.replicas.transport import Link, SharedLock
 from runtime.blobs import Address
 
 PASSED = "that step has passed"
@@ -21,46 +20,46 @@ LEAVES = "this replica leaves"
 
 
 class StateCopies:
-    """Copies of arrays for members that join."""
+    """Copies of arrays for replicas that join."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+    def __init__(self, lock: SharedLock) -> None:
+        self._lock = lock
         self._step = -1  # the last step whose state could be copied
-        self._wants: dict[int, tuple[int, set[int]]] = {}  # of each member a step, and the arrays that it lacks of that
+        self._wants: dict[int, tuple[int, set[int]]] = {}  # for each replica a step, and the arrays that it lacks
         self._copies: dict[int, dict[int, np.ndarray]] = {}
         self._closed = False
 
     def are_wanted(self, step: int) -> bool:
-        """Whether somebody wants a copy of the state after `step` steps: from now on nobody can ask for it."""
-        with self._changed:
+        """Whether a replica wants a copy of the state after `step` steps. Later requests for it are refused."""
+        with self._lock:
             self._step = step
             return bool(self._wanted(step))
 
     def at_step(self, step: int, arrays: Sequence[Any]) -> None:
-        """Copies what is wanted of the state after `step` steps; `arrays` are those of this process' devices."""
-        with self._changed:
+        """Copies the wanted ones of `arrays`, the state after `step` steps on this process' devices."""
+        with self._lock:
             self._step = step
             wanted = self._wanted(step)
         copies = {number: np.array(arrays[number]) for number in wanted if 0 <= number < len(arrays)}
         if not copies:
             return
-        with self._changed:
+        with self._lock:
             self._copies[step] = copies
-            self._tidy()  # somebody may be lost by now
-            self._changed.notify_all()
+            self._tidy()  # a replica may be lost by now
+            self._lock.notify_all()
 
-    def drop(self, member: int) -> None:
-        """Drops what a member wanted, and has not got."""
-        with self._changed:
-            self._wants.pop(member, None)
+    def drop(self, replica: int) -> None:
+        """Drops the copies that a replica wanted and has not received."""
+        with self._lock:
+            self._wants.pop(replica, None)
             self._tidy()
 
     def _wanted(self, step: int) -> set[int]:
-        """Returns the arrays of a step that somebody wants."""
+        """Returns the arrays of a step that replicas want."""
         return set[int]().union(*(numbers for at, numbers in self._wants.values() if at == step))
 
     def _tidy(self) -> None:
-        """Drops the copies that nobody wants any more."""
+        """Drops the copies that no replica wants any more."""
         for step, copies in [*self._copies.items()]:
             wanted = self._wanted(step)
             self._copies[step] = {number: x for number, x in copies.items() if number in wanted}
@@ -68,27 +67,27 @@ class StateCopies:
                 del self._copies[step]
 
     def close(self) -> None:
-        """Ends the waiting of all that wait for a step: ConnectionError. What was copied can still be had."""
-        with self._changed:
+        """Ends the waiting for a step: ConnectionError. Existing copies can still be requested."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._lock.notify_all()
 
-    def answer(self, request: dict[str, Any], member: int) -> memoryview:
-        """Answers `copy`: a step and arrays, and `state`: the bytes of one of them. LookupError if it is too late."""
+    def answer(self, request: dict[str, Any], replica: int) -> memoryview:
+        """Answers `copy` (a step and arrays) and `state` (the bytes of one of them). LookupError if it is too late."""
         step = request["step"]
-        with self._changed:
+        with self._lock:
             if request["op"] == "copy":
                 if step <= self._step:
                     raise LookupError(PASSED)
-                self._wants[member] = step, {int(number) for number in request["arrays"]}
+                self._wants[replica] = step, {int(number) for number in request["arrays"]}
                 self._tidy()
                 return memoryview(b"")
             number = request["array"]
-            self._changed.wait_for(lambda: self._closed or step in self._copies or self._step > step)
+            self._lock.wait_for(lambda: self._closed or step in self._copies or self._step > step)
             if self._closed and step not in self._copies:
                 raise ConnectionError(LEAVES)
             content = self._copies[step][number]
-            at, numbers = self._wants.get(member, (step, set[int]()))
+            at, numbers = self._wants.get(replica, (step, set[int]()))
             if at == step:
                 numbers.discard(number)
             self._tidy()
@@ -104,8 +103,8 @@ def fetch_copies(
 ) -> dict[int, memoryview]:
     """Returns the arrays of the state after `step` steps, of `sizes` bytes each, by number.
 
-    Each of the others sends a part, all at once; `progress` is called for what has come. PeerError if one of them does
-    not.
+    Each peer sends a part, all at the same time; `progress` is called for each block received. PeerError if a peer does
+    not send its part.
     """
     parts: list[list[int]] = [[] for _ in addresses]
     loads = [0] * len(addresses)

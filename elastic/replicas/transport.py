@@ -1,5 +1,17 @@
-"""How the members of a run reach each other: by authenticated connections, or within one process in tests."""
+"""The connections and threads of a replica.
 
+| thread | number | its loop |
+|---|---|---|
+| training | 1 | computes units and waits for totals: `Step` (driver.py) |
+| asking | 4 per peer | fetch sums and totals from the peer: `Exchange.ask` (exchange.py) |
+| answering | 1 per connection | send sums, totals, records and states to peers: `Replicas.answer` (driver.py) |
+| seeking | 1 | greets lost and unknown peers: `Membership.seek` (membership.py) |
+
+They share the data of `StepSums`, `Exchange`, `Membership` and `StateCopies`. A thread holds the `SharedLock` while it
+changes these data, or reads several of them.
+"""
+
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,11 +21,23 @@ from typing import Any, Protocol
 from runtime.blobs import Address, Answer, BlobService, Connection
 
 
+class SharedLock(threading.Condition):
+    """The one lock of a replica, and its condition: a thread that changes shared data calls `notify_all`."""
+
+    def __init__(self) -> None:
+        self._reentrant = threading.RLock()
+        super().__init__(self._reentrant)
+
+    def condition(self) -> threading.Condition:
+        """Returns another condition of the same lock, for threads that wait for one particular change."""
+        return threading.Condition(self._reentrant)
+
+
 class Link(Protocol):
-    """A connection to another member."""
+    """A connection to a peer."""
 
     def ask(self, request: Mapping[str, Any], most: int, progress: Callable[[], object] = lambda: None) -> bytes:
-        """Returns an answer of at most `most` bytes; `progress` is called while the other member lets it wait."""
+        """Returns an answer of at most `most` bytes; `progress` is called while the peer is not ready."""
         ...
 
     def get_whole(
@@ -24,11 +48,11 @@ class Link(Protocol):
 
 
 class Service(Protocol):
-    """Answers the other members until it is closed."""
+    """Answers the peers until it is closed."""
 
     @property
     def address(self) -> Address:
-        """The address that the other members connect to."""
+        """The address that the peers connect to."""
         ...
 
     def close(self) -> None:
@@ -37,11 +61,21 @@ class Service(Protocol):
 
 
 class Transport(Protocol):
-    """The network of one member. Its errors are PeerErrors (runtime/blobs.py)."""
+    """The network of one process of a replica. Its errors are PeerErrors (runtime/blobs.py)."""
+
+    @property
+    def number(self) -> int:
+        """The replica."""
+        ...
+
+    @property
+    def process(self) -> int:
+        """The process in the replica, which connects to the same-numbered processes of its peers."""
+        ...
 
     @property
     def silence_s(self) -> float:
-        """Seconds after which a silent member counts as lost."""
+        """Seconds after which a silent peer counts as lost."""
         ...
 
     def serve(self, answer: Answer) -> Service:
@@ -55,10 +89,10 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sockets:
-    """Connections that prove that they know the run's token. A member's process `process` talks to the same of others.
+    """Connections that prove that they know the run's token.
 
-    A member that answers "wait", and makes no progress for `stall_s`, counts as lost; `progress` returns a value that
-    changes while this one makes progress.
+    A peer that answers "wait", and makes no progress for `stall_s`, counts as lost. `progress` returns a value that
+    changes while this process makes progress.
     """
 
     number: int

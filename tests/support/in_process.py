@@ -27,10 +27,11 @@ class Network:
 
 @dataclass(frozen=True)
 class InProcess:
-    """The network of one member."""
+    """The network of one replica."""
 
     network: Network
     number: int
+    process: int = 0
     silence_s: float = 0.0
 
     def serve(self, answer: Answer) -> "Service":

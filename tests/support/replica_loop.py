@@ -1,43 +1,50 @@
-"""Members of a run with independent replicas, in threads over loopback; each checks the totals of every step."""
+"""Independent replicas in threads over loopback; each checks the totals of every step."""
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from elastic.replicas.group import BehindError, Replicas
+from elastic.replicas.driver import BehindError, Replicas, Step
+from elastic.replicas.membership import Log
 from elastic.replicas.payloads import Float32, Payload, make_payload
+from elastic.replicas.sums import Piece, Status, added
 from elastic.replicas.transport import Sockets
-from elastic.replicas.tree import added
 
 TOKEN = "a" * 64
-NUM_SHARES, SIZES, STEPS = 6, [40, 40, 17, 3], 4
+NUM_UNITS, SIZES, STEPS = 6, [40, 40, 17, 3], 4
 STATE_BYTES = [8, 800, 16, 80]
 PATIENCE_S = 60.0
 
 
-def gradients(step: int, share: int, piece: int) -> np.ndarray:
-    return np.random.default_rng((step, share, piece)).standard_normal(SIZES[piece]).astype(np.float32)
+def gradients(step: int, unit: int, piece: int) -> np.ndarray:
+    return np.random.default_rng((step, unit, piece)).standard_normal(SIZES[piece]).astype(np.float32)
 
 
-def payloads_of(codec: str) -> list[Payload]:
-    return [make_payload(codec, 16)] * (len(SIZES) - 1) + [Float32()]
+def pieces_of(codec: str) -> list[Piece]:
+    payloads = [make_payload(codec, 16)] * (len(SIZES) - 1) + [Float32()]
+    return [*map(Piece, SIZES, payloads)]
+
+
+def compute(step: Step, number: int, unit: int) -> None:
+    """Computes a unit, and puts its pieces."""
+    for piece in range(len(SIZES)):
+        step.put(unit, piece, gradients(number, unit, piece))
 
 
 def totals(step: int, codec: str = "none") -> bytes:
-    """Returns what a member alone would have."""
+    """Returns the totals of one replica alone."""
     found = []
-    for piece, payload in enumerate(payloads_of(codec)):
+    for piece, (_, payload) in enumerate(pieces_of(codec)):
 
         def sent(values: np.ndarray, payload: Payload = payload) -> np.ndarray:
             return payload.decode(payload.encode(values), values.size)
 
-        leaves = {(i, i + 1): sent(gradients(step, i, piece)) for i in range(NUM_SHARES)}
-        total = added((0, NUM_SHARES), leaves.get, np.add)
+        leaves = {(i, i + 1): sent(gradients(step, i, piece)) for i in range(NUM_UNITS)}
+        total = added((0, NUM_UNITS), leaves.get, np.add)
         assert total is not None
         found.append(sent(total).tobytes())
     return b"".join(found)
@@ -47,12 +54,39 @@ def state_of(step: int) -> list[np.ndarray]:
     return [np.full(size // 8, step, np.int64) for size in STATE_BYTES]
 
 
+def summed(
+    replicas: Replicas, number: int, compute: Callable[[Step, int], object], waits: Callable[[], object] = lambda: None
+) -> np.ndarray:
+    """Returns the totals of a step; `waits` is called while the peers' sums are awaited."""
+    step = replicas.step(number)
+    for unit in step.units():
+        if unit is Status.WAITING:
+            waits()
+        else:
+            compute(step, unit)
+    return step.totals()
+
+
 class Gone(Exception):
-    """A member that ends in the middle of a step."""
+    """A replica that ends in the middle of a step."""
+
+
+class Recorded(Log):
+    """Keeps all that is reported."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.events.append((event, fields))
 
 
 class Loop:
-    """A member that trains, in a thread of its own."""
+    """A replica that trains, in a separate thread."""
 
     def __init__(
         self,
@@ -61,42 +95,39 @@ class Loop:
         codec: str = "none",
         steps: int = STEPS,
         silence_s: float = 30.0,
-        late: int = 0,
+        delay: int = 0,
         stall_s: float = inf,
         **processes: Any,
     ) -> None:
-        """`processes`: `process` and `agree` of one of a member's several processes."""
-        self.number, self.codec, self.steps, self.late = number, codec, steps, late
+        """`processes`: `process` and `agree` of one of a replica's several processes."""
+        self.number, self.codec, self.steps, self.delay = number, codec, steps, delay
         self.computed: dict[int, list[int]] = {}
         self.fetched: list[int] = []
-        self.before_share: Callable[[int, int], object] = lambda step, share: None  # may raise Gone
+        self.before_unit: Callable[[int, int], object] = lambda step, unit: None  # may raise Gone
         self.before_step: Callable[[int], object] = lambda step: None
-        self.said: list[str] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.blocks: list[None] = []  # of the others' state
+        self.log = Recorded()
+        self.blocks: list[None] = []  # of the peers' state
         self.error: BaseException | None = None
         self.replicas = Replicas(
-            number=number,
             folder=folder,
             transport=Sockets(
                 number=number,
                 token=TOKEN,
                 silence_s=silence_s,
                 stall_s=stall_s,
-                process=processes.get("process", 0),
+                process=processes.pop("process", 0),
             ),
-            num_shares=NUM_SHARES,
-            payloads=payloads_of(codec),
-            sizes=SIZES,
-            late=late,
-            say=self.said.append,
-            report=lambda event, **about: self.events.append((event, about)),
+            num_units=NUM_UNITS,
+            pieces=pieces_of(codec),
+            delay=delay,
+            progress=lambda: self.blocks.append(None),
+            log=self.log,
             **processes,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, *, joins: bool = False) -> "Loop":
-        """Meets the others, and begins; `joins`: the others have begun."""
+        """Meets its peers, and begins; `joins`: they have begun."""
         assert self.replicas.members.meet(0) == joins
         if not joins:
             self.replicas.members.enter(0)
@@ -121,12 +152,14 @@ class Loop:
             self.before_step(step)
             self.replicas.copies.at_step(step, state_of(step))
             try:
-                if self.late:
-                    self.replicas.compute(step, partial(self._compute, step))
-                if step - self.late >= first:
-                    self._sum(step - self.late)
+                if self.delay:
+                    begun = self.replicas.step(step)
+                    for unit in begun.units_without_waiting():
+                        self._compute(begun, step, unit)
+                if step - self.delay >= first:
+                    self._sum(step - self.delay)
             except BehindError:
-                fetched = self.replicas.fetch_state(STATE_BYTES, lambda: self.blocks.append(None))
+                fetched = self.replicas.fetch_state(STATE_BYTES)
                 assert fetched
                 step, arrays = fetched
                 first = step
@@ -134,20 +167,19 @@ class Loop:
                 self.fetched.append(step)
                 continue
             step += 1
-        if self.late:
+        if self.delay:
             self._sum(step - 1)
         self.replicas.members.leave(step)
         self.replicas.close()
 
-    def _sum(self, step: int) -> None:
-        found = self.replicas.sum(step, partial(self._compute, step))
-        assert found.tobytes() == totals(step, self.codec), (self.number, step)
+    def _sum(self, number: int) -> None:
+        found = summed(self.replicas, number, lambda step, unit: self._compute(step, number, unit))
+        assert found.tobytes() == totals(number, self.codec), (self.number, number)
 
-    def _compute(self, step: int, share: int) -> None:
-        self.before_share(step, share)
-        self.computed.setdefault(step, []).append(share)
-        for piece in range(len(SIZES)):
-            self.replicas.put(step, share, piece, gradients(step, share, piece))
+    def _compute(self, step: Step, number: int, unit: int) -> None:
+        self.before_unit(number, unit)
+        self.computed.setdefault(number, []).append(unit)
+        compute(step, number, unit)
 
     def end(self) -> None:
         """Waits for the end, and raises what it ended by."""
@@ -157,9 +189,9 @@ class Loop:
             raise self.error
 
 
-def started(folder: Path, count: int, codec: str = "none", steps: int = STEPS, late: int = 0) -> list[Loop]:
-    """Returns members that have met, in front of their first step."""
-    return [Loop(folder, number, codec, steps, late=late).start() for number in range(count)]
+def started(folder: Path, count: int, codec: str = "none", steps: int = STEPS, delay: int = 0) -> list[Loop]:
+    """Returns replicas that have met, before their first step."""
+    return [Loop(folder, number, codec, steps, delay=delay).start() for number in range(count)]
 
 
 def trained(loops: list[Loop]) -> None:

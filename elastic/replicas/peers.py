@@ -1,4 +1,4 @@
-"""The members of a run with independent replicas, as they tell each other of themselves."""
+"""`Peer`: the record by which a replica describes itself to its peers, and the file with its address."""
 
 import json
 import sys
@@ -13,31 +13,31 @@ from runtime.files import atomic, json_objects
 
 FILE_NAME = "address-{}.json"
 NEVER = 1 << 62  # a step
-STALE_S = 600.0  # age of an address that its member no longer writes again
+STALE_S = 600.0  # age of an address that its replica no longer writes again
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """A partition group: a world of its own that takes part in the steps from `first` to `last`."""
+class Peer:
+    """A replica (one partition group, a separate JAX program), which computes units of the steps `first` to `last`."""
 
     number: int
     host: str
     port: int
     step: int = 0  # steps done
     begun: bool = False  # its loop
-    first: int = NEVER  # the first step of which it computes shares
+    first: int = NEVER
     last: int = NEVER
-    run: str = ""  # what members of one run have in common
-    rate: float = 0.0  # shares per second; 0: not known yet
-    version: int = 0  # of what it says of itself
+    run: str = ""  # hash of all settings that the replicas of one run have in common
+    rate: float = 0.0  # units per second; 0: not known yet
+    version: int = 0  # of this record
 
     @property
     def address(self) -> Address:
-        """Where it serves."""
+        """The address at which it serves."""
         return Address(process=self.number, host=self.host, port=self.port)
 
     def takes_part(self, step: int) -> bool:
-        """Whether it computes shares of a step."""
+        """Whether it computes units of a step."""
         return self.first <= step <= self.last
 
     @property
@@ -46,16 +46,16 @@ class Member:
         return self.begun or self.takes_part(self.step)
 
     def changed(self, **changes: Any) -> Self:
-        """Returns it with some fields changed, as its next version."""
+        """Returns the next version of the record, with some fields changed."""
         return replace(self, **changes, version=self.version + 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
+        """Returns the record as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Returns the member that a peer describes. ValueError for anything else than `as_dict` gives."""
+        """Returns the record in a JSON object. ValueError if `as_dict` did not make it."""
         kinds: dict[str, Any] = dict.fromkeys(("number", "port", "step", "first", "last", "version"), (int,))
         kinds |= {"host": (str,), "run": (str,), "begun": (bool,), "rate": (int, float)}
         if not (
@@ -66,36 +66,36 @@ class Member:
             and 0 < values["port"] < 1 << 16
             and min(values["number"], values["step"]) >= 0
         ):
-            raise ValueError("that describes no member")
+            raise ValueError("that describes no replica")
         return cls(**values)
 
 
-def write_address(folder: Path, member: Member, process: int) -> None:
-    """Writes into the run's folder where one of a member's processes serves the same-numbered ones of the others."""
-    text = json.dumps({"number": member.number, "host": member.host, "port": member.port})
-    file = _file(folder, member.number, process)
+def write_address(folder: Path, peer: Peer, process: int) -> None:
+    """Writes to the run's folder where process `process` of a replica serves the same-numbered processes of others."""
+    text = json.dumps({"number": peer.number, "host": peer.host, "port": peer.port})
+    file = _file(folder, peer.number, process)
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic.replace(file, text)
 
 
 def read_address(folder: Path, number: int, process: int) -> Address | None:
-    """Returns where a member's process serves, or served once; None if its file is missing or cannot be read."""
+    """Returns the last address of a replica's process; None if its file is missing or cannot be read."""
     return _read(_file(folder, number, process))
 
 
 def remove_address(folder: Path, address: Address, process: int) -> None:
-    """Removes a member's address, unless it has another one by now."""
+    """Removes a replica's address, unless the file has a newer one."""
     if read_address(folder, address.process, process) == address:
         with suppress(OSError):
             _file(folder, address.process, process).unlink()
 
 
 def read_addresses(folder: Path, but: int, process: int) -> tuple[list[Address], list[Address]]:
-    """Returns where the members' processes of that number serve, all but one member's: the fresh and the stale ones.
+    """Returns the fresh and the stale addresses of all replicas' processes of that number, except replica `but`.
 
-    A member writes its address again each minute. A stale file is STALE_S older than the newest one, by the clock of
-    the file system: its member is gone, or cannot write. A file that cannot be read, while it is replaced or removed,
-    is left out: other members will tell of that member.
+    A replica writes its address again each minute. A stale file is STALE_S older than the newest one, by the clock of
+    the file system: its replica is gone, or cannot write. A file that cannot be read, while it is replaced or removed,
+    is left out, because other replicas will send that address.
     """
     ages: dict[Path, float] = {}
     for file in sorted(folder.glob(f"*/{FILE_NAME.format(process)}")):

@@ -1,17 +1,17 @@
-"""A share of local SGD with independent replicas: the inner steps of a worker from one meeting to the next.
+"""Work units of local SGD's rounds: the inner steps of one worker, from one sync to the next.
 
-    worker   from the shared parameters and the shared state of the optimizer: `inner_steps` steps on rows of its own
-    meeting  the mean of all workers' drifts is the outer gradient, and the mean of their optimizers' states is what
-             all of them go on with; of counters the mean is rounded up
+    worker   from the common parameters and the common state of the optimizer: `inner_steps` steps on separate rows
+    sync     the mean of all workers' deltas is the outer gradient; the workers continue with the mean of their
+             optimizers' states, in which counters are rounded up
 
-So what a worker does is a function of the shared state and of its rows: there are as many workers as shares, on any
-number of replicas, and what one that was lost owed is computed again, to the same bits. In one world each replica keeps
-the state of its optimizer (Douillard et al. 2023, arXiv 2311.08105): here that would be lost with the replica. The
-state travels as the drift does, but in bf16 where that has a codec, unless it changes too slowly for that; the drift of
-parameters with one dim per layer travels unencoded, with the counters.
+A worker is a function of the common state and its rows. So the number of workers is the number of units, on any number
+of replicas, and the units of a lost replica are computed again, to the same bits. In one world each replica keeps the
+state of its optimizer (Douillard et al. 2023, arXiv 2311.08105): here it would be lost with the replica. The state is
+encoded like the delta, but in bf16 if the delta has a codec, unless it changes too slowly for bf16. The delta of
+parameters with one dim per layer is sent unencoded, with the counters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from compression.local_sgd import LocalState
 from configs.schema import Config
 from configs.schema.own import OWN
 from elastic.replicas.payloads import Float32, Payload, make_payload, pieces
+from elastic.replicas.sums import Piece
 from sharding.gathers import to_parameter_scope
 from sharding.gradients import accumulated
 from sharding.step import TrainState, applied, build_train_step
@@ -31,13 +32,12 @@ from sharding.trees import Batch, Means, Params, PyTree
 from training.experiment import Experiment
 from training.optimizer_chain import of_all_replicas
 from training.replica_state import filled, own_shards, own_size
-from training.share_gradients import Put
 
-LEAST_FALL = 0.02  # of a moment from one meeting to the next, for bf16: it rounds off up to 0.4 %
+LEAST_FALL = 0.02  # of a moment from one sync to the next, for bf16, which rounds off up to 0.4 %
 
 
-class Rounds:
-    """The compiled programs of a worker's step and of a meeting."""
+class RoundUnits:
+    """The compiled programs of a worker's step and of a sync."""
 
     def __init__(self, ex: Experiment) -> None:
         """Nothing is compiled yet. ValueError for what is to happen between two meetings."""
@@ -50,7 +50,7 @@ class Rounds:
                 )
 
     def compile(self) -> jax.stages.Compiled:
-        """Returns the compiled step of a worker; compiles the rest too, so that nobody waits for that later."""
+        """Returns the compiled step of a worker; compiles the rest too, because peers would wait for that later."""
         _ = self.first, self.meeting
         return self.step
 
@@ -118,40 +118,32 @@ class Rounds:
         return [x for is_one, x in drift if not is_one], _moments(local), [*vectors, *counters]
 
     @cached_property
-    def _pieces(self) -> tuple[list[tuple[int, int]], ...]:
-        """Where the pieces of the coded drift begin and end, those of the optimizer's state, and the last one."""
+    def _bounds(self) -> tuple[list[tuple[int, int]], ...]:
+        """The beginning and end of each piece of the encoded delta, of the optimizer's state, and of the last piece."""
         block, (coded, kept, exact) = self._ex.config.compression.block, self._sizes
         return pieces(coded, block), pieces(kept, block), [(0, exact + len(self.metrics))]
 
     @property
-    def forms(self) -> list[tuple[int, Payload]]:
-        """Of each piece its values, and how they travel."""
+    def unit_layout(self) -> list[Piece]:
+        """The pieces of a unit."""
         compression = self._ex.config.compression
         payload = make_payload(compression.all_reduce, compression.block)
-        each = zip(self._pieces, (payload, state_payload(self._ex.config), Float32()), strict=True)
-        return [(stop - start, form) for bounds, form in each for start, stop in bounds]
+        each = zip(self._bounds, (payload, state_payload(self._ex.config), Float32()), strict=True)
+        return [Piece(stop - start, form) for bounds, form in each for start, stop in bounds]
 
-    def begin(self, fail: Callable[[], object]) -> None:
-        """Nothing happens in other threads."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def compute(self, state: TrainState, read: Callable[[int], Batch], put: Put) -> None:
-        """Computes a worker's steps, and puts its pieces; `read(i)` returns its rows of step i, on the devices."""
-        worker, found = self.first(worker_of(state)), []
-        for number in range(self.steps):
-            batch = read(number)
+    def pieces(self, state: TrainState, batches: Iterator[Batch]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields the number and values of each piece of a worker, after its last step; `batches` has one per step."""
+        worker, sums_of_steps = self.first(worker_of(state)), []
+        for batch in batches:
             worker, sums = self._ex.block(self.step(worker, state.params, state.frozen, batch))
-            found.append(sums)
-        of_steps = jax.device_get(found)
+            sums_of_steps.append(sums)
+        of_steps = jax.device_get(sums_of_steps)
         vectors = [_vector(part) for part in self._parts(worker.opt_state)]
         vectors[-1] = np.append(vectors[-1], [np.sum([sums[name] for sums in of_steps]) for name in self.metrics])
-        all_pieces = [
-            vector[start:stop] for vector, bounds in zip(vectors, self._pieces, strict=True) for start, stop in bounds
-        ]
-        for number, values in enumerate(all_pieces):
-            put(number, np.asarray(values, np.float32))
+        each = zip(vectors, self._bounds, strict=True)
+        all_values = (vector[start:stop] for vector, bounds in each for start, stop in bounds)
+        for number, values in enumerate(all_values):
+            yield number, np.asarray(values, np.float32)
 
     def update(self, state: TrainState, total: np.ndarray) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after a meeting, and the metrics, from the sums of all pieces over all workers."""

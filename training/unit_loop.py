@@ -1,0 +1,229 @@
+"""`UnitLoop`: computes the work units of an independent replica; and when their sums update the state.
+
+`AtOnce` updates the state by the sums of the same step, `Delayed` by the sums of the step before.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from elastic.replicas.driver import Replicas, Step
+from elastic.replicas.sums import Status
+from input_pipeline.batches import UnitBatches
+from runtime.phases import Phase
+from sharding.step import TrainState
+from sharding.trees import Batch, GradsR
+from training.batches import BatchLayout
+from training.gradient_units import GradientUnits
+from training.replica_state import waiting_in, with_waiting
+from training.round_units import RoundUnits
+
+Work = GradientUnits | RoundUnits
+RATE_STEP, RATE_MEMORY = 1.1, 0.5
+STOP_S = 10.0  # longest wait for the peers' sums of a single step after the request to stop
+
+
+class StoppedError(Exception):
+    """The run stops within a step or a round, or before it has its peers' state."""
+
+
+class Stop:
+    """The request to stop this replica. The processes of a replica get it at the same step, and only once."""
+
+    def __init__(self, requested: Callable[[], bool], *, is_round: bool) -> None:
+        """`is_round`: a step of the replicas is a round, which may take longer than the notice before a shutdown."""
+        self._requested, self._is_round = requested, is_round
+        self.is_asked = False
+        self.has_ended_wait = False
+        self._waits_since_s: float | None = None
+
+    def poll(self) -> bool:
+        """Returns whether this replica was asked to stop."""
+        self.is_asked |= self._requested()
+        return self.is_asked
+
+    def end_if_asked(self) -> None:
+        """Raises StoppedError if this replica was asked to stop."""
+        if self.poll():
+            raise StoppedError
+
+    def end_wait_for_peer(self) -> None:
+        """Raises StoppedError if this replica was asked to stop. Several processes would have to agree on when."""
+        if jax.process_count() == 1:
+            self.end_if_asked()
+
+    def end_wait_for_sums(self) -> None:
+        """Raises StoppedError, in all processes, if this replica was asked to stop and sums do not come soon.
+
+        The sums of a single step come within STOP_S, and then the peers need not compute this replica's units again.
+        """
+        if not self.poll():
+            return
+        if self._waits_since_s is None:
+            self._waits_since_s = time.monotonic()
+        is_late = self._is_round or time.monotonic() - self._waits_since_s > STOP_S
+        if agreed(int(is_late))[0]:
+            raise StoppedError
+
+    def begin_wait(self) -> None:
+        """Waits for sums again as long as at the first time."""
+        self._waits_since_s = None
+
+
+class UnitLoop:
+    """Computes work units, and measures how long they take."""
+
+    def __init__(
+        self,
+        work: Work,
+        replicas: Replicas,
+        rows: UnitBatches,
+        layout: BatchLayout,
+        stop: Stop,
+        enter: Callable[[Phase], object],
+    ) -> None:
+        """`enter` is told that the process makes progress."""
+        self.work, self.replicas = work, replicas
+        self._rows, self._layout, self._stop, self._enter = rows, layout, stop, enter
+        self.wait_s = 0.0  # for rows
+        self._unit_s, self._longest_s = 0.0, 0.0  # of a unit: on average; the slowest of this step
+
+    def units(self, step: Step) -> Iterator[int]:
+        """Yields each unit to compute until all totals of a step are here. StoppedError if the run stops before."""
+        for unit in step.units():
+            if unit is Status.WAITING:
+                self._enter(Phase.STEPPING)
+                self._stop.end_wait_for_sums()
+            else:
+                yield unit
+
+    def compute(self, step: Step, unit: int, state: TrainState) -> None:
+        """Computes a unit of a step, and puts its pieces."""
+        started_s, waited_s = time.perf_counter(), self.wait_s
+        for piece, values in self.work.pieces(state, self._batches(step.number, unit)):
+            step.put(unit, piece, values)
+        self._longest_s = max(self._longest_s, time.perf_counter() - started_s - (self.wait_s - waited_s))
+
+    def _batches(self, step: int, unit: int) -> Iterator[Batch]:
+        """Yields the rows of a unit, on the devices, for each step of training in a step of the replicas."""
+        for inner in range(self.work.steps):
+            started_s = time.perf_counter()
+            if self.work.steps > 1:
+                self._enter(Phase.STEPPING)
+                self._stop.end_if_asked()
+            batch = self._layout.to_devices(self._rows.get(step * self.work.steps + inner, unit))
+            self.wait_s += time.perf_counter() - started_s
+            yield batch
+
+    def tell_rate(self) -> None:
+        """Sends the peers this replica's rate, by its slowest unit of the step, if the rate has changed much.
+
+        On a machine that several replicas share, the last one computes fast while the others wait. It must not get more
+        units for that.
+        """
+        if self._longest_s:
+            before_s = self._unit_s or self._longest_s
+            self._unit_s = RATE_MEMORY * before_s + (1 - RATE_MEMORY) * self._longest_s
+            self._longest_s = 0.0
+        unit_us = agreed(min(round(self._unit_s * 1e6), 2**31 - 1))[0]
+        known = self.replicas.members.me.rate
+        if unit_us and not known / RATE_STEP < 1e6 / unit_us < known * RATE_STEP:
+            self.replicas.members.tell(rate=1e6 / unit_us)
+
+
+class AtOnce:
+    """The sums of a step update the state in this step."""
+
+    def __init__(self, loop: UnitLoop) -> None:
+        self._loop = loop
+
+    def step(self, state: TrainState, at: int) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after step `at` of the replicas, and its metrics."""
+        step = self._loop.replicas.step(at)
+        for unit in self._loop.units(step):
+            self._loop.compute(step, unit, state)
+        return self._loop.work.update(state, step.totals())
+
+    def completed(self, state: TrainState) -> TrainState:
+        """Returns the state with all sums on which it depends, and waits for them: none are pending."""
+        return state
+
+    def prepared_for_copies(self, state: TrainState, at: int) -> TrainState:
+        """Returns the state after `at` steps of the replicas, completed if a peer wants a copy of it."""
+        del at
+        return state
+
+    def drop_pending(self) -> None:
+        """Drops sums that are under way, because the state was replaced."""
+
+
+@dataclass
+class Pending:
+    """A step whose gradients are under way while the next one computes."""
+
+    step: int
+    grads_R: GradsR = None  # the mean `[1, ...]`, once it is here
+    means: dict[str, np.float32] = field(default_factory=dict)
+
+
+class Delayed:
+    """The sums of a step are exchanged during the next step, and update the state then (`compression.delayed`).
+
+    Between two steps these gradients are not here. In their place the state has the parameters by which they are
+    computed, so that the units of a lost replica can be computed again. `completed` puts the gradients there. The other
+    methods are as in `AtOnce`.
+    """
+
+    def __init__(self, loop: UnitLoop, work: GradientUnits) -> None:
+        self._loop, self._work = loop, work
+        self._pending: Pending | None = None
+
+    def step(self, state: TrainState, at: int) -> tuple[TrainState, dict[str, Any]]:
+        step = self._loop.replicas.step(at)
+        for unit in step.units_without_waiting():
+            self._loop.compute(step, unit, state)
+        state, pending = self.completed(state), self._pending
+        unknown = dict.fromkeys(self._work.means, np.float32("nan")) | {"weight": np.float32(1)}
+        means = pending.means if pending else unknown
+        state, metrics = self._work.apply(with_waiting(state, None), waiting_in(state), means)
+        if not pending:
+            metrics = {name: x for name, x in metrics.items() if name not in unknown}
+        self._pending = Pending(at)
+        return state, metrics
+
+    def completed(self, state: TrainState) -> TrainState:
+        pending = self._pending
+        if pending is None:
+            return state
+        if pending.grads_R is None:
+            step = self._loop.replicas.step(pending.step)
+            for unit in self._loop.units(step):
+                before = replace(state, params=self._work.first_of_each(waiting_in(state)))
+                self._loop.compute(step, unit, before)
+            flat, means = self._work.sums(step.totals())
+            pending.means = {name: x / means["weight"] for name, x in means.items()}
+            flat /= means["weight"]  # in place: new memory takes longer to touch than to fill
+            pending.grads_R = self._work.arrays(flat)
+        return with_waiting(state, pending.grads_R)
+
+    def prepared_for_copies(self, state: TrainState, at: int) -> TrainState:
+        is_wanted = self._pending is not None and any(agreed(self._loop.replicas.copies.are_wanted(at)))
+        return self.completed(state) if is_wanted else state
+
+    def drop_pending(self) -> None:
+        self._pending = None
+
+
+Timing = AtOnce | Delayed
+
+
+def agreed(value: int) -> list[int]:
+    """Returns the values of all processes of this replica, below 2**31. Every process must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    return [int(x) for x in multihost_utils.process_allgather(np.int32(value))]
