@@ -39,7 +39,7 @@ from training import groups
 from training.experiment import make_experiment
 from training.gradient_units import GradientUnits
 from training.independent import Independent, ReplicaLog, fingerprint
-from training.replica_state import own_shards, with_shards
+from training.replica_state import local_shards, with_shards
 from training.resume import Start
 from training.unit_loop import STOP_S, AtOnce, Stop, StoppedError, UnitLoop
 from training.validation import Validator
@@ -458,7 +458,7 @@ def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeyp
 def test_who_takes_the_others_state_does_not_hold_two() -> None:
     params = {"w": jax.device_put(np.arange(4.0, dtype=np.float32))}
     state = TrainState(step=jax.device_put(np.int32(3)), params=params, all_reduce={}, opt_state={})
-    old = [shard.data for shard in own_shards(state.checkpoint_state)]
+    old = [shard.data for shard in local_shards(state.checkpoint_state)]
     contents = [np.asarray(x + 1).tobytes() for x in old]
     new = with_shards(state, contents, consume=True)
     assert np.asarray(new.params["w"]).tolist() == [1, 2, 3, 4]

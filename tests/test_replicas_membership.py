@@ -514,7 +514,7 @@ def test_a_member_that_is_gone_while_it_takes_no_part_is_noticed(run: Members) -
 def test_an_address_that_cannot_be_written_is_for_the_scheduler(run: Members) -> None:
     (run.folder / "0").touch()
     one: Any = SimpleNamespace(me=Peer(number=0, host=HOST, port=1), _folder=run.folder)
-    one._transport = run.network.transport(0)
+    one.transport = run.network.transport(0)
     with pytest.raises(ResumableError, match=f"cannot write to {run.folder}: .*; see that the disk has room"):
         Membership.publish(one)
 

@@ -20,7 +20,7 @@ from sharding.shares import FlatGradients, HandOut, build_share, build_update, g
 from sharding.step import TrainState
 from sharding.trees import Batch, GradsR
 from training.experiment import Experiment
-from training.replica_state import by_waiting, waiting_in, with_waiting
+from training.replica_state import keeping_parameters, pending, with_pending
 
 
 class LayerGradients(NamedTuple):
@@ -68,7 +68,7 @@ class GradientUnits:
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
         program, donated = build_update(ex.plan, ex.chain), (0,)
         if self._delays:
-            program, donated, shapes = by_waiting(program), (0, 1), with_waiting(shapes, None)
+            program, donated, shapes = keeping_parameters(program), (0, 1), with_pending(shapes, None)
         jitted = jax.jit(program, donate_argnums=donated, out_shardings=(shardings, ex.replicated))
         means = dict.fromkeys(self.means, jax.ShapeDtypeStruct((), np.float32, sharding=ex.replicated))
         return ex.compiled(jitted.lower(shapes, gradient_shapes(ex.plan, shapes.params), means))
@@ -81,7 +81,7 @@ class GradientUnits:
             lambda tree: jax.tree.map(lambda x: x[0], tree),
             out_shardings=jax.tree.map(lambda x: x.sharding, shapes.params),
         )
-        return jitted.lower(waiting_in(shapes)).compile()
+        return jitted.lower(pending(shapes)).compile()
 
     @cached_property
     def means(self) -> list[str]:

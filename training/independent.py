@@ -25,7 +25,7 @@ from runtime.supervisor import Supervisor
 from sharding.step import TrainState
 from training.experiment import Experiment
 from training.gradient_units import GradientUnits
-from training.replica_state import digest_of, own_shards, with_shards
+from training.replica_state import digest_of, local_shards, with_shards
 from training.round_units import RoundUnits
 from training.unit_loop import AtOnce, Delayed, Stop, StoppedError, Timing, UnitLoop, Work, agreed
 
@@ -202,7 +202,7 @@ class Independent:
             self._loop.wait_s = 0.0
             try:
                 state = self._timing.prepared_for_copies(state, at)
-                self.replicas.copies.at_step(at, [shard.data for shard in own_shards(state.checkpoint_state)])
+                self.replicas.copies.at_step(at, [shard.data for shard in local_shards(state.checkpoint_state)])
                 self._check_newest_checkpoint(at)
                 state, metrics = self._timing.step(state, at)
                 break
@@ -237,7 +237,7 @@ class Independent:
     def _fetched(self, step: int, state: TrainState) -> tuple[int, TrainState]:
         """Returns a step soon to come, and the peers' state after it; the arguments if no peer remains."""
         self._lacks_state = True
-        fetched = self.replicas.fetch_state([shard.data.nbytes for shard in own_shards(state.checkpoint_state)])
+        fetched = self.replicas.fetch_state([shard.data.nbytes for shard in local_shards(state.checkpoint_state)])
         self._lacks_state = False
         if fetched is None:
             self.replicas.members.enter(step)

@@ -31,7 +31,7 @@ from sharding.step import TrainState, applied, build_train_step
 from sharding.trees import Batch, Means, Params, PyTree
 from training.experiment import Experiment
 from training.optimizer_chain import of_all_replicas
-from training.replica_state import filled, own_shards, own_size
+from training.replica_state import local_shards, local_size, with_values
 
 LEAST_FALL = 0.02  # of a moment from one sync to the next, for bf16, which rounds off up to 0.4 %
 
@@ -108,7 +108,7 @@ class RoundUnits:
     @cached_property
     def _sizes(self) -> list[int]:
         """Values of the coded drift, of the optimizer's state, and of what travels as it is."""
-        return [sum(map(own_size, part)) for part in self._parts(self._ex.state_shapes.opt_state)]
+        return [sum(map(local_size, part)) for part in self._parts(self._ex.state_shapes.opt_state)]
 
     def _parts(self, local: LocalState) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the arrays of the coded drift, those of the inner optimizer's state, and what travels as it is."""
@@ -149,8 +149,8 @@ class RoundUnits:
         """Returns the state after a meeting, and the metrics, from the sums of all pieces over all workers."""
         *parts, sums = np.split(total / np.float32(self._ex.num_shares), np.cumsum(self._sizes))
         (coded, kept, exact), local = map(_Values, parts), state.opt_state
-        drift_R = self._ex.plan.map(lambda p, x: filled(x, exact if p.is_vector else coded), local.drift.tree)
-        inner_R = jax.tree.map(lambda x: filled(x, exact if _is_counter(x) else kept), local.inner.tree)
+        drift_R = self._ex.plan.map(lambda p, x: with_values(x, exact if p.is_vector else coded), local.drift.tree)
+        inner_R = jax.tree.map(lambda x: with_values(x, exact if _is_counter(x) else kept), local.inner.tree)
         state, watched = self.meeting(state, inner_R, drift_R)
         return state, {**weighted_means(dict(zip(self.metrics, sums, strict=True))), **watched}
 
@@ -207,7 +207,7 @@ def _is_counter(x: Any) -> bool:
 
 def _vector(arrays: Sequence[jax.Array]) -> np.ndarray:
     """Returns the values of this process' shards, f32 [N]."""
-    values = [np.asarray(shard.data).reshape(-1).astype(np.float32) for shard in own_shards(list(arrays))]
+    values = [np.asarray(shard.data).reshape(-1).astype(np.float32) for shard in local_shards(list(arrays))]
     return np.concatenate([*values, np.zeros(0, np.float32)])
 
 

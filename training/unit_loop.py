@@ -20,7 +20,7 @@ from sharding.step import TrainState
 from sharding.trees import Batch, GradsR
 from training.batches import BatchLayout
 from training.gradient_units import GradientUnits
-from training.replica_state import waiting_in, with_waiting
+from training.replica_state import pending, with_pending
 from training.round_units import RoundUnits
 
 Work = GradientUnits | RoundUnits
@@ -163,7 +163,7 @@ class AtOnce:
 
 
 @dataclass
-class Pending:
+class LateStep:
     """A step whose gradients are under way while the next one computes."""
 
     step: int
@@ -181,42 +181,41 @@ class Delayed:
 
     def __init__(self, loop: UnitLoop, work: GradientUnits) -> None:
         self._loop, self._work = loop, work
-        self._pending: Pending | None = None
+        self._late: LateStep | None = None
 
     def step(self, state: TrainState, at: int) -> tuple[TrainState, dict[str, Any]]:
         step = self._loop.replicas.step(at)
         for unit in step.units_without_waiting():
             self._loop.compute(step, unit, state)
-        state, pending = self.completed(state), self._pending
+        state, late = self.completed(state), self._late
         unknown = dict.fromkeys(self._work.means, np.float32("nan")) | {"weight": np.float32(1)}
-        means = pending.means if pending else unknown
-        state, metrics = self._work.apply(with_waiting(state, None), waiting_in(state), means)
-        if not pending:
+        means = late.means if late else unknown
+        state, metrics = self._work.apply(with_pending(state, None), pending(state), means)
+        if not late:
             metrics = {name: x for name, x in metrics.items() if name not in unknown}
-        self._pending = Pending(at)
+        self._late = LateStep(at)
         return state, metrics
 
     def completed(self, state: TrainState) -> TrainState:
-        pending = self._pending
-        if pending is None:
+        late = self._late
+        if late is None:
             return state
-        if pending.grads_R is None:
-            step = self._loop.replicas.step(pending.step)
+        if late.grads_R is None:
+            step = self._loop.replicas.step(late.step)
             for unit in self._loop.units(step):
-                before = replace(state, params=self._work.first_of_each(waiting_in(state)))
-                self._loop.compute(step, unit, before)
+                self._loop.compute(step, unit, replace(state, params=self._work.first_of_each(pending(state))))
             flat, means = self._work.sums(step.totals())
-            pending.means = {name: x / means["weight"] for name, x in means.items()}
+            late.means = {name: x / means["weight"] for name, x in means.items()}
             flat /= means["weight"]  # in place: new memory takes longer to touch than to fill
-            pending.grads_R = self._work.arrays(flat)
-        return with_waiting(state, pending.grads_R)
+            late.grads_R = self._work.arrays(flat)
+        return with_pending(state, late.grads_R)
 
     def prepared_for_copies(self, state: TrainState, at: int) -> TrainState:
-        is_wanted = self._pending is not None and any(agreed(self._loop.replicas.copies.are_wanted(at)))
+        is_wanted = self._late is not None and any(agreed(self._loop.replicas.copies.are_wanted(at)))
         return self.completed(state) if is_wanted else state
 
     def drop_pending(self) -> None:
-        self._pending = None
+        self._late = None
 
 
 Timing = AtOnce | Delayed

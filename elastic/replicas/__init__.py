@@ -1,1 +1,1 @@
-"""Replicas that are worlds of their own: the gradients of a step as sums over one tree, whoever computes which part."""
+"""Independent replicas: separate programs that exchange sums of gradients, and may join and leave (driver.py)."""

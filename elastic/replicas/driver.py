@@ -128,14 +128,7 @@ class Replicas:
             agree=agree,
             log=self._log,
         )
-        self.exchange = Exchange(
-            num_units=num_units,
-            pieces=pieces,
-            delay=delay,
-            members=self.members,
-            transport=transport,
-            lock=self._lock,
-        )
+        self.exchange = Exchange(num_units, pieces, self.members)
         self._is_ready.set()
         try:
             self.members.publish()

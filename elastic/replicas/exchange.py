@@ -16,7 +16,7 @@ from elastic.replicas.peers import Peer
 from elastic.replicas.plan import StepPlan
 from elastic.replicas.state_copies import LEAVES
 from elastic.replicas.sums import TOTAL_IS_HERE, Node, Piece, Status, StepSums, check_nodes
-from elastic.replicas.transport import Link, SharedLock, Transport
+from elastic.replicas.transport import Link
 from runtime.blobs import RefusedError
 from runtime.exit_codes import ResumableError
 
@@ -36,22 +36,11 @@ class Request(NamedTuple):
 
 
 class Exchange:
-    """The sums and plans of the steps under way. All threads of a replica use it; its data are guarded by `lock`."""
+    """The sums and plans of the steps under way, which all threads of a replica use while they hold its lock."""
 
-    def __init__(
-        self,
-        *,
-        num_units: int,
-        pieces: Sequence[Piece],
-        delay: int,
-        members: Membership,
-        transport: Transport,
-        lock: SharedLock,
-    ) -> None:
-        """The arguments are those of `Replicas`."""
-        self._num_units, self._pieces, self._delay = num_units, pieces, delay
+    def __init__(self, num_units: int, pieces: Sequence[Piece], members: Membership) -> None:
+        self._num_units, self._pieces, self._members, self._lock = num_units, pieces, members, members.lock
         self._encoded_sizes = [len(piece.payload.encode(np.zeros(piece.size, np.float32))) for piece in pieces]
-        self._members, self._transport, self._lock = members, transport, lock
         self._sums: dict[int, StepSums] = {}
         self._plans: dict[int, StepPlan] = {}  # of the steps that are begun, and not summed
         self._requested: set[Request] = set()  # and not answered yet
@@ -68,7 +57,7 @@ class Exchange:
         """Divides a step among the known replicas; returns its sums."""
         with self._lock:
             me = self._members.me
-            self._members.step, self._members.me = step - self._delay, me.changed(begun=me.takes_part(step))
+            self._members.step, self._members.me = step - self._members.delay, me.changed(begun=me.takes_part(step))
             self.follow_members()
             rates = {peer.number: peer.rate for peer in (me, *self._members.peers) if peer.takes_part(step)}
             plan = StepPlan(me=me.number, num_units=self._num_units, num_pieces=len(self._pieces), rates=rates)
@@ -120,7 +109,7 @@ class Exchange:
             finished = self._plans[step].remaining
             self._sums[step].drop_values()
             lagging = [peer.step for peer in self._members.peers if step < peer.first]
-            oldest = max(min([step - self._delay, *lagging]), step - KEPT_STEPS)
+            oldest = max(min([step - self._members.delay, *lagging]), step - KEPT_STEPS)
             self._sums = {at: sums for at, sums in self._sums.items() if at >= oldest}
             self._plans = {at: plan for at, plan in self._plans.items() if at > step}
         return finished
@@ -182,7 +171,7 @@ class Exchange:
     def ask(self, peer: Peer, kind: str) -> None:
         """Asks a peer for one sum (or total) after the other, until the peer is gone."""
         try:
-            with self._transport.connect(peer.address) as link:
+            with self._members.transport.connect(peer.address) as link:
                 while (wanted := self._next_request(peer, kind)) is not None:
                     request, sums = wanted
                     try:

@@ -114,8 +114,8 @@ class Membership:
         self.me, self.step = me, -1  # the step that is being summed, or the last that was
         self.closed = False
         self.successor: Address | None = None  # the address of a program that has taken this replica's number
-        self._folder, self._transport, self._delay = folder, transport, delay
-        self._lock, self._copies, self._agree, self._log = lock, copies, agree, log
+        self.transport, self.delay, self.lock = transport, delay, lock
+        self._folder, self._copies, self._agree, self._log = folder, copies, agree, log
         self._peers: dict[int, Peer] = {}
         self._met: list[Peer] = []  # new peers that `take_met` has not returned yet
         self._lost: dict[int, Lost] = {}
@@ -128,9 +128,9 @@ class Membership:
 
         ValueError if another program trains under this number; ResumableError if the address cannot be written.
         """
-        check_number_is_free(self._folder, self._transport)
+        check_number_is_free(self._folder, self.transport)
         try:
-            write_address(self._folder, self.me, self._transport.process)
+            write_address(self._folder, self.me, self.transport.process)
         except OSError as error:  # a disk without room may have some later
             why = f"cannot write to {self._folder}: {error.strerror or error}"
             raise ResumableError(f"{why}; see that the disk has room and can be written") from error
@@ -138,12 +138,12 @@ class Membership:
 
     def withdraw(self) -> None:
         """Removes this replica's address."""
-        remove_address(self._folder, self.me.address, self._transport.process)
+        remove_address(self._folder, self.me.address, self.transport.process)
 
     @property
     def peers(self) -> list[Peer]:
         """The peers that are not lost, by number."""
-        with self._lock:
+        with self.lock:
             return [self._peers[number] for number in sorted(self._peers)]
 
     def takes_part(self, number: int, step: int) -> bool:
@@ -157,7 +157,7 @@ class Membership:
 
     def take_met(self) -> list[Peer]:
         """Returns the peers that are new since the last call."""
-        with self._lock:
+        with self.lock:
             met, self._met = self._met, []
         return met
 
@@ -168,7 +168,7 @@ class Membership:
         ValueError if one of them is of another run.
         """
         self.me, self.step = self.me.changed(step=step), step - 1  # nothing of `step` is here yet
-        addresses, _ = read_addresses(self._folder, self.me.number, self._transport.process)
+        addresses, _ = read_addresses(self._folder, self.me.number, self.transport.process)
         reasons = self._greet_all(addresses)
         if other := self._foreign:
             raise ValueError(
@@ -229,7 +229,7 @@ class Membership:
 
     def newest_step(self) -> int:
         """Returns the newest step that a peer is known to be at; NO_PEER: none trains."""
-        return max(self._agree(max((p.step + self._delay for p in self.peers if p.trains), default=NO_PEER)))
+        return max(self._agree(max((p.step + self.delay for p in self.peers if p.trains), default=NO_PEER)))
 
     def is_alone(self) -> bool:
         """Whether no peer trains, by the newest records."""
@@ -244,10 +244,10 @@ class Membership:
 
     def tell(self, **changes: Any) -> None:
         """Sends the peers this replica's record, with changes, and receives theirs."""
-        with self._lock:
+        with self.lock:
             if changes:
                 self.me = self.me.changed(**changes)
-                self._lock.notify_all()  # threads may wait for something that comes no more
+                self.lock.notify_all()  # threads may wait for something that comes no more
         self._greet_or_lose(self.peers)
 
     def leave(self, step: int) -> None:
@@ -273,7 +273,7 @@ class Membership:
     # ------------------------------------------------------------------------------------------------------ its peers
     def lose(self, peer: Peer, error: Exception) -> None:
         """Continues without a peer, and searches for it now and then, unless it has left."""
-        with self._lock:
+        with self.lock:
             if self.closed or not self.knows(peer):
                 return
             known = self._peers.pop(peer.number)
@@ -282,7 +282,7 @@ class Membership:
             if not has_left:
                 stalled_in = self.step if isinstance(error, StalledError) else -1
                 self._lost[peer.number] = Lost(peer=known, at_s=time.monotonic(), stalled_in=stalled_in)
-            self._lock.notify_all()
+            self.lock.notify_all()
         if not has_left:
             why = str(error) or type(error).__name__
             self._log.write(Event.REPLICA_LOST, replica=peer.number, step=self.step, why=why)
@@ -307,7 +307,7 @@ class Membership:
 
     def _greet_or_lose(self, peers: Sequence[Peer]) -> None:
         """Greets known peers, and loses the ones that do not answer."""
-        reasons = self._greet_all([peer.address for peer in peers], self._transport.silence_s)
+        reasons = self._greet_all([peer.address for peer in peers], self.transport.silence_s)
         for peer in [peer for peer, reason in zip(peers, reasons, strict=True) if reason]:
             self.lose(peer, TimeoutError("does not answer"))
 
@@ -322,7 +322,7 @@ class Membership:
     def _greet(self, address: Address, patience_s: float) -> str:
         """Exchanges records with a peer, and greets the peers that only it knows; returns why it did not answer."""
         try:
-            with self._transport.connect(address, patience_s) as link:
+            with self.transport.connect(address, patience_s) as link:
                 content = link.ask({"op": "peer", "record": self.me.as_dict()}, MOST_BYTES)
             answer = json_objects.parse(content, "a replica's records")
             peer = Peer.from_dict(answer["record"])
@@ -339,13 +339,13 @@ class Membership:
             # peers may send records of replicas that are out of reach here again and again: `seek` greets those
             is_new = other.number not in (self.me.number, *self._peers, *self._lost)
             if is_new and self._greet(other.address, patience_s):
-                with self._lock:
+                with self.lock:
                     self._lost.setdefault(other.number, Lost(peer=other, at_s=time.monotonic()))
         return ""
 
     def _register(self, peer: Peer) -> None:
         """Takes a peer's record, unless a newer one is here."""
-        with self._lock:
+        with self.lock:
             known = self._peers.get(peer.number)
             is_new = not self.knows(peer)
             if known and not is_new and known.version >= peer.version:
@@ -356,12 +356,12 @@ class Membership:
             self._lost.pop(peer.number, None)
             if is_new:
                 self._met.append(peer)
-            self._lock.notify_all()
+            self.lock.notify_all()
         self._report_change(None if is_new else known, peer)
 
     def _must_catch_up(self, peer: Peer) -> bool:
         """Whether a peer claims to take part, but was cut off, or hangs in the step in which it was lost."""
-        was_cut_off = peer.first <= peer.step < self.step - 1 - self._delay and peer.takes_part(self.step)
+        was_cut_off = peer.first <= peer.step < self.step - 1 - self.delay and peer.takes_part(self.step)
         lost = self._lost.get(peer.number)
         hangs = lost is not None and lost.peer.address == peer.address and peer.step <= lost.stalled_in
         return was_cut_off or hangs
@@ -375,8 +375,8 @@ class Membership:
 
     def _seek_until_closed(self) -> None:
         for turn in itertools.count(1):
-            with self._lock:
-                if self._lock.wait_for(lambda: self.closed, SEEK_S):
+            with self.lock:
+                if self.lock.wait_for(lambda: self.closed, SEEK_S):
                     return
             with suppress(OSError, RuntimeError):  # a folder that cannot be read now; no more threads
                 self.seek(turn)
@@ -390,28 +390,28 @@ class Membership:
         time. A stale address that does not answer is removed.
         """
         now_s = time.monotonic()
-        with self._lock:
+        with self.lock:
             self._lost = {number: each for number, each in self._lost.items() if now_s - each.at_s <= STALE_S}
             idle = [peer for peer in self._peers.values() if peer.first == NEVER or peer.last < self.step]
             lost = [each.peer.address for each in self._lost.values()]
             known = {*(peer.address for peer in self._peers.values()), *lost}
             is_due = not self._peers or turn % RARELY == 0
-        fresh, stale = read_addresses(self._folder, self.me.number, self._transport.process) if is_due else ([], [])
+        fresh, stale = read_addresses(self._folder, self.me.number, self.transport.process) if is_due else ([], [])
         unknown = [address for address in (*fresh, *stale) if address not in known]
         reasons = dict(zip(unknown, self._greet_all([*lost, *unknown])[len(lost) :], strict=True))
         self._greet_or_lose(idle)
         for address in stale:
             if reasons.get(address):
-                remove_address(self._folder, address, self._transport.process)
+                remove_address(self._folder, address, self.transport.process)
         if turn % RARELY == 0:
             self._renew()
 
     def _renew(self) -> None:
         """Writes this replica's address again, or notes the address of a program that has taken its number."""
-        address = read_address(self._folder, self.me.number, self._transport.process)
+        address = read_address(self._folder, self.me.number, self.transport.process)
         if address in (None, self.me.address):
-            write_address(self._folder, self.me, self._transport.process)
+            write_address(self._folder, self.me, self.transport.process)
             return
-        with self._lock:
+        with self.lock:
             self.successor = address
-            self._lock.notify_all()
+            self.lock.notify_all()
