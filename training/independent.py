@@ -275,7 +275,8 @@ class Independent:
     def _progress(self) -> None:
         """Is called while a peer's answer is awaited: the process does not hang, and may be stopped."""
         self._supervisor.enter(Phase.STEPPING)
-        self._stop.end_wait_for_peer()
+        if jax.process_count() == 1:  # several would have to agree on when to stop
+            self._stop.end_if_asked()
 
     def _agreed(self, value: int) -> list[int]:
         """Returns what `agreed` does, for a replica that waits for peers: its processes do not hang."""

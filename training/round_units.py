@@ -40,7 +40,7 @@ class RoundUnits:
     """The compiled programs of a worker's step and of a sync."""
 
     def __init__(self, ex: Experiment) -> None:
-        """Nothing is compiled yet. ValueError for what is to happen between two meetings."""
+        """Nothing is compiled yet. ValueError for validation or checkpoints between two syncs."""
         self._ex, self.steps = ex, ex.config.local_sgd.inner_steps
         for name, every in (("eval", ex.config.eval.every), ("checkpoint", ex.config.checkpoint.every)):
             if every % self.steps:
@@ -63,7 +63,7 @@ class RoundUnits:
 
     @cached_property
     def _shapes(self) -> tuple[Any, ...]:
-        """Of what a worker's step takes."""
+        """The shapes of the arguments of a worker's step."""
         shapes = self._ex.state_shapes
         return worker_of(shapes), shapes.params, shapes.frozen, self._ex.batches.shapes
 
@@ -107,11 +107,11 @@ class RoundUnits:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Values of the coded drift, of the optimizer's state, and of what travels as it is."""
+        """Numbers of values: of the encoded delta, of the optimizer's state, and of all unencoded arrays."""
         return [sum(map(local_size, part)) for part in self._parts(self._ex.state_shapes.opt_state)]
 
     def _parts(self, local: LocalState) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the arrays of the coded drift, those of the inner optimizer's state, and what travels as it is."""
+        """Returns the arrays of the encoded delta, of the inner optimizer's state, and the unencoded arrays."""
         are_vectors = jax.tree.leaves(self._ex.plan.map(lambda p: p.is_vector))
         drift = [*zip(are_vectors, jax.tree.leaves(local.drift.tree), strict=True)]
         vectors, counters = [x for is_one, x in drift if is_one], filter(_is_counter, jax.tree.leaves(local.inner.tree))
@@ -191,7 +191,7 @@ def of_workers(local: Any) -> int:
 
 
 def worker_of(state: TrainState) -> TrainState:
-    """Returns what a worker changes of a state."""
+    """Returns the part of a state that a worker changes."""
     return replace(state, params={}, frozen={}, opt_state=state.opt_state._replace(outer=()))
 
 

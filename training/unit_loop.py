@@ -52,11 +52,6 @@ class Stop:
         if self.poll():
             raise StoppedError
 
-    def end_wait_for_peer(self) -> None:
-        """Raises StoppedError if this replica was asked to stop. Several processes would have to agree on when."""
-        if jax.process_count() == 1:
-            self.end_if_asked()
-
     def end_wait_for_sums(self) -> None:
         """Raises StoppedError, in all processes, if this replica was asked to stop and sums do not come soon.
 

@@ -1,7 +1,7 @@
-"""What travels between replicas: pieces of gradients, f32 `[N]`, as they are or encoded, on the host.
+"""Codecs on the host for pieces of gradients, f32 `[N]`, that replicas send each other.
 
-The values are those of compression/codecs.py, whose codecs run inside a compiled program: these do not occupy the
-devices while they compute.
+They give the same values as compression/codecs.py, whose codecs run inside a compiled program, but do not occupy the
+devices.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,17 +12,17 @@ import ml_dtypes
 import numpy as np
 
 SCALE_BYTES = 4
-PIECES = 64  # at least, if they are not too small; fixed sizes: bits must not depend on the number of replicas
+PIECES = 64  # at least, if they are not too small; sizes are fixed, or bits would depend on the number of replicas
 LEAST, MOST = 1 << 14, 1 << 20  # values of a piece
-_FINITE, _INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)  # bits of a bf16 but its sign; those of infinity
+_FINITE, _INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)  # all bits of a bf16 except its sign; the bits of infinity
 
 
 class Payload(Protocol):
-    """How a piece is written."""
+    """The form in which a piece is sent."""
 
     @property
     def bytes_per_value(self) -> float:
-        """What it takes, on average."""
+        """Bytes that a value takes on average."""
         ...
 
     def encode(self, values: np.ndarray) -> memoryview:
@@ -36,7 +36,7 @@ class Payload(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Float32:
-    """As they are."""
+    """Unencoded values."""
 
     bytes_per_value: float = 4.0
 
@@ -57,7 +57,7 @@ class BFloat16:
         rounded = values.astype(ml_dtypes.bfloat16)
         bits = rounded.view(np.uint16)
         if (overflown := (bits & _FINITE) == _INFINITY).any():
-            bits[overflown & np.isfinite(values)] -= 1  # the bits before those of infinity: the largest number
+            bits[overflown & np.isfinite(values)] -= 1  # the bits before infinity: the largest number
         return bits.data.cast("B")
 
     def decode(self, payload: memoryview, size: int) -> np.ndarray:
@@ -80,7 +80,7 @@ class Blockwise:
         scales = np.abs(blocks).max(axis=1) * np.float32(1 / most)
         with np.errstate(invalid="ignore"):
             scaled = blocks / np.where(scales > 0, scales, np.float32(1))[:, None]
-        # what is not finite must stay so in the sum: its block's scale is not finite
+        # the sum of a value that is not finite must not be finite: its block's scale is not
         scaled[~np.isfinite(scales)] = 0
         np.clip(np.rint(scaled, out=scaled), -most, most, out=scaled)
         integers = scaled.reshape(-1)[: values.size].astype(np.int8)
@@ -94,7 +94,7 @@ class Blockwise:
             return (self._blocks(self._unpacked(packed)[:size]) * scales[:, None]).reshape(-1)[:size]
 
     def _blocks(self, values: np.ndarray) -> np.ndarray:
-        """Returns `[N]` as `[blocks, block]`, filled up with zeros."""
+        """Returns `[N]` as `[blocks, block]`, padded with zeros."""
         padding = -values.size % self.block
         return (np.pad(values, (0, padding)) if padding else values).reshape(-1, self.block)
 
@@ -124,7 +124,7 @@ def make_payload(name: str, block: int) -> Payload:
 
 
 def pieces(size: int, block: int) -> list[tuple[int, int]]:
-    """Returns where the pieces of a vector of `size` values begin and end: multiples of a codec's block."""
+    """Returns the beginning and end of each piece of a vector of `size` values: multiples of a codec's block."""
     each = min(max(-(-size // PIECES), LEAST), MOST)
     each = -(-each // block) * block
     return [(start, min(start + each, size)) for start in range(0, size, each)]
