@@ -218,6 +218,18 @@ def test_a_member_whose_state_is_older_than_all_others_takes_theirs(make: Make) 
         step(joins, 0)
 
 
+def test_a_member_whose_peers_no_longer_have_the_totals_takes_their_state(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "KEPT_STEPS", 1)
+    other, joins = make(0), make(1)
+    joins.members.tell(first=NEVER)
+    for number in range(3):
+        step(other, number)
+    with pytest.raises(BehindError, match="no longer have the totals of step 0"):
+        step(joins, 0)
+
+
 def test_a_member_that_was_behind_and_is_alone_goes_on_from_its_own_step(make: Make) -> None:
     alone = make(0)
     alone.members.tell(first=5)
@@ -358,6 +370,13 @@ def test_copies_that_no_member_waits_for_are_dropped() -> None:
     assert not copies._copies
     with pytest.raises(ConnectionError, match=LEAVES):
         copies.answer({"op": "state", "step": 4, "array": 1}, 2)
+
+
+def test_the_copies_of_a_lost_peer_are_dropped(make: Make) -> None:
+    here, there = make(0), make(1)
+    here.copies.answer({"op": "copy", "step": 5, "arrays": [0]}, 1)
+    here.members.lose(there.members.me, PeerError("gone"))
+    assert not here.copies.are_wanted(5)
 
 
 def test_a_member_that_is_lost_while_its_copy_is_made_keeps_none() -> None:
