@@ -132,15 +132,6 @@ def cost_on(task: str, found: Sequence[Loss]) -> str:
     return " to ".join(f"{mean:+z.3f}" for mean in means[:: max(1, len(means) - 1)])
 
 
-def which_are_free(*methods: str) -> str:
-    """Returns the end of a key's meaning, of methods that are its values: "" if all are free."""
-    known = by_method(rows())
-    free = [method.partition("=")[2] for method in methods if is_free(known.get(method, []))]
-    if len(free) == len(methods):
-        return ""
-    return f"; free of loss: {', '.join(free)}; others may cost some" if free else "; may cost loss"
-
-
 def methods_of(config: Mapping[str, Any]) -> list[str]:
     """Returns the methods that a config (nested dicts) uses; a codec behind local SGD is a part of it.
 

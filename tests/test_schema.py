@@ -8,6 +8,8 @@ config that is changed on purpose, changes its line.
 import ast
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,23 @@ def recorded(file: str) -> dict[str, Any]:
 def text(values: dict[str, Any]) -> str:
     """Returns JSON, in which 1, 1.0 and True differ."""
     return json.dumps(values, sort_keys=True)
+
+
+def test_the_schema_needs_the_standard_library_only_and_reads_no_file() -> None:
+    """Without site-packages it can be imported, and it opens nothing but modules."""
+    code = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+import configs.schema.__main__
+print([name for name in opened if not name.endswith((".py", ".pyc", ".so"))])
+print(sorted({name for name in sys.modules if name.startswith("configs.")} - set(sys.argv[1:])))
+"""
+    files = (ROOT / "configs" / "schema").glob("*.py")
+    modules = ["configs.schema", *(f"configs.schema.{file.stem}" for file in files)]
+    command = [sys.executable, "-S", "-B", "-c", code, *modules]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["[]", "[]", ""]
 
 
 def test_every_key_has_a_meaning_and_an_allowed_default() -> None:

@@ -1,10 +1,8 @@
 """The sections of a config, but for `model` and `data`: how it is trained, kept and measured."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from configs.losses import DELAYED, INNER_STEPS, which_are_free
 from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
@@ -114,12 +112,8 @@ class ShardingConfig(Section, name="sharding", resumable=True):
                 )
 
 
-def _free(name: str, choices: Sequence[str]) -> str:
-    return which_are_free(*(f"compression.{name}={choice}" for choice in choices if choice != "none"))
-
-
-def _codec(name: str, of: str) -> str:
-    return key("none", f"codec of {of}{_free(name, CODECS)}", choices=CODECS, topics=("codec",))
+def _codec(payload: str) -> str:
+    return key("none", f"codec of {payload}", choices=CODECS, topics=("codec",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +122,16 @@ class CompressionConfig(Section, name="compression"):
 
     all_reduce: str = key(
         "none",
-        f"method for gradients between replicas{_free('all_reduce', ALL_REDUCE)}",
+        "method for gradients between replicas",
         choices=ALL_REDUCE,
         topics=("all_reduce", "codec"),
     )
-    all_gather_inter: str = _codec("all_gather_inter", "parameters gathered between nodes")
-    all_gather_intra: str = _codec("all_gather_intra", "parameters gathered inside a node")
-    reduce_scatter_inter: str = _codec("reduce_scatter_inter", "gradients reduce-scattered between nodes")
-    reduce_scatter_intra: str = _codec("reduce_scatter_intra", "gradients reduce-scattered inside a node")
-    experts_inter: str = _codec("experts_inter", "tokens sent to experts between nodes, and of their gradients")
-    experts_intra: str = _codec("experts_intra", "tokens sent to experts inside a node")
+    all_gather_inter: str = _codec("parameters gathered between nodes")
+    all_gather_intra: str = _codec("parameters gathered inside a node")
+    reduce_scatter_inter: str = _codec("gradients reduce-scattered between nodes")
+    reduce_scatter_intra: str = _codec("gradients reduce-scattered inside a node")
+    experts_inter: str = _codec("tokens sent to experts between nodes, and of their gradients")
+    experts_intra: str = _codec("tokens sent to experts inside a node")
     block: int = key(1024, "int8, int4, one_bit_adam, statistical: values per scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in the replica all-reduce", choices=("nearest", "stochastic"))
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
@@ -150,7 +144,7 @@ class CompressionConfig(Section, name="compression"):
         unit="steps",
     )
     rank: int = key(2, "power_sgd: rank of the factors; of small matrices less, so that they send half", least=1)
-    delayed: bool = key(False, f"exchange the previous step's gradients during the compute{which_are_free(DELAYED)}")
+    delayed: bool = key(False, "exchange the previous step's gradients during the compute")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,7 +161,7 @@ class LocalSGDConfig(Section, name="local_sgd"):
 
     inner_steps: int = key(
         0,
-        f"local steps of each replica between exchanges; 0: no local SGD{which_are_free(INNER_STEPS)}",
+        "local steps of each replica between exchanges; 0: no local SGD",
         least=0,
         unit="steps",
     )
