@@ -18,7 +18,7 @@ Published, in sequences per second on 16 / 32 / 64 / 128 GPUs (the paper's figur
 
     bert_10b    21.2 / 42.2 / 84.8 / 165.4
     bert_15b    12.3 / 24.6 / 48.5 / 97.2
-    bert_20b    6.4 / 14.5 / 27.8 / 53.2, the first with flat gathers (`--config.sharding.hierarchical=False`), to fit
+    bert_20b    6.4 / 14.5 / 27.8 / 53.2, the first with flat gathers (`--config.ablation.hierarchical=False`), to fit
     bert_50b    - / - / 13.9 / 27.1
 
 Of bert_1_5b: the mean loss per tenth of a run on one million sequences; MiCS and ZeRO-3 differ by at most 0.15.

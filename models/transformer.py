@@ -36,7 +36,7 @@ def with_attention(config: Config) -> ModelConfig:
     has_cudnn_heads = model.head_size % 8 == 0 and model.head_size <= 128
     if has_cudnn_heads and model.is_plain and not is_packed:
         return replace(model, attention="cudnn")
-    takes_ours = config.sharding.partitioner != "auto" and model.takes_flash(config.data.seq_len, config.mesh.tensor)
+    takes_ours = config.ablation.partitioner != "auto" and model.takes_flash(config.data.seq_len, config.mesh.tensor)
     return replace(model, attention="pallas" if takes_ours else "xla")
 
 

@@ -200,13 +200,13 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
     """
     data_devices = nodes * devices_per_node // (config.mesh.tensor * config.mesh.context)
     rows = -(-config.batch.global_size // data_devices)
-    gathers = ["layer"] if config.sharding.partitioner == "auto" else [*GATHER_POLICIES]
+    gathers = ["layer"] if config.ablation.partitioner == "auto" else [*GATHER_POLICIES]
     for strategy, partition_size in _strategies(nodes, devices_per_node, config.mesh):
         spans_nodes = strategy == "zero3" or partition_size > devices_per_node
         for gather in gathers:
             if gather != "layer" and strategy in ("ddp", "zero1", "zero2"):  # nothing is gathered
                 continue
-            if gather == "node" and not (spans_nodes and nodes > 1 and config.sharding.two_hop):
+            if gather == "node" and not (spans_nodes and nodes > 1 and config.ablation.two_hop):
                 continue  # the same as layer
             for micro_size in (size for size in range(1, rows + 1) if rows % size == 0):
                 if gather == "step" and micro_size == rows:

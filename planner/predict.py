@@ -135,7 +135,7 @@ class Machine:
         is_fused = model.attention == "cudnn" or (model.attention == "auto" and model.compute_dtype == "bfloat16")
         if not (self.cluster.is_gpu and (is_fused or model.attention == "pallas")):
             return model.attention
-        is_cut = config.sharding.partitioner == "auto"  # by XLA, which cannot cut this kernel
+        is_cut = config.ablation.partitioner == "auto"  # by XLA, which cannot cut this kernel
         can_stand_in = not is_cut and model.takes_flash(config.data.seq_len, config.mesh.tensor)
         return "pallas" if gpu.attention and self.target != compiling.CPU and can_stand_in else "xla"
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from configs.schema import ShardingConfig
+from configs.schema import AblationConfig, ShardingConfig
 from configs.schema.own import OWN
 from sharding.mesh import CHUNK_ORDER, CONTEXT, DATA_AXES, ROW_AXES, STAGE, MeshShape, divisors, inter_part, intra_part
 from sharding.trees import Axes
@@ -19,6 +19,7 @@ STRATEGIES = {
     "zero3": ("all", "all", "all"),
     "hsdp": ("node", "node", "node"),
 }
+NOTHING_LEFT_OUT = AblationConfig()
 
 
 class WorldTooSmallError(ValueError):
@@ -145,7 +146,14 @@ class Layout:
 
 
 def make_layout(
-    config: ShardingConfig, *, num_nodes: int, devices_per_node: int, context: int = 1, tensor: int = 1, stages: int = 1
+    config: ShardingConfig,
+    ablation: AblationConfig = NOTHING_LEFT_OUT,
+    *,
+    num_nodes: int,
+    devices_per_node: int,
+    context: int = 1,
+    tensor: int = 1,
+    stages: int = 1,
 ) -> Layout:
     """Returns the mesh shape and scopes of a strategy on `num_nodes` nodes.
 
@@ -210,10 +218,10 @@ def make_layout(
         shape=shape,
         **{name: _axes(shape, size) for name, size in zip(NAMES, sizes, strict=True)},
         experts=_axes(shape, experts),
-        hierarchical=config.hierarchical,
-        two_hop=config.two_hop,
+        hierarchical=ablation.hierarchical,
+        two_hop=ablation.two_hop,
         gather=GATHER_POLICIES[config.gather],
-        is_automatic=config.partitioner == "auto",
+        is_automatic=ablation.partitioner == "auto",
     )
 
 

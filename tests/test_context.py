@@ -102,7 +102,7 @@ def test_a_context_that_does_not_fit_the_devices_is_refused(how: dict[str, Any],
     how = {"nodes": 4, "per_node": 2} | how
     sizes = dict(num_nodes=how.pop("nodes"), devices_per_node=how.pop("per_node"), context=how.pop("context"))
     with pytest.raises(ValueError, match=re.escape(words)):
-        make_layout(workload.sharding_config(**how), **sizes)
+        make_layout(*workload.strategy(**how), **sizes)
 
 
 @pytest.mark.slow

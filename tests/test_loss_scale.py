@@ -119,11 +119,11 @@ STREAMING = {"local_sgd.inner_steps": 2, "local_sgd.streaming": True}
     "changes",
     [
         {"mesh.stages": 2},
-        {"sharding.partitioner": "auto"},
+        {"ablation.partitioner": "auto"},
         *(
             pytest.param(changes, marks=pytest.mark.slow)
             for changes in (
-                {"sharding.two_hop": False},
+                {"ablation.two_hop": False},
                 {"model.kind": "moe"},
                 {"model.kind": "resnet", "model.norm": "batch", "model.norm_rows": 2},
                 {"compression.all_reduce": "demo", "optimizer.name": "sgd"},

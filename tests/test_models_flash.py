@@ -109,7 +109,7 @@ def test_attention_of_cudnn_is_computed_again_with_full_alone(monkeypatch: pytes
         (PACKED | {"data.seq_len": 96}, "xla"),  # no rows that it takes
         (PACKED | TENSOR, "pallas"),
         (PACKED | TENSOR | {"model.num_kv_heads": 1}, "xla"),  # no head for each device
-        (PACKED | {"sharding.partitioner": "auto"}, "xla"),  # which cannot cut it
+        (PACKED | {"ablation.partitioner": "auto"}, "xla"),  # which cannot cut it
         ({"model.window": 16}, "pallas"),
         ({"model.head_dim": 256}, "pallas"),  # too large for cuDNN before Hopper
         ({"model.head_dim": 100}, "xla"),  # no multiple of 8

@@ -23,7 +23,7 @@ from sharding.step import TrainState
 
 def plan_of(module: str) -> tuple[ShardingPlan, Any]:
     """Returns 4 nodes of 2, each node a replica, and the parameters of a module: a matrix and a bias."""
-    layout = make_layout(workload.sharding_config(strategy="hsdp"), num_nodes=4, devices_per_node=2)
+    layout = make_layout(*workload.strategy(strategy="hsdp"), num_nodes=4, devices_per_node=2)
     specs = {
         module: {
             "weight": ParamSpec(shape=(16, 32), dims=("embed", "mlp")),

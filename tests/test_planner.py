@@ -84,7 +84,7 @@ def test_our_attention_is_compiled_where_cudnns_would_run(subtests: pytest.Subte
             assert there.attention(small(**keys)) == expected
             if target != "cpu" and asked == "auto":
                 # no rows that it takes; no whole heads for each device; XLA's to cut
-                for others in ({"data__seq_len": 100}, {"mesh__tensor": 8}, {"sharding__partitioner": "auto"}):
+                for others in ({"data__seq_len": 100}, {"mesh__tensor": 8}, {"ablation__partitioner": "auto"}):
                     assert there.attention(small(**keys, **others)) == "xla"
                 assert there.attention(small(**keys, mesh__tensor=2)) == expected
 
@@ -288,8 +288,8 @@ def test_overrides_reach_the_program_however_they_are_written(capsys: pytest.Cap
     said = [
         run(capsys, *WORDS, *EMULATED, *words, "--json")[1]
         for words in (
-            ("--config.sharding.two_hop=False", "--config.model.num_layers=3"),
-            ("--noconfig.sharding.two_hop", "-config.model.num_layers", "3"),
+            ("--config.ablation.two_hop=False", "--config.model.num_layers=3"),
+            ("--noconfig.ablation.two_hop", "-config.model.num_layers", "3"),
             (),
         )
     ]

@@ -13,9 +13,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from optax import contrib
+from support import workload
 
 from compression.exchange import exchange
-from configs.schema import OptimizerConfig, ShardingConfig
+from configs.schema import OptimizerConfig
 from planner.kernels import products
 from sharding.hlo import Collective, read_collectives
 from sharding.hlo_program import parse_program
@@ -73,7 +74,9 @@ def cases(all_of_them: dict[str, Any], quick: tuple[str, ...]) -> Any:
 
 
 def make_plan(specs: Any, *, per_node: int = 2, tensor: int = 1, **sharding: Any) -> ShardingPlan:
-    layout = make_layout(ShardingConfig(**sharding), num_nodes=8 // per_node, devices_per_node=per_node, tensor=tensor)
+    layout = make_layout(
+        *workload.strategy(**sharding), num_nodes=8 // per_node, devices_per_node=per_node, tensor=tensor
+    )
     mesh = make_mesh(layout.shape, find_nodes(jax.devices(), per_node))
     return ShardingPlan(mesh=mesh, layout=layout, placements=place_all(specs, layout))
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from support import workload
 from support.tables import every_row
 
 from configs.schema import ShardingConfig
@@ -16,17 +17,9 @@ from sharding.spec import ParamSpec, Placement, place
 GRIDS = [(1, 1, 1), (1, 8, 1), (4, 2, 1), (8, 1, 1), (3, 6, 1), (4, 2, 2), (1, 8, 4), (6, 8, 2)]
 
 
-def sharding_config(strategy: str, **changes: Any) -> ShardingConfig:
-    values: dict[str, Any] = {
-        "strategy": strategy, "partition_size": 0, "parameters": "", "gradients": "", "optimizer": "",
-        "hierarchical": True, "two_hop": True, "gather": "layer", "partitioner": "manual",
-    }  # fmt: skip
-    return ShardingConfig(**values | changes)
-
-
-def layout_of(strategy: str, nodes: int, per_node: int, tensor: int = 1, **changes: Any) -> Layout:
-    config = sharding_config(strategy, **changes)
-    return make_layout(config, num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
+def layout_of(strategy: str, nodes: int, per_node: int, tensor: int = 1, **keys: Any) -> Layout:
+    sections = workload.strategy(strategy=strategy, **keys)
+    return make_layout(*sections, num_nodes=nodes, devices_per_node=per_node, tensor=tensor)
 
 
 def groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
@@ -135,7 +128,7 @@ def test_without_two_hop_there_are_no_replica_axes() -> None:
 )
 def test_bad_sharding_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as error:
-        sharding_config(**{"strategy": "ddp"} | changes)
+        ShardingConfig(**{"strategy": "ddp"} | changes)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lab.benchmarks import steps
-from lab.benchmarks.names import link_bytes, scopes_of, sharding_of
+from lab.benchmarks.names import link_bytes, scopes_of, strategy_keys
 from lab.benchmarks.steps import CLUSTER, PEER
 from lab.records import MEASURED, recorded
 
@@ -52,12 +52,14 @@ def test_formulas(subtests: pytest.Subtests) -> None:
 
 
 def test_names() -> None:
-    assert sharding_of("mics(4) flat") == sharding_of("mics(4)") | {"hierarchical": False}
-    assert sharding_of("mics(4)")["partition_size"] == 4 and sharding_of("ddp")["partition_size"] == 0
-    assert not sharding_of("mics(2) two-hop off")["two_hop"]
-    custom = {"strategy": "custom", "parameters": "node", "gradients": "none", "optimizer": "all"}
-    assert custom.items() <= sharding_of("node/none/all").items()
-    assert sharding_of("zero3 auto")["partitioner"] == "auto" and sharding_of("ddp overlap=on")["overlap"] == "on"
+    assert strategy_keys("mics(4) flat") == strategy_keys("mics(4)") | {"ablation.hierarchical": False}
+    assert strategy_keys("mics(4)")["sharding.partition_size"] == 4
+    assert strategy_keys("ddp")["sharding.partition_size"] == 0
+    assert not strategy_keys("mics(2) two-hop off")["ablation.two_hop"]
+    custom = {"sharding.strategy": "custom", "sharding.parameters": "node", "sharding.gradients": "none"}
+    assert (custom | {"sharding.optimizer": "all"}).items() <= strategy_keys("node/none/all").items()
+    assert strategy_keys("zero3 auto")["ablation.partitioner"] == "auto"
+    assert strategy_keys("ddp overlap=on")["sharding.overlap"] == "on"
 
 
 def test_the_plan_has_exactly_the_recorded_runs_and_alternates() -> None:

@@ -183,12 +183,12 @@ def test_each_run_has_its_own_emulated_cluster(tmp_path: Path) -> None:
 def test_train_py_runs_as_planned(tmp_path: Path) -> None:
     """The real program uses the planned directory and resolves overrides of every type as planned."""
     small = {**SMALL, "num_steps": 2, "mesh.num_cpu_devices": 1, "optimizer.warmup_steps": 0}
-    small |= {"sharding.strategy": "ddp", "sharding.partition_size": 0, "sharding.two_hop": False}
+    small |= {"sharding.strategy": "ddp", "sharding.partition_size": 0, "ablation.two_hop": False}
     config = sweep_file(tmp_path, f"def sweep_all(): return [{small!r}]")
     assert run_sweep(tmp_path, config, script="train.py") == 0
     (run,) = plan.plan(config, [small], workdir=tmp_path / "runs")
     resolved = json.loads((run.run_dir / "config.json").read_text())
-    assert flat(resolved) == run.values and resolved["sharding"]["two_hop"] is False
+    assert flat(resolved) == run.values and resolved["ablation"]["two_hop"] is False
     last = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     (row,) = csv.DictReader((tmp_path / "runs" / "results.csv").read_text().splitlines())
     assert (row["directory"], float(row["validation_loss"])) == (run.name, last["validation_loss"])

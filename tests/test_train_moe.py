@@ -61,7 +61,8 @@ def test_the_planner_counts_tokens_between_nodes_too() -> None:
     def check(hierarchical: bool, inside: float, remat: str, times: int) -> None:
         config = tiny.get_config("moe")
         config.mesh.devices_per_node = 2
-        config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4", "hierarchical": hierarchical})
+        config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4"})
+        config.ablation.hierarchical = hierarchical
         config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 1.0})
         config.model.update({"experts_per_token": 1, "compute_dtype": "float32", "remat": remat})
         experiment = make_experiment(base.typed(config))

@@ -15,7 +15,7 @@ from support.emulating import EMULATED, emulate, finish, traffic
 from support.running import TRAIN, XLA_FLAGS, arguments, losses, rows, run_here
 from support.suite import sampled
 
-from lab.benchmarks.names import Cluster, link_bytes, sharding_of
+from lab.benchmarks.names import Cluster, link_bytes, strategy_keys
 
 pytestmark = [EMULATED, pytest.mark.slow]
 CLUSTER = Cluster(nodes=2, devices_per_node=2)
@@ -37,8 +37,8 @@ def train(tmp_path: Path, **changes: object) -> None:
 
 def keys_of(name: str, **changes: object) -> dict[str, object]:
     """Returns the keys of a run with a strategy."""
-    sharding = {f"sharding__{key}": value for key, value in sharding_of(name).items()}
-    return {**MODEL, **sharding, "batch__global_size": 8, **changes}
+    strategy = {key.replace(".", "__"): value for key, value in strategy_keys(name).items()}
+    return {**MODEL, **strategy, "batch__global_size": 8, **changes}
 
 
 def carried_and_formula(name: str, tmp_path: Path, **changes: object) -> tuple[list[float], float]:

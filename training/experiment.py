@@ -237,6 +237,7 @@ def lay_out(config: Config, devices: Sequence[Any]) -> tuple[Mesh, Layout]:
     nodes = find_nodes(devices, config.mesh.devices_per_node)
     layout = make_layout(
         config.sharding,
+        config.ablation,
         num_nodes=len(nodes),
         devices_per_node=len(nodes[0]),
         context=config.mesh.context,

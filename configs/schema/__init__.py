@@ -34,6 +34,7 @@ from configs.schema.model import (  # noqa: F401
 from configs.schema.sections import (
     LEAST_INTERVAL,
     USERS,
+    AblationConfig,
     BatchConfig,
     CheckpointConfig,
     CompressionConfig,
@@ -52,6 +53,7 @@ RENAMED = {  # keys of older versions, and their names today
     "compression.hop_two": "compression.all_reduce",
     **{f"compression.hop_one_{level}": f"compression.reduce_scatter_{level}" for level in ("inter", "intra")},
     **{f"compression.gather_{level}": f"compression.all_gather_{level}" for level in ("inter", "intra")},
+    **{f"sharding.{name}": f"ablation.{name}" for name in ("hierarchical", "two_hop", "partitioner")},
 }
 
 BEFORE = {"data.add_bos": "never"}  # what versions without these keys did, where that is not the default
@@ -81,6 +83,7 @@ class Config(Section):
     elastic: ElasticConfig
     eval: EvalConfig
     sample: SampleConfig
+    ablation: AblationConfig
     log_every: int = key(
         1,
         "steps between lines of metrics.jsonl, after an attempt's first; with local_sgd each at the next meeting",

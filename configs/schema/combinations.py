@@ -18,6 +18,7 @@ from configs.schema.sections import (
     CODECS,
     METHODS,
     USERS,
+    AblationConfig,
     BatchConfig,
     CompressionConfig,
     LocalSGDConfig,
@@ -111,6 +112,7 @@ def _where(fact: str, value: object, said: str, instead: str, shown: str = "") -
 SECTIONS = {
     section.SECTION: section
     for section in (
+        AblationConfig,
         BatchConfig,
         CompressionConfig,
         DecoderConfig,
@@ -153,10 +155,10 @@ FEATURES: dict[str, Feature] = {
     "stages": _other_than("mesh.stages", 1, "`mesh.stages` above 1"),
     "context": _other_than("mesh.context", 1, "`mesh.context` above 1"),
     "tensor": _other_than("mesh.tensor", 1, "`mesh.tensor` above 1"),
-    "auto": _of("sharding.partitioner", "auto", "manual"),
+    "auto": _of("ablation.partitioner", "auto", "manual"),
     "overlap": _of("sharding.overlap", "on", "auto"),
-    "one hop": _of("sharding.two_hop", False, True),
-    "flat": _of("sharding.hierarchical", False, True),
+    "one hop": _of("ablation.two_hop", False, True),
+    "flat": _of("ablation.hierarchical", False, True),
     "float32 sums": _of("sharding.reduce_dtype", "float32", "compute"),
     "experts": _other_than("sharding.experts", "none"),
     "whole experts": _of("sharding.experts", "none", "node, all or a number of devices"),

@@ -62,8 +62,6 @@ class ShardingConfig(Section, name="sharding", resumable=True):
         "none",
         "scope over which experts are divided, within the parameters': tokens travel to them; none: they are gathered",
     )
-    hierarchical: bool = key(True, "gather between nodes first, then inside each node")
-    two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")
     gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
     overlap: str = key(
         "auto",
@@ -86,9 +84,6 @@ class ShardingConfig(Section, name="sharding", resumable=True):
         "dtype of the group reduce-scatter's sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
         choices=("compute", "float32"),
     )
-    partitioner: str = key(
-        "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +105,17 @@ class ShardingConfig(Section, name="sharding", resumable=True):
                 raise ValueError(
                     f"sharding.{name}={scope} is only read by sharding.strategy=custom, not {self.strategy}"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationConfig(Section, name="ablation", resumable=True):
+    """Baselines that show the gain from a part of MiCS (docs/papers/mics.md)."""
+
+    hierarchical: bool = key(True, "gather between nodes first, then inside each node; False: in one collective")
+    two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")
+    partitioner: str = key(
+        "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
+    )
 
 
 def _codec(payload: str) -> str:

@@ -20,7 +20,7 @@ import jax
 
 from configs import command_line
 from configs.schema import Config
-from lab.benchmarks.names import config_file, sharding_of
+from lab.benchmarks.names import config_file, strategy_keys
 from lab.benchmarks.runner import Key, Main, config_words, options_of, program, rows_of, run_missing
 from lab.records import DERIVED, Line
 from planner.candidates import of_config
@@ -128,7 +128,7 @@ def config_of(cell: Key, **changes: Any) -> Config:
     """Returns the config of a cell; `changes` are of its model."""
     keys = {"batch.global_size": cell["devices"] * cell["accum"], "batch.micro_size": 1}
     keys |= {"mesh.num_cpu_devices": cell["devices"], "mesh.devices_per_node": cell["devices_per_node"]}
-    keys |= {f"sharding.{key}": value for key, value in sharding_of(cell["strategy"]).items()}
+    keys |= strategy_keys(cell["strategy"])
     keys |= cell["changes"] | {f"model.{key}": value for key, value in changes.items()}
     return command_line.parse(["lab.benchmarks", *config_words(config_file(cell["config"]), keys)])
 

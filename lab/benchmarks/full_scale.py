@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from lab.benchmarks.compiled import on_cluster, replaying, table
-from lab.benchmarks.names import sharding_of
+from lab.benchmarks.names import strategy_keys
 from lab.benchmarks.runner import Key
 from lab.paper.replays import BUCKET, INSIDE_BYTES_PER_S, LINK_BYTES_PER_S, LINK_LATENCY_S, P3DN, PAPER, PLANNER
 from lab.records import DERIVED
@@ -52,7 +52,7 @@ def networks(cluster: str, gpus: int) -> dict[str, Network]:
 
 def replayed(cell: Key) -> dict[str, Any]:
     """Returns what the line of a step says: bytes, and seconds a step."""
-    keys = {f"sharding.{key}": value for key, value in sharding_of(cell["strategy"]).items()}
+    keys = strategy_keys(cell["strategy"])
     keys |= {"batch.micro_size": cell["micro_size"], "batch.global_size": cell["global_size"], **cell["keys"]}
     step = _compiled(cell["cluster"], cell["gpus"], cell["config"], tuple(keys.items()))
     network = networks(cell["cluster"], cell["gpus"])[cell["network"]]

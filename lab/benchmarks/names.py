@@ -24,21 +24,21 @@ def remat_of(name: str) -> str:
     return "dots" if "dots" in name else "full"
 
 
-def sharding_of(name: str) -> dict[str, Any]:
-    """Returns the keys of the sharding section that a name means: `mics(4) flat`, `zero3 auto`, `ddp overlap=on`."""
+def strategy_keys(name: str) -> dict[str, Any]:
+    """Returns the config keys that the name of a strategy means: `mics(4) flat`, `zero3 auto`, `ddp overlap=on`."""
     strategy = name.split()[0]
     mics = re.fullmatch(r"mics\((\d+)\)", strategy)
     scopes = strategy.split("/") if "/" in strategy else ("", "", "")
-    overlap = dict([word.split("=")]) if (word := name.split()[-1]).startswith("overlap=") else {}
+    last, _, overlap = name.split()[-1].partition("=")
     return {
-        "strategy": "mics" if mics else "custom" if scopes[0] else strategy,
-        "partition_size": int(mics[1]) if mics else 0,
-        **dict(zip(("parameters", "gradients", "optimizer"), scopes, strict=True)),
-        "hierarchical": "flat" not in name,
-        "two_hop": "two-hop off" not in name,
-        "gather": "micro_step" if "kept" in name else "layer",
-        "partitioner": "auto" if "auto" in name.split() else "manual",
-        **overlap,
+        "sharding.strategy": "mics" if mics else "custom" if scopes[0] else strategy,
+        "sharding.partition_size": int(mics[1]) if mics else 0,
+        **dict(zip(("sharding.parameters", "sharding.gradients", "sharding.optimizer"), scopes, strict=True)),
+        "ablation.hierarchical": "flat" not in name,
+        "ablation.two_hop": "two-hop off" not in name,
+        "sharding.gather": "micro_step" if "kept" in name else "layer",
+        "ablation.partitioner": "auto" if "auto" in name.split() else "manual",
+        **({"sharding.overlap": overlap} if last == "overlap" else {}),
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from lab.benchmarks import gpu
 from lab.benchmarks.compiled import on_cluster, start_devices
-from lab.benchmarks.names import remat_of, sharding_of
+from lab.benchmarks.names import remat_of, strategy_keys
 from lab.benchmarks.runner import ROOT, config_words, options_of, program, words
 from lab.benchmarks.step_tables import rates_of
 from lab.benchmarks.steps import ALONE, CLUSTER, COMPUTE, CONFIG, GONE, MICRO_STEPS, PEER, codec_keys, replica_keys
@@ -73,9 +73,8 @@ def timed_steps() -> Iterator[Line]:
             keys = {"sharding.overlap": "off", **codec_keys(line["codec"])}
         else:
             name = line["strategy"]
-            overlap = {"overlap": "off"} if line["commit"][:7] in WITHOUT_OVERLAP else {}
-            keys = {f"sharding.{key}": value for key, value in (overlap | sharding_of(name)).items()}
-            keys |= {"model.remat": remat_of(name)}
+            overlap = {"sharding.overlap": "off"} if line["commit"][:7] in WITHOUT_OVERLAP else {}
+            keys = overlap | strategy_keys(name) | {"model.remat": remat_of(name)}
         others = BESIDE_PYTORCH if line.get("mode") == PEER else BY_ITSELF
         timed = BESIDE_THE_RATES if line["commit"] == session else others
         return {"timed": timed, "name": name, "rate": line["rate"], "keys": keys}

@@ -26,7 +26,7 @@ from typing import Any
 
 from compression.methods import method_named
 from configs.schema.sections import USERS
-from lab.benchmarks.names import Cluster, link_bytes, remat_of, sharding_of
+from lab.benchmarks.names import Cluster, link_bytes, remat_of, strategy_keys
 from lab.benchmarks.runner import (
     WORKDIR,
     FailedRunError,
@@ -167,7 +167,7 @@ def strategy_keys(name: str) -> dict[str, Any]:
         devices = CLUSTER.degree("all")
         alone = {"mesh.num_cpu_devices": devices, "mesh.devices_per_node": devices}
         return alone | {"sharding.strategy": "ddp", "sharding.partition_size": 0}
-    keys = {f"sharding.{key}": value for key, value in sharding_of(name).items()}
+    keys = strategy_keys(name)
     return keys | ({"model.remat": remat_of(name)} if remat_of(name) != "full" else {})
 
 

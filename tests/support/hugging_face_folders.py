@@ -61,7 +61,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"sharding.strategy": "ddp", "sharding.partition_size": 0},
     "mics": {"sharding.partition_size": 4},
     "tensor": {"sharding.partition_size": 4, "mesh.devices_per_node": 4, "mesh.tensor": 2},
-    "auto": {"sharding.strategy": "zero3", "sharding.partition_size": 0, "sharding.partitioner": "auto"},
+    "auto": {"sharding.strategy": "zero3", "sharding.partition_size": 0, "ablation.partitioner": "auto"},
 }
 
 

@@ -14,7 +14,7 @@ from compression.all_reduce import Setup, unless_not_finite
 from compression.exchange import exchange
 from compression.methods import method_named
 from configs import base
-from configs.schema import MODELS, CompressionConfig, ResNetConfig, ShardingConfig, ViTConfig
+from configs.schema import MODELS, AblationConfig, CompressionConfig, ResNetConfig, ShardingConfig, ViTConfig, keys_of
 from sharding.averages import part_averages
 from sharding.coded import PLAIN, Codec, LevelCodecs
 from sharding.frozen import joined, part_frozen, part_like
@@ -195,8 +195,11 @@ def run_config(**sharding: Any) -> Any:
     return config
 
 
-def sharding_config(**changes: Any) -> ShardingConfig:
-    return ShardingConfig(**({"strategy": "custom"} if "parameters" in changes else {}) | changes)
+def strategy(**keys: Any) -> tuple[ShardingConfig, AblationConfig]:
+    """Returns the sections that choose a layout, of keys of both."""
+    ablation = {key: keys.pop(key) for key in keys_of(AblationConfig) if key in keys}
+    custom = {"strategy": "custom"} if "parameters" in keys else {}
+    return ShardingConfig(**custom | keys), AblationConfig(**ablation)
 
 
 def plan(
@@ -216,7 +219,7 @@ def plan(
     **how,
 ) -> ShardingPlan:
     layout = make_layout(
-        sharding_config(**how),
+        *strategy(**how),
         num_nodes=nodes,
         devices_per_node=per_node,
         context=context,
