@@ -5,12 +5,9 @@ from typing import Any
 
 from compression.all_reduce import AllReduceMethod, Setup
 from compression.codecs import make_codec
-from compression.demo import DEMO
 from compression.exchange import exchange
 from compression.one_bit_adam import ONE_BIT_ADAM
-from compression.power_sgd import POWER_SGD
 from compression.primitives import encoded, summed
-from compression.sparse_loco import SPARSE_LOCO
 from configs.schema.own import OWN
 
 
@@ -33,7 +30,7 @@ NONE = AllReduceMethod(
     primitive=lambda setup: summed(setup.plan, packed=True),
 )
 CODECS = map(with_codec, ("bf16", "int8", "int4", "statistical"))
-METHODS: tuple[AllReduceMethod, ...] = (NONE, *CODECS, ONE_BIT_ADAM, POWER_SGD, SPARSE_LOCO, DEMO)
+METHODS: tuple[AllReduceMethod, ...] = (NONE, *CODECS, ONE_BIT_ADAM)
 
 
 def method_named(name: str) -> AllReduceMethod:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from configs import command_line
 from configs.losses import dense_optimizer
-from configs.schema import USERS, Config, TransformerConfig
+from configs.schema import Config, TransformerConfig
 from planner import clusters, probes
 from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
@@ -343,7 +343,7 @@ def _stand_ins(step: Step) -> list[str]:
     """Returns notes about parts of a run that are priced by a substitute."""
     config, machine, notes = step.experiment.config, step.machine, list[str]()
     model, length, compression = config.model, config.data.seq_len, config.compression
-    if compression.warmup_steps and compression.all_reduce in USERS["warmup_steps"]:
+    if compression.warmup_steps:
         first = f"the first {compression.warmup_steps:,} exchanges, which send more"
         notes.append(f"compression.all_reduce={compression.all_reduce}: priced as behind its warm-up, {first}")
     can_fuse = machine.target != compiling.CPU and machine.cluster.device.attention

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
+from support.examples import METHODS, example_methods  # noqa: F401 (fixture)
 
 from configs import base, elastic
 from configs.base import typed
+from configs.schema.own import OWN
 from elastic import tree
 from training.experiment import make_experiment
 
@@ -64,6 +67,7 @@ def arrays_of(changes: dict[str, Any]) -> dict[str, str]:
     return {path: str(wanted.leaf) for path, wanted in tree.flatten_abstract(shapes).items()}
 
 
+@pytest.mark.usefixtures("example_methods")
 def test_the_arrays_of_a_checkpoint_are_those_of_the_record() -> None:
     record = json.loads(FILE.read_text())
     assert list(record) == list(CASES)
@@ -72,5 +76,6 @@ def test_the_arrays_of_a_checkpoint_are_those_of_the_record() -> None:
 
 
 if __name__ == "__main__":
+    OWN["all_reduce"].update(METHODS)
     jax.config.update("jax_num_cpu_devices", 8)
     FILE.write_text(json.dumps({case: arrays_of(changes) for case, changes in CASES.items()}, indent=1) + "\n")

@@ -6,22 +6,24 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.four_nodes import BASE, config, of_kind
 from support.running import ROOT
 
-from configs.schema import USERS, DecoderConfig, flat, may_change
+from configs.schema import DecoderConfig, flat, may_change
 from configs.schema.combinations import CODED, FEATURES, RULES, Facts, Rule, table
 from configs.schema.own import OWN
+from configs.schema.sections import USERS
 from models import Decoder, chunked_loss
 from training.experiment import make_experiment
 from training.gradient_units import GradientUnits
 from training.round_units import RoundUnits
 
+pytestmark = pytest.mark.usefixtures("example_methods")  # of which one needs whole gradients
+
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
-DEMO = {"compression.all_reduce": "demo", "optimizer.name": "sgd"}
 ONE_BIT_ADAM = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 1}
 LOCAL = {"local_sgd.inner_steps": 5}
-SPARSE_LOCO = LOCAL | {"compression.all_reduce": "sparse_loco", "local_sgd.outer_momentum": 0.0}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
 # a config that has the feature; of values that a choice needs besides, those that a feature is about win
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -32,17 +34,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "batch norm": {"model.norm": "batch", "model.norm_rows": 2, "model.kind": "resnet"},
     "residuals": {"compression.all_reduce": "int8", "compression.error_feedback": True},
     "no feedback": {"compression.error_feedback": False},
-    "keeping method": {"compression.all_reduce": "power_sgd"},
+    "keeping method": ONE_BIT_ADAM,
     "other payload": {"compression.all_reduce": "statistical"},
     "random": {"compression.rounding": "stochastic", "compression.all_reduce": "int8"},
     "rounding": {"compression.rounding": "stochastic", "compression.all_reduce": "int8"},
     "no rounding": {"compression.all_reduce": "statistical"},
-    "sparsity": DEMO | {"compression.sparsity": 0.9},
-    "no sparsity": {"compression.all_reduce": "int8"},
-    "feedback_decay": DEMO | {"compression.feedback_decay": 0.9},
-    "no feedback_decay": {"compression.all_reduce": "int8"},
-    "rank": {"compression.rank": 1, "compression.all_reduce": "power_sgd"},
-    "no rank": {"compression.all_reduce": "int8"},
     "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},
     "stages": {"mesh.stages": 2},
     "context": {"mesh.context": 2},
@@ -69,16 +65,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "streaming": LOCAL | {"local_sgd.streaming": True},
     "utilisation": LOCAL | {"local_sgd.target_utilisation": 0.9},
     "clipping": {"optimizer.clip_norm": 1.0},
-    "warmup_steps": {"compression.warmup_steps": 1, "compression.all_reduce": "power_sgd"},
+    "warmup_steps": ONE_BIT_ADAM,
     "no warmup_steps": {"compression.all_reduce": "int8"},
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": ONE_BIT_ADAM,
-    "demo": {"compression.all_reduce": "demo", "optimizer.name": "sgd"},
-    "sparse_loco": SPARSE_LOCO,
-    "outer momentum": LOCAL | {"local_sgd.outer_momentum": 0.9},
     "outer step's rate": LOCAL | {"local_sgd.outer_learning_rate": 0.5},
     "outer step's momentum": LOCAL | {"local_sgd.outer_momentum": 0.5},
-    "replacing method": DEMO,
+    "replacing method": ONE_BIT_ADAM,
     "whole method": {"compression.all_reduce": "power_sgd"},
     "other optimizer": {"optimizer.name": "lamb"},
     "compressed": {"compression.all_reduce": "int8"},
@@ -293,9 +286,9 @@ def test_one_line_names_what_would_do() -> None:
         "local_sgd.inner_steps=2 does not go with compression.delayed=True: each replica has an optimizer of its own; "
         "set local_sgd.inner_steps=0, or set compression.delayed=False"
     )
-    assert error_of({"compression.all_reduce": "demo"}) == (
-        "compression.all_reduce=demo does not go with optimizer.name=adamw: the method takes the place of one "
-        "optimizer; set compression.all_reduce=none or a codec, or set optimizer.name=sgd"
+    assert error_of(ONE_BIT_ADAM | {"optimizer.name": "sgd"}) == (
+        "compression.all_reduce=one_bit_adam does not go with optimizer.name=sgd: the method takes the place of one "
+        "optimizer; set compression.all_reduce=none or a codec, or set optimizer.name=adamw"
     )
     assert error_of({"local_sgd.inner_steps": 3, "num_steps": 11}).startswith("num_steps=11 must be a multiple of")
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import pytest
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import tiny_config
 from support.tables import every_row
 
@@ -11,6 +12,8 @@ from compression.methods import METHODS
 from configs.base import typed
 from configs.schema.sections import ALL_REDUCE, USERS
 from training.experiment import make_experiment
+
+pytestmark = pytest.mark.usefixtures("example_methods")
 
 LOCAL = {"local_sgd.inner_steps": 2}
 STREAMING = {"local_sgd.inner_steps": 10, "local_sgd.streaming": True}

@@ -16,9 +16,9 @@ from support.exchanging import gradients
 from compression.codecs import OneBit
 from compression.exchange import exchange
 from compression.local_sgd import LocalSGD
-from compression.methods import method_named
-from compression.power_sgd import power_sgd
+from compression.methods import METHODS as METHODS_OF_THE_CORE
 from configs.schema import LocalSGDConfig
+from examples.methods import demo, power_sgd, sparse_loco
 from sharding.plan import ShardingPlan
 from sharding.step import TrainState
 from training.optimizer_chain import watch
@@ -53,7 +53,7 @@ def test_a_checkpoint_without_what_a_all_reduce_keeps_is_rejected(tmp_path: Path
     """By name: PowerSGD has factors beside residuals."""
 
     def with_power_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
-        return workload.chained(power_sgd(plan, workload.TENSORS, 2), workload.sgd())
+        return workload.chained(power_sgd.power_sgd(plan, workload.TENSORS, 2), workload.sgd())
 
     save(tmp_path, first_state(4, with_codec), 1)
     with pytest.raises(ValueError, match="opt_state.exchange.factors.* is absent in the checkpoint"):
@@ -89,15 +89,12 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
 
 # ------------------------------------------------------------------- every method goes on with what replicas still owe
 
-METHODS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "int8": {},
+EXAMPLES = (power_sgd.method(), sparse_loco.method(sparsity=0.9, decay=1.0), demo.method(sparsity=0.9))
+METHODS = {method.name: method for method in (*METHODS_OF_THE_CORE, *EXAMPLES) if method.name != "none"}
+KEYS: dict[str, dict[str, Any]] = {
     "int4": dict(rounding="stochastic"),
-    "statistical": {},
     "one_bit_adam": dict(warmup_steps=2),
     "power_sgd": dict(warmup_steps=3),
-    "sparse_loco": dict(sparsity=0.9, feedback_decay=1.0),
-    "demo": dict(sparsity=0.9),
 }
 QUICK = ("one_bit_adam",)  # it keeps residuals, as all others do, and moments
 CHANGES = {  # the layouts before and after; the number of replicas
@@ -127,8 +124,8 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
     plans = [workload.plan("tensors", **how) for how in CHANGES[change]]
 
     def chain(plan: ShardingPlan) -> optax.GradientTransformation:
-        setup = workload.setup(plan, method, block=32, delayed=late, **METHODS[method])
-        return workload.chained(method_named(method).transform(setup), optax.sgd(1.0))
+        setup = workload.setup(plan, METHODS[method], block=32, delayed=late, **KEYS.get(method, {}))
+        return workload.chained(METHODS[method].transform(setup), optax.sgd(1.0))
 
     state = workload.first_state("tensors", plans[0], chain(plans[0]))
     states, update = state.chain, jax.jit(chain(plans[0]).update)

@@ -14,12 +14,12 @@ from support.tables import every_row
 
 from compression.all_reduce import delayed
 from compression.codecs import Blockwise, OneBit
-from compression.demo import by_frequency
 from compression.exchange import by_groups, exchange
 from compression.one_bit_adam import one_bit_adam
-from compression.power_sgd import power_sgd
-from compression.sparse_loco import sparse
 from compression.statistics import State, statistics
+from examples.methods.demo import by_frequency
+from examples.methods.power_sgd import power_sgd
+from examples.methods.sparse_loco import sparse
 from sharding import hlo
 from sharding.coded import Codec
 from sharding.mesh import INTER_AXES

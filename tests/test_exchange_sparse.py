@@ -12,11 +12,11 @@ from support import workload
 from support.exchanging import LAYOUT_PARAMS, LAYOUTS, gradients, two_bits
 from support.tables import every_row
 
-from compression.demo import by_frequency, from_blocks, to_blocks
 from compression.exchange import by_groups
-from compression.power_sgd import power_sgd
-from compression.sparse_loco import Chunks, sparse
 from compression.statistics import statistics
+from examples.methods.demo import by_frequency, from_blocks, to_blocks
+from examples.methods.power_sgd import power_sgd
+from examples.methods.sparse_loco import Chunks, sparse
 from sharding import hlo
 from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan

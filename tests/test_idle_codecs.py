@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from ml_collections import ConfigDict
-from support import workload
+from support import examples, workload
 from support.checkpointing import owed, replicas, restore, save
 from support.exchanging import gradients
 from support.running import IGNORED, arguments, finish, start
@@ -23,17 +23,13 @@ from sharding.plan import ShardingPlan
 from training import idle
 from training.experiment import make_experiment
 
-METHODS: dict[str, dict[str, Any]] = {
-    "int8": {},
-    "power_sgd": dict(warmup_steps=1),
-    "one_bit_adam": dict(warmup_steps=1),
-    "demo": dict(sparsity=0.9),
-}
+METHODS = examples.METHODS | {name: method_named(name) for name in ("int8", "one_bit_adam")}
+WARM_UP = {name: {"warmup_steps": 1} for name in ("power_sgd", "one_bit_adam")}
 
 
-def chain_of(plan: ShardingPlan, method: str, *, late: bool) -> optax.GradientTransformation:
-    setup = workload.setup(plan, method, block=32, delayed=late, **METHODS[method])
-    return workload.chained(method_named(method).transform(setup), optax.sgd(1.0))
+def chain_of(plan: ShardingPlan, name: str, *, late: bool) -> optax.GradientTransformation:
+    setup = workload.setup(plan, METHODS[name], block=32, delayed=late, **WARM_UP.get(name, {}))
+    return workload.chained(METHODS[name].transform(setup), optax.sgd(1.0))
 
 
 def stepped(plan: ShardingPlan, method: str, states: Any, params: Any, seed: int, *, late: bool) -> Any:
@@ -128,9 +124,9 @@ LINES: list[tuple[dict[str, Any], int, list[str]]] = [  # keys, devices of nodes
     ({"compression.all_reduce": "int8"}, 4, []),
     ({"compression.all_reduce": "int8"}, 2, ["compression.all_reduce=int8 idles: there is one replica"]),
     (
-        {"compression.all_reduce": "power_sgd", "mesh.devices_per_node": 8},
+        {"compression.all_reduce": "statistical", "mesh.devices_per_node": 8},
         8,
-        ["compression.all_reduce=power_sgd idles: all replicas are on one node"],
+        ["compression.all_reduce=statistical idles: all replicas are on one node"],
     ),
     ({"compression.delayed": True}, 2, ["compression.delayed=True: there is one replica"]),
     ({"local_sgd.inner_steps": 2}, 2, ["local_sgd.inner_steps=2: there is one replica"]),
@@ -165,10 +161,9 @@ def test_a_run_says_which_codecs_idle_on_its_devices() -> None:
     "keys",
     [
         dict(compression__all_reduce="int8"),
-        dict(compression__all_reduce="power_sgd"),
         dict(compression__all_reduce="int8", local_sgd__inner_steps=2),
     ],
-    ids=["int8", "power_sgd", "local_sgd"],
+    ids=["int8", "local_sgd"],
 )
 def test_a_run_goes_from_four_nodes_over_one_to_two(keys: dict[str, Any], tmp_path: Path) -> None:
     """The same command, on other devices: each time it continues, and its loss falls."""

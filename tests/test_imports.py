@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "runtime.files",
     "launch": "configs training.metrics runtime runtime.files",
     "train": EVERYTHING,
+    "examples": "configs sharding compression",
     "sweep": "configs launch runtime runtime.files",
     "lab": "",
     "lab.probe": "sharding models training.metrics runtime runtime.files",
@@ -39,7 +40,8 @@ MAY_IMPORT = {
     "lab.pages": EVERYTHING,
 }
 LABORATORY = "lab"  # probe, chaos, benchmarks, records: the product imports none of it
-PROGRAMS = {"train", "sweep", "lab.benchmarks"}  # nothing imports them, but benchmarks; sweep and tests may start them
+# nothing imports them, but benchmarks; sweep and tests may start them
+PROGRAMS = {"train", "sweep", "lab.benchmarks", "examples"}
 # package: what of others' it must not import
 FORBIDDEN = {
     "configs": "jax flax optax",
@@ -92,7 +94,7 @@ def complaint(part: str, name: str) -> str | None:
     """Returns what is wrong with an import of `name` in `part`."""
     top = part_named(name)
     if top in PROGRAMS and top != part and part not in ("lab.benchmarks", "lab.pages"):
-        return f"{top} is a program: start it, do not import it"
+        return f"{top} is a program, or an example: start it, do not import it"
     if top.startswith(LABORATORY) and not part.startswith(LABORATORY):
         return f"{top} is of the laboratory: {part} may start it, not import it"
     if top in FORBIDDEN.get(part, "").split():
@@ -144,7 +146,7 @@ def test_programs_that_start_others_load_nothing_slow() -> None:
 def test_forbidden_imports_are_found() -> None:
     assert complaint("sharding", "optax.contrib") == "sharding must not import optax"
     assert complaint("sharding", "models.Decoder") == "sharding may import configs, runtime.files, not models"
-    assert complaint("training", "train.main") == "train is a program: start it, do not import it"
+    assert complaint("training", "train.main") == "train is a program, or an example: start it, do not import it"
     assert complaint("train", "lab.chaos") == "lab.chaos is of the laboratory: train may start it, not import it"
     assert (message := complaint("launch", "training.world")) and message.endswith("not training")
     assert complaint("models", "sharding.step") is complaint("planner", "training.experiment.make_experiment") is None

@@ -32,9 +32,9 @@ from support.tables import every_row
 from compression.codecs import Statistical
 from compression.exchange import by_groups, exchange
 from compression.local_sgd import LocalSGD
-from compression.sparse_loco import sparse
 from configs import base
 from configs.schema import LocalSGDConfig, OptimizerConfig
+from examples.methods.sparse_loco import sparse
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
 from training.optimizers import guarded, make_optimizer

@@ -13,8 +13,9 @@ from support.running import ROOT
 from support.tables import every_row
 
 from compression.exchange import exchange
-from compression.methods import method_named
+from compression.one_bit_adam import ONE_BIT_ADAM
 from configs import base
+from examples.methods import demo
 from sharding.hlo import Collective, read_collectives
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, is_spec, place_all
@@ -60,9 +61,10 @@ def dense_bytes(replicas: int) -> float:
 def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block(replicas: int) -> None:
     """To all nodes, and nothing else; of 64 of 4096 values it is as many times less than in f32 as the page says."""
     times, sparsity = claimed(r"between R nodes (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)")
-    bits, scales = claimed(r"`1 - compression.sparsity` of the values at (\d+) bits each, and (\d+) bytes per block")
+    bits, scales = claimed(r"`1 - sparsity` of the values at (\d+) bits each, and (\d+) bytes per block")
     plan = plan_of(replicas)
-    found = sent(plan, method_named("demo").build(workload.setup(plan, "demo", sparsity=sparsity)))
+    method = demo.method(sparsity=sparsity)
+    found = sent(plan, method.build(workload.setup(plan, method)))
     coded, others = ([c for c in found if (c.dtype == "u8") is is_coded] for is_coded in (True, False))
     payload = SIZE // 4096 * (64 * bits / 8 + scales)
     assert [(c.kind, c.inter_bytes) for c in coded] == [("all-gather", (replicas - 1) * payload)]
@@ -72,7 +74,7 @@ def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block(replicas: 
 
 def one_bit_adam(plan: ShardingPlan, step: int) -> Any:
     """Returns the method with a warm-up of 10 steps, in a program for one step alone."""
-    method = method_named("one_bit_adam").build(workload.setup(plan, "one_bit_adam", warmup_steps=10))
+    method = ONE_BIT_ADAM.build(workload.setup(plan, ONE_BIT_ADAM, warmup_steps=10))
     at_step = lambda grads, state, params: method.update(grads, state._replace(step=jnp.int32(step)), params)
     return optax.GradientTransformation(method.init, at_step)
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support import workload
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.numpy_resnet import build, conv, random_params, relu
 from support.tables import every_row
 from support.workload import BATCH_NORM, whole
@@ -259,11 +260,12 @@ ALL_REDUCE: dict[str, dict[str, Any]] = {
     "none": {},
     "int8": {},
     "power_sgd": {},
-    "demo": {"compression__sparsity": 0.9},
+    "demo": {},
     "one_bit_adam": {"compression__warmup_steps": 1, "optimizer__name": "adamw", "optimizer__clip_norm": 0.0},
 }
 
 
+@pytest.mark.usefixtures("example_methods")
 @every_row("method", ALL_REDUCE)
 def test_all_reduce_sends_averages_as_they_are(method: str) -> None:
     """No codec, no residual and no momentum: also where the method takes the optimizer's place."""
@@ -275,6 +277,7 @@ def test_all_reduce_sends_averages_as_they_are(method: str) -> None:
     assert all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in jax.tree.leaves(trained))
 
 
+@pytest.mark.usefixtures("example_methods")
 def test_delayed_averages_are_one_step_late() -> None:
     """And move towards zero in the first step, which has no values; but not where demo takes the optimizer's place."""
     updates, _ = run_chain(make_tx(config(compression__delayed=True)), 3)
@@ -297,6 +300,7 @@ def test_averages_of_local_sgd_are_the_mean_of_the_replicas() -> None:
     assert isinstance(state[1].drift, PerReplica)
 
 
+@pytest.mark.usefixtures("example_methods")
 @every_row("method", ["int8", "demo", "one_bit_adam"])
 def test_a_skipped_step_leaves_what_all_reduce_keeps_as_it_was(method: str) -> None:
     """As a run has it: also where only an average is not finite, which goes past DeMo and 1-bit Adam."""

@@ -353,7 +353,7 @@ def tiny_config(changes: dict[str, Any]) -> Config:
         (dict(strategy="zero3"), {}, "none"),
         (dict(strategy="zero1"), {"delayed": True}, "none"),
         (dict(strategy="hsdp", tensor=2), {}, "none"),
-        (dict(strategy="hsdp"), {}, "power_sgd"),
+        (dict(strategy="hsdp"), {}, "one_bit_adam"),
     ],
 )
 def test_all_reduce_comes_after_the_backward_pass_unless_it_can_take_each_layer_by_itself(

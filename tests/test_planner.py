@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import pytest
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
-from support.running import IGNORED
+from support.running import IGNORED, ROOT
 from support.suite import sampled
 
+from configs import command_line
 from configs.schema import Config
 from planner import __main__ as program
 from planner import clusters
@@ -157,20 +159,22 @@ AVERAGES = {"local_sgd.inner_steps": 5, "local_sgd.outer_learning_rate": 1.0, "l
 # method: keys, and the bytes of a value that docs/compression.md claims, times the payloads that 4 nodes send
 CLAIMED: dict[str, tuple[dict[str, Any], float]] = {
     "statistical": ({}, 2 * 3 / 4 * (1 / 4 + 8 / 1024)),
-    "sparse_loco": (AVERAGES | {"compression.sparsity": 0.984}, 3 * 112 / 4096),
-    "demo": ({"optimizer.name": "sgd", "compression.sparsity": 0.984}, 3 * (64 * 13 / 8 + 8) / 4096),
+    "sparse_loco": (AVERAGES, 3 * 112 / 4096),
+    "demo": ({"optimizer.name": "sgd"}, 3 * (64 * 13 / 8 + 8) / 4096),
     "one_bit_adam": ({"compression.warmup_steps": 4, "optimizer.clip_norm": 0.0}, 2 * 3 / 4 * (1 / 8 + 4 / 1024)),
 }
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("example_methods")
 @pytest.mark.parametrize("method", sampled([*CLAIMED], "demo", "one_bit_adam"))
 def test_all_reduce_is_priced_with_the_bytes_that_its_page_claims(method: str) -> None:
     """Of matrices, which alone are encoded; 1-bit Adam behind its warm-up, and so is its time."""
     own, claimed = CLAIMED[method]
     keys = WHOLE | {"compression.all_reduce": method} | own
-    config = small(**{key.replace(".", "__"): value for key, value in keys.items()})
-    words = (*WORDS, *(f"--config.{key}={value}" for key, value in keys.items()))
+    file = f"--config={ROOT}/examples/methods/config.py"
+    words = (file, *WORDS[1:], *(f"--config.{key}={value}" for key, value in keys.items()))
+    config = command_line.parse(["planner", *words])
     found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
     shapes = [x.shape for x in jax.tree.leaves(found.experiment.state_shapes.params)]
     values = sum(prod(shape) for shape in shapes if sum(size > 1 for size in shape) > 1) / 2  # of a device

@@ -1,6 +1,7 @@
 """Candidates of a plan: strategies by name, keys of the config, and what is known of each before it is compiled."""
 
 import pytest
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
 from support.running import IGNORED
 
@@ -10,7 +11,7 @@ from planner.candidates import all_candidates, of_config, of_strategies
 from planner.predict import compiled_step
 from training.experiment import make_experiment
 
-pytestmark = IGNORED
+pytestmark = [IGNORED, pytest.mark.usefixtures("example_methods")]
 
 
 def test_strategies_by_name() -> None:
@@ -65,7 +66,6 @@ def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(subtests: 
         ({}, "inner_steps=0", "local_sgd.outer_learning_rate", 0.7),
         ({}, "inner_steps=0", "local_sgd.outer_momentum", 0.9),
         ({}, "inner_steps=0", "local_sgd.streaming", False),
-        ({"all_reduce": "power_sgd", "rank": 4}, "all_reduce=int8", "compression.rank", 2),
     ]:
         with subtests.test(keys=keys, extra=extra, key=key, value=value):
             local = {"inner_steps": 5, "outer_learning_rate": 0.5, "outer_momentum": 0.6, "streaming": True}

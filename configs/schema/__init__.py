@@ -33,7 +33,6 @@ from configs.schema.model import (  # noqa: F401
 )
 from configs.schema.sections import (
     LEAST_INTERVAL,
-    USERS,
     AblationConfig,
     BatchConfig,
     CheckpointConfig,
@@ -47,7 +46,8 @@ from configs.schema.sections import (
     ShardingConfig,
 )
 
-GONE = ("compression.threshold", "compression.sampled")  # keys of older versions, each of a method that has gone too
+# keys of older versions that were settings of methods; a config file that registers the method gives it its settings
+SETTINGS = tuple(f"compression.{name}" for name in ("threshold", "sampled", "rank", "sparsity", "feedback_decay"))
 
 RENAMED = {  # keys of older versions, and their names today
     "compression.hop_two": "compression.all_reduce",
@@ -116,17 +116,15 @@ class Config(Section):
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than num_steps={self.num_steps}; "
                 f"set optimizer.warmup_steps={self.num_steps} at most"
             )
-        local, all_reduce, warmup_steps = self.local_sgd, self.compression.all_reduce, self.compression.warmup_steps
+        local, warmup_steps = self.local_sgd, self.compression.warmup_steps
         inner_steps = local.inner_steps
-        if all_reduce in USERS["warmup_steps"] and warmup_steps >= (
-            meetings := -(-self.num_steps // (inner_steps or 1))
-        ):
+        if warmup_steps >= (meetings := -(-self.num_steps // (inner_steps or 1))):
             most = f"num_steps={self.num_steps}"
             if inner_steps:  # the longest interval, if they are chosen
                 most = f"{meetings}, the meetings in {most} with one every {inner_steps} steps"
             raise ValueError(
                 f"compression.warmup_steps={warmup_steps} must be less than {most}: the warm-up of "
-                f"compression.all_reduce={all_reduce} would never end"
+                f"compression.all_reduce={self.compression.all_reduce} would never end"
             )
         if local.target_utilisation and 0 < inner_steps <= LEAST_INTERVAL:
             raise ValueError(
@@ -237,6 +235,11 @@ def unknown_key(name: str, kind: str) -> str:
     """Returns what is wrong with a key that model.kind=`kind` does not have: others may have it."""
     if name in RENAMED:
         return f"{name} is not a key any more; it is {RENAMED[name]} now"
+    if name in SETTINGS:
+        return (
+            f"{name} is not a key any more; the config file that registers the method sets it, such as "
+            "examples/methods/config.py"
+        )
     others = [other for other in model_sections() if name in known_keys(other)]
     if kind not in model_sections() or not others:
         return f"{name} is not a key; the nearest is {nearest(name, [*known_keys(kind)])}"
@@ -269,11 +272,11 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
 
 
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config, nested, in today's keys: without GONE, RENAMED, and the rest as in BEFORE or the default.
+    """Returns a saved config, nested, in today's keys; those that it lacks are as in BEFORE, or have their defaults.
 
     ValueError if it is not a config.
     """
-    kept = {RENAMED.get(name, name): value for name, value in flat(saved).items() if name not in GONE}
+    kept = {RENAMED.get(name, name): value for name, value in flat(saved).items() if name not in SETTINGS}
     try:
         return nested(flat(defaults(str(saved["model"]["kind"]))) | BEFORE | kept)
     except (KeyError, TypeError) as error:

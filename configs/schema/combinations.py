@@ -140,9 +140,7 @@ FEATURES: dict[str, Feature] = {
         instead="set compression.error_feedback=False",
     ),
     "no feedback": _of("compression.error_feedback", False, True),
-    "keeping method": _all_reduce(
-        "`power_sgd`, `one_bit_adam`, `sparse_loco` or `demo`", lambda name: name in METHODS, "none or a codec"
-    ),
+    "keeping method": _all_reduce("`one_bit_adam`", lambda name: name in METHODS, "none or a codec"),
     "other payload": _all_reduce(
         "a replica all-reduce by another method than `none`, `bf16`, `int8` and `int4`",
         lambda name: name not in CODECS,
@@ -190,16 +188,16 @@ FEATURES: dict[str, Feature] = {
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
     "one_bit_adam": _of("compression.all_reduce", "one_bit_adam", "none"),
-    "demo": _of("compression.all_reduce", "demo", "none or a codec"),
-    "sparse_loco": _of("compression.all_reduce", "sparse_loco", "none or a codec"),
-    "outer momentum": _other_than("local_sgd.outer_momentum", 0.0),
     "outer step's rate": _changed(LocalSGDConfig, "outer_learning_rate"),
     "outer step's momentum": _changed(LocalSGDConfig, "outer_momentum"),
     "replacing method": _all_reduce(
-        "`demo` or `one_bit_adam`", lambda _, optimizer: optimizer is not None, "none or a codec", "takes_over"
+        "`one_bit_adam`, or a registered method that replaces the optimizer",
+        lambda _, optimizer: optimizer is not None,
+        "none or a codec",
+        "takes_over",
     ),
     "whole method": _all_reduce(
-        "`power_sgd`, `demo` or `one_bit_adam`",
+        "`one_bit_adam`, or a registered method that needs all gradients at once",
         lambda _, by_group: not by_group,
         "none or a codec",
         "goes_by_group",
@@ -207,7 +205,7 @@ FEATURES: dict[str, Feature] = {
     "other optimizer": Feature(
         keys=("optimizer.name", "takes_over"),
         has=lambda name, replaced: replaced not in (None, name),
-        shown="another optimizer than `sgd` for `demo`, `adamw` for `one_bit_adam`",
+        shown="another optimizer than the one that it replaces (`adamw` for `one_bit_adam`)",
         instead="set optimizer.name={takes_over}",
     ),
     "compressed": _other_than("compression.all_reduce", "none"),
@@ -347,12 +345,9 @@ RULES: tuple[Rule, ...] = (
     Rule("streaming", "tensor", "it cuts tensors into parts, and they are cut already"),
     Rule("streaming", "whole method", "it exchanges parts of tensors, and this method needs them whole"),
     Rule("replacing method", "other optimizer", "the method takes the place of one optimizer"),
-    Rule("sparse_loco", "no local SGD", "it is a method for the outer gradients of many steps"),
-    Rule("sparse_loco", "outer momentum", "what it has still to send takes the place of a momentum"),
     Rule("one_bit_adam", "no warm-up", "it needs its variances from a warm-up"),
     Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
     Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
-    Rule("demo", "wider optimizer", "it needs them in the same scope"),
     *(Rule(name, f"no {name}", UNUSED) for name in USERS),
     Rule("outer step's rate", "no local SGD", UNUSED),
     Rule("outer step's momentum", "no local SGD", UNUSED),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
-from configs.schema.own import OWN
+from configs.schema.own import EXAMPLES, OWN
 
 Value = TypeVar("Value")
 BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
@@ -87,7 +87,8 @@ class Key:
             choices = [str(choice) for choice in self.every_choice]
             near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{name}={value} is not known; one of {', '.join(choices)}{hint}")
+            examples = "".join(f"; {EXAMPLES[topic]} registers others" for topic in self.topics if topic in EXAMPLES)
+            raise ValueError(f"{name}={value} is not known; one of {', '.join(choices)}{hint or examples}")
         if self.range and not self._is_in_range(value):
             raise ValueError(f"{name}={value} must be {self.range}: {self.meaning}")
 

@@ -4,3 +4,4 @@ from typing import Any
 
 TOPICS = ("model", "source", "tokenizer", "codec", "all_reduce", "strategy", "optimizer", "schedule")
 OWN: dict[str, dict[str, Any]] = {topic: {} for topic in TOPICS}
+EXAMPLES = {"all_reduce": "examples/methods/config.py"}  # config files that register further names of a topic

@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
-SPARSE = ("sparse_loco", "demo")
 USERS = {  # of keys of `compression` that replica all-reduce alone reads: the values of all_reduce that use them
-    "warmup_steps": ("one_bit_adam", "power_sgd"),
+    "warmup_steps": ("one_bit_adam",),
     "rounding": ("int8", "int4"),
-    "sparsity": SPARSE,
-    "feedback_decay": SPARSE,
-    "rank": ("power_sgd",),
 }
-METHODS = ("one_bit_adam", "power_sgd", "sparse_loco", "demo")  # values of all_reduce that are no codecs
+METHODS = ("one_bit_adam",)  # values of all_reduce that are no codecs
 ALL_REDUCE = (*CODECS, "statistical", *METHODS)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
@@ -141,15 +137,7 @@ class CompressionConfig(Section, name="compression"):
     block: int = key(1024, "int8, int4, one_bit_adam, statistical: values per scale; a multiple of 8", unit="values")
     rounding: str = key("nearest", "int8, int4: rounding in the replica all-reduce", choices=("nearest", "stochastic"))
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
-    sparsity: float = key(0.999, "sparse_loco, demo: share of values that are not sent", above=0, below=1)
-    feedback_decay: float = key(0.95, "sparse_loco, demo: what was not sent is multiplied by it", least=0, most=1)
-    warmup_steps: int = key(
-        0,
-        "one_bit_adam: steps of plain Adam; power_sgd: exchanges without compression",
-        least=0,
-        unit="steps",
-    )
-    rank: int = key(2, "power_sgd: rank of the factors; of small matrices less, so that they send half", least=1)
+    warmup_steps: int = key(0, "one_bit_adam: steps of plain Adam before it compresses", least=0, unit="steps")
     delayed: bool = key(False, "exchange the previous step's gradients during the compute")
 
     def __post_init__(self) -> None:

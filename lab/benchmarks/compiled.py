@@ -19,7 +19,9 @@ from typing import Any
 import jax
 
 from configs import command_line
+from configs.register import register
 from configs.schema import Config
+from examples.methods import power_sgd
 from lab.benchmarks.names import config_file, strategy_keys
 from lab.benchmarks.runner import Key, Main, config_words, options_of, program, rows_of, run_missing
 from lab.records import DERIVED, Line
@@ -130,6 +132,8 @@ def config_of(cell: Key, **changes: Any) -> Config:
     keys |= {"mesh.num_cpu_devices": cell["devices"], "mesh.devices_per_node": cell["devices_per_node"]}
     keys |= strategy_keys(cell["strategy"])
     keys |= cell["changes"] | {f"model.{key}": value for key, value in changes.items()}
+    if rank := keys.pop("compression.rank", 0):  # a key when these cells were named
+        register("all_reduce", "power_sgd", power_sgd.method(rank))
     return command_line.parse(["lab.benchmarks", *config_words(config_file(cell["config"]), keys)])
 
 

@@ -155,6 +155,7 @@ def free(records: Records) -> str:
     """Returns a row per method: the lowest and highest mean over the dense runs, by task, and whether it is free."""
     found, words = by_method(read(text(records))), {True: "yes", False: "no", None: "not known"}
     about = {f"compression.all_reduce={name}": " (removed)" for name in GONE} | {INNER_STEPS: ", any codec"}
+    about |= {f"compression.all_reduce={name}": " (an example)" for name in accuracy.EXAMPLES}
     cells = [
         [
             f"`{method}`{about.get(method.split()[0], '')}",

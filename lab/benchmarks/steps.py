@@ -45,7 +45,7 @@ from lab.records import MEASURED
 from training.independent import FOLDER
 from training.metrics.run_files import read_run
 
-CONFIG = "configs/standard.py"
+CONFIG = "examples/methods/config.py:standard"
 CLUSTER = Cluster(nodes=4, devices_per_node=2)
 NAMES = {"strategies": ("mode", "strategy"), "compression": ("kind", "codec"), "replicas": ("mode", "run")}
 COMPUTE = "compute only"  # the same rows on the same devices in one process: no network, no sharding
@@ -54,7 +54,6 @@ ALONE = "independent none dots alone"
 MICRO_STEPS = {"one micro-step": 1, "four micro-steps": 4}  # by mode of replicas.jsonl
 GROUPS = {"sharding.strategy": "hsdp", "sharding.partition_size": 0}  # a replica per node
 GONE = ("two_bit", "one_bit", "dgc")  # codecs that were recorded, and are examples of docs/extending.md now
-SPARSITY = 0.984  # of codecs that send the largest values
 STEPS, SKIPPED = 7, 2  # the first steps connect
 JOINING = 4  # more steps of replicas, which join one after the other
 
@@ -174,7 +173,6 @@ def strategy_keys(name: str) -> dict[str, Any]:
 def codec_keys(name: str) -> dict[str, Any]:
     """Returns the keys of a step of one micro-step with a codec, and with the optimizer that the codec needs."""
     keys = {"compression.all_reduce": name, "batch.global_size": CLUSTER.degree("all")}
-    keys |= {"compression.sparsity": SPARSITY} if name in USERS["sparsity"] else {}
     optimizer = method_named(name).takes_over  # otherwise AdamW
     return keys | ({"optimizer.name": optimizer} if optimizer else {})
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import models
-from compression.all_reduce import Setup, unless_not_finite
+from compression.all_reduce import AllReduceMethod, Setup, unless_not_finite
 from compression.exchange import exchange
 from compression.methods import method_named
 from configs import base
@@ -246,10 +246,10 @@ def payload_bytes(codec: Codec, size: int) -> int:
     return jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((size,), jnp.float32), jax.random.key(0)).size
 
 
-def setup(plan: ShardingPlan, all_reduce: str, *, kind: str = "tensors", **compression: Any) -> Setup:
-    """What a method of the replica all-reduce is built for."""
-    config, method = base.get_config(), method_named(all_reduce)
-    config.compression.update(compression | {"all_reduce": all_reduce})
+def setup(plan: ShardingPlan, method: str | AllReduceMethod, *, kind: str = "tensors", **compression: Any) -> Setup:
+    """What a method of the replica all-reduce, or the one of that name, is built for."""
+    config, method = base.get_config(), method_named(method) if isinstance(method, str) else method
+    config.compression.update(compression)
     config.optimizer.update({"name": method.takes_over or "adamw", "clip_norm": 0.0})
     return Setup(
         compression=CompressionConfig(**config.compression),

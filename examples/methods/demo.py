@@ -4,10 +4,10 @@
     send the largest coefficients of m's cosine transform, in blocks of up to 64 x 64; m <- m - what was sent
     the update is the sign of the sum of all sent
 
-What changes slowly in a momentum is in few coefficients, and is sent at once; the rest stays where it arose. The values
-are sent as SparseLoCo's (compression/sparse_loco.py): in two bits, where the paper sends f32. The paper adds `lr g` to
-a momentum; without the schedule in it, a warm-up's gradients count as much as others. Of parameters with one dim per
-layer all is sent, which leaves no momentum.
+A momentum's slow changes are in few coefficients, which are sent at once; the rest stays in the replica's momentum. The
+values are sent as SparseLoCo's (sparse_loco.py): in two bits, where the paper sends f32. The paper adds `lr g` to a
+momentum; without the schedule in it, a warm-up's gradients count as much as others. Parameters with one dim per layer
+are sent whole, which leaves them no momentum.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from jax.scipy import fft
 
 from compression.all_reduce import AllReduceMethod, Setup
 from compression.exchange import by_groups
-from compression.sparse_loco import sparse
+from examples.methods.sparse_loco import check_settings, sparse
 from sharding.in_step_exchange import Counts, Exchange
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
@@ -79,14 +79,25 @@ def _side(size: int) -> int:
     return next(side for side in range(min(BLOCK, size), 0, -1) if size % side == 0)
 
 
-def _build(setup: Setup) -> optax.GradientTransformation:
-    plan, compression = setup.plan, setup.compression
-    return by_groups(plan, by_frequency(plan, density=1 - compression.sparsity, decay=compression.feedback_decay))
+def method(sparsity: float = 0.999, decay: float = 0.95) -> AllReduceMethod:
+    """Returns the method, for `register`: `sparsity` is the share of coefficients that are not sent.
 
+    `decay` is the momentum. ValueError for settings out of range, and when a run has its optimizer state in a wider
+    scope than the gradients.
+    """
+    check_settings(sparsity, decay)
 
-DEMO = AllReduceMethod(
-    name="demo",
-    build=_build,
-    takes_over="sgd",
-    downstream=lambda optimizer: replace(optimizer, momentum=0.0, clip_norm=0.0),
-)
+    def build(setup: Setup) -> optax.GradientTransformation:
+        if setup.plan.layout.optimizer_beyond_gradients:
+            raise ValueError(
+                "compression.all_reduce=demo needs gradients and optimizer state in one scope; set "
+                "sharding.strategy=ddp, hsdp or mics"
+            )
+        return by_groups(setup.plan, by_frequency(setup.plan, density=1 - sparsity, decay=decay))
+
+    return AllReduceMethod(
+        name="demo",
+        build=build,
+        takes_over="sgd",
+        downstream=lambda optimizer: replace(optimizer, momentum=0.0, clip_norm=0.0),
+    )

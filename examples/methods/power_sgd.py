@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.all_reduce import AllReduceMethod
+from compression.all_reduce import AllReduceMethod, Setup
 from compression.exchange import dense_at_first, of_all_shards, to_optimizer_scope
 from compression.statistics import Sent, State, nothing_sent, zeros_R
 from sharding.mesh import STAGE
@@ -123,12 +123,18 @@ def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int, *, warmup_steps: int
     return dense_at_first(plan, warmup_steps, of_all_shards(plan, init, partial(_exchange_shards, plan, matrices)))
 
 
-POWER_SGD = AllReduceMethod(
-    name="power_sgd",
-    build=lambda setup: power_sgd(
-        setup.plan, setup.specs, setup.compression.rank, warmup_steps=setup.compression.warmup_steps
-    ),
-)
+def method(rank: int = 2) -> AllReduceMethod:
+    """Returns the method, for `register`; `compression.warmup_steps` are exchanges without compression.
+
+    ValueError for a rank below 1.
+    """
+    if rank < 1:
+        raise ValueError(f"rank={rank} of PowerSGD must be at least 1")
+
+    def build(setup: Setup) -> optax.GradientTransformation:
+        return power_sgd(setup.plan, setup.specs, rank, warmup_steps=setup.compression.warmup_steps)
+
+    return AllReduceMethod(name="power_sgd", build=build)
 
 
 def _exchange_shards(

@@ -138,11 +138,22 @@ def _exchange(xs: Shards, intra: Axes, inter: Axes, density: float) -> tuple[Sha
     return joined(whole), joined(placed), sent
 
 
-def _primitive(setup: Setup) -> Exchange:
-    compression = setup.compression
-    return sparse(setup.plan, density=1 - compression.sparsity, decay=compression.feedback_decay)
+def check_settings(sparsity: float, decay: float) -> None:
+    """Raises ValueError for a share of unsent values, or a factor of the residual, that is not one."""
+    if not 0 < sparsity < 1 or not 0 <= decay <= 1:
+        raise ValueError(f"sparsity={sparsity} must be between 0 and 1, and decay={decay} from 0 to 1")
 
 
-SPARSE_LOCO = AllReduceMethod(
-    name="sparse_loco", build=lambda setup: by_groups(setup.plan, _primitive(setup)), primitive=_primitive
-)
+def method(sparsity: float = 0.999, decay: float = 0.95) -> AllReduceMethod:
+    """Returns the method, for `register`: `sparsity` is the share of values that are not sent.
+
+    The residual, which is what was not sent, is multiplied by `decay`. ValueError for settings out of range.
+    """
+    check_settings(sparsity, decay)
+
+    def primitive(setup: Setup) -> Exchange:
+        return sparse(setup.plan, density=1 - sparsity, decay=decay)
+
+    return AllReduceMethod(
+        name="sparse_loco", build=lambda setup: by_groups(setup.plan, primitive(setup)), primitive=primitive
+    )

@@ -1,0 +1,34 @@
+"""Any config of configs/, with the methods of this folder as further values of `compression.all_reduce`.
+
+    python train.py --config=examples/methods/config.py --workdir=runs/power_sgd \\
+        --config.compression.all_reduce=power_sgd
+
+`:NAME` is another config than the quickstart: `examples/methods/config.py:digits`. A method takes its settings as
+arguments; other settings are a line in your own config file:
+
+    register("all_reduce", "power_sgd", power_sgd.method(rank=8))
+
+Hardware: that of the config; the quickstart plays 4 nodes of 2 CPU devices.
+Expected: losses and bytes of each method are in docs/compression_accuracy.md.
+"""
+
+from importlib import import_module
+
+from ml_collections import ConfigDict
+
+from configs.register import register
+from examples.methods import demo, power_sgd, sparse_loco
+
+register("all_reduce", "power_sgd", power_sgd.method(rank=2))
+register("all_reduce", "sparse_loco", sparse_loco.method(sparsity=0.984, decay=0.95))
+register("all_reduce", "demo", demo.method(sparsity=0.984, decay=0.999))
+
+
+def get_config(arg: str = "quickstart") -> ConfigDict:
+    """Returns the config of configs/NAME.py, for `NAME` or `NAME:arg`. ValueError if there is no such file."""
+    name, _, own_arg = arg.partition(":")
+    try:
+        module = import_module(f"configs.{name}")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"config.py:{arg} is not known; there is no configs/{name}.py") from error
+    return module.get_config(*filter(None, [own_arg]))

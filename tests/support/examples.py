@@ -1,0 +1,17 @@
+"""The methods of examples/methods, registered for a test."""
+
+from typing import Any
+
+import pytest
+
+from configs.schema.own import OWN
+from examples.methods import demo, power_sgd, sparse_loco
+
+METHODS = {method.name: method for method in (power_sgd.method(rank=2), sparse_loco.method(0.984), demo.method(0.9))}
+
+
+@pytest.fixture
+def example_methods(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes them choices of `compression.all_reduce`."""
+    for name, method in METHODS.items():
+        monkeypatch.setitem(OWN["all_reduce"], name, method)
