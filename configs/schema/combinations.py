@@ -205,7 +205,7 @@ FEATURES: dict[str, Feature] = {
     "other optimizer": Feature(
         keys=("optimizer.name", "takes_over"),
         has=lambda name, replaced: replaced not in (None, name),
-        shown="another optimizer than the one that it replaces (`adamw` for `one_bit_adam`)",
+        shown="`optimizer.name` other than the optimizer that the method replaces",
         instead="set optimizer.name={takes_over}",
     ),
     "compressed": _other_than("compression.all_reduce", "none"),

@@ -8,7 +8,7 @@ arguments; other settings are a line in your own config file:
 
     register("all_reduce", "power_sgd", power_sgd.method(rank=8))
 
-Hardware: that of the config; the quickstart plays 4 nodes of 2 CPU devices.
+Hardware: the config's; the quickstart simulates 4 nodes of 2 CPU devices.
 Expected: losses and bytes of each method are in docs/compression_accuracy.md.
 """
 
@@ -30,5 +30,5 @@ def get_config(arg: str = "quickstart") -> ConfigDict:
     try:
         module = import_module(f"configs.{name}")
     except ModuleNotFoundError as error:
-        raise ValueError(f"config.py:{arg} is not known; there is no configs/{name}.py") from error
+        raise ValueError(f"config.py:{arg} is not known; configs/{name}.py does not exist") from error
     return module.get_config(*filter(None, [own_arg]))

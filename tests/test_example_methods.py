@@ -1,0 +1,95 @@
+"""examples/methods/config.py: its choices and refusals, and saved runs whose methods were part of the core."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.examples import METHODS, example_methods  # noqa: F401 (fixture)
+from support.four_nodes import config as config_with
+from support.running import ROOT
+from support.tables import every_row
+
+from configs import command_line
+from configs.schema import SETTINGS, Config, flat, nested
+from configs.schema.own import OWN
+from examples.methods import demo, power_sgd, sparse_loco
+from training.experiment import make_experiment
+from training.resume import check_same_run
+
+FILE = f"--config={ROOT}/examples/methods/config.py"
+QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    yield
+    OWN["all_reduce"].clear()
+
+
+def parse(file: str, **keys: Any) -> Config:
+    words = [f"--config.{key.replace('__', '.')}={value}" for key, value in keys.items()]
+    return command_line.parse(["train.py", file, *words])
+
+
+def test_it_is_any_config_with_further_methods() -> None:
+    for name in METHODS:
+        optimizer = METHODS[name].takes_over or "adamw"
+        found = parse(FILE, compression__all_reduce=name, optimizer__name=optimizer)
+        assert found.values == parse(QUICKSTART, optimizer__name=optimizer).values | {"compression.all_reduce": name}
+    assert parse(f"{FILE}:digits:vit") == parse(f"--config={ROOT}/configs/digits.py:vit")
+    with pytest.raises(ValueError, match=r"^config.py:quick is not known; configs/quick.py does not exist$"):
+        parse(f"{FILE}:quick")
+
+
+@every_row("name", METHODS)
+def test_without_it_an_error_names_it(name: str) -> None:
+    with pytest.raises(ValueError, match=f"all_reduce={name} is not known; .*; examples/methods/config.py registers"):
+        parse(QUICKSTART, compression__all_reduce=name)
+
+
+def test_a_mistyped_name_is_corrected_instead() -> None:
+    with pytest.raises(ValueError, match=r"all_reduce=int88 is not known; .*; did you mean int8\?$"):
+        parse(QUICKSTART, compression__all_reduce="int88")
+
+
+@every_row("key", SETTINGS)
+def test_a_key_that_was_a_setting_names_it(key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key} is not a key any more; .* such as examples/methods/config.py$"):
+        parse(FILE, **{key: 3})
+
+
+def test_a_run_of_an_older_version_goes_on_with_it() -> None:
+    """Whose config has the settings as keys; without the file one line says what is missing."""
+    keys = {"compression__all_reduce": "power_sgd"}
+    today = parse(FILE, **keys)
+    settings = {"compression.rank": 2, "compression.sparsity": 0.999, "compression.feedback_decay": 0.95}
+    saved = nested(flat(today.to_dict()) | settings)
+    check_same_run(saved, today, Path("run"))
+    OWN["all_reduce"].clear()
+    other = parse(QUICKSTART)
+    with pytest.raises(ValueError, match="^run holds a run with compression.all_reduce=power_sgd, which this --config"):
+        check_same_run(saved, other, Path("run"))
+
+
+@every_row(
+    ("make", "said"),
+    [
+        (lambda: power_sgd.method(rank=0), "rank=0 of PowerSGD must be at least 1"),
+        (lambda: sparse_loco.method(sparsity=1.0), "sparsity=1.0 must be between 0 and 1, and decay=0.95 from 0 to 1"),
+        (lambda: sparse_loco.method(sparsity=0.0), "sparsity=0.0 must be"),
+        (lambda: demo.method(decay=1.1), "sparsity=0.999 must be between 0 and 1, and decay=1.1 from 0 to 1"),
+        (lambda: demo.method(decay=-0.1), "decay=-0.1 from 0 to 1"),
+    ],
+)
+def test_bad_settings_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.usefixtures("example_methods")
+def test_demo_refuses_a_wider_optimizer_state() -> None:
+    changes = {"compression.all_reduce": "demo", "optimizer.name": "sgd", "sharding.partition_size": 0}
+    with pytest.raises(ValueError, match=r"^compression.all_reduce=demo needs gradients and optimizer state in one sc"):
+        make_experiment(config_with(changes | {"sharding.strategy": "zero1"}))
