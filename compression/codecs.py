@@ -191,13 +191,13 @@ class Marked:
         return jnp.where(payload[..., -1:] > 0, jnp.nan, self.codec.decode(payload[..., :-1]))
 
 
-def make_codec(name: str, config: CompressionConfig, *, rounding: str = "nearest") -> Codec | None:
+def make_codec(name: str, config: CompressionConfig) -> Codec | None:
     """Returns the codec called `name`, or None for `none`."""
     match name:
         case "bf16":
             return BFloat16()
         case "int8" | "int4":
-            return Blockwise(bits=int(name[3:]), block=config.block, stochastic=rounding == "stochastic")
+            return Blockwise(bits=int(name[3:]), block=config.block)
         case "statistical":
             return Statistical(block=config.block)
         case "none":

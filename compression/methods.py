@@ -17,7 +17,7 @@ def with_codec(name: str) -> AllReduceMethod:
     def of(function: Callable[..., Any]) -> Callable[[Setup], Any]:
         return lambda setup: function(
             setup.plan,
-            make_codec(name, setup.compression, rounding=setup.compression.rounding),
+            make_codec(name, setup.compression),
             error_feedback=setup.compression.error_feedback,
         )
 

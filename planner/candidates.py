@@ -9,8 +9,8 @@ from typing import Any
 
 from configs.losses import CODED as NOT_ALL_REDUCE
 from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
-from configs.schema import CompressionConfig, Config, LocalSGDConfig, MeshConfig
-from configs.schema.sections import ALL_REDUCE, USERS
+from configs.schema import Config, LocalSGDConfig, MeshConfig
+from configs.schema.sections import ALL_REDUCE, METHODS
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
 SCOPES = ("parameters", "gradients", "optimizer")
@@ -101,11 +101,10 @@ class Candidate:
             extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
         elif self.strategy != "custom":  # the config sets the scopes that `custom` does not name
             keys |= {f"sharding.{name}": "" for name in SCOPES}
-        # These keys belong to the config's method, and the candidate's may be another one. Registered methods may read
-        # them.
-        if {extras[key] for key in CODED} <= {*ALL_REDUCE}:
-            unused = [key for key, users in USERS.items() if extras["all_reduce"] not in users]
-            keys |= {f"compression.{key}": getattr(CompressionConfig, key) for key in unused}
+        # The warm-up belongs to the config's method, and the candidate's may be another one. Registered methods may
+        # read it.
+        if extras["all_reduce"] not in METHODS and {extras[key] for key in CODED} <= {*ALL_REDUCE}:
+            keys["compression.warmup_steps"] = 0
         if extras.get("inner_steps") == "0":
             keys |= {f"local_sgd.{key}": value for key, value in vars(LocalSGDConfig()).items()}
         texts = {_key(extra): value for extra, value in extras.items()} | self.change

@@ -11,9 +11,8 @@ from support.four_nodes import BASE, config, of_kind
 from support.running import ROOT
 
 from configs.schema import DecoderConfig, flat, may_change
-from configs.schema.combinations import CODED, FEATURES, RULES, Facts, Rule, table
+from configs.schema.combinations import CODED, FEATURES, RULES, Facts, table
 from configs.schema.own import OWN
-from configs.schema.sections import USERS
 from models import Decoder, chunked_loss
 from training.experiment import make_experiment
 from training.gradient_units import GradientUnits
@@ -36,9 +35,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "no feedback": {"compression.error_feedback": False},
     "keeping method": ONE_BIT_ADAM,
     "other payload": {"compression.all_reduce": "statistical"},
-    "random": {"compression.rounding": "stochastic", "compression.all_reduce": "int8"},
-    "rounding": {"compression.rounding": "stochastic", "compression.all_reduce": "int8"},
-    "no rounding": {"compression.all_reduce": "statistical"},
     "several replicas": {"sharding.partition_size": 2, "sharding.strategy": "mics"},
     "stages": {"mesh.stages": 2},
     "context": {"mesh.context": 2},
@@ -65,8 +61,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "streaming": LOCAL | {"local_sgd.streaming": True},
     "utilisation": LOCAL | {"local_sgd.target_utilisation": 0.9},
     "clipping": {"optimizer.clip_norm": 1.0},
-    "warmup_steps": ONE_BIT_ADAM,
-    "no warmup_steps": {"compression.all_reduce": "int8"},
+    "warm-up": ONE_BIT_ADAM,
+    "no user of a warm-up": {"compression.all_reduce": "int8"},
     "no warm-up": {"compression.warmup_steps": 0},
     "one_bit_adam": ONE_BIT_ADAM,
     "outer step's rate": LOCAL | {"local_sgd.outer_learning_rate": 0.5},
@@ -91,6 +87,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
+RULED = {(rule.one, other): rule for rule in RULES for other in rule.others}
 ALL = EXAMPLES | {"adapters": {"model.lora_rank": 2}}  # which no rule names
 ALIKE = {
     *(key.partition(".")[2] for key in CODED if key.endswith("_intra")),
@@ -101,7 +98,7 @@ ALIKE = {
     "cudnn",
     "layer gather",
 }
-ALIKE |= {*USERS, "outer step's rate", "outer step's momentum"}
+ALIKE |= {"warm-up", "outer step's rate", "outer step's momentum"}
 DISTINCT = {
     str(sorted(changes.items())): name
     for name, changes in ALL.items()
@@ -131,16 +128,23 @@ def error_of(changes: dict[str, Any]) -> str:
 
 def test_every_feature_has_an_example() -> None:
     assert EXAMPLES.keys() == FEATURES.keys()
-    assert {name for rule in RULES for name in (rule.one, rule.other)} == FEATURES.keys()
+    assert {name for pair in RULED for name in pair} == FEATURES.keys()
+    assert len(RULED) == len({frozenset(pair) for pair in RULED})
 
 
-def problem_of(rule: Rule) -> str:
-    """What is wrong with the error of a rule's two examples; "" for nothing."""
-    changes = EXAMPLES[rule.one] | EXAMPLES[rule.other]
+def together(one: str, other: str) -> dict[str, Any]:
+    """A config that has both features of a rule; a feature that is the lack of something wins."""
+    lacks = one in ("no local SGD", "whole experts")
+    return EXAMPLES[other] | EXAMPLES[one] if lacks else EXAMPLES[one] | EXAMPLES[other]
+
+
+def problem_of(one: str, other: str) -> str:
+    """What is wrong with the error of the two examples of a rule; "" for nothing."""
+    rule, changes = RULED[one, other], together(one, other)
     error = error_of(changes)
     if f": {rule.why}; " not in error or "\n" in error or "{" in error:
         return f"not its line: {error!r}"
-    for feature in rule.features:
+    for feature in (FEATURES[one], FEATURES[other]):
         key = feature.keys[0]
         for part in (feature.said or f"{key}={config_value(key, changes)}", feature.instead.partition("{")[0]):
             if part not in error:
@@ -149,7 +153,7 @@ def problem_of(rule: Rule) -> str:
 
 
 def test_a_pair_that_a_rule_names_is_refused_in_its_line() -> None:
-    problems = {f"{rule.one} x {rule.other}": problem for rule in RULES if (problem := problem_of(rule))}
+    problems = {pair: problem for pair in RULED if (problem := problem_of(*pair))}
     assert not problems
 
 
@@ -164,10 +168,11 @@ def config_value(key: str, changes: dict[str, Any]) -> Any:
     return changes.get(key, BASE.get(key, flat(of_kind(kind).to_dict()).get(key)))
 
 
-def begins(rule: Rule, changes: dict[str, Any]) -> str:
+def begins(pair: tuple[str, str], changes: dict[str, Any]) -> str:
     """How the line of a rule begins for the config with these changes, whatever the rule finds in it."""
-    one, other = (f.said or f"{f.keys[0]}={config_value(f.keys[0], changes)}" for f in rule.features)
-    return f"{one} does not go with {other}: {rule.why}; "
+    features = [FEATURES[name] for name in pair]
+    one, other = (f.said or f"{f.keys[0]}={config_value(f.keys[0], changes)}" for f in features)
+    return f"{one} does not go with {other}: {RULED[pair].why}; "
 
 
 def build(changes: dict[str, Any]) -> None:
@@ -193,10 +198,10 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pair_is_refused_by_its_own_rule_or_its_step_can_be_built(pair: tuple[str, str]) -> None:
     """By its own, or by one before it about what both examples have besides."""
     changes = ALL[pair[0]] | ALL[pair[1]]
-    own = [i for i, rule in enumerate(RULES) if {rule.one, rule.other} == {*pair}]
+    own = [i for i, ruled in enumerate(RULED) if {*ruled} == {*pair}]
     if error := error_of(changes):
-        by = next((i for i, rule in enumerate(RULES) if error.startswith(begins(rule, changes))), len(RULES))
-        assert by <= own[0] if own else by < len(RULES) or any(words in error for words in SIZES), error
+        by = next((i for i, ruled in enumerate(RULED) if error.startswith(begins(ruled, changes))), len(RULED))
+        assert by <= own[0] if own else by < len(RULED) or any(words in error for words in SIZES), error
         return
     assert not own
     build(changes)
@@ -242,12 +247,12 @@ def test_a_rule_about_devices_advises_only_keys_that_a_resumed_run_may_change() 
     facts = {"has_replicas", "replicas_share_rows", "parameters_are_cut", "in_one_scope", "optimizer_like_gradients"}
     assert facts == {field.name for field in fields(Facts) if not field.name.startswith(("model_", "takes", "goes"))}
     refused: dict[str, list[str]] = {}
-    for rule in RULES:
-        if facts.isdisjoint(key for feature in rule.features for key in feature.keys):
+    for one, other in RULED:
+        if facts.isdisjoint((*FEATURES[one].keys, *FEATURES[other].keys)):
             continue
-        keys = keys_advised(error_of(EXAMPLES[rule.one] | EXAMPLES[rule.other]))
+        keys = keys_advised(error_of(together(one, other)))
         if not keys or not all(map(may_change, keys)):
-            refused[f"{rule.one} x {rule.other}"] = keys
+            refused[f"{one} x {other}"] = keys
     assert not refused
 
 
@@ -295,7 +300,7 @@ def test_one_line_names_what_would_do() -> None:
 
 def test_what_is_registered_may_use_every_key_of_compression(monkeypatch: pytest.MonkeyPatch) -> None:
     """A codec gets the section, in whatever hop it is, and a method of the replica all-reduce as well."""
-    unused = {"compression.rounding": "stochastic", "compression.warmup_steps": 1}
+    unused = {"compression.warmup_steps": 1}
     monkeypatch.setitem(OWN["codec"], "mine", None)
     monkeypatch.setitem(OWN["all_reduce"], "my_method", None)
     for keys in (

@@ -92,7 +92,6 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
 EXAMPLES = (power_sgd.method(), sparse_loco.method(sparsity=0.9, decay=1.0), demo.method(sparsity=0.9))
 METHODS = {method.name: method for method in (*METHODS_OF_THE_CORE, *EXAMPLES) if method.name != "none"}
 KEYS: dict[str, dict[str, Any]] = {
-    "int4": dict(rounding="stochastic"),
     "one_bit_adam": dict(warmup_steps=2),
     "power_sgd": dict(warmup_steps=3),
 }

@@ -33,7 +33,7 @@ SPECS["layers"]["wide"]["weight"] = ParamSpec(shape=(LAYERS, 128, 136), dims=("l
 def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The optimizer as a user of optax writes it for a flat dict of unstacked tensors."""
     c, decay = config, config.weight_decay
-    decays = lambda params: {name: c.decay_mask == "all" or stack_name(name) in MATRICES for name in params}
+    decays = lambda params: {name: stack_name(name) in MATRICES for name in params}
     decoupled = optax.add_decayed_weights(lambda step: -decay * schedule(step), decays)
     match c.name:
         case "adamw":
@@ -52,9 +52,9 @@ def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Grad
     return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decoupled)
 
 
-@every_row(("name", "mask"), [*((name, "matrices") for name in NAMES), ("adamw", "all"), ("lars", "all")])
-def test_optimizers_equal_optax_on_unstacked_layers(name: str, mask: str) -> None:
-    config = optimizer_config(name, clip_norm=0.0, decay_mask=mask)
+@every_row("name", NAMES)
+def test_optimizers_equal_optax_on_unstacked_layers(name: str) -> None:
+    config = optimizer_config(name, clip_norm=0.0)
     tx = plain_optax(config, make_schedule(config, STEPS))
     params: Any = flat(PARAMS)
     state = tx.init(params)

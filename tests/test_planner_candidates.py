@@ -61,8 +61,6 @@ def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(subtests: 
     """Such keys would be refused beside another method, or without local SGD."""
     for keys, extra, key, value in [
         ({"all_reduce": "power_sgd", "warmup_steps": 5}, "all_reduce=int8", "compression.warmup_steps", 0),
-        ({"all_reduce": "int8", "rounding": "stochastic"}, "all_reduce=none", "compression.rounding", "nearest"),
-        ({"all_reduce": "int8", "rounding": "stochastic"}, "all_reduce=int4", "compression.rounding", "stochastic"),
         ({}, "inner_steps=0", "local_sgd.outer_learning_rate", 0.7),
         ({}, "inner_steps=0", "local_sgd.outer_momentum", 0.9),
         ({}, "inner_steps=0", "local_sgd.streaming", False),

@@ -114,7 +114,6 @@ REFUSED = [
     {"compression.all_reduce": "statistical"},
     {"local_sgd.inner_steps": 10, "local_sgd.target_utilisation": 0.5},
     {"model.compute_dtype": "float16"},
-    {"compression.all_reduce": "int8", "compression.rounding": "stochastic"},
 ]
 
 

@@ -21,6 +21,7 @@ from support.tables import every_row
 import models
 from configs import base, command_line
 from configs.schema import (
+    GONE,
     MODELS,
     RENAMED,
     CheckpointConfig,
@@ -39,6 +40,7 @@ from configs.schema import (
 from configs.schema.__main__ import page
 from models.resnet import EXPANSION
 from sharding.scopes import STRATEGIES
+from training.resume import check_same_run
 
 RECORD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "configs.json").read_text())
 # keys, or what they begin with, of which nothing that is learned depends
@@ -196,6 +198,18 @@ def test_a_renamed_key_is_read_in_saved_configs_and_named_on_the_command_line(na
     read = flat(with_defaults(nested(saved)))
     assert read == flat(defaults()) | {today: value}
     with pytest.raises(ValueError, match=rf"^{name} is not a key any more; it is {today} now$"):
+        command_line.parse(["train.py", f"--config={ROOT}/configs/quickstart.py", f"--config.{name}={value}"])
+
+
+@every_row(("name", "value"), sorted(GONE.items()))
+def test_a_key_that_is_gone_is_read_with_the_value_that_runs_have(name: str, value: Any) -> None:
+    config = Config.from_dict(nested(flat(defaults()) | {"sharding.partition_size": 2}))
+    saved = flat(config.to_dict()) | {name: value}
+    check_same_run(nested(saved), config, Path("run"))
+    now = f"every run is as with {name}={value}"
+    with pytest.raises(ValueError, match=f"^run holds a run with {name}=other, but {now} now; finish it with"):
+        check_same_run(nested(saved | {name: "other"}), config, Path("run"))
+    with pytest.raises(ValueError, match=f"^{name} is not a key any more; {now}$"):
         command_line.parse(["train.py", f"--config={ROOT}/configs/quickstart.py", f"--config.{name}={value}"])
 
 

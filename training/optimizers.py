@@ -122,7 +122,7 @@ def follows_schedule(config: OptimizerConfig, specs: PyTree) -> bool:
 def _optimizer(config: OptimizerConfig, schedule: optax.Schedule, specs: PyTree, on_whole: OnWhole) -> Transform:
     """Returns the optimizer of the tensors in `specs`, which may be a part of the parameters."""
     c, decay = config, config.weight_decay
-    mask = _map_specs(lambda spec: c.decay_mask == "all" or is_matrix(spec), specs)
+    mask = _map_specs(is_matrix, specs)
     # optax's adafactor would decay by weight_decay itself in each step, and its muon only the orthogonalised matrices
     decoupled = optax.add_decayed_weights(lambda step: -decay * schedule(step), mask)
     match c.name:

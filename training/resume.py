@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from configs.register import unknown_names
-from configs.schema import Config, flat, may_change, with_defaults
+from configs.schema import GONE, Config, flat, may_change, with_defaults
 from elastic import latest_config
 from elastic.attempts import Extension
 from elastic.checkpointer import Checkpointer, damage
@@ -129,6 +129,12 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path, *, e
 
     `extends`: the run may have more steps than it had.
     """
+    for name, value in flat(saved).items():
+        if name in GONE and value != GONE[name]:
+            raise ValueError(
+                f"{workdir} holds a run with {name}={value}, but every run is as with {name}={GONE[name]} now; finish "
+                "it with the version that began it, or choose another --workdir"
+            )
     changed = changed_keys(saved, config.to_dict(), extends=extends)
     if changed:
         for name, value in unknown_names(saved).items():

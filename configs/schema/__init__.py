@@ -49,6 +49,9 @@ from configs.schema.sections import (
 # keys of older versions that were settings of methods; a config file that registers the method gives it its settings
 SETTINGS = tuple(f"compression.{name}" for name in ("threshold", "sampled", "rank", "sparsity", "feedback_decay"))
 
+# keys of older versions with the values that runs have today
+GONE = {"compression.rounding": "nearest", "optimizer.decay_mask": "matrices"}
+
 RENAMED = {  # keys of older versions, and their names today
     "compression.hop_two": "compression.all_reduce",
     **{f"compression.hop_one_{level}": f"compression.reduce_scatter_{level}" for level in ("inter", "intra")},
@@ -235,6 +238,8 @@ def unknown_key(name: str, kind: str) -> str:
     """Returns what is wrong with a key that model.kind=`kind` does not have: others may have it."""
     if name in RENAMED:
         return f"{name} is not a key any more; it is {RENAMED[name]} now"
+    if name in GONE:
+        return f"{name} is not a key any more; every run is as with {name}={GONE[name]}"
     if name in SETTINGS:
         return (
             f"{name} is not a key any more; the config file that registers the method sets it, such as "
@@ -276,7 +281,7 @@ def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
 
     ValueError if it is not a config.
     """
-    kept = {RENAMED.get(name, name): value for name, value in flat(saved).items() if name not in SETTINGS}
+    kept = {RENAMED.get(name, name): value for name, value in flat(saved).items() if name not in (*SETTINGS, *GONE)}
     try:
         return nested(flat(defaults(str(saved["model"]["kind"]))) | BEFORE | kept)
     except (KeyError, TypeError) as error:

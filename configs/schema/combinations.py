@@ -1,6 +1,6 @@
 """What goes with what: the features of a run, and the pairs of them that are refused, as data.
 
-    refuse(values)  # ValueError in one line for the first pair of RULES that a config has
+    refuse(values)  # ValueError in one line for the first pair of features in RULES that a config has
 
 A feature is read from keys of the config, and from facts that only devices, model and method of the replica all-reduce
 tell. Without those, `Config` refuses what its keys alone show; `training.experiment.make_plan` refuses the rest.
@@ -17,7 +17,6 @@ from configs.schema.own import OWN
 from configs.schema.sections import (
     CODECS,
     METHODS,
-    USERS,
     AblationConfig,
     BatchConfig,
     CompressionConfig,
@@ -87,22 +86,6 @@ def _all_reduce(shown: str, has: Callable[..., bool], instead: str, *facts: str)
     )
 
 
-def _any_of(names: Sequence[str], mark: str = "") -> str:
-    *first, last = (f"{mark}{name}{mark}" for name in names)
-    return " or ".join([", ".join(first)] * bool(first) + [last])
-
-
-def _no_user(name: str) -> Feature:
-    """Returns the feature that neither the replica all-reduce nor a registered method reads a key of `compression`."""
-    users = USERS[name]
-    return Feature(
-        keys=("compression.all_reduce", *CODED),
-        has=lambda *chosen: chosen[0] not in users and {*chosen}.isdisjoint({*OWN["codec"], *OWN["all_reduce"]}),
-        shown=f"a replica all-reduce by another method than {_any_of(users, '`')}",
-        instead=f"set compression.all_reduce={_any_of(users)}",
-    )
-
-
 def _where(fact: str, value: object, said: str, instead: str, shown: str = "") -> Feature:
     """Returns the feature of a fact that has one value."""
     return Feature(keys=(fact,), has=lambda v: v == value, shown=shown or said, said=said, instead=instead)
@@ -146,7 +129,6 @@ FEATURES: dict[str, Feature] = {
         lambda name: name not in CODECS,
         "none, bf16, int8 or int4",
     ),
-    "random": _of("compression.rounding", "stochastic", "nearest"),
     "several replicas": _where(
         "has_replicas", True, "several partition groups in one process", "set sharding.strategy=zero3"
     ),
@@ -186,7 +168,14 @@ FEATURES: dict[str, Feature] = {
     "streaming": _of("local_sgd.streaming", True, False),
     "utilisation": _other_than("local_sgd.target_utilisation", 0, "`local_sgd.target_utilisation` above 0"),
     "clipping": _other_than("optimizer.clip_norm", 0, "`optimizer.clip_norm` above 0"),
+    "warm-up": _other_than("compression.warmup_steps", 0, "`compression.warmup_steps` above 0"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
+    "no user of a warm-up": Feature(
+        keys=("compression.all_reduce", *CODED),
+        has=lambda *chosen: chosen[0] not in METHODS and {*chosen}.isdisjoint({*OWN["codec"], *OWN["all_reduce"]}),
+        shown="a replica all-reduce by another method than `one_bit_adam`",
+        instead="set compression.all_reduce=one_bit_adam",
+    ),
     "one_bit_adam": _of("compression.all_reduce", "one_bit_adam", "none"),
     "outer step's rate": _changed(LocalSGDConfig, "outer_learning_rate"),
     "outer step's momentum": _changed(LocalSGDConfig, "outer_momentum"),
@@ -239,8 +228,6 @@ FEATURES: dict[str, Feature] = {
         "`model.kind=resnet`, `vit` or `moe`",
     ),
 }
-for _name in USERS:
-    FEATURES |= {_name: _changed(CompressionConfig, _name), f"no {_name}": _no_user(_name)}
 for _key in CODED:
     FEATURES[_key.partition(".")[2]] = _other_than(
         _key, "none", "a codec of gathers, of the group reduce-scatter or of tokens"
@@ -249,24 +236,25 @@ for _key in CODED:
 
 @dataclass(frozen=True)
 class Rule:
-    """Two features that a run cannot have together, and why."""
+    """A feature, the others that a run cannot have together with it, and why."""
 
     one: str
-    other: str
+    others: tuple[str, ...]
     why: str
 
     @property
-    def features(self) -> tuple[Feature, Feature]:
-        """Both."""
-        return FEATURES[self.one], FEATURES[self.other]
+    def pairs(self) -> list[tuple[Feature, Feature]]:
+        """The feature with each of the others."""
+        return [(FEATURES[self.one], FEATURES[other]) for other in self.others]
 
     def complaint(self, values: Mapping[str, Any]) -> str:
-        """Returns the line for a config that has both; "" for others."""
-        if not all(feature.is_in(values) for feature in self.features):
-            return ""
-        one, other = (feature.in_words(values) for feature in self.features)
-        fixes = [feature.instead.format_map(values) for feature in self.features if feature.instead]
-        return f"{one} does not go with {other}: {self.why}; {', or '.join(_resumable_first(fixes))}"
+        """Returns the line for a config that has the first feature and one of the others; "" for other configs."""
+        for pair in self.pairs:
+            if all(feature.is_in(values) for feature in pair):
+                one, other = (feature.in_words(values) for feature in pair)
+                fixes = [feature.instead.format_map(values) for feature in pair if feature.instead]
+                return f"{one} does not go with {other}: {self.why}; {', or '.join(_resumable_first(fixes))}"
+        return ""
 
 
 def _resumable_first(fixes: Sequence[str]) -> list[str]:
@@ -281,77 +269,65 @@ def _may_change(fix: str) -> bool:
     return all(section in SECTIONS and keys_of(SECTIONS[section])[key].resumable for section, key in keys)
 
 
-CHOSEN = "XLA chooses the collectives"
-NO_ALL_REDUCE = "there is no replica all-reduce once a step"
-UNUSED = "then nothing uses it"
+CODED_SCATTERS = tuple(f"reduce_scatter_{level}" for level in LEVELS)
 RULES: tuple[Rule, ...] = (
-    Rule("independent", "stages", "each replica is a program of its own"),
-    Rule("independent", "tensor", "jax takes callbacks only in programs without automatic axes"),
-    Rule("independent", "auto", CHOSEN),
-    Rule("independent", "one hop", "the replica all-reduce is not in the program"),
-    Rule("independent", "streaming", "replicas meet between their programs"),
-    Rule("independent", "utilisation", "each replica would choose an interval by its own step times"),
-    Rule("independent", "float16", "its scale would depend on what the others found"),
-    Rule("independent", "other payload", "a step's bits may not depend on who takes part"),
-    Rule("independent", "random", "a step's bits may not depend on who takes part"),
-    Rule("independent", "residuals", "a lost replica's residual would be lost with it"),
-    Rule("independent", "several scopes", "a replica is one partition group"),
-    Rule("independent", "several replicas", "a process is one replica, or a part of one"),
-    Rule("shares", "one world", "its step is one program"),
-    Rule("float16", "batch norm", "the loss scale would follow the running averages, not the gradients"),
-    Rule("auto", "experts", CHOSEN),
-    Rule("auto", "pallas", "XLA cannot cut a kernel, and would gather all rows"),
-    Rule("auto", "flat", CHOSEN),
-    Rule("auto", "one hop", CHOSEN),
-    Rule("auto", "other gather", CHOSEN),
-    Rule("auto", "float32 sums", CHOSEN),
-    Rule("auto", "compressed", CHOSEN),
-    Rule("auto", "delayed", CHOSEN),
-    Rule("auto", "local SGD", CHOSEN),
-    *(Rule("auto", f"{name}_{level}", CHOSEN) for name in ("all_gather", "reduce_scatter") for level in LEVELS),
-    Rule("one hop", "compressed", NO_ALL_REDUCE),
-    Rule("one hop", "delayed", NO_ALL_REDUCE),
-    Rule("one hop", "local SGD", NO_ALL_REDUCE),
-    *(
-        Rule("one hop", f"reduce_scatter_{level}", "gradients are all-reduced, not reduce-scattered")
-        for level in LEVELS
+    Rule("independent", ("stages",), "each replica is a program of its own"),
+    Rule("independent", ("tensor",), "jax takes callbacks only in programs without automatic axes"),
+    Rule("independent", ("one hop",), "the replica all-reduce is not in the program"),
+    Rule("independent", ("streaming",), "replicas meet between their programs"),
+    Rule("independent", ("utilisation",), "each replica would choose an interval by its own step times"),
+    Rule("independent", ("float16",), "its scale would depend on what the others found"),
+    Rule("independent", ("other payload",), "a step's bits may not depend on who takes part"),
+    Rule("independent", ("residuals",), "a lost replica's residual would be lost with it"),
+    Rule("independent", ("several scopes",), "a replica is one partition group"),
+    Rule("independent", ("several replicas",), "a process is one replica, or a part of one"),
+    Rule("shares", ("one world",), "its step is one program"),
+    Rule("float16", ("batch norm",), "the loss scale would follow the running averages, not the gradients"),
+    Rule(
+        "auto",
+        (
+            *("independent", "stages", "overlap", "experts", "flat", "one hop", "other gather", "float32 sums"),
+            *("compressed", "delayed", "local SGD", *(f"all_gather_{level}" for level in LEVELS), *CODED_SCATTERS),
+        ),
+        "XLA chooses the collectives",
     ),
-    Rule("node gather", "one hop", "it splits the group reduce-scatter into two levels"),
-    Rule("layer gather", "no remat", "the backward pass would keep every gathered layer"),
-    Rule("overlap", "stages", "the stages' loops over layers are not pipelined"),
-    Rule("overlap", "auto", CHOSEN),
-    Rule("overlap", "whole gather", "all layers are gathered together"),
-    Rule("overlap", "other remat", "the pipelined backward pass computes each layer again from its input"),
-    Rule("stages", "auto", "the schedule is not XLA's to choose"),
-    Rule("stages", "one hop", "every tick of the pipeline would all-reduce, idle ones too"),
-    Rule("stages", "delayed", "the replica all-reduce begins when the pipeline is empty"),
-    Rule("stages", "streaming", "no micro-step of one layer after the other is there for a part to travel next to"),
-    Rule("stages", "sample", "sampling runs all layers on every device"),
-    Rule("stages", "no pieces", "stages train the loss alone, and cut that stack"),
-    Rule("context", "tensor", "XLA would gather all heads before it divides them"),
-    Rule("context", "sample", "a sample begins with whole rows"),
-    Rule("context", "no pieces", "between positions there is only the attention of that stack"),
-    Rule("packing", "cudnn", "its kernel takes documents only as a mask of seq_len x seq_len values"),
-    Rule("tensor", "undivided model", "there is nothing to split"),
-    Rule("experts", "no experts", "there is nothing to divide"),
-    *(Rule(f"experts_{level}", "whole experts", "then no token is sent to an expert") for level in LEVELS),
-    Rule("local SGD", "shared rows", "the devices of one row would drift apart"),
-    Rule("local SGD", "delayed", "each replica has an optimizer of its own"),
-    Rule("local SGD", "replacing method", "each replica has an optimizer of its own"),
-    Rule("local SGD", "several scopes", "it needs a whole optimizer in each replica"),
-    Rule("streaming", "no local SGD", "those are the steps in which all synchronises once"),
-    Rule("utilisation", "no local SGD", "it chooses its interval"),
-    Rule("utilisation", "streaming", "a part is exchanged in each step"),
-    Rule("streaming", "tensor", "it cuts tensors into parts, and they are cut already"),
-    Rule("streaming", "whole method", "it exchanges parts of tensors, and this method needs them whole"),
-    Rule("replacing method", "other optimizer", "the method takes the place of one optimizer"),
-    Rule("one_bit_adam", "no warm-up", "it needs its variances from a warm-up"),
-    Rule("one_bit_adam", "clipping", "it averages momenta instead of gradients, so it cannot clip those"),
-    Rule("one_bit_adam", "wider optimizer", "it needs them in the same scope"),
-    *(Rule(name, f"no {name}", UNUSED) for name in USERS),
-    Rule("outer step's rate", "no local SGD", UNUSED),
-    Rule("outer step's momentum", "no local SGD", UNUSED),
-    Rule("no feedback", "keeping method", "the method is built on what it has not sent yet"),
+    Rule("auto", ("pallas",), "XLA cannot cut a kernel, and would gather all rows"),
+    Rule("one hop", ("compressed", "delayed", "local SGD"), "there is no replica all-reduce once a step"),
+    Rule("one hop", CODED_SCATTERS, "gradients are all-reduced, not reduce-scattered"),
+    Rule("one hop", ("node gather",), "there is no group reduce-scatter to split into two levels"),
+    Rule("layer gather", ("no remat",), "the backward pass would keep every gathered layer"),
+    Rule("overlap", ("stages",), "the stages' loops over layers are not pipelined"),
+    Rule("overlap", ("whole gather",), "all layers are gathered together"),
+    Rule("overlap", ("other remat",), "the pipelined backward pass computes each layer again from its input"),
+    Rule("stages", ("one hop",), "every tick of the pipeline would all-reduce, idle ones too"),
+    Rule("stages", ("delayed",), "the replica all-reduce begins when the pipeline is empty"),
+    Rule("stages", ("streaming",), "no micro-step of one layer after the other is there for a part to travel next to"),
+    Rule("stages", ("sample",), "sampling runs all layers on every device"),
+    Rule("stages", ("no pieces",), "stages train the loss alone, and cut that stack"),
+    Rule("context", ("tensor",), "XLA would gather all heads before it divides them"),
+    Rule("context", ("sample",), "a sample begins with whole rows"),
+    Rule("context", ("no pieces",), "between positions there is only the attention of that stack"),
+    Rule("packing", ("cudnn",), "its kernel takes documents only as a mask of seq_len x seq_len values"),
+    Rule("tensor", ("undivided model",), "there is nothing to split"),
+    Rule("experts", ("no experts",), "there is nothing to divide"),
+    Rule("whole experts", tuple(f"experts_{level}" for level in LEVELS), "then no token is sent to an expert"),
+    Rule("local SGD", ("shared rows",), "the devices of one row would drift apart"),
+    Rule("local SGD", ("delayed", "replacing method"), "each replica has an optimizer of its own"),
+    Rule("local SGD", ("several scopes",), "it needs a whole optimizer in each replica"),
+    Rule(
+        "no local SGD",
+        ("streaming", "utilisation", "outer step's rate", "outer step's momentum"),
+        "then nothing uses it",
+    ),
+    Rule("utilisation", ("streaming",), "a part is exchanged in each step"),
+    Rule("streaming", ("tensor",), "it cuts tensors into parts, and they are cut already"),
+    Rule("streaming", ("whole method",), "it exchanges parts of tensors, and this method needs them whole"),
+    Rule("replacing method", ("other optimizer",), "the method takes the place of one optimizer"),
+    Rule("one_bit_adam", ("no warm-up",), "it needs its variances from a warm-up"),
+    Rule("one_bit_adam", ("clipping",), "it averages momenta instead of gradients, so it cannot clip those"),
+    Rule("one_bit_adam", ("wider optimizer",), "it needs them in the same scope"),
+    Rule("warm-up", ("no user of a warm-up",), "then nothing uses it"),
+    Rule("no feedback", ("keeping method",), "the method is built on what it has not sent yet"),
 )
 
 
@@ -369,7 +345,7 @@ def refuse(values: Mapping[str, Any]) -> None:
 def table() -> str:
     """Returns the rules as a Markdown table: a line for each first feature."""
     found: dict[str, dict[str, None]] = {}
-    for one, other in (rule.features for rule in RULES):
+    for one, other in (pair for rule in RULES for pair in rule.pairs):
         found.setdefault(one.shown, {})[other.shown] = None
     rows = [f"| {one} | {'; '.join(others)} |" for one, others in found.items()]
     return "\n".join(["| | does not go with |", "|---|---|", *rows])

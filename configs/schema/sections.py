@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from configs.schema.keys import Section, key
 
 CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
-USERS = {  # of keys of `compression` that replica all-reduce alone reads: the values of all_reduce that use them
-    "warmup_steps": ("one_bit_adam",),
-    "rounding": ("int8", "int4"),
-}
 METHODS = ("one_bit_adam",)  # values of all_reduce that are no codecs
 ALL_REDUCE = (*CODECS, "statistical", *METHODS)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
@@ -135,7 +131,6 @@ class CompressionConfig(Section, name="compression"):
     experts_inter: str = _codec("tokens sent to experts between nodes, and of their gradients")
     experts_intra: str = _codec("tokens sent to experts inside a node")
     block: int = key(1024, "int8, int4, one_bit_adam, statistical: values per scale; a multiple of 8", unit="values")
-    rounding: str = key("nearest", "int8, int4: rounding in the replica all-reduce", choices=("nearest", "stochastic"))
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
     warmup_steps: int = key(0, "one_bit_adam: steps of plain Adam before it compresses", least=0, unit="steps")
     delayed: bool = key(False, "exchange the previous step's gradients during the compute")
@@ -195,8 +190,7 @@ class OptimizerConfig(Section, name="optimizer"):
     b1: float = key(0.9, "adamw, lamb, muon: decay of the first moment", least=0, below=1)
     b2: float = key(0.95, "adamw, lamb, muon: decay of the second moment", least=0, below=1)
     eps: float = key(1e-8, "adamw, lamb, muon: added to the denominator", above=0, below=math.inf)
-    weight_decay: float = key(0.1, "weight decay", least=0)
-    decay_mask: str = key("matrices", "what decays; matrices: no biases, norms, positions", choices=("all", "matrices"))
+    weight_decay: float = key(0.1, "weight decay of matrices; biases, norms and positions have none", least=0)
     clip_norm: float = key(1.0, "global norm of clipped gradients; 0 for no clipping", least=0)
     max_skipped: int = key(10, "consecutive non-finite updates that end the run", least=1, unit="steps", resumable=True)
 
