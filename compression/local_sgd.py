@@ -14,7 +14,7 @@ exchanges part t mod H of each tensor's drift, as the step before left it, and e
 What a replica does in the meantime, one step, it keeps: with x its drift before the step and m its movement in it, the
 part's drift becomes (x + m) - x = m (delayed averaging: DaSGD, arXiv 2006.00441; Streaming DiLoCo blends by a factor).
 
-With a target utilisation the state says at which step the replicas meet, and training/meetings.py chooses it.
+With another `local_sgd.interval` than `fixed` the state has the step of the next meeting (training/intervals.py).
 """
 
 from collections.abc import Callable
@@ -97,6 +97,11 @@ class LocalSGD:
         return optax.GradientTransformationExtraArgs(self.init, update)
 
     @property
+    def chooses(self) -> bool:
+        """Whether the interval is chosen while the run goes on."""
+        return self.config.interval != "fixed"
+
+    @property
     def outer(self) -> optax.GradientTransformation:
         """Nesterov's SGD on the shared parameters."""
         return optax.sgd(self.config.outer_learning_rate, self.config.outer_momentum or None, nesterov=True)
@@ -113,8 +118,8 @@ class LocalSGD:
             inner=spread(self.inner.init(params)),
             drift=spread(jax.tree.map(jnp.zeros_like, params)),
             outer=self.outer.init(part_averages(params)[0]),
-            meets_at=jnp.asarray(LEAST_INTERVAL, jnp.int32) if self.config.target_utilisation else (),
-            meets_every=jnp.zeros((), jnp.int32) if self.config.target_utilisation else (),
+            meets_at=jnp.asarray(LEAST_INTERVAL, jnp.int32) if self.chooses else (),
+            meets_every=jnp.zeros((), jnp.int32) if self.chooses else (),
         )
 
     def step(self, updates: GradsR, local: LocalState, params: Params) -> tuple[GradsR, LocalState]:
@@ -147,7 +152,7 @@ class LocalSGD:
         if exchanged:
             return self._take_part(exchanged, moves_R, (before, local), params)
         at = local.meets_at
-        meets = local.step >= at if self.config.target_utilisation else local.step % self.config.inner_steps == 0
+        meets = local.step >= at if self.chooses else local.step % self.config.inner_steps == 0
         stay = lambda: (jax.tree.map(jnp.zeros_like, params), (with_zero_counts(before), local))
         return lax.cond(meets, lambda: self.meet((before, local), params), stay)
 

@@ -24,6 +24,7 @@ def register(topic: str, name: str, value: Any) -> None:
     - `tokenizer`: `tokenizer(path)`, which returns a Tokenizer; `path` is data.tokenizer_path
     - `codec`: `codec(config)`, which returns a Codec from the section `compression`
     - `all_reduce`: an AllReduceMethod
+    - `interval`: an Interval (training/intervals.py), which chooses the steps between exchanges of local SGD
     - `strategy`: the scopes of parameters, gradients and optimizer state; each none, node, all or a number of devices
     - `optimizer`: `optimizer(config, schedule, mask)`, which returns an optax transform; `mask` says what decays
     - `schedule`: `schedule(config, num_steps)`, which returns the learning rate by step, from 0, after the warm-up

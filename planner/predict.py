@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 from configs.schema import Config, DecoderConfig, ImageConfig, TransformerConfig
+from configs.schema.own import OWN
 from planner import compile as compiling
 from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
@@ -20,7 +21,7 @@ from sharding.hlo import Collective, behind_warm_up, program_collectives
 from sharding.hlo_program import Program, parse_program
 from training.batches import fitted
 from training.experiment import Experiment
-from training.meetings import interval_of
+from training.intervals import Interval
 from training.memory import Memory, memory_of
 
 TOKENS = 1e9  # cost is given per this number
@@ -190,11 +191,12 @@ class Step:
     def interval(self, timeline: Timeline) -> int:
         """Returns the steps between syncs, or 0 if every step syncs or streaming local SGD sends a part in every step.
 
-        With `local_sgd.target_utilisation` the interval is the one that a run would choose.
+        With a registered `local_sgd.interval` the interval is the one that a run would choose.
         """
         local, meeting_s = self.experiment.config.local_sgd, timeline.use("replica_all_reduce").exposed_s
-        if local.target_utilisation:
-            return interval_of(local, timeline.step_s - meeting_s, meeting_s)
+        interval: Interval | None = OWN["interval"].get(local.interval)
+        if interval:
+            return interval.planned(local, timeline.step_s - meeting_s, meeting_s)
         return 0 if local.streaming else local.inner_steps
 
     def memory(self) -> Memory:

@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed": {"compression.delayed": True},
     "local SGD": {"local_sgd.inner_steps": 4},
     "streaming local SGD": {"local_sgd.inner_steps": 4, "local_sgd.streaming": True},
-    "local SGD with a target of utilisation": {"local_sgd.inner_steps": 4, "local_sgd.target_utilisation": 0.95},
+    "local SGD with a target of utilisation": {"local_sgd.inner_steps": 4, "local_sgd.interval": "utilisation"},
     "sparse_loco": {
         "compression.all_reduce": "sparse_loco",
         "local_sgd.inner_steps": 4,
@@ -77,5 +77,6 @@ def test_the_arrays_of_a_checkpoint_are_those_of_the_record() -> None:
 
 if __name__ == "__main__":
     OWN["all_reduce"].update(METHODS)
+    OWN["interval"]["utilisation"] = None
     jax.config.update("jax_num_cpu_devices", 8)
     FILE.write_text(json.dumps({case: arrays_of(changes) for case, changes in CASES.items()}, indent=1) + "\n")

@@ -18,7 +18,7 @@ from training.experiment import make_experiment
 from training.gradient_units import GradientUnits
 from training.round_units import RoundUnits
 
-pytestmark = pytest.mark.usefixtures("example_methods")  # of which one needs whole gradients
+pytestmark = pytest.mark.usefixtures("example_methods")  # they have features that no built-in choice has
 
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 ONE_BIT_ADAM = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 1}
@@ -59,7 +59,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "local SGD": LOCAL,
     "no local SGD": {"local_sgd.inner_steps": 0},
     "streaming": LOCAL | {"local_sgd.streaming": True},
-    "utilisation": LOCAL | {"local_sgd.target_utilisation": 0.9},
+    "chosen interval": LOCAL | {"local_sgd.interval": "utilisation"},
     "clipping": {"optimizer.clip_norm": 1.0},
     "warm-up": ONE_BIT_ADAM,
     "no user of a warm-up": {"compression.all_reduce": "int8"},

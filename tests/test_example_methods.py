@@ -13,7 +13,7 @@ from support.tables import every_row
 from configs import command_line
 from configs.schema import SETTINGS, Config, flat, nested
 from configs.schema.own import OWN
-from examples.methods import demo, power_sgd, sparse_loco
+from examples.methods import demo, power_sgd, sparse_loco, utilisation
 from training.experiment import make_experiment
 from training.resume import check_same_run
 
@@ -25,7 +25,8 @@ QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
 def forgotten() -> Iterator[None]:
     """What a test registers is forgotten after it."""
     yield
-    OWN["all_reduce"].clear()
+    for topic in ("all_reduce", "interval"):
+        OWN[topic].clear()
 
 
 def parse(file: str, **keys: Any) -> Config:
@@ -73,6 +74,22 @@ def test_a_run_of_an_older_version_goes_on_with_it() -> None:
         check_same_run(saved, other, Path("run"))
 
 
+def test_a_run_with_a_target_of_utilisation_goes_on_with_it() -> None:
+    """Its interval was chosen by the same rule, whose target is the config file's now."""
+    keys = {"local_sgd__inner_steps": 10}
+    today = parse(FILE, **keys, local_sgd__interval="utilisation")
+    saved = flat(today.to_dict()) | {"local_sgd.target_utilisation": 0.95}
+    del saved["local_sgd.interval"]
+    check_same_run(nested(saved), today, Path("run"))
+    fixed = parse(FILE, **keys)
+    check_same_run(nested(saved | {"local_sgd.target_utilisation": 0.0}), fixed, Path("run"))
+    with pytest.raises(ValueError, match="local_sgd.interval was 'utilisation' and is 'fixed'"):
+        check_same_run(nested(saved), fixed, Path("run"))
+    OWN["interval"].clear()
+    with pytest.raises(ValueError, match="interval=utilisation is not known; one of fixed; examples/methods/config.py"):
+        parse(QUICKSTART, **keys, local_sgd__interval="utilisation")
+
+
 @every_row(
     ("make", "said"),
     [
@@ -81,6 +98,8 @@ def test_a_run_of_an_older_version_goes_on_with_it() -> None:
         (lambda: sparse_loco.method(sparsity=0.0), "sparsity=0.0 must be"),
         (lambda: demo.method(decay=1.1), "sparsity=0.999 must be between 0 and 1, and decay=1.1 from 0 to 1"),
         (lambda: demo.method(decay=-0.1), "decay=-0.1 from 0 to 1"),
+        (lambda: utilisation.Utilisation(0.0), "target=0.0 of Utilisation must be between 0 and 1"),
+        (lambda: utilisation.Utilisation(1.0), "target=1.0 of Utilisation must be"),
     ],
 )
 def test_bad_settings_are_refused(make: Any, said: str) -> None:

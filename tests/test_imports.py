@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "runtime.files",
     "launch": "configs training.metrics runtime runtime.files",
     "train": EVERYTHING,
-    "examples": "configs sharding compression",
+    "examples": "configs sharding compression runtime",
     "sweep": "configs launch runtime runtime.files",
     "lab": "",
     "lab.probe": "sharding models training.metrics runtime runtime.files",

@@ -16,6 +16,8 @@ from support.suite import sampled
 
 from configs import command_line
 from configs.schema import Config
+from configs.schema.own import OWN
+from examples.methods.utilisation import Utilisation
 from planner import __main__ as program
 from planner import clusters
 from planner import compile as compiling
@@ -321,11 +323,14 @@ def of_config_on(step: Step, config: Config) -> Step:
     return replace(step, experiment=replace(step.experiment, config=config))
 
 
-def test_the_interval_that_a_target_of_utilisation_chooses(step: Step, subtests: pytest.Subtests) -> None:
+def test_the_interval_that_a_target_of_utilisation_chooses(
+    step: Step, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A meeting takes four steps more: H steps and a meeting put H / (H + 4) of the time into steps."""
     for target, interval in [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)]:
         with subtests.test(target=target, interval=interval):
-            config = small(local_sgd__inner_steps=30, local_sgd__target_utilisation=target)
+            monkeypatch.setitem(OWN["interval"], "mine", Utilisation(target))
+            config = small(local_sgd__inner_steps=30, local_sgd__interval="mine")
             timeline = replace(
                 step.timeline(), step_s=5.0, uses={("replica_all_reduce", "inter"): Use(busy_s=4.0, exposed_s=4.0)}
             )

@@ -112,7 +112,7 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
 
 REFUSED = [
     {"compression.all_reduce": "statistical"},
-    {"local_sgd.inner_steps": 10, "local_sgd.target_utilisation": 0.5},
+    {"local_sgd.inner_steps": 10, "local_sgd.interval": "utilisation"},
     {"model.compute_dtype": "float16"},
 ]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.config_files import values_of
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.running import ROOT
 from support.tables import every_row
 
@@ -132,6 +133,7 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
                     known_keys(kind)[name].check(name, value)
 
 
+@pytest.mark.usefixtures("example_methods")
 @every_row(
     ("changes", "message"),
     [
@@ -159,12 +161,12 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
                 "compression.all_reduce": "one_bit_adam",
                 "compression.warmup_steps": 10,
                 "local_sgd.inner_steps": 10,
-                "local_sgd.target_utilisation": 0.9,  # of a slow link
+                "local_sgd.interval": "utilisation",  # of a slow link
             },
             "must be less than 10, the meetings in num_steps=100 with one every 10 steps:",
         ),
         (
-            {"local_sgd.inner_steps": 2, "local_sgd.target_utilisation": 0.9},
+            {"local_sgd.inner_steps": 2, "local_sgd.interval": "utilisation"},
             "chooses intervals from 2 to local_sgd.inner_steps, which is 2; set it to the longest that the loss allows",
         ),
         (
@@ -172,9 +174,9 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
                 "num_steps": 1,
                 "optimizer.warmup_steps": 1,
                 "local_sgd.inner_steps": 4,
-                "local_sgd.target_utilisation": 0.9,
+                "local_sgd.interval": "utilisation",
             },
-            "^num_steps=1 ends before the first meeting of local_sgd.target_utilisation=0.9; set it to 2 at least$",
+            "^num_steps=1 ends before the first meeting of local_sgd.interval=utilisation; set it to 2 at least$",
         ),
         ({"optimizer.b1": "0.9"}, "optimizer.b1='0.9' must be a number, like 0.9"),
         ({"num_steps": True}, "num_steps=True must be a whole number, like 100"),

@@ -20,6 +20,7 @@ from typing import Self
 import jax
 
 from configs.schema import Config
+from configs.schema.own import OWN
 from input_pipeline import Dataset
 from runtime import launchers
 from runtime.files.run_directory import CHECKPOINTS, REPLICAS
@@ -30,7 +31,7 @@ from sharding.step import TrainState
 from training import groups, resume
 from training.experiment import Experiment
 from training.independent import Independent
-from training.meetings import Meetings
+from training.intervals import Interval, Meetings
 
 Metrics = dict[str, jax.Array | float]
 Steps = Iterator[tuple[int, TrainState, Metrics]]  # the steps done, the state after them, the metrics of the last one
@@ -93,13 +94,19 @@ class OneWorld(_Program):
     def steps(self, state: TrainState, start: int, say: Say) -> Steps:
         """Yields after each step, from the state after `start` steps until the run ends or is asked to stop."""
         config, step = self.config, start
-        meetings = Meetings(config.local_sgd, config.num_steps, say) if config.local_sgd.target_utilisation else None
+        meetings = self._meetings(say)
         while step < config.num_steps and not self._supervisor.stop_requested():
             state, metrics = self._step(state, step, meetings)
             step += 1
             every = config.local_sgd.inner_steps or 1
             self.synced = meetings.last == step if meetings else step % every == 0
             yield step, state, metrics
+
+    def _meetings(self, say: Say) -> Meetings | None:
+        """Returns the meetings of local SGD that a registered interval chooses; None if the interval is fixed."""
+        local = self.config.local_sgd
+        interval: Interval | None = OWN["interval"].get(local.interval)
+        return interval.start(local, self.config.num_steps, say) if interval and local.inner_steps else None
 
     def _step(self, state: TrainState, step: int, meetings: Meetings | None) -> tuple[TrainState, Metrics]:
         """Returns the state after the step that follows `step` steps, and its metrics."""

@@ -46,8 +46,12 @@ from configs.schema.sections import (
     ShardingConfig,
 )
 
-# keys of older versions that were settings of methods; a config file that registers the method gives it its settings
-SETTINGS = tuple(f"compression.{name}" for name in ("threshold", "sampled", "rank", "sparsity", "feedback_decay"))
+UTILISATION = "local_sgd.target_utilisation"  # is `local_sgd.interval=utilisation` today
+# keys of older versions that were settings; a config file that registers the method gives it its settings
+SETTINGS = (
+    *(f"compression.{name}" for name in ("threshold", "sampled", "rank", "sparsity", "feedback_decay")),
+    UTILISATION,
+)
 
 # keys of older versions with the values that runs have today
 GONE = {"compression.rounding": "nearest", "optimizer.decay_mask": "matrices"}
@@ -129,18 +133,18 @@ class Config(Section):
                 f"compression.warmup_steps={warmup_steps} must be less than {most}: the warm-up of "
                 f"compression.all_reduce={self.compression.all_reduce} would never end"
             )
-        if local.target_utilisation and 0 < inner_steps <= LEAST_INTERVAL:
+        is_chosen = local.interval != "fixed"
+        if is_chosen and 0 < inner_steps <= LEAST_INTERVAL:
             raise ValueError(
-                f"local_sgd.target_utilisation={local.target_utilisation} chooses intervals from {LEAST_INTERVAL} to "
+                f"local_sgd.interval={local.interval} chooses intervals from {LEAST_INTERVAL} to "
                 f"local_sgd.inner_steps, which is {inner_steps}; set it to the longest that the loss allows"
             )
-        if local.target_utilisation and self.num_steps < LEAST_INTERVAL:
+        if is_chosen and self.num_steps < LEAST_INTERVAL:
             raise ValueError(
-                f"num_steps={self.num_steps} ends before the first meeting of "
-                f"local_sgd.target_utilisation={local.target_utilisation}; set it to {LEAST_INTERVAL} at least"
+                f"num_steps={self.num_steps} ends before the first meeting of local_sgd.interval={local.interval}; set "
+                f"it to {LEAST_INTERVAL} at least"
             )
-        is_fixed = not (local.streaming or local.target_utilisation)
-        if inner_steps and is_fixed and self.num_steps % inner_steps:
+        if inner_steps and not (local.streaming or is_chosen) and self.num_steps % inner_steps:
             raise ValueError(
                 f"num_steps={self.num_steps} must be a multiple of local_sgd.inner_steps={inner_steps}, or the updates "
                 "of the last steps would be lost"
@@ -281,7 +285,10 @@ def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
 
     ValueError if it is not a config.
     """
-    kept = {RENAMED.get(name, name): value for name, value in flat(saved).items() if name not in (*SETTINGS, *GONE)}
+    values = flat(saved)
+    kept = {RENAMED.get(name, name): value for name, value in values.items() if name not in (*SETTINGS, *GONE)}
+    if values.get(UTILISATION):
+        kept["local_sgd.interval"] = "utilisation"
     try:
         return nested(flat(defaults(str(saved["model"]["kind"]))) | BEFORE | kept)
     except (KeyError, TypeError) as error:

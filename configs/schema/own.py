@@ -2,6 +2,6 @@
 
 from typing import Any
 
-TOPICS = ("model", "source", "tokenizer", "codec", "all_reduce", "strategy", "optimizer", "schedule")
+TOPICS = ("model", "source", "tokenizer", "codec", "all_reduce", "interval", "strategy", "optimizer", "schedule")
 OWN: dict[str, dict[str, Any]] = {topic: {} for topic in TOPICS}
-EXAMPLES = {"all_reduce": "examples/methods/config.py"}  # config files that register further names of a topic
+EXAMPLES = dict.fromkeys(("all_reduce", "interval"), "examples/methods/config.py")  # config files with further names

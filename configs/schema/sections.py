@@ -141,7 +141,7 @@ class CompressionConfig(Section, name="compression"):
             raise ValueError(f"compression.block={self.block} must be a multiple of 8: values fill whole bytes")
 
 
-LEAST_INTERVAL = 2  # steps between meetings, where it is chosen: one without a meeting tells what a step takes
+LEAST_INTERVAL = 2  # steps between meetings, where a run chooses them: one without a meeting shows the time of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +161,11 @@ class LocalSGDConfig(Section, name="local_sgd"):
     streaming: bool = key(
         False, "exchange 1/inner_steps of each tensor in every step, during the compute (Streaming DiLoCo)"
     )
-    target_utilisation: float = key(
-        0.0,
-        "share of the time that is to go into steps: the interval follows what meetings take, from 2 to inner_steps; "
-        "0: always inner_steps",
-        least=0,
-        below=1,
+    interval: str = key(
+        "fixed",
+        "steps between exchanges: always inner_steps; a registered choice: from 2 to inner_steps",
+        choices=("fixed",),
+        topics=("interval",),
     )
 
 

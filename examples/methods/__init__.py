@@ -1,1 +1,1 @@
-"""Methods of the replica all-reduce that others beat in our records (docs/compression.md); config.py registers them."""
+"""Methods and intervals of exchanges that are not part of the core (docs/compression.md); config.py registers them."""

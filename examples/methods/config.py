@@ -1,10 +1,12 @@
-"""Any config of configs/, with the methods of this folder as further values of `compression.all_reduce`.
+"""Any config of configs/, with the choices of this folder: methods of the replica all-reduce, intervals of local SGD.
 
     python train.py --config=examples/methods/config.py --workdir=runs/power_sgd \\
         --config.compression.all_reduce=power_sgd
+    python train.py --config=examples/methods/config.py --workdir=runs/utilisation \\
+        --config.local_sgd.inner_steps=50 --config.local_sgd.interval=utilisation
 
-`:NAME` is another config than the quickstart: `examples/methods/config.py:digits`. A method takes its settings as
-arguments; other settings are a line in your own config file:
+`:NAME` is another config than the quickstart: `examples/methods/config.py:digits`. Settings are arguments;
+other settings are a line in your own config file:
 
     register("all_reduce", "power_sgd", power_sgd.method(rank=8))
 
@@ -17,11 +19,12 @@ from importlib import import_module
 from ml_collections import ConfigDict
 
 from configs.register import register
-from examples.methods import demo, power_sgd, sparse_loco
+from examples.methods import demo, power_sgd, sparse_loco, utilisation
 
 register("all_reduce", "power_sgd", power_sgd.method(rank=2))
 register("all_reduce", "sparse_loco", sparse_loco.method(sparsity=0.984, decay=0.95))
 register("all_reduce", "demo", demo.method(sparsity=0.984, decay=0.999))
+register("interval", "utilisation", utilisation.Utilisation(target=0.95))
 
 
 def get_config(arg: str = "quickstart") -> ConfigDict:

@@ -1,4 +1,4 @@
-"""`local_sgd.target_utilisation`: the interval follows what meetings take, and nothing else of a run changes."""
+"""`local_sgd.interval=utilisation`: the interval follows the time of meetings, and nothing else of a run changes."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.running import arguments, arrays, rows, run_here, stop_after
 
 from configs.schema import LocalSGDConfig
+from examples.methods.utilisation import Meetings, Utilisation
 from sharding.step import TrainState
-from training.meetings import Meetings
 
 
 class Local(NamedTuple):
@@ -23,8 +24,8 @@ class Link:
 
     def __init__(self, target: float, most: int, num_steps: int, *, at: int = 2, every: int = 0) -> None:
         self.now_s, self.said, self.met, self.meeting_s = 0.0, [], [], 0.0
-        config = LocalSGDConfig(inner_steps=most, target_utilisation=target)
-        self._meetings = Meetings(config, num_steps, self.said.append, clock=lambda: self.now_s)
+        config, choice = LocalSGDConfig(inner_steps=most), Utilisation(target)
+        self._meetings = Meetings(choice, config, num_steps, self.said.append, clock=lambda: self.now_s)
         local = Local(jnp.int32(at), jnp.int32(every))
         self.state = TrainState(step=jnp.int32(0), params={}, all_reduce=(), opt_state=local)
 
@@ -94,14 +95,14 @@ def test_what_agreeing_takes_is_a_part_of_the_meeting(monkeypatch: pytest.Monkey
         link.now_s += 0.5
         return [measured]
 
-    monkeypatch.setattr("training.meetings.all_gather", agree)
+    monkeypatch.setattr("examples.methods.utilisation.all_gather", agree)
     link.run(0, 8 + 76, 0.5)
     assert link.met == [2, 4, 6, 8, 84]
 
 
 def intervals(*of_all: tuple[tuple[float, float], ...]) -> list[int]:
     """Returns what is chosen after each interval of 10 steps, of which the processes say these times."""
-    meetings = Meetings(LocalSGDConfig(inner_steps=500, target_utilisation=0.95), 1000, print)
+    meetings = Utilisation(0.95).start(LocalSGDConfig(inner_steps=500), 1000, print)
     meetings._interval = 10
     return [meetings._chosen(10, measured) for measured in of_all]
 
@@ -121,10 +122,11 @@ def test_waiting_for_who_comes_last_is_no_part_of_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("example_methods")
 def test_replicas_meet_when_it_was_chosen_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 2 steps, then every 3 as chosen here; a run that stops between two meetings goes on as if it had not."""
     monkeypatch.setattr(Meetings, "_chosen", lambda self, *of_all: 3)
-    local = {"local_sgd__inner_steps": 4, "local_sgd__target_utilisation": 0.5, "sharding__partition_size": 2}
+    local = {"local_sgd__inner_steps": 4, "local_sgd__interval": "utilisation", "sharding__partition_size": 2}
     settings = local | {"num_steps": 7, "log_every": 2, "checkpoint__every": 1, "checkpoint__keep_last": 7}
     assert run_here(*arguments(tmp_path / "whole", **settings)) == 0
     assert run_here(*arguments(tmp_path / "parts", **settings), hooks=[stop_after(4)]) == 75

@@ -1,17 +1,17 @@
-"""When the replicas of local SGD meet, chosen from what meetings and steps take (`local_sgd.target_utilisation`).
+"""Intervals of local SGD that keep a share of the time for steps: replicas meet more often on a faster link.
 
 With a step of c seconds and a meeting of m more, H steps and a meeting put H c / (H c + m) of the time into steps. So
 after a meeting H is the least with which that is the target, from 2 to `local_sgd.inner_steps`: on a fast link the
 replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good.
 
-m is what the step that meets takes beyond the other steps, of the process that comes to it last: the others wait for
-that one, and no interval mends that. It is the median of the last three, before which replicas stay at the least
-interval, or at the one of the state that a run resumes with.
+m is the time of the step that meets beyond the other steps, on the process that comes to it last: the others wait for
+this process, whatever the interval. The median of the last three counts; before three, replicas stay at the least
+interval, or at the interval of the state that a run resumes with.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -28,17 +28,39 @@ LATEST = 3  # whose median a meeting's time is: a link that has changed is notic
 IN_STATE = ("meets_at", "meets_every")  # of LocalState: a run that resumes goes on with its interval
 
 
+@dataclass(frozen=True)
+class Utilisation:
+    """The intervals, for `register`; `target` is the share of the time for steps. ValueError if it is no share."""
+
+    target: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1:
+            raise ValueError(f"target={self.target} of Utilisation must be between 0 and 1")
+
+    def start(self, config: LocalSGDConfig, num_steps: int, say: Callable[[str], object]) -> "Meetings":
+        """Returns the meetings of a run; `say` prints a line."""
+        return Meetings(self, config, num_steps, say)
+
+    def planned(self, config: LocalSGDConfig, step_s: float, meeting_s: float) -> int:
+        """Returns after how many steps the next meeting is, which takes `meeting_s` more than a step of `step_s`."""
+        wanted = ceil(self.target / (1 - self.target) * meeting_s / step_s)
+        return min(max(wanted, LEAST_INTERVAL), config.inner_steps)
+
+
 class Meetings:
     """Runs steps, measures them, and decides after each meeting when the next one is."""
 
     def __init__(
         self,
+        choice: Utilisation,
         config: LocalSGDConfig,
         num_steps: int,
         say: Callable[[str], object],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._config, self._num_steps, self._say, self._clock = config, num_steps, say, clock
+        self._choice, self._config, self._num_steps = choice, config, num_steps
+        self._say, self._clock = say, clock
         self._at = self._interval = 0  # 0: not read yet, and not chosen
         self._since = 0, 0.0  # the step of the last meeting, and when the next one began
         self._agreeing_s = 0.0  # on the interval after the last meeting
@@ -93,20 +115,13 @@ class Meetings:
         if len(self._more_s) < LATEST:
             return self._interval
         more_s = max(np.median(self._more_s), 0.0)
-        interval = interval_of(self._config, step_s, more_s)
+        interval = self._choice.planned(self._config, step_s, more_s)
         if interval != self._interval:
             self._say(
                 f"step {step}: meetings took {more_s:.3g} s more than a step of {step_s:.3g} s; replicas meet "
                 f"every {interval} steps"
             )
         return interval
-
-
-def interval_of(config: LocalSGDConfig, step_s: float, more_s: float) -> int:
-    """Returns after how many steps the next meeting is, which takes `more_s` more than a step of `step_s`."""
-    target = config.target_utilisation
-    wanted = ceil(target / (1 - target) * more_s / step_s)
-    return min(max(wanted, LEAST_INTERVAL), config.inner_steps)
 
 
 def _with_meetings(state: TrainState, *numbers: int) -> TrainState:
