@@ -8,6 +8,7 @@ config that is changed on purpose, changes its line.
 import ast
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,16 @@ print(sorted({name for name in sys.modules if name.startswith("configs.")} - set
     command = [sys.executable, "-S", "-B", "-c", code, *modules]
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True)
     assert done.stdout.split("\n") == ["[]", "[]", ""]
+
+
+@pytest.mark.document
+def test_every_key_has_a_user() -> None:
+    """A config file or a benchmark sets it, published weights do, or a page shows it with a reason."""
+    code = [*(ROOT / "configs").glob("**/*.py"), *(ROOT / "lab").glob("**/*.py"), *(ROOT / "lab").glob("**/*.toml")]
+    code = [file for file in code if "schema" not in file.parts]
+    pages = [file for file in (ROOT / "docs").glob("**/*.md") if file.name != "config.md"]
+    words = {word for file in (*code, *pages) for word in re.findall(r"\w+", file.read_text())}
+    assert sorted({name for _, name in ALL if name.rpartition(".")[2] not in words}) == []
 
 
 def test_every_key_has_a_meaning_and_an_allowed_default() -> None:
