@@ -5,8 +5,8 @@
     python train.py --config=examples/methods/config.py --workdir=runs/utilisation \\
         --config.local_sgd.inner_steps=50 --config.local_sgd.interval=utilisation
 
-`:NAME` is another config than the quickstart: `examples/methods/config.py:digits`. Settings are arguments;
-other settings are a line in your own config file:
+`:NAME` is another config than the quickstart: `examples/methods/config.py:digits`. Settings are arguments; for other
+settings write a line in your own config file:
 
     register("all_reduce", "power_sgd", power_sgd.method(rank=8))
 
