@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import experiment, machine, small
 from support.running import IGNORED
 
@@ -117,6 +118,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.usefixtures("example_methods")
 def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, subtests: pytest.Subtests) -> None:
     for changes in REFUSED:
         with subtests.test(changes=changes):
