@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import examples.methods.config  # noqa: F401 (registers methods)
 from compression.methods import method_named
-from configs.schema.sections import USERS
 from lab.benchmarks.names import Cluster, link_bytes, remat_of, strategy_keys
 from lab.benchmarks.runner import (
     WORKDIR,
@@ -156,11 +156,11 @@ def overrides_of(record: str, key: Key) -> dict[str, Any]:
     """Returns the keys of the config that a run of ours changes, but for the number of steps."""
     name = name_of(record, key)
     if record == "strategies":
-        return strategy_keys(name)
+        return timed_keys(name)
     return codec_keys(name) if record == "compression" else replica_keys(key["mode"], name)
 
 
-def strategy_keys(name: str) -> dict[str, Any]:
+def timed_keys(name: str) -> dict[str, Any]:
     """Returns the keys of a strategy, such as `mics(2) kept dots`."""
     if name == COMPUTE:
         devices = CLUSTER.degree("all")
