@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.our_files import our_files
 from support.running import ROOT
-from support.tables import check_rows
+from support.tables import every_row
 
 import sweep
 from configs import command_line
@@ -91,28 +91,28 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
     assert file.read_bytes() == b"0 \\ud800\n1 \\ud800\n2 \\ud800\n"
 
 
-def test_help_says_what_options_mean_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    def check(program: Any, argv: list[str], said: list[str]) -> None:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setenv("COLUMNS", "200")
-            with pytest.raises(SystemExit):
-                program.main([*argv, "--help"])
-            out = capsys.readouterr().out
-            assert all(words in out for words in said), out
-            assert not re.search(r"^  --\w+ \S+$(?!\n {10})", out, re.MULTILINE)  # an option without a word on it
-
-    check_rows(
-        [
-            (
-                chaos,
-                ["lab.chaos"],
-                ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"],
-            ),
-            (emulate, ["launch.emulate"], ["how many there are at the start"]),
-            (accuracy, [], ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
-        ],
-        check,
-    )
+@every_row(
+    ("program", "argv", "said"),
+    [
+        (
+            chaos,
+            ["lab.chaos"],
+            ["of the run (default: configs/elastic.py:tiny)", "(default: 30)", "(default: runs/chaos)"],
+        ),
+        (emulate, ["launch.emulate"], ["how many there are at the start"]),
+        (accuracy, [], ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
+    ],
+    apart=True,
+)
+def test_help_says_what_options_mean_and_their_defaults(
+    program: Any, argv: list[str], said: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        program.main([*argv, "--help"])
+    out = capsys.readouterr().out
+    assert all(words in out for words in said), out
+    assert not re.search(r"^  --\w+ \S+$(?!\n {10})", out, re.MULTILINE)  # an option without a word on it
 
 
 def refuse_to_write(path: Path, *_: object, **__: object) -> None:
@@ -128,22 +128,23 @@ WRITERS: list[tuple[Callable[[list[str]], int], str, str]] = [
 ]
 
 
+@every_row(("program", "command", "option"), WRITERS, apart=True)
 def test_a_place_that_is_read_only(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    program: Callable[[list[str]], int],
+    command: str,
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def check(program: Callable[[list[str]], int], command: str, option: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(Path, "mkdir", refuse_to_write)
-            monkeypatch.setattr(Path, "open", refuse_to_write)
-            monkeypatch.setattr(sweep, "check_runs", lambda runs: None)  # which reads them, and starts a process for it
-            monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it has begun"))
-            assert program([*command.split(), f"{option}={tmp_path / 'there'}"]) == 2
-            said = capsys.readouterr()
-            message = f"{tmp_path / 'there'} cannot be made (Read-only file system); choose another {option}"
-            assert (said.out, said.err) == ("", f"error: {message}\n")
-
-    check_rows(WRITERS, check)
+    monkeypatch.setattr(Path, "mkdir", refuse_to_write)
+    monkeypatch.setattr(Path, "open", refuse_to_write)
+    monkeypatch.setattr(sweep, "check_runs", lambda runs: None)  # which reads them, and starts a process for it
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it has begun"))
+    assert program([*command.split(), f"{option}={tmp_path / 'there'}"]) == 2
+    said = capsys.readouterr()
+    message = f"{tmp_path / 'there'} cannot be made (Read-only file system); choose another {option}"
+    assert (said.out, said.err) == ("", f"error: {message}\n")
 
 
 def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,14 +177,13 @@ def test_a_path_behind_the_config_file_is_no_folder_of_the_run() -> None:
         assert command_line.config_name(values) == name
 
 
-def test_an_empty_path_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+@every_row(("program", "command", "option"), WRITERS[:3])
+def test_an_empty_path_is_a_mistake(
+    program: Callable[[list[str]], int], command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As of an unset variable: it is not the folder in which the command was given."""
-
-    def check(program: Callable[[list[str]], int], command: str, option: str) -> None:
-        assert program([*command.split(), f"{option}="]) == 2
-        assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"
-
-    check_rows(WRITERS[:3], check)
+    assert program([*command.split(), f"{option}="]) == 2
+    assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"
 
 
 def test_a_config_file_that_changes_within_a_second_is_read_again(

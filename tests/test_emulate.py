@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.emulating import (
@@ -25,6 +26,7 @@ from support.emulating import (
     running_with,
     unique,
 )
+from support.tables import every_row
 from support.waiting import until
 
 from launch.emulate import control, namespaces
@@ -319,20 +321,22 @@ BAD_CTL = [
 ]
 
 
-def test_mistakes_are_one_line_and_make_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
-) -> None:
-    for args, said in [
+@every_row(
+    ("args", "said"),
+    [
         *((SIZE + args, said) for args, said in BAD),
         *((["ctl", *args], said) for args, said in BAD_CTL),
-    ]:
-        with subtests.test(args=args, said=said):
-            monkeypatch.chdir(tmp_path)
-            program = [] if "--" in args or args[0] == "ctl" else ["--", "true"]
-            assert main(["emulate", *args, *program]) == 2
-            out, err = capsys.readouterr()
-            assert out == "" and err.startswith(f"error: {said}") and err.count("\n") == 1
-            assert not any(tmp_path.iterdir())
+    ],
+)
+def test_mistakes_are_one_line_and_make_nothing(
+    args: Any, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = [] if "--" in args or args[0] == "ctl" else ["--", "true"]
+    assert main(["emulate", *args, *program]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {said}") and err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
 
 
 def test_options_are_checked_without_a_program(capsys: pytest.CaptureFixture[str]) -> None:

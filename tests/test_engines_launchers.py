@@ -13,6 +13,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from kubernetes import client
 from support.running import ROOT
 from support.slurm_cluster import SBATCH, edited
+from support.tables import every_row
 
 from planner import clusters
 
@@ -57,8 +58,9 @@ def run_sbatch(folder: Path, program: str, script: str = "train", **environment:
     return done.returncode, record.read_text() if record.exists() else ""
 
 
-def test_sbatch_requeues_what_can_go_on(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for codes, restarts, code, requeued in [
+@every_row(
+    ("codes", "restarts", "code", "requeued"),
+    [
         ("0 0", 0, 0, False),
         ("75 75", 0, 75, True),
         ("2 75", 99, 75, True),  # what can go on is not given up because of earlier restarts
@@ -66,11 +68,12 @@ def test_sbatch_requeues_what_can_go_on(tmp_path: Path, subtests: pytest.Subtest
         ("137 75", 5, 137, False),  # again and again
         ("2 2", 0, 2, False),
         ("1 1", 0, 1, False),
-    ]:
-        with subtests.test(codes=codes, restarts=restarts, code=code, requeued=requeued):
-            program = f"bash -c 'codes=({codes}); exit ${{codes[SLURM_PROCID]}}'"
-            outcome = run_sbatch(tmp_path, program, SLURM_RESTART_COUNT=str(restarts))
-            assert outcome == (code, "scontrol requeue 4711\n" if requeued else "")
+    ],
+)
+def test_sbatch_requeues_what_can_go_on(codes: str, restarts: int, code: int, requeued: bool, tmp_path: Path) -> None:
+    program = f"bash -c 'codes=({codes}); exit ${{codes[SLURM_PROCID]}}'"
+    outcome = run_sbatch(tmp_path, program, SLURM_RESTART_COUNT=str(restarts))
+    assert outcome == (code, "scontrol requeue 4711\n" if requeued else "")
 
 
 @pytest.mark.slow  # it starts bash 46 times
@@ -89,40 +92,36 @@ def test_sbatch_gives_up_what_stops_without_a_step_again_and_again(script: str, 
     assert found[13:] == [1] * 10, "one that is submitted anew begins to count anew"
 
 
-def test_srun_gets_the_cores_that_sbatch_was_asked_for(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for script in ["train", "replicas"]:
-        with subtests.test(script=script):
-            program = "bash -c 'exit ${SRUN_CPUS_PER_TASK-3}'"
-            assert run_sbatch(tmp_path, program, script, SLURM_CPUS_PER_TASK="8")[0] == 8
-            assert run_sbatch(tmp_path, program, script)[0] == 3  # it was not asked for any
+@every_row("script", ["train", "replicas"])
+def test_srun_gets_the_cores_that_sbatch_was_asked_for(script: str, tmp_path: Path) -> None:
+    program = "bash -c 'exit ${SRUN_CPUS_PER_TASK-3}'"
+    assert run_sbatch(tmp_path, program, script, SLURM_CPUS_PER_TASK="8")[0] == 8
+    assert run_sbatch(tmp_path, program, script)[0] == 3  # it was not asked for any
 
 
 SETTINGS = "[[ $XLA_PYTHON_CLIENT_MEM_FRACTION == 0.9 && $MICS_JAX_CACHE == $PWD/runs/cache ]]"
 
 
-def test_sbatch_gives_programs_the_memory_that_plans_assume(tmp_path: Path, subtests: pytest.Subtests) -> None:
+@every_row("script", ["train", "replicas"])
+def test_sbatch_gives_programs_the_memory_that_plans_assume(script: str, tmp_path: Path) -> None:
     """And the cache a folder that all nodes see, unless the user has one."""
-    for script in ["train", "replicas"]:
-        with subtests.test(script=script):
-            assert clusters.MEMORY_SHARE == 0.9
-            assert run_sbatch(tmp_path, f"bash -c '{SETTINGS}'", script, MICS_JAX_CACHE="")[0] == 0
-            assert run_sbatch(tmp_path, "bash -c '[[ $MICS_JAX_CACHE == own ]]'", script, MICS_JAX_CACHE="own")[0] == 0
+    assert clusters.MEMORY_SHARE == 0.9
+    assert run_sbatch(tmp_path, f"bash -c '{SETTINGS}'", script, MICS_JAX_CACHE="")[0] == 0
+    assert run_sbatch(tmp_path, "bash -c '[[ $MICS_JAX_CACHE == own ]]'", script, MICS_JAX_CACHE="own")[0] == 0
 
 
-def test_sbatch_needs_the_directory_of_the_program(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for script in ["train", "replicas"]:
-        with subtests.test(script=script):
-            command = ["bash", "-c", edited("true", SBATCH.with_stem(script))]
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-            assert done.returncode and done.stderr.endswith("workdir: the program has no --workdir=DIR\n")
+@every_row("script", ["train", "replicas"])
+def test_sbatch_needs_the_directory_of_the_program(script: str, tmp_path: Path) -> None:
+    command = ["bash", "-c", edited("true", SBATCH.with_stem(script))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and done.stderr.endswith("workdir: the program has no --workdir=DIR\n")
 
 
-def test_an_array_of_jobs_ends_with_the_run(tmp_path: Path, subtests: pytest.Subtests) -> None:
+@every_row(("code", "cancelled"), [(75, False), (0, True), (2, True)])
+def test_an_array_of_jobs_ends_with_the_run(code: int, cancelled: bool, tmp_path: Path) -> None:
     """Its next task is the restart; when there is nothing to go on with, the tasks that wait are cancelled."""
-    for code, cancelled in [(75, False), (0, True), (2, True)]:
-        with subtests.test(code=code, cancelled=cancelled):
-            outcome = run_sbatch(tmp_path, f"bash -c 'exit {code}'", SLURM_ARRAY_JOB_ID="4700")
-            assert outcome == (code, "scancel --state=PENDING 4700\n" if cancelled else "")
+    outcome = run_sbatch(tmp_path, f"bash -c 'exit {code}'", SLURM_ARRAY_JOB_ID="4700")
+    assert outcome == (code, "scancel --state=PENDING 4700\n" if cancelled else "")
 
 
 def test_sbatch_directives_come_first() -> None:
@@ -136,29 +135,24 @@ def test_sbatch_directives_come_first() -> None:
     assert options["signal"] == "TERM@180" and options["requeue"] == ""
 
 
-def test_the_loop_over_ssh_starts_each_host_and_says_how_the_run_ended(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+@every_row(("codes", "code"), [("0 0 0", 0), ("75 75 255", 75), ("255 75 75", 75), ("255 255 0", 255), ("2 2 255", 2)])
+def test_the_loop_over_ssh_starts_each_host_and_says_how_the_run_ended(codes: str, code: int, tmp_path: Path) -> None:
     """An ssh that lost its host knows nothing of the run; `hosts` may have an empty line, and no newline at its end."""
-    for codes, code in [("0 0 0", 0), ("75 75 255", 75), ("255 75 75", 75), ("255 255 0", 255), ("2 2 255", 2)]:
-        with subtests.test(codes=codes, code=code):
-            page = (ROOT / "docs" / "clusters.md").read_text()
-            (loop,) = re.findall(r"(?m)^    hosts=.*(?:\n    .*)*", page)
-            (tmp_path / "record").unlink(missing_ok=True)
-            (tmp_path / "ssh").write_text(SSH)
-            (tmp_path / "ssh").chmod(stat.S_IRWXU)
-            (tmp_path / "hosts").write_text("one\n\ntwo\nthree")
-            words = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": "record", **dict(zip(HOSTS, codes.split()))}
-            done = subprocess.run(
-                ["bash", "-c", loop], cwd=tmp_path, env=words, capture_output=True, text=True, timeout=60
-            )
-            assert (done.stdout, done.stderr) == (f"exit code {code}\n", "")
-            sent = sorted((tmp_path / "record").read_text().splitlines())
-            flags = [re.search(r" --coordinator=one:29400 --num_processes=3 --process_id=(\d)$", line) for line in sent]
-            assert [flag[1] for flag in flags if flag] == ["0", "1", "2"]
-            (pattern,) = re.findall(r"pkill -f '(.*)'", page)  # ends the program, and not the ssh that started it
-            assert all(re.search(pattern, line.partition(" exec ")[2]) for line in sent)
-            assert not any(re.search(pattern, f"ssh one {line}") for line in sent)
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (loop,) = re.findall(r"(?m)^    hosts=.*(?:\n    .*)*", page)
+    (tmp_path / "record").unlink(missing_ok=True)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(stat.S_IRWXU)
+    (tmp_path / "hosts").write_text("one\n\ntwo\nthree")
+    words = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": "record", **dict(zip(HOSTS, codes.split()))}
+    done = subprocess.run(["bash", "-c", loop], cwd=tmp_path, env=words, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (f"exit code {code}\n", "")
+    sent = sorted((tmp_path / "record").read_text().splitlines())
+    flags = [re.search(r" --coordinator=one:29400 --num_processes=3 --process_id=(\d)$", line) for line in sent]
+    assert [flag[1] for flag in flags if flag] == ["0", "1", "2"]
+    (pattern,) = re.findall(r"pkill -f '(.*)'", page)  # ends the program, and not the ssh that started it
+    assert all(re.search(pattern, line.partition(" exec ")[2]) for line in sent)
+    assert not any(re.search(pattern, f"ssh one {line}") for line in sent)
 
 
 @pytest.fixture(params=[JOBSET, REPLICAS], ids=lambda file: file.stem)

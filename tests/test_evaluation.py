@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tables import check_rows
+from support.tables import every_row
 
 from configs import base
 from configs.schema import DataConfig
@@ -30,25 +30,20 @@ def data_config(**changes: Any) -> DataConfig:
     return DataConfig(**base.get_config().data.to_dict() | dict(source="synthetic", seq_len=16) | changes)
 
 
-def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token() -> None:
+@every_row("objective", ["causal", "masked"])
+def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective: str) -> None:
     """Bytes are the tokens here; a masked model's loss is of the masked ones alone, and says nothing of the text."""
-
-    def check(objective: str) -> None:
-        data = load(config := data_config(objective=objective), "validation", 0)
-        sums = iter(
-            [{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}]
-        )
-        result = Validator(experiment_of(config, lambda batch: next(sums)), data, 2)({})
-        assert result.loss == pytest.approx(8 / 5)
-        bits = 8 / 5 / np.log(2)
-        if objective == "causal":
-            assert result.scalars()["validation_bits_per_byte"] == pytest.approx(bits)
-            assert result.message == f"validation loss 1.6000 nats per token, {bits:.4f} bits per byte"
-        else:
-            assert "validation_bits_per_byte" not in result.scalars()
-            assert result.message == "validation loss 1.6000 nats per masked token"
-
-    check_rows([(objective,) for objective in ["causal", "masked"]], check)
+    data = load(config := data_config(objective=objective), "validation", 0)
+    sums = iter([{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}])
+    result = Validator(experiment_of(config, lambda batch: next(sums)), data, 2)({})
+    assert result.loss == pytest.approx(8 / 5)
+    bits = 8 / 5 / np.log(2)
+    if objective == "causal":
+        assert result.scalars()["validation_bits_per_byte"] == pytest.approx(bits)
+        assert result.message == f"validation loss 1.6000 nats per token, {bits:.4f} bits per byte"
+    else:
+        assert "validation_bits_per_byte" not in result.scalars()
+        assert result.message == "validation loss 1.6000 nats per masked token"
 
 
 def test_a_batch_is_gone_before_the_next_one_is_measured() -> None:

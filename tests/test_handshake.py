@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.ports import free_port
+from support.tables import every_row
 
 from runtime import handshake, rendezvous
 from runtime.addresses import host_and_port, listen, to_listen_at
@@ -218,22 +219,19 @@ def _reaches(address: str, port: int) -> bool:
         return probe.connect_ex((address, port)) == 0
 
 
-def test_where_process_0_and_the_service_of_jax_listen(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+@every_row("host", ["127.0.0.1", "localhost", "192.0.2.1", "a-name"])
+def test_where_process_0_and_the_service_of_jax_listen(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at all addresses of the machine, where it is known which one the others use."""
-    for host in ["127.0.0.1", "localhost", "192.0.2.1", "a-name"]:
-        with subtests.test(host=host):
-            place = Place(coordinator=f"{host}:{free_port()}", count=2, process=0, source="")
-            for bind, expected in (
-                (None, {"127.0.0.1"} if to_listen_at(host) else {"::", "0.0.0.0"}),
-                ("127.0.0.3:", {"127.0.0.3"}),
-            ):
-                with monkeypatch.context() as environment:
-                    if bind:
-                        environment.setenv(rendezvous.BIND_VARIABLE, f"{bind}{free_port()}")
-                    with rendezvous._listen(place) as own, rendezvous._free_port(host) as service:
-                        assert {own.getsockname()[0], service.getsockname()[0]} <= expected
+    place = Place(coordinator=f"{host}:{free_port()}", count=2, process=0, source="")
+    for bind, expected in (
+        (None, {"127.0.0.1"} if to_listen_at(host) else {"::", "0.0.0.0"}),
+        ("127.0.0.3:", {"127.0.0.3"}),
+    ):
+        with monkeypatch.context() as environment:
+            if bind:
+                environment.setenv(rendezvous.BIND_VARIABLE, f"{bind}{free_port()}")
+            with rendezvous._listen(place) as own, rendezvous._free_port(host) as service:
+                assert {own.getsockname()[0], service.getsockname()[0]} <= expected
 
 
 def test_the_token_of_a_work_directory(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.heartbeat_world import HOST, RESUMABLE, STALL_S, World, check_ended
 from support.running import ROOT, finish
+from support.tables import every_row
 
 from configs.schema import ElasticConfig
 from runtime import heartbeat
@@ -84,21 +85,16 @@ NO_PROGRESS = [
 ]
 
 
-def test_all_main_threads_without_progress_end_the_run(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+@every_row(("phases", "said"), NO_PROGRESS)
+def test_all_main_threads_without_progress_end_the_run(phases: Any, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are well but one, which the others wait for in a collective; or a collective hangs; or all want data."""
-    for phases, said in NO_PROGRESS:
-        with subtests.test(said=said):
-            world = World(len(phases), monkeypatch)
-            world.enter(phases)
-            world.run(STALL_S - 0.5)
-            assert not world.codes
-            world.run_to_the_end(*range(len(phases)))
-            for process in range(len(phases)):
-                check_said(
-                    world, process, f"^error: no progress for 3 s .*: {said}{last_steps(*range(len(phases))[::-1])}"
-                )
+    world = World(len(phases), monkeypatch)
+    world.enter(phases)
+    world.run(STALL_S - 0.5)
+    assert not world.codes
+    world.run_to_the_end(*range(len(phases)))
+    for process in range(len(phases)):
+        check_said(world, process, f"^error: no progress for 3 s .*: {said}{last_steps(*range(len(phases))[::-1])}")
 
 
 @pytest.mark.parametrize("long", [Phase.COMPILING, Phase.RESTORING])

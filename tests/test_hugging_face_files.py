@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from support.counting_file import CountingFile
 from support.hugging_face_folders import changed, loaded, section, tensors_of
 from support.hugging_face_reference import FOLDER, MODELS
-from support.tables import check_rows
+from support.tables import every_row
 
 import models
 from configs.schema import DecoderConfig, ShardingConfig
@@ -62,52 +62,47 @@ STRATEGIES = {
 }
 
 
-def test_every_sharding_has_the_values_of_the_files(taken: Counter[str]) -> None:
+@every_row(("name", "strategy"), [("gpt2", "zero3"), ("llama", "tensor"), ("bert", "mics"), ("roberta", "ddp")])
+def test_every_sharding_has_the_values_of_the_files(name: str, strategy: str, taken: Counter[str]) -> None:
     """And every byte is read once, however many devices of the process hold it, and few at once.
 
     A slice of a large tensor on slow storage takes minutes, in which no thread of Python runs: not the heartbeat's.
     """
-
-    def check(name: str, strategy: str) -> None:
-        taken.clear()
-        model = models.build(section(FOLDER / name))
-        params = Weights(model, FOLDER / name).load(abstract(model, **STRATEGIES[strategy]))
-        assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / name).items()}
-        assert 0 < CountingFile.most <= 256 * 4
-        _, whole = loaded(FOLDER / name, section(FOLDER / name))
-        jax.tree.map(np.testing.assert_array_equal, params, whole)
-        token = by_name(params)["embed/token"]
-        assert token.addressable_shards[0].data.size < token.size or strategy == "ddp"
-
-    check_rows([("gpt2", "zero3"), ("llama", "tensor"), ("bert", "mics"), ("roberta", "ddp")], check)
+    taken.clear()
+    model = models.build(section(FOLDER / name))
+    params = Weights(model, FOLDER / name).load(abstract(model, **STRATEGIES[strategy]))
+    assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / name).items()}
+    assert 0 < CountingFile.most <= 256 * 4
+    _, whole = loaded(FOLDER / name, section(FOLDER / name))
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+    token = by_name(params)["embed/token"]
+    assert token.addressable_shards[0].data.size < token.size or strategy == "ddp"
 
 
-def test_a_base_in_blocks_is_read_and_encoded_once(taken: Counter[str]) -> None:
+@every_row("base", ["int8", "nf4"], apart=True)
+def test_a_base_in_blocks_is_read_and_encoded_once(
+    base: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its codes and its scales are of one reading; and what is encoded at once is a layer of a device's share."""
-
-    def check(base: str) -> None:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            taken.clear()
-            encoded: list[int] = []
-            encode = lambda x, *how: (encoded.append(x.size), lora.encode(x, *how))[1]
-            monkeypatch.setattr(hugging_face, "encode", encode)
-            monkeypatch.setattr(lora, "BLOCK", 8)  # the example has few columns
-            model = models.build(replace(section(FOLDER / "llama"), lora_rank=2, lora_base=base))
-            weights = Weights(model, FOLDER / "llama")
-            _, frozen = part_frozen(model.param_specs())
-            params = by_name(weights.load(part_like(abstract(model, strategy="mics", partition_size=2), frozen)[0]))
-            assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / "llama").items()}
-            plain = by_name(model.plain_specs, is_spec)
-            stacks = {path: x for path, x in plain.items() if f"{path}/codes" in params}
-            assert sum(encoded) == sum(prod(spec.shape) for spec in stacks.values()) and len(stacks) == 7
-            layers, shares = model.config.num_layers, 2
-            assert max(encoded) == max(prod(spec.shape) for spec in stacks.values()) // layers // shares
-            for path in stacks:
-                whole = lora.encode(weights.region(path, (slice(None),) * 3), base)
-                for part in lora.IN_BLOCKS:
-                    np.testing.assert_array_equal(params[f"{path}/{part}"], whole[part])
-
-    check_rows([(base,) for base in ["int8", "nf4"]], check)
+    taken.clear()
+    encoded: list[int] = []
+    encode = lambda x, *how: (encoded.append(x.size), lora.encode(x, *how))[1]
+    monkeypatch.setattr(hugging_face, "encode", encode)
+    monkeypatch.setattr(lora, "BLOCK", 8)  # the example has few columns
+    model = models.build(replace(section(FOLDER / "llama"), lora_rank=2, lora_base=base))
+    weights = Weights(model, FOLDER / "llama")
+    _, frozen = part_frozen(model.param_specs())
+    params = by_name(weights.load(part_like(abstract(model, strategy="mics", partition_size=2), frozen)[0]))
+    assert taken == {tensor: x.nbytes for tensor, x in tensors_of(FOLDER / "llama").items()}
+    plain = by_name(model.plain_specs, is_spec)
+    stacks = {path: x for path, x in plain.items() if f"{path}/codes" in params}
+    assert sum(encoded) == sum(prod(spec.shape) for spec in stacks.values()) and len(stacks) == 7
+    layers, shares = model.config.num_layers, 2
+    assert max(encoded) == max(prod(spec.shape) for spec in stacks.values()) // layers // shares
+    for path in stacks:
+        whole = lora.encode(weights.region(path, (slice(None),) * 3), base)
+        for part in lora.IN_BLOCKS:
+            np.testing.assert_array_equal(params[f"{path}/{part}"], whole[part])
 
 
 def test_a_fingerprint_tells_other_weights(tmp_path: Path) -> None:
@@ -180,31 +175,25 @@ def test_memory_is_a_share_and_one_parameter(large: Any) -> None:
     assert peak < total / 8 + largest / 8 + 200_000 < total / 4
 
 
-def test_memory_of_a_frozen_stack_is_that_and_some_layers(tmp_path_factory: pytest.TempPathFactory) -> None:
+@every_row("base", ["compute", "int8", "nf4"], apart=True)
+def test_memory_of_a_frozen_stack_is_that_and_some_layers(base: str, tmp_path: Path) -> None:
     """Its codes, as it is stored, and its values, as they are merged: not twice that."""
-
-    def check(base: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        section = DecoderConfig(
-            num_layers=256, hidden=64, intermediate=256, vocab_size=200, max_len=16, tied_head=False
-        )
-        plain = models.build(section)
-        write(plain, tmp_path, lambda path: np.ones(by_name(shapes(plain))[path].shape, np.float32))
-        weights = Weights(models.build(replace(section, lora_rank=2, lora_base=base)), tmp_path)
-        path, layer = "layers/up/weight", 64 * 256
-        everything = (slice(None),) * 3
-        makes = [(lambda: weights.whole(path), 256 * layer * 4)]
-        if base != "compute":
-            makes.append((lambda: weights._encoded(path, everything), 256 * layer * (1 if base == "int8" else 0.5)))
-        for make, kept in makes:
-            make()  # what is imported and compiled
-            tracemalloc.start()
-            found = make()
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert found is not None and kept < peak < 1.1 * kept + 10 * 4 * layer
-
-    check_rows([(base,) for base in ["compute", "int8", "nf4"]], check)
+    section = DecoderConfig(num_layers=256, hidden=64, intermediate=256, vocab_size=200, max_len=16, tied_head=False)
+    plain = models.build(section)
+    write(plain, tmp_path, lambda path: np.ones(by_name(shapes(plain))[path].shape, np.float32))
+    weights = Weights(models.build(replace(section, lora_rank=2, lora_base=base)), tmp_path)
+    path, layer = "layers/up/weight", 64 * 256
+    everything = (slice(None),) * 3
+    makes = [(lambda: weights.whole(path), 256 * layer * 4)]
+    if base != "compute":
+        makes.append((lambda: weights._encoded(path, everything), 256 * layer * (1 if base == "int8" else 0.5)))
+    for make, kept in makes:
+        make()  # what is imported and compiled
+        tracemalloc.start()
+        found = make()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert found is not None and kept < peak < 1.1 * kept + 10 * 4 * layer
 
 
 def test_memory_of_writing_is_one_parameter_and_one_tensor(large: Any, tmp_path: Path) -> None:
@@ -227,25 +216,21 @@ def test_memory_of_writing_is_one_parameter_and_one_tensor(large: Any, tmp_path:
     np.testing.assert_array_equal(found["lm_head.weight"], values["head/weight"][:, :2000].T)
 
 
-def test_round_trip_is_bit_by_bit(tmp_path_factory: pytest.TempPathFactory) -> None:
+@every_row("name", MODELS, apart=True)
+def test_round_trip_is_bit_by_bit(name: str, tmp_path: Path) -> None:
     """The same tensors, names and bytes as transformers wrote; the files may be others."""
-
-    def check(name: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        model, params = loaded(FOLDER / name, section(FOLDER / name))
-        ours = by_name(params)
-        written = write(model, tmp_path, lambda path: np.asarray(ours[path]))
-        assert [file.name for file in written] == ["model.safetensors"]
-        assert not any(np.any(ours[path][260:]) for path in ("embed/token", "head/bias") if path in ours)  # padding
-        before, after = tensors_of(FOLDER / name), tensors_of(tmp_path)
-        assert before.keys() == after.keys()
-        assert [
-            key for key, x in before.items() if x.tobytes() != after[key].tobytes() or x.shape != after[key].shape
-        ] == []
-        assert replace(section(tmp_path), weights="") == replace(section(FOLDER / name), weights="")
-        assert not [*tmp_path.glob("*.unfinished")]
-
-    check_rows([(name,) for name in MODELS], check)
+    model, params = loaded(FOLDER / name, section(FOLDER / name))
+    ours = by_name(params)
+    written = write(model, tmp_path, lambda path: np.asarray(ours[path]))
+    assert [file.name for file in written] == ["model.safetensors"]
+    assert not any(np.any(ours[path][260:]) for path in ("embed/token", "head/bias") if path in ours)  # padding
+    before, after = tensors_of(FOLDER / name), tensors_of(tmp_path)
+    assert before.keys() == after.keys()
+    assert [
+        key for key, x in before.items() if x.tobytes() != after[key].tobytes() or x.shape != after[key].shape
+    ] == []
+    assert replace(section(tmp_path), weights="") == replace(section(FOLDER / name), weights="")
+    assert not [*tmp_path.glob("*.unfinished")]
 
 
 def test_a_number_beyond_the_dtype_of_a_merged_model_is_one_line(tmp_path: Path) -> None:
@@ -325,63 +310,56 @@ INDEX_DAMAGE: dict[str, tuple[Any, str]] = {
 CASES = [("llama", key) for key in DAMAGE] + [("gpt2", key) for key in INDEX_DAMAGE]
 
 
-def test_damage_is_one_line_that_names_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    def check(name: str, damage: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        folder = changed(FOLDER / name, tmp_path / name)
-        harm, message = (DAMAGE | INDEX_DAMAGE)[damage]
-        harm(folder)
-        with pytest.raises(ValueError, match=message) as error:
-            Weights(models.build(section(FOLDER / name)), folder)
-        assert str(folder) in str(error.value) and "\n" not in str(error.value)
-
-    check_rows(CASES, check)
+@every_row(("name", "damage"), CASES, apart=True)
+def test_damage_is_one_line_that_names_it(name: str, damage: str, tmp_path: Path) -> None:
+    folder = changed(FOLDER / name, tmp_path / name)
+    harm, message = (DAMAGE | INDEX_DAMAGE)[damage]
+    harm(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        Weights(models.build(section(FOLDER / name)), folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_head_tied_to_the_embedding_must_be_a_copy_of_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    def check(name: str, head: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        folder = changed(FOLDER / name, tmp_path / name, tie_word_embeddings=True)
-        model = models.build(section(folder))
-        ends = ("embed_tokens.weight", "word_embeddings.weight")
-        embedding = next(x.copy() for key, x in tensors_of(folder).items() if key.endswith(ends))
-        rewrite(folder, lambda found: found.update({head: embedding}))
+@every_row(
+    ("name", "head"),
+    [
+        ("llama", "lm_head.weight"),
+        ("bert", "cls.predictions.decoder.weight"),
+        ("roberta", "lm_head.decoder.weight"),
+    ],
+    apart=True,
+)
+def test_a_head_tied_to_the_embedding_must_be_a_copy_of_it(name: str, head: str, tmp_path: Path) -> None:
+    folder = changed(FOLDER / name, tmp_path / name, tie_word_embeddings=True)
+    model = models.build(section(folder))
+    ends = ("embed_tokens.weight", "word_embeddings.weight")
+    embedding = next(x.copy() for key, x in tensors_of(folder).items() if key.endswith(ends))
+    rewrite(folder, lambda found: found.update({head: embedding}))
+    Weights(model, folder)
+    embedding[-1, 0] += 1
+    rewrite(folder, lambda found: found.update({head: embedding}))
+    with pytest.raises(ValueError, match=f"has a {head} that differs from the embedding, but its config.json ties"):
         Weights(model, folder)
-        embedding[-1, 0] += 1
-        rewrite(folder, lambda found: found.update({head: embedding}))
-        with pytest.raises(ValueError, match=f"has a {head} that differs from the embedding, but its config.json ties"):
-            Weights(model, folder)
-
-    check_rows(
-        [
-            ("llama", "lm_head.weight"),
-            ("bert", "cls.predictions.decoder.weight"),
-            ("roberta", "lm_head.decoder.weight"),
-        ],
-        check,
-    )
 
 
-def test_a_weight_that_is_no_float32_is_one_line(tmp_path_factory: pytest.TempPathFactory) -> None:
-    def check(dtype: Any, number: float, what: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        folder = changed(FOLDER / "llama", tmp_path / "llama")
+@every_row(
+    ("dtype", "number", "what"),
+    [
+        (np.float32, np.nan, "a NaN or an infinity"),
+        (ml_dtypes.bfloat16, -np.inf, "a NaN or an infinity"),
+        (np.float64, -1e39, "a number beyond float32"),
+    ],
+    apart=True,
+)
+def test_a_weight_that_is_no_float32_is_one_line(dtype: Any, number: float, what: str, tmp_path: Path) -> None:
+    folder = changed(FOLDER / "llama", tmp_path / "llama")
 
-        def harm(found: dict[str, np.ndarray]) -> None:
-            found[UP] = found[UP].astype(dtype)
-            found[UP][5, 7] = number
+    def harm(found: dict[str, np.ndarray]) -> None:
+        found[UP] = found[UP].astype(dtype)
+        found[UP][5, 7] = number
 
-        rewrite(folder, harm)
-        model = models.build(section(folder))
-        said = f"{folder}/model.safetensors: {UP} has {what}, with which no model can be trained"
-        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-            Weights(model, folder).load(abstract(model, strategy="ddp"))
-
-    check_rows(
-        [
-            (np.float32, np.nan, "a NaN or an infinity"),
-            (ml_dtypes.bfloat16, -np.inf, "a NaN or an infinity"),
-            (np.float64, -1e39, "a number beyond float32"),
-        ],
-        check,
-    )
+    rewrite(folder, harm)
+    model = models.build(section(folder))
+    said = f"{folder}/model.safetensors: {UP} has {what}, with which no model can be trained"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        Weights(model, folder).load(abstract(model, strategy="ddp"))

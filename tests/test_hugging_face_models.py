@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from support.hugging_face_folders import changed, loaded, our_logits, section
 from support.hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, reference
 from support.running import ROOT
-from support.tables import check_rows
+from support.tables import check_rows, every_row
 
 import models
 from configs import command_line, hugging_face
@@ -31,13 +31,11 @@ from sharding.state import by_name
 from training.optimizers import is_matrix
 
 
-def test_logits_equal_transformers() -> None:
-    def check(name: str) -> None:
-        theirs = reference(name)
-        assert np.abs(theirs["logits"]).max() > 1
-        np.testing.assert_allclose(our_logits(FOLDER / name, theirs["tokens"]), theirs["logits"], atol=1e-5)
-
-    check_rows([(name,) for name in MODELS], check)
+@every_row("name", MODELS)
+def test_logits_equal_transformers(name: str) -> None:
+    theirs = reference(name)
+    assert np.abs(theirs["logits"]).max() > 1
+    np.testing.assert_allclose(our_logits(FOLDER / name, theirs["tokens"]), theirs["logits"], atol=1e-5)
 
 
 def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
@@ -47,34 +45,28 @@ def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
     assert [name for name in ("token", "position", "token_type") if is_matrix(embed[name])] == ["token"]
 
 
-def test_derivative_of_exact_gelu() -> None:
+@every_row("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_derivative_of_exact_gelu(dtype: Any) -> None:
     """Against differences of the definition, in float64."""
-
-    def check(dtype: Any) -> None:
-        x = np.linspace(-5, 5, 41).astype(dtype).astype(np.float64)
-        value = np.vectorize(lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2)
-        slope = jax.vmap(jax.grad(exact_gelu))(x.astype(dtype))
-        assert slope.dtype == dtype
-        tolerance = 1e-6 if dtype == np.float32 else 0.02
-        np.testing.assert_allclose(
-            np.asarray(slope, np.float64), (value(x + 1e-5) - value(x - 1e-5)) / 2e-5, atol=tolerance
-        )
-
-    check_rows([(dtype,) for dtype in [np.float32, ml_dtypes.bfloat16]], check)
+    x = np.linspace(-5, 5, 41).astype(dtype).astype(np.float64)
+    value = np.vectorize(lambda v: v * (1 + math.erf(v / math.sqrt(2))) / 2)
+    slope = jax.vmap(jax.grad(exact_gelu))(x.astype(dtype))
+    assert slope.dtype == dtype
+    tolerance = 1e-6 if dtype == np.float32 else 0.02
+    np.testing.assert_allclose(
+        np.asarray(slope, np.float64), (value(x + 1e-5) - value(x - 1e-5)) / 2e-5, atol=tolerance
+    )
 
 
-def test_other_float_dtypes_become_float32(tmp_path_factory: pytest.TempPathFactory) -> None:
-    def check(dtype: Any) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        folder = changed(FOLDER / "llama", tmp_path / "llama")
-        rounded = {name: x.astype(dtype) for name, x in load_file(folder / "model.safetensors").items()}
-        save_file(rounded, folder / "model.safetensors")
-        _, params = loaded(folder, section(folder))
-        up = params["layers"]["up"]["weight"]
-        assert up.dtype == np.float32
-        np.testing.assert_array_equal(up[1], rounded["model.layers.1.mlp.up_proj.weight"].astype(np.float32).T)
-
-    check_rows([(dtype,) for dtype in [ml_dtypes.bfloat16, np.float64]], check)
+@every_row("dtype", [ml_dtypes.bfloat16, np.float64], apart=True)
+def test_other_float_dtypes_become_float32(dtype: Any, tmp_path: Path) -> None:
+    folder = changed(FOLDER / "llama", tmp_path / "llama")
+    rounded = {name: x.astype(dtype) for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(rounded, folder / "model.safetensors")
+    _, params = loaded(folder, section(folder))
+    up = params["layers"]["up"]["weight"]
+    assert up.dtype == np.float32
+    np.testing.assert_array_equal(up[1], rounded["model.layers.1.mlp.up_proj.weight"].astype(np.float32).T)
 
 
 def test_weights_of_older_names_and_other_heads_are_read(tmp_path: Path) -> None:
@@ -93,19 +85,17 @@ def test_weights_of_older_names_and_other_heads_are_read(tmp_path: Path) -> None
     np.testing.assert_allclose(our_logits(folder, theirs["tokens"]), theirs["logits"], atol=1e-5)
 
 
-def test_config_json_goes_both_ways() -> None:
-    def check(name: str) -> None:
-        theirs = json.loads((FOLDER / name / "config.json").read_text())
-        config = section(FOLDER / name)
-        architecture = hugging_face.architecture_of(config)
-        ours = hugging_face.config_json(config, architecture)
-        assert (ours["model_type"], ours["architectures"]) == (theirs["model_type"], theirs["architectures"])
-        left_out = {"bos_token_id", "eos_token_id", "n_inner"} | (set() if name == "roberta" else {"pad_token_id"})
-        for key in ours.keys() & theirs.keys() - left_out:
-            assert ours[key] == theirs[key], key
-        assert config.weights == str(FOLDER / name)
-
-    check_rows([(name,) for name in MODELS], check)
+@every_row("name", MODELS)
+def test_config_json_goes_both_ways(name: str) -> None:
+    theirs = json.loads((FOLDER / name / "config.json").read_text())
+    config = section(FOLDER / name)
+    architecture = hugging_face.architecture_of(config)
+    ours = hugging_face.config_json(config, architecture)
+    assert (ours["model_type"], ours["architectures"]) == (theirs["model_type"], theirs["architectures"])
+    left_out = {"bos_token_id", "eos_token_id", "n_inner"} | (set() if name == "roberta" else {"pad_token_id"})
+    for key in ours.keys() & theirs.keys() - left_out:
+        assert ours[key] == theirs[key], key
+    assert config.weights == str(FOLDER / name)
 
 
 ONE_BASE: dict[str, Any] = {"rotary_scaling": "none", "rotary_local_base": 0.0}  # of layers with a window and others
@@ -114,29 +104,29 @@ MIXED = ["sliding_attention", "full_attention"]
 LOCAL = {"rope_local_base_freq": 50.0, "layer_types": ["sliding_attention"] * 3}
 
 
-def test_what_is_written_is_the_same_model(tmp_path_factory: pytest.TempPathFactory) -> None:
-    def check(name: str, changes: dict[str, Any], told: dict[str, Any]) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        model = models.build(replace(section(FOLDER / name), weights="", **changes))
-        params = jax.jit(model.init)(jax.random.key(0))
-        values, tokens = by_name(params), reference(name)["tokens"].astype(np.int32)
-        write(model, tmp_path, lambda path: np.asarray(values[path]))
-        found = json.loads((tmp_path / "config.json").read_text())
-        assert {key: found[key] for key in told} == told
-        assert isinstance(model, models.Decoder)
-        wanted = jax.jit(lambda p: model.logits(p, tokens, lambda _, tree: tree))(params)[..., :VOCAB]
-        np.testing.assert_allclose(our_logits(tmp_path, tokens), wanted, atol=1e-6)
-
-    check_rows(
-        [
-            ("gemma3", ONE_BASE, {"rope_local_base_freq": 500.0, "sliding_window": 4}),
-            ("gemma3", {"global_every": 6}, LOCAL),
-            ("gemma3", {"global_every": 0, **ONE_BASE, "rotary_base": 50.0}, LOCAL),
-            ("gemma3", {"window": 0, "global_every": 0, "rotary_local_base": 0.0}, NO_WINDOW),
-            ("llama", {"rotary_factor": 8.0, "rotary_low": 2.0}, {"rope_scaling": None}),
-        ],
-        check,
-    )
+@every_row(
+    ("name", "changes", "told"),
+    [
+        ("gemma3", ONE_BASE, {"rope_local_base_freq": 500.0, "sliding_window": 4}),
+        ("gemma3", {"global_every": 6}, LOCAL),
+        ("gemma3", {"global_every": 0, **ONE_BASE, "rotary_base": 50.0}, LOCAL),
+        ("gemma3", {"window": 0, "global_every": 0, "rotary_local_base": 0.0}, NO_WINDOW),
+        ("llama", {"rotary_factor": 8.0, "rotary_low": 2.0}, {"rope_scaling": None}),
+    ],
+    apart=True,
+)
+def test_what_is_written_is_the_same_model(
+    name: str, changes: dict[str, Any], told: dict[str, Any], tmp_path: Path
+) -> None:
+    model = models.build(replace(section(FOLDER / name), weights="", **changes))
+    params = jax.jit(model.init)(jax.random.key(0))
+    values, tokens = by_name(params), reference(name)["tokens"].astype(np.int32)
+    write(model, tmp_path, lambda path: np.asarray(values[path]))
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert {key: found[key] for key in told} == told
+    assert isinstance(model, models.Decoder)
+    wanted = jax.jit(lambda p: model.logits(p, tokens, lambda _, tree: tree))(params)[..., :VOCAB]
+    np.testing.assert_allclose(our_logits(tmp_path, tokens), wanted, atol=1e-6)
 
 
 def test_models_without_a_counterpart_are_one_line(tmp_path: Path) -> None:
@@ -186,63 +176,61 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
     assert config == replace(section(FOLDER / "llama"), weights=config.weights)
 
 
-def test_bad_config_json_is_one_line(tmp_path_factory: pytest.TempPathFactory) -> None:
-    def check(name: str, changes: dict[str, Any], message: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        folder = changed(FOLDER / name, tmp_path / name, **changes)
-        with pytest.raises(ValueError, match=message) as error:
-            Weights(models.build(section(FOLDER / name)), folder)
-        assert str(folder / "config.json") in str(error.value) and "\n" not in str(error.value)
-
-    check_rows(
-        [
-            (
-                "llama",
-                {"model_type": "mamba"},
-                "'mamba' is not supported; one of gpt2, llama, .*, gemma3_text, bert, roberta is",
-            ),
-            ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; 'silu' is"),
-            ("llama", {"head_dim": 8}, "model.head_dim=0, but 8 there"),
-            (
-                "llama",
-                {"rope_parameters": {"rope_type": "yarn"}},
-                "'yarn' are not supported; default, linear and llama3 are",
-            ),
-            ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor"),
-            ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "model.rotary_factor=0.0 must be above 0"),
-            (
-                "llama",
-                {"rope_scaling": {"partial_rotary_factor": 0.5}},
-                "partial_rotary_factor=0.5 is not supported; 1 is",
-            ),
-            ("mistral", {"sliding_window": "4"}, "model.window='4' must be a whole number"),
-            ("mistral", {"layer_types": MIXED}, "layer_types is not supported beside another sliding_window: all"),
-            ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; False is"),
-            (
-                "gemma2",
-                {"layer_types": ["full_attention", "sliding_attention"]},
-                "layer_types is not supported in which full",
-            ),
-            ("gemma2", {"layer_types": 3}, "layer_types is 3, not a list of full_attention and sliding_attention"),
-            ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not a number"),
-            (
-                "gemma3",
-                {"rope_parameters": {"sliding_attention": LINEAR}},
-                "sliding_attention of rope_type 'linear' is not",
-            ),
-            ("llama", {"mlp_bias": True}, "mlp_bias without attention_bias is not supported"),
-            ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
-            ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not an integer from 1 on"),
-            ("llama", {"rope_scaling": ["x"], "rope_parameters": None}, r"rope_scaling is \['x'\], not an object"),
-            ("llama", {"rms_norm_eps": 1e-5}, "model.norm_eps=1e-06, but 1e-05 there"),
-            ("gpt2", {"n_layer": 3, "n_head": 2}, "model.num_layers=2, but 3 there, model.num_heads=4, but 2 there"),
-            ("gpt2", {"activation_function": "relu"}, "an activation 'relu' is not supported; one of gelu_new, gelu, "),
-            (
-                "gpt2",
-                {"scale_attn_by_inverse_layer_idx": True},
-                "scale_attn_by_inverse_layer_idx=True is not supported",
-            ),
-            ("roberta", {"pad_token_id": 0}, "model.max_len=40, but 41 there, model.position_offset=2, but 1 there"),
-        ],
-        check,
-    )
+@every_row(
+    ("name", "changes", "message"),
+    [
+        (
+            "llama",
+            {"model_type": "mamba"},
+            "'mamba' is not supported; one of gpt2, llama, .*, gemma3_text, bert, roberta is",
+        ),
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; 'silu' is"),
+        ("llama", {"head_dim": 8}, "model.head_dim=0, but 8 there"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "'yarn' are not supported; default, linear and llama3 are",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "model.rotary_factor=0.0 must be above 0"),
+        (
+            "llama",
+            {"rope_scaling": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported; 1 is",
+        ),
+        ("mistral", {"sliding_window": "4"}, "model.window='4' must be a whole number"),
+        ("mistral", {"layer_types": MIXED}, "layer_types is not supported beside another sliding_window: all"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; False is"),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is not supported in which full",
+        ),
+        ("gemma2", {"layer_types": 3}, "layer_types is 3, not a list of full_attention and sliding_attention"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, not a number"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": LINEAR}},
+            "sliding_attention of rope_type 'linear' is not",
+        ),
+        ("llama", {"mlp_bias": True}, "mlp_bias without attention_bias is not supported"),
+        ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not an integer from 1 on"),
+        ("llama", {"rope_scaling": ["x"], "rope_parameters": None}, r"rope_scaling is \['x'\], not an object"),
+        ("llama", {"rms_norm_eps": 1e-5}, "model.norm_eps=1e-06, but 1e-05 there"),
+        ("gpt2", {"n_layer": 3, "n_head": 2}, "model.num_layers=2, but 3 there, model.num_heads=4, but 2 there"),
+        ("gpt2", {"activation_function": "relu"}, "an activation 'relu' is not supported; one of gelu_new, gelu, "),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=True is not supported",
+        ),
+        ("roberta", {"pad_token_id": 0}, "model.max_len=40, but 41 there, model.position_offset=2, but 1 there"),
+    ],
+    apart=True,
+)
+def test_bad_config_json_is_one_line(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = changed(FOLDER / name, tmp_path / name, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        Weights(models.build(section(FOLDER / name)), folder)
+    assert str(folder / "config.json") in str(error.value) and "\n" not in str(error.value)

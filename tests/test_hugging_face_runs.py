@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from support.hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, tensors_of
 from support.hugging_face_reference import FOLDER
 from support.running import ROOT, arrays, losses, run_here
-from support.tables import check_rows
+from support.tables import every_row
 
 from configs.schema import may_change
 
@@ -68,24 +68,22 @@ def test_the_folder_of_the_weights_is_no_run(tmp_path: Path, capsys: pytest.Capt
     assert (folder / "config.json").read_bytes() == before and not [*folder.glob("lock-*")]
 
 
+@every_row(
+    ("changes", "message"),
+    [
+        ({"model__num_layers": 3}, "of different models: model.num_layers=3, but 2 there"),
+        ({"model__weights": "/nowhere"}, "/nowhere/config.json cannot be read (No such file or directory)"),
+    ],
+    apart=True,
+)
 def test_bad_weights_are_refused_before_anything_is_written(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def check(changes: dict[str, Any], message: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        args = flags("llama", **changes)
-        assert run_here(*args, f"--workdir={tmp_path / 'run'}") == 2
-        err = capsys.readouterr().err
-        assert message in err and err.count("\n") == 1
-        assert not (tmp_path / "run" / "events.jsonl").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
-
-    check_rows(
-        [
-            ({"model__num_layers": 3}, "of different models: model.num_layers=3, but 2 there"),
-            ({"model__weights": "/nowhere"}, "/nowhere/config.json cannot be read (No such file or directory)"),
-        ],
-        check,
-    )
+    args = flags("llama", **changes)
+    assert run_here(*args, f"--workdir={tmp_path / 'run'}") == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not (tmp_path / "run" / "events.jsonl").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -135,30 +133,28 @@ def test_a_model_is_written_in_the_dtype_in_which_it_computes(tmp_path: Path) ->
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@every_row(
+    ("args", "message"),
+    [
+        ([], "--to_hugging_face is missing"),
+        (["--to_hugging_face=OUT"], "--workdir is missing"),
+        (["--to_hugging_face=OUT", "--workdir=RUN"], "RUN/checkpoints holds no checkpoint"),
+        (["--to_hugging_face=OUT", "--workdir=RUN", "--max_file_gb=0"], "--max_file_gb=0.0 must be above 0"),
+        (["--to_hugging_face=OUT", "--workdir=RUN", "--out=X"], "--out belongs to another command"),
+        (["--from_hugging_face=IN"], "give --config=configs/NAME.py"),
+        (["--from_hugging_face=IN", "CONFIG"], "--out is missing"),
+        (["--from_hugging_face=IN", "CONFIG", "--out=RUN", "--step=1"], "--step belongs to another command"),
+        (["--from_hugging_face=IN", "CONFIG", "--out=RUN"], "IN/config.json cannot be read"),
+        (["--from_hugging_face=IN", "RESNET", "--out=RUN"], "model.kind=resnet has no counterpart"),
+    ],
+    apart=True,
+)
 def test_mistakes_on_the_command_line_are_one_line(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    args: Sequence[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def check(args: Sequence[str], message: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        configs = {"CONFIG": "quickstart", "RESNET": "digits"}
-        named = [f"--config={ROOT}/configs/{configs[x]}.py" if x in configs else x for x in args]
-        named = [re.sub(r"=(OUT|RUN|IN)$", rf"={tmp_path}/\1", x) for x in named]
-        assert run_convert("convert", *named) == 2
-        err = capsys.readouterr().err
-        assert message in err and err.count("\n") == 1 and err.startswith("error: ")
-
-    check_rows(
-        [
-            ([], "--to_hugging_face is missing"),
-            (["--to_hugging_face=OUT"], "--workdir is missing"),
-            (["--to_hugging_face=OUT", "--workdir=RUN"], "RUN/checkpoints holds no checkpoint"),
-            (["--to_hugging_face=OUT", "--workdir=RUN", "--max_file_gb=0"], "--max_file_gb=0.0 must be above 0"),
-            (["--to_hugging_face=OUT", "--workdir=RUN", "--out=X"], "--out belongs to another command"),
-            (["--from_hugging_face=IN"], "give --config=configs/NAME.py"),
-            (["--from_hugging_face=IN", "CONFIG"], "--out is missing"),
-            (["--from_hugging_face=IN", "CONFIG", "--out=RUN", "--step=1"], "--step belongs to another command"),
-            (["--from_hugging_face=IN", "CONFIG", "--out=RUN"], "IN/config.json cannot be read"),
-            (["--from_hugging_face=IN", "RESNET", "--out=RUN"], "model.kind=resnet has no counterpart"),
-        ],
-        check,
-    )
+    configs = {"CONFIG": "quickstart", "RESNET": "digits"}
+    named = [f"--config={ROOT}/configs/{configs[x]}.py" if x in configs else x for x in args]
+    named = [re.sub(r"=(OUT|RUN|IN)$", rf"={tmp_path}/\1", x) for x in named]
+    assert run_convert("convert", *named) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and err.startswith("error: ")

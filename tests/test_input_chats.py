@@ -13,7 +13,7 @@ import tokenizers
 from support import chat_cases
 from support.chat_cases import CHATML, messages, template, write_chats, write_tokenizer
 from support.shard_texts import own_cache  # noqa: F401 (a fixture)
-from support.tables import check_rows, raised
+from support.tables import check_rows, every_row, raised
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, MixedDataset, chat_template, load
@@ -36,23 +36,25 @@ def answer(content: str | None, **others: Any) -> Message:
     return {"role": "assistant", "content": content, **others}
 
 
-def test_ids_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
+@every_row(
+    ("name", "chat", "marks", "case"),
+    ((case["template"], case["chat"], marks, case) for case in CASES for marks in (True, False)),
+)
+def test_ids_and_answers_are_those_of_transformers(
+    name: str, chat: str, marks: bool, case: dict[str, Any], tmp_path: Path
+) -> None:
     """Whether the template marks them by `{% generation %}`, which transformers needs, or not."""
-
-    def check(name: str, chat: str, marks: bool, case: dict[str, Any]) -> None:
-        path = write_tokenizer(tmp_path, template(name, marks=marks))
-        encoded = lambda: encode(messages(chat), HuggingFace(path), ChatTemplate(path))
-        if "refused" in case:
-            assert raised(encoded) == f"the chat template refuses it: {case['refused']}"
-        elif chat == "assistant first" and name in NEED_A_QUESTION and not marks:
-            assert any(text in raised(encoded) for text in ("mark the answers in the template", "no element 0"))
-        else:
-            ids, is_answer, _ = encoded()
-            np.testing.assert_array_equal(ids, case["ids"])
-            np.testing.assert_array_equal(is_answer, case["mask"])
-            assert 0 < is_answer.sum() < len(ids)
-
-    check_rows(((case["template"], case["chat"], marks, case) for case in CASES for marks in (True, False)), check)
+    path = write_tokenizer(tmp_path, template(name, marks=marks))
+    encoded = lambda: encode(messages(chat), HuggingFace(path), ChatTemplate(path))
+    if "refused" in case:
+        assert raised(encoded) == f"the chat template refuses it: {case['refused']}"
+    elif chat == "assistant first" and name in NEED_A_QUESTION and not marks:
+        assert any(text in raised(encoded) for text in ("mark the answers in the template", "no element 0"))
+    else:
+        ids, is_answer, _ = encoded()
+        np.testing.assert_array_equal(ids, case["ids"])
+        np.testing.assert_array_equal(is_answer, case["mask"])
+        assert 0 < is_answer.sum() < len(ids)
 
 
 def test_a_template_may_be_a_file_or_one_of_several_and_has_a_fixed_date(tmp_path: Path) -> None:
@@ -338,22 +340,20 @@ LINES: list[tuple[Any, str]] = [  # a line, and what an error says of it; "" for
 ]
 
 
-def test_a_bad_line_is_named_and_nothing_is_kept(tmp_path: Path, cache_folder: Path) -> None:
-    def check(line: Any, message: str) -> None:
-        file = tmp_path / "chats.jsonl"
-        line = line if isinstance(line, bytes) else line if isinstance(line, str) else json.dumps(line)
-        first = json.dumps({"prompt": "good", "answer": "line"}).encode()
-        file.write_bytes(first + b"\n\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-        if message:
-            text = raised(lambda: dataset(file, "all"))
-            assert text.startswith(f"{file}, line 3") and message in text
-            assert not [path for path in (cache_folder / "chats").iterdir() if path.suffix != ".lock"]
-        else:
-            assert len(conversations(dataset(file, "all"))) == 2
-            for path in (cache_folder / "chats").iterdir():
-                path.rename(tmp_path / f"{path.name}-{len([*tmp_path.iterdir()])}")
-
-    check_rows(LINES, check)
+@every_row(("line", "message"), LINES)
+def test_a_bad_line_is_named_and_nothing_is_kept(line: Any, message: str, tmp_path: Path, cache_folder: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    line = line if isinstance(line, bytes) else line if isinstance(line, str) else json.dumps(line)
+    first = json.dumps({"prompt": "good", "answer": "line"}).encode()
+    file.write_bytes(first + b"\n\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    if message:
+        text = raised(lambda: dataset(file, "all"))
+        assert text.startswith(f"{file}, line 3") and message in text
+        assert not [path for path in (cache_folder / "chats").iterdir() if path.suffix != ".lock"]
+    else:
+        assert len(conversations(dataset(file, "all"))) == 2
+        for path in (cache_folder / "chats").iterdir():
+            path.rename(tmp_path / f"{path.name}-{len([*tmp_path.iterdir()])}")
 
 
 def test_an_answer_of_a_tool_call_alone_counts_if_the_template_renders_it(tmp_path: Path) -> None:

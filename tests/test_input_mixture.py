@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import plain_data
 from support.shard_texts import own_cache  # noqa: F401 (a fixture)
-from support.tables import check_rows
+from support.tables import every_row
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, MixedDataset, load
@@ -39,16 +39,14 @@ def mixed(config: DataConfig, seed: int = SEED) -> MixedDataset:
     return dataset
 
 
-def test_order_equals_plain_counting() -> None:
-    def check(weights: list[Any]) -> None:
-        fractions = [Fraction(weight) for weight in weights]
-        order = Order(fractions, SEED)
-        wanted = list(islice(plain_data.order(fractions, SEED), 5 * order.block))
-        assert [order(i) for i in range(len(wanted))] == wanted
-        for i in np.random.default_rng(0).integers(0, len(wanted), 30):  # in any order
-            assert Order(fractions, SEED)(int(i)) == wanted[i]
-
-    check_rows([(weights,) for weights in WEIGHTS], check)
+@every_row("weights", WEIGHTS)
+def test_order_equals_plain_counting(weights: list[Any]) -> None:
+    fractions = [Fraction(weight) for weight in weights]
+    order = Order(fractions, SEED)
+    wanted = list(islice(plain_data.order(fractions, SEED), 5 * order.block))
+    assert [order(i) for i in range(len(wanted))] == wanted
+    for i in np.random.default_rng(0).integers(0, len(wanted), 30):  # in any order
+        assert Order(fractions, SEED)(int(i)) == wanted[i]
 
 
 def test_counts_never_fall_for_any_weights() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 from support.running import arguments, finish, free_port, start, start_together
+from support.tables import every_row
 
 from runtime import handshake, heartbeat, rendezvous, supervisor
 from runtime.addresses import host_and_port
@@ -146,22 +147,22 @@ def test_an_error_of_one_process_ends_all_of_its_run(port: int, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("late")
-def test_a_wait_is_reported_and_ends(
-    port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
-) -> None:
-    """With exit code 75; jax would wait in silence, and abort."""
-    for process, state in [
+@every_row(
+    ("process", "state"),
+    [
         (1, "process 0 at 127.0.0.1:{} cannot be reached (Connection refused)"),
         (0, "process 1 did not connect"),
-    ]:
-        with subtests.test(process=process, state=state):
-            with pytest.raises(ResumableError) as caught:
-                meet(place(port, process), "run", lambda: handshake.make_token(tmp_path))
-            said = state.format(port)
-            assert str(caught.value).startswith(
-                f"process {process} could not join the others in 60 s: {said}; start all"
-            )
-            assert capsys.readouterr().err == f"process {process} waits for the others, up to 60 s: {said}\n"
+    ],
+)
+def test_a_wait_is_reported_and_ends(
+    process: int, state: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 75; jax would wait in silence, and abort."""
+    with pytest.raises(ResumableError) as caught:
+        meet(place(port, process), "run", lambda: handshake.make_token(tmp_path))
+    said = state.format(port)
+    assert str(caught.value).startswith(f"process {process} could not join the others in 60 s: {said}; start all")
+    assert capsys.readouterr().err == f"process {process} waits for the others, up to 60 s: {said}\n"
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -14,7 +14,7 @@ import pytest
 from support import workload
 from support.hugging_face_reference import FOLDER
 from support.suite import sampled
-from support.tables import check_rows
+from support.tables import every_row
 from support.workload import LORA
 
 import models
@@ -143,29 +143,27 @@ def test_blocks_keep_what_their_bits_can() -> None:
         np.testing.assert_array_equal(lora.decode(lora.encode(back, base), jax.numpy.float32), back)
 
 
-def test_a_mistake_in_the_config_is_one_line() -> None:
-    def check(changes: dict, words: str) -> None:
-        with pytest.raises(ValueError, match=re.escape(words)) as found:
-            MODELS[changes.get("kind", "decoder")](**changes)
-        assert "\n" not in str(found.value)
-
-    check_rows(
-        [
-            (dict(lora_base="nf4"), "model.lora_rank = 0: model.lora_base needs a rank from 1 on"),
-            (
-                dict(lora_rank=2, lora_targets="query gates"),
-                "one of query key value out gate up down has adapters, not",
-            ),
-            (
-                dict(lora_rank=2, lora_targets=""),
-                "model.lora_targets = '': one of query key value out gate up down has",
-            ),
-            (dict(lora_rank=2, lora_targets="gate", kind="encoder"), "one of query key value out up down has adapters"),
-            (dict(lora_rank=-1), "model.lora_rank=-1 must be at least 0"),
-            (dict(lora_rank=2, kind="moe"), "models with experts have no adapters"),
-        ],
-        check,
-    )
+@every_row(
+    ("changes", "words"),
+    [
+        (dict(lora_base="nf4"), "model.lora_rank = 0: model.lora_base needs a rank from 1 on"),
+        (
+            dict(lora_rank=2, lora_targets="query gates"),
+            "one of query key value out gate up down has adapters, not",
+        ),
+        (
+            dict(lora_rank=2, lora_targets=""),
+            "model.lora_targets = '': one of query key value out gate up down has",
+        ),
+        (dict(lora_rank=2, lora_targets="gate", kind="encoder"), "one of query key value out up down has adapters"),
+        (dict(lora_rank=-1), "model.lora_rank=-1 must be at least 0"),
+        (dict(lora_rank=2, kind="moe"), "models with experts have no adapters"),
+    ],
+)
+def test_a_mistake_in_the_config_is_one_line(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as found:
+        MODELS[changes.get("kind", "decoder")](**changes)
+    assert "\n" not in str(found.value)
 
 
 def test_configs_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

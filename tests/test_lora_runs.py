@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from support.hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, section
 from support.hugging_face_reference import FOLDER
 from support.running import arrays, losses, run_here, stop_after
-from support.tables import check_rows
+from support.tables import every_row
 
 import models
 from models import hugging_face, peft
@@ -135,23 +135,19 @@ def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest
     assert texts[0] == texts[1] and len(texts[0]) > 10
 
 
-def test_peft_finds_the_matrices_that_have_adapters_and_no_others(tmp_path_factory: pytest.TempPathFactory) -> None:
+@every_row("name", ["llama", "bert"], apart=True)
+def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, tmp_path: Path) -> None:
     """By its rule: a module has one of `target_modules` as its name, or behind a dot at its end."""
-
-    def check(name: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        config = replace(section(FOLDER / name), lora_rank=2, lora_targets="query out down")
-        model = models.build(config)
-        specs = jax.tree_util.tree_leaves_with_path(model.param_specs(), is_leaf=is_spec)
-        shapes = {path_name(path): spec.shape for path, spec in specs}
-        file = peft.write(model, tmp_path, lambda path: np.zeros(shapes[path], np.float32), "")
-        targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
-        modules = {tensor.rpartition(".")[0] for tensor in load_file(FOLDER / name / "model.safetensors")}
-        found = {module for module in modules if any(f".{module}".endswith(f".{target}") for target in targets)}
-        adapted = {tensor.removeprefix("base_model.model.").rpartition(".lora_")[0] for tensor in load_file(file)}
-        assert found == adapted and len(found) == 3 * config.num_layers
-
-    check_rows([(name,) for name in ["llama", "bert"]], check)
+    config = replace(section(FOLDER / name), lora_rank=2, lora_targets="query out down")
+    model = models.build(config)
+    specs = jax.tree_util.tree_leaves_with_path(model.param_specs(), is_leaf=is_spec)
+    shapes = {path_name(path): spec.shape for path, spec in specs}
+    file = peft.write(model, tmp_path, lambda path: np.zeros(shapes[path], np.float32), "")
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    modules = {tensor.rpartition(".")[0] for tensor in load_file(FOLDER / name / "model.safetensors")}
+    found = {module for module in modules if any(f".{module}".endswith(f".{target}") for target in targets)}
+    adapted = {tensor.removeprefix("base_model.model.").rpartition(".lora_")[0] for tensor in load_file(file)}
+    assert found == adapted and len(found) == 3 * config.num_layers
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, pytest.param(np.float16, marks=pytest.mark.slow)])
@@ -212,60 +208,58 @@ def configured(**changes: Any) -> Any:
     return change
 
 
+@every_row(
+    ("spoil", "changes", "words"),
+    [
+        (None, {"model__lora_rank": 3}, "has r=2, but model.lora_rank=3; set it to that"),
+        (None, {"model__lora_alpha": 5}, "has lora_alpha=4.0, but model.lora_alpha=5.0; set it to that"),
+        (None, {"model__lora_targets": "query"}, "for which model.lora_targets has no place"),
+        (other_base, {}, "holds adapters of another base: its names or shapes are not those of this model"),
+        (
+            with_value(np.nan),
+            {},
+            "self_attn.v_proj.lora_B.weight has a NaN or an infinity, with which no model can be",
+        ),
+        (with_value(1, np.int8), {}, "self_attn.v_proj.lora_B.weight has dtype I8; adapters are float32, float16"),
+        (without_a_tensor, {}, "has no tensor base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"),
+        (configured(use_dora=True), {}, "use_dora=True is not supported; False is"),
+        (configured(alora_invocation_tokens=[5]), {}, "alora_invocation_tokens=[5] is not supported; None is"),
+        (
+            configured(init_lora_weights="pissa_niter_4"),
+            {},
+            "init_lora_weights='pissa_niter_4' changes the base; give",
+        ),
+        (shutil.rmtree, {}, "adapter_config.json cannot be read (No such file or directory)"),
+        (None, {"model__lora_base": "nf4"}, "stores blocks of 64 columns, but"),
+        (None, {"model__weights": ""}, "adapters need model.weights, their base"),
+    ],
+    apart=True,
+)
 def test_adapters_that_do_not_fit_are_one_line(
-    trained: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    spoil: Any, changes: dict, words: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def check(spoil: Any, changes: dict, words: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        folder = shutil.copytree(trained.parent / "adapters", tmp_path / "adapters")
-        if spoil:
-            spoil(folder)
-        assert train(tmp_path / "run", model__lora_weights=folder, **changes) == 2
-        err = capsys.readouterr().err
-        assert words in err and err.count("\n") == 1
-        assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-    check_rows(
-        [
-            (None, {"model__lora_rank": 3}, "has r=2, but model.lora_rank=3; set it to that"),
-            (None, {"model__lora_alpha": 5}, "has lora_alpha=4.0, but model.lora_alpha=5.0; set it to that"),
-            (None, {"model__lora_targets": "query"}, "for which model.lora_targets has no place"),
-            (other_base, {}, "holds adapters of another base: its names or shapes are not those of this model"),
-            (
-                with_value(np.nan),
-                {},
-                "self_attn.v_proj.lora_B.weight has a NaN or an infinity, with which no model can be",
-            ),
-            (with_value(1, np.int8), {}, "self_attn.v_proj.lora_B.weight has dtype I8; adapters are float32, float16"),
-            (without_a_tensor, {}, "has no tensor base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"),
-            (configured(use_dora=True), {}, "use_dora=True is not supported; False is"),
-            (configured(alora_invocation_tokens=[5]), {}, "alora_invocation_tokens=[5] is not supported; None is"),
-            (
-                configured(init_lora_weights="pissa_niter_4"),
-                {},
-                "init_lora_weights='pissa_niter_4' changes the base; give",
-            ),
-            (shutil.rmtree, {}, "adapter_config.json cannot be read (No such file or directory)"),
-            (None, {"model__lora_base": "nf4"}, "stores blocks of 64 columns, but"),
-            (None, {"model__weights": ""}, "adapters need model.weights, their base"),
-        ],
-        check,
-    )
+    folder = shutil.copytree(trained.parent / "adapters", tmp_path / "adapters")
+    if spoil:
+        spoil(folder)
+    assert train(tmp_path / "run", model__lora_weights=folder, **changes) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_mistakes_of_convert_are_one_line(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def check(command: str, words: str) -> None:
-        places = {"OUT": str(trained.parent / "adapters"), "RUN": str(trained)}
-        for word, place in places.items():
-            command, words = command.replace(word, place), words.replace(word, place)
-        assert run_convert("convert", *command.split()) == 2
-        err = capsys.readouterr().err
-        assert words in err and err.count("\n") == 1
-
-    check_rows(
-        [
-            ("--to_peft=OUT --workdir=RUN --max_file_gb=1", "--max_file_gb belongs to another command"),
-            ("--to_peft=OUT --workdir=RUN", "OUT holds adapters already; choose an empty folder"),
-        ],
-        check,
-    )
+@every_row(
+    ("command", "words"),
+    [
+        ("--to_peft=OUT --workdir=RUN --max_file_gb=1", "--max_file_gb belongs to another command"),
+        ("--to_peft=OUT --workdir=RUN", "OUT holds adapters already; choose an empty folder"),
+    ],
+)
+def test_mistakes_of_convert_are_one_line(
+    command: str, words: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"OUT": str(trained.parent / "adapters"), "RUN": str(trained)}
+    for word, place in places.items():
+        command, words = command.replace(word, place), words.replace(word, place)
+    assert run_convert("convert", *command.split()) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1

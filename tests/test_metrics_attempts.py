@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.metrics_runs import make_run
-from support.tables import check_rows
+from support.tables import every_row
 
 from runtime.events import Event
 from training.metrics.attempts import attempts_of, goodput, pauses, span_s
@@ -76,15 +76,12 @@ def test_goodput_counts_each_step_once(elastic: Path) -> None:
     assert goodput(found, []) is None and goodput([], rows) is None
 
 
-def test_a_replica_that_takes_the_state_of_others_does_fewer_steps_again() -> None:
+@every_row(("step", "again"), [(56, 5), (58, 3), (203, 0)])
+def test_a_replica_that_takes_the_state_of_others_does_fewer_steps_again(step: int, again: int) -> None:
     """It had done 60 steps, and restored the checkpoint of step 55."""
-
-    def check(step: int, again: int) -> None:
-        lines = (*first(1, 1, 55, again=5), line(2, Event.FIRST_STEP, step=step + 9, after=step - 1))  # a round of ten
-        events = [json.loads(each) | {"time_s": 0.0} for each in lines]
-        assert [attempt.steps_again for attempt in attempts_of(events)] == [again]
-
-    check_rows([(56, 5), (58, 3), (203, 0)], check)
+    lines = (*first(1, 1, 55, again=5), line(2, Event.FIRST_STEP, step=step + 9, after=step - 1))  # a round of ten
+    events = [json.loads(each) | {"time_s": 0.0} for each in lines]
+    assert [attempt.steps_again for attempt in attempts_of(events)] == [again]
 
 
 def test_the_goodput_of_a_replica_is_not_known(elastic: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tables import check_rows
+from support.tables import every_row
 
 from training.metrics.environment import environment
 from training.metrics.throughput import StepTimer, peak_flops
@@ -55,30 +55,28 @@ def test_step_timer_against_numpy() -> None:
         timer.done(2, 5.0)
 
 
-def test_peak_of_device_kinds_as_jax_names_them() -> None:
-    def check(kind: str, tera: float | None) -> None:
-        assert peak_flops(kind) == (tera and tera * 1e12)
-
-    check_rows(
-        [
-            *((kind, None) for kind in ("cpu", "", "NVIDIA T400", "Radeon", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")),
-            ("NVIDIA H100 80GB HBM3", 989.5),
-            ("NVIDIA H100 PCIe", 756.5),
-            ("NVIDIA H100 NVL", 835.5),
-            ("NVIDIA H200", 989.5),
-            ("NVIDIA A100-SXM4-40GB", 312),
-            ("NVIDIA A100 80GB PCIe", 312),
-            ("Tesla V100-SXM2-32GB", 125),
-            ("Tesla V100-PCIE-16GB", 112),
-            ("NVIDIA L4", 121),
-            ("NVIDIA L40S", 362),
-            ("NVIDIA A10G", 70),
-            ("Tesla T4", 65),
-            ("NVIDIA B200", 2250),
-            ("NVIDIA GH200 480GB", 989.5),
-        ],
-        check,
-    )
+@every_row(
+    ("kind", "tera"),
+    [
+        *((kind, None) for kind in ("cpu", "", "NVIDIA T400", "Radeon", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10G", 70),
+        ("Tesla T4", 65),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", 989.5),
+    ],
+)
+def test_peak_of_device_kinds_as_jax_names_them(kind: str, tera: float | None) -> None:
+    assert peak_flops(kind) == (tera and tera * 1e12)
 
 
 def fake_interface(root: Path, name: str, sent: int | str, received: int | str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.metrics_runs import make_run
 from support.parsed_page import EVIL, PIXEL, Page
-from support.tables import check_rows
+from support.tables import every_row
 
 from training.metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
 from training.metrics.report import charts_of, main, write_report
@@ -154,16 +154,14 @@ def test_a_curve_is_drawn_where_it_should_be() -> None:
     assert y[0] - y[50] > 20 and 226 - y[0] > 100  # the typical value is at about half the height
 
 
-def test_ticks_are_round_and_inside() -> None:
-    def check(low: float, high: float) -> None:
-        ticks = round_ticks(low, high)
-        assert 3 <= len(ticks) <= 8 and min(ticks) >= low - 1e-9 and max(ticks) <= high * (1 + 1e-9)
-        step = ticks[1] - ticks[0]
-        mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
-        assert min(abs(mantissa - m) for m in (1, 2, 5, 10)) < 1e-6
-        np.testing.assert_allclose(np.diff(ticks), step)
-
-    check_rows([(0, 1), (0.001, 0.0013), (1.7, 5.8), (-3, 1e6), (599, 600)], check)
+@every_row(("low", "high"), [(0, 1), (0.001, 0.0013), (1.7, 5.8), (-3, 1e6), (599, 600)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    ticks = round_ticks(low, high)
+    assert 3 <= len(ticks) <= 8 and min(ticks) >= low - 1e-9 and max(ticks) <= high * (1 + 1e-9)
+    step = ticks[1] - ticks[0]
+    mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
+    assert min(abs(mantissa - m) for m in (1, 2, 5, 10)) < 1e-6
+    np.testing.assert_allclose(np.diff(ticks), step)
 
 
 def test_a_long_outcome_is_shortened_on_the_page_but_not_in_the_file(tmp_path: Path) -> None:

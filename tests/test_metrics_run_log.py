@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from support.tables import check_rows
+from support.tables import every_row
 
 from runtime.exit_codes import ResumableError
 from training.metrics import run_log
@@ -42,32 +42,25 @@ def make_log(
     )
 
 
+@every_row(("may_join", "error"), [(False, OSError), (True, ResumableError)], apart=True)
 def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_only(
-    tmp_path_factory: pytest.TempPathFactory,
+    may_join: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(may_join: bool, error: type[Exception]) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        with pytest.MonkeyPatch.context() as monkeypatch:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
-            def full(*_: object) -> None:
-                raise OSError(28, "No space left on device")
-
-            monkeypatch.setattr(run_log.MetricsWriter, "write", full)
-            log = make_log(tmp_path, enabled=True, may_join=may_join)
-            log.step(1, {"loss": 1.0})
-            with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):
-                log.step(2, {"loss": 1.0})
-            with pytest.raises(ValueError, match="an error before") as failure, log:
-                log.step(3, {"loss": 1.0})
-                raise ValueError("an error before")
-            assert "No space left on device" in failure.value.__notes__[0]  # it hides none
-            monkeypatch.setattr(run_log.MetricsWriter, "__init__", lambda *_, **__: full())
-            with pytest.raises(
-                error, match=f"cannot write to {tmp_path}: No space left on device"
-            ):  # when it starts again
-                make_log(tmp_path, enabled=True, may_join=may_join)
-
-    check_rows([(False, OSError), (True, ResumableError)], check)
+    monkeypatch.setattr(run_log.MetricsWriter, "write", full)
+    log = make_log(tmp_path, enabled=True, may_join=may_join)
+    log.step(1, {"loss": 1.0})
+    with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):
+        log.step(2, {"loss": 1.0})
+    with pytest.raises(ValueError, match="an error before") as failure, log:
+        log.step(3, {"loss": 1.0})
+        raise ValueError("an error before")
+    assert "No space left on device" in failure.value.__notes__[0]  # it hides none
+    monkeypatch.setattr(run_log.MetricsWriter, "__init__", lambda *_, **__: full())
+    with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):  # when it starts again
+        make_log(tmp_path, enabled=True, may_join=may_join)
 
 
 def test_a_report_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,43 +74,38 @@ def test_a_report_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, m
         log.close("interrupted")
 
 
-def test_wire_bytes_count_only_the_step(tmp_path_factory: pytest.TempPathFactory) -> None:
+@every_row("may_join", [False, True], apart=True)
+def test_wire_bytes_count_only_the_step(may_join: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes and the time of a validation or a checkpoint before the step are excluded; rows may be of several.
 
     Those before the first step of a replica may be of the state that it took, and of no step.
     """
+    statistics = tmp_path / "net" / "eth0" / "statistics"
+    statistics.mkdir(parents=True)
+    sent = 0
 
-    def check(may_join: bool) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            statistics = tmp_path / "net" / "eth0" / "statistics"
-            statistics.mkdir(parents=True)
-            sent = 0
+    def send(size_bytes: int) -> None:
+        nonlocal sent
+        sent += size_bytes
+        for name in ("tx_bytes", "rx_bytes"):
+            (statistics / name).write_text(f"{sent}\n")
 
-            def send(size_bytes: int) -> None:
-                nonlocal sent
-                sent += size_bytes
-                for name in ("tx_bytes", "rx_bytes"):
-                    (statistics / name).write_text(f"{sent}\n")
-
-            send(5)
-            monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
-            log = make_log(tmp_path, enabled=True, num_steps=4, may_join=may_join)
-            for step in (1, 2, 3, 4):
-                send(100 * step)
-                if step == 3:
-                    log.passed(step)
-                else:
-                    log.step(step, {"loss": 1.0})
-                send(7)
-                log.spent("validation_s", 0.0)
-                send(8)
-                log.spent("checkpoint_s", 0.0)
-            log.close("finished")
-            rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-            assert [row.get("wire_tx_bytes") for row in rows] == [None if may_join else 100, 200, (300 + 400) / 2]
-
-    check_rows([(may_join,) for may_join in [False, True]], check)
+    send(5)
+    monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
+    log = make_log(tmp_path, enabled=True, num_steps=4, may_join=may_join)
+    for step in (1, 2, 3, 4):
+        send(100 * step)
+        if step == 3:
+            log.passed(step)
+        else:
+            log.step(step, {"loss": 1.0})
+        send(7)
+        log.spent("validation_s", 0.0)
+        send(8)
+        log.spent("checkpoint_s", 0.0)
+    log.close("finished")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("wire_tx_bytes") for row in rows] == [None if may_join else 100, 200, (300 + 400) / 2]
 
 
 def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> None:
@@ -133,42 +121,39 @@ def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> N
     assert "mfu" not in last and "step_time_s" in last
 
 
-def test_a_run_says_what_a_step_costs_on_average(tmp_path_factory: pytest.TempPathFactory) -> None:
+@every_row("log_every", [1, 4, 5, 7], apart=True)
+def test_a_run_says_what_a_step_costs_on_average(
+    log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 21 steps, every fifth meets, which takes 9 s more and sends; whichever of them are logged, all count."""
+    statistics = tmp_path / "net" / "eth0" / "statistics"
+    statistics.mkdir(parents=True)
+    clock, sent = 100.0, 0
 
-    def check(log_every: int) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            statistics = tmp_path / "net" / "eth0" / "statistics"
-            statistics.mkdir(parents=True)
-            clock, sent = 100.0, 0
+    def spend(seconds: float, size_bytes: int) -> None:
+        nonlocal clock, sent
+        clock, sent = clock + seconds, sent + size_bytes
+        for name in ("tx_bytes", "rx_bytes"):
+            (statistics / name).write_text(f"{sent}\n")
 
-            def spend(seconds: float, size_bytes: int) -> None:
-                nonlocal clock, sent
-                clock, sent = clock + seconds, sent + size_bytes
-                for name in ("tx_bytes", "rx_bytes"):
-                    (statistics / name).write_text(f"{sent}\n")
-
-            spend(0, 0)
-            monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
-            monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock)
-            log = make_log(tmp_path, enabled=True, num_steps=21, log_every=log_every)
-            for step in range(1, 22):
-                spend(10.0 if step % 5 == 0 else 1.0, 800 if step % 5 == 0 else 0)
-                log.step(step, {"loss": 1.0})
-            log.close("finished")
-            files = read_run(tmp_path)
-            timed = (16 + 4 * 10) / 20  # all but the first step
-            assert results_of(files)["step_time_s"] == pytest.approx(timed)
-            assert results_of(files)["tokens_per_s"] == pytest.approx(10 / timed)
-            before, seconds, sizes = 0, 0.0, 0.0
-            for row in files.rows:
-                count = row["step"] - before
-                seconds += row.get("step_time_s", 0.0) * (count - (before == 0))
-                sizes, before = sizes + row["wire_tx_bytes"] * count, row["step"]
-            assert (seconds, sizes) == (pytest.approx(20 * timed), pytest.approx(3200))
-
-    check_rows([(log_every,) for log_every in [1, 4, 5, 7]], check)
+    spend(0, 0)
+    monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock)
+    log = make_log(tmp_path, enabled=True, num_steps=21, log_every=log_every)
+    for step in range(1, 22):
+        spend(10.0 if step % 5 == 0 else 1.0, 800 if step % 5 == 0 else 0)
+        log.step(step, {"loss": 1.0})
+    log.close("finished")
+    files = read_run(tmp_path)
+    timed = (16 + 4 * 10) / 20  # all but the first step
+    assert results_of(files)["step_time_s"] == pytest.approx(timed)
+    assert results_of(files)["tokens_per_s"] == pytest.approx(10 / timed)
+    before, seconds, sizes = 0, 0.0, 0.0
+    for row in files.rows:
+        count = row["step"] - before
+        seconds += row.get("step_time_s", 0.0) * (count - (before == 0))
+        sizes, before = sizes + row["wire_tx_bytes"] * count, row["step"]
+    assert (seconds, sizes) == (pytest.approx(20 * timed), pytest.approx(3200))
 
 
 def test_the_first_step_of_an_attempt_has_a_row(tmp_path: Path) -> None:
@@ -260,25 +245,22 @@ class Sink:
         return self
 
 
+@every_row(
+    ("broken", "calls"),
+    [("begin", ["begin"]), ("write", ["begin", "write"]), ("close", ["begin", "write", "write", "write", "close"])],
+    apart=True,
+)
 def test_an_error_of_the_sink_is_one_warning(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    broken: str, calls: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(broken: str, calls: list[str]) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            sink = Sink(broken)
-            monkeypatch.setattr(run_log, "offline_wandb", sink)
-            log = make_log(tmp_path, enabled=True, sink="wandb")
-            for step in (1, 2, 3):
-                log.step(step, {"loss": 1.0})
-            log.close("finished")
-            out = capsys.readouterr().out
-            warning = "warning: sink=wandb failed (RuntimeError: the disk of wandb); the run goes on without it\n"
-            assert out.count("warning") == 1 and warning in out and sink.calls == calls
-            assert read_run(tmp_path).outcome == "finished" and (tmp_path / "report.html").exists()
-            assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-    check_rows(
-        [("begin", ["begin"]), ("write", ["begin", "write"]), ("close", ["begin", "write", "write", "write", "close"])],
-        check,
-    )
+    sink = Sink(broken)
+    monkeypatch.setattr(run_log, "offline_wandb", sink)
+    log = make_log(tmp_path, enabled=True, sink="wandb")
+    for step in (1, 2, 3):
+        log.step(step, {"loss": 1.0})
+    log.close("finished")
+    out = capsys.readouterr().out
+    warning = "warning: sink=wandb failed (RuntimeError: the disk of wandb); the run goes on without it\n"
+    assert out.count("warning") == 1 and warning in out and sink.calls == calls
+    assert read_run(tmp_path).outcome == "finished" and (tmp_path / "report.html").exists()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -13,6 +13,7 @@ from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import WORDS, a_step, experiment, machine, own_cache, small  # noqa: F401 (fixtures)
 from support.running import IGNORED, ROOT
 from support.suite import sampled
+from support.tables import every_row
 
 from configs import command_line
 from configs.schema import Config
@@ -50,18 +51,20 @@ def test_all_reduces_of_gpus_alone_may_go_along_trees() -> None:
     assert {size: network.tree_fraction(size) / 0.92 for size in sizes} == pytest.approx(sizes)
 
 
-def test_products_reach_what_was_measured_on_each_gpu(subtests: pytest.Subtests) -> None:
-    for cluster, tflops in [
+@every_row(
+    ("cluster", "tflops"),
+    [
         ("p3dn.24xlarge", 83),
         ("p4d.24xlarge", 230),
         ("p4de.24xlarge", 230),
         ("p5.48xlarge", 590),
         ("8xh200", 590),
-    ]:
-        with subtests.test(cluster=cluster, tflops=tflops):
-            device, peak = clusters.CLUSTERS[cluster].compute(8), clusters.CLUSTERS[cluster].device.peak_flops
-            assert device.matmul_rate("bf16") == pytest.approx(tflops * 1e12, rel=2e-3)
-            assert device.matmul_rate("f32") / peak["f32"] == pytest.approx(device.matmul_rate("bf16") / peak["bf16"])
+    ],
+)
+def test_products_reach_what_was_measured_on_each_gpu(cluster: str, tflops: int) -> None:
+    device, peak = clusters.CLUSTERS[cluster].compute(8), clusters.CLUSTERS[cluster].device.peak_flops
+    assert device.matmul_rate("bf16") == pytest.approx(tflops * 1e12, rel=2e-3)
+    assert device.matmul_rate("f32") / peak["f32"] == pytest.approx(device.matmul_rate("bf16") / peak["bf16"])
 
 
 def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
@@ -72,25 +75,27 @@ def test_more_nodes_of_an_emulated_cluster_compute_no_faster() -> None:
     assert gpu.compute(8).matmul_rate("bf16") == gpu.compute(64).matmul_rate("bf16")
 
 
-def test_our_attention_is_compiled_where_cudnns_would_run(subtests: pytest.Subtests) -> None:
-    for cluster, target, asked, expected in [
+@every_row(
+    ("cluster", "target", "asked", "expected"),
+    [
         ("p5.48xlarge", "h100", "auto", "pallas"),
         ("p5.48xlarge", "h100", "cudnn", "pallas"),
         ("p5.48xlarge", "h100", "xla", "xla"),
         ("p5.48xlarge", "cpu", "pallas", "xla"),  # XLA for GPUs is not installed
         ("p3dn.24xlarge", "a100", "auto", "xla"),
         ("emulated", "cpu", "auto", "auto"),
-    ]:
-        with subtests.test(cluster=cluster, target=target, asked=asked, expected=expected):
-            there = Machine(cluster=clusters.CLUSTERS[cluster], nodes=1, config_words=(), target=target)
-            dtype = "float32" if cluster == "emulated" else "bfloat16"
-            keys: dict[str, Any] = {"model__attention": asked, "model__compute_dtype": dtype, "model__hidden": 64}
-            assert there.attention(small(**keys)) == expected
-            if target != "cpu" and asked == "auto":
-                # no rows that it takes; no whole heads for each device; XLA's to cut
-                for others in ({"data__seq_len": 100}, {"mesh__tensor": 8}, {"ablation__partitioner": "auto"}):
-                    assert there.attention(small(**keys, **others)) == "xla"
-                assert there.attention(small(**keys, mesh__tensor=2)) == expected
+    ],
+)
+def test_our_attention_is_compiled_where_cudnns_would_run(cluster: str, target: str, asked: str, expected: str) -> None:
+    there = Machine(cluster=clusters.CLUSTERS[cluster], nodes=1, config_words=(), target=target)
+    dtype = "float32" if cluster == "emulated" else "bfloat16"
+    keys: dict[str, Any] = {"model__attention": asked, "model__compute_dtype": dtype, "model__hidden": 64}
+    assert there.attention(small(**keys)) == expected
+    if target != "cpu" and asked == "auto":
+        # no rows that it takes; no whole heads for each device; XLA's to cut
+        for others in ({"data__seq_len": 100}, {"mesh__tensor": 8}, {"ablation__partitioner": "auto"}):
+            assert there.attention(small(**keys, **others)) == "xla"
+        assert there.attention(small(**keys, mesh__tensor=2)) == expected
 
 
 def test_the_backward_pass_of_our_own_attention_costs_seven_products_for_five() -> None:
@@ -323,20 +328,19 @@ def of_config_on(step: Step, config: Config) -> Step:
     return replace(step, experiment=replace(step.experiment, config=config))
 
 
+@every_row(("target", "interval"), [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)])
 def test_the_interval_that_a_target_of_utilisation_chooses(
-    step: Step, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+    target: float, interval: int, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A meeting takes four steps more: H steps and a meeting put H / (H + 4) of the time into steps."""
-    for target, interval in [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)]:
-        with subtests.test(target=target, interval=interval):
-            monkeypatch.setitem(OWN["interval"], "mine", Utilisation(target))
-            config = small(local_sgd__inner_steps=30, local_sgd__interval="mine")
-            timeline = replace(
-                step.timeline(), step_s=5.0, uses={("replica_all_reduce", "inter"): Use(busy_s=4.0, exposed_s=4.0)}
-            )
-            there = of_config_on(step, config)
-            assert there.interval(timeline) == interval
-            assert there.seconds(timeline) == pytest.approx(1 + 4 / interval)
+    monkeypatch.setitem(OWN["interval"], "mine", Utilisation(target))
+    config = small(local_sgd__inner_steps=30, local_sgd__interval="mine")
+    timeline = replace(
+        step.timeline(), step_s=5.0, uses={("replica_all_reduce", "inter"): Use(busy_s=4.0, exposed_s=4.0)}
+    )
+    there = of_config_on(step, config)
+    assert there.interval(timeline) == interval
+    assert there.seconds(timeline) == pytest.approx(1 + 4 / interval)
 
 
 @pytest.mark.slow
@@ -461,10 +465,9 @@ BAD = {
 }
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
-    for word in BAD:
-        with subtests.test(word=word):
-            assert re.search(BAD[word], error_of(capsys, word))
+@every_row("word", BAD)
+def test_bad_input_is_one_line(word: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(BAD[word], error_of(capsys, word))
 
 
 @pytest.mark.slow

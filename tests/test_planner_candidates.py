@@ -1,9 +1,12 @@
 """Candidates of a plan: strategies by name, keys of the config, and what is known of each before it is compiled."""
 
+from typing import Any
+
 import pytest
 from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
 from support.running import IGNORED
+from support.tables import every_row
 
 from planner import clusters
 from planner.bounds import SLACK, bounds, traffic, traffic_by_use
@@ -40,37 +43,39 @@ def test_strategies_by_name() -> None:
             of_strategies([wrong], config)
 
 
-def test_extras_are_keys_of_the_config(subtests: pytest.Subtests) -> None:
-    for name in ["mics(2)+optimizer=all", "mics(2)+delayed=True", "mics(2)+inner_steps=10", "zero3+remat=dots"]:
-        with subtests.test(name=name):
-            (candidate,) = of_strategies([name], small())
-            config = candidate.applied(small())
-            assert candidate.name == name and experiment(candidate).config == config
-            scopes = [getattr(config.sharding, scope) for scope in ("parameters", "gradients", "optimizer")]
-            found = {
-                "mics(2)+optimizer=all": config.sharding.strategy == "custom"
-                and [*map(str, scopes)] == ["2", "2", "all"],
-                "mics(2)+delayed=True": config.compression.delayed,
-                "mics(2)+inner_steps=10": config.local_sgd.inner_steps == 10 and config.local_sgd.outer_momentum == 0,
-                "zero3+remat=dots": config.model.remat == "dots",
-            }
-            assert [one for one, holds in found.items() if holds] == [name]
+@every_row("name", ["mics(2)+optimizer=all", "mics(2)+delayed=True", "mics(2)+inner_steps=10", "zero3+remat=dots"])
+def test_extras_are_keys_of_the_config(name: str) -> None:
+    (candidate,) = of_strategies([name], small())
+    config = candidate.applied(small())
+    assert candidate.name == name and experiment(candidate).config == config
+    scopes = [getattr(config.sharding, scope) for scope in ("parameters", "gradients", "optimizer")]
+    found = {
+        "mics(2)+optimizer=all": config.sharding.strategy == "custom" and [*map(str, scopes)] == ["2", "2", "all"],
+        "mics(2)+delayed=True": config.compression.delayed,
+        "mics(2)+inner_steps=10": config.local_sgd.inner_steps == 10 and config.local_sgd.outer_momentum == 0,
+        "zero3+remat=dots": config.model.remat == "dots",
+    }
+    assert [one for one, holds in found.items() if holds] == [name]
 
 
-def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(subtests: pytest.Subtests) -> None:
-    """Such keys would be refused beside another method, or without local SGD."""
-    for keys, extra, key, value in [
+@every_row(
+    ("keys", "extra", "key", "value"),
+    [
         ({"all_reduce": "power_sgd", "warmup_steps": 5}, "all_reduce=int8", "compression.warmup_steps", 0),
         ({}, "inner_steps=0", "local_sgd.outer_learning_rate", 0.7),
         ({}, "inner_steps=0", "local_sgd.outer_momentum", 0.9),
         ({}, "inner_steps=0", "local_sgd.streaming", False),
-    ]:
-        with subtests.test(keys=keys, extra=extra, key=key, value=value):
-            local = {"inner_steps": 5, "outer_learning_rate": 0.5, "outer_momentum": 0.6, "streaming": True}
-            local = {} if keys else {f"local_sgd__{name}": own for name, own in local.items()}
-            config = small(**local, **{f"compression__{name}": own for name, own in keys.items()})
-            (candidate,) = of_strategies([f"mics(2)+{extra}"], config)
-            assert candidate.applied(config).values[key] == value
+    ],
+)
+def test_a_candidate_leaves_out_what_only_the_configs_own_method_uses(
+    keys: dict[str, Any], extra: str, key: str, value: Any
+) -> None:
+    """Such keys would be refused beside another method, or without local SGD."""
+    local = {"inner_steps": 5, "outer_learning_rate": 0.5, "outer_momentum": 0.6, "streaming": True}
+    local = {} if keys else {f"local_sgd__{name}": own for name, own in local.items()}
+    config = small(**local, **{f"compression__{name}": own for name, own in keys.items()})
+    (candidate,) = of_strategies([f"mics(2)+{extra}"], config)
+    assert candidate.applied(config).values[key] == value
 
 
 def test_every_program_is_a_candidate_once() -> None:
@@ -98,11 +103,10 @@ def test_bounds_are_of_the_rows_that_a_device_has() -> None:
     assert bounds(most, clusters.EMULATED) == bounds(same, clusters.EMULATED)
 
 
-def test_groups_have_all_devices_of_a_row(subtests: pytest.Subtests) -> None:
-    for mesh, sizes in [({}, {2, 4}), ({"mesh__context": 4}, {4}), ({"mesh__context": 2}, {2, 4})]:
-        with subtests.test(mesh=mesh, sizes=sizes):
-            config = small(model__num_heads=4, model__num_kv_heads=4, **mesh)
-            assert {c.partition_size for c in all_candidates(config, 2, 4) if c.strategy == "mics"} == sizes
+@every_row(("mesh", "sizes"), [({}, {2, 4}), ({"mesh__context": 4}, {4}), ({"mesh__context": 2}, {2, 4})])
+def test_groups_have_all_devices_of_a_row(mesh: dict[str, Any], sizes: Any) -> None:
+    config = small(model__num_heads=4, model__num_kv_heads=4, **mesh)
+    assert {c.partition_size for c in all_candidates(config, 2, 4) if c.strategy == "mics"} == sizes
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.running import ROOT
+from support.tables import every_row
 
 from configs import command_line
 from lab.benchmarks import planner_configs
@@ -39,42 +41,42 @@ def test_each_config_has_a_plan_of_it_as_it_is() -> None:
 
 
 @pytest.mark.document
-def test_a_docstring_has_the_plans_of_its_file_or_what_came_of_a_run(subtests: pytest.Subtests) -> None:
-    for file in FILES:
-        with subtests.test(file=file):
-            of = [line for line in recorded(planner_configs.RESULTS) if line["config"].partition(":")[0] == file.name]
-            about = ast.get_docstring(ast.parse(file.read_text())) or ""
-            said = re.findall(r"^ +(\S+: \d+ \S+ \(\d+ GPUs\), .*)$", about, re.MULTILINE)
-            assert sorted(said) == sorted(map(planner_configs.text, of))
-            assert of or "Expected" in about or file.name == "base.py"
+@every_row("file", FILES)
+def test_a_docstring_has_the_plans_of_its_file_or_what_came_of_a_run(file: Any) -> None:
+    of = [line for line in recorded(planner_configs.RESULTS) if line["config"].partition(":")[0] == file.name]
+    about = ast.get_docstring(ast.parse(file.read_text())) or ""
+    said = re.findall(r"^ +(\S+: \d+ \S+ \(\d+ GPUs\), .*)$", about, re.MULTILINE)
+    assert sorted(said) == sorted(map(planner_configs.text, of))
+    assert of or "Expected" in about or file.name == "base.py"
 
 
 PLANS = {line["config"]: line for line in recorded(planner_configs.RESULTS)}
 
 
-def test_no_bound_is_above_a_recorded_plan(subtests: pytest.Subtests) -> None:
+@every_row("name", ["long_context.py:8b", "gemma.py:2b", "gpu_decoder.py:124m"])
+def test_no_bound_is_above_a_recorded_plan(name: str) -> None:
     """Of long rows, whose attention is half of the pairs; and of a large vocabulary, whose logits come in pieces."""
-    for name in ["long_context.py:8b", "gemma.py:2b", "gpu_decoder.py:124m"]:
-        with subtests.test(name=name):
-            plan = PLANS[name]
-            assert plan["devices"] == 8
-            words = [word for word in shlex.split(plan["command"]) if word.startswith("--config")]
-            keys = ("--config.mesh.num_cpu_devices=0", "--config.mesh.devices_per_node=8")
-            found = bounds(make_experiment(command_line.parse(["planner", *words, *keys])), CLUSTERS[plan["cluster"]])
-            assert found.least_s <= plan["step_s"] and found.least_bytes <= plan["memory_bytes"]
+    plan = PLANS[name]
+    assert plan["devices"] == 8
+    words = [word for word in shlex.split(plan["command"]) if word.startswith("--config")]
+    keys = ("--config.mesh.num_cpu_devices=0", "--config.mesh.devices_per_node=8")
+    found = bounds(make_experiment(command_line.parse(["planner", *words, *keys])), CLUSTERS[plan["cluster"]])
+    assert found.least_s <= plan["step_s"] and found.least_bytes <= plan["memory_bytes"]
 
 
 MEMORY = "(16 GPUs), 41.2 GB of 76.4 GB a GPU"
 
 
-def test_a_line_as_text(subtests: pytest.Subtests) -> None:
-    for changes, text in [  # 3.2149 s x 1000 x 2 x $55.04 / h
+@every_row(
+    ("changes", "text"),
+    [  # 3.2149 s x 1000 x 2 x $55.04 / h
         ({}, f"8b: 2 p5.48xlarge {MEMORY}, 3.21 s a step, $98 for its 1,000 steps on demand"),
         ({"step_s": 0.01}, f"8b: 2 p5.48xlarge {MEMORY}, 10.0 ms a step, $0.31 for its 1,000 steps on demand"),
         ({"config": "wide.py", "cluster": "h100-10gbit"}, f"wide: 2 h100-10gbit {MEMORY}, 3.21 s a step"),
-    ]:
-        with subtests.test(changes=changes, text=text):
-            assert planner_configs.text(LINE | changes) == text
+    ],
+)
+def test_a_line_as_text(changes: dict[str, Any], text: str) -> None:
+    assert planner_configs.text(LINE | changes) == text
 
 
 def test_what_is_missing_is_planned_and_lines_of_another_config_go(

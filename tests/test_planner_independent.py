@@ -8,6 +8,7 @@ import pytest
 from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import experiment, machine, small
 from support.running import IGNORED
+from support.tables import every_row
 
 from elastic.replicas.payloads import make_payload
 from elastic.replicas.sums import Piece, StepSums
@@ -82,15 +83,14 @@ def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, subtests: pyt
                 assert independent(replace(step, experiment=replace(ex, batches=odd)), shares) is None
 
 
-def test_forward_is_one_pass_and_a_frozen_base_has_no_gradients(subtests: pytest.Subtests) -> None:
-    for trained, remat, passes in [(9, "none", 3), (9, "full", 4), (1, "none", 2), (1, "full", 3)]:
-        with subtests.test(trained=trained, remat=remat, passes=passes):
-            model, config = (
-                SimpleNamespace(num_trained=trained, num_params=9),
-                SimpleNamespace(model=SimpleNamespace(remat=remat)),
-            )
-            experiment: Any = SimpleNamespace(model=model, config=config)
-            assert forward_share(experiment) == 1 / passes
+@every_row(("trained", "remat", "passes"), [(9, "none", 3), (9, "full", 4), (1, "none", 2), (1, "full", 3)])
+def test_forward_is_one_pass_and_a_frozen_base_has_no_gradients(trained: int, remat: str, passes: int) -> None:
+    model, config = (
+        SimpleNamespace(num_trained=trained, num_params=9),
+        SimpleNamespace(model=SimpleNamespace(remat=remat)),
+    )
+    experiment: Any = SimpleNamespace(model=model, config=config)
+    assert forward_share(experiment) == 1 / passes
 
 
 def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(step: Step) -> None:

@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 from support.running import ROOT
+from support.tables import every_row
 
 from lab.records import MEASURED, recorded
 from planner.spot import (
@@ -151,8 +152,9 @@ def test_a_trace_of_a_file(tmp_path: Path) -> None:
     assert read_trace(RECORDED).length_s == 86400
 
 
-def test_a_bad_trace_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for content, message in [
+@every_row(
+    ("content", "message"),
+    [
         ("", "the first line is not seconds,nodes"),
         ("time,nodes\n0,1\n", "the first line is not seconds,nodes"),
         ("seconds,nodes\n0,4\n", "seconds must begin at 0 and increase, in two lines at least"),
@@ -162,10 +164,11 @@ def test_a_bad_trace_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> No
         ("seconds,nodes\n0,4\n9,-1\n", "is no line of seconds,nodes"),
         ("seconds,nodes\n0,4\nnan,1\n", "is no line of seconds,nodes"),
         ("seconds,nodes\n0,many\n9,1\n", "'0,many' is no line"),
-    ]:
-        with subtests.test(content=content, message=message):
-            file = tmp_path / "bad.csv"
-            file.write_text(content)
-            with pytest.raises(ValueError, match=message) as raised:
-                read_trace(file)
-            assert str(file) in str(raised.value) and "give a CSV" in str(raised.value)
+    ],
+)
+def test_a_bad_trace_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.csv"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        read_trace(file)
+    assert str(file) in str(raised.value) and "give a CSV" in str(raised.value)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from support.planning import tiny_config
+from support.tables import every_row
 
 from configs.base import typed
 from configs.schema import ShardingConfig
@@ -174,17 +175,16 @@ def check_picture(experiment: Experiment) -> None:
     assert {colour: drawn[colour] for colour in (*palette.SERIES, palette.FILL) if drawn[colour]} == expected
 
 
-def test_frames_contain_their_devices(subtests: pytest.Subtests) -> None:
-    for per_node, group in [(4, 2), (9, 3), (16, 16), (12, 4), (1, 2), (3, 6)]:
-        with subtests.test(per_node=per_node, group=group):
-            layout = make_layout(ShardingConfig(partition_size=group), num_nodes=4, devices_per_node=per_node)
-            held = drawing.holdings(layout)
-            (axes,) = drawing.mesh_figure(layout).axes
-            names = {text.get_text(): text.get_position() for text in axes.texts}
-            frames = {int(patch.get_label()): patch.get_bbox() for patch in axes.patches}
-            for (node, i), number in np.ndenumerate(held[..., 0]):
-                device = names[f"device {node * per_node + i}"]
-                assert [g for g, box in frames.items() if box.contains(*device)] == [number]
+@every_row(("per_node", "group"), [(4, 2), (9, 3), (16, 16), (12, 4), (1, 2), (3, 6)])
+def test_frames_contain_their_devices(per_node: int, group: int) -> None:
+    layout = make_layout(ShardingConfig(partition_size=group), num_nodes=4, devices_per_node=per_node)
+    held = drawing.holdings(layout)
+    (axes,) = drawing.mesh_figure(layout).axes
+    names = {text.get_text(): text.get_position() for text in axes.texts}
+    frames = {int(patch.get_label()): patch.get_bbox() for patch in axes.patches}
+    for (node, i), number in np.ndenumerate(held[..., 0]):
+        device = names[f"device {node * per_node + i}"]
+        assert [g for g, box in frames.items() if box.contains(*device)] == [number]
 
 
 # ------------------------------------------------------------------------------------------------- the program

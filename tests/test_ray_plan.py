@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.tables import every_row
 
 from launch.ray import main
 from launch.ray_plan import Failures, Limits, choose, how, judge
@@ -23,8 +25,9 @@ def test_an_exit_code_in_words() -> None:
     assert [how(code) for code in (None, 3, -9, -35)] == ["lost", "with 3", "by SIGKILL", "by signal 35"]
 
 
-def test_the_largest_world_of_whole_groups(subtests: pytest.Subtests) -> None:
-    for there, previous, group, nodes in [
+@every_row(
+    ("there", "previous", "group", "nodes"),
+    [
         ("abc", "", 1, "abc"),
         ("abcde", "", 1, "abcd"),  # at most 4
         ("abc", "", 2, "ab"),  # whole groups only
@@ -34,10 +37,11 @@ def test_the_largest_world_of_whole_groups(subtests: pytest.Subtests) -> None:
         ("ad", "abcd", 2, "ad"),  # two halves make a whole
         ("cd", "abcd", 2, "cd"),
         ("xyabd", "abcd", 2, "abdx"),
-    ]:
-        with subtests.test(there=there, previous=previous, group=group, nodes=nodes):
-            limits = Limits(min_nodes=group, max_nodes=4, nodes_per_group=group)
-            assert "".join(choose(list(there), list(previous), limits)) == nodes
+    ],
+)
+def test_the_largest_world_of_whole_groups(there: str, previous: str, group: int, nodes: str) -> None:
+    limits = Limits(min_nodes=group, max_nodes=4, nodes_per_group=group)
+    assert "".join(choose(list(there), list(previous), limits)) == nodes
 
 
 def test_the_largest_world_that_the_config_fits() -> None:
@@ -46,8 +50,9 @@ def test_the_largest_world_that_the_config_fits() -> None:
     assert choose("abcd", "ba", limits, misfits={4, 3, 2, 1}) == ()
 
 
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
-    for arguments, message in [
+@every_row(
+    ("arguments", "message"),
+    [
         ("--min_nodes=1 --max_nodes=4 --nodes_per_group=2", "--min_nodes=1 must be a multiple of --nodes_per_group=2"),
         ("--min_nodes=4 --max_nodes=2", "--min_nodes=4 is more than --max_nodes=2"),
         ("--min_nodes=0 --max_nodes=2", "--min_nodes=0 must be"),
@@ -61,12 +66,13 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], subtests: pyt
         (f"{TWO} -- none train.py", "there is no none"),
         (f"{TWO} {CONFIG} --config.sharding.replica=x", "sharding.replica is not a key"),
         (f"{TWO} -- python3 train.py", "the program has no --workdir=DIR"),  # to tell its progress from its failures
-    ]:
-        with subtests.test(arguments=arguments, message=message):
-            program = [] if arguments.startswith(f"{TWO} ") else PROGRAM
-            assert main(["ray", *arguments.split(), *program]) == 2
-            error = capsys.readouterr().err
-            assert message in error and error.count("\n") == 1
+    ],
+)
+def test_mistakes_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = [] if arguments.startswith(f"{TWO} ") else PROGRAM
+    assert main(["ray", *arguments.split(), *program]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_ray_is_needed_to_run_and_not_to_import(
@@ -79,8 +85,9 @@ def test_ray_is_needed_to_run_and_not_to_import(
     assert "make .venv/ray-installed" in capsys.readouterr().err
 
 
-def test_what_the_end_means(subtests: pytest.Subtests) -> None:
-    for codes, code, node in [
+@every_row(
+    ("codes", "code", "node"),
+    [
         ([0, 0], 0, ""),
         ([75, 75], 75, ""),
         ([75, -9], 75, ""),
@@ -89,9 +96,10 @@ def test_what_the_end_means(subtests: pytest.Subtests) -> None:
         ([75, 2, None], 2, "1"),
         ([1, 75], 1, "0"),
         ([134, 75], 75, ""),  # a shell's word for an abort
-    ]:
-        with subtests.test(codes=codes, code=code, node=node):
-            assert judge({str(i): c for i, c in enumerate(codes)}) == (code, node)
+    ],
+)
+def test_what_the_end_means(codes: Any, code: int, node: str) -> None:
+    assert judge({str(i): c for i, c in enumerate(codes)}) == (code, node)
 
 
 def test_progress_is_the_last_whole_line(tmp_path: Path) -> None:

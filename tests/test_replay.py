@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from math import isclose
+from typing import Any
 
 import pytest
 from support.schedules import DEVICE, INTER, INTRA, NETWORK, gather, kernel, loop, replayed
+from support.tables import every_row
 
 from planner.clusters import ALL, NOTHING
 from planner.replay import replay
@@ -95,22 +97,26 @@ def test_latency_is_paid_for_each_message_of_a_ring() -> None:
     assert (timeline.step_s, [*timeline.uses]) == (2 * 100 + 0.5 + 750, [("all-gather", "intra")])
 
 
-def test_an_all_reduce_between_nodes_takes_the_faster_of_ring_and_trees(subtests: pytest.Subtests) -> None:
-    """20 bytes on four devices: a ring sends 30 of each in 6 messages, and half of them cross."""
-    for fractions, latency_s, seconds, why in [
+@every_row(
+    ("fractions", "latency_s", "seconds", "why"),
+    [
         ((), 100, 3 * 100 + 150, "there are only rings"),
         ((1.0,), 100, 2 * 100 + 200, "up and down between two nodes, which each send 20 bytes twice"),
         ((0.8, 0.1), 100, 2 * 100 + 250, "at less bandwidth, as small an array gets it"),
         ((1.0,), 0, 150, "without latencies the ring is faster, as it sends less"),
         ((0.25,), 1, 3 + 150, "a slow tree is not taken"),
-    ]:
-        with subtests.test(fractions=fractions, latency_s=latency_s, seconds=seconds, why=why):
-            network = replace(NETWORK, tree_fractions=fractions, inter_latency_s=latency_s)
-            said = "to_apply=%add, replica_groups="
-            line = f"%r = u8[20] all-reduce(%x), {said}"
-            for groups in ("{{0,1,2,3}}", "[1,4]<=[4]"):
-                timeline = replayed("%x = u8[20] broadcast(%p)", line + groups, network=network)
-                assert timeline.use("all-reduce", "inter").busy_s == pytest.approx(seconds), why
+    ],
+)
+def test_an_all_reduce_between_nodes_takes_the_faster_of_ring_and_trees(
+    fractions: Any, latency_s: int, seconds: Any, why: str
+) -> None:
+    """20 bytes on four devices: a ring sends 30 of each in 6 messages, and half of them cross."""
+    network = replace(NETWORK, tree_fractions=fractions, inter_latency_s=latency_s)
+    said = "to_apply=%add, replica_groups="
+    line = f"%r = u8[20] all-reduce(%x), {said}"
+    for groups in ("{{0,1,2,3}}", "[1,4]<=[4]"):
+        timeline = replayed("%x = u8[20] broadcast(%p)", line + groups, network=network)
+        assert timeline.use("all-reduce", "inter").busy_s == pytest.approx(seconds), why
 
 
 def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
@@ -124,18 +130,20 @@ def test_a_tree_of_eight_nodes_has_three_messages_each_way() -> None:
     assert replay(program, shape, DEVICE, network).step_s == pytest.approx(2 * 3 * 100 + 2 * 20 * 2 / 0.2 / 2)
 
 
-def test_a_tree_has_a_chain_in_each_node(subtests: pytest.Subtests) -> None:
-    for groups, seconds, why in [
+@every_row(
+    ("groups", "seconds", "why"),
+    [
         ("{{0,1,2,3}}", 2 * 1000 + 2 * 1001 + 200, "two messages up and down a chain of two, before the nodes'"),
         ("{{0,2,1,3}}", 2 * 1000 + 2 * 1001 + 200, "the same in any order; a ring in that order crosses always"),
         ("{{0,2},{1,3}}", 2 * 1001 + 200, "one device a node has no chain"),
         ("{{0,1},{2,3}}", 2 * 1000 + 20, "there is no tree inside a node"),
-    ]:
-        with subtests.test(groups=groups, seconds=seconds, why=why):
-            network = replace(NETWORK, tree_fractions=(1.0,), intra_latency_s=1000, inter_latency_s=1001)
-            line = f"%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={groups}"
-            timeline = replayed("%x = u8[20] broadcast(%p)", line, network=network)
-            assert timeline.step_s == pytest.approx(25 + seconds), why
+    ],
+)
+def test_a_tree_has_a_chain_in_each_node(groups: str, seconds: Any, why: str) -> None:
+    network = replace(NETWORK, tree_fractions=(1.0,), intra_latency_s=1000, inter_latency_s=1001)
+    line = f"%r = u8[20] all-reduce(%x), to_apply=%add, replica_groups={groups}"
+    timeline = replayed("%x = u8[20] broadcast(%p)", line, network=network)
+    assert timeline.step_s == pytest.approx(25 + seconds), why
 
 
 def test_an_all_to_all_reaches_a_part_of_a_node_link() -> None:
@@ -174,22 +182,19 @@ STREAM = f"""%beside (q: u8[5]) -> u8[20] {{
 """
 
 
-def test_another_stream_runs_beside(subtests: pytest.Subtests) -> None:
+@every_row("opcode", ["call", "async"])
+def test_another_stream_runs_beside(opcode: str) -> None:
     """On it 7 s of kernels, 10 s of network, 8 s of kernels; what is waited for at the end are the last."""
-    for opcode in ["call", "async"]:
-        with subtests.test(opcode=opcode):
-            key = "to_apply" if opcode == "call" else "calls"
-            start = f"%c = ((u8[5]), u8[20], u32[]) {opcode}-start(%p), {key}=%beside"
-            done = f"%e = u8[20] {opcode}-done(%c)"
-            timeline = replayed(start, kernel("k", 12), done, more=STREAM)
-            assert (timeline.step_s, timeline.compute_s) == (25, 12)
-            assert timeline.uses["all-gather", "intra"].exposed_s == 5
-            assert (timeline.uses["kernels", "stream"].busy_s, timeline.uses["kernels", "stream"].exposed_s) == (15, 8)
-            assert replayed(start, kernel("k", 40), done, more=STREAM).step_s == 40
-            gather_too, gather_done = gather("g", INTRA, 20)
-            assert (
-                replayed(start, gather_too, done, gather_done, more=STREAM).step_s == 17 + 10
-            )  # a link was asked for first
+    key = "to_apply" if opcode == "call" else "calls"
+    start = f"%c = ((u8[5]), u8[20], u32[]) {opcode}-start(%p), {key}=%beside"
+    done = f"%e = u8[20] {opcode}-done(%c)"
+    timeline = replayed(start, kernel("k", 12), done, more=STREAM)
+    assert (timeline.step_s, timeline.compute_s) == (25, 12)
+    assert timeline.uses["all-gather", "intra"].exposed_s == 5
+    assert (timeline.uses["kernels", "stream"].busy_s, timeline.uses["kernels", "stream"].exposed_s) == (15, 8)
+    assert replayed(start, kernel("k", 40), done, more=STREAM).step_s == 40
+    gather_too, gather_done = gather("g", INTRA, 20)
+    assert replayed(start, gather_too, done, gather_done, more=STREAM).step_s == 17 + 10  # a link was asked for first
 
 
 def test_a_loop_on_another_stream_takes_its_time() -> None:
@@ -215,44 +220,42 @@ def test_a_loop_on_another_stream_takes_its_time() -> None:
 NEXT_S = 12  # the counter's addition: three numbers of 4 bytes
 
 
-def test_loops_repeat(subtests: pytest.Subtests) -> None:
-    for trips in [0, 1, 2, 3, 1000]:
-        with subtests.test(trips=trips):
-            start, done = gather("g", INTRA, 40)  # 20 s
-            more = loop(trips, "u8[5]", "v", (start, kernel("k", 6), done), "v")
-            whiles = (
-                "%zero = s32[] constant(0)",
-                "%t = (s32[], u8[5]) tuple(%zero, %p)",
-                "%w = (s32[], u8[5]) while(%t), condition=%cond, body=%body",
-            )
-            timeline = replayed(*whiles, more=more)
-            assert isclose(timeline.step_s, trips * (NEXT_S + 20))
-            assert isclose(timeline.compute_s, trips * (NEXT_S + 6))
-            use = timeline.use()
-            assert use.times == trips and isclose(use.busy_s, 20 * trips) and isclose(use.exposed_s, 14 * trips)
+@every_row("trips", [0, 1, 2, 3, 1000])
+def test_loops_repeat(trips: int) -> None:
+    start, done = gather("g", INTRA, 40)  # 20 s
+    more = loop(trips, "u8[5]", "v", (start, kernel("k", 6), done), "v")
+    whiles = (
+        "%zero = s32[] constant(0)",
+        "%t = (s32[], u8[5]) tuple(%zero, %p)",
+        "%w = (s32[], u8[5]) while(%t), condition=%cond, body=%body",
+    )
+    timeline = replayed(*whiles, more=more)
+    assert isclose(timeline.step_s, trips * (NEXT_S + 20))
+    assert isclose(timeline.compute_s, trips * (NEXT_S + 6))
+    use = timeline.use()
+    assert use.times == trips and isclose(use.busy_s, 20 * trips) and isclose(use.exposed_s, 14 * trips)
 
 
-def test_a_handle_goes_round_the_loop(subtests: pytest.Subtests) -> None:
+@every_row("trips", [1, 2, 50])
+def test_a_handle_goes_round_the_loop(trips: int) -> None:
     """Each iteration waits for what the one before started; the last is waited for behind the loop."""
-    for trips in [1, 2, 50]:
-        with subtests.test(trips=trips):
-            handle = "(u8[20], u8[40])"
-            start, _ = gather("g", INTRA, 40)  # 20 s
-            lines = ("%d = u8[40] all-gather-done(%v)", start, kernel("k", 6))
-            more = loop(trips, handle, "v", lines, "g")
-            whiles = (
-                start.replace("%g", "%first"),
-                "%zero = s32[] constant(0)",
-                f"%t = (s32[], {handle}) tuple(%zero, %first)",
-                f"%w = (s32[], {handle}) while(%t), condition=%cond, body=%body",
-                f"%last = {handle} get-tuple-element(%w), index=1",
-                "%z = u8[40] all-gather-done(%last)",
-            )
-            timeline = replayed(*whiles, more=more)
-            # iteration: addition (12, hides), wait until the gather's 20 are over, start, kernel of 6
-            first, rest = 20 + 6, (trips - 1) * (12 + 2 + 6)
-            assert isclose(timeline.step_s, first + rest + 14)
-            assert timeline.use().times == trips + 1
+    handle = "(u8[20], u8[40])"
+    start, _ = gather("g", INTRA, 40)  # 20 s
+    lines = ("%d = u8[40] all-gather-done(%v)", start, kernel("k", 6))
+    more = loop(trips, handle, "v", lines, "g")
+    whiles = (
+        start.replace("%g", "%first"),
+        "%zero = s32[] constant(0)",
+        f"%t = (s32[], {handle}) tuple(%zero, %first)",
+        f"%w = (s32[], {handle}) while(%t), condition=%cond, body=%body",
+        f"%last = {handle} get-tuple-element(%w), index=1",
+        "%z = u8[40] all-gather-done(%last)",
+    )
+    timeline = replayed(*whiles, more=more)
+    # iteration: addition (12, hides), wait until the gather's 20 are over, start, kernel of 6
+    first, rest = 20 + 6, (trips - 1) * (12 + 2 + 6)
+    assert isclose(timeline.step_s, first + rest + 14)
+    assert timeline.use().times == trips + 1
 
 
 def test_a_pair_may_span_a_loop() -> None:

@@ -1,6 +1,9 @@
 """Operations and bytes of single kernels: what a fusion reads and writes, and the products inside it."""
 
+from typing import Any
+
 import pytest
+from support.tables import every_row
 
 from planner.kernels import moved_bytes, products
 from sharding.hlo_program import Program, parse_program
@@ -49,8 +52,9 @@ FUSION = "fusion(%stack, %row, %i), kind=kLoop, calls=%f"
 SLICE = "%s = f32[1,100] dynamic-slice(%a, %c, %zero), dynamic_slice_sizes={1,100}"
 
 
-def test_a_fusion_moves_what_it_uses(subtests: pytest.Subtests) -> None:
-    for lines, expected in [
+@every_row(
+    ("lines", "expected"),
+    [
         (("ROOT %n = f32[10,100] negate(%a)",), STACK + STACK),
         ((SLICE, "ROOT %n = f32[1,100] add(%s, %b)"), ROW + ROW + INDEX + ROW),
         (("%v = f32[1000] bitcast(%a)", "ROOT %s = f32[100] slice(%v), slice={[0:100]}"), ROW + ROW),
@@ -71,21 +75,24 @@ def test_a_fusion_moves_what_it_uses(subtests: pytest.Subtests) -> None:
         (("ROOT %z = f32[10,100] broadcast(%zero), dimensions={}",), STACK),
         (("ROOT %d = f32[10,100] dynamic-update-slice(%a, %a, %c, %zero)",), STACK + INDEX + STACK),
         (("%g = f32[2,100] gather(%a, %c)", "ROOT %n = f32[2,100] negate(%g)"), 2 * ROW + INDEX + 2 * ROW),
-    ]:
-        with subtests.test(lines=lines, expected=expected):
-            assert moved(f"f32[] {FUSION}", fused(*lines)) == expected
+    ],
+)
+def test_a_fusion_moves_what_it_uses(lines: Any, expected: Any) -> None:
+    assert moved(f"f32[] {FUSION}", fused(*lines)) == expected
 
 
-def test_a_kernel_alone_moves_its_operands_and_results(subtests: pytest.Subtests) -> None:
-    for line, expected in [
+@every_row(
+    ("line", "expected"),
+    [
         ("f32[10,100] copy(%stack)", 2 * STACK),
         ("f32[10,100] dynamic-update-slice(%stack, %row, %i, %i)", 2 * ROW),
         ("f32[1,100] dynamic-slice(%stack, %i, %i), dynamic_slice_sizes={1,100}", 2 * ROW),
         ("(f32[10,100], f32[10,100], u32[]) copy-start(%stack)", 2 * STACK),
         ('(f32[10,10], s8[4096]) custom-call(%stack, %row), custom_call_target="__cublas$gemm"', STACK + 2 * ROW),
-    ]:
-        with subtests.test(line=line, expected=expected):
-            assert moved(line) == expected
+    ],
+)
+def test_a_kernel_alone_moves_its_operands_and_results(line: str, expected: Any) -> None:
+    assert moved(line) == expected
 
 
 CONVOLUTION = """HloModule jit_step, is_scheduled=true
@@ -106,8 +113,9 @@ ATTENTION = (
 )
 
 
-def test_products_count_a_multiplication_and_an_addition_a_term(subtests: pytest.Subtests) -> None:
-    for line, expected in [
+@every_row(
+    ("line", "expected"),
+    [
         ("f32[10,10] dot(%stack, %stack), lhs_contracting_dims={1}, rhs_contracting_dims={1}", 2 * 10 * 10 * 100),
         (f'(f32[10,10], s8[1]) {LIBRARY}"__cublas$gemm", {GEMM % 1}', 20_000),
         (f'f32[100,100] {LIBRARY}"__cublas$lt$matmul", {GEMM % 0}', 200_000),
@@ -124,9 +132,10 @@ def test_products_count_a_multiplication_and_an_addition_a_term(subtests: pytest
         (f"f32[10,100] {FLASH % 'flash_keys_causal'}", 3 * 2 * 8 * 64 * 64 * 16 / 2),
         ("f32[10,1] convolution(%stack, %row), dim_labels=bf_oi->bf", 2 * 10 * 100),
         ('f32[10,100] custom-call(%stack), custom_call_target="Sharding"', 0),
-    ]:
-        with subtests.test(line=line, expected=expected):
-            assert sum(count for _, count in flops(line)) == expected
+    ],
+)
+def test_products_count_a_multiplication_and_an_addition_a_term(line: str, expected: Any) -> None:
+    assert sum(count for _, count in flops(line)) == expected
 
 
 def test_a_strided_convolution_costs_the_same_in_all_directions(subtests: pytest.Subtests) -> None:

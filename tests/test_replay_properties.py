@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from support.schedules import DEVICE, INTER, INTRA, NETWORK, SHAPE, gather, kernel, loop, replayed
+from support.tables import every_row
 
 from planner.replay import REPEATED, Timeline, replay
 from sharding.hlo_program import parse_program
@@ -41,60 +42,56 @@ def schedule(seed: int) -> tuple[tuple[str, ...], str]:
     return (*starts, *around), more
 
 
-def test_twice_as_fast_is_never_slower(subtests: pytest.Subtests) -> None:
-    for seed in range(20):
-        with subtests.test(seed=seed):
-            lines, more = schedule(seed)
-            slow = replayed(*lines, more=more)
-            networks = [
-                replace(NETWORK, intra_bandwidth=2 * NETWORK.intra_bandwidth),
-                replace(NETWORK, node_bandwidth=2 * NETWORK.node_bandwidth),
-            ]
-            for network in networks:
-                assert replayed(*lines, more=more, network=network).step_s <= slow.step_s * (1 + 1e-9)
-            faster = replayed(*lines, more=more, device=replace(DEVICE, memory_bandwidth=2))
-            assert faster.step_s <= slow.step_s * (1 + 1e-9) and isclose(2 * faster.compute_s, slow.compute_s)
+@every_row("seed", range(20))
+def test_twice_as_fast_is_never_slower(seed: int) -> None:
+    lines, more = schedule(seed)
+    slow = replayed(*lines, more=more)
+    networks = [
+        replace(NETWORK, intra_bandwidth=2 * NETWORK.intra_bandwidth),
+        replace(NETWORK, node_bandwidth=2 * NETWORK.node_bandwidth),
+    ]
+    for network in networks:
+        assert replayed(*lines, more=more, network=network).step_s <= slow.step_s * (1 + 1e-9)
+    faster = replayed(*lines, more=more, device=replace(DEVICE, memory_bandwidth=2))
+    assert faster.step_s <= slow.step_s * (1 + 1e-9) and isclose(2 * faster.compute_s, slow.compute_s)
 
 
-def test_without_a_network_compute_is_left(subtests: pytest.Subtests) -> None:
-    for seed in range(10):
-        with subtests.test(seed=seed):
-            lines, more = schedule(seed)
-            network = replace(NETWORK, intra_bandwidth=inf, node_bandwidth=inf)
-            timeline = replayed(*lines, more=more, network=network)
-            without = [line for line in lines if "all-gather" not in line]
-            inside = "\n".join(line for line in more.splitlines() if "all-gather" not in line)
-            alone = replayed(*without, more=inside)
-            assert timeline.step_s == timeline.compute_s == alone.step_s == alone.compute_s
+@every_row("seed", range(10))
+def test_without_a_network_compute_is_left(seed: int) -> None:
+    lines, more = schedule(seed)
+    network = replace(NETWORK, intra_bandwidth=inf, node_bandwidth=inf)
+    timeline = replayed(*lines, more=more, network=network)
+    without = [line for line in lines if "all-gather" not in line]
+    inside = "\n".join(line for line in more.splitlines() if "all-gather" not in line)
+    alone = replayed(*without, more=inside)
+    assert timeline.step_s == timeline.compute_s == alone.step_s == alone.compute_s
 
 
-def test_loops_are_as_if_written_out(subtests: pytest.Subtests) -> None:
+@every_row("seed", range(10))
+def test_loops_are_as_if_written_out(seed: int) -> None:
     """What is multiplied is what a replay of every iteration finds."""
-    for seed in range(10):
-        with subtests.test(seed=seed):
-            lines, more = schedule(seed)
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr("planner.replay._same", lambda *_: False)
-                exact = replayed(*lines, more=more)
-            short = replayed(*lines, more=more)
-            marks = [bar for bar in short.intervals if bar.lane == REPEATED]
-            cut = sum((int(bar.name.removeprefix("x ")) - 1) * (bar.end_s - bar.start_s) for bar in marks)
-            assert isclose(max(bar.end_s for bar in short.intervals) + cut, exact.step_s, rel_tol=1e-9)
-            assert isclose(short.step_s, exact.step_s, rel_tol=1e-9) and isclose(short.compute_s, exact.compute_s)
-            assert short.uses.keys() == exact.uses.keys()
-            for key, use in exact.uses.items():
-                assert use.times == short.uses[key].times and isclose(use.busy_s, short.uses[key].busy_s)
-                assert isclose(use.exposed_s, short.uses[key].exposed_s, rel_tol=1e-6, abs_tol=1e-6)
+    lines, more = schedule(seed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("planner.replay._same", lambda *_: False)
+        exact = replayed(*lines, more=more)
+    short = replayed(*lines, more=more)
+    marks = [bar for bar in short.intervals if bar.lane == REPEATED]
+    cut = sum((int(bar.name.removeprefix("x ")) - 1) * (bar.end_s - bar.start_s) for bar in marks)
+    assert isclose(max(bar.end_s for bar in short.intervals) + cut, exact.step_s, rel_tol=1e-9)
+    assert isclose(short.step_s, exact.step_s, rel_tol=1e-9) and isclose(short.compute_s, exact.compute_s)
+    assert short.uses.keys() == exact.uses.keys()
+    for key, use in exact.uses.items():
+        assert use.times == short.uses[key].times and isclose(use.busy_s, short.uses[key].busy_s)
+        assert isclose(use.exposed_s, short.uses[key].exposed_s, rel_tol=1e-6, abs_tol=1e-6)
 
 
-def test_bars_of_a_lane_do_not_overlap(subtests: pytest.Subtests) -> None:
-    for seed in range(10):
-        with subtests.test(seed=seed):
-            lines, more = schedule(seed)
-            timeline = replayed(*lines, more=more)
-            for lane in ("compute", "intra", "inter"):
-                bars = sorted((bar.start_s, bar.end_s) for bar in timeline.intervals if bar.lane == lane)
-                assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(bars))
+@every_row("seed", range(10))
+def test_bars_of_a_lane_do_not_overlap(seed: int) -> None:
+    lines, more = schedule(seed)
+    timeline = replayed(*lines, more=more)
+    for lane in ("compute", "intra", "inter"):
+        bars = sorted((bar.start_s, bar.end_s) for bar in timeline.intervals if bar.lane == lane)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(bars))
 
 
 def test_a_program_of_cpus_waits_for_every_collective() -> None:

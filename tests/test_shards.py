@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from support.tables import check_rows, raised
+from support.tables import check_rows, every_row, raised
 from support.waiting import until
 
 from input_pipeline import load, prepare
@@ -232,14 +232,12 @@ DAMAGED = [
 ]
 
 
-def test_shard_of_another_format_is_named(tmp_path):
-    def check(name: str, content: bytes, message: str) -> None:
-        folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        folder.mkdir()
-        (folder / name).write_bytes(content)
-        assert message in raised(lambda: ShardSet(settings(folder, pattern="*")))
-
-    check_rows(DAMAGED, check)
+@every_row(("name", "content", "message"), DAMAGED)
+def test_shard_of_another_format_is_named(name: str, content: bytes, message: str, tmp_path):
+    folder = tmp_path / str(len([*tmp_path.iterdir()]))
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    assert message in raised(lambda: ShardSet(settings(folder, pattern="*")))
 
 
 def test_secrets_are_refused_before_anything_of_them_is_shown(capsys):

@@ -4,10 +4,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.running import ROOT
 from support.sweeping import run_sweep, seeds, sweep_file
+from support.tables import every_row
 
 from configs.schema import defaults, flat
 from launch.sweeps.check import check_runs
@@ -95,16 +97,15 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
 }
 
 
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
-    for mistake in MISTAKES:
-        with subtests.test(mistake=mistake):
-            body, flags, message = MISTAKES[mistake]
-            code = run_sweep(tmp_path, sweep_file(tmp_path, body), *flags)
-            captured = capsys.readouterr()
-            assert (code, captured.out) == (2, "")
-            assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-            assert re.search(message, captured.err.strip()), captured.err
-            assert not (tmp_path / "runs").exists()
+@every_row("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body, flags, message = MISTAKES[mistake]
+    code = run_sweep(tmp_path, sweep_file(tmp_path, body), *flags)
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert re.search(message, captured.err.strip()), captured.err
+    assert not (tmp_path / "runs").exists()
 
 
 def names(folder: Path, *overrides: dict[str, object], num_steps: int = 20, emulate: str = "") -> list[str]:
@@ -158,21 +159,23 @@ def test_an_existing_directory_of_the_same_run_is_reused(tmp_path: Path) -> None
     assert names(tmp_path, {"optimizer.learning_rate": 0.001, "seed": 3}) == [name]
 
 
-def test_named_sweeps_combine_in_the_order_given_and_the_same_config_runs_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
-) -> None:
-    for flags, first, count in [
+@every_row(
+    ("flags", "first", "count"),
+    [
         ([], "learning_rate=0.001,seed=7", 4),
         (["--sweep=seed,lr"], "seed=7,learning", 4),
         (["--sweep=seed"], "seed=7", 2),
-    ]:
-        with subtests.test(flags=flags, first=first, count=count):
-            body = RATES + "def sweep_seed(): return chain(over('seed', (7, 8)), over('seed', (8,)))"
-            assert run_sweep(tmp_path, sweep_file(tmp_path, body), "--dry_run", *flags) == 0
-            left_out, shown, *rest = capsys.readouterr().out.splitlines()
-            assert left_out == f"{count // 2} of {3 * count // 2} runs have the config of another one and are left out"
-            assert shown.removeprefix("to do     ").startswith(first) and f"{count} runs, {count} to do" in rest[-1]
-            assert not (tmp_path / "runs").exists()
+    ],
+)
+def test_named_sweeps_combine_in_the_order_given_and_the_same_config_runs_once(
+    flags: Any, first: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = RATES + "def sweep_seed(): return chain(over('seed', (7, 8)), over('seed', (8,)))"
+    assert run_sweep(tmp_path, sweep_file(tmp_path, body), "--dry_run", *flags) == 0
+    left_out, shown, *rest = capsys.readouterr().out.splitlines()
+    assert left_out == f"{count // 2} of {3 * count // 2} runs have the config of another one and are left out"
+    assert shown.removeprefix("to do     ").startswith(first) and f"{count} runs, {count} to do" in rest[-1]
+    assert not (tmp_path / "runs").exists()
 
 
 def one(folder: Path, overrides: dict[str, object], **options: str) -> Run:

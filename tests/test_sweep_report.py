@@ -4,12 +4,14 @@ import csv
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 from support.parsed_page import Page
 from support.sweeping import DIVERGES, FAILS, run_sweep, seeds, sweep_file
+from support.tables import every_row
 
 from launch.sweeps.charts import Point, as_number, axis_of, sweep_chart
 from launch.sweeps.live import Live
@@ -112,18 +114,20 @@ def test_a_metric_that_no_run_has_is_named(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"^METRIC='gb' is not in .*/seed=0-\w+; the nearest there is 'gib'$", out, re.MULTILINE)
 
 
-def test_axes_of_wide_ranges_are_logarithmic(subtests: pytest.Subtests) -> None:
-    for values, log in [
+@every_row(
+    ("values", "log"),
+    [
         ((1e-3, 2e-3, 4e-3, 8e-3), True),
         ((1, 2, 3, 4, 5), False),
         ((0, 10, 100), False),
         ((0.001, 0.1), True),
-    ]:
-        with subtests.test(values=values, log=log):
-            places = [axis_of(values).position(value) for value in values]
-            assert places == sorted(places) and 0 < places[0] < places[-1] < 1
-            even = np.diff(np.log(values) if log else values)
-            np.testing.assert_allclose(np.diff(places) / np.diff(places)[0], even / even[0])
+    ],
+)
+def test_axes_of_wide_ranges_are_logarithmic(values: Any, log: bool) -> None:
+    places = [axis_of(values).position(value) for value in values]
+    assert places == sorted(places) and 0 < places[0] < places[-1] < 1
+    even = np.diff(np.log(values) if log else values)
+    np.testing.assert_allclose(np.diff(places) / np.diff(places)[0], even / even[0])
 
 
 def test_rates_are_numbers_and_words_stand_side_by_side() -> None:

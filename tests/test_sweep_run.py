@@ -29,6 +29,7 @@ from support.sweeping import (
     sweep_file,
     wait_for,
 )
+from support.tables import every_row
 from support.waiting import until
 
 import sweep
@@ -119,14 +120,13 @@ def test_orphaned_runs_keep_the_directory_locked(tmp_path: Path, capsys: pytest.
     assert started(tmp_path) == [WAITS, WAITS]
 
 
-def test_the_signal_that_killed_a_program_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+@every_row(("number", "name"), [(9, "SIGKILL"), (35, "signal 35")])
+def test_the_signal_that_killed_a_program_is_named(number: int, name: str, tmp_path: Path) -> None:
     """Python has no name for most real-time signals."""
-    for number, name in [(9, "SIGKILL"), (35, "signal 35")]:
-        with subtests.test(number=number, name=name):
-            script = tmp_path / "killed.py"
-            script.write_text(f"import os; print('half way', flush=True); os.kill(os.getpid(), {number})")
-            records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", program=str(script))
-            assert [(r.state, r.error) for r in records] == [(State.FAILED, f"killed by {name}: half way")]
+    script = tmp_path / "killed.py"
+    script.write_text(f"import os; print('half way', flush=True); os.kill(os.getpid(), {number})")
+    records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", program=str(script))
+    assert [(r.state, r.error) for r in records] == [(State.FAILED, f"killed by {name}: half way")]
 
 
 SUMMARIES = ["[]", "null", '"finished"', "[" * 100_000, '{"exit_reason": ["finished"]}', "{", "\xff"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.sweeping import DIVERGES, FAILS, STOPS_ALWAYS, STOPS_ONCE, run_sweep, seeds, started, sweep_file
+from support.tables import every_row
 
 import sweep
 from launch.sweeps.pool import claimed
@@ -176,27 +177,25 @@ def test_a_value_reaches_its_task_unchanged(slurm: Path, tmp_path: Path) -> None
 STANDING_FOR = {"%": "%", "A": "77", "a": "1"}  # as sbatch's manual has it, of task 1 of job 77
 
 
-def test_directives_say_what_was_given(slurm: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+@every_row("name", ["a b", "it's 50%j", 'a"b#c', "$HOME `x`", "ünï 100%%"])
+def test_directives_say_what_was_given(name: str, slurm: Path, tmp_path: Path) -> None:
     """Whatever the name of the directory has in it; `%` would stand for numbers of the job."""
-    for name in ["a b", "it's 50%j", 'a"b#c', "$HOME `x`", "ünï 100%%"]:
-        with subtests.test(name=name):
-            workdir, comment = tmp_path / name, "it's 5 \\ \"o'clock\" # now"
-            flags = [f"--slurm=--comment={shlex.quote(comment)} --error=%j", f"--workdir={workdir}"]
-            assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 0
-            options = options_of(workdir)
-            assert f"--job-name={name}" in options and options[-2:] == [f"--comment={comment}", "--error=%j"]
-            (output,) = [option for option in options if option.startswith("--output=")]
-            written = re.sub("%(.)", lambda found: STANDING_FOR[found[1]], output.removeprefix("--output="))
-            assert written == f"{workdir}/slurm/77_1.txt" and (workdir / "slurm").is_dir()
-            assert slurm.read_text().endswith(f"--parsable {workdir / 'sweep.sbatch'}\n")
+    workdir, comment = tmp_path / name, "it's 5 \\ \"o'clock\" # now"
+    flags = [f"--slurm=--comment={shlex.quote(comment)} --error=%j", f"--workdir={workdir}"]
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 0
+    options = options_of(workdir)
+    assert f"--job-name={name}" in options and options[-2:] == [f"--comment={comment}", "--error=%j"]
+    (output,) = [option for option in options if option.startswith("--output=")]
+    written = re.sub("%(.)", lambda found: STANDING_FOR[found[1]], output.removeprefix("--output="))
+    assert written == f"{workdir}/slurm/77_1.txt" and (workdir / "slurm").is_dir()
+    assert slurm.read_text().endswith(f"--parsable {workdir / 'sweep.sbatch'}\n")
 
 
+@every_row(("folder", "options"), [("runs", "--comment='a\nb'"), ("run\ns", ""), ("run\\s", "")])
 def test_what_no_directive_can_say_is_refused(
-    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+    folder: str, options: str, slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder, options in [("runs", "--comment='a\nb'"), ("run\ns", ""), ("run\\s", "")]:
-        with subtests.test(folder=folder, options=options):
-            flags = [f"--slurm={options}", f"--workdir={tmp_path / folder}"]
-            assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 2
-            assert " which sbatch cannot read; " in capsys.readouterr().err
-            assert not slurm.exists()
+    flags = [f"--slurm={options}", f"--workdir={tmp_path / folder}"]
+    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), *flags) == 2
+    assert " which sbatch cannot read; " in capsys.readouterr().err
+    assert not slurm.exists()

@@ -14,7 +14,7 @@ from support.hugging_face_folders import flags, run_convert
 from support.hugging_face_reference import FOLDER
 from support.planning import small
 from support.running import run_here
-from support.tables import check_rows
+from support.tables import every_row
 from support.tokenizer_files import tokenizer_json, word_level
 
 from configs.schema import DataConfig, TransformerConfig
@@ -72,23 +72,19 @@ def test_the_same_tokenizer_is_silent(folder: Path, tmp_path: Path, caplog: pyte
     assert doubts(caplog, folder, "hugging_face", tmp_path / "more.json", vocab_size=261) == []
 
 
-def test_another_tokenizer_json_is_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    def check_row(change: Any, why: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        other = changed(folder / "tokenizer.json", tmp_path / "other.json", change)
-        set_to = f"set data.tokenizer=hugging_face and data.tokenizer_path={folder}/tokenizer.json"
-        with pytest.raises(
-            ValueError, match=rf"^data.tokenizer=hugging_face is not .*{folder}: {why}[^\n]*; {set_to}$"
-        ):
-            check(folder, "hugging_face", other)
-
-    check_rows(
-        [
-            (swap, r"'A' has the id \d+, but \d+ there"),
-            (lowercase, r"a sample text begins with the ids \[.*\], but with"),
-        ],
-        check_row,
-    )
+@every_row(
+    ("change", "why"),
+    [
+        (swap, r"'A' has the id \d+, but \d+ there"),
+        (lowercase, r"a sample text begins with the ids \[.*\], but with"),
+    ],
+    apart=True,
+)
+def test_another_tokenizer_json_is_refused(change: Any, why: str, folder: Path, tmp_path: Path) -> None:
+    other = changed(folder / "tokenizer.json", tmp_path / "other.json", change)
+    set_to = f"set data.tokenizer=hugging_face and data.tokenizer_path={folder}/tokenizer.json"
+    with pytest.raises(ValueError, match=rf"^data.tokenizer=hugging_face is not .*{folder}: {why}[^\n]*; {set_to}$"):
+        check(folder, "hugging_face", other)
 
 
 def test_another_tokenizer_of_another_kind_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -146,22 +142,19 @@ def test_a_tokenizer_that_cannot_encode_is_doubted(tmp_path: Path, caplog: pytes
     assert f"they could not be compared, {tmp_path}/tokenizer.json cannot encode 'The year" in said and "\n" not in said
 
 
+@every_row(("kind", "name"), [("bytes", "tokenizer.json"), ("sentencepiece", "tokenizer.model")], apart=True)
 def test_a_file_that_cannot_be_read_is_doubted(
-    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+    kind: str, name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    def check_row(kind: str, name: str) -> None:
-        tmp_path = tmp_path_factory.mktemp("row")
-        caplog.clear()
-        folder = tmp_path / "weights"
-        folder.mkdir()
-        (folder / name).write_text("{")
-        theirs = DataConfig(tokenizer=kind, tokenizer_path="" if kind == "bytes" else "own.model")
-        model = TransformerConfig(weights=str(folder), vocab_size=260)
-        check_tokenizer(replace(small(), model=model, data=theirs), make_tokenizer("bytes", ""))
-        (said,) = (record.getMessage() for record in caplog.records)
-        assert f"weights={folder}: they could not be compared, {folder / name} is not a " in said and "\n" not in said
-
-    check_rows([("bytes", "tokenizer.json"), ("sentencepiece", "tokenizer.model")], check_row)
+    caplog.clear()
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / name).write_text("{")
+    theirs = DataConfig(tokenizer=kind, tokenizer_path="" if kind == "bytes" else "own.model")
+    model = TransformerConfig(weights=str(folder), vocab_size=260)
+    check_tokenizer(replace(small(), model=model, data=theirs), make_tokenizer("bytes", ""))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"weights={folder}: they could not be compared, {folder / name} is not a " in said and "\n" not in said
 
 
 @pytest.mark.slow

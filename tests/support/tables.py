@@ -1,7 +1,9 @@
 """Tests of many rows: one test, which names every row that fails."""
 
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,18 +33,25 @@ def raised(action: Callable[[], object], kind: type[Exception] = ValueError) -> 
 Check = Callable[..., None]
 
 
-def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Check], Check]:
+def every_row(names: str | tuple[str, ...], rows: Iterable[Any], *, apart: bool = False) -> Callable[[Check], Check]:
     """Makes one test of all rows from a test of one row, whose arguments `names` are; like pytest's `parametrize`.
 
-    A single name gets a whole row. All other arguments are fixtures, which the rows share.
+    A single name gets a whole row. All other arguments are fixtures, which the rows share. With `apart` each row has an
+    empty `tmp_path` below the test's, and a `monkeypatch` that is undone after the row.
     """
     names, rows = (names,) if isinstance(names, str) else names, list(rows)
     assert not any(hasattr(row, "marks") for row in rows), "rows of one test have no marks; use parametrize"
 
     def decorate(test: Check) -> Check:
         def test_rows(**fixtures: Any) -> None:
-            as_tuples = [(row,) if len(names) == 1 else row for row in rows]
-            check_rows(as_tuples, lambda *row: test(**dict(zip(names, row, strict=True)), **fixtures))
+            def check(*row: Any) -> None:
+                with pytest.MonkeyPatch.context() as monkeypatch:
+                    own = {"monkeypatch": monkeypatch, "tmp_path": next(folders)} if apart else {}
+                    given = fixtures | {name: value for name, value in own.items() if name in fixtures}
+                    test(**dict(zip(names, row, strict=True)), **given)
+
+            folders = _folders_of_rows(fixtures["tmp_path"]) if "tmp_path" in fixtures else itertools.repeat(None)
+            check_rows([(row,) if len(names) == 1 else row for row in rows], check)
 
         parameters = inspect.signature(test).parameters
         wanted = [parameter for name, parameter in parameters.items() if name not in names]
@@ -53,3 +62,9 @@ def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Ch
         return test_rows
 
     return decorate
+
+
+def _folders_of_rows(parent: Path) -> Iterator[Path]:
+    for number in itertools.count():
+        (folder := parent / f"row{number}").mkdir()
+        yield folder
