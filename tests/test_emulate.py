@@ -373,7 +373,7 @@ def test_without_root() -> None:
     """By a user namespace; where there is none to be had, one line."""
     with tempfile.TemporaryDirectory() as name:  # which others may reach, unlike tmp_path
         folder = Path(name)
-        for package in ("lab", "files", "runtime"):
+        for package in ("launch", "runtime"):
             shutil.copytree(ROOT / package, folder / package)
         folder.chmod(0o777)
         refused = as_nobody(folder, "unshare", "--user")  # a user namespace without rights, nor a way to get some

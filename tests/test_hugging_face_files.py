@@ -5,7 +5,7 @@ import re
 import shutil
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -256,64 +256,63 @@ def cut(file: Path) -> None:
 
 UP = "model.layers.1.mlp.up_proj.weight"
 F = np.float32
-DAMAGE: dict[str, tuple[Any, str]] = {
-    "missing": (lambda f: rewrite(f, lambda x: x.pop(UP)), f"has no tensor {UP}, of shape 24 x 16$"),
-    "extra": (
+FIRST, SECOND, THIRD = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+WHOLE, INDEX = hugging_face.SINGLE_FILE, hugging_face.INDEX_FILE
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("llama", lambda f: rewrite(f, lambda x: x.pop(UP)), f"has no tensor {UP}, of shape 24 x 16$"),
+    (
+        "llama",
         lambda f: rewrite(f, lambda x: x.update({"model.norm.bias": np.zeros(16, F)})),
         "has a tensor model.norm.bias, of shape 16, that the model has no place for$",
     ),
-    "third layer": (
+    (
+        "llama",
         lambda f: rewrite(f, lambda x: x.update({UP.replace("1", "2"): np.zeros((24, 16), F), "z": np.zeros(1, F)})),
         "has a tensor model.layers.2.mlp.up_proj.weight, of shape 24 x 16, that .* and 1 more$",
     ),
-    "shape": (
+    (
+        "llama",
         lambda f: rewrite(f, lambda x: x.update({UP: x[UP][:20].copy()})),
         f"{UP} has shape 20 x 16, but 24 x 16 in the model$",
     ),
-    "dtype": (
+    (
+        "llama",
         lambda f: rewrite(f, lambda x: x.update({UP: x[UP].astype(np.int8)})),
         f"{UP} has dtype I8; weights are float32, float16, bfloat16, float64$",
     ),
-    "truncated": (
-        lambda f: cut(f / "model.safetensors"),
-        "model.safetensors is damaged or no safetensors file: .*incomplete",
-    ),
-    "no weights": (
-        lambda f: (f / "model.safetensors").unlink(),
-        "has neither model.safetensors.index.json nor model.safetensors$",
-    ),
-    "no config": (lambda f: (f / "config.json").unlink(), r"config.json cannot be read \(No such file or directory\)"),
-    "model_type is a list": (
+    ("llama", lambda f: cut(f / WHOLE), "model.safetensors is damaged or no safetensors file: .*incomplete"),
+    ("llama", lambda f: (f / WHOLE).unlink(), "has neither model.safetensors.index.json nor model.safetensors$"),
+    ("llama", lambda f: (f / "config.json").unlink(), r"config.json cannot be read \(No such file or directory\)"),
+    (
+        "llama",
         lambda f: (f / "config.json").write_text('{"model_type": ["llama"]}'),
         r"config.json: model_type \['llama'\] is not supported",
     ),
-}
-INDEX_DAMAGE: dict[str, tuple[Any, str]] = {
-    "file missing": (
-        lambda f: (f / "model-00002-of-00003.safetensors").unlink(),
-        "index.json names model-00002-of-00003.safetensors, which is not there$",
-    ),
-    "file truncated": (lambda f: cut(f / "model-00002-of-00003.safetensors"), "00002-of-00003.safetensors is damaged"),
-    "no map": (
-        lambda f: (f / hugging_face.INDEX_FILE).write_text("{}"),
+    ("gpt2", lambda f: (f / SECOND).unlink(), f"index.json names {SECOND}, which is not there$"),
+    ("gpt2", lambda f: cut(f / SECOND), "00002-of-00003.safetensors is damaged"),
+    (
+        "gpt2",
+        lambda f: (f / INDEX).write_text("{}"),
         "index.json is not an index: its weight_map is of type NoneType$",
     ),
-    "place is elsewhere": (
-        lambda f: (f / hugging_face.INDEX_FILE).write_text('{"weight_map": {"a": "../b"}}'),
+    (
+        "gpt2",
+        lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b"}}'),
         "index.json says that a is in '../b', which is no name of a file beside it$",
     ),
-    "wrong place": (
-        lambda f: shutil.copy(f / "model-00001-of-00003.safetensors", f / "model-00003-of-00003.safetensors"),
-        "index.json says that transformer.* is in model-00003-of-00003.safetensors, which does not have it$",
+    (
+        "gpt2",
+        lambda f: shutil.copy(f / FIRST, f / THIRD),
+        f"index.json says that transformer.* is in {THIRD}, which does not have it$",
     ),
-}
-CASES = [("llama", key) for key in DAMAGE] + [("gpt2", key) for key in INDEX_DAMAGE]
+]
 
 
-@every_row(("name", "damage"), CASES, apart=True)
-def test_damage_is_one_line_that_names_it(name: str, damage: str, tmp_path: Path) -> None:
+@every_row(("name", "harm", "message"), DAMAGE, apart=True)
+def test_damage_is_one_line_that_names_it(
+    name: str, harm: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
     folder = changed(FOLDER / name, tmp_path / name)
-    harm, message = (DAMAGE | INDEX_DAMAGE)[damage]
     harm(folder)
     with pytest.raises(ValueError, match=message) as error:
         Weights(models.build(section(FOLDER / name)), folder)

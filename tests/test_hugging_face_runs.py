@@ -10,28 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from support.hugging_face_folders import STRATEGIES, batch_loss, changed, flags, run_convert, tensors_of
+from support.hugging_face_folders import batch_loss, changed, flags, run_convert, tensors_of
 from support.hugging_face_reference import FOLDER
 from support.running import ROOT, arrays, losses, run_here
 from support.tables import every_row
 
 from configs.schema import may_change
-
-SAME = {"rtol": 1e-5}
-
-
-PAIRS = [("llama", "tensor"), ("roberta", "mics"), ("gpt2", "zero3"), ("bert", "ddp"), ("llama", "auto")]
-
-
-@pytest.mark.release
-@pytest.mark.parametrize(("name", "strategy"), PAIRS)
-def test_training_starts_at_the_loss_of_transformers(name: str, strategy: str, tmp_path: Path) -> None:
-    changes = {key.replace(".", "__"): x for key, x in STRATEGIES[strategy].items()}
-    assert run_here(*flags(name, **changes), f"--workdir={tmp_path}") == 0
-    first, second = losses(tmp_path)
-    np.testing.assert_allclose(first, batch_loss(name), **SAME)
-    assert second < first  # the optimizer moves them
 
 
 @pytest.mark.slow
@@ -44,7 +28,7 @@ def test_a_restored_run_does_not_read_the_weights_again(tmp_path: Path, capsys: 
     assert run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={workdir}") == 0
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [1, 3]
-    np.testing.assert_allclose(losses(workdir)[0], batch_loss("llama"), **SAME)
+    np.testing.assert_allclose(losses(workdir)[0], batch_loss("llama"), rtol=1e-5)
     before = arrays(workdir, 2)
     shutil.rmtree(workdir / "checkpoints" / "2")
     (workdir / "summary.json").unlink()
@@ -84,17 +68,6 @@ def test_bad_weights_are_refused_before_anything_is_written(
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not (tmp_path / "run" / "events.jsonl").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_weights_with_a_nan_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = changed(FOLDER / "llama", tmp_path / "weights")
-    weights = tensors_of(folder)
-    weights["model.norm.weight"][0] = np.nan
-    save_file(weights, folder / "model.safetensors")
-    assert run_here(*flags("llama", folder), f"--workdir={tmp_path / 'run'}") == 2
-    err = capsys.readouterr().err
-    assert "model.norm.weight has a NaN or an infinity" in err and err.count("\n") == 1
 
 
 def test_convert_in_and_out_again_is_bit_by_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support import workload
 from support.numpy_models import STYLES, small
 from support.overlapping import losses as losses_overlapped
-from support.suite import SLOW
+from support.suite import SLOW, sampled
 from support.workload import STRATEGIES
 
 import models
@@ -59,42 +59,26 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
     assert abs(float(unpacked) - float(found[0])) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [
-        ("hsdp", "decoder"),
-        *(pytest.param(*case, marks=SLOW) for case in (("none-node-4", "decoder"), ("mics4", "encoder"))),
-    ],
-)
-def test_strategies_have_the_losses_of_a_single_device(strategy: str, kind: str) -> None:
-    kind += workload.PACKED
-    got = workload.losses(kind, workload.plan(kind, **STRATEGIES[strategy]))
-    np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
+GROUP = dict(strategy="mics", partition_size=4)
+LAYOUTS = [
+    ("decoder", STRATEGIES["hsdp"]),
+    ("decoder", GROUP | dict(tensor=2)),
+    pytest.param("decoder", STRATEGIES["none-node-4"], marks=SLOW),
+    pytest.param("encoder", STRATEGIES["mics4"], marks=SLOW),
+    pytest.param(workload.GEMMA, GROUP | dict(tensor=2), marks=SLOW),
+    pytest.param("decoder", GROUP | dict(partitioner="auto"), marks=pytest.mark.slow),
+    pytest.param(workload.GEMMA, GROUP | dict(partitioner="auto"), marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("decoder", dict(tensor=2)),
-        pytest.param(workload.GEMMA, dict(tensor=2), marks=SLOW),
-        pytest.param("decoder", dict(partitioner="auto"), marks=pytest.mark.slow),
-        pytest.param(workload.GEMMA, dict(partitioner="auto"), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_other_layouts_too(kind: str, how: dict[str, Any]) -> None:
-    kind += workload.PACKED
-    got = workload.losses(kind, workload.plan(kind, strategy="mics", partition_size=4, **how))
-    np.testing.assert_allclose(got, workload.single_device_losses(kind), rtol=1e-5)
+@pytest.mark.parametrize(("kind", "how"), LAYOUTS)
+def test_layouts_have_the_losses_of_a_single_device(kind: str, how: dict[str, Any]) -> None:
+    got = workload.losses(kind + workload.PACKED, workload.plan(kind + workload.PACKED, **how))
+    np.testing.assert_allclose(got, workload.single_device_losses(kind + workload.PACKED), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("decoder", marks=SLOW),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("encoder", workload.GEMMA)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sampled(["decoder", "encoder", workload.GEMMA], "decoder"))
 def test_pipelined_loops_too(kind: str) -> None:
     got = losses_overlapped(kind + workload.PACKED, "mics(2)", 2)
     np.testing.assert_allclose(got, workload.single_device_losses(kind + workload.PACKED), rtol=1e-5)

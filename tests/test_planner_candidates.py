@@ -6,6 +6,7 @@ import pytest
 from support.examples import example_methods  # noqa: F401 (fixture)
 from support.planning import experiment, machine, own_cache, small  # noqa: F401 (fixture)
 from support.running import IGNORED
+from support.suite import sampled
 from support.tables import every_row
 
 from planner import clusters
@@ -109,29 +110,13 @@ def test_groups_have_all_devices_of_a_row(mesh: dict[str, Any], sizes: Any) -> N
     assert {c.partition_size for c in all_candidates(config, 2, 4) if c.strategy == "mics"} == sizes
 
 
+BOUNDED = ["ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)", "mics(2)+all_reduce=int8", "mics(2)+delayed=True"]
+BOUNDED += ["zero3+all_gather_inter=int4+reduce_scatter_inter=int4", "mics(2)+inner_steps=10", "mics(2)+optimizer=all"]
+BOUNDED += ["zero3+remat=dots"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp",
-        pytest.param("zero1", marks=pytest.mark.slow),
-        "zero3",
-        "mics(2)",
-        pytest.param("zero2", marks=pytest.mark.slow),
-        pytest.param("mics(4)", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "mics(2)+all_reduce=int8",
-                "zero3+all_gather_inter=int4+reduce_scatter_inter=int4",
-                "mics(2)+delayed=True",
-                "mics(2)+inner_steps=10",
-                "mics(2)+optimizer=all",
-                "zero3+remat=dots",
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", sampled(BOUNDED, "ddp", "zero3", "mics(2)"))
 def test_bounds_are_bounds(name: str) -> None:
     """Against the compiled program: what is sent, what is kept and how long a step takes."""
     (candidate,) = of_strategies([name], small())

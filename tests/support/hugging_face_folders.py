@@ -56,15 +56,6 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "zero3": {"sharding.strategy": "zero3", "sharding.partition_size": 0},
-    "ddp": {"sharding.strategy": "ddp", "sharding.partition_size": 0},
-    "mics": {"sharding.partition_size": 4},
-    "tensor": {"sharding.partition_size": 4, "mesh.devices_per_node": 4, "mesh.tensor": 2},
-    "auto": {"sharding.strategy": "zero3", "sharding.partition_size": 0, "ablation.partitioner": "auto"},
-}
-
-
 def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
     """Returns the flags of a run of 2 steps with the sizes of a checkpoint, which starts from it unless changed."""
     values = {f"model.{key}": x for key, x in model_section(name).items()}
