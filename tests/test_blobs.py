@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -125,50 +125,34 @@ def test_a_process_that_goes_before_its_answer_ends_its_connection_alone(monkeyp
     assert done and ours.fileno() == -1  # closed
 
 
-def closes_early(stream: Any) -> None:
-    stream.write(json.dumps({"size": 4, "xxh3": 0}).encode() + b"\nab")
-
-
-def damages(stream: Any) -> None:
-    stream.write(json.dumps({"size": 4, "xxh3": xxh3_64_intdigest(b"abcd")}).encode() + b"\nabCd")
-
-
-def chatters(stream: Any) -> None:
-    stream.write(b"{" * 10_000)
-    stream.flush()
-    stream.read(1)
-
-
-def dawdles(stream: Any) -> None:
-    stream.write(json.dumps({"size": 4, "xxh3": xxh3_64_intdigest(b"abcd")}).encode() + b"\n")
-    for byte in (b"a", b"b", b"c", b"d"):
-        stream.write(byte)
-        stream.flush()
-        threading.Event().wait(0.2)
-
-
-BEHAVIOURS: dict[Callable[[Any], None], str] = {
-    closes_early: "closed the connection",
-    damages: "do not match their hash",
-    dawdles: "sends too slowly",
-    chatters: "is not JSON",
-}
+HEAD = json.dumps({"size": 4, "xxh3": xxh3_64_intdigest(b"abcd")}).encode() + b"\n"
+ODD_ANSWERS: list[tuple[list[bytes], bool, str]] = [  # parts, with pauses between; whether it closes then; the error
+    ([HEAD + b"ab"], True, "closed the connection"),
+    ([HEAD + b"abCd"], False, "do not match their hash"),
+    ([HEAD, b"a", b"b", b"c", b"d"], False, "sends too slowly"),
+    ([b"{" * 10_000], False, "is not JSON"),
+]
 
 
 def test_half_damaged_slow_or_endless_answers_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "_LINE_BYTES", 10_000)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve(behaviour: Callable[[Any], None]) -> None:
+        def serve(parts: list[bytes], closes: bool) -> None:
             accepted, _ = listener.accept()
             with accepted, suppress(OSError):
                 admit(accepted, TOKEN, "tests")
                 with accepted.makefile("rwb") as stream:
                     stream.readline()
-                    behaviour(stream)
+                    for number, part in enumerate(parts):
+                        threading.Event().wait(0.2 * bool(number))
+                        stream.write(part)
+                        stream.flush()
+                    if not closes:
+                        stream.read(1)
 
         address = Address(process=3, host="127.0.0.1", port=listener.getsockname()[1])
-        for behaviour, error in BEHAVIOURS.items():
-            threading.Thread(target=serve, args=(behaviour,), daemon=True).start()
+        for parts, closes, error in ODD_ANSWERS:
+            threading.Thread(target=serve, args=(parts, closes), daemon=True).start()
             with connect(address) as connection, pytest.raises(PeerError, match=f"process 3 at .*{error}"):
-                b"".join(connection.get({"get": "a"}, 4, receive_s=0.3 if behaviour is dawdles else 20.0))
+                b"".join(connection.get({"get": "a"}, 4, receive_s=0.3 if len(parts) > 1 else 20.0))

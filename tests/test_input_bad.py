@@ -14,6 +14,7 @@ from input_pipeline import load
 
 BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256))
 IMAGES = {"source": "digits", "objective": "classify"}
+CHATS = {"source": "chats", "path": "c", "packing": "whole", "tokenizer": "hugging_face", "tokenizer_path": "t"}
 DEFAULTS: dict[str, Any] = dict(base.get_config().to_dict()["data"])
 
 
@@ -40,10 +41,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     (IMAGES | {"channels": 4}, "data.channels=4 must be 1 or 3"),
     (IMAGES | {"packing": "documents"}, "data.packing='documents': images are no documents"),
     (IMAGES | mixed("1 stdlib_text"), "data.mixture is of text"),
-    (
-        {"packing": "document"},
-        "data.packing=document is not known; one of stream, documents, whole; did you mean docum",
-    ),
+    ({"packing": "document"}, "data.packing=document is not known; one of stream, documents, whole; did you"),
     ({"packing": "whole", "source": "synthetic"}, "data.packing='whole': the tokens of data.source='synthetic' are no"),
     (mixed("1 synthetic", packing="whole"), "component synthetic: data.packing='whole': the tokens"),
     (mixed("0 stdlib_text"), "the weight of stdlib_text is 0: it must be above 0"),
@@ -54,6 +52,17 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     (mixed("1 stdlib_text:/a"), "component stdlib_text:/a: data.path is '/a' but data.source='stdlib_text' reads no"),
     (mixed("1 digits"), "component digits: data.objective='causal' does not fit"),
     (mixed("1 folder:/a, 2 synthetic, 1 folder:/a/"), "data.mixture names folder:/a twice: add up its weights"),
+    (
+        CHATS | {"path": ""},
+        "data.path is empty: data.source='chats' needs a file of conversations, one JSON object",
+    ),
+    (CHATS | {"tokenizer": "bytes", "tokenizer_path": ""}, "needs data.tokenizer='hugging_face', a tokenizer"),
+    (
+        CHATS | {"packing": "documents"},
+        "data.packing='documents': data.source='chats' needs data.packing='whole', ",
+    ),
+    (CHATS | {"objective": "masked"}, "data.objective='masked': data.source='chats' needs data.objective='causal', "),
+    (CHATS | {"pattern": "*"}, "data.pattern is '*' but data.source='chats' reads no files by name: "),
     (mixed("1 synthetic, 1e-9 stdlib_text"), "stdlib_text would be less than one example in 1048576"),
 ]
 

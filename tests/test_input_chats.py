@@ -323,10 +323,7 @@ LINES: list[tuple[Any, str]] = [  # a line, and what an error says of it; "" for
     ({"messages": [{"role": "gpt", "content": ""}]}, ": message 1 has the role 'gpt'; known are system, "),
     ({"prompt": 3, "answer": "b"}, ": message 1 has a content of type int: write one string"),
     ({"prompt": [user("q")], "completion": [answer("a")]}, ": message 1 has a content of type list: write one string"),
-    (
-        {"messages": [user("q"), answer("a") | {"content": [{"type": "text", "text": "a"}]}]},
-        ": message 2 has a content",
-    ),
+    ({"messages": [user("q"), answer("a") | {"content": [{"type": "text", "text": "a"}]}]}, ": message 2 has a"),
     ({"messages": [user("a"), {"role": "tool", "content": None}]}, ": message 2 has a content of type NoneType"),
     ({"messages": [user("a")]}, ": it has no answer: no message has the role assistant"),
     ({"prompt": "\ufdd0", "answer": "b"}, ": a message has one of the noncharacters "),
@@ -408,15 +405,3 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     for name in ("chats.jsonl.gz", "chats.parquet"):
         (tmp_path / name).write_bytes(b"PAR1")
         assert raised(lambda name=name: dataset(tmp_path / name)).endswith("unpack or convert it to .jsonl")
-
-
-def test_settings_that_do_not_go_with_chats() -> None:
-    rows = [
-        ({"path": ""}, "data.path is empty: data.source='chats' needs a file of conversations, one JSON object per "),
-        ({"tokenizer": "bytes", "tokenizer_path": ""}, "needs data.tokenizer='hugging_face', a tokenizer"),
-        ({"packing": "documents"}, "data.packing='documents': data.source='chats' needs data.packing='whole', rows "),
-        ({"objective": "masked"}, "data.objective='masked': data.source='chats' needs data.objective='causal', "),
-        ({"pattern": "*"}, "data.pattern is '*' but data.source='chats' reads no files by name: "),
-    ]
-    of = lambda changes: config_of(Path("chats.jsonl"), Path("tokenizer.json"), **changes)
-    check_rows(rows, lambda changes, message: raised(lambda: of(changes)).index(message))

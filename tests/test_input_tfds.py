@@ -69,15 +69,6 @@ def test_bad_data_set_error_is_one_line(data_dir: Path) -> None:
     check_rows(rows, lambda name, message: failing(name).index(message))
 
 
-def test_damaged_record_raises_with_its_index(data_dir):
-    documents("input_tiny/plain", data_dir, "train")
-    (file,) = data_dir.rglob("*array_record*")
-    content = file.read_bytes()
-    file.write_bytes(content[:100] + bytes(200) + content[300:])
-    with pytest.raises(ValueError, match="tfds:input_tiny/plain"):
-        load(settings("input_tiny/plain", data_dir), "train", 0)
-
-
 @pytest.mark.slow  # waits for a thread
 def test_a_data_set_is_prepared_by_one_process_at_a_time(data_dir, tmp_path):
     """Who comes while another one holds the lock waits for it."""

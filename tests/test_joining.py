@@ -149,10 +149,7 @@ def test_an_error_of_one_process_ends_all_of_its_run(port: int, tmp_path: Path) 
 @pytest.mark.usefixtures("late")
 @every_row(
     ("process", "state"),
-    [
-        (1, "process 0 at 127.0.0.1:{} cannot be reached (Connection refused)"),
-        (0, "process 1 did not connect"),
-    ],
+    [(1, "process 0 at 127.0.0.1:{} cannot be reached (Connection refused)"), (0, "process 1 did not connect")],
 )
 def test_a_wait_is_reported_and_ends(
     process: int, state: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -147,14 +147,8 @@ def test_blocks_keep_what_their_bits_can() -> None:
     ("changes", "words"),
     [
         (dict(lora_base="nf4"), "model.lora_rank = 0: model.lora_base needs a rank from 1 on"),
-        (
-            dict(lora_rank=2, lora_targets="query gates"),
-            "one of query key value out gate up down has adapters, not",
-        ),
-        (
-            dict(lora_rank=2, lora_targets=""),
-            "model.lora_targets = '': one of query key value out gate up down has",
-        ),
+        (dict(lora_rank=2, lora_targets="query gates"), "one of query key value out gate up down has adapters, not"),
+        (dict(lora_rank=2, lora_targets=""), "model.lora_targets = '': one of query key value out gate up down has"),
         (dict(lora_rank=2, lora_targets="gate", kind="encoder"), "one of query key value out up down has adapters"),
         (dict(lora_rank=-1), "model.lora_rank=-1 must be at least 0"),
         (dict(lora_rank=2, kind="moe"), "models with experts have no adapters"),

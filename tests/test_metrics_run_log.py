@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from support.tables import every_row
@@ -16,41 +16,37 @@ from training.metrics.throughput import StepTimer
 from training.metrics.wire import WireCounter
 
 
-def make_log(
-    folder: Path,
-    *,
-    enabled: bool,
-    sink: str = "none",
-    start_step: int = 0,
-    num_steps: int = 3,
-    log_every: int = 1,
-    may_join: bool = False,
-) -> RunLog:
-    return RunLog(
-        folder,
-        enabled=enabled,
-        start_step=start_step,
-        num_steps=num_steps,
-        log_every=log_every,
-        timer=StepTimer(10, "tokens"),
-        files={},
-        constants={},
-        count_wire=True,
-        started_s=0.0,
-        sink=sink,
-        may_join=may_join,
-    )
+def make_log(folder: Path, **changes: Any) -> RunLog:
+    how: dict[str, Any] = dict(enabled=True, start_step=0, num_steps=3, log_every=1, timer=StepTimer(10, "tokens"))
+    how |= dict(files={}, constants={}, count_wire=True, started_s=0.0, sink="none", may_join=False)
+    return RunLog(folder, **how | changes)
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class Wire:
+    """The counters of the network interface that a log reads."""
+
+    def __init__(self, root: Path, patched: pytest.MonkeyPatch) -> None:
+        self._folder, self._sent = root / "eth0" / "statistics", 0
+        self._folder.mkdir(parents=True)
+        self.send(0)
+        patched.setattr(run_log, "WireCounter", lambda: WireCounter(root=root))
+
+    def send(self, size_bytes: int) -> None:
+        self._sent += size_bytes
+        for name in ("tx_bytes", "rx_bytes"):
+            (self._folder / name).write_text(f"{self._sent}\n")
 
 
 @every_row(("may_join", "error"), [(False, OSError), (True, ResumableError)], apart=True)
 def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_only(
     may_join: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(run_log.MetricsWriter, "write", full)
-    log = make_log(tmp_path, enabled=True, may_join=may_join)
+    log = make_log(tmp_path, may_join=may_join)
     log.step(1, {"loss": 1.0})
     with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):
         log.step(2, {"loss": 1.0})
@@ -60,15 +56,12 @@ def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_onl
     assert "No space left on device" in failure.value.__notes__[0]  # it hides none
     monkeypatch.setattr(run_log.MetricsWriter, "__init__", lambda *_, **__: full())
     with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):  # when it starts again
-        make_log(tmp_path, enabled=True, may_join=may_join)
+        make_log(tmp_path, may_join=may_join)
 
 
 def test_a_report_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(run_log, "write_report", full)
-    log = make_log(tmp_path, enabled=True, may_join=True)
+    log = make_log(tmp_path, may_join=True)
     log.step(1, {"loss": 1.0})
     with pytest.raises(ResumableError, match=f"cannot write to {tmp_path}: No space left on device"):
         log.close("interrupted")
@@ -80,28 +73,18 @@ def test_wire_bytes_count_only_the_step(may_join: bool, tmp_path: Path, monkeypa
 
     Those before the first step of a replica may be of the state that it took, and of no step.
     """
-    statistics = tmp_path / "net" / "eth0" / "statistics"
-    statistics.mkdir(parents=True)
-    sent = 0
-
-    def send(size_bytes: int) -> None:
-        nonlocal sent
-        sent += size_bytes
-        for name in ("tx_bytes", "rx_bytes"):
-            (statistics / name).write_text(f"{sent}\n")
-
-    send(5)
-    monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
-    log = make_log(tmp_path, enabled=True, num_steps=4, may_join=may_join)
+    wire = Wire(tmp_path / "net", monkeypatch)
+    wire.send(5)
+    log = make_log(tmp_path, num_steps=4, may_join=may_join)
     for step in (1, 2, 3, 4):
-        send(100 * step)
+        wire.send(100 * step)
         if step == 3:
             log.passed(step)
         else:
             log.step(step, {"loss": 1.0})
-        send(7)
+        wire.send(7)
         log.spent("validation_s", 0.0)
-        send(8)
+        wire.send(8)
         log.spent("checkpoint_s", 0.0)
     log.close("finished")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -110,7 +93,7 @@ def test_wire_bytes_count_only_the_step(may_join: bool, tmp_path: Path, monkeypa
 
 def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> None:
     """The FLOPs are the whole step's, the devices one replica's; a row that does not say how many has none."""
-    log = make_log(tmp_path, enabled=True, num_steps=4, may_join=True)
+    log = make_log(tmp_path, num_steps=4, may_join=True)
     log._timer = StepTimer(10, "tokens", flops_per_step=8.0, peak_flops_per_s=2.0)
     for step in range(1, 4):
         log.step(step, {"loss": 1.0, "replicas": 4})
@@ -126,22 +109,12 @@ def test_a_run_says_what_a_step_costs_on_average(
     log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 21 steps, every fifth meets, which takes 9 s more and sends; whichever of them are logged, all count."""
-    statistics = tmp_path / "net" / "eth0" / "statistics"
-    statistics.mkdir(parents=True)
-    clock, sent = 100.0, 0
-
-    def spend(seconds: float, size_bytes: int) -> None:
-        nonlocal clock, sent
-        clock, sent = clock + seconds, sent + size_bytes
-        for name in ("tx_bytes", "rx_bytes"):
-            (statistics / name).write_text(f"{sent}\n")
-
-    spend(0, 0)
-    monkeypatch.setattr(run_log, "WireCounter", lambda: WireCounter(root=tmp_path / "net"))
+    wire, clock = Wire(tmp_path / "net", monkeypatch), 100.0
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock)
-    log = make_log(tmp_path, enabled=True, num_steps=21, log_every=log_every)
+    log = make_log(tmp_path, num_steps=21, log_every=log_every)
     for step in range(1, 22):
-        spend(10.0 if step % 5 == 0 else 1.0, 800 if step % 5 == 0 else 0)
+        clock += 10.0 if step % 5 == 0 else 1.0
+        wire.send(800 if step % 5 == 0 else 0)
         log.step(step, {"loss": 1.0})
     log.close("finished")
     files = read_run(tmp_path)
@@ -158,7 +131,7 @@ def test_a_run_says_what_a_step_costs_on_average(
 
 def test_the_first_step_of_an_attempt_has_a_row(tmp_path: Path) -> None:
     """Attempts between two rows of `log_every` would seem to do no step, and their engine would give up."""
-    logs = [make_log(tmp_path, enabled=True, start_step=after, num_steps=1000, log_every=500) for after in (0, 60)]
+    logs = [make_log(tmp_path, start_step=after, num_steps=1000, log_every=500) for after in (0, 60)]
     for log, first in zip(logs, (1, 61), strict=True):
         for step in range(first, first + 3):
             log.step(step, {"loss": 1.0})
@@ -170,7 +143,7 @@ def test_the_first_step_of_an_attempt_has_a_row(tmp_path: Path) -> None:
 
 def test_a_step_that_does_not_come_has_its_row_in_the_next_that_does(tmp_path: Path) -> None:
     """Some runs come every 4 steps only, and are to log every 5."""
-    log = make_log(tmp_path, enabled=True, start_step=20, num_steps=1000, log_every=5)
+    log = make_log(tmp_path, start_step=20, num_steps=1000, log_every=5)
     for step in range(24, 61, 4):
         log.step(step, {"loss": 1.0})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -180,7 +153,7 @@ def test_a_step_that_does_not_come_has_its_row_in_the_next_that_does(tmp_path: P
 
 def test_rows_are_on_the_disk_before_a_step_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node may go on from that step when this one is lost."""
-    log, synced = make_log(tmp_path, enabled=True), list[str]()
+    log, synced = make_log(tmp_path), list[str]()
 
     def sync(file: int) -> None:
         path = Path(f"/proc/self/fd/{file}").resolve()
@@ -198,7 +171,7 @@ def test_rows_are_on_the_disk_before_a_step_is_saved(tmp_path: Path, monkeypatch
 
 def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> None:
     """A killed attempt writes no summary, so the one of an earlier attempt must not remain."""
-    log = make_log(tmp_path, enabled=True)
+    log = make_log(tmp_path)
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0, "data_wait_s": 0.5, "data_new_counter": 10 * step})
     log.close("finished")
@@ -206,7 +179,7 @@ def test_an_attempt_removes_the_summary_of_the_previous_one(tmp_path: Path) -> N
     assert (results_of(before)["steps"], before.outcome) == (3, "finished")
     assert {key: x for key, x in before.summary.items() if key.startswith("data_")} == {"data_new_counter": 30}
 
-    log = make_log(tmp_path, enabled=True)  # its checkpoints were lost
+    log = make_log(tmp_path)  # its checkpoints were lost
     log.step(1, {"loss": 2.0})
     log.step(2, {"loss": 2.0})  # writes the row of step 1
     after = read_run(tmp_path)
@@ -255,7 +228,7 @@ def test_an_error_of_the_sink_is_one_warning(
 ) -> None:
     sink = Sink(broken)
     monkeypatch.setattr(run_log, "offline_wandb", sink)
-    log = make_log(tmp_path, enabled=True, sink="wandb")
+    log = make_log(tmp_path, sink="wandb")
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0})
     log.close("finished")

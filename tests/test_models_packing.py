@@ -30,10 +30,7 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
     model = small(kind, **style)
     assert isinstance(model, models.Decoder | models.Encoder)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda s: rng.normal(0.1, 0.4, s.shape).astype(np.float32),
-        model.param_specs(),
-    )
+    params = jax.tree.map(lambda s: rng.normal(0.1, 0.4, s.shape).astype(np.float32), model.param_specs())
     tokens, targets = rng.integers(0, 11, (2, 3, 9), dtype=np.int32)
     weights = rng.uniform(0, 2, (3, 9)).astype(np.float32)
     segments = np.stack([np.repeat(np.arange(len(row)), row) for row in ROWS]).astype(np.int32)

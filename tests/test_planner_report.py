@@ -110,13 +110,8 @@ def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeyp
         ("hsdp+inner_steps=10", "140", "11m 40s", 700, "text, 2 M parameters, 3 seeds"),
         ("hsdp", "100", "16m 40s", 1000, ""),
         ("hsdp+all_reduce=int8", "150", "20m 00s", 1200, "text, 0.3 M parameters, 1 seed"),
-        (
-            "hsdp+all_reduce=int4+optimizer.name=muon",
-            "50",
-            "50.0 s",
-            50,
-            "text, 2 M parameters, 3 seeds",
-        ),  # the fastest
+        # the fastest
+        ("hsdp+all_reduce=int4+optimizer.name=muon", "50", "50.0 s", 50, "text, 2 M parameters, 3 seeds"),
     ]
     assert [(row[1], *row[4:6], row[7]) for row in found] == [(*row[:3], row[4]) for row in expected]
     assert [row[6] for row in found] == [f"{usd_per_s * row[3]:,.0f} $" for row in expected]

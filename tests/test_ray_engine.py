@@ -145,10 +145,7 @@ def test_the_fewest_nodes_are_never_left_out(cluster: Members) -> Iterator[objec
 
 
 @story(
-    "ab",
-    code=1,
-    max_failures=1,
-    says="attempt 4 stopped|2 failures in a row without a new step; it said: it crashed",
+    "ab", code=1, max_failures=1, says="attempt 4 stopped|2 failures in a row without a new step; it said: it crashed"
 )
 def test_failures_without_progress_end(cluster: Members) -> Iterator[object]:
     for step in (1, 2, 2, 2):

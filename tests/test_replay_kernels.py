@@ -119,14 +119,8 @@ ATTENTION = (
         ("f32[10,10] dot(%stack, %stack), lhs_contracting_dims={1}, rhs_contracting_dims={1}", 2 * 10 * 10 * 100),
         (f'(f32[10,10], s8[1]) {LIBRARY}"__cublas$gemm", {GEMM % 1}', 20_000),
         (f'f32[100,100] {LIBRARY}"__cublas$lt$matmul", {GEMM % 0}', 200_000),
-        (
-            f'f32[10,100] {LIBRARY}"__cudnn$fmhaSoftmax", {ATTENTION % "NO_MASK"}',
-            4 * 200 * 100,
-        ),
-        (
-            f'f32[10,100] {LIBRARY}"__cudnn$fmhaSoftmaxBackward", {ATTENTION % "CAUSAL"}',
-            5 * 200 * 100,
-        ),
+        (f'f32[10,100] {LIBRARY}"__cudnn$fmhaSoftmax", {ATTENTION % "NO_MASK"}', 4 * 200 * 100),
+        (f'f32[10,100] {LIBRARY}"__cudnn$fmhaSoftmaxBackward", {ATTENTION % "CAUSAL"}', 5 * 200 * 100),
         (f"f32[10,100] {FLASH % 'flash_forward'}", 2 * 2 * 8 * 64 * 64 * 16),
         (f"f32[10,100] {FLASH % 'flash_queries_causal'}", 2 * 2 * 8 * 64 * 64 * 16 / 2),
         (f"f32[10,100] {FLASH % 'flash_keys_causal'}", 3 * 2 * 8 * 64 * 64 * 16 / 2),

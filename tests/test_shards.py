@@ -207,22 +207,10 @@ DAMAGED = [
     ("a.jsonl", b'{"text": 5}\n', "'text' is of type int, and no text"),
     ("a.jsonl", b'{"text": null}\n', "'text' is of type NoneType, and no text"),
     ("a.jsonl", b'{"text":"caf\xe9"}\n', "after 0 documents: a line is not JSON: it is not UTF-8"),
-    (
-        "a.jsonl",
-        b'{"text": "a"}\n{"text": "b \\ud83d"}\n',
-        "document 1, counted from 0: character 2 is '\\ud83d', half of",
-    ),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b \\ud83d"}\n', "document 1, counted from 0: character 2 is '\\ud83d', "),
     ("a.jsonl.gz", b'{"text": "a"}\n', "a.jsonl.gz cannot be read as jsonl: after 0 documents: Not a gzipped file"),
-    (
-        "a.jsonl.gz",
-        packed(b'{"text": "a"}\n')[:-9],
-        "after 0 documents: Compressed file ended",
-    ),
-    (
-        "a.jsonl.gz",
-        packed(b'{"text": "a"}\n') + b"\0a",
-        "after 0 documents: Not a gzipped",
-    ),
+    ("a.jsonl.gz", packed(b'{"text": "a"}\n')[:-9], "after 0 documents: Compressed file ended"),
+    ("a.jsonl.gz", packed(b'{"text": "a"}\n') + b"\0a", "after 0 documents: Not a gzipped"),
     ("a.txt", b"\xff\xfe", "a.txt cannot be read as txt: after 0 documents: 'utf-8' codec"),
     *((f"a.{kind}", b"{}", f"a.{kind} matches data.pattern='*', but known are ") for kind in ("jsonl.bz2", "jsonl.xz")),
     *(

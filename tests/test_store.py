@@ -4,25 +4,41 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
-from support.stores import BUCKET, NEEDS_MOTO, SECRET, credentials, in_front_of, moto, of_folder, raw, send, served
+from support.stores import (
+    BUCKET,
+    NEEDS_MOTO,
+    SECRET,
+    Server,
+    as_gcs,
+    credentials,
+    in_front_of,
+    moto,
+    of_folder,
+    raw,
+    send,
+    served,
+)
 
-from input_pipeline import load, patience, prepare, store
+from input_pipeline import load, patience, prepare, redirects, store
 from input_pipeline.patience import StoreAwayError, StoreError
 from input_pipeline.redirects import REDIRECT_HOSTS, client_options
 from input_pipeline.shards import ShardSet
-from input_pipeline.store import LocalStore, RemoteStore
+from input_pipeline.store import LocalStore, MissingError, RemoteStore
 
 
 @pytest.fixture(scope="module")
 def s3() -> Any:
     with moto() as url:
         for name, text in TEXTS.items():
-            send(f"{url}/{BUCKET}/texts/{name}", text.encode())
+            for folder in ("texts", "raw%20texts"):
+                send(f"{url}/{BUCKET}/{folder}/{name}", text.encode())
         yield url
 
 
@@ -259,20 +275,6 @@ def test_passwords_in_a_url_are_refused_and_not_shown():
         assert "ss" not in str(caught.value).replace("password", "")
 
 
-def test_http_server_needs_a_list_or_the_url_of_one_file(web, texts):
-    with ShardSet(settings(f"{web.url}/part02.txt")) as shards:
-        assert [shard.name for shard in shards.index.shards] == ["part02.txt"]
-    (texts / "index.json").write_text('["part05.txt", "part01.txt"]')
-    with ShardSet(settings(web.url)) as shards:
-        assert [shard.name for shard in shards.index.shards] == ["part01.txt", "part05.txt"]
-    for twice in ('["part05.txt", "part01.txt", "part05.txt"]', '["part05.txt", "./part05.txt"]', '["part05.txt/"]'):
-        (texts / "index.json").write_text(twice)
-        with one_line(
-            StoreError, f"{web.url}/index.json lists '.*part05.txt/?'(, which is no file below| twice: name)"
-        ):
-            ShardSet(settings(web.url))
-
-
 @pytest.fixture
 def prepared(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The prepared set of the texts, at `web`, and an empty cache."""
@@ -344,3 +346,45 @@ def test_a_local_store_blames_the_file_that_is_not_there_and_leaves_nothing_half
 def full_disk(_source: Any, file: Any, _length: int) -> None:
     file.write(b"oth")
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ------------------------------------------------------------------------------------------------------- gs://
+
+GCS_RAW, GCS_PREPARED = f"gs://{BUCKET}/raw texts", f"gs://{BUCKET}/tokens"
+
+
+@pytest.fixture
+def google(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """moto's S3 as GCS, named by an account's file in the environment; plain HTTP is for tests alone."""
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+    monkeypatch.setattr(redirects, "_is_plain", lambda *_: True)
+    with as_gcs(s3, tmp_path / "account.json") as server:
+        yield server
+
+
+@NEEDS_MOTO
+@pytest.mark.slow
+def test_a_bucket_gives_what_the_folder_gives_and_keeps_a_prepared_set(
+    google: Server, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ShardSet(settings(texts)) as there, ShardSet(settings(GCS_RAW)) as here:
+        assert here.index == there.index and len(here.index.shards) == len(TEXTS)
+    read = {unquote(path): n for path, n in google.gets.items() if path.endswith("txt")}
+    assert read == {f"/{BUCKET}/raw texts/{name}": 1 for name in TEXTS}
+    assert prepare.main([f"--path={GCS_RAW}", f"--out={GCS_PREPARED}"]) == 0
+    monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
+    with ShardSet(settings(GCS_PREPARED)) as shards:
+        for shard in shards.index.shards:
+            assert bytes(shards.tiers.get(shard).tolist()) == (TEXTS[shard.name] + "\0").encode()
+
+
+@NEEDS_MOTO
+@pytest.mark.slow
+def test_refusals_of_gcs_name_the_account(google: Server) -> None:
+    with pytest.raises(MissingError, match=r"^gs://no-bucket/x: there is no such object or bucket \(404\); [^\n]*$"):
+        ShardSet(settings("gs://no-bucket/x"))
+    google.fault = lambda _: 403
+    wanted = rf"^{GCS_PREPARED}/index.json: the store refuses access \(403\); set GOOGLE_SERVICE_ACCOUNT or [^\n]*$"
+    with pytest.raises(StoreError, match=wanted) as caught:
+        ShardSet(settings(GCS_PREPARED))
+    assert SECRET not in str(caught.value)

@@ -89,35 +89,21 @@ MISTAKES: list[tuple[str, Answer, str]] = [
     ("set", say(ok(b'["../a.txt"]'), "json"), "json lists '../a.txt', which is no file below .*/set"),
     ("set", say(ok(b'["./a.txt"]'), "json"), "json lists './a.txt', which is no file below .*/set"),
     ("set", say(ok(b'["http://a/b.txt"]'), "json"), "lists 'http://a/b.txt', which is no file below"),
-    (
-        "set",
-        say(ok(b'["a.txt"]'), "json"),
-        "/set/a.txt: there is no such file (404); check data.path",
-    ),
+    ("set", say(ok(b'["a.txt", "b.txt", "a.txt"]'), "json"), "json lists 'a.txt' twice: name"),
+    ("set", say(ok(b'["a.txt/"]'), "json"), "json lists 'a.txt/', which is no file below"),
+    ("set", say(ok(b'["a.txt"]'), "json"), "/set/a.txt: there is no such file (404); check data.path"),
     (
         "set",
         say(ok(OF_SET.encode()), "json"),
         "/set/index.json is not an index of token shards (it lacks 'shards'): prepare the set again",
     ),
-    (
-        "set",
-        say(raw("404 Not Found"), ".tokens"),
-        ".tokens: there is no such file (404); check data.path, or the",
-    ),
+    ("set", say(raw("404 Not Found"), ".tokens"), ".tokens: there is no such file (404); check data.path, or the"),
     ("texts/no.txt", nothing, "/texts/no.txt: there is no such file (404); check data.path"),
     ("set", say(raw("403 Forbidden", PAGE)), f"/set/index.json: the store refuses access (403); {EVERYBODY}"),
     ("set", say(raw("401 No", PAGE), ".tokens"), f".tokens: the store refuses access (401); {EVERYBODY}"),
     ("set", say(raw("400 Bad", PAGE)), "/set/index.json: the store answers 400; check data.path"),
-    (
-        "set",
-        say(raw("500 Oh", PAGE)),
-        "/set/index.json: the store has been away for .* s (it answers 500); the same",
-    ),
-    (
-        "set",
-        say(ok(b"x", Content_Length=9)),
-        "json: the store has been away for .* s (half an answer);",
-    ),
+    ("set", say(raw("500 Oh", PAGE)), "/set/index.json: the store has been away for .* s (it answers 500); the same"),
+    ("set", say(ok(b"x", Content_Length=9)), "json: the store has been away for .* s (half an answer);"),
     ("set", say(ok(b"x", Content_Length=None)), f"/set/index.json: {LENGTH}"),
     (
         "set",
@@ -129,16 +115,8 @@ MISTAKES: list[tuple[str, Answer, str]] = [
         lambda method, path: raw("302 Found", Location=path),
         "/set/index.json: the store redirects to nowhere, or in a circle; check data.path",
     ),
-    (
-        "set",
-        say(b"SSH-2.0-server\r\n\r\n"),
-        "/set/index.json: what answers there speaks no HTTP; check data.path",
-    ),
-    (
-        ONE,
-        then(ok(b"x", ETag='"1"'), LISTED),
-        f"{ONE} came with 1 bytes, version '1', 3 times",
-    ),
+    ("set", say(b"SSH-2.0-server\r\n\r\n"), "/set/index.json: what answers there speaks no HTTP; check data.path"),
+    (ONE, then(ok(b"x", ETag='"1"'), LISTED), f"{ONE} came with 1 bytes, version '1', 3 times"),
     (ONE, then(ok(TEXT, ETag='"2"'), LISTED), f"{ONE} came with {len(TEXT)} bytes, version '2', 3 times"),
     (ONE, then(ok(TEXT), LISTED), f"{ONE} came with {len(TEXT)} bytes, version 'sha256 .*', 3 times"),
     ("set?key=1", nothing, "data.path is a URL with a query, or with a user name or password"),
@@ -161,7 +139,7 @@ def test_every_mistake_is_one_line_that_says_where(web: Folder) -> None:
 
 def test_a_url_may_end_in_a_slash_and_redirect(web: Folder) -> None:
     wanted = sorted(TEXTS)
-    assert opened(f"{web.url}/set/") == wanted
+    assert opened(f"{web.url}/set/") == wanted and opened(f"{web.url}/{ONE}") == ["part01.txt"]
     moved = lambda path: raw("301 Moved", Location=path.replace("/old", "/set"))
     web.tell(lambda _, path: moved(path) if path.startswith("/old") else b"")
     assert opened(f"{web.url}/old") == wanted

@@ -163,10 +163,7 @@ def main() -> None:
         model.save_pretrained(folder, max_shard_size="20KB" if name == "gpt2" else "5GB")
         tokens = example(name)
         np.savez(
-            folder / "reference.npz",
-            tokens=tokens,
-            logits=logits(model, tokens),
-            batch_loss=batch_loss(model, name),
+            folder / "reference.npz", tokens=tokens, logits=logits(model, tokens), batch_loss=batch_loss(model, name)
         )
 
 

@@ -46,13 +46,7 @@ class Member:
     def news(self) -> News | None:
         if not self.has_begun:
             return None
-        return News(
-            attempt=self.attempt,
-            code=self.code,
-            lines=self.lines,
-            is_leaving=self.is_leaving,
-            free_port=4000,
-        )
+        return News(attempt=self.attempt, code=self.code, lines=self.lines, is_leaving=self.is_leaving, free_port=4000)
 
     def start(self, attempt: int, arguments: Sequence[str]) -> None:
         assert self.code is not None, "one after the other"
