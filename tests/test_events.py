@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.failing import no_room
 from support.running import ROOT, arguments, run_here
 
 from runtime.events import Event, EventLog, EventReader
@@ -119,10 +119,7 @@ def test_a_frozen_writer_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_disk_without_room_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "write", no_room)
     EventLog(tmp_path).write(Event.FIRST_STEP, step=1)
     monkeypatch.undo()
     assert kinds(tmp_path) == []

@@ -6,6 +6,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from support.failing import fails, no_locks
 from support.tables import check_rows, raised
 
 from runtime.files import atomic, json_lines, json_objects, locks
@@ -19,11 +20,8 @@ def test_a_kill_between_write_and_rename_leaves_the_old_content(
     file = tmp_path / "a.json"
     file.write_text("old")
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Path, "rename", killed)
+        patched.setattr(Path, "rename", fails(KeyboardInterrupt))
         atomic.replace(file, "new")
     assert file.read_text() == "old" and (tmp_path / "a.partial").read_text() == "new"
     atomic.replace(file, b"newer")  # what the kill left is in nobody's way
@@ -114,10 +112,7 @@ def test_a_file_system_without_locks_is_told_from_one_that_cannot_be_written(
     with pytest.raises(FileNotFoundError), locks.locked(tmp_path / "absent" / "lock"):
         pass
 
-    def has_none(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", has_none)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(locks.NoLocksError, match="Function not implemented"), locks.locked(tmp_path / "lock"):
         pass
 

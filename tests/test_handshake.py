@@ -1,10 +1,8 @@
 """Who may connect to a process of a run: those who know its token; strangers get nothing, and take nothing away."""
 
 import contextlib
-import errno
 import itertools
 import json
-import os
 import queue
 import socket
 import threading
@@ -13,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.failing import no_locks
 from support.ports import free_port
 from support.tables import every_row
 
@@ -274,9 +273,6 @@ def test_starts_at_once_have_one_token_where_files_have_no_locks(
 ) -> None:
     """Each group of independent replicas reads it but once: with another one it could reach nobody."""
     both, count = threading.Barrier(2), itertools.count()
-
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     def token(_: int) -> str:
         with contextlib.suppress(threading.BrokenBarrierError):

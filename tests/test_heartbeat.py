@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.failing import no_room
 from support.heartbeat_world import HOST, RESUMABLE, STALL_S, World, check_ended
 from support.running import ROOT, finish
 from support.tables import every_row
@@ -147,10 +148,7 @@ def test_peers_that_connected_long_before_the_last_one_are_there(monkeypatch: py
 def test_others_learn_of_an_error_that_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the output goes to the full disk too, they would wait in a collective."""
 
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=full))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=no_room, flush=no_room))
     told: list[tuple[int, str]] = []
     one: Any = SimpleNamespace(phase=Phase.STEPPING, shows_tracebacks=True, _heartbeat=SimpleNamespace())
     one._heartbeat.await_verdict = lambda error: None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+from support.failing import fails, no_room
 from support.shard_texts import own_cache  # noqa: F401 (a fixture)
 from support.tables import check_rows, raised
 
@@ -102,11 +103,8 @@ def test_missing_empty_and_unreadable_text_is_rejected(tmp_path: Path, monkeypat
     check_rows(rows, check)
     assert len(load_folder(folder, seq_len=19)) == len(load_folder(folder, seq_len=20, objective="masked")) == 1
 
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
     file.write_text("y" * 1000)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "read_bytes", fails(PermissionError, 13, "Permission denied"))
     check(folder, None, {}, "a.txt cannot be read: Permission denied")
 
 
@@ -148,10 +146,7 @@ def test_full_disk_raises_and_leaves_no_files(tmp_path: Path, monkeypatch: Any, 
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("x" * 1000)
 
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("runtime.files.atomic.sync", full)
+    monkeypatch.setattr("runtime.files.atomic.sync", no_room)
     message = raised(lambda: load_folder(tmp_path / "text"), OSError)
     assert message.startswith("the data cache ") and "cannot be used (No space left on device)" in message
     assert [path.suffix for path in (cache_folder / "streams").iterdir()] == [".lock"]

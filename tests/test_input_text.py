@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.failing import fails, no_locks
 from support.shard_texts import own_cache  # noqa: F401 (a fixture)
 from support.text_streams import settings, text_of
 
@@ -116,10 +117,7 @@ def test_tokenising_says_how_far_it_is(corpus, monkeypatch, caplog, source):
 
 
 def test_without_locks_the_first_rename_wins(cache_folder, monkeypatch):
-    def has_none(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", has_none)
+    monkeypatch.setattr("fcntl.flock", no_locks)
 
     def build(folder: Path, text: str) -> None:
         (folder / "file").write_text(text)
@@ -198,11 +196,8 @@ def test_only_changed_files_are_tokenised_again(corpus, cache_folder):
 def test_read_only_cache_is_readable(corpus, cache_folder, monkeypatch):
     old = text_of(settings(corpus), "train")
 
-    def refuse(*arguments, **keywords):
-        raise PermissionError(13, "Permission denied")
-
     with monkeypatch.context() as context:
-        context.setattr(Path, "mkdir", refuse)
+        context.setattr(Path, "mkdir", fails(PermissionError, 13, "Permission denied"))
         assert text_of(settings(corpus), "train") == old
         with pytest.raises(
             OSError, match=r"the data cache .* cannot be used \(Permission denied\): set MICS_JAX_CACHE to"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.failing import fails
 from support.tables import every_row
 
 from training.metrics.environment import environment
@@ -138,16 +139,13 @@ def test_environment_with_and_without_git(tmp_path: Path, monkeypatch: pytest.Mo
 
     # environment without git
 
-    def fail(*_: object, **__: object) -> None:
-        raise subprocess.TimeoutExpired("git", 2)
-
     (outside := tmp_path / "outside").mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     found = [environment({}, repository=outside)]
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
         found.append(environment({}))
-    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(subprocess, "run", fails(subprocess.TimeoutExpired, "git", 2))
     assert all(one["git_commit"] is one["git_dirty"] is None for one in [*found, environment({})])
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from support.failing import no_room
 from support.tables import every_row
 
 from runtime.exit_codes import ResumableError
@@ -20,10 +21,6 @@ def make_log(folder: Path, **changes: Any) -> RunLog:
     how: dict[str, Any] = dict(enabled=True, start_step=0, num_steps=3, log_every=1, timer=StepTimer(10, "tokens"))
     how |= dict(files={}, constants={}, count_wire=True, started_s=0.0, sink="none", may_join=False)
     return RunLog(folder, **how | changes)
-
-
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 class Wire:
@@ -45,7 +42,7 @@ class Wire:
 def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_only(
     may_join: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_log.MetricsWriter, "write", full)
+    monkeypatch.setattr(run_log.MetricsWriter, "write", no_room)
     log = make_log(tmp_path, may_join=may_join)
     log.step(1, {"loss": 1.0})
     with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):
@@ -54,13 +51,13 @@ def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_onl
         log.step(3, {"loss": 1.0})
         raise ValueError("an error before")
     assert "No space left on device" in failure.value.__notes__[0]  # it hides none
-    monkeypatch.setattr(run_log.MetricsWriter, "__init__", lambda *_, **__: full())
+    monkeypatch.setattr(run_log.MetricsWriter, "__init__", no_room)
     with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):  # when it starts again
         make_log(tmp_path, may_join=may_join)
 
 
 def test_a_report_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_log, "write_report", full)
+    monkeypatch.setattr(run_log, "write_report", no_room)
     log = make_log(tmp_path, may_join=True)
     log.step(1, {"loss": 1.0})
     with pytest.raises(ResumableError, match=f"cannot write to {tmp_path}: No space left on device"):

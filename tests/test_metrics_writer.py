@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.failing import no_room
 from support.running import arguments, rows, run_here
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
@@ -91,7 +92,7 @@ def test_who_continues_at_a_later_step_than_expected_keeps_its_lines(tmp_path: P
 def test_a_rewrite_that_fails_leaves_the_old_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr("os.fsync", no_room)
     with pytest.raises(OSError, match="No space left"):
         MetricsWriter(tmp_path, resume_step=1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

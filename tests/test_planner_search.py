@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from support.failing import fails
 from support.planning import machine, one_row, own_cache, recorded_plan, small  # noqa: F401 (fixture)
 from support.running import IGNORED
 
@@ -372,11 +373,8 @@ def test_a_search_looks_at_recorded_settings_by_their_time_to_the_loss(monkeypat
 def test_what_is_too_large_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, of_strategies(["ddp", "zero3", "mics(2)"], small()))
 
-    def compile_one(*_: Any) -> Any:
-        raise AssertionError("it cannot fit")
-
     with pytest.raises(ValueError, match=r"nothing fits .* needs at least .* what would help: --nodes=\d+ with"):
-        search(small(), cluster_with(1e5), jax.devices(), most=9, compile_one=compile_one)
+        search(small(), cluster_with(1e5), jax.devices(), most=9, compile_one=fails(AssertionError, "it cannot fit"))
 
 
 def test_what_xla_refuses_does_not_end_a_search() -> None:

@@ -3,7 +3,6 @@
 Limit and disk hold for all sets and splits together, and are compared at the start.
 """
 
-import errno
 import fcntl
 import logging
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.failing import fails, no_locks
 from support.planning import small
 from support.shard_texts import TEXTS, a_folder, own_cache, settings  # noqa: F401 (fixtures)
 
@@ -74,9 +74,7 @@ def test_damaged_file_of_the_cache_is_fetched_again_with_a_warning(texts, cache_
 
 
 def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts, monkeypatch):
-    def refused(*_: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
+    refused = fails(PermissionError, 1, "Operation not permitted")
     with ShardSet(settings(texts)) as shards:
         shard = shards.index.shards[0]
         monkeypatch.setattr(os, "utime", refused)
@@ -89,9 +87,6 @@ def test_shard_of_another_user_is_read_and_what_cannot_be_read_is_one_line(texts
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(tmp_path, monkeypatch, has_locks):
     """At once by who holds the lock; without flock, where each process has a scratch file of its own, after a day."""
-
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
 
     if not has_locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
