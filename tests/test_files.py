@@ -11,8 +11,6 @@ from support.tables import check_rows, raised
 
 from runtime.files import atomic, json_lines, json_objects, locks
 
-# --------------------------------------------------------------------------------------------------- atomic
-
 
 def test_a_kill_between_write_and_rename_leaves_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,9 +57,6 @@ def test_a_private_file_is_new_and_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "b.partial").touch(mode=0o644)
     atomic.replace(tmp_path / "b.json", "secret", is_private=True)
     assert (tmp_path / "b.json").stat().st_mode & 0o777 == 0o600
-
-
-# ---------------------------------------------------------------------------------------------------- locks
 
 
 def is_held(file: Path) -> bool:
@@ -115,9 +110,6 @@ def test_a_file_system_without_locks_is_told_from_one_that_cannot_be_written(
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(locks.NoLocksError, match="Function not implemented"), locks.locked(tmp_path / "lock"):
         pass
-
-
-# --------------------------------------------------------------------------------------------------- json_lines
 
 
 def test_lines_are_added_and_read_and_another_line_is_named(tmp_path: Path) -> None:

@@ -26,9 +26,6 @@ def settings(**changes: Any) -> DataConfig:
     return DataConfig(**DIGITS | changes)
 
 
-# ---------------------------------------------------------------------------------------------------- the digits
-
-
 def test_digits_splits_partition_the_images() -> None:
     found = load_digits()
     labels = {}
@@ -60,9 +57,6 @@ def test_image_batches_are_padded_with_zeros() -> None:
     assert batch["weights"].tolist() == [0, 1, 0]  # example 399 is beyond the end, row 100 is none of the batch
     np.testing.assert_array_equal(batch["images"][1], dataset[303]["images"])
     assert batch["labels"][1] == dataset[303]["labels"] and not batch["images"][[0, 2]].any()
-
-
-# -------------------------------------------------------------------------------------------- parts of an image
 
 
 def ramp(width: int, height: int) -> Image.Image:
@@ -134,9 +128,6 @@ def test_shifted_images_are_crops_of_the_padded_image() -> None:
     assert all(np.array_equal(validation[i]["images"], whole[i]["images"]) for i in range(50))
 
 
-# ----------------------------------------------------------------------------------------------- synthetic images
-
-
 def test_synthetic_images_show_their_class_under_noise() -> None:
     check_rows([(32, 3), (7, 1)], check_synthetic_images)
 
@@ -156,9 +147,6 @@ def check_synthetic_images(size: int, channels: int) -> None:
     validation = load(config, "validation", 0)
     assert not {validation[i]["images"].tobytes() for i in range(200)} & {x["images"].tobytes() for x in examples}
     assert len({load(replace(config, image_size=s), "train", 0).fingerprint for s in (size, size + 1)}) == 2
-
-
-# ------------------------------------------------------------------------------------------------ TFDS data sets
 
 
 def test_tfds_images_and_labels_match_the_data_set(data_dir: Path) -> None:

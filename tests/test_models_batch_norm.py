@@ -55,9 +55,6 @@ def check_close(one: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-6) ->
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
 
 
-# ------------------------------------------------------------------------------------------------- the statistics
-
-
 @every_row("rows", [4, 6, 12])
 def test_ghost_batches_match_numpy_without_rows_of_weight_zero(rows: int) -> None:
     y = images(len(WEIGHTS))
@@ -134,9 +131,6 @@ def test_training_normalises_by_ghost_batches_and_evaluation_by_averages() -> No
     assert abs(np.sum(weights * (training - losses(logits)))) > 0.1
 
 
-# ------------------------------------------------------------------------------- devices, micro-steps, strategies
-
-
 def check_run(plan: ShardingPlan, *, rows: int, accumulation: int, **how: Any) -> None:
     """Checks the losses of five steps, and the parameters and running averages after them."""
     expected, params = workload.single_device(BATCH_NORM, rows)
@@ -170,8 +164,6 @@ def test_overlapped_all_reduce_averages_too() -> None:
     plan = workload.plan(BATCH_NORM, overlap=True, strategy="mics", partition_size=2)
     check_run(plan, rows=32, accumulation=2, early=workload.early(plan, "none"))
 
-
-# -------------------------------------------------------------------------------------------- behind the gradients
 
 R = 4
 AVERAGE = ParamSpec(shape=(16,), dims=("norm",))
@@ -314,9 +306,6 @@ def test_a_skipped_step_leaves_what_all_reduce_keeps_as_it_was(method: str) -> N
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(after[1].skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, after[0], before[0])
     assert any(np.asarray(x).any() for x in jax.tree.leaves(before[0]))
-
-
-# --------------------------------------------------------------------------------------------------- bad settings
 
 
 def test_ghost_batches_must_fit_into_a_micro_step() -> None:

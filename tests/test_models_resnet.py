@@ -25,8 +25,6 @@ from sharding.scopes import make_layout
 from sharding.spec import place_all
 from training.batches import accumulation
 
-# ------------------------------------------------------------------------------------------------ against numpy
-
 
 def conv_norm(x: np.ndarray, p: Params, groups: int, stride: int = 1) -> np.ndarray:
     y = np.stack(np.split(conv(x, p["weight"].astype(float), stride), groups, axis=2))
@@ -99,9 +97,6 @@ def test_new_block_equals_its_shortcut() -> None:
     weights = [x for p in params.values() for x in jax.tree.leaves(p) if x.ndim == 4]
     for w in weights:  # He et al. 2015: variance 2 / fan-in, within four standard errors
         np.testing.assert_allclose(np.var(w) * w[0].size, 2.0, rtol=4 * (2 / w.size) ** 0.5)
-
-
-# --------------------------------------------------------------------------------------------- published sizes
 
 
 def products(model: models.ResNet, size: int) -> int:
@@ -201,9 +196,6 @@ def test_running_averages_are_no_parameters() -> None:
         name: (average["mean"].shape, average["variance"].shape) for name, average in averages["averages"].items()
     }
     assert shapes == {name: ((count,), (count,)) for name, count in norm_channels(batch.config).items()}
-
-
-# -------------------------------------------------------------------------------------------------- strategies
 
 
 def test_zero3_gathers_each_block() -> None:

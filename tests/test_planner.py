@@ -487,31 +487,27 @@ def error_of(capsys: pytest.CaptureFixture[str], word: str) -> str:
     return err
 
 
-def test_a_probe_of_another_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    probe = tmp_path / "probe.json"
-    level = {"alpha_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "group_size": 8, "devices_per_link": 1}
-    said = {}
-    for name, kind, content in (
-        ("other devices", "NVIDIA H200", {"intra": level}),
-        ("other nodes", "cpu", {"intra": level}),
-        ("no probe", "cpu", {"intra": {}}),
-        ("no rate", "cpu", {"inter": {**level, "bandwidth_bytes_per_s": 0}}),
-        ("no time", "cpu", {"inter": {**level, "alpha_s": -1}}),
-    ):
-        probe.write_text(json.dumps({"levels": content, "environment": {"device_kind": kind}}))
-        code, _, err = run(capsys, *WORDS, *EMULATED, f"--probe={probe}")
-        assert code == 2 and err.count("\n") == 1
-        said[name] = err
-    assert "was measured on devices of kind 'NVIDIA H200', but --cluster=emulated has CPU" in said["other devices"]
-    assert "on nodes of 8 devices, but those of --cluster=emulated have 2" in said["other nodes"]
-    assert "is not a file that lab.probe wrote (it has no alpha_s)" in said["no probe"]
-    assert "is not a file that lab.probe wrote (a rate or a time of it is 0)" in said["no rate"]
-    assert "is not a file that lab.probe wrote (a rate or a time of it is -1)" in said["no time"]
-    no_object, no_json = "it is not a JSON object, but of type list", "it is not JSON: Expecting value: line 1 column 1"
-    for text, why in (("{}", "it has no levels"), ("[]", no_object), ("rate", f"{no_json} (char 0)")):
-        probe.write_text(text)
-        _, _, err = run(capsys, *WORDS, *EMULATED, f"--probe={probe}")
-        assert err == f"error: --probe={probe} is not a file that lab.probe wrote ({why})\n"
+LEVEL = {"alpha_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "group_size": 8, "devices_per_link": 1}
+NO_PROBE = "is not a file that lab.probe wrote"
+PROBES: list[tuple[str, dict[str, Any], str]] = [
+    ("NVIDIA H200", {"intra": LEVEL}, "was measured on devices of kind 'NVIDIA H200', but --cluster=emulated has CPU"),
+    ("cpu", {"intra": LEVEL}, "on nodes of 8 devices, but those of --cluster=emulated have 2"),
+    ("cpu", {"intra": {}}, f"{NO_PROBE} (it has no alpha_s)"),
+    ("cpu", {"inter": LEVEL | {"bandwidth_bytes_per_s": 0}}, f"{NO_PROBE} (a rate or a time of it is 0)"),
+    ("cpu", {"inter": LEVEL | {"alpha_s": -1}}, f"{NO_PROBE} (a rate or a time of it is -1)"),
+]
+TEXTS = [(json.dumps({"levels": x, "environment": {"device_kind": kind}}), said) for kind, x, said in PROBES]
+TEXTS += [("{}", f"{NO_PROBE} (it has no levels)"), ("[]", f"{NO_PROBE} (it is not a JSON object, but of type list)")]
+TEXTS += [("rate", f"{NO_PROBE} (it is not JSON: Expecting value: line 1 column 1 (char 0))")]
+
+
+@every_row(("text", "said"), TEXTS)
+def test_a_probe_of_another_cluster_is_refused(
+    text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "probe.json").write_text(text)
+    code, _, err = run(capsys, *WORDS, *EMULATED, f"--probe={tmp_path / 'probe.json'}")
+    assert code == 2 and err.count("\n") == 1 and said in err
 
 
 @pytest.mark.slow

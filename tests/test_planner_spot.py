@@ -143,9 +143,6 @@ def test_the_recorded_day_counted_by_hand() -> None:
     assert (found.waiting_s, found.losses, found.from_checkpoint) == (31_200, 13, 4)
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 def test_a_trace_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("# made up\nseconds,nodes\n0,4\n300,4\n600,2\n1200,2\n1500,2\n")
     assert read_trace(tmp_path / "t.csv") == trace((0, 4), (600, 2), length_s=1500)

@@ -187,9 +187,6 @@ def test_frames_contain_their_devices(per_node: int, group: int) -> None:
         assert [g for g, box in frames.items() if box.contains(*device)] == [number]
 
 
-# ------------------------------------------------------------------------------------------------- the program
-
-
 QUICKSTART = (
     "strategy        mics(2), adamw",
     "groups          8 devices, 4 partition groups of 2",
