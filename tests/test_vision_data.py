@@ -13,22 +13,10 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*tf.data:UserWarning")]
 
 
 def arguments(name: str, data_dir: Path, workdir: Path, **changes: Any) -> list[str]:
-    keys = {
-        "data.path": data_dir,
-        "data.source": "tfds:input_tiny/photos",
-        "num_steps": 3,
-        "batch.global_size": 30,
-        "batch.micro_size": 2,
-        "model.norm_rows": 2,
-        "model.width": 8,
-        "mesh.devices_per_node": 2,
-        "optimizer.warmup_steps": 1,
-        "optimizer.learning_rate": 0.02,
-        "eval.every": 0,
-        "eval.num_batches": 1,
-        "checkpoint.every": 0,
-        "elastic.snapshot_every": 0,
-    }
+    keys: dict[str, Any] = {"data.path": data_dir, "data.source": "tfds:input_tiny/photos", "num_steps": 3}
+    keys |= {"batch.global_size": 30, "batch.micro_size": 2, "model.norm_rows": 2, "model.width": 8}
+    keys |= {"optimizer.warmup_steps": 1, "optimizer.learning_rate": 0.02, "mesh.devices_per_node": 2}
+    keys |= {"eval.every": 0, "eval.num_batches": 1, "checkpoint.every": 0, "elastic.snapshot_every": 0}
     keys |= {key.replace("__", "."): value for key, value in changes.items()}
     file, colon, argument = name.partition(":")
     return [f"--config={ROOT}/configs/{file}.py{colon}{argument}", f"--workdir={workdir}"] + [

@@ -25,67 +25,30 @@ VOCAB, HIDDEN, LAYERS, HEADS, MAX_LEN = 260, 16, 2, 4, 40
 ROWS, SEQ_LEN = 16, 32  # of a training batch
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 SIZES = dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
-OF_LLAMA = (
-    NO_IDS
-    | SIZES
-    | dict(intermediate_size=24, num_key_value_heads=2, max_position_embeddings=MAX_LEN, pad_token_id=None)
-)
+LLAMA = NO_IDS | SIZES | dict(intermediate_size=24, num_key_value_heads=2, max_position_embeddings=MAX_LEN)
+OF_LLAMA = LLAMA | dict(pad_token_id=None)
+PLAIN = dict(rope_type="default", rope_theta=500.0)
 LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.0)
+LLAMA_3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, original_max_position_embeddings=32)
+LLAMA_3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+GEMMA = OF_LLAMA | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=12)
+GEMMA_2 = dict(use_bidirectional_attention=False, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+GEMMA_3 = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+GEMMA_3 |= dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=PLAIN | dict(rope_theta=50.0)))
+GPT_2 = dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=MAX_LEN)
+BERT = SIZES | dict(intermediate_size=32, max_position_embeddings=MAX_LEN)
 # name: the class, and its config
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        NO_IDS | dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=MAX_LEN),
-    ),
-    "llama": (
-        "LlamaForCausalLM",
-        NO_IDS
-        | SIZES
-        | dict(
-            intermediate_size=24,
-            num_key_value_heads=2,
-            max_position_embeddings=MAX_LEN,
-            rope_parameters=dict(rope_type="default", rope_theta=500.0),
-        ),
-    ),
-    "llama3": (
-        "LlamaForCausalLM",
-        OF_LLAMA
-        | dict(
-            head_dim=8,
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=500.0,
-                factor=4.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=32,
-            ),
-        ),
-    ),
+    "gpt2": ("GPT2LMHeadModel", NO_IDS | GPT_2),
+    "llama": ("LlamaForCausalLM", LLAMA | dict(rope_parameters=PLAIN)),
+    "llama3": ("LlamaForCausalLM", OF_LLAMA | dict(head_dim=8, rope_parameters=LLAMA_3)),
     "mistral": ("MistralForCausalLM", OF_LLAMA | dict(sliding_window=5, rope_parameters=LINEAR)),
     "qwen2": ("Qwen2ForCausalLM", OF_LLAMA | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3ForCausalLM", OF_LLAMA | dict(head_dim=8)),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        OF_LLAMA
-        | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=12, use_bidirectional_attention=False)
-        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        OF_LLAMA
-        | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=12, num_hidden_layers=3)
-        | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-        | dict(
-            rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_type="default", rope_theta=50.0))
-        ),
-    ),
-    "bert": ("BertForMaskedLM", SIZES | dict(intermediate_size=32, max_position_embeddings=MAX_LEN)),
-    "roberta": (
-        "RobertaForMaskedLM",
-        SIZES | dict(intermediate_size=32, max_position_embeddings=MAX_LEN + 2, type_vocab_size=1),
-    ),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA | GEMMA_2),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA | GEMMA_3),
+    "bert": ("BertForMaskedLM", BERT),
+    "roberta": ("RobertaForMaskedLM", BERT | dict(max_position_embeddings=MAX_LEN + 2, type_vocab_size=1)),
 }
 
 

@@ -19,29 +19,16 @@ def make_run(folder: Path, num_steps: int = 120) -> Path:
         row |= {"learning_rate": 1e-3 * step / num_steps, "grad_norm": 2 + rng.random()}
         row |= {"collective_inter_bytes": 1_650_012, "collective_intra_bytes": 4_430_012}
         if step > 1:
-            row |= {
-                "step_time_s": 0.2 + 0.01 * rng.random(),
-                "tokens_per_s": 8192 / 0.2,
-                "wire_tx_bytes": 3.4e6,
-                "wire_rx_bytes": 3.3e6,
-            }
+            row |= {"step_time_s": 0.2 + 0.01 * rng.random(), "tokens_per_s": 8192 / 0.2}
+            row |= {"wire_tx_bytes": 3.4e6, "wire_rx_bytes": 3.3e6}
         if step % 40 == 0:
             row |= {"validation_loss": 2.1, "validation_bits_per_byte": 3.03}
         if step == 60:
             row["loss"] = "NaN"
         lines.append(json.dumps(row))
-    config = {
-        "model": {"kind": "decoder", "num_layers": 4, "hidden": 128},
-        "batch": {"global_size": 32, "micro_size": 4},
-        "sharding": {
-            "strategy": "mics",
-            "partition_size": 2,
-            "hierarchical": True,
-            "two_hop": False,
-            "gather": "layer",
-        },
-        "data": {"path": EVIL},
-    }
+    sharding = {"strategy": "mics", "partition_size": 2, "hierarchical": True, "two_hop": False, "gather": "layer"}
+    config = {"model": {"kind": "decoder", "num_layers": 4, "hidden": 128}, "sharding": sharding}
+    config |= {"batch": {"global_size": 32, "micro_size": 4}, "data": {"path": EVIL}}
     mesh = {"replica_inter": 4, "shard_inter": 1, "replica_intra": 1, "shard_intra": 2, "tensor": 1}
     collectives = [
         collective("gather", "all-gather", ["shard_intra"], 8, 2_210_000, 0),
@@ -49,30 +36,17 @@ def make_run(folder: Path, num_steps: int = 120) -> Path:
         collective("replica all-reduce", "all-reduce", ["replica_inter"], 1, 0, 1_650_000),
         collective("", EVIL, ["replica_inter", "shard_intra"], 2, 12, 12),
     ]
+    command = "python train.py --config=configs/quickstart.py:x --workdir=/runs/a"
+    environment = {"command": command, "git_commit": "0123abcd", "mesh": mesh, "versions": {"jax": "0.10.2"}}
+    sent = {"collectives": collectives, "intra_bytes": 4_430_012, "inter_bytes": 1_650_012}
+    summary = {"steps": num_steps, "final_loss": 2.00712, "validation_loss": 2.0834, "wall_time_s": 133.2}
+    summary |= {"validation_bits_per_byte": 3.0057, "exit_reason": "finished"}
     files = {
         "metrics.jsonl": "\n".join(lines) + "\n",
         "config.json": json.dumps(config),
-        "environment.json": json.dumps(
-            {
-                "command": "python train.py --config=configs/quickstart.py:x --workdir=/runs/a",
-                "git_commit": "0123abcd",
-                "mesh": mesh,
-                "versions": {"jax": "0.10.2"},
-            }
-        ),
-        "collectives.json": json.dumps(
-            {"collectives": collectives, "intra_bytes": 4_430_012, "inter_bytes": 1_650_012}
-        ),
-        "summary.json": json.dumps(
-            {
-                "steps": num_steps,
-                "final_loss": 2.00712,
-                "validation_loss": 2.0834,
-                "validation_bits_per_byte": 3.0057,
-                "wall_time_s": 133.2,
-                "exit_reason": "finished",
-            }
-        ),
+        "environment.json": json.dumps(environment),
+        "collectives.json": json.dumps(sent),
+        "summary.json": json.dumps(summary),
         "sample.txt": f"def f(x):\n    return {EVIL}\n",
     }
     folder.mkdir(parents=True, exist_ok=True)
