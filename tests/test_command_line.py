@@ -102,7 +102,7 @@ def test_output_keeps_its_order_and_its_characters(tmp_path: Path) -> None:
         (emulate, ["launch.emulate"], ["how many there are at the start"]),
         (accuracy, [], ["(default: text,digits)", "with seeds from 0 (default: 3)"]),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_help_says_what_options_mean_and_their_defaults(
     program: Any, argv: list[str], said: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -128,7 +128,7 @@ WRITERS: list[tuple[Callable[[list[str]], int], str, str]] = [
 ]
 
 
-@every_row(("program", "command", "option"), WRITERS, apart=True)
+@every_row(("program", "command", "option"), WRITERS, isolated=True)
 def test_a_place_that_is_read_only(
     program: Callable[[list[str]], int],
     command: str,

@@ -79,7 +79,7 @@ def test_every_sharding_has_the_values_of_the_files(name: str, strategy: str, ta
     assert token.addressable_shards[0].data.size < token.size or strategy == "ddp"
 
 
-@every_row("base", ["int8", "nf4"], apart=True)
+@every_row("base", ["int8", "nf4"], isolated=True)
 def test_a_base_in_blocks_is_read_and_encoded_once(
     base: str, taken: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_memory_is_a_share_and_one_parameter(large: Any) -> None:
     assert peak < total / 8 + largest / 8 + 200_000 < total / 4
 
 
-@every_row("base", ["compute", "int8", "nf4"], apart=True)
+@every_row("base", ["compute", "int8", "nf4"], isolated=True)
 def test_memory_of_a_frozen_stack_is_that_and_some_layers(base: str, tmp_path: Path) -> None:
     """Its codes, as it is stored, and its values, as they are merged: not twice that."""
     section = DecoderConfig(num_layers=256, hidden=64, intermediate=256, vocab_size=200, max_len=16, tied_head=False)
@@ -216,7 +216,7 @@ def test_memory_of_writing_is_one_parameter_and_one_tensor(large: Any, tmp_path:
     np.testing.assert_array_equal(found["lm_head.weight"], values["head/weight"][:, :2000].T)
 
 
-@every_row("name", MODELS, apart=True)
+@every_row("name", MODELS, isolated=True)
 def test_round_trip_is_bit_by_bit(name: str, tmp_path: Path) -> None:
     """The same tensors, names and bytes as transformers wrote; the files may be others."""
     model, params = loaded(FOLDER / name, section(FOLDER / name))
@@ -304,7 +304,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-@every_row(("name", "harm", "message"), DAMAGE, apart=True)
+@every_row(("name", "harm", "message"), DAMAGE, isolated=True)
 def test_damage_is_one_line_that_names_it(
     name: str, harm: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
@@ -318,7 +318,7 @@ def test_damage_is_one_line_that_names_it(
 @every_row(
     ("name", "head"),
     [("llama", "lm_head.weight"), ("bert", "cls.predictions.decoder.weight"), ("roberta", "lm_head.decoder.weight")],
-    apart=True,
+    isolated=True,
 )
 def test_a_head_tied_to_the_embedding_must_be_a_copy_of_it(name: str, head: str, tmp_path: Path) -> None:
     folder = changed(FOLDER / name, tmp_path / name, tie_word_embeddings=True)
@@ -340,7 +340,7 @@ def test_a_head_tied_to_the_embedding_must_be_a_copy_of_it(name: str, head: str,
         (ml_dtypes.bfloat16, -np.inf, "a NaN or an infinity"),
         (np.float64, -1e39, "a number beyond float32"),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_a_weight_that_is_no_float32_is_one_line(dtype: Any, number: float, what: str, tmp_path: Path) -> None:
     folder = changed(FOLDER / "llama", tmp_path / "llama")

@@ -58,7 +58,7 @@ def test_derivative_of_exact_gelu(dtype: Any) -> None:
     )
 
 
-@every_row("dtype", [ml_dtypes.bfloat16, np.float64], apart=True)
+@every_row("dtype", [ml_dtypes.bfloat16, np.float64], isolated=True)
 def test_other_float_dtypes_become_float32(dtype: Any, tmp_path: Path) -> None:
     folder = changed(FOLDER / "llama", tmp_path / "llama")
     rounded = {name: x.astype(dtype) for name, x in load_file(folder / "model.safetensors").items()}
@@ -113,7 +113,7 @@ LOCAL = {"rope_local_base_freq": 50.0, "layer_types": ["sliding_attention"] * 3}
         ("gemma3", {"window": 0, "global_every": 0, "rotary_local_base": 0.0}, NO_WINDOW),
         ("llama", {"rotary_factor": 8.0, "rotary_low": 2.0}, {"rope_scaling": None}),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_what_is_written_is_the_same_model(
     name: str, changes: dict[str, Any], told: dict[str, Any], tmp_path: Path
@@ -203,7 +203,7 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         ("roberta", {"pad_token_id": 0}, "model.max_len=40, but 41 there, model.position_offset=2, but 1 there"),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_bad_config_json_is_one_line(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = changed(FOLDER / name, tmp_path / name, **changes)

@@ -58,7 +58,7 @@ def test_the_folder_of_the_weights_is_no_run(tmp_path: Path, capsys: pytest.Capt
         ({"model__num_layers": 3}, "of different models: model.num_layers=3, but 2 there"),
         ({"model__weights": "/nowhere"}, "/nowhere/config.json cannot be read (No such file or directory)"),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_bad_weights_are_refused_before_anything_is_written(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -120,7 +120,7 @@ def test_a_model_is_written_in_the_dtype_in_which_it_computes(tmp_path: Path) ->
         (["--from_hugging_face=IN", "CONFIG", "--out=RUN"], "IN/config.json cannot be read"),
         (["--from_hugging_face=IN", "RESNET", "--out=RUN"], "model.kind=resnet has no counterpart"),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_mistakes_on_the_command_line_are_one_line(
     args: Sequence[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -127,7 +127,7 @@ def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest
     assert texts[0] == texts[1] and len(texts[0]) > 10
 
 
-@every_row("name", ["llama", "bert"], apart=True)
+@every_row("name", ["llama", "bert"], isolated=True)
 def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, tmp_path: Path) -> None:
     """By its rule: a module has one of `target_modules` as its name, or behind a dot at its end."""
     config = replace(section(FOLDER / name), lora_rank=2, lora_targets="query out down")
@@ -217,7 +217,7 @@ def configured(**changes: Any) -> Any:
         (None, {"model__lora_base": "nf4"}, "stores blocks of 64 columns, but"),
         (None, {"model__weights": ""}, "adapters need model.weights, their base"),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_adapters_that_do_not_fit_are_one_line(
     spoil: Any, changes: dict, words: str, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path

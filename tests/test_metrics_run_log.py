@@ -38,7 +38,7 @@ class Wire:
             (self._folder / name).write_text(f"{self._sent}\n")
 
 
-@every_row(("may_join", "error"), [(False, OSError), (True, ResumableError)], apart=True)
+@every_row(("may_join", "error"), [(False, OSError), (True, ResumableError)], isolated=True)
 def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_only(
     may_join: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_report_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, m
         log.close("interrupted")
 
 
-@every_row("may_join", [False, True], apart=True)
+@every_row("may_join", [False, True], isolated=True)
 def test_wire_bytes_count_only_the_step(may_join: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes and the time of a validation or a checkpoint before the step are excluded; rows may be of several.
 
@@ -101,7 +101,7 @@ def test_the_mfu_of_independent_replicas_is_the_mean_of_all(tmp_path: Path) -> N
     assert "mfu" not in last and "step_time_s" in last
 
 
-@every_row("log_every", [1, 4, 5, 7], apart=True)
+@every_row("log_every", [1, 4, 5, 7], isolated=True)
 def test_a_run_says_what_a_step_costs_on_average(
     log_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +218,7 @@ class Sink:
 @every_row(
     ("broken", "calls"),
     [("begin", ["begin"]), ("write", ["begin", "write"]), ("close", ["begin", "write", "write", "write", "close"])],
-    apart=True,
+    isolated=True,
 )
 def test_an_error_of_the_sink_is_one_warning(
     broken: str, calls: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

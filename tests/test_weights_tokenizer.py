@@ -78,7 +78,7 @@ def test_the_same_tokenizer_is_silent(folder: Path, tmp_path: Path, caplog: pyte
         (swap, r"'A' has the id \d+, but \d+ there"),
         (lowercase, r"a sample text begins with the ids \[.*\], but with"),
     ],
-    apart=True,
+    isolated=True,
 )
 def test_another_tokenizer_json_is_refused(change: Any, why: str, folder: Path, tmp_path: Path) -> None:
     other = changed(folder / "tokenizer.json", tmp_path / "other.json", change)
@@ -142,7 +142,7 @@ def test_a_tokenizer_that_cannot_encode_is_doubted(tmp_path: Path, caplog: pytes
     assert f"they could not be compared, {tmp_path}/tokenizer.json cannot encode 'The year" in said and "\n" not in said
 
 
-@every_row(("kind", "name"), [("bytes", "tokenizer.json"), ("sentencepiece", "tokenizer.model")], apart=True)
+@every_row(("kind", "name"), [("bytes", "tokenizer.json"), ("sentencepiece", "tokenizer.model")], isolated=True)
 def test_a_file_that_cannot_be_read_is_doubted(
     kind: str, name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

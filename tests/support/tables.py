@@ -33,11 +33,11 @@ def raised(action: Callable[[], object], kind: type[Exception] = ValueError) -> 
 Check = Callable[..., None]
 
 
-def every_row(names: str | tuple[str, ...], rows: Iterable[Any], *, apart: bool = False) -> Callable[[Check], Check]:
+def every_row(names: str | tuple[str, ...], rows: Iterable[Any], *, isolated: bool = False) -> Callable[[Check], Check]:
     """Makes one test of all rows from a test of one row, whose arguments `names` are; like pytest's `parametrize`.
 
-    A single name gets a whole row. All other arguments are fixtures, which the rows share. With `apart` each row has an
-    empty `tmp_path` below the test's, and a `monkeypatch` that is undone after the row.
+    A single name gets a whole row. All other arguments are fixtures, which the rows share. With `isolated` each row
+    has an empty `tmp_path` below the test's, and a `monkeypatch` that is undone after the row.
     """
     names, rows = (names,) if isinstance(names, str) else names, list(rows)
     assert not any(hasattr(row, "marks") for row in rows), "rows of one test have no marks; use parametrize"
@@ -46,7 +46,7 @@ def every_row(names: str | tuple[str, ...], rows: Iterable[Any], *, apart: bool 
         def test_rows(**fixtures: Any) -> None:
             def check(*row: Any) -> None:
                 with pytest.MonkeyPatch.context() as monkeypatch:
-                    own = {"monkeypatch": monkeypatch, "tmp_path": next(folders)} if apart else {}
+                    own = {"monkeypatch": monkeypatch, "tmp_path": next(folders)} if isolated else {}
                     given = fixtures | {name: value for name, value in own.items() if name in fixtures}
                     test(**dict(zip(names, row, strict=True)), **given)
 
