@@ -135,44 +135,37 @@ def study(folder: Path) -> Any:
     return optuna.load_study(study_name="mine", storage=storage)
 
 
+SEARCHED = "SEARCH = {'seed': choice(0, 6), 'log_every': choice(1, 2)}\n"
 EDITED = {
-    "a key that is gone": ("{'seed': choice(0, 6)}", r"\['log_every'\] from CategoricalDistribution\(.*\(1, 2\)\)"),
-    "other options": ("{'seed': choice(0, 7), 'log_every': choice(1, 2)}", r"\['seed'\] from .*\(0, 6\)\)"),
-    "a range for options": ("{'seed': choice(0, 6), 'log_every': uniform(1, 1)}", r"\['log_every'\] from .*"),
+    "a key that is gone": (
+        "SEARCH = {'seed': choice(0, 6)}\n",
+        20,
+        r"with SEARCH\['log_every'\] from CategoricalDistribution\(.*\(1, 2\)\)",
+    ),
+    "other options": (SEARCHED.replace("6", "7"), 20, r"with SEARCH\['seed'\] from .*\(0, 6\)\)"),
+    "a range for options": (
+        SEARCHED.replace("choice(1, 2)", "uniform(1, 1)"),
+        20,
+        r"with SEARCH\['log_every'\] from .*",
+    ),
+    "another goal": (f"GOAL = 'max'\n{SEARCHED}", 20, "with GOAL='min'"),
+    "another base config": (SEARCHED, 30, r"with another base config, .*: there is no \S+"),
 }
 
 
 @pytest.mark.parametrize("edited", EDITED)
-def test_a_study_of_another_search_is_refused(edited: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    body, message = EDITED[edited]
-    before = "SEARCH = {'seed': choice(0, 6), 'log_every': choice(1, 2)}\n"
-    assert run_sweep(tmp_path, sweep_file(tmp_path, before), "--search=1") == 0
-    after = sweep_file(tmp_path, f"SEARCH = {body}\n")
-    capsys.readouterr()
-    assert run_sweep(tmp_path, after, "--search=2") == 2
-    error = capsys.readouterr().err.strip()
-    assert re.fullmatch(rf"error: .*runs holds a search with SEARCH{message}; choose another --workdir", error), error
-    assert len(started(tmp_path)) == 1
-
-
-@pytest.mark.parametrize(
-    ("goal", "steps", "message"),
-    [("max", 20, "with GOAL='min'"), ("min", 30, r"with another base config, .*: there is no seed=0-\w+")],
-)
-def test_a_search_goes_on_with_the_same_goal_and_config(
-    goal: str, steps: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_another_search_is_refused_and_the_same_one_goes_on(
+    edited: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else it would go on minimising, or report runs that are not there."""
-
-    def file(goal: str, num_steps: int) -> str:
-        return sweep_file(tmp_path, f"GOAL = '{goal}'\nSEARCH = {{'seed': choice(0)}}\n", num_steps=num_steps)
-
-    assert run_sweep(tmp_path, file("min", 20), "--search=1") == 0
+    body, num_steps, message = EDITED[edited]
+    assert run_sweep(tmp_path, sweep_file(tmp_path, SEARCHED), "--search=1") == 0
     capsys.readouterr()
-    assert run_sweep(tmp_path, file(goal, steps), "--search=2") == 2
+    assert run_sweep(tmp_path, sweep_file(tmp_path, body, num_steps=num_steps), "--search=2") == 2
     error = capsys.readouterr().err.strip()
     assert re.fullmatch(rf"error: .*runs holds a search {message}; choose another --workdir", error), error
-    assert run_sweep(tmp_path, file("min", 20), "--search=2") == 0
+    assert len(started(tmp_path)) == 1
+    assert run_sweep(tmp_path, sweep_file(tmp_path, SEARCHED), "--search=2") == 0
 
 
 MISTAKES = {
