@@ -2,10 +2,11 @@
 
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
+from support.tables import every_row
 
 from runtime.files.palette import DARK, INK, SERIES, SERIES_ON_DARK, SOFT
 
@@ -42,13 +43,11 @@ def contrast(colour: str, ground: str) -> float:
     return high / low
 
 
-def test_any_two_series_can_be_told_apart(subtests: pytest.Subtests) -> None:
-    for colours in [SERIES, SERIES_ON_DARK]:
-        for blindness in BLINDNESS:
-            with subtests.test(colours=colours, blindness=blindness):
-                seen = {colour: lab(np.array(BLINDNESS[blindness]) @ linear(colour)) for colour in colours}
-                for a, b in itertools.combinations(colours, 2):
-                    assert np.linalg.norm(seen[a] - seen[b]) > 12, (a, b)
+@every_row(("colours", "blindness"), itertools.product([SERIES, SERIES_ON_DARK], BLINDNESS))
+def test_any_two_series_can_be_told_apart(colours: Sequence[str], blindness: str) -> None:
+    seen = {colour: lab(np.array(BLINDNESS[blindness]) @ linear(colour)) for colour in colours}
+    for a, b in itertools.combinations(colours, 2):
+        assert np.linalg.norm(seen[a] - seen[b]) > 12, (a, b)
 
 
 def test_every_colour_is_read_on_its_ground() -> None:

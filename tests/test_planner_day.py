@@ -1,5 +1,6 @@
 """What a day of a planned step loses, and what its independent replicas send and hide: by hand."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -156,23 +157,20 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     assert "more than in one world" in text
 
 
-def test_shares_go_out_as_the_sums_of_a_step_send_them(step: Step, subtests: pytest.Subtests) -> None:
+@every_row(("shares", "name"), itertools.product([1, 2, 4], ["none", "bf16", "int8", "int4"]))
+def test_shares_go_out_as_the_sums_of_a_step_send_them(shares: int, name: str, step: Step) -> None:
     """4 shares of a replica in int8 are a sum in f32 and a total in int8 (elastic/replicas/sums.py)."""
-    for shares in [1, 2, 4]:
-        for name in ["none", "bf16", "int8", "int4"]:
-            with subtests.test(shares=shares, name=name):
-                ex = make_experiment(small(compression__all_reduce=name))
-                wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
-                found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
-                payload = make_payload(name, ex.config.compression.block)
-                            sums = StepSums(4 * shares, [Piece(1, payload)] * 2, SharedLock())
-                nodes = sums.nodes_to_send([(0, shares)], 0)
-                out = sum(payload.bytes_per_value if stop - start == 1 else 4 for start, stop in nodes)
-                assert found and found.sent_bytes == pytest.approx(
-                    3 / 4 * (out + payload.bytes_per_value) * ex.model.num_trained
-                )
-                odd = replace(ex.batches, config=replace(ex.batches.config, micro_size=3, global_size=64))
-                assert independent(replace(step, experiment=replace(ex, batches=odd)), shares) is None
+    ex = make_experiment(small(compression__all_reduce=name))
+    wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
+    found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
+    payload = make_payload(name, ex.config.compression.block)
+    sums = StepSums(4 * shares, [Piece(1, payload)] * 2, SharedLock())
+    nodes = sums.nodes_to_send([(0, shares)], 0)
+    out = sum(payload.bytes_per_value if stop - start == 1 else 4 for start, stop in nodes)
+    sent_bytes = 3 / 4 * (out + payload.bytes_per_value) * ex.model.num_trained
+    assert found and found.sent_bytes == pytest.approx(sent_bytes)
+    odd = replace(ex.batches, config=replace(ex.batches.config, micro_size=3, global_size=64))
+    assert independent(replace(step, experiment=replace(ex, batches=odd)), shares) is None
 
 
 @every_row(("trained", "remat", "passes"), [(9, "none", 3), (9, "full", 4), (1, "none", 2), (1, "full", 3)])
@@ -203,22 +201,21 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
     assert "every 5 steps" in independent_text(met, 1.0, 1)[0]
 
 
-REFUSED = [
-    {"compression.all_reduce": "statistical"},
-    {"local_sgd.inner_steps": 10, "local_sgd.interval": "utilisation"},
-    {"model.compute_dtype": "float16"},
-]
-
-
 @pytest.mark.usefixtures("example_methods")
-def test_what_cannot_be_a_world_of_its_own_has_no_such_note(step: Step, subtests: pytest.Subtests) -> None:
-    for changes in REFUSED:
-        with subtests.test(changes=changes):
-            here = make_experiment(small(**{key.replace(".", "__"): value for key, value in changes.items()}))
-            assert independent_text(replace(step, experiment=here), 1.0, 1) == []
-    for strategy in ("zero3", "custom+parameters=node+gradients=node+optimizer=all"):
-        other = replace(step, experiment=experiment(*of_strategies([strategy], small())))
-        assert independent_text(other, 1.0, 1) == []
+@every_row(
+    ("changes", "strategy"),
+    [
+        ({"compression__all_reduce": "statistical"}, ""),
+        ({"local_sgd__inner_steps": 10, "local_sgd__interval": "utilisation"}, ""),
+        ({"model__compute_dtype": "float16"}, ""),
+        ({}, "zero3"),
+        ({}, "custom+parameters=node+gradients=node+optimizer=all"),
+    ],
+)
+def test_what_cannot_be_a_world_of_its_own_has_no_such_note(changes: dict[str, Any], strategy: str, step: Step) -> None:
+    config = small(**changes)
+    ex = experiment(*of_strategies([strategy], config)) if strategy else make_experiment(config)
+    assert independent_text(replace(step, experiment=ex), 1.0, 1) == []
 
 
 def test_what_replicas_need_besides_is_said(step: Step) -> None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from support.planning import tiny_config
+from support.planning import FILE, tiny_config
 from support.tables import every_row
 
 from configs.base import typed
@@ -202,7 +202,7 @@ QUICKSTART = (
 
 def test_the_quickstarts_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "mesh.png"
-    assert table.main(["planner.table", f"--config={ROOT}/configs/quickstart.py", f"--png={picture}"]) == 0
+    assert table.main(["planner.table", FILE, f"--png={picture}"]) == 0
     out, err = capsys.readouterr()
     lines = [re.sub(" {2,}", " | ", line.strip()) for line in out.splitlines()]
     assert err == "" and {re.sub(" {2,}", " | ", line) for line in QUICKSTART} <= {*lines}
@@ -226,21 +226,22 @@ def test_a_cluster_that_is_not_here() -> None:
         assert found and float(found[1]) == pytest.approx(wanted, rel=5e-3)
 
 
-def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
-    quickstart = f"--config={ROOT}/configs/quickstart.py"
-    for arguments, text in (
+@every_row(
+    ("arguments", "text"),
+    [
         ([BERT, "--devices=12"], "--devices=12 is not a multiple of mesh.devices_per_node=8"),
         ([BERT, "--devices=100", "--devices_per_node=8"], "--devices=100 is not a multiple of --devices_per_node=8"),
-        ([quickstart, "--config.sharding.partition_size=3"], "sizes that divide: 1, 2, 4, 8"),
+        ([FILE, "--config.sharding.partition_size=3"], "sizes that divide: 1, 2, 4, 8"),
         ([BERT, "--config.sharding.partition_size=16"], "--devices=N --devices_per_node=K"),
-        ([quickstart, "--devices=0"], "--devices=0 must be at least 1"),
-        ([quickstart, "--devices=100000"], "100000 devices are too many"),
-        ([quickstart, "--png=no/such/folder/x.png"], "no/such/folder/x.png cannot be made (No"),
-    ):
-        with subtests.test(arguments=arguments):
-            assert table.main(["planner.table", *arguments]) == 2
-            err = capsys.readouterr().err
-            assert err.startswith("error: ") and err.count("\n") == 1 and text in err
+        ([FILE, "--devices=0"], "--devices=0 must be at least 1"),
+        ([FILE, "--devices=100000"], "100000 devices are too many"),
+        ([FILE, "--png=no/such/folder/x.png"], "no/such/folder/x.png cannot be made (No"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert table.main(["planner.table", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and text in err
 
 
 def test_text_of_a_large_mesh_stays_narrow() -> None:

@@ -42,11 +42,6 @@ def test_a_pair_hides_what_lies_between() -> None:
     assert replayed(start, kernel("k", 17), done).step_s == 17
 
 
-def test_without_a_pair_the_stream_waits() -> None:
-    timeline = replayed(kernel("k", 7), f"%g = u8[20] all-gather(%p), {INTRA}, dimensions={{0}}", kernel("l", 8))
-    assert (timeline.step_s, timeline.use().exposed_s) == (25, 10)
-
-
 def test_collectives_of_a_level_queue_and_levels_do_not() -> None:
     a, a_done = gather("a", INTRA, 20)
     b, b_done = gather("b", INTRA, 40)

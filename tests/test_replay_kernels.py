@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from support.tables import every_row
 
 from planner.kernels import moved_bytes, products
@@ -132,18 +131,20 @@ def test_products_count_a_multiplication_and_an_addition_a_term(line: str, expec
     assert sum(count for _, count in flops(line)) == expected
 
 
-def test_a_strided_convolution_costs_the_same_in_all_directions(subtests: pytest.Subtests) -> None:
-    """Each of the 8 x 7 x 7 places of 32 outputs is a sum over 3 x 3 places of 16 inputs."""
-    for result, operands, direction in [
+@every_row(
+    ("result", "operands", "direction"),
+    [
         ("f32[8,32,7,7]", "%image, %filter", "Forward"),
         ("f32[8,16,14,14]", "%outputs, %filter", "BackwardInput"),
         ("f32[32,16,3,3]", "%image, %outputs", "BackwardFilter"),
-    ]:
-        call = f'custom-call({operands}), dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$conv{direction}"'
-        program = parse_program(CONVOLUTION.replace("CALL", f"({result}, u8[0]) {call}"))
-        with subtests.test(direction=direction):
-            (found,) = products(program.entry.by_name["k"], program.entry, program)
-            assert found.flops == 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16)
+    ],
+)
+def test_a_strided_convolution_costs_the_same_in_all_directions(result: str, operands: str, direction: str) -> None:
+    """Each of the 8 x 7 x 7 places of 32 outputs is a sum over 3 x 3 places of 16 inputs."""
+    call = f'custom-call({operands}), dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$conv{direction}"'
+    program = parse_program(CONVOLUTION.replace("CALL", f"({result}, u8[0]) {call}"))
+    (found,) = products(program.entry.by_name["k"], program.entry, program)
+    assert found.flops == 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16)
 
 
 def test_products_are_found_inside_fusions() -> None:

@@ -143,11 +143,7 @@ EDITED = {
         r"with SEARCH\['log_every'\] from CategoricalDistribution\(.*\(1, 2\)\)",
     ),
     "other options": (SEARCHED.replace("6", "7"), 20, r"with SEARCH\['seed'\] from .*\(0, 6\)\)"),
-    "a range for options": (
-        SEARCHED.replace("choice(1, 2)", "uniform(1, 1)"),
-        20,
-        r"with SEARCH\['log_every'\] from .*",
-    ),
+    "a range for options": (SEARCHED.replace("choice(1, 2)", "uniform(1, 1)"), 20, r"with SEARCH\['log_every'\] .*"),
     "another goal": (f"GOAL = 'max'\n{SEARCHED}", 20, "with GOAL='min'"),
     "another base config": (SEARCHED, 30, r"with another base config, .*: there is no \S+"),
 }
