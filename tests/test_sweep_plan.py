@@ -18,89 +18,60 @@ from launch.sweeps.plan import EMULATE_OPTIONS, Run, load_file, plan, points, va
 
 RATES = "def sweep_lr(): return over('optimizer.learning_rate', (1e-3, 2e-3))\n"
 SHIPPED = {"codecs_by_rate": 15, "learning_rate_by_batch": 15, "partition_size_by_rate": 9, "strategies_by_model": 15}
-MISTAKES: dict[str, tuple[str, list[str], str]] = {
-    "a missing file": (RATES, ["--config=none.py"], "^error: --config=none.py: no such file$"),
-    "an empty folder": (RATES, ["--workdir="], "argument --workdir: it names nothing; give a path, or leave it out$"),
-    "an exit": ("raise SystemExit(3)", [], r"mine.py, line \d+, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
-    "an exit in a sweep": ("def sweep_lr(): exit(3)", [], r"sweep_lr\(\) of mine.py: 3 \(SystemExit\)$"),
-    "a syntax error": ("def sweep_lr(: pass", [], r"mine.py, line \d+, `def sweep_lr\(: pass`: .* \(SyntaxError\)$"),
-    "an unknown sweep": (RATES, ["--sweep=lr,sede"], r"--sweep=sede is not in mine.py, which has lr$"),
-    "an empty sweep": ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py returns no runs"),
-    "no sweep": ("", [], "mine.py is not a sweep file: it needs .* sweep_NAME"),
-    "an unknown key": (
-        RATES + "def sweep_x(): return chain(over('seed', (1,)), over('sed', (1,)))",
-        [],
-        "sed is not a key",
-    ),
-    "an unknown word": (
-        "def sweep_x(): return over('optimizer.name', ('adamw', 'adm'))",
-        [],
-        r"name=adm: optimizer.name=adm is not known; one of adamw, .*; did you mean adamw\?$",
-    ),
-    "keys that do not go together": (
-        "def sweep_x(): return over('sharding.partition_size', (2,))",
-        [],
-        "partition_size=2: sharding.partition_size=2 belongs to mics, not to ddp",
-    ),
-    "a link of no rate": (
-        "def sweep_x(): return over('emulate.rate', ('1gbit', '-5mbit'))",
-        ["--emulate=--nodes=2 --devices_per_node=2"],
+OVER = "def sweep_x(): return over"
+EMULATED = "--emulate=--nodes=4 --devices_per_node=2"
+MISTAKES: list[tuple[str, list[str], str]] = [
+    (RATES, ["--config=none.py"], "^error: --config=none.py: no such file$"),
+    (RATES, ["--workdir="], "argument --workdir: it names nothing; give a path, or leave it out$"),
+    ("raise SystemExit(3)", [], r"mine.py, line \d+, `raise SystemExit\(3\)`: 3 \(SystemExit\)$"),
+    ("def sweep_lr(): exit(3)", [], r"sweep_lr\(\) of mine.py: 3 \(SystemExit\)$"),
+    ("def sweep_lr(: pass", [], r"mine.py, line \d+, `def sweep_lr\(: pass`: .* \(SyntaxError\)$"),
+    (RATES, ["--sweep=lr,sede"], r"--sweep=sede is not in mine.py, which has lr$"),
+    ("def sweep_lr(): return []", [], r"sweep_lr\(\) of mine.py returns no runs"),
+    ("", [], "mine.py is not a sweep file: it needs .* sweep_NAME"),
+    (f"{RATES}def sweep_x(): return chain(over('seed', (1,)), over('sed', (1,)))", [], "sed is not a key"),
+    (f"{OVER}('optimizer.name', ('adamw', 'adm'))", [], r"name=adm: .* one of adamw, .*; did you mean adamw\?$"),
+    (f"{OVER}('sharding.partition_size', (2,))", [], "partition_size=2: .*=2 belongs to mics, not to ddp"),
+    (
+        f"{OVER}('emulate.rate', ('1gbit', '-5mbit'))",
+        [EMULATED],
         "rate=-5mbit: --rate=-5mbit: give a number and its unit",
     ),
-    "an unknown option of the emulator": (
-        "def sweep_x(): return over('emulate.rat', ('1gbit',))",
-        [],
-        "emulate.rat is not an option; the nearest is emulate.rate",
-    ),
-    "an unknown option on the command line": (RATES, ["--emulate=--speed=3"], "emulate.speed is not an option"),
-    "an option without a value": (RATES, ["--emulate=--nodes 4"], "'--nodes' of .* must have the form --name=value"),
-    "a number for a key": ("def sweep_x(): return over(3, (1, 2))", [], "3 is not a key; keys are strings"),
-    "a repetition that JSON lacks": (
-        "import numpy\ndef sweep_x(): return over('repetition', numpy.arange(2))",
-        [],
-        "repetition=0: repetition=.* must be an int, float or str",
-    ),
-    "a sweep that is no overrides": ("def sweep_x(): return [3]", [], r"sweep_x\(\) of mine.py: .*TypeError"),
-    "two sweeps of one key": (
-        seeds(1) + "def sweep_again(): return over('seed', (2,))",
-        [],
-        "two of the combined sweeps set seed",
-    ),
-    "no workers": (RATES, ["--workers=0"], "--workers=0 must be at least 1"),
-    "a key of the config": (
-        RATES,
-        ["--config.num_steps=5"],
-        r"^error: sweep.py takes no --config.KEY; put it into the sweep file's get_config\(\)$",
-    ),
-    "an unknown flag": (RATES, ["--worker=2"], "--worker=2"),
-    "Ray and emulated nodes": (
-        RATES,
-        ["--ray=local", "--emulate=--nodes=2"],
-        "--ray excludes --slurm and the emulated",
-    ),
-    "a goal": (RATES + "GOAL = 'least'", [], "GOAL='least' must be one of min, max"),
-    "a group that the cluster cannot hold": (
+    (f"{OVER}('emulate.rat', ('1gbit',))", [], "emulate.rat is not an option; the nearest is emulate.rate"),
+    (RATES, ["--emulate=--speed=3"], "emulate.speed is not an option"),
+    (RATES, ["--emulate=--nodes 4"], "'--nodes' of .* must have the form --name=value"),
+    (f"{OVER}(3, (1, 2))", [], "3 is not a key; keys are strings"),
+    (f"import numpy\n{OVER}('repetition', numpy.arange(2))", [], "repetition=0: .* must be an int, float or str"),
+    ("def sweep_x(): return [3]", [], r"sweep_x\(\) of mine.py: .*TypeError"),
+    (f"{seeds(1)}def sweep_again(): return over('seed', (2,))", [], "two of the combined sweeps set seed"),
+    (RATES, ["--workers=0"], "--workers=0 must be at least 1"),
+    (RATES, ["--config.num_steps=5"], r"takes no --config.KEY; put it into the sweep file's get_config\(\)$"),
+    (RATES, ["--worker=2"], "--worker=2"),
+    (RATES, ["--ray=local", "--emulate=--nodes=2"], "--ray excludes --slurm and the emulated"),
+    (RATES, ["--slurm=", "--emulate=--nodes=2"], "exclude each other"),
+    (f"{RATES}GOAL = 'least'", [], "GOAL='least' must be one of min, max"),
+    (
         "def sweep_x(): return [{'sharding.strategy': 'mics', 'sharding.partition_size': p} for p in (4, 3)]",
-        ["--emulate=--nodes=4 --devices_per_node=2"],
+        [EMULATED],
         "strategy=mics,partition_size=3: sharding.partition_size=3: a partition group of 3 devices does not fit",
     ),
-    "local steps that the steps are no multiple of": (
+    (
         "def sweep_x(): return [{'local_sgd.inner_steps': h, 'mesh.num_cpu_devices': 2} for h in (5, 30)]",
         [],
         "inner_steps=30,num_cpu_devices=2: num_steps=20 must be a multiple of local_sgd.inner_steps=30",
     ),
-    "replicas that are each a program": (
-        "def sweep_x(): return over('sharding.replicas', ('one_world', 'independent'))",
+    (
+        f"{OVER}('sharding.replicas', ('one_world', 'independent'))",
         [],
         "replicas=independent: sharding.replicas=independent is many train.py, and a run of a sweep is one; ",
     ),
-    "two launchers": (RATES, ["--slurm=", "--emulate=--nodes=2"], "exclude each other"),
-}
+]
 
 
-@every_row("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    body, flags, message = MISTAKES[mistake]
+@every_row(("body", "flags", "message"), MISTAKES)
+def test_a_mistake_is_one_line(
+    body: str, flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = run_sweep(tmp_path, sweep_file(tmp_path, body), *flags)
     captured = capsys.readouterr()
     assert (code, captured.out) == (2, "")
