@@ -91,9 +91,11 @@ def test_all_main_threads_without_progress_end_the_run(phases: Any, said: Any, m
     """All are well but one, which the others wait for in a collective; or a collective hangs; or all want data."""
     world = World(len(phases), monkeypatch)
     world.enter(phases)
+    until_s = world.now_s + 2 * STALL_S
     world.run(STALL_S - 0.5)
     assert not world.codes
     world.run_to_the_end(*range(len(phases)))
+    assert world.now_s < until_s
     for process in range(len(phases)):
         check_said(world, process, f"^error: no progress for 3 s .*: {said}{last_steps(*range(len(phases))[::-1])}")
 

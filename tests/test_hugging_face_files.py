@@ -243,71 +243,62 @@ def test_a_number_beyond_the_dtype_of_a_merged_model_is_one_line(tmp_path: Path)
     assert not [*tmp_path.glob("*.safetensors")]
 
 
+Harm = Callable[[Path], object]
+
+
 def rewrite(folder: Path, change: Any) -> None:
     """Applies a change to the dict of the tensors of a single file."""
-    found = load_file(folder / "model.safetensors")
+    found = load_file(folder / WHOLE)
     change(found)
-    save_file(found, folder / "model.safetensors")
+    save_file(found, folder / WHOLE)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
+def updated(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Harm:
+    """Returns a function that adds to the tensors of a folder those that `change` makes of them."""
+    return lambda folder: rewrite(folder, lambda found: found.update(change(found)))
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
+def written(name: str, text: str) -> Harm:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def cut(name: str) -> Harm:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+
+
+def removed(name: str) -> Harm:
+    return lambda folder: (folder / name).unlink()
+
+
+UP, THIRD_LAYER = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2))
 F = np.float32
 FIRST, SECOND, THIRD = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
 WHOLE, INDEX = hugging_face.SINGLE_FILE, hugging_face.INDEX_FILE
-DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+MORE = {"model.norm.bias": np.zeros(16, F)}
+DAMAGE: list[tuple[str, Harm, str]] = [
     ("llama", lambda f: rewrite(f, lambda x: x.pop(UP)), f"has no tensor {UP}, of shape 24 x 16$"),
+    ("llama", updated(lambda _: MORE), "a tensor model.norm.bias, of shape 16, that the model has no place for$"),
     (
         "llama",
-        lambda f: rewrite(f, lambda x: x.update({"model.norm.bias": np.zeros(16, F)})),
-        "has a tensor model.norm.bias, of shape 16, that the model has no place for$",
+        updated(lambda x: {THIRD_LAYER: x[UP].copy(), "z": np.zeros(1, F)}),
+        f"has a tensor {THIRD_LAYER}, of shape 24 x 16, that .* and 1 more$",
     ),
-    (
-        "llama",
-        lambda f: rewrite(f, lambda x: x.update({UP.replace("1", "2"): np.zeros((24, 16), F), "z": np.zeros(1, F)})),
-        "has a tensor model.layers.2.mlp.up_proj.weight, of shape 24 x 16, that .* and 1 more$",
-    ),
-    (
-        "llama",
-        lambda f: rewrite(f, lambda x: x.update({UP: x[UP][:20].copy()})),
-        f"{UP} has shape 20 x 16, but 24 x 16",
-    ),
-    (
-        "llama",
-        lambda f: rewrite(f, lambda x: x.update({UP: x[UP].astype(np.int8)})),
-        f"{UP} has dtype I8; weights are float32, float16, bfloat16, float64$",
-    ),
-    ("llama", lambda f: cut(f / WHOLE), "model.safetensors is damaged or no safetensors file: .*incomplete"),
-    ("llama", lambda f: (f / WHOLE).unlink(), "has neither model.safetensors.index.json nor model.safetensors$"),
-    ("llama", lambda f: (f / "config.json").unlink(), r"config.json cannot be read \(No such file or directory\)"),
-    (
-        "llama",
-        lambda f: (f / "config.json").write_text('{"model_type": ["llama"]}'),
-        r"config.json: model_type \['llama'\] is not supported",
-    ),
-    ("gpt2", lambda f: (f / SECOND).unlink(), f"index.json names {SECOND}, which is not there$"),
-    ("gpt2", lambda f: cut(f / SECOND), "00002-of-00003.safetensors is damaged"),
-    ("gpt2", lambda f: (f / INDEX).write_text("{}"), "index.json is not an index: its weight_map is of type NoneType$"),
-    (
-        "gpt2",
-        lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b"}}'),
-        "index.json says that a is in '../b', which is no name of a file beside it$",
-    ),
-    (
-        "gpt2",
-        lambda f: shutil.copy(f / FIRST, f / THIRD),
-        f"index.json says that transformer.* is in {THIRD}, which does not have it$",
-    ),
+    ("llama", updated(lambda x: {UP: x[UP][:20].copy()}), f"{UP} has shape 20 x 16, but 24 x 16 in the model$"),
+    ("llama", updated(lambda x: {UP: x[UP].astype(np.int8)}), f"{UP} has dtype I8; weights are float32, float16, .*"),
+    ("llama", cut(WHOLE), "model.safetensors is damaged or no safetensors file: .*incomplete"),
+    ("llama", removed(WHOLE), "has neither model.safetensors.index.json nor model.safetensors$"),
+    ("llama", removed("config.json"), r"config.json cannot be read \(No such file or directory\)"),
+    ("llama", written("config.json", '{"model_type": ["llama"]}'), r"model_type \['llama'\] is not supported"),
+    ("gpt2", removed(SECOND), f"index.json names {SECOND}, which is not there$"),
+    ("gpt2", cut(SECOND), "00002-of-00003.safetensors is damaged"),
+    ("gpt2", written(INDEX, "{}"), "index.json is not an index: its weight_map is of type NoneType$"),
+    ("gpt2", written(INDEX, '{"weight_map": {"a": "../b"}}'), "says that a is in '../b', which is no name of a file"),
+    ("gpt2", lambda f: shutil.copy(f / FIRST, f / THIRD), f"that transformer.* is in {THIRD}, which does not have it$"),
 ]
 
 
 @every_row(("name", "harm", "message"), DAMAGE, isolated=True)
-def test_damage_is_one_line_that_names_it(
-    name: str, harm: Callable[[Path], object], message: str, tmp_path: Path
-) -> None:
+def test_damage_is_one_line_that_names_it(name: str, harm: Harm, message: str, tmp_path: Path) -> None:
     folder = changed(FOLDER / name, tmp_path / name)
     harm(folder)
     with pytest.raises(ValueError, match=message) as error:
