@@ -14,7 +14,7 @@ from compression.primitives import encoded, summed
 from compression.statistics import Sent, State, added, dense_sent, nothing_sent, with_zero_counts, zeros_R
 from sharding.coded import Codec
 from sharding.hlo import WARM_UP
-from sharding.in_step_exchange import Counts, Exchange, Exchanged
+from sharding.in_step_exchange import Counts, Exchange
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import pspecs
 from sharding.trees import Grads, GradsR, Params, Shards
@@ -26,7 +26,7 @@ OnShards = Callable[[State, Shards, Shards | None], tuple[Shards, Any, Shards | 
 
 def exchange(
     plan: ShardingPlan, codec: Codec | None = None, *, error_feedback: bool = True
-) -> optax.GradientTransformationExtraArgs:
+) -> optax.GradientTransformation:
     """Returns the transform from gradients `[R, ...]` to their mean over R, in the optimizer's scope.
 
     It is the first of the chain: downstream transforms see ordinary global arrays, so that their norms are correct.
@@ -37,40 +37,34 @@ def exchange(
     small, and their gradients differ in magnitude from those of matrices, with which they must not share a scale.
     `error_feedback` adds the encoding error to the next step's gradients (arXiv 1901.09847): the sum of all results,
     plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite, and
-    `unless_not_finite` restores the state. The residuals of an exchange in the micro-steps have taken in the skipped
-    gradients by then, and become zero.
+    `unless_not_finite` restores the state.
     """
     primitive = encoded(plan, codec, error_feedback=error_feedback) if codec else summed(plan)
-    method: Any = by_groups(plan, primitive, encodes=codec is not None, error_feedback=error_feedback)
+    method = by_groups(plan, primitive, encodes=codec is not None, error_feedback=error_feedback)
     if plan.layout.replica_axes:
         return method
 
-    def update(
-        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
-    ) -> tuple[Grads, Any]:
+    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
         """One replica has nothing to exchange; its device takes at most a slice."""
-        if exchanged:
-            return method.update(updates, state, params, exchanged=exchanged)
+        del params
         return plan.constrain(jax.tree.map(lambda x: x[0], updates), plan.layout.optimizer), state
 
-    return optax.GradientTransformationExtraArgs(method.init, update)
+    return optax.GradientTransformation(method.init, update)
 
 
-def idle(plan: ShardingPlan, method: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def idle(plan: ShardingPlan, method: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns the transform of a method without its compression: exact means, and its state as it was.
 
     For replicas that no link between nodes connects. The state stays in checkpoints, so that the run can continue on
     several nodes; only the counts of the last exchange become zero.
     """
-    dense: Any = exchange(plan)
+    dense = exchange(plan)
 
-    def update(
-        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
-    ) -> tuple[Grads, Any]:
-        mean, _ = dense.update(updates, State(), params, exchanged=exchanged)
+    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+        mean, _ = dense.update(updates, State(), params)
         return mean, with_zero_counts(state)
 
-    return optax.GradientTransformationExtraArgs(method.init, update)
+    return optax.GradientTransformation(method.init, update)
 
 
 def uncounted(method: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -85,8 +79,8 @@ def uncounted(method: optax.GradientTransformation) -> optax.GradientTransformat
 
 def by_groups(
     plan: ShardingPlan, primitive: Exchange, *, encodes: bool = True, error_feedback: bool = True
-) -> optax.GradientTransformationExtraArgs:
-    """Returns the transform that calls a primitive, with all shards at once or after the micro-steps have called it.
+) -> optax.GradientTransformation:
+    """Returns the transform that calls a primitive with all shards at once.
 
     `encodes`: it takes f32 and counts what it sends; then it may keep a residual of each shard.
     """
@@ -105,19 +99,7 @@ def by_groups(
         totals, kept, counts = primitive(placements, shares, kept, key)
         return totals, (), kept, counts
 
-    @jax.named_scope("replica_all_reduce")
-    def update(
-        updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
-    ) -> tuple[Grads, State]:
-        del params
-        if exchanged:
-            out = own_copies(plan, exchanged.mean_R)
-            finite = jnp.isfinite(optax.tree.norm(out))
-            kept_R = jax.tree.map(lambda x: jnp.where(finite, x, 0), exchanged.kept_R)
-            return out, _after(state, (), kept_R, Sent(*exchanged.counts)) if encodes else state
-        return _run(plan, on_shards, updates, state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return of_all_shards(plan, init, on_shards)
 
 
 def dense_at_first(
@@ -177,10 +159,10 @@ def _run(plan: ShardingPlan, function: OnShards, grads_R: GradsR, state: State) 
         out_specs=(jax.tree.leaves(pspecs(plan.placements, plan.layout.optimizer)), kept_specs, PartitionSpec()),
     )(State(step=state.step, factors=state.factors), leaves, kept_R)
     kept_R = tree.unflatten(kept_R) if state.residual else None
-    return tree.unflatten(out), _after(state, factors, kept_R, sent) if state.sent else state
+    return tree.unflatten(out), state_after(state, factors, kept_R, sent) if state.sent else state
 
 
-def _after(state: State, factors: Any, kept_R: GradsR | None, sent: Sent) -> State:
+def state_after(state: State, factors: Any, kept_R: GradsR | None, sent: Sent) -> State:
     """Returns the state after an exchange."""
     residual = replace(state.residual, tree=kept_R) if state.residual else ()
     step = jax.tree.map(lambda n: n + 1, state.step)

@@ -17,7 +17,6 @@ part's drift becomes (x + m) - x = m (delayed averaging: DaSGD, arXiv 2006.00441
 With another `local_sgd.interval` than `fixed` the state has the step of the next meeting (training/intervals.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,17 +25,20 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from compression.all_reduce import AllReduceMethod, Setup
 from compression.statistics import with_zero_counts
+from compression.timings import ByGroup
 from configs.schema import LEAST_INTERVAL, LocalSGDConfig
 from sharding.averages import part_averages
-from sharding.in_step_exchange import Early, Exchanged
+from sharding.gradients import MicroSteps, local_gradients
+from sharding.in_step_exchange import Exchanged, ExchangeInEachMicroStep, local_gradients_and_exchange
+from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
-from sharding.trees import Grads, GradsR, Params, PyTree
+from sharding.step import States, Watch
+from sharding.trees import Batch, Grads, GradsR, Means, Params, PyTree
 
 
 class LocalState(NamedTuple):
-    """State of `local_sgd`, besides that of its replica all-reduce."""
+    """State of `LocalSGD`, besides that of its replica all-reduce."""
 
     step: jax.Array  # int32 []: inner steps done
     inner: PerReplica  # the state of each replica's optimizer
@@ -46,29 +48,9 @@ class LocalState(NamedTuple):
     meets_every: Any = ()  # int32 []: the interval that was chosen; 0 until one was
 
 
-States = tuple[Any, LocalState]  # the replica all-reduce's, and this
-
-
-def drift(states: States) -> GradsR:
-    """Returns each replica's parameters minus the shared ones, `[R, ...]`."""
-    return states[1].drift.tree
-
-
-def streamed(method: AllReduceMethod, setup: Setup, config: LocalSGDConfig) -> Callable[[States], Early]:
-    """Returns what the micro-steps need to exchange the drifts' parts, by a method that takes parts."""
-    in_micro_steps = method.in_micro_steps(setup)
-
-    def early(states: States) -> Early:
-        all_reduce, local = states
-        waiting = jax.tree.map(jnp.negative, local.drift.tree)
-        return replace(in_micro_steps(all_reduce), done=local.step, waiting=waiting, parts=config.inner_steps)
-
-    return early
-
-
 @dataclass(frozen=True)
 class LocalSGD:
-    """The parts of an optax transform of gradients `[R, ...]`, each replica's own, at `params + drift`.
+    """A Timing: each replica trains by its own gradients `[R, ...]` at `params + drift`, and they meet every H steps.
 
     The transforms of `inner` are mapped over the replicas, so that a guard among them skips the step of one replica
     without affecting the others, and Muon orthogonalises a replica's matrices on its own devices (MuLoCo, arXiv
@@ -79,22 +61,7 @@ class LocalSGD:
     inner: optax.GradientTransformation
     config: LocalSGDConfig
     replicas: int
-
-    @property
-    def transform(self) -> optax.GradientTransformationExtraArgs:
-        """The transform that moves the shared parameters every `inner_steps` steps."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
-
-    @property
-    def transform_alone(self) -> optax.GradientTransformationExtraArgs:
-        """The same without meetings: it moves the drifts only."""
-
-        def update(updates: GradsR, state: Any, params: Params | None = None, **_: Any) -> tuple[Grads, Any]:
-            assert params is not None
-            before, old = state
-            return jax.tree.map(jnp.zeros_like, params), (before, self.step(updates, old, params)[1])
-
-        return optax.GradientTransformationExtraArgs(self.init, update)
+    watch: Watch = lambda states: {}
 
     @property
     def chooses(self) -> bool:
@@ -122,6 +89,12 @@ class LocalSGD:
             meets_every=jnp.zeros((), jnp.int32) if self.chooses else (),
         )
 
+    def gradients(
+        self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
+    ) -> tuple[Any, Means]:
+        """Returns each replica's gradients `[R, ...]`, and its weighted sums `[R]` of loss and auxiliary metrics."""
+        return local_gradients(micro_steps, plan, params, batch, states[1].drift.tree)
+
     def step(self, updates: GradsR, local: LocalState, params: Params) -> tuple[GradsR, LocalState]:
         """Returns how far each replica moves, `[R, ...]`, by its own gradients `[R, ...]`, and the state after it."""
         own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, local.drift.tree)
@@ -133,42 +106,66 @@ class LocalSGD:
     def meet(self, states: States, params: Params) -> tuple[Grads, States]:
         """Returns how far the shared parameters `[...]` move by the mean of the drifts, and the states after it."""
         before, local = states
-        all_reduce = optax.with_extra_args_support(self.exchange)
-        mean, after = all_reduce.update(jax.tree.map(jnp.negative, local.drift.tree), before, params)
-        moves, outer = self._outer_step(mean, local)
+        mean, after = self.exchange.update(jax.tree.map(jnp.negative, local.drift.tree), before, params)
+        moves, outer = self.outer_step(mean, local)
         none = replace(local.drift, tree=jax.tree.map(jnp.zeros_like, local.drift.tree))
         return moves, (after, local._replace(drift=none, outer=outer))
 
-    def update(
-        self, updates: GradsR, state: Any, params: Params | None = None, *, exchanged: Exchanged | None = None, **_: Any
-    ) -> tuple[Grads, Any]:
-        """Returns how far the shared parameters `[...]` move in a step, by gradients `[R, ...]`, and the states after.
-
-        If it is streaming, the micro-steps have exchanged a part of the drifts.
-        """
-        assert params is not None and bool(exchanged) == self.config.streaming
-        before, old = state
-        moves_R, local = self.step(updates, old, params)
-        if exchanged:
-            return self._take_part(exchanged, moves_R, (before, local), params)
+    def update(self, gradients: Any, states: States, params: Params) -> tuple[Grads, States]:
+        """Returns how far the shared parameters `[...]` move by gradients `[R, ...]`, and the states after the step."""
+        before, old = states
+        _, local = self.step(gradients, old, params)
         at = local.meets_at
         meets = local.step >= at if self.chooses else local.step % self.config.inner_steps == 0
         stay = lambda: (jax.tree.map(jnp.zeros_like, params), (with_zero_counts(before), local))
         return lax.cond(meets, lambda: self.meet((before, local), params), stay)
 
-    def _outer_step(self, mean: Grads, local: LocalState) -> tuple[Grads, Any]:
+    def outer_step(self, mean: Grads, local: LocalState) -> tuple[Grads, Any]:
+        """Returns how far the shared parameters `[...]` move by the mean of -drift, and the outer optimizer's state."""
         mean, averages = part_averages(mean)
         moves: Any
         moves, outer = self.outer.update(mean, local.outer)
         return {**moves, **jax.tree.map(jnp.negative, averages)} if averages else moves, outer
 
-    def _take_part(self, exchanged: Exchanged, moves_R: GradsR, states: States, params: Params) -> tuple[Grads, States]:
+
+@dataclass(frozen=True)
+class IndependentLocalSGD(LocalSGD):
+    """A Timing of a worker, whose world is one replica. It meets others outside the step (training/share_rounds.py)."""
+
+    def update(self, gradients: GradsR, states: States, params: Params) -> tuple[Grads, States]:
+        """Returns zeros like the shared parameters `[...]`, and the states after a step that moves the drift."""
+        all_reduce, old = states
+        _, local = self.step(gradients, old, params)
+        return jax.tree.map(jnp.zeros_like, params), (all_reduce, local)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLocalSGD(LocalSGD):
+    """A Timing: next to the micro-steps of step t, the replicas exchange part t mod H of each tensor's drift."""
+
+    by_group: ByGroup
+
+    def gradients(
+        self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
+    ) -> tuple[tuple[GradsR, Exchanged, PyTree], Means]:
+        """Returns each replica's gradients `[R, ...]`, the mean of a part of -drift, and the elements of that part.
+
+        The last result has each replica's weighted sums `[R]` of loss and auxiliary metrics.
+        """
+        all_reduce, local = states
+        inputs = {**self.by_group.inputs(all_reduce), "done": local.step}
+        pending = jax.tree.map(jnp.negative, local.drift.tree)
+        loop = ExchangeInEachMicroStep(pending=pending, parts=self.config.inner_steps, **inputs)
+        return local_gradients_and_exchange(micro_steps, plan, params, batch, local.drift.tree, loop)
+
+    def update(
+        self, gradients: tuple[GradsR, Exchanged, PyTree], states: States, params: Params
+    ) -> tuple[Grads, States]:
         """Returns what `meet` does, for the part of each tensor whose drift before this step was exchanged."""
-        before, local = states
-        all_reduce = optax.with_extra_args_support(self.exchange)
-        mean, after = all_reduce.update((), before, params, exchanged=exchanged)
-        moves, outer = self._outer_step(mean, local)
-        part = exchanged.part
+        (grads_R, exchanged, part), (before, old) = gradients, states
+        moves_R, local = self.step(grads_R, old, params)
+        mean, after = self.by_group.outputs(exchanged, before)
+        moves, outer = self.outer_step(mean, local)
         moves = jax.tree.map(lambda here, move: jnp.where(here, move, 0), part, moves)
         left_R = jax.tree.map(lambda here, m_R, d_R: jnp.where(here[None], m_R, d_R), part, moves_R, local.drift.tree)
         if (velocity := optax.tree.get(outer, "trace")) is not None:  # the other parts keep theirs

@@ -28,6 +28,7 @@ NONE = AllReduceMethod(
     name="none",
     build=lambda setup: exchange(setup.plan),
     primitive=lambda setup: summed(setup.plan, packed=True),
+    encodes=False,
 )
 CODECS = map(with_codec, ("bf16", "int8", "int4", "statistical"))
 METHODS: tuple[AllReduceMethod, ...] = (NONE, *CODECS, ONE_BIT_ADAM)

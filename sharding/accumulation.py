@@ -31,9 +31,7 @@ class Rule:
     """What is done with the gradients of a group; of a stack, with those of one layer. Made anew for each trace."""
 
     name: str
-    add: Callable[[PyTree, PyTree], PyTree]  # (sums, gradients) -> sums
-    # the replica all-reduce of finished sums, or of a piece of what waits beside them; the index is the layer's
-    exchange: Callable[[PyTree, Index], PyTree] | None = None
+    add: Callable[[PyTree, PyTree, Index], PyTree]  # (sums, gradients of trained parameters, layer) -> sums
     overlap: bool = False
     # parts a group's values into the trained ones, of which there are sums and gradients, and the frozen ones
     part: Callable[[PyTree], tuple[PyTree, PyTree]] = lambda values: (values, {})
@@ -48,9 +46,8 @@ class Rule:
         self.uses.append(self.name)
 
     def finish(self, sums: PyTree, grads: PyTree, layer: Index = 0) -> PyTree:
-        """Returns the sums with the gradients added, and exchanged if it is time; frozen values' are left out."""
-        sums = self.add(sums, self.part(grads)[0])
-        return self.exchange(sums, layer) if self.exchange else sums
+        """Returns the sums with the gradients added, except the gradients of frozen values."""
+        return self.add(sums, self.part(grads)[0], layer)
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +55,7 @@ class Rule:
 class Accumulating:
     """A group of parameters, and the sums of its gradients so far; of a stack, both are `[L, ...]`.
 
-    `sums` may hold more than the sums, as long as `rule` knows it: what the replica all-reduce keeps from step to step.
+    `sums` may hold more than the sums, as long as `Rule.add` knows it, such as the residuals of the replica all-reduce.
     """
 
     values: PyTree

@@ -1,16 +1,20 @@
-"""The gradients of a batch: micro-steps in a `shard_map` with all collectives but a replica all-reduce after them."""
+"""The gradients of a batch: micro-steps in a `shard_map`, with all collectives except the replica all-reduce.
+
+`replica_gradients` returns each replica's part of the batch's gradient, `local_gradients` the gradients of replicas
+that train apart (local SGD). The replica all-reduce comes later, as the first transform of the optimizer
+(compression/exchange.py), or runs in the micro-steps (sharding/in_step_exchange.py).
+"""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.accumulation import Accumulating, Rule, values_of
+from sharding.accumulation import Accumulating, Index, Rule, values_of
 from sharding.collectives import vary
 from sharding.experts import Gather
 from sharding.frozen import joined, part_like
@@ -23,155 +27,173 @@ from sharding.gathers import (
     to_gradient_scope,
     used_placements,
 )
-from sharding.in_step_exchange import (
-    Carry,
-    Early,
-    Exchanged,
-    GroupExchange,
-    Sums,
-)
-from sharding.pieces import is_in_part
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.scopes import beyond
-from sharding.spec import Placement, pspecs
+from sharding.spec import Placement
 from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
 Value = TypeVar("Value")
 # the weighted sum of the losses of the rows given, and those of the auxiliary metrics
 Loss = Callable[[Params, Batch, Gather], tuple[jax.Array, Means]]
-# a device's shards of its replica's parameters, its rows, the sum of all weights, and what is to happen in the last of
-# them (Early: the replica all-reduce; sharding.shares.HandOut), or None ->
-# the sums of its gradients, and its part of the means; of global arrays where XLA's partitioner chooses the collectives
-MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, Any], tuple[Sums, Means]]
+# (group, its placements, its sums, a micro-step's gradients, layer) -> the sums after it
+Add = Callable[[str, Placements, PyTree, Grads, Index], PyTree]
+Carry = tuple[PyTree, jax.Array]  # of the micro-steps: the sums by group of parameters, and the loss
+Items = tuple[jax.Array, Batch]  # the numbers `[accum]` of the micro-steps, and their rows
 
 
-def batch_gradients(
-    micro_steps: MicroSteps,
-    plan: ShardingPlan,
-    params: Params,
-    batch: Batch,
-    drift_R: GradsR | None = None,
-    early: Early | None = None,
-    scale: jax.Array | None = None,
-) -> tuple[GradsR | None, Exchanged | None, Means]:
-    """Returns the gradients `[R, ...]`, one for each replica and reduced inside its group, and the means, `loss` too.
+class MicroStep(Protocol):
+    """A forward and a backward pass, whose gradients `add` adds to the sums."""
 
-    `params` are all parameters; of the frozen ones there is no gradient.
+    def __call__(self, carry: Carry, item: Items, add: Add = ...) -> tuple[Carry, Means]:
+        """Returns the sums and the loss after it, and its auxiliary metrics."""
+        ...
 
-    The replica all-reduce remains to be done: the mean over R (MiCS section 3.4). With `early` the micro-steps do it,
-    and the second result has what they exchanged: what waited, or the gradients, and then the first result is None.
-    With `drift_R` each replica is at `params + drift_R[r]`, and its gradients are the mean over its own rows: nothing
-    travels between replicas, and in the place of the means there are weighted sums `[R]`, and `weight`. The micro-steps
-    differentiate
-    `scale` times the loss, a power of two; what leaves them, into the replica all-reduce too, is divided by it.
+
+class MicroStepLoop(Protocol):
+    """Runs the micro-steps one after the other, and may send gradients while they compute."""
+
+    def run(
+        self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items
+    ) -> tuple[tuple[Any, jax.Array], Means]:
+        """Returns the gradients or their exchange's results, the loss, and auxiliary metrics `[accum]`."""
+        ...
+
+
+class PlainLoop:
+    """Micro-steps that only add up gradients."""
+
+    def run(self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items) -> tuple[Carry, Means]:
+        """Returns the sums of the gradients and of the losses, and auxiliary metrics `[accum]`."""
+        del plan
+        return lax.scan(micro_step, carry, items)
+
+
+def run_last(micro_step: MicroStep, carry: Carry, items: Items, aux: Means) -> tuple[tuple[Any, jax.Array], Means]:
+    """Runs the last micro-step on `items` `[accum, ...]`; `aux` `[accum - 1]` is of the others."""
+    # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
+    last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), carry[1]))
+    carry, more = micro_step((carry[0], value), last)
+    return carry, jax.tree.map(lambda x, y: jnp.append(x, y), aux, more)
+
+
+# (plan, a device's shards of its replica's parameters, its rows, the sum of all weights, loop) -> the loop's result,
+# and this device's part of the means; with global arrays where XLA's partitioner chooses the collectives
+MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, MicroStepLoop], tuple[Any, Means]]
+
+
+def replica_gradients(
+    micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch
+) -> tuple[GradsR, Means]:
+    """Returns gradients `[R, ...]`, reduced inside each replica, and the batch's mean `loss` and auxiliary metrics.
+
+    The mean over R, the replica all-reduce (MiCS section 3.4), is the gradient of the loss. `params` are all parameters
+    `[...]`; frozen ones have no gradient.
     """
-    layout, alone = plan.layout, drift_R is not None
-    total = jnp.ones(()) if alone else jnp.sum(batch["weights"])
-    inside = beyond(layout.replica_axes if alone else (), layout.varying_axes)
-    if scale is not None:
-        total = total / scale
-        early = early and replace(early, scale=scale)
-    of_gradients = early is not None and early.waiting is None
+    total = jnp.sum(batch["weights"])
+    if plan.layout.is_automatic:
+        grads, means = micro_steps(plan, params, batch, total, PlainLoop())
+        return jax.tree.map(lambda g: g[None], grads), means
 
-    def unscaled(tree: PyTree) -> PyTree:
-        return tree if scale is None else jax.tree.map(lambda x: x / scale, tree)
+    def on_device(params: Params, batch: Batch, total: jax.Array) -> tuple[GradsR, Means]:
+        grads, means = micro_steps(plan, replica_parameters(plan, params), batch, total, PlainLoop())
+        return times_replicas(plan, per_replica(plan, grads)), lax.psum(means, plan.layout.varying_axes)
 
-    if layout.is_automatic:
-        sums, means = micro_steps(plan, params, batch, total, None)
-        return unscaled(jax.tree.map(lambda g: g[None], sums.grads)), None, unscaled(means)
+    run = run_manual(plan, on_device, (gradient_specs(plan, tensor=False), REPLICATED), (REPLICATED,))
+    return run(params, batch, total)
 
-    def on_device(
-        params: Params, batch: Batch, total: jax.Array, drift_R: GradsR | None, early: Early | None
-    ) -> tuple[GradsR | None, Exchanged | None, Means]:
-        if early:
-            own = jax.tree.map(lambda x: vary(x[0], layout.data_axes), (early.kept, early.waiting))
-            early = replace(early, kept=own[0], waiting=own[1])
-        weight = lax.psum(jnp.sum(batch["weights"]), beyond(layout.replica_axes, layout.data_axes)) if alone else total
-        if alone:
-            total = total * jnp.where(weight > 0, weight, 1)  # a replica may have no rows but what fills them up
-        sums, means = micro_steps(plan, replica_parameters(plan, params, drift_R), batch, total, early)
-        means = lax.psum(means, inside)
-        if alone:
-            means = {name: (x * weight)[None] for name, x in means.items()} | {"weight": weight[None]}
-        trees = sums.grads, sums.kept, sums.waiting
-        grads, kept, waiting = (tree and plan.map(same_on_copies, tree) for tree in trees)
-        if not (
-            alone or of_gradients
-        ):  # the replica all-reduce takes the mean; divided by the `total` of all they are to add up
-            grads = jax.tree.map(lambda g: g * layout.num_replicas, grads)
-        grads_R, kept_R, waiting_R = jax.tree.map(lambda x: x[None], (grads, kept, waiting))
-        if early is None:
-            return grads_R, None, means
-        counts = lax.pmean(sums.total_counts(), layout.data_axes)
-        if of_gradients:
-            return None, Exchanged(mean_R=grads_R, kept_R=kept_R, counts=counts), means
-        part = is_in_part(plan.stacks, grads, early.done % early.parts, early.parts)
-        return grads_R, Exchanged(mean_R=waiting_R, kept_R=kept_R, counts=counts, part=part), means
 
-    def same_on_copies(p: Placement, x: jax.Array) -> jax.Array:
-        """What is not cut of `[...]` is equal on all devices of the scope: its type is to say so. It is small."""
-        axes = () if p.dim is not None else p.not_held(layout.gradients)
-        return lax.pmean(vary(x, axes), axes) if axes else x
+def local_gradients(
+    micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, delta_R: GradsR
+) -> tuple[GradsR, Means]:
+    """Returns the gradients `[R, ...]` of replicas at `params + delta_R[r]`, each the mean over the replica's rows.
+
+    Nothing travels between replicas. The second result has each replica's weighted sums `[R]` of loss and auxiliary
+    metrics, and `weight`.
+    """
+
+    def on_device(params: Params, batch: Batch, delta_R: GradsR) -> tuple[GradsR, Means]:
+        grads, sums = run_on_own_rows(micro_steps, plan, params, batch, delta_R, PlainLoop())
+        return per_replica(plan, grads), sums
 
     specs_R = gradient_specs(plan, tensor=False)
-    kept_specs, drift_specs = (None if x is None else specs_R for x in (early and early.kept, drift_R))
-    given = done = None
-    if early:
-        waiting_specs, scale_spec = None if of_gradients else specs_R, None if scale is None else REPLICATED
-        given = replace(early, done=REPLICATED, kept=kept_specs, waiting=waiting_specs, scale=scale_spec)
-        part = None if of_gradients else pspecs(plan.placements, layout.gradients, tensor=False)
-        done = Exchanged(mean_R=specs_R, kept_R=kept_specs, counts=REPLICATED, part=part)
-    out_specs = (None if of_gradients else specs_R, done, PartitionSpec(layout.replica_axes) if alone else REPLICATED)
-    run = run_manual(plan, on_device, out_specs, (REPLICATED, drift_specs, given))
-    grads_R, exchanged, means = run(params, batch, total, drift_R, early)
-    weights = {"weight": means.pop("weight")} if alone else {}
-    return unscaled(grads_R), exchanged, unscaled(means) | weights
+    run = run_manual(plan, on_device, (specs_R, PartitionSpec(plan.layout.replica_axes)), (specs_R,))
+    return run(params, batch, delta_R)
 
 
-def replica_parameters(plan: ShardingPlan, params: Params, drift_R: GradsR | None) -> Params:
+def run_on_own_rows(
+    micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, delta_R: GradsR, loop: MicroStepLoop
+) -> tuple[Any, Means]:
+    """Returns the loop's result for the mean over a replica's rows, and its weighted sums `[1]`, `weight` too."""
+    layout = plan.layout
+    weight = lax.psum(jnp.sum(batch["weights"]), beyond(layout.replica_axes, layout.data_axes))
+    total = jnp.where(weight > 0, weight, 1)  # a replica may have only rows that fill up the batch
+    result, means = micro_steps(plan, local_parameters(plan, params, delta_R), batch, total, loop)
+    means = lax.psum(means, beyond(layout.replica_axes, layout.varying_axes))
+    return result, {name: (x * weight)[None] for name, x in means.items()} | {"weight": weight[None]}
+
+
+def per_replica(plan: ShardingPlan, grads: Grads) -> GradsR:
+    """Returns a device's shards `[...]` of its replica's gradients, or of a tree like them, as shards of `[R, ...]`."""
+
+    def same_on_copies(p: Placement, x: jax.Array) -> jax.Array:
+        """What is not cut is equal on all devices of the scope, and small; a mean makes its type say so."""
+        axes = () if p.dim is not None else p.not_held(plan.layout.gradients)
+        return lax.pmean(vary(x, axes), axes) if axes else x
+
+    return jax.tree.map(lambda x: x[None], plan.map(same_on_copies, grads))
+
+
+def times_replicas(plan: ShardingPlan, grads_R: GradsR) -> GradsR:
+    """Returns gradients `[R, ...]` times R: the replica all-reduce takes the mean, and they must add up."""
+    return jax.tree.map(lambda g: g * plan.layout.num_replicas, grads_R)
+
+
+def replica_parameters(plan: ShardingPlan, params: Params) -> Params:
     """Returns this device's shards `[...]` of its replica's parameters.
 
     With two hops their types differ between replicas, so that autodiff sums nothing over them: the replica all-reduce
     is deferred.
     """
+    if not plan.layout.two_hop:
+        return params
+    return jax.tree.map(lambda x: vary(x, plan.layout.varying_axes), params)
+
+
+def local_parameters(plan: ShardingPlan, params: Params, delta_R: GradsR) -> Params:
+    """Returns this device's shards `[...]` of its replica's parameters, `params + delta_R[r]`."""
     axes = plan.layout.varying_axes
-    if plan.layout.two_hop:
-        params = jax.tree.map(lambda x: vary(x, axes), params)
-    if drift_R is not None:
-        trained, frozen = part_like(params, plan.placements)
-        params = joined(jax.tree.map(lambda x, d: x + vary(d[0], axes), trained, drift_R), frozen)
-    return params
+    trained, frozen = part_like(replica_parameters(plan, params), plan.placements)
+    return joined(jax.tree.map(lambda x, d: x + vary(d[0], axes), trained, delta_R), frozen)
 
 
 def accumulated(loss: Loss) -> MicroSteps:
     """Returns the micro-steps of a loss: the rows of each in turn, forward and backward."""
 
-    def micro_steps(plan: ShardingPlan, *given: Any) -> tuple[Sums, Means]:
-        return (_automatic if plan.layout.is_automatic else _manual)(loss, plan, *given)
+    def micro_steps(
+        plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, loop: MicroStepLoop
+    ) -> tuple[Any, Means]:
+        if plan.layout.is_automatic:
+            return _automatic(loss, plan, params, batch, total)
+        return _manual(loss, plan, params, batch, total, loop)
 
     return micro_steps
 
 
 def _manual(
-    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Any
-) -> tuple[Sums, Means]:
-    """Returns the sums over the micro-steps of this device's gradients `[...]`, in their scope, and of its losses.
-
-    With `early` they are summed over the replicas too, or in their place what waits is.
-    """
+    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, loop: MicroStepLoop
+) -> tuple[Any, Means]:
+    """Returns the loop's result from the sums of this device's gradients `[...]`, in their scope, and its losses."""
     gathered, sums = before_micro_steps(plan, params)
 
-    def micro_step(
-        carry: Carry, item: tuple[jax.Array, Batch], exchange: GroupExchange | None = None
-    ) -> tuple[Any, Means]:
+    def micro_step(carry: Carry, item: Items, add: Add = add_gradients) -> tuple[Carry, Means]:
         sums, value = carry
         i, micro = item
         used = tied(plan, gathered, i)
 
         # forward and backward pass; what is gathered in it is reduce-scattered on the way back: the group
         # reduce-scatter
-        def mean(sums: Sums) -> tuple[jax.Array, Means]:
-            value, aux = micro_loss(loss, plan, accumulating(plan, used, sums, exchange), micro)
+        def mean(sums: PyTree) -> tuple[jax.Array, Means]:
+            value, aux = micro_loss(loss, plan, accumulating(plan, used, sums, add), micro)
             return value / total, jax.tree.map(lambda x: x / total, aux)
 
         (more, aux), sums = jax.value_and_grad(mean, has_aux=True)(sums)
@@ -179,14 +201,17 @@ def _manual(
 
     carry = (sums, vary(jnp.zeros(()), plan.layout.data_axes))
     items = (jnp.arange(batch["weights"].shape[0]), dict(batch))
-    if early is None:
-        (sums, value), aux = lax.scan(micro_step, carry, items)
-    else:
-        (sums, value), aux = early.run(plan, micro_step, carry, items)
-    return sums, _means(value, aux)
+    (result, value), aux = loop.run(plan, micro_step, carry, items)
+    return result, _means(value, aux)
 
 
-def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Sums]:
+def add_gradients(name: str, placements: Placements, sums: Grads, grads: Grads, layer: Index) -> Grads:
+    """Returns the sums `[...]` of a group's gradients with those of a micro-step."""
+    del name, placements, layer
+    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
+
+
+def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Grads]:
     """Returns the shards `[...]` after the gather of what all micro-steps use, and zero sums in their scope."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     gathered = params
@@ -196,7 +221,7 @@ def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Sums
     # a zero that XLA does not know: zeros that it knows it shares with later ones, and keeps for the whole step
     zero = lax.optimization_barrier(jnp.zeros(()))
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x) + zero, trained)
-    return gathered, Sums(to_gradient_scope(plan, plan.placements, zeros, zeros=True))
+    return gathered, to_gradient_scope(plan, plan.placements, zeros, zeros=True)
 
 
 def _means(loss: jax.Array, aux: Means) -> Means:
@@ -211,24 +236,22 @@ def tied(plan: ShardingPlan, gathered: Params, i: jax.Array) -> Params:
     return jax.tree.map(lambda x: lax.optimization_barrier((x, i))[0], gathered)
 
 
-def accumulating(plan: ShardingPlan, params: Params, sums: Sums, exchange: GroupExchange | None) -> PyTree:
-    """Returns the shards `[...]` so that their gradients are added to `sums`, and exchanged by `exchange`, if any."""
+def accumulating(plan: ShardingPlan, params: Params, sums: PyTree, add: Add = add_gradients) -> PyTree:
+    """Returns the shards `[...]` so that their gradients are added to `sums`, by group, by `add`."""
     policy = plan.layout.gather
     keeps = plan.overlap and policy.each_micro_step
 
     def rule(name: str, placements: Placements, every: Placements) -> Rule:
         """The placements are of the trained parameters of a group, and of every one of it."""
 
-        def add(sums: Sums, grads: Grads) -> Sums:
+        def reduce_and_add(sums: PyTree, grads: Grads, layer: Index) -> PyTree:
             if policy.each_step:
                 grads = reduce_scatter(plan, placements, grads)
-            grads = to_gradient_scope(plan, placements, grads)
-            return sums._replace(grads=jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums.grads, grads))
+            return add(name, placements, sums, to_gradient_scope(plan, placements, grads), layer)
 
         return Rule(
             name=name or "its parameters",
-            add=add,
-            exchange=partial(exchange, name, placements) if exchange else None,
+            add=reduce_and_add,
             overlap=plan.overlap,
             part=partial(part_like, like=placements),
             keep=partial(_gather_for_micro_step, plan, every) if keeps else None,
@@ -238,7 +261,7 @@ def accumulating(plan: ShardingPlan, params: Params, sums: Sums, exchange: Group
         if name not in plan.placements:  # all of it is frozen
             return _gather_for_micro_step(plan, plan.frozen[name], params[name]) if keeps else params[name]
         places = (used_placements(plan, name, tree) for tree in (plan.placements, plan.all_placements))
-        return Accumulating(values=params[name], sums=sums.group(name), rule=rule(name, *places))
+        return Accumulating(values=params[name], sums=sums[name], rule=rule(name, *places))
 
     if (policy.each_step or policy.each_micro_step) and not plan.overlap:  # gradients do not come out by layer
         return Accumulating(values=params, sums=sums, rule=rule("", plan.placements, plan.all_placements))
@@ -263,9 +286,7 @@ def _gather_for_micro_step(plan: ShardingPlan, placements: Placements, shards: P
     return gather_tree(plan, placements, shards, part(plan.layout.parameters))
 
 
-def _automatic(
-    loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: None
-) -> tuple[Sums, Means]:
+def _automatic(loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array) -> tuple[Grads, Means]:
     """Returns the sums over the micro-steps of global gradients `[...]`, collectives chosen by XLA's partitioner."""
     gather, scope = auto_gather(plan), plan.layout.gradients
     trained, frozen = part_like(params, plan.placements)
@@ -279,4 +300,4 @@ def _automatic(
 
     zeros = plan.constrain(jax.tree.map(jnp.zeros_like, trained), scope)
     (grads, value), aux = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
-    return Sums(grads), _means(value, aux)
+    return grads, _means(value, aux)

@@ -23,16 +23,15 @@ from jax import lax
 from sharding.coded import as_integers
 from sharding.collectives import vary
 from sharding.experts import Gather
-from sharding.gradients import accumulating, before_micro_steps, micro_loss, tied
-from sharding.in_step_exchange import Early, Sums
+from sharding.gradients import MicroStepLoop, PlainLoop, accumulating, before_micro_steps, micro_loss, tied
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
-from sharding.trees import Axes, Batch, Means, Params
+from sharding.trees import Axes, Batch, Grads, Means, Params
 
 Forward = Callable[[jax.Array, Batch, jax.Array], jax.Array]  # (input, micro-batch, tick) -> output
 # (sums, input, its micro-batch, cotangent of the output, 1 if its loss counts or else 0, tick)
 # -> (sums, cotangent of the input, the loss)
-Backward = Callable[[Sums, jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[Sums, jax.Array, jax.Array]]
+Backward = Callable[[Grads, jax.Array, Batch, jax.Array, jax.Array, jax.Array], tuple[Grads, jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +81,8 @@ class StagedLoss:
 
 
 def forward_and_backward(
-    forward: Forward, backward: Backward, sums: Sums, batch: Batch, zeros: jax.Array
-) -> tuple[Sums, jax.Array]:
+    forward: Forward, backward: Backward, sums: Grads, batch: Batch, zeros: jax.Array
+) -> tuple[Grads, jax.Array]:
     """Runs micro-batches `[accum, rows, ...]` through the stages and back; returns the sums, and the loss on the last.
 
     `zeros` are like what the stages hand on.
@@ -96,7 +95,7 @@ def forward_and_backward(
         kept = lax.dynamic_update_index_in_dim(kept, x, i % slots, 0)
         return hand_on(forward(x, rows_of(batch, i), tick), 1), kept
 
-    def run_backward(g: jax.Array, kept: jax.Array, sums: Sums, tick: jax.Array) -> tuple[jax.Array, Sums, jax.Array]:
+    def run_backward(g: jax.Array, kept: jax.Array, sums: Grads, tick: jax.Array) -> tuple[jax.Array, Grads, jax.Array]:
         i = tick - (2 * (num_stages - 1) - stage)
         x = lax.dynamic_index_in_dim(kept, i % slots, keepdims=False)
         counts = _is_last() & (i >= 0) & (i < count)
@@ -161,13 +160,13 @@ def _is_last() -> jax.Array:
 
 
 def through_stages(
-    loss: StagedLoss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, early: Early | None = None
-) -> tuple[Sums, Means]:
-    """Runs the micro-steps of a loss in pieces: micro-batches travel through the stages; none exchanges early.
+    loss: StagedLoss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, loop: MicroStepLoop
+) -> tuple[Grads, Means]:
+    """Runs the micro-steps of a loss in pieces: micro-batches travel through the stages, and no gradient is sent.
 
     `partial(through_stages, loss)` are MicroSteps.
     """
-    assert early is None
+    assert isinstance(loop, PlainLoop)
     gathered, sums = before_micro_steps(plan, params)
 
     def forward(x: jax.Array, rows: Batch, tick: jax.Array) -> jax.Array:
@@ -175,13 +174,13 @@ def through_stages(
         return micro_loss(run, plan, tied(plan, gathered, tick), rows)
 
     def backward(
-        sums: Sums, x: jax.Array, rows: Batch, g: jax.Array, counts: jax.Array, tick: jax.Array
-    ) -> tuple[Sums, jax.Array, jax.Array]:
+        sums: Grads, x: jax.Array, rows: Batch, g: jax.Array, counts: jax.Array, tick: jax.Array
+    ) -> tuple[Grads, jax.Array, jax.Array]:
         used = tied(plan, gathered, tick)
 
-        def stage(sums: Sums, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def stage(sums: Grads, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             run = lambda params, rows, gather: loss.with_loss(params, x, rows, gather)
-            y, value = micro_loss(run, plan, accumulating(plan, used, sums, None), rows)
+            y, value = micro_loss(run, plan, accumulating(plan, used, sums), rows)
             return y, value / total
 
         (_, value), pullback = jax.vjp(stage, sums, x)
@@ -191,8 +190,8 @@ def through_stages(
     zeros = loss.zeros(batch, plan.layout.varying_axes)
     sums, value = forward_and_backward(forward, backward, sums, batch, zeros)
     with jax.named_scope("pipeline"):  # what is on every stage: the first and the last one add to it
-        grads = plan.map(lambda p, g: g if p.staged else lax.psum(g, STAGE), sums.grads)
-    return sums._replace(grads=grads), {"loss": value}
+        grads = plan.map(lambda p, g: g if p.staged else lax.psum(g, STAGE), sums)
+    return grads, {"loss": value}
 
 
 def evaluated(loss: StagedLoss) -> Callable[[ShardingPlan, Params, Batch, Gather], Means]:

@@ -18,21 +18,20 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.accumulation import at, length
-from sharding.gradients import MicroSteps, replica_parameters
-from sharding.in_step_exchange import Carry, MicroStep, Sums, run_last
+from sharding.accumulation import Index, at, length
+from sharding.gradients import Carry, Items, MicroStep, MicroSteps, add_gradients, replica_parameters, run_last
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
 from sharding.spec import is_placement, pspecs
-from sharding.step import Chain, TrainState, updated
-from sharding.trees import Batch, Means, Params, PyTree
+from sharding.step import Timing, TrainState, updated
+from sharding.trees import Batch, Grads, Means, Params, Placements, PyTree
 
 # (group, number of the device in its mesh, layer, the device's shards of the sums): it must not wait, nor read them
 Hand = Callable[[str, Any, Any, Sequence[Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandOut:
-    """Hands each group of gradients to the host as soon as the last micro-step has summed it.
+class GradientCallback:
+    """A MicroStepLoop that hands each group of gradients to the host as soon as the last micro-step has summed it.
 
     `order` has the names of the groups, in the order in which the backward pass completes them, once it was traced.
     """
@@ -40,24 +39,24 @@ class HandOut:
     hand: Hand
     order: list[str] = field(default_factory=list)
 
-    def run(
-        self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: tuple[jax.Array, PyTree]
-    ) -> tuple[Carry, Any]:
-        """Runs the micro-steps on `items` `[accum, ...]`."""
-        (sums, value), aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
-        return run_last(partial(micro_step, exchange=partial(self._group, plan)), (sums, value), items, aux)
+    def run(self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items) -> tuple[Carry, Means]:
+        """Returns the sums of the gradients and of the losses, and auxiliary metrics `[accum]`."""
+        carry, aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
+        return run_last(partial(micro_step, add=partial(self._add_and_hand, plan)), carry, items, aux)
 
-    def _group(self, plan: ShardingPlan, name: str, placements: PyTree, sums: Sums, layer: jax.Array | int) -> Sums:
-        del placements
+    def _add_and_hand(
+        self, plan: ShardingPlan, name: str, placements: Placements, sums: Grads, grads: Grads, layer: Index
+    ) -> Grads:
+        sums = add_gradients(name, placements, sums, grads, layer)
         if name:
-            self._give(plan, name, layer, sums.grads)
+            self._give(plan, name, layer, sums)
             return sums
-        for group, grads in sums.grads.items():  # gathered for the whole micro-step, they are summed all at once
+        for group, of_group in sums.items():  # gathered for the whole micro-step, they are summed all at once
             if group in plan.stacks:
-                for i in range(length(grads)):
-                    self._give(plan, group, i, at(grads, i))
+                for i in range(length(of_group)):
+                    self._give(plan, group, i, at(of_group, i))
             else:
-                self._give(plan, group, 0, grads)
+                self._give(plan, group, 0, of_group)
         return sums
 
     def _give(self, plan: ShardingPlan, name: str, layer: jax.Array | int, grads: PyTree) -> None:
@@ -67,16 +66,18 @@ class HandOut:
         io_callback(partial(self.hand, name), None, device, jnp.asarray(layer), jax.tree.leaves(grads), ordered=False)
 
 
-def build_share(micro_steps: MicroSteps, plan: ShardingPlan, out: HandOut) -> Callable[[Params, Batch], Means]:
+def build_share(
+    micro_steps: MicroSteps, plan: ShardingPlan, callback: GradientCallback
+) -> Callable[[Params, Batch], Means]:
     """Returns `share(params, batch) -> means`: weighted sums over the batch, and `weight`, f32 [].
 
-    The gradients of the weighted sum leave it through `out`. The partition group is all devices; `tensor` is 1, since
-    jax takes callbacks only where all axes are manual.
+    The gradients of the weighted sum leave it through `callback`. The partition group is all devices; `tensor` is 1,
+    since jax takes callbacks only where all axes are manual.
     """
 
     def on_device(params: Params, batch: Batch) -> Means:
         one = jnp.ones((), jnp.float32)
-        _, means = micro_steps(plan, replica_parameters(plan, params, None), batch, one, out)
+        _, means = micro_steps(plan, replica_parameters(plan, params), batch, one, callback)
         return lax.psum(means, plan.layout.varying_axes) if plan.layout.varying_axes else means
 
     def share(params: Params, batch: Batch) -> Means:
@@ -87,13 +88,13 @@ def build_share(micro_steps: MicroSteps, plan: ShardingPlan, out: HandOut) -> Ca
     return share
 
 
-def build_update(plan: ShardingPlan, chain: Chain) -> Callable[[TrainState, PyTree, Means], tuple[TrainState, Means]]:
+def build_update(plan: ShardingPlan, timing: Timing) -> Callable[[TrainState, PyTree, Means], tuple[TrainState, Means]]:
     """Returns `update(state, grads_R, means) -> (state, metrics)`, of what all shares together have."""
 
     def update(state: TrainState, grads_R: PyTree, means: Means) -> tuple[TrainState, Means]:
         weight = means["weight"]
         metrics = {name: x / weight for name, x in means.items() if name != "weight"}
-        return updated(plan, chain, state, jax.tree.map(lambda g: g / weight, grads_R), None, metrics)
+        return updated(plan, timing, state, jax.tree.map(lambda g: g / weight, grads_R), metrics)
 
     return update
 

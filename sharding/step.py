@@ -1,8 +1,12 @@
-"""The training step: the gradients of a batch, the replica all-reduce and the optimizer under `jit`."""
+"""The training step under `jit`: the gradients of a batch, the replica all-reduce, the optimizer, the new parameters.
+
+`Timing` says when the replicas exchange gradients. `AfterMicroSteps`, here, is the plain one. compression/timings.py
+has the timings that overlap the exchange with compute, compression/local_sgd.py those that exchange every few steps.
+"""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +16,7 @@ from jax.tree_util import GetAttrKey
 from sharding.experts import Gather
 from sharding.frozen import joined
 from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
-from sharding.gradients import MicroSteps, batch_gradients
-from sharding.in_step_exchange import Early, Exchanged
+from sharding.gradients import MicroSteps, replica_gradients
 from sharding.plan import ShardingPlan, run_manual
 from sharding.trees import Batch, Grads, GradsR, Means, Params
 
@@ -22,20 +25,62 @@ Measures = Callable[[ShardingPlan, Params, Batch, Gather], Means]
 States = tuple[Any, Any]  # the replica all-reduce's, and the optimizer's
 
 
-@dataclass(frozen=True)
-class Chain:
-    """The replica all-reduce and the optimizer, and what the rest of the step needs of their states."""
+class Watch(Protocol):
+    """What to report of the states after a step."""
 
-    # an optax.GradientTransformationExtraArgs of gradients `[R, ...]` whose state is a pair, as optax.chain makes it;
-    # `exchanged=` is what the micro-steps exchanged
-    tx: Any
-    _: KW_ONLY
-    early: Callable[[States], Early] | None = None  # the replica all-reduce in the micro-steps; None: after them
-    drift: Callable[[States], GradsR] | None = None  # each replica's parameters minus the shared ones, `[R, ...]`
-    watch: Callable[[States], Means] = lambda states: {}  # to report: scalars, or with a drift each replica's, `[R]`
-    scale: Callable[[States], jax.Array] | None = None  # what the loss is multiplied by, f32 [], for float16
-    # of local SGD whose replicas meet outside the step: how far the parameters move by the drifts' mean, and the states
-    meet: Callable[[States, Params], tuple[Grads, States]] | None = None
+    def __call__(self, states: States, /) -> Means:
+        """Returns scalars, or with local SGD each replica's, `[R]`."""
+        ...
+
+
+class Timing(Protocol):
+    """When replicas exchange gradients, and by which optimizer their mean moves the parameters."""
+
+    @property
+    def watch(self) -> Watch:
+        """What to report of the states."""
+        ...
+
+    def init(self, params: Params) -> States:
+        """Returns the states before the first step, of parameters `[...]`."""
+        ...
+
+    def gradients(
+        self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
+    ) -> tuple[Any, Means]:
+        """Returns what `update` takes, and the means of a batch; `params` are trained and frozen ones."""
+        ...
+
+    def update(self, gradients: Any, states: States, params: Params) -> tuple[Grads, States]:
+        """Returns how far the trained parameters `[...]` move, in the optimizer's scope, and the states after it."""
+        ...
+
+
+@dataclass(frozen=True)
+class AfterMicroSteps:
+    """A Timing: the replica all-reduce takes all gradients `[R, ...]` once the micro-steps have ended."""
+
+    all_reduce: Any  # an optax.GradientTransformation from gradients `[R, ...]` to their mean, in the optimizer's scope
+    optimizer: Any  # another one, of arrays in that scope
+    watch: Watch = lambda states: {}
+
+    def init(self, params: Params) -> States:
+        """Returns the states before the first step, of parameters `[...]`."""
+        return self.all_reduce.init(params), self.optimizer.init(params)
+
+    def gradients(
+        self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
+    ) -> tuple[GradsR, Means]:
+        """Returns each replica's gradients `[R, ...]`, and the means of the batch."""
+        del states
+        return replica_gradients(micro_steps, plan, params, batch)
+
+    def update(self, gradients: GradsR, states: States, params: Params) -> tuple[Grads, States]:
+        """Returns the optimizer's update by the mean over the replicas, and the states after it."""
+        all_reduce, opt_state = states
+        mean, all_reduce = self.all_reduce.update(gradients, all_reduce, params)
+        updates, opt_state = self.optimizer.update(mean, opt_state, params)
+        return updates, (all_reduce, opt_state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +105,7 @@ class TrainState:
 
     @property
     def chain(self) -> States:
-        """The states of the chain."""
+        """The states of the replica all-reduce and the optimizer."""
         return self.all_reduce, self.opt_state
 
 
@@ -79,51 +124,46 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def first_state(chain: Chain, params: Params, frozen: Params | None = None) -> TrainState:
-    """Returns the state before the first step, of trained and frozen parameters `[...]`."""
-    all_reduce, opt_state = chain.tx.init(params)
+def first_state(timing: Any, params: Params, frozen: Params | None = None) -> TrainState:
+    """Returns the state before the first step, of trained and frozen parameters `[...]`.
+
+    `timing` is a Timing, or an optax.chain of the replica all-reduce and the optimizer.
+    """
+    all_reduce, opt_state = timing.init(params)
     parts = {"params": params, "all_reduce": all_reduce, "opt_state": opt_state}
     return TrainState(step=jnp.zeros((), jnp.int32), **parts, frozen=frozen or {})
 
 
 def build_train_step(
-    micro_steps: MicroSteps, plan: ShardingPlan, chain: Chain
+    micro_steps: MicroSteps, plan: ShardingPlan, timing: Timing
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Means]]:
     """Returns `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
     the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, the model's
-    auxiliary metrics as means, and what the chain watches; where replicas drift apart they are `[R]`, each one's own
+    auxiliary metrics as means, and what the timing watches; where replicas train apart they are `[R]`, each one's own
     (`training.optimizer_chain.of_all_replicas`), so that a step sends nothing between replicas. `micro_steps` are
     `accumulated(loss)`, or a pipeline's `partial(through_stages, loss)`, where the `accum` micro-steps are
     micro-batches.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Means]:
-        states = state.chain
-        drift_R, early = chain.drift and chain.drift(states), chain.early and chain.early(states)
-        scale = chain.scale and chain.scale(states)
-        grads_R, exchanged, means = batch_gradients(micro_steps, plan, state.all_params, batch, drift_R, early, scale)
-        state, metrics = updated(plan, chain, state, grads_R, exchanged, means)
+        gradients, means = timing.gradients(micro_steps, plan, state.all_params, batch, state.chain)
+        state, metrics = updated(plan, timing, state, gradients, means)
         return state, jax.tree.map(lambda x: plan.of_each_replica(x) if x.ndim else x, metrics)
 
     return step
 
 
 def updated(
-    plan: ShardingPlan,
-    chain: Chain,
-    state: TrainState,
-    grads_R: GradsR | None,
-    exchanged: Exchanged | None,
-    means: Means,
+    plan: ShardingPlan, timing: Timing, state: TrainState, gradients: Any, means: Means
 ) -> tuple[TrainState, Means]:
-    """Returns the state after the chain's update by gradients `[R, ...]`, and the means with what the chain watches."""
+    """Returns the state after the update by the timing's gradients, and the means with what the timing watches."""
     params = plan.constrain(state.params, plan.layout.optimizer)
-    updates, (all_reduce, opt_state) = chain.tx.update(grads_R, state.chain, params, exchanged=exchanged)
-    metrics = means | chain.watch((all_reduce, opt_state))
-    moved = replace(state, step=state.step + 1, all_reduce=all_reduce, opt_state=opt_state)
-    return replace(moved, params=to_parameter_scope(plan, applied(params, updates))), metrics
+    updates, (all_reduce, opt_state) = timing.update(gradients, state.chain, params)
+    params = to_parameter_scope(plan, applied(params, updates))
+    after = replace(state, step=state.step + 1, params=params, all_reduce=all_reduce, opt_state=opt_state)
+    return after, means | timing.watch(after.chain)
 
 
 def applied(params: Params, updates: Grads) -> Params:

@@ -21,7 +21,7 @@ from configs.schema.own import OWN
 from sharding import hlo
 from sharding.coded import LevelCodecs, coded_all_to_all_rows, levels
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
-from sharding.gradients import accumulated, batch_gradients
+from sharding.gradients import accumulated, replica_gradients
 from sharding.mesh import INTER_AXES, inter_part, intra_part
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
@@ -190,7 +190,7 @@ def test_gradients_are_those_of_numpy(name: str) -> None:
     plain = gradients_by_numpy(replace(by_numpy, reduce_scatter={}), used, grad)
 
     def gradients_R(params: Any, data: Any) -> Any:
-        return batch_gradients(accumulated(model.objective), plan, params, data)[0]
+        return replica_gradients(accumulated(model.objective), plan, params, data)[0]
 
     data = heavier(workload.put_batch(plan, MICRO_STEPS, kind=kind))
     state = workload.first_state(kind, plan, optax.chain(optax.identity(), optax.identity()), LAYERS)

@@ -66,7 +66,7 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
 
     def with_local_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
         each = guarded(optax.adamw(lambda step: 0.1))
-        return LocalSGD(exchange(plan), each, settings, plan.layout.num_replicas).transform
+        return LocalSGD(exchange(plan), each, settings, plan.layout.num_replicas)
 
     state = filled(first_state(4, with_local_sgd))
     inner = state.opt_state.inner

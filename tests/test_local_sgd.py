@@ -17,10 +17,10 @@ from support.suite import SLOW
 from support.tables import every_row
 from support.workload import LORA
 
-from compression.all_reduce import delayed
 from compression.exchange import exchange
-from compression.local_sgd import LocalSGD, drift
+from compression.local_sgd import LocalSGD
 from compression.methods import method_named
+from compression.timings import delayed
 from configs import base
 from configs.schema import LocalSGDConfig, OptimizerConfig, ShardingConfig
 from sharding import hlo
@@ -30,7 +30,6 @@ from sharding.redistribute import on_whole_tensors
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, is_spec, place_all
 from sharding.state import state_shardings
-from sharding.step import Chain
 from sharding.step import first_state as begin
 from training.experiment import make_experiment
 from training.optimizer_chain import of_all_replicas, watch
@@ -47,17 +46,16 @@ def config(inner_steps: int, outer: str) -> LocalSGDConfig:
     return LocalSGDConfig(inner_steps=inner_steps, **OUTER[outer])
 
 
-def chain(plan: ShardingPlan, settings: LocalSGDConfig) -> optax.GradientTransformation:
-    each = guarded(inner())
-    return LocalSGD(exchange(plan), each, settings, plan.layout.num_replicas).transform
+def timing(plan: ShardingPlan, settings: LocalSGDConfig) -> LocalSGD:
+    watching = partial(watch, each=True)
+    return LocalSGD(exchange(plan), guarded(inner()), settings, plan.layout.num_replicas, watching)
 
 
 @cache
 def train(layout: str, settings: LocalSGDConfig, kind: str = "decoder") -> tuple[ShardingPlan, np.ndarray, Any, Any]:
     """Returns the losses of all steps, the last state and the compiled step."""
     plan = workload.plan(kind, **LAYOUTS[layout])
-    made = Chain(chain(plan, settings), drift=drift, watch=partial(watch, each=True))
-    step, state, data = workload.compiled_step(kind, plan, chain=made)
+    step, state, data = workload.compiled_step(kind, plan, timing=timing(plan, settings))
     losses, state, _ = workload.run_steps(step, state, data, STEPS)
     return plan, losses, state, step
 
@@ -109,8 +107,7 @@ def test_a_run_with_a_residual_and_muon_sends_nothing_between_meetings() -> None
 def test_a_replica_without_rows_counts_for_nothing() -> None:
     """Rows of weight zero fill a step up: what a replica makes of them moves nothing, and is no part of the loss."""
     plan = workload.plan("decoder", **LAYOUTS["mics(2)"])
-    made = Chain(chain(plan, config(1, "mean")), drift=drift, watch=partial(watch, each=True))
-    step, state, data = workload.compiled_step("decoder", plan, chain=made)
+    step, state, data = workload.compiled_step("decoder", plan, timing=timing(plan, config(1, "mean")))
     rows = rows_of_replicas(plan)
     weights = np.array(data["weights"])
     weights.reshape(-1, weights.shape[-1])[rows[1]] = 0
@@ -143,7 +140,7 @@ def test_factored_moments_are_per_replica() -> None:
     """Those of Adafactor have no parameter's shape; between meetings nothing crosses nodes, as with Adam."""
     plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
     factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    tx = LocalSGD(exchange(plan), guarded(factored), config(3, "diloco"), 4).transform
+    tx = LocalSGD(exchange(plan), guarded(factored), config(3, "diloco"), 4)
     states = workload.first_state("tensors", plan, tx).chain
     state = states[1]
     for x in jax.tree.leaves((state.inner, state.drift)):
@@ -176,9 +173,9 @@ def test_muon_inside_is_its_rule_written_out_and_stays_in_the_replicas(how: str)
     muon = OptimizerConfig(**values | {"warmup_steps": 0, "clip_norm": 0.0, "learning_rate": 0.1})
     settings = config(3, "diloco")
     inner = make_optimizer(muon, 20, specs, partial(on_whole_tensors, plan))
-    tx = LocalSGD(exchange(plan), inner, settings, 4).transform
+    tx = LocalSGD(exchange(plan), inner, settings, 4)
     params: Any = jax.tree.map(lambda s: jnp.ones(s.shape), specs, is_leaf=is_spec)
-    places = state_shardings(plan, jax.eval_shape(partial(begin, Chain(tx)), params)).chain
+    places = state_shardings(plan, jax.eval_shape(partial(begin, tx), params)).chain
     states, params = jax.device_put(tx.init(params), places), jax.device_put(params, plan.shardings(layout.optimizer))
     where = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), gradient_specs(plan))
     update = jax.jit(tx.update, out_shardings=(plan.shardings(layout.optimizer), places))
@@ -210,7 +207,7 @@ def test_guard_skips_steps_of_single_replicas() -> None:
     """Its gradient is not finite; the others move, and all meet at the mean."""
     plan, settings = workload.plan("tensors", **LAYOUTS["mics(2)"]), config(1, "mean")
     params = workload.params("tensors")
-    tx = LocalSGD(exchange(plan), guarded(optax.sgd(1.0)), settings, 4).transform
+    tx = LocalSGD(exchange(plan), guarded(optax.sgd(1.0)), settings, 4)
     good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
     bad = jax.tree.map(lambda g: g.at[2].set(jnp.nan), good)
     moves, states = jax.jit(tx.update)(bad, tx.init(params), params)
@@ -221,7 +218,7 @@ def test_guard_skips_steps_of_single_replicas() -> None:
 
 def test_bytes_are_counted_in_the_steps_that_send_them() -> None:
     plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
-    tx = LocalSGD(exchange(plan, CODECS["int8"]), guarded(optax.sgd(1.0)), config(2, "mean"), 4).transform
+    tx = LocalSGD(exchange(plan, CODECS["int8"]), guarded(optax.sgd(1.0)), config(2, "mean"), 4)
     states, update, sent = tx.init(params), jax.jit(tx.update), []
     for step in range(4):
         _, states = update(gradients(plan, step)[0], states, params)

@@ -65,7 +65,7 @@ def test_twenty_steps_of_local_sgd_match_numpy(method: str) -> None:
     settings = LocalSGDConfig(inner_steps=INNER_STEPS, outer_learning_rate=rate, outer_momentum=momentum)
     is_sparse = method == "sparse_loco"
     hop = by_groups(plan, sparse(plan, density=DENSITY, decay=DECAY)) if is_sparse else exchange(plan)
-    states, update = program(plan, LocalSGD(hop, guarded(inner()), settings, REPLICAS).transform)
+    states, update = program(plan, LocalSGD(hop, guarded(inner()), settings, REPLICAS))
     params = workload.params("tensors")
     shared, clipped = flat(params)[0], set()
     drifts = momenta = velocity = kept = np.float32(0)
@@ -111,7 +111,7 @@ def muloco(plan: ShardingPlan) -> LocalSGD:
 @cache
 def muloco_program(number: int) -> tuple[Any, Any]:
     """Returns the first states of so many replicas, and the jitted update."""
-    return program(replicas_on(number), muloco(replicas_on(number)).transform)
+    return program(replicas_on(number), muloco(replicas_on(number)))
 
 
 @pytest.mark.usefixtures("muon_in_float32")
@@ -150,11 +150,11 @@ def test_muloco_in_two_bits_goes_on_with_other_replicas(before: int, after: int,
     """Together they still owe the same, and are at the mean of where they were; the next meeting hands both on."""
     plan, parts = replicas_on(before), muloco(replicas_on(after))
     states, update = muloco_program(before)
-    state = workload.first_state("tensors", plan, muloco(plan).transform)
+    state = workload.first_state("tensors", plan, muloco(plan))
     for step in range(2 * INNER_STEPS - 1):
         _, states = update(gradients(plan, step)[0], states, state.params)
     save(tmp_path, replace(state, all_reduce=states[0], opt_state=states[1]), 2 * INNER_STEPS - 1)
-    found = restore(tmp_path, workload.first_state("tensors", replicas_on(after), parts.transform))
+    found = restore(tmp_path, workload.first_state("tensors", replicas_on(after), parts))
 
     def same(wanted: Any, got: Any, atol: float = 1e-6) -> None:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-5, atol=atol), wanted, got)

@@ -19,7 +19,6 @@ from support.workload import LORA
 
 import models
 from compression.codecs import Blockwise
-from compression.exchange import exchange
 from configs import fine_tune
 from configs.schema import MODELS, Config, DecoderConfig
 from models import chunked_loss, lora
@@ -27,9 +26,7 @@ from sharding.coded import Codec, LevelCodecs
 from sharding.frozen import part_frozen
 from sharding.hlo import read_collectives
 from sharding.spec import is_spec
-from sharding.step import Chain
 from training.loss_scale import with_loss_scale
-from training.optimizer_chain import watch
 
 INT8 = Blockwise(bits=8, block=16)
 ALL = dict(strategy="zero3")
@@ -111,8 +108,8 @@ def test_float16_beside_what_else_a_decoder_may_have(monkeypatch: pytest.MonkeyP
         kind, built = LORA + dtype, models.build(replace(gemma, compute_dtype=dtype, **section))
         monkeypatch.setattr(workload, "model", lambda kind, num_layers=2, built=built: built)
         plan = workload.plan(kind, dtype=np.dtype(dtype), **GROUP)
-        chain = with_loss_scale(Chain(workload.chained(exchange(plan), workload.sgd()), watch=watch), 2.0**10)
-        step = workload.compiled_step(kind, plan, chain=chain)
+        timing = with_loss_scale(workload.after_micro_steps(plan), 2.0**10)
+        step = workload.compiled_step(kind, plan, timing=timing)
         found[dtype], _, metrics = workload.run_steps(*step, workload.NUM_STEPS)
         assert not int(metrics["skipped_steps"])
     np.testing.assert_allclose(found["float32"], workload.single_device_losses(kind), rtol=1e-5)

@@ -15,10 +15,8 @@ from support.four_nodes import config
 from support.running import arguments, arrays, check_same_end, rows, run_here, stop_after
 
 import models
-from compression.exchange import exchange
-from compression.methods import method_named
 from sharding.hlo import read_collectives
-from sharding.step import Chain
+from sharding.step import AfterMicroSteps
 from training import loss_scale
 from training.experiment import make_experiment
 from training.loss_scale import first_scale, with_loss_scale
@@ -49,10 +47,9 @@ def test_the_scale_follows_the_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
     """A plain Python of the rule, on steps of which some overflow; what they skip changes nothing else by a bit."""
     monkeypatch.setattr(loss_scale, "PATIENCE", 3)
     monkeypatch.setattr(loss_scale, "MOST", 64.0)
-    plain = Chain(optax.chain(optax.identity(), guarded(optax.adam(0.1))), watch=watch)
-    chain = with_loss_scale(plain, 16.0)
+    timing = with_loss_scale(AfterMicroSteps(optax.identity(), guarded(optax.adam(0.1)), watch), 16.0)
     params = {"w": jnp.ones(3)}
-    states, update = chain.tx.init(params), jax.jit(chain.tx.update)
+    states, update = timing.init(params), jax.jit(timing.update)
     scale, count, at_least = 16.0, 0, 0
     overflows = [False] * 13 + [True] * 9 + [False] * 4 + [True, False, False, True]
     for overflow in overflows:
@@ -67,10 +64,9 @@ def test_the_scale_follows_the_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
             at_least, count = 0, count + 1
             if count == 3:
                 scale, count = min(2 * scale, 64.0), 0
-        metrics = chain.watch(states)
+        metrics = timing.watch(states)
         assert (float(metrics["loss_scale"]), int(metrics["skipped_in_a_row"])) == (scale, at_least)
-        assert chain.scale and float(chain.scale(states)) == scale
-    assert int(chain.watch(states)["skipped_steps"]) == sum(overflows)
+    assert int(timing.watch(states)["skipped_steps"]) == sum(overflows)
 
 
 def test_the_first_scale_is_of_a_micro_batch() -> None:
@@ -103,11 +99,10 @@ def check_same_under_each_scale(step: Any, first_state: Callable[[], Any], data:
 def test_an_early_exchange_of_codes_knows_nothing_of_the_scale() -> None:
     """Nor do its residuals, whatever the scale was in the step before."""
     plan = workload.plan("decoder", overlap=True, strategy="mics", partition_size=2)
-    tx = workload.chained(method_named("int8").transform(workload.setup(plan, "int8")), workload.sgd())
-    chain = with_loss_scale(Chain(tx, early=workload.early(plan, "int8"), watch=watch), 1.0)
-    step, state, data = workload.compiled_step("decoder", plan, chain=chain)
+    timing = with_loss_scale(workload.in_micro_steps(plan, "int8"), 1.0)
+    step, state, data = workload.compiled_step("decoder", plan, timing=timing)
     assert any(np.any(np.asarray(x)) for x in jax.tree.leaves(step(state, data)[0].all_reduce.residual))
-    check_same_under_each_scale(step, lambda: workload.first_state("decoder", plan, chain.tx), data)
+    check_same_under_each_scale(step, lambda: workload.first_state("decoder", plan, timing), data)
 
 
 LATE = {"sharding.overlap": "on", "compression.all_reduce": "int8", "compression.delayed": True}
@@ -161,11 +156,11 @@ def test_twenty_steps_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in ("float32", "float16"):
         built = models.build(replace(workload.model("decoder").config, compute_dtype=dtype))
         plan = workload.plan("decoder", dtype=jnp.dtype(dtype), **how)
-        chain = Chain(workload.chained(exchange(plan), optax.adamw(3e-3)), watch=watch)
-        chain = with_loss_scale(chain, 2.0**26) if dtype == "float16" else chain
+        timing = workload.after_micro_steps(plan, tx=optax.adamw(3e-3))
+        timing = with_loss_scale(timing, 2.0**26) if dtype == "float16" else timing
         with monkeypatch.context() as patched:
             patched.setattr(workload, "model", lambda kind, num_layers=2, built=built: built)
-            step, state, data = workload.compiled_step("decoder", plan, chain=chain)
+            step, state, data = workload.compiled_step("decoder", plan, timing=timing)
         begin = jax.tree.map(np.asarray, state.params)
         found[dtype] = (step, begin, *run(step, state, data, 20 if dtype == "float32" else 30))
     step, begin, metrics, params = found["float16"]

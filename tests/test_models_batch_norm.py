@@ -162,7 +162,7 @@ def test_losses_and_averages_do_not_depend_on_devices_or_micro_steps(
 @pytest.mark.slow
 def test_overlapped_all_reduce_averages_too() -> None:
     plan = workload.plan(BATCH_NORM, overlap=True, strategy="mics", partition_size=2)
-    check_run(plan, rows=32, accumulation=2, early=workload.early(plan, "none"))
+    check_run(plan, rows=32, accumulation=2, timing=workload.in_micro_steps(plan, "none"))
 
 
 R = 4
@@ -245,7 +245,7 @@ def test_no_optimizer_moves_the_averages(name: str) -> None:
 
 
 def make_tx(settings: Config) -> Any:
-    return make_chain(settings, four_replicas(), SPECS).tx
+    return make_chain(settings, four_replicas(), SPECS)
 
 
 ALL_REDUCE: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from sharding.redistribute import on_whole_tensors
 from sharding.scopes import make_layout
 from sharding.spec import is_placement, place_all
 from sharding.state import owner, state_shardings
-from sharding.step import Chain, TrainState, first_state
+from sharding.step import TrainState, first_state
 from training.experiment import make_experiment
 from training.optimizers import make_optimizer
 
@@ -62,7 +62,7 @@ def test_sharded_updates_equal_one_device(name: str, layout_name: str) -> None:
     plan = make_sharded(layout_name)
     config, replicas = optimizer_config(name), plan.layout.num_replicas
     tx = optax.chain(exchange(plan), make_optimizer(config, STEPS, SPECS, partial(on_whole_tensors, plan)))
-    shapes = jax.eval_shape(partial(first_state, Chain(tx)), PARAMS)
+    shapes = jax.eval_shape(partial(first_state, tx), PARAMS)
     places = state_shardings(plan, shapes)
     scope = plan.shardings(plan.layout.optimizer)
     state = jax.jit(tx.init, out_shardings=places.chain)(PARAMS)

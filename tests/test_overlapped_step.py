@@ -13,15 +13,23 @@ from support.suite import SLOW
 from support.tables import every_row
 from support.workload import LORA
 
+from compression.local_sgd import LocalSGD, StreamingLocalSGD
 from compression.methods import method_named
+from compression.timings import Delayed, Overlapped
 from configs import base, tiny
 from configs.schema import Config
 from sharding.accumulation import Accumulating, Rule, scan_layers
-from sharding.gradients import accumulated, batch_gradients
+from sharding.gradients import accumulated, replica_gradients
 from sharding.hlo import Collective, read_collectives
-from sharding.in_step_exchange import Early
+from sharding.in_step_exchange import (
+    ExchangeInEachMicroStep,
+    ExchangeInLastMicroStep,
+    exchanged_gradients,
+    gradients_and_exchange,
+)
 from sharding.mesh import INTER_AXES
 from sharding.plan import ShardingPlan, gradient_specs
+from sharding.step import AfterMicroSteps
 from training.experiment import make_experiment
 
 LAYERS = 3
@@ -64,8 +72,8 @@ def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
 def test_all_reduce_in_the_last_backward_pass(kind: str, strategy: str, accumulation: int) -> None:
     """The losses of a single device; each layer but the first is exchanged in the loop, and no byte more is sent."""
     plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
-    early = workload.early(plan, "none")
-    step = workload.compiled_step(kind, plan, accumulation=accumulation, num_layers=LAYERS, early=early)
+    timing = workload.in_micro_steps(plan, "none")
+    step = workload.compiled_step(kind, plan, accumulation=accumulation, num_layers=LAYERS, timing=timing)
     found = workload.run_steps(*step, workload.NUM_STEPS)[0]
     np.testing.assert_allclose(found, workload.single_device_losses(kind, num_layers=LAYERS), rtol=1e-5)
     collectives = read_collectives(step[0].as_text() or "", plan.layout.shape)
@@ -95,10 +103,8 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
     """
     plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
     start = jax.tree.map(np.asarray, workload.trained_and_frozen(kind, LAYERS)[0])
-    tx = method_named(method).transform(workload.setup(plan, method, delayed=late, **CODEC))
-    early = workload.early(plan, method, delayed=late, **CODEC)
-    chain: dict[str, Any] = dict(all_reduce=tx, tx=optax.sgd(1.0), early=early)
-    step = workload.compiled_step(kind, plan, num_layers=LAYERS, **chain)
+    timing = workload.in_micro_steps(plan, method, optax.sgd(1.0), delayed=late, **CODEC)
+    step = workload.compiled_step(kind, plan, num_layers=LAYERS, timing=timing)
     _, state, metrics = workload.run_steps(*step, 2 if late else 1)
     exchange = state.all_reduce.exchange if late else state.all_reduce
     residual = exchange.residual.tree
@@ -135,11 +141,8 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
 def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: int) -> None:
     """Each update is of the gradients before, in pieces that do not divide the shards, and no more is sent."""
     plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
-    all_reduce = method_named("none").transform(workload.setup(plan, "none", kind=kind, delayed=True))
-    how: dict[str, Any] = dict(accumulation=accumulation, num_layers=LAYERS, tx=optax.sgd(0.5))
-    step = workload.compiled_step(
-        kind, plan, all_reduce=all_reduce, early=workload.early(plan, "none", delayed=True), **how
-    )
+    timing = workload.in_micro_steps(plan, "none", optax.sgd(0.5), kind=kind, delayed=True)
+    step = workload.compiled_step(kind, plan, accumulation=accumulation, num_layers=LAYERS, timing=timing)
     p, wanted, gradient = workload.trained_and_frozen(kind, LAYERS)[0], [], None
     for _ in range(4):
         loss, following = workload.value_and_grad(kind, LAYERS)(p, jnp.arange(workload.ROWS))
@@ -166,10 +169,14 @@ def test_every_exchange_draws_its_own_random_numbers(late: bool, pieces: int) ->
 
     @jax.jit
     def drawn(done: jax.Array) -> Any:
-        waiting = jax.tree.map(lambda p: jnp.zeros((4, *p.shape)), params) if late else None
-        early = Early(exchange=draw, done=done, waiting=waiting)
-        loss = accumulated(workload.model("decoder", LAYERS).objective)
-        return batch_gradients(loss, plan, params, data, early=early)[1].mean_R
+        fields: dict[str, Any] = dict(exchange=draw, num_counts=0, done=done, kept=None)
+        micro_steps = accumulated(workload.model("decoder", LAYERS).objective)
+        if not late:
+            loop = ExchangeInLastMicroStep(**fields)
+            return exchanged_gradients(micro_steps, plan, params, data, loop)[0].mean
+        pending = jax.tree.map(lambda p: jnp.zeros((4, *p.shape)), params)
+        loop = ExchangeInEachMicroStep(pending=pending, **fields)
+        return gradients_and_exchange(micro_steps, plan, params, data, loop)[0][1].mean
 
     found = [drawn(jnp.int32(done)) for done in range(2)]
     groups = LAYERS + len(params) - 1
@@ -210,11 +217,8 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
 ) -> None:
     """What follows is what would follow from the parameters before, with nothing left to send."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES[strategy])
-    tx = method_named(method).build(workload.setup(plan, method, **CODEC))
-    early = workload.early(plan, method, **CODEC)
-    step, state, data = workload.compiled_step(
-        "decoder", plan, all_reduce=tx, early=early, loss=overflowing, accumulation=2
-    )
+    timing = workload.in_micro_steps(plan, method, **CODEC)
+    step, state, data = workload.compiled_step("decoder", plan, timing=timing, loss=overflowing, accumulation=2)
     state, first = step(state, data)
     params, residual = jax.tree.map(np.array, (state.params, state.all_reduce.residual.tree))
     assert any(x.any() for x in jax.tree.leaves(residual))
@@ -231,9 +235,8 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
 def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed() -> None:
     """The mean of what waits, and what the codec keeps, are together what they were."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
-    all_reduce = method_named("int8").transform(workload.setup(plan, "int8", delayed=True, **CODEC))
-    beside = workload.early(plan, "int8", delayed=True, **CODEC)
-    step, state, data = workload.compiled_step("decoder", plan, all_reduce=all_reduce, early=beside)
+    timing = workload.in_micro_steps(plan, "int8", delayed=True, **CODEC)
+    step, state, data = workload.compiled_step("decoder", plan, timing=timing)
     state, _ = step(state, data)
 
     def to_come(state: Any) -> Any:
@@ -299,13 +302,13 @@ def test_a_group_that_is_gathered_twice_is_refused() -> None:
         return model.loss(params, batch, gather)
 
     with pytest.raises(ValueError, match="gathers embed twice"):
-        jax.eval_shape(lambda p: batch_gradients(accumulated(loss), plan, p, batch), workload.params("decoder"))
+        jax.eval_shape(lambda p: replica_gradients(accumulated(loss), plan, p, batch), workload.params("decoder"))
 
 
 def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
     """Of a loss through three pipelined layers, against the plain loop."""
     stack, x, scale = jnp.arange(6.0).reshape(3, 2), jnp.ones(2), jnp.array([0.5, 2.0])
-    rule = Rule(name="layers", add=lambda sums, grads: sums + grads, overlap=True)
+    rule = Rule(name="layers", add=lambda sums, grads, layer: sums + grads, overlap=True)
 
     def loss(scale: jax.Array, layers: Any) -> jax.Array:
         def body(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
@@ -322,13 +325,18 @@ def test_the_config_decides_where_all_reduce_runs() -> None:
     inside = {"sharding.overlap": "on", "compression.all_reduce": "int8"}
     late, streaming = {"compression.delayed": True}, {"local_sgd.inner_steps": 4, "local_sgd.streaming": True}
     off = {"sharding.overlap": "off"}
-    for changes, parts in (({}, 0), (inside, 0), (inside | late, 1), (streaming, 4), (off | streaming, 4)):
-        experiment = make_experiment(tiny_config(changes))
-        assert experiment.chain.early is not None
-        early = jax.eval_shape(experiment.chain.early, experiment.state_shapes.chain)
-        assert (early.waiting is not None) == bool(parts) and early.parts == max(parts, 1)
-    for after in (off, inside | {"local_sgd.inner_steps": 2}):
-        assert make_experiment(tiny_config(after)).chain.early is None
+    timings = [
+        ({}, Overlapped),
+        (inside, Overlapped),
+        (inside | late, Delayed),
+        (streaming, StreamingLocalSGD),
+        (off | streaming, StreamingLocalSGD),
+        (off, AfterMicroSteps),
+        (inside | off | late, AfterMicroSteps),
+        (inside | {"local_sgd.inner_steps": 2}, LocalSGD),
+    ]
+    for changes, timing in timings:
+        assert type(make_experiment(tiny_config(changes)).chain) is timing
 
 
 def tiny_config(changes: dict[str, Any]) -> Config:
@@ -360,4 +368,4 @@ def test_all_reduce_comes_after_the_backward_pass_unless_it_can_take_each_layer_
     how: dict, compression: dict, method: str
 ) -> None:
     plan = workload.plan("decoder", overlap=True, **how)
-    assert method_named(method).early(workload.setup(plan, method, kind="decoder", **compression)) is None
+    assert not method_named(method).runs_in_micro_steps(workload.setup(plan, method, kind="decoder", **compression))

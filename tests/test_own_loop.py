@@ -15,7 +15,7 @@ from compression.exchange import exchange
 from configs.base import typed
 from configs.register import register
 from configs.schema.own import OWN
-from sharding.gradients import accumulated, batch_gradients
+from sharding.gradients import accumulated, replica_gradients
 from training.experiment import Experiment, make_experiment
 from training.optimizer_chain import make_chain
 
@@ -45,13 +45,13 @@ def test_in_a_plain_chain_it_gives_the_updates_of_a_run() -> None:
     experiment = small({"compression.all_reduce": "int8"} | {f"optimizer.{key}": value for key, value in plain.items()})
     config, plan, model = experiment.config, experiment.plan, experiment.model
     c = config.optimizer
-    theirs = make_chain(config, plan, model.param_specs()).tx
+    theirs = make_chain(config, plan, model.param_specs())
     codec = Blockwise(bits=8, block=config.compression.block)
     ours = optax.chain(exchange(plan, codec), optax.adamw(c.learning_rate, c.b1, c.b2, c.eps, weight_decay=0.0))
     params = experiment.init_state().params
     batch = {name: np.ones(x.shape, x.dtype) for name, x in experiment.batches.shapes.items()}
     states = [tx.init(params) for tx in (theirs, ours)]
-    gradients_of = jax.jit(lambda p: batch_gradients(accumulated(model.objective), plan, p, batch)[0])
+    gradients_of = jax.jit(lambda p: replica_gradients(accumulated(model.objective), plan, p, batch)[0])
     update = [jax.jit(tx.update) for tx in (theirs, ours)]
     for scale in (1, 2, 3):
         grads_R = jax.tree.map(lambda g, scale=scale: g * scale, gradients_of(params))

@@ -26,7 +26,7 @@ from sharding.redistribute import on_whole_tensors
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import Chain, first_state
+from sharding.step import first_state
 from training.optimizers import make_optimizer, make_schedule, per_layer
 
 pytestmark = pytest.mark.usefixtures("muon_in_float32")
@@ -105,7 +105,7 @@ def compiled_update(plan: ShardingPlan, specs: Any) -> tuple[jax.stages.Compiled
     """Returns `update(grads_R, state, params)`, the first state, the parameters, and where the gradients lie."""
     tx = optax.chain(exchange(plan), make_optimizer(muon_config(), STEPS, specs, partial(on_whole_tensors, plan)))
     params = values(0, specs)
-    places = state_shardings(plan, jax.eval_shape(partial(first_state, Chain(tx)), params)).chain
+    places = state_shardings(plan, jax.eval_shape(partial(first_state, tx), params)).chain
     state = jax.jit(tx.init, out_shardings=places)(params)
     params = jax.device_put(params, plan.shardings(plan.layout.optimizer))
     grad_places = jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), gradient_specs(plan))

@@ -14,12 +14,11 @@ from support.overlapping import crossing
 from support.suite import SLOW
 from support.workload import LORA
 
-from compression.local_sgd import LocalSGD, drift, streamed
+from compression.local_sgd import StreamingLocalSGD
 from compression.methods import method_named
 from configs.schema import LocalSGDConfig
 from sharding.hlo import read_collectives
 from sharding.plan import ShardingPlan
-from sharding.step import Chain
 from training.optimizer_chain import watch
 from training.optimizers import guarded
 
@@ -39,11 +38,9 @@ def compiled(
 ) -> tuple[Any, Any, Any]:
     """Returns the compiled step, its first state and its batch."""
     setup = workload.setup(plan, method, kind=kind, **codec)
-    local = LocalSGD(method_named(method).build(setup), guarded(tx), settings, plan.layout.num_replicas).transform
-    chain = Chain(
-        local, early=streamed(method_named(method), setup, settings), drift=drift, watch=partial(watch, each=True)
-    )
-    return workload.compiled_step(kind, plan, chain=chain)
+    all_reduce, by_group = method_named(method).build(setup), method_named(method).by_group(setup)
+    parts = all_reduce, guarded(tx), settings, plan.layout.num_replicas, partial(watch, each=True)
+    return workload.compiled_step(kind, plan, timing=StreamingLocalSGD(*parts, by_group=by_group))
 
 
 def parts_of(x: jax.Array, *, stacked: bool, parts: int = PARTS) -> np.ndarray:

@@ -31,7 +31,7 @@ from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
 from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
-from sharding.step import Chain, TrainState, build_eval_step, build_train_step, first_state, in_turn
+from sharding.step import Timing, TrainState, build_eval_step, build_train_step, first_state, in_turn
 from sharding.trees import Params
 from training.batches import BatchLayout, batches_of
 from training.optimizer_chain import cut_of, make_chain
@@ -48,7 +48,7 @@ class Experiment:
     config: Config
     model: models.Model
     plan: ShardingPlan
-    chain: Chain  # the replica all-reduce and the optimizer
+    chain: Timing  # the replica all-reduce and the optimizer
     schedule: optax.Schedule | None  # the learning rate by step; None: the optimizer has another one
     batches: BatchLayout  # rows of a step; with independent replicas rows of a share
     num_shares: int = 1  # shares of a step, with independent replicas
@@ -189,7 +189,7 @@ class Experiment:
     @property
     def drifts_apart(self) -> bool:
         """Whether a step has separate metrics for each replica, `[R]`."""
-        return self.chain.drift is not None and self.chain.meet is None
+        return self.config.local_sgd.inner_steps > 0 and self.config.sharding.replicas != "independent"
 
     @property
     def dispatches_asynchronously(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from elastic.replicas.payloads import Float32, make_payload, pieces
 from elastic.replicas.sums import Piece
 from sharding.gradients import accumulated
-from sharding.shares import FlatGradients, HandOut, build_share, build_update, gradient_shapes
+from sharding.shares import FlatGradients, GradientCallback, build_share, build_update, gradient_shapes
 from sharding.step import TrainState
 from sharding.trees import Batch, GradsR
 from training.experiment import Experiment
@@ -41,7 +41,7 @@ class GradientUnits:
         """Nothing is compiled yet."""
         self._ex, self._delays = ex, ex.config.compression.delayed
         self._handed_out: queue.SimpleQueue[LayerGradients | None] = queue.SimpleQueue()  # by the unit being computed
-        self._out = HandOut(hand=self._hand)
+        self._out = GradientCallback(hand=self._hand)
 
     def compile(self) -> jax.stages.Compiled:
         """Returns the compiled unit; compiles the update too, because peers would wait for that later."""

@@ -7,17 +7,20 @@ Scales are powers of two: apart from what overflows or is lost in float16, a ste
 bit.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from compression.local_sgd import LocalState
 from configs.schema import BatchConfig
-from sharding.step import Chain, States
-from sharding.trees import Grads, GradsR, Params, PyTree
+from sharding.gradients import MicroStepLoop, MicroSteps
+from sharding.in_step_exchange import ExchangeInEachMicroStep, ExchangeInLastMicroStep
+from sharding.plan import ShardingPlan
+from sharding.step import States, Timing, Watch
+from sharding.trees import Batch, Grads, Means, Params, PyTree
 from training.optimizers import GuardState
 
 FIRST, PATIENCE = 2.0**16, 2000  # of the mean loss of a micro-batch; finite steps before it doubles
@@ -38,32 +41,85 @@ def first_scale(batch: BatchConfig) -> float:
     return FIRST * 2 ** (max(1, batch.global_size // batch.micro_size).bit_length() - 1)
 
 
-def with_loss_scale(chain: Chain, first: float) -> Chain:
-    """Returns the chain whose loss is scaled, by `first` at first; one scale for all replicas, also of local SGD."""
+def with_loss_scale(timing: Timing, first: float) -> "Scaled":
+    """Returns the timing with a scaled loss, by `first` at first; one scale for all replicas, also of local SGD."""
 
-    def init(params: Params) -> Any:
-        all_reduce, inner = chain.tx.init(params)
-        return all_reduce, ScaledState(inner, jnp.float32(first), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    def watch(states: States) -> Means:
+        scalars = {"loss_scale": states[1].scale, "skipped_in_a_row": states[1].skipped_at_least}
+        return timing.watch(_unscaled(states)) | scalars
 
-    def update(updates: GradsR, state: Any, params: Params | None = None, **extra: Any) -> tuple[Grads, Any]:
-        _, before = state
-        moves, (all_reduce, inner) = chain.tx.update(updates, _unscaled(state), params, **extra)
+    return Scaled(timing, first, watch)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A Timing around another, whose micro-steps differentiate a multiple of the loss."""
+
+    timing: Timing
+    first: float
+    watch: Watch
+
+    def init(self, params: Params) -> States:
+        """Returns the states before the first step, of parameters `[...]`; the optimizer's is a ScaledState."""
+        all_reduce, inner = self.timing.init(params)
+        zero = jnp.zeros((), jnp.int32)
+        return all_reduce, ScaledState(inner, jnp.float32(self.first), zero, zero)
+
+    def gradients(
+        self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
+    ) -> tuple[Any, Means]:
+        """Returns the timing's gradients and means, without the scale."""
+        scaled = partial(_scaled_micro_steps, micro_steps, states[1].scale)
+        return self.timing.gradients(scaled, plan, params, batch, _unscaled(states))
+
+    def update(self, gradients: Any, states: States, params: Params) -> tuple[Grads, States]:
+        """Returns the timing's update, and the states after it, with the scale of the next step."""
+        _, before = states
+        moves, (all_reduce, inner) = self.timing.update(gradients, _unscaled(states), params)
         finite = jnp.all(guard_of(inner).skipped == guard_of(before.inner).skipped)
         return moves, (all_reduce, _follow(before, finite)._replace(inner=inner))
 
-    def watch(states: States) -> dict[str, jax.Array]:
-        found = {"loss_scale": states[1].scale, "skipped_in_a_row": states[1].skipped_at_least}
-        return chain.watch(_unscaled(states)) | found
 
-    early, drift = chain.early, chain.drift
-    return replace(
-        chain,
-        tx=optax.GradientTransformationExtraArgs(init, update),
-        early=early and (lambda states: early(_unscaled(states))),
-        drift=drift and (lambda states: drift(_unscaled(states))),
-        watch=watch,
-        scale=lambda states: states[1].scale,
-    )
+def _scaled_micro_steps(
+    micro_steps: MicroSteps,
+    scale: jax.Array,
+    plan: ShardingPlan,
+    params: Params,
+    batch: Batch,
+    total: jax.Array,
+    loop: MicroStepLoop,
+) -> tuple[Any, Means]:
+    """Runs micro-steps that differentiate `scale` times the loss; returns their results without the scale."""
+
+    def unscaled(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x / scale, tree)
+
+    run = partial(micro_steps, plan, params, batch, total / scale)
+    match loop:
+        case ExchangeInLastMicroStep():  # it exchanges gradients, which must have no scale by then
+            exchanged, means = run(UnscalingExchange(**vars(loop), scale=scale))
+            return exchanged, unscaled(means)
+        case ExchangeInEachMicroStep():  # what it exchanges has none
+            (grads, exchanged), means = run(loop)
+            return (unscaled(grads), exchanged), unscaled(means)
+    grads, means = run(loop)
+    return unscaled(grads), unscaled(means)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnscalingExchange(ExchangeInLastMicroStep):
+    """Divides the sums of gradients by their scale before it exchanges them."""
+
+    scale: jax.Array  # f32 []
+
+    @property
+    def numbers(self) -> tuple[jax.Array, ...]:
+        """Numbers [] for the backward pass, the scale last."""
+        return (*super().numbers, self.scale)
+
+    def to_exchange(self, grads: Grads, numbers: tuple[jax.Array, ...]) -> Grads:
+        """Returns the summed gradients `[...]` without their scale."""
+        return jax.tree.map(lambda g: g / numbers[-1], grads)
 
 
 def guard_of(opt_state: PyTree) -> GuardState:
@@ -72,7 +128,7 @@ def guard_of(opt_state: PyTree) -> GuardState:
 
 
 def _unscaled(states: States) -> States:
-    """Returns the states of the chain within."""
+    """Returns the states of the timing within."""
     return states[0], states[1].inner
 
 

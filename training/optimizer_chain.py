@@ -11,16 +11,17 @@ import optax
 
 from compression.all_reduce import AllReduceMethod, Setup, unless_not_finite
 from compression.exchange import exchange
-from compression.local_sgd import LocalSGD, drift, streamed
+from compression.local_sgd import IndependentLocalSGD, LocalSGD, StreamingLocalSGD
 from compression.methods import method_named
 from compression.statistics import RESIDUAL_NORM, State, statistics
+from compression.timings import Delayed, Overlapped
 from configs.schema import Config
 from configs.schema.own import OWN
 from sharding.averages import part_averages
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
 from sharding.state import Cut
-from sharding.step import Chain, States
+from sharding.step import AfterMicroSteps, States, Timing
 from training.loss_scale import first_scale, guard_of, with_loss_scale
 from training.optimizers import beside_averages, make_optimizer
 
@@ -28,32 +29,33 @@ from training.optimizers import beside_averages, make_optimizer
 WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)
 
 
-def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
+def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Timing:
     """Returns the replica all-reduce and the optimizer, or local SGD around both; for float16 with loss scaling.
 
     Independent replicas average their gradients outside the step, so their chain has no replica all-reduce.
     """
     if config.sharding.replicas == "independent":
         config = replace(config, compression=replace(config.compression, all_reduce="none"))
-    chain = _make_chain(config, plan, specs)
-    return with_loss_scale(chain, first_scale(config.batch)) if plan.compute_dtype == jnp.float16 else chain
+    timing = _make_timing(config, plan, specs)
+    return with_loss_scale(timing, first_scale(config.batch)) if plan.compute_dtype == jnp.float16 else timing
 
 
-def _make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Chain:
+def _make_timing(config: Config, plan: ShardingPlan, specs: Any) -> Timing:
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.all_reduce)
     all_reduce, downstream = _all_reduce(method, setup), method.downstream(optimizer)
     inner = make_optimizer(downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
     watching = partial(watch, hands_on="update" if method.takes_over else "grad", each=bool(local.inner_steps))
-    if not local.inner_steps:
-        early = method.early(setup)
-        return Chain(optax.chain(all_reduce, inner), early=early and (lambda states: early(states[0])), watch=watching)
-    parts = LocalSGD(all_reduce, inner, local, plan.layout.num_replicas)
-    if config.sharding.replicas == "independent":  # they meet outside the step (training/round_units.py)
-        return Chain(parts.transform_alone, drift=drift, watch=watching, meet=parts.meet)
-    early = streamed(method, setup, local) if local.streaming else None
-    return Chain(parts.transform, early=early, drift=drift, watch=watching)
+    if local.inner_steps:
+        parts = all_reduce, inner, local, plan.layout.num_replicas, watching
+        if config.sharding.replicas == "independent":
+            return IndependentLocalSGD(*parts)
+        return StreamingLocalSGD(*parts, by_group=method.by_group(setup)) if local.streaming else LocalSGD(*parts)
+    if not method.runs_in_micro_steps(setup):
+        return AfterMicroSteps(all_reduce, inner, watching)
+    in_step = Delayed if compression.delayed else Overlapped
+    return in_step(all_reduce, inner, watching, by_group=method.by_group(setup))
 
 
 def cut_of(name: str) -> Cut:

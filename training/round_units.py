@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from compression.local_sgd import LocalState
+from compression.local_sgd import LocalSGD, LocalState
 from configs.schema import Config
 from configs.schema.own import OWN
 from elastic.replicas.payloads import Float32, Payload, make_payload, pieces
@@ -57,9 +57,15 @@ class RoundUnits:
     def _step(self, worker: TrainState, params: Params, frozen: Params, batch: Batch) -> tuple[TrainState, Means]:
         """Returns the worker after a step, and the weighted sums over its rows: loss, auxiliary metrics, weight."""
         ex = self._ex
-        one = build_train_step(accumulated(ex.model.objective), ex.plan, replace(ex.chain, watch=lambda states: {}))
+        timing = replace(self._timing, watch=lambda states: {})
+        one = build_train_step(accumulated(ex.model.objective), ex.plan, timing)
         state, sums_R = one(replace(worker, params=params, frozen=frozen), batch)
         return worker_of(state), {name: x[0] for name, x in sums_R.items()}  # a worker's world is one replica
+
+    @property
+    def _timing(self) -> LocalSGD:
+        assert isinstance(self._ex.chain, LocalSGD)
+        return self._ex.chain
 
     @cached_property
     def _shapes(self) -> tuple[Any, ...]:
@@ -83,19 +89,17 @@ class RoundUnits:
     @cached_property
     def meeting(self) -> jax.stages.Compiled:
         """The compiled `meet(state, inner_R, drift_R) -> (state, watched)` of the workers' means; donates all."""
-        plan, chain, shapes = self._ex.plan, self._ex.chain, self._ex.state_shapes
-        assert chain.meet
-        meet = chain.meet
+        plan, timing, shapes = self._ex.plan, self._timing, self._ex.state_shapes
 
         def met(state: TrainState, inner_R: PyTree, drift_R: PyTree) -> tuple[TrainState, Means]:
             local = state.opt_state
             met = {"inner": replace(local.inner, tree=inner_R), "drift": replace(local.drift, tree=drift_R)}
             local = local._replace(step=local.step + self.steps, **met)
             params = plan.constrain(state.params, plan.layout.optimizer)
-            moves, states = meet((state.all_reduce, local), params)
+            moves, states = timing.meet((state.all_reduce, local), params)
             moved = replace(state, step=state.step + self.steps, all_reduce=states[0], opt_state=states[1])
             moved = replace(moved, params=to_parameter_scope(plan, applied(params, moves)))
-            return moved, of_all_replicas(chain.watch(states))
+            return moved, of_all_replicas(timing.watch(states))
 
         jitted = jax.jit(met, donate_argnums=(0, 1, 2), out_shardings=(_shardings(shapes), self._ex.replicated))
         return self._ex.compiled(jitted.lower(shapes, shapes.opt_state.inner.tree, shapes.opt_state.drift.tree))

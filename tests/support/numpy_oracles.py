@@ -10,7 +10,6 @@ import numpy as np
 
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.state import state_shardings
-from sharding.step import Chain
 from sharding.step import first_state as begin
 from support import workload
 from support.exchanging import is_vector
@@ -33,7 +32,7 @@ def replicas_on(nodes: int) -> ShardingPlan:
 def program(plan: ShardingPlan, tx: Any, params: Any = None) -> tuple[Any, Callable[..., Any]]:
     """Returns the first states of a chain, where they belong, and its jitted update, which is compiled once."""
     params = workload.params("tensors") if params is None else params
-    places = state_shardings(plan, jax.eval_shape(partial(begin, Chain(tx)), params)).chain
+    places = state_shardings(plan, jax.eval_shape(partial(begin, tx), params)).chain
     grads = jax.tree.map(lambda spec: jax.NamedSharding(plan.mesh, spec), gradient_specs(plan))
     whole = plan.shardings(plan.layout.optimizer)
     update = jax.jit(tx.update, in_shardings=(grads, places, whole), out_shardings=(whole, places))

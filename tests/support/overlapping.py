@@ -25,8 +25,7 @@ STRATEGIES = {
 def losses(kind: str, strategy: str, accumulation: int) -> np.ndarray:
     """The losses of five steps with the replica all-reduce in the last backward pass."""
     plan = workload.plan(kind, overlap=True, **STRATEGIES[strategy])
-    early = workload.early(plan, "none")
-    return workload.losses(kind, plan, accumulation=accumulation, early=early)
+    return workload.losses(kind, plan, accumulation=accumulation, timing=workload.in_micro_steps(plan, "none"))
 
 
 def crossing(collectives: list[Collective]) -> list[Collective]:

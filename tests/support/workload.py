@@ -13,6 +13,7 @@ import models
 from compression.all_reduce import AllReduceMethod, Setup, unless_not_finite
 from compression.exchange import exchange
 from compression.methods import method_named
+from compression.timings import Delayed, Overlapped
 from configs import base
 from configs.schema import MODELS, AblationConfig, CompressionConfig, ResNetConfig, ShardingConfig, ViTConfig, keys_of
 from sharding.averages import part_averages
@@ -25,7 +26,7 @@ from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from sharding.spec import ParamSpec, place_all
 from sharding.state import state_shardings
-from sharding.step import Chain, TrainState, build_train_step
+from sharding.step import AfterMicroSteps, Timing, TrainState, build_train_step
 from sharding.step import first_state as begin
 from training.optimizer_chain import of_all_replicas, watch
 from training.optimizers import OptimizerConfig, beside_averages, guarded, move_averages
@@ -259,11 +260,19 @@ def setup(plan: ShardingPlan, method: str | AllReduceMethod, *, kind: str = "ten
     )
 
 
-def early(plan: ShardingPlan, all_reduce: str, **compression: Any) -> Callable[[Any], Any]:
-    """The replica all-reduce in the micro-steps, of the states of a chain."""
-    found = method_named(all_reduce).early(setup(plan, all_reduce, **compression))
-    assert found is not None
-    return lambda states: found(states[0])
+def in_micro_steps(
+    plan: ShardingPlan, all_reduce: str, tx: Any = None, *, kind: str = "tensors", **compression: Any
+) -> Timing:
+    """The timing of a method that runs in the micro-steps."""
+    method, given = method_named(all_reduce), setup(plan, all_reduce, kind=kind, **compression)
+    assert method.runs_in_micro_steps(given)
+    timing = Delayed if given.compression.delayed else Overlapped
+    return timing(method.transform(given), guarded(tx or sgd()), watch, by_group=method.by_group(given))
+
+
+def after_micro_steps(plan: ShardingPlan, all_reduce: Any = None, tx: Any = None) -> AfterMicroSteps:
+    """A replica all-reduce after the micro-steps and an optimizer; neither state changes in a step that is skipped."""
+    return AfterMicroSteps(unless_not_finite(all_reduce or exchange(plan)), guarded(tx or sgd()), watch)
 
 
 def chained(all_reduce: optax.GradientTransformation, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -294,20 +303,19 @@ def compiled_step(
     rows: int = ROWS,
     tx: Any = None,
     all_reduce: Any = None,
-    chain: Chain | None = None,
+    timing: Timing | None = None,
     num_layers: int = 2,
-    early: Any = None,
     loss: Any = None,
 ):
     """Returns the compiled step, its first state and its batch; `loss` in the place of the model's objective."""
-    chain = chain or Chain(chained(all_reduce or exchange(sh), tx or sgd()), early=early, watch=watch)
-    state = first_state(kind, sh, chain.tx, num_layers)
+    timing = timing or after_micro_steps(sh, all_reduce, tx)
+    state = first_state(kind, sh, timing, num_layers)
     data = put_batch(sh, accumulation, rows, kind)
     built = model(kind, num_layers)
     staged = built.staged_loss() if sh.layout.shape.stage > 1 else None
     micro_steps = partial(through_stages, staged) if staged else accumulated(loss or built.objective)
     step = jax.jit(
-        build_train_step(micro_steps, sh, chain),
+        build_train_step(micro_steps, sh, timing),
         donate_argnums=0,
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),
     )
@@ -315,8 +323,8 @@ def compiled_step(
 
 
 def first_state(kind: str, sh: ShardingPlan, tx: Any, num_layers: int = 2) -> TrainState:
-    """The state before the first step of a chain, where it belongs; copied, because the step donates it."""
-    state = begin(Chain(tx), *part_like(params(kind, num_layers), sh.placements))
+    """The state before the first step of a timing or a chain, where it belongs; copied: the step donates it."""
+    state = begin(tx, *part_like(params(kind, num_layers), sh.placements))
     return jax.device_put(jax.tree.map(np.asarray, state), state_shardings(sh, state), may_alias=False)
 
 
