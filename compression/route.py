@@ -48,31 +48,35 @@ class Route:
 
         The residual `[d, N]` is the error of both encodings; the caller adds it to the next `x`.
         """
-        parts = self._parts(x)
-        rows = reduce_scatter_chunks(parts, self.intra, hierarchical=True, by_ring=self.over_gloo)
-        rows = rows.reshape(lax.axis_size(self.inter), -1)
+        # 1. inside nodes, k devices each, on m nodes: n = d N / (k m) values, N padded
+        parts = self._parts(x)  # [k, m n]
+        rows = reduce_scatter_chunks(parts, self.intra, hierarchical=True, by_ring=self.over_gloo)  # [m n]
+        rows = rows.reshape(lax.axis_size(self.inter), -1)  # [m, n], a row per node
         first, second = jax.random.split(key)
 
-        real = self._real(rows.shape, x.shape[-1])
-        payload = self.codec.encode(rows, first, real)
-        received = all_to_all_rows(payload, self.inter)
-        total = reduce(jnp.add, [self.codec.decode(row) for row in received])  # a reduction would materialise all rows
-        kept = rows - self.codec.decode(payload)
+        # 2. between nodes: reduce-scatter of payloads
+        real = self._real(rows.shape, x.shape[-1])  # [m, n]
+        payload = self.codec.encode(rows, first, real)  # uint8 [m, bytes]
+        received = all_to_all_rows(payload, self.inter)  # uint8 [m, bytes]: this node's row, from each node
+        total = reduce(jnp.add, [self.codec.decode(row) for row in received])  # [n]; a reduction would write [m, n]
+        kept = rows - self.codec.decode(payload)  # [m, n]
         payloads = [payload]
 
+        # 3. between nodes: all-gather of payloads
         whole = total
         if between := inter_part(self.gather):
-            payload = self.codec.encode(total, second, real[lax.axis_index(self.inter)])
+            payload = self.codec.encode(total, second, real[lax.axis_index(self.inter)])  # uint8 [bytes]
             payloads.append(payload)
-            gathered = all_gather_chunks(payload, between, hierarchical=True, to="invarying")
-            whole = self.codec.decode(gathered).reshape(-1)
+            gathered = all_gather_chunks(payload, between, hierarchical=True, to="invarying")  # uint8 [nodes, bytes]
+            whole = self.codec.decode(gathered).reshape(-1)  # [nodes n]
             own = jnp.arange(len(rows))[:, None] == lax.axis_index(self.inter)
             kept += jnp.where(own, total - self.codec.decode(payload), 0)
+        # 4. inside nodes: all-gather of values
         if inside := intra_part(self.gather):
-            whole = all_gather_chunks(whole, inside, hierarchical=True, to="invarying").reshape(-1)
+            whole = all_gather_chunks(whole, inside, hierarchical=True, to="invarying").reshape(-1)  # [N], padded
 
         mine = lax.axis_index(self.intra) if self.intra else 0
-        kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))
+        kept = jnp.zeros_like(parts).at[mine].set(kept.reshape(-1))  # [k, m n]
         in_first = x.size / lax.axis_size(self.intra)  # without padding; the mean over the devices
         num_values = in_first * (1 + (len(payloads) - 1) / lax.axis_size(self.inter))
         sent = Sent(sum(payload.size for payload in payloads), num_values, num_values)

@@ -13,7 +13,7 @@ of these depends on the layer's compute.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +132,25 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating, unroll: bool) -> PyT
     return _tap(lambda first, g, _: (g, first), stack.sums, x, sums)[0]  # backwards, it starts with the sums so far
 
 
+class _Kept(NamedTuple):
+    """What the forward loop over L layers keeps for the backward one."""
+
+    xs: PyTree  # the inputs `[L - 1, ...]` of all layers but the last
+    x_last: PyTree  # the last layer's input `[...]`
+    full_last: PyTree  # the last layer's gathered parameters `[...]`
+    parts: PyTree  # of all layers but the last: what `Rule.keep` gathered, `[L - 1, ...]`; None without it
+
+
+class _Backward(NamedTuple):
+    """What one layer's backward pass hands to the next, which belongs to the layer before it."""
+
+    g: PyTree  # the cotangent of the layer's input, like `x`
+    full: PyTree  # the gathered parameters of the layer before
+    grads: PyTree  # the layer's gradients: gathered, not yet reduced
+    args_grads: PyTree  # the sums of the gradients of `args` over the layers so far
+    sums: PyTree  # `Accumulating.sums` `[L, ...]`, with the gradients of the layers behind this one
+
+
 def _scan_pipelined(
     body: Body, x: PyTree, stack: Accumulating, args: tuple[PyTree, ...], gather: Callable[[PyTree], PyTree]
 ) -> PyTree:
@@ -144,12 +163,12 @@ def _scan_pipelined(
     rule, last = stack.rule, length(stack.values) - 1
     keep = rule.keep or (lambda values: values)
 
-    def forward(x: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+    def forward(x: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, _Kept]:
         def layer(carry: tuple[Any, ...], i: jax.Array) -> tuple[Any, None]:
-            x, part, full, kept = carry
+            x, part, full, room = carry  # input `[...]` and parameters `[...]` of layer i; [L - 1, ...]
             following = keep(at(values, i + 1))
-            kept = put(kept, (x, part), i)
-            return (body(x, full, *args), following if rule.keep else None, gather(following), kept), None
+            room = put(room, (x, part), i)
+            return (body(x, full, *args), following if rule.keep else None, gather(following), room), None
 
         first = keep(at(values, 0))
         part = first if rule.keep else None
@@ -157,7 +176,7 @@ def _scan_pipelined(
         # micro-steps before the first one, so that the room of the last is taken from the start
         room = jax.tree.map(lambda y: jnp.broadcast_to(y, (max(last, 1), *y.shape)), (x, part))
         (x_last, _, full, (xs, parts)), _ = lax.scan(layer, (x, part, gather(first), room), jnp.arange(last))
-        return body(x_last, full, *args), (xs, x_last, full, parts)
+        return body(x_last, full, *args), _Kept(xs, x_last, full, parts)
 
     @jax.custom_vjp
     def run(x: PyTree, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> PyTree:
@@ -166,11 +185,11 @@ def _scan_pipelined(
 
     def run_forward(x: PyTree, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         x, kept = forward(x, values, args)
-        return x, (*kept, values, sums, args)
+        return x, (kept, values, sums, args)
 
     def run_backward(residuals: tuple[Any, ...], g: PyTree) -> tuple[PyTree, None, PyTree, PyTree]:
-        xs, x_last, full, parts, values, sums, args = residuals
-        parts = parts if rule.keep else values
+        kept, values, sums, args = residuals
+        parts = kept.parts if rule.keep else values  # cut, [L - 1, ...] or [L, ...]
 
         def layer_backward(x: PyTree, full: PyTree, g: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             trained, frozen = rule.part(full)
@@ -182,22 +201,21 @@ def _scan_pipelined(
             (own,) = jax.vjp(gathered, trained)[1](grads)  # the group reduce-scatter: the gathers' transpose
             return put(sums, rule.finish(at(sums, i), own, i), i)
 
-        def layer(carry: tuple[Any, ...], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
-            g, full, grads, args_grads, sums = carry
+        def layer(carry: _Backward, item: tuple[jax.Array, PyTree]) -> tuple[_Backward, None]:
             i, x = item
-            following = gather(at(parts, jnp.maximum(i - 1, 0)))
-            sums = finish(sums, grads, i + 1)
-            g, grads, more = layer_backward(x, full, g)
-            return (g, following, grads, jax.tree.map(jnp.add, args_grads, more), sums), None
+            full = gather(at(parts, jnp.maximum(i - 1, 0)))  # of layer i - 1, while layer i computes
+            sums = finish(carry.sums, carry.grads, i + 1)
+            g, grads, more = layer_backward(x, carry.full, carry.g)
+            return _Backward(g, full, grads, jax.tree.map(jnp.add, carry.args_grads, more), sums), None
 
         if not last:
-            g, grads, args_grads = layer_backward(x_last, full, g)
+            g, grads, args_grads = layer_backward(kept.x_last, kept.full_last, g)
             return g, None, finish(sums, grads, 0), args_grads
-        following = gather(at(parts, last - 1))
-        g, grads, args_grads = layer_backward(x_last, full, g)
-        carry = g, following, grads, args_grads, sums
-        (g, _, grads, args_grads, sums), _ = lax.scan(layer, carry, (jnp.arange(last), xs), reverse=True)
-        return g, None, finish(sums, grads, 0), args_grads
+        full = gather(at(parts, last - 1))
+        g, grads, args_grads = layer_backward(kept.x_last, kept.full_last, g)
+        carry = _Backward(g, full, grads, args_grads, sums)
+        carry, _ = lax.scan(layer, carry, (jnp.arange(last), kept.xs), reverse=True)
+        return carry.g, None, finish(carry.sums, carry.grads, 0), carry.args_grads
 
     run.defvjp(run_forward, run_backward)
     return run(x, stack.values, stack.sums, args)
