@@ -1,4 +1,4 @@
-"""`AllReduceMethod`: a method of the replica all-reduce, with what it builds, and which optimizer it replaces.
+"""`AllReduceMethod`: a method of the replica all-reduce, its transform, and the optimizer that it replaces.
 
 Each method's module defines its `AllReduceMethod`; compression/methods.py lists them all. A method is an optax
 transform from gradients `[R, ...]` to their mean, before the optimizer. Most are no more than the exchange of one group
@@ -47,9 +47,7 @@ class AllReduceMethod:
     # the replica all-reduce of one layer, or of a piece of each of its tensors, for `sharding.overlap`, `delayed` and
     # streaming local SGD; None: the method needs all gradients at once
     primitive: Callable[[Setup], Exchange] | None = None
-    encodes: bool = (
-        True  # the primitive counts what it sends, and the transform keeps a State (compression/statistics.py)
-    )
+    encodes: bool = True  # the transform keeps a State, and the primitive counts the values that it sends
 
     def transform(self, setup: Setup) -> optax.GradientTransformation:
         """Returns the method's transform for a run, whose state takes nothing of a step that is skipped."""

@@ -19,7 +19,7 @@ from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import pspecs
 from sharding.trees import Grads, GradsR, Params, Shards
 
-# (step and factors, a replica's gradients, what it has kept of them) -> the sums of their shares of the mean in the
+# (step and factors, a replica's gradients, its residuals) -> the sums of their shares of the mean in the
 # optimizer's scope, the factors, what is kept, and the counts of each collective
 OnShards = Callable[[State, Shards, Shards | None], tuple[Shards, Any, Shards | None, Sequence[Counts]]]
 
@@ -33,8 +33,8 @@ def exchange(
     Where the optimizer's scope is wider than the gradients', it reduce-scatters over the difference and all-reduces
     over the remaining replica axes (MiCS section 3.4; docs/concepts.md: `2 (M/p) (R-1)/R` bytes per device).
 
-    A codec encodes what crosses nodes (compression/route.py), except parameters with one dim per layer. Those are
-    small, and their gradients differ in magnitude from those of matrices, with which they must not share a scale.
+    A codec encodes the values that cross nodes (compression/route.py), except parameters with one dim per layer. They
+    are small, and their gradients differ in magnitude from matrices' gradients, with which they must not share a scale.
     `error_feedback` adds the encoding error to the next step's gradients (arXiv 1901.09847): the sum of all results,
     plus the residuals, is the sum of all gradients. A non-finite value makes the whole result non-finite, and
     `unless_not_finite` restores the state.
@@ -82,7 +82,7 @@ def by_groups(
 ) -> optax.GradientTransformation:
     """Returns the transform that calls a primitive with all shards at once.
 
-    `encodes`: it takes f32 and counts what it sends; then it may keep a residual of each shard.
+    `encodes`: it takes f32 and counts the values that it sends; then it may keep a residual of each shard.
     """
     layout = plan.layout
 

@@ -11,7 +11,7 @@ seen.
 
 Streaming (Streaming DiLoCo, arXiv 2501.18512) spreads that over the H steps and hides it behind their compute: step t
 exchanges part t mod H of each tensor's drift, as the step before left it, and ends with the outer step of that part.
-What a replica does in the meantime, one step, it keeps: with x its drift before the step and m its movement in it, the
+A replica keeps its movement in the meantime, one step: with x its drift before the step and m its movement in it, the
 part's drift becomes (x + m) - x = m (delayed averaging: DaSGD, arXiv 2006.00441; Streaming DiLoCo blends by a factor).
 
 With another `local_sgd.interval` than `fixed` the state has the step of the next meeting (training/intervals.py).
@@ -38,13 +38,13 @@ from sharding.trees import Batch, Grads, GradsR, Means, Params, PyTree
 
 
 class LocalState(NamedTuple):
-    """State of `LocalSGD`, besides that of its replica all-reduce."""
+    """State of `LocalSGD`, next to the state of its replica all-reduce."""
 
     step: jax.Array  # int32 []: inner steps done
     inner: PerReplica  # the state of each replica's optimizer
     drift: PerReplica  # each replica's parameters minus the shared ones
     outer: PyTree
-    meets_at: Any = ()  # int32 []: the step that ends with a meeting, where that is chosen while the run goes on
+    meets_at: Any = ()  # int32 []: the step that ends with a meeting, where that is chosen during the run
     meets_every: Any = ()  # int32 []: the interval that was chosen; 0 until one was
 
 
@@ -161,7 +161,7 @@ class StreamingLocalSGD(LocalSGD):
     def update(
         self, gradients: tuple[GradsR, Exchanged, PyTree], states: States, params: Params
     ) -> tuple[Grads, States]:
-        """Returns what `meet` does, for the part of each tensor whose drift before this step was exchanged."""
+        """Returns the same as `meet`, for the part of each tensor whose drift before this step was exchanged."""
         (grads_R, exchanged, part), (before, old) = gradients, states
         moves_R, local = self.step(grads_R, old, params)
         mean, after = self.by_group.outputs(exchanged, before)

@@ -59,7 +59,7 @@ class CodedByGroup:
     exchange: Exchange
 
     def inputs(self, state: State) -> Mapping[str, Any]:
-        """Returns the fields of a loop, with the residuals `[R, ...]` if there are any."""
+        """Returns the fields of a loop, with the residuals `[R, ...]` if the method has any."""
         kept_R = state.residual.tree if state.residual else None
         return {"exchange": self.exchange, "num_counts": len(Sent._fields), "done": state.step, "kept": kept_R}
 
@@ -113,8 +113,8 @@ class Delayed(AfterMicroSteps):
     """A Timing: the previous step's gradients are exchanged, a piece next to each micro-step.
 
     They are zero in the first step. Non-finite gradients never enter the state: they make the result non-finite too, so
-    that the step is skipped. Then the exchanged mean waits on every replica, and the residuals hold what the codec left
-    out: together they are what waited before.
+    that the step is skipped. Then the exchanged mean waits on every replica, and the residuals hold the codec's errors:
+    together they are the gradients that waited before.
     """
 
     by_group: ByGroup
@@ -141,8 +141,9 @@ def delayed(all_reduce: optax.GradientTransformation, replicas: int) -> optax.Gr
     """Returns the replica all-reduce of the previous step's gradients `[R, ...]`, which are zero in the first step.
 
     In a step only the optimizer has to wait for it. Non-finite gradients never enter the state: they make the result
-    non-finite too, so that the step is skipped and the state stays, including the waiting gradients. What waits in the
-    checkpoint of an independent replica may not be finite: it costs one step, after which the new gradients wait.
+    non-finite too, so that the step is skipped and the state stays, including the waiting gradients. Waiting
+    gradients in the checkpoint of an independent replica may not be finite: they cost one step, after
+    which the new gradients wait.
     """
 
     def init(params: Params) -> Any:

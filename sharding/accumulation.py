@@ -1,4 +1,4 @@
-"""Gradients that are summed over the micro-steps inside the backward pass, and communication beside its compute.
+"""Gradients that are summed over the micro-steps inside the backward pass, and communication during its compute.
 
 A micro-step is differentiated with respect to the sums of the gradients before it, not to the parameters: a group of
 parameters is handed to the model as an `Accumulating`, and where its gradients would come out of the backward pass
@@ -23,12 +23,12 @@ from sharding.frozen import joined
 from sharding.trees import PyTree
 
 Index = jax.Array | int
-Body = Callable[..., PyTree]  # (x, one layer's gathered parameters, *args) -> x; what layers hand on, floats
+Body = Callable[..., PyTree]  # (x, one layer's gathered parameters, *args) -> x, floats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rule:
-    """What is done with the gradients of a group; of a stack, with those of one layer. Made anew for each trace."""
+    """How the gradients of a group, or of one layer of a stack, are added up. Made anew for each trace."""
 
     name: str
     add: Callable[[PyTree, PyTree, Index], PyTree]  # (sums, gradients of trained parameters, layer) -> sums
@@ -53,7 +53,7 @@ class Rule:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Accumulating:
-    """A group of parameters, and the sums of its gradients so far; of a stack, both are `[L, ...]`.
+    """A group of parameters, and the sums of its gradients so far; for a stack, both are `[L, ...]`.
 
     `sums` may hold more than the sums, as long as `Rule.add` knows it, such as the residuals of the replica all-reduce.
     """
@@ -133,22 +133,22 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating, unroll: bool) -> PyT
 
 
 class _Kept(NamedTuple):
-    """What the forward loop over L layers keeps for the backward one."""
+    """Values that the forward loop over L layers keeps for the backward loop."""
 
     xs: PyTree  # the inputs `[L - 1, ...]` of all layers but the last
     x_last: PyTree  # the last layer's input `[...]`
     full_last: PyTree  # the last layer's gathered parameters `[...]`
-    parts: PyTree  # of all layers but the last: what `Rule.keep` gathered, `[L - 1, ...]`; None without it
+    parts: PyTree  # `Rule.keep`'s results for all layers but the last, `[L - 1, ...]`; None without it
 
 
 class _Backward(NamedTuple):
-    """What one layer's backward pass hands to the next, which belongs to the layer before it."""
+    """The carry of the backward loop, from a layer to the layer before it."""
 
     g: PyTree  # the cotangent of the layer's input, like `x`
     full: PyTree  # the gathered parameters of the layer before
     grads: PyTree  # the layer's gradients: gathered, not yet reduced
     args_grads: PyTree  # the sums of the gradients of `args` over the layers so far
-    sums: PyTree  # `Accumulating.sums` `[L, ...]`, with the gradients of the layers behind this one
+    sums: PyTree  # `Accumulating.sums` `[L, ...]`, with the gradients of later layers
 
 
 def _scan_pipelined(
@@ -158,7 +158,7 @@ def _scan_pipelined(
 
     The last layer stays out of both loops, and its gathered parameters are kept from the forward to the backward pass.
     The backward loop's last iteration gathers the first layer once more, in vain: the number of gathers is the same as
-    without overlap, two per layer. What `Rule.keep` gathers is gathered once, in the forward loop.
+    without overlap, two per layer. `Rule.keep` gathers once, in the forward loop.
     """
     rule, last = stack.rule, length(stack.values) - 1
     keep = rule.keep or (lambda values: values)

@@ -33,11 +33,11 @@ from sharding.spec import Placement
 from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
 Value = TypeVar("Value")
-# the weighted sum of the losses of the rows given, and those of the auxiliary metrics
+# the weighted sums over the rows given, of the loss and of the auxiliary metrics
 Loss = Callable[[Params, Batch, Gather], tuple[jax.Array, Means]]
 # (group, its placements, its sums, a micro-step's gradients, layer) -> the sums after it
 Add = Callable[[str, Placements, PyTree, Grads, Index], PyTree]
-Carry = tuple[PyTree, jax.Array]  # of the micro-steps: the sums by group of parameters, and the loss
+Carry = tuple[PyTree, jax.Array]  # the micro-steps' sums by group of parameters, and the loss
 Items = tuple[jax.Array, Batch]  # the numbers `[accum]` of the micro-steps, and their rows
 
 
@@ -206,13 +206,13 @@ def _manual(
 
 
 def add_gradients(name: str, placements: Placements, sums: Grads, grads: Grads, layer: Index) -> Grads:
-    """Returns the sums `[...]` of a group's gradients with those of a micro-step."""
+    """Returns the sums `[...]` of a group's gradients with a micro-step's gradients added."""
     del name, placements, layer
     return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
 
 
 def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Grads]:
-    """Returns the shards `[...]` after the gather of what all micro-steps use, and zero sums in their scope."""
+    """Returns the shards `[...]` after the gather for all micro-steps, and zero sums in their scope."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     gathered = params
     if policy.each_step:
@@ -242,7 +242,7 @@ def accumulating(plan: ShardingPlan, params: Params, sums: PyTree, add: Add = ad
     keeps = plan.overlap and policy.each_micro_step
 
     def rule(name: str, placements: Placements, every: Placements) -> Rule:
-        """The placements are of the trained parameters of a group, and of every one of it."""
+        """`placements` has a group's trained parameters, `every` all of its parameters."""
 
         def reduce_and_add(sums: PyTree, grads: Grads, layer: Index) -> PyTree:
             if policy.each_step:
@@ -269,7 +269,7 @@ def accumulating(plan: ShardingPlan, params: Params, sums: PyTree, add: Add = ad
 
 
 def micro_loss(loss: Callable[[Params, Batch, Gather], Value], plan: ShardingPlan, kept: PyTree, micro: Batch) -> Value:
-    """Returns the loss of this device's rows `[rows, ...]`, gathering what the policy gathers in a micro-step."""
+    """Returns the loss of this device's rows `[rows, ...]`, with the gathers of a micro-step."""
     policy, parameters = plan.layout.gather, plan.layout.parameters
     kept = values_of(kept)  # a policy that gathers for the whole micro-step accumulates after it
     if policy.each_micro_step and not plan.overlap:  # with overlap it is gathered a layer at a time
@@ -280,7 +280,7 @@ def micro_loss(loss: Callable[[Params, Batch, Gather], Value], plan: ShardingPla
 
 
 def _gather_for_micro_step(plan: ShardingPlan, placements: Placements, shards: Params) -> Params:
-    """Gathers shards `[...]` into what stays gathered for a micro-step."""
+    """Gathers shards `[...]` as far as they stay gathered for a micro-step."""
     part = plan.layout.gather.each_micro_step
     assert part
     return gather_tree(plan, placements, shards, part(plan.layout.parameters))

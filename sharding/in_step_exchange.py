@@ -38,7 +38,7 @@ from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.spec import Placement, is_placement, pspecs
 from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree, Shards
 
-Counts = Sequence[jax.typing.ArrayLike]  # of one collective: numbers that add up
+Counts = Sequence[jax.typing.ArrayLike]  # numbers of one collective, which add up
 # (placements, a replica's shares of the mean, their residuals or None, key) -> the sums over the replicas in the
 # optimizer's scope, the residuals, and the counts of each collective
 Exchange = Callable[
@@ -51,11 +51,11 @@ class Exchanged(NamedTuple):
 
     mean: PyTree  # `[R, ...]`, equal on all replicas in the part that one device's optimizer reads
     kept: PyTree  # the residuals, None for a method without
-    counts: Any  # f32 `[num_counts]`; of all devices their mean
+    counts: Any  # f32 `[num_counts]`, the mean over all devices
 
 
 class GroupSums(NamedTuple):
-    """What the last micro-step adds to and exchanges, for a group of parameters; of a stack all are `[L, ...]`."""
+    """The last micro-step's sums of a group of parameters, which it exchanges; for a stack all are `[L, ...]`."""
 
     grads: PyTree
     kept: PyTree
@@ -64,10 +64,10 @@ class GroupSums(NamedTuple):
 
 
 class PieceSums(NamedTuple):
-    """What a micro-step adds to, next to pending values that it exchanges a piece of; of a stack all are `[L, ...]`."""
+    """A micro-step's sums of a group, and pending values, a piece of which it exchanges; for a stack `[L, ...]`."""
 
     grads: PyTree
-    kept: PyTree  # of each piece, [pieces, N]
+    kept: PyTree  # the residuals, [pieces, N]
     pending: PyTree  # [pieces, N]
     # in f32 because they are differentiated: integers have no cotangents
     done: jax.Array  # f32 []: exchanges done
@@ -99,7 +99,7 @@ class ExchangeInLastMicroStep:
     def run(
         self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items
     ) -> tuple[tuple[Exchanged, jax.Array], Means]:
-        """Returns what was exchanged, the loss, and auxiliary metrics `[accum]`."""
+        """Returns the results of the exchange, the loss, and auxiliary metrics `[accum]`."""
         first_items = jax.tree.map(lambda x: x[:-1], items)
         (grads, value), aux = lax.scan(micro_step, carry, first_items)
         last_step = partial(micro_step, add=partial(self._add_and_exchange, plan))
@@ -167,7 +167,7 @@ class ExchangeInEachMicroStep:
     def run(
         self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items
     ) -> tuple[tuple[tuple[Grads, Exchanged], jax.Array], Means]:
-        """Returns the gradients' sums and what was exchanged, the loss, and auxiliary metrics `[accum]`."""
+        """Returns gradients and results of the exchange, the loss, and auxiliary metrics `[accum]`."""
         turn = self.done % self.parts
         due = [part_of(plan.stacks, tree, turn, self.parts) for tree in (self.kept, self.pending)]
         run = self._run_overlapped if plan.overlap else self._run_before_exchange

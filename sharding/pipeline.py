@@ -44,7 +44,7 @@ class StagedLoss:
 
     first: tuple[str, ...]
     last: tuple[str, ...]
-    between: Callable[[Batch], jax.ShapeDtypeStruct]  # rows -> the shape and dtype of what the stages hand on
+    between: Callable[[Batch], jax.ShapeDtypeStruct]  # rows -> the shape and dtype of the stages' outputs
     # (gathered groups of `first`, rows, gather) -> the first input
     begin: Callable[[Mapping[str, Params], Batch, Gather], jax.Array]
     # (parameters, input, rows, gather, number of the stage) -> output
@@ -67,7 +67,7 @@ class StagedLoss:
         return y, loss
 
     def zeros(self, batch: Batch, axes: Axes) -> jax.Array:
-        """Returns zeros `[rows, ...]` like what the stages hand on, typed as differing over `axes`."""
+        """Returns zeros `[rows, ...]` like the stages' outputs, typed as differing over `axes`."""
         like = self.between({name: x[0] for name, x in batch.items()})
         return vary(jnp.zeros(like.shape, like.dtype), axes)
 
@@ -85,7 +85,7 @@ def forward_and_backward(
 ) -> tuple[Grads, jax.Array]:
     """Runs micro-batches `[accum, rows, ...]` through the stages and back; returns the sums, and the loss on the last.
 
-    `zeros` are like what the stages hand on.
+    `zeros` are like the stages' outputs.
     """
     num_stages, count = lax.axis_size(STAGE), batch["weights"].shape[0]
     stage, slots = lax.axis_index(STAGE), 2 * num_stages - 3

@@ -1,9 +1,9 @@
 """The step of replicas that are worlds of their own: a compiled share of the gradients, and the compiled update.
 
-    share(params, batch) -> means                      # hands out gradients while its last backward pass goes on
+    share(params, batch) -> means                      # hands out gradients during its last backward pass
     update(state, grads_R, means) -> (state, metrics)
 
-What lies between them, the sum over all shares, is not compiled: it travels between the worlds (elastic/replicas/).
+The sum over all shares, between the two, is not compiled: it travels between the worlds (elastic/replicas/).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The training step under `jit`: the gradients of a batch, the replica all-reduce, the optimizer, the new parameters.
 
 `Timing` says when the replicas exchange gradients. `AfterMicroSteps`, here, is the plain one. compression/timings.py
-has the timings that overlap the exchange with compute, compression/local_sgd.py those that exchange every few steps.
+has the timings that overlap the exchange with compute, compression/local_sgd.py the timings of every few steps.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ States = tuple[Any, Any]  # the replica all-reduce's, and the optimizer's
 
 
 class Watch(Protocol):
-    """What to report of the states after a step."""
+    """Selects the metrics of a step from the states after it."""
 
     def __call__(self, states: States, /) -> Means:
         """Returns scalars, or with local SGD each replica's, `[R]`."""
@@ -38,7 +38,7 @@ class Timing(Protocol):
 
     @property
     def watch(self) -> Watch:
-        """What to report of the states."""
+        """Selects the metrics of a step."""
         ...
 
     def init(self, params: Params) -> States:
@@ -48,7 +48,7 @@ class Timing(Protocol):
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
     ) -> tuple[Any, Means]:
-        """Returns what `update` takes, and the means of a batch; `params` are trained and frozen ones."""
+        """Returns the input of `update`, and the means of a batch; `params` are trained and frozen ones."""
         ...
 
     def update(self, gradients: Any, states: States, params: Params) -> tuple[Grads, States]:
@@ -85,11 +85,11 @@ class AfterMicroSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that a step changes, what a checkpoint holds; and the frozen parameters, if there are any."""
+    """All that a step changes and a checkpoint holds; and the frozen parameters, if any."""
 
     step: jax.Array  # int32 []: steps done
     params: Params  # the trained ones
-    all_reduce: Any  # what the replica all-reduce keeps: residuals, what waits, counters
+    all_reduce: Any  # the replica all-reduce's: residuals, pending gradients, counters
     opt_state: Any
     frozen: Params = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class TrainState:
 
     @property
     def checkpoint_state(self) -> "TrainState":
-        """What a checkpoint or a snapshot keeps of it."""
+        """The part that a checkpoint or a snapshot keeps."""
         return replace(self, frozen={})
 
     @property
@@ -140,8 +140,8 @@ def build_train_step(
     """Returns `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     Every array of the batch is `[accum, rows, ...]`, `weights` is among them, and the loss is the weighted mean over
-    the whole of it, whatever the number of devices (rows of weight zero fill up). The metrics are the loss, the model's
-    auxiliary metrics as means, and what the timing watches; where replicas train apart they are `[R]`, each one's own
+    the whole of it, for any number of devices (rows of weight zero fill up). The metrics are the loss, the model's
+    auxiliary metrics as means, and the timing's metrics; where replicas train apart they are `[R]`, each one's own
     (`training.optimizer_chain.of_all_replicas`), so that a step sends nothing between replicas. `micro_steps` are
     `accumulated(loss)`, or a pipeline's `partial(through_stages, loss)`, where the `accum` micro-steps are
     micro-batches.
@@ -158,7 +158,7 @@ def build_train_step(
 def updated(
     plan: ShardingPlan, timing: Timing, state: TrainState, gradients: Any, means: Means
 ) -> tuple[TrainState, Means]:
-    """Returns the state after the update by the timing's gradients, and the means with what the timing watches."""
+    """Returns the state after the update by the timing's gradients, and the means with the timing's metrics."""
     params = plan.constrain(state.params, plan.layout.optimizer)
     updates, (all_reduce, opt_state) = timing.update(gradients, state.chain, params)
     params = to_parameter_scope(plan, applied(params, updates))

@@ -266,7 +266,7 @@ def make_plan(config: Config, model: models.Model, mesh: Mesh, layout: Layout) -
     )
 
 
-def assemble(config: Config, model: models.Model, plan: ShardingPlan, chain: Chain) -> Experiment:
+def assemble(config: Config, model: models.Model, plan: ShardingPlan, chain: Timing) -> Experiment:
     """Returns the experiment of these parts. ValueError if its batch cannot be divided among the devices."""
     batches, num_shares = batches_of(config, plan)
     follows = follows_schedule(config.optimizer, model.trained_specs())

@@ -2,8 +2,8 @@
 
 The loss is multiplied by a scale, and the float32 sums of the gradients are divided by it before the replica all-reduce
 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). The scale follows the gradients: an overflow, which the guard
-skips, halves it, and 2000 finite steps in a row double it. Rule and numbers are those of torch.amp.GradScaler and apex.
-Scales are powers of two: apart from what overflows or is lost in float16, a step is the same under each to the last
+skips, halves it, and 2000 finite steps in a row double it. Rule and numbers are torch.amp.GradScaler's and apex's.
+Scales are powers of two: apart from overflow and underflow in float16, a step is the same under each to the last
 bit.
 """
 
@@ -23,15 +23,15 @@ from sharding.step import States, Timing, Watch
 from sharding.trees import Batch, Grads, Means, Params, PyTree
 from training.optimizers import GuardState
 
-FIRST, PATIENCE = 2.0**16, 2000  # of the mean loss of a micro-batch; finite steps before it doubles
+FIRST, PATIENCE = 2.0**16, 2000  # scale of the mean loss of a micro-batch; finite steps before it doubles
 LEAST, MOST = 1.0, 2.0**64  # at LEAST an overflow is the run's, not the scale's (DeepSpeed: min_loss_scale)
 
 
 class ScaledState(NamedTuple):
-    """State of an optimizer behind a scaled loss."""
+    """State of an optimizer with a scaled loss."""
 
     inner: PyTree  # the optimizer's
-    scale: jax.Array  # f32 []: of the next step
+    scale: jax.Array  # f32 []: the next step's
     finite_steps: jax.Array  # int32 []: since the scale changed
     skipped_at_least: jax.Array  # int32 []: in a row, at the smallest scale
 
@@ -99,7 +99,7 @@ def _scaled_micro_steps(
         case ExchangeInLastMicroStep():  # it exchanges gradients, which must have no scale by then
             exchanged, means = run(UnscalingExchange(**vars(loop), scale=scale))
             return exchanged, unscaled(means)
-        case ExchangeInEachMicroStep():  # what it exchanges has none
+        case ExchangeInEachMicroStep():  # its pending values have none
             (grads, exchanged), means = run(loop)
             return (unscaled(grads), exchanged), unscaled(means)
     grads, means = run(loop)

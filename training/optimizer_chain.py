@@ -25,7 +25,7 @@ from sharding.step import AfterMicroSteps, States, Timing
 from training.loss_scale import first_scale, guard_of, with_loss_scale
 from training.optimizers import beside_averages, make_optimizer
 
-# of replicas that drift apart: the largest of them is reported (of residuals the norm of all), after the last step
+# with local SGD the largest value of all replicas is reported (the norm of all residuals), after the last step
 WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)
 
 
@@ -59,10 +59,10 @@ def _make_timing(config: Config, plan: ShardingPlan, specs: Any) -> Timing:
 
 
 def cut_of(name: str) -> Cut:
-    """Returns how what the optimizer `name` keeps besides arrays of the parameters' shapes is cut.
+    """Returns how the optimizer `name` cuts its arrays that have no parameter's shape.
 
-    Of the built-in ones that is small, and whole on every device (Adafactor's factors); a registered one declares it,
-    or gets a ValueError.
+    Built-in optimizers keep small ones, whole on every device (Adafactor's factors). A registered optimizer declares
+    how, or gets a ValueError.
     """
     if name not in OWN["optimizer"]:
         return lambda path, shape: None
@@ -77,7 +77,7 @@ def cut_of(name: str) -> Cut:
 
 
 def _all_reduce(method: AllReduceMethod, setup: Setup) -> optax.GradientTransformation:
-    """Returns the method's transform, as a run has it; running averages go past one that takes the optimizer's place.
+    """Returns the method's transform for a run; running averages bypass a method that takes the optimizer's place.
 
     It would give them a momentum. All other methods take their mean as it is, because they are vectors.
     """
@@ -92,9 +92,9 @@ def _all_reduce(method: AllReduceMethod, setup: Setup) -> optax.GradientTransfor
 
 
 def watch(states: States, *, hands_on: str = "grad", each: bool = False) -> dict[str, jax.Array]:
-    """Returns logged scalars of the replica all-reduce and the optimizer; `each`: of each replica, `[R]`.
+    """Returns logged scalars of the replica all-reduce and the optimizer; with `each` per replica, `[R]`.
 
-    `hands_on`: what the replica all-reduce returns, and the guard computes the norm of: `grad` or `update`.
+    `hands_on`: the replica all-reduce's result, whose norm the guard computes: `grad` or `update`.
     """
     all_reduce, opt_state = states
     guard = guard_of(opt_state)
@@ -107,9 +107,9 @@ def watch(states: States, *, hands_on: str = "grad", each: bool = False) -> dict
 
 
 def of_all_replicas(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the metrics of all replicas from those of each, `[R]`; a scalar is all replicas' already.
+    """Returns the metrics of all replicas from each replica's metrics, `[R]`; a scalar is all replicas' already.
 
-    Of what `watch` returns it is the maximum, of residuals their norm; of the model's sums the mean by `weight`.
+    Results of `watch` have their maximum, residuals their norm, the model's sums the mean by `weight`.
     """
     weight = jnp.sum(metrics["weight"]) if "weight" in metrics else 1.0
 
