@@ -5,14 +5,15 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt) requirements/constraints.txt)
 EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
-	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
+	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed $(VENV)/docs/installed
 
 # Two workers compute, and for slow tests a third one waits; tests of a file share a worker (tests/support/suite.py).
 # A worker that dies is not replaced: xdist would give the test that it died in to the next one, and that again.
 WORKERS := 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
 
-.PHONY: train gpu test test-gpu test-jax test-slow test-all test-release slurm coverage lint format constraints clean
+.PHONY: train gpu test test-gpu test-jax test-slow test-all test-release slurm coverage lint format docs \
+	constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
 	$(BIN)/python train.py --config=configs/quickstart.py --workdir=runs/quickstart
@@ -60,11 +61,14 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/docs/installed  ## the pages and an API reference as a site: site/index.html. Building needs no network
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
+
 constraints: $(VENV)/installed  ## writes the installed versions down as the tested ones
 	(echo "# The versions that are tested together ($$($(BIN)/python -V)). Regenerate: make constraints"; $(BIN)/pip freeze) > $(CONSTRAINTS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .coverage*
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .coverage*
 
 $(VENV)/installed: requirements.txt requirements/dev.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -90,6 +94,11 @@ $(VENV)/gpu-installed: requirements.txt requirements/gpu.txt $(VENV)/gpu-constra
 
 $(VENV)/gpu-checked: requirements.txt requirements/gpu.txt $(VENV)/gpu-constraints.txt  ## nothing is installed
 	if $(KNOWS_GPUS); then $(GPU_PIP) --dry-run; else echo "make gpu is not checked: it needs Python 3.12"; fi
+	touch $@
+
+$(VENV)/docs/installed: requirements/docs.txt  ## a separate environment: the site's generator needs none of ours
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 $(VENV)/moto/installed: requirements/moto.txt | $(VENV)/installed  ## an S3 server, for tests of object storage
