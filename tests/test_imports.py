@@ -1,12 +1,14 @@
-"""Who may import whom (CONTRIBUTING.md's tour), by walking the imports of every file: the arrows point one way."""
+"""Who may import whom (docs/architecture.md), by walking the imports of every file: the arrows point one way."""
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 from support.our_files import ROOT, our_files
 
 EVERYTHING = "*"
@@ -128,6 +130,23 @@ def test_packages_form_no_cycle_and_every_permission_is_used() -> None:
     granted = {(part, other) for part, others in MAY_IMPORT.items() if others != EVERYTHING for other in others.split()}
     unused = sorted(f"{part}: {other}" for part, other in granted if other not in used.get(part, set()))
     assert not unused, f"remove from MAY_IMPORT: {unused}"
+
+
+@pytest.mark.document
+def test_the_architecture_page_has_the_imports_of_each_package() -> None:
+    """Its table has a row per package; an import of a subpackage counts for the package."""
+    granted: dict[str, set[str]] = {}
+    for part, others in MAY_IMPORT.items():
+        packages = {other.partition(".")[0] for other in others.split()}
+        granted.setdefault(part.partition(".")[0], set()).update(packages)
+    rows = re.findall(r"(?m)^\| `(\w+)/` \| .* \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text())
+    above: list[str] = []
+    for package, cell in rows:
+        imported = {*above} if cell in ("all above", "any") else {*re.findall(r"`(\w+)`", cell)}
+        assert imported == granted[package] - {package, EVERYTHING} or cell == "any", package
+        assert imported <= {*above}, package
+        above.append(package)
+    assert {*above} == granted.keys() - {"train", "sweep"}
 
 
 def test_programs_that_start_others_load_nothing_slow() -> None:

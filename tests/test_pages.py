@@ -42,11 +42,12 @@ def test_links_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
 
 
-def test_the_tour_has_every_package_and_nothing_else() -> None:
-    tour = (ROOT / "CONTRIBUTING.md").read_text().partition("## Rules")[0]
-    named = {name.strip("/") for row in re.findall(r"(?m)^\| (`.*?) \|", tour) for name in re.findall(r"`(.+?)`", row)}
-    files = {path.name for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert named >= files and all((ROOT / name).exists() for name in named)
+def test_the_architecture_page_names_every_package_and_files_that_exist() -> None:
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", (DOCS / "architecture.md").read_text()))
+    programs = {path.name for path in ROOT.glob("*.py")}
+    packages = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
+    assert named >= programs | packages
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 # Keys that only programs of another kind than the step write, such as summary.json's, are not in the table.
