@@ -290,7 +290,7 @@ make() { if [ "$*" = train ]; then command make train; else command make --dry-r
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with small configs, the environment of this one, and a cache of its own."""
     folder = tmp_path_factory.mktemp("documented") / "mics-jax"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "tests"))
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "runs", "site", "__pycache__", "tests"))
     (folder / ".venv").symlink_to(sys.prefix)
     for file in (folder / "requirements.txt", *folder.glob("requirements/*")):
         os.utime(file, (0, 0))  # older than what is installed
