@@ -65,7 +65,7 @@ class LocalSGD:
 
     @property
     def chooses(self) -> bool:
-        """Whether the interval is chosen while the run goes on."""
+        """Whether the run chooses the interval."""
         return self.config.interval != "fixed"
 
     @property

@@ -281,7 +281,7 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
 
 
 def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved config, nested, in today's keys; those that it lacks are as in BEFORE, or have their defaults.
+    """Returns a saved config, nested, in today's keys; missing keys are as in BEFORE, or have their defaults.
 
     ValueError if it is not a config.
     """

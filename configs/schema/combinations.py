@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
     Rule("auto", ("pallas",), "XLA cannot cut a kernel, and would gather all rows"),
     Rule("one hop", ("compressed", "delayed", "local SGD"), "there is no replica all-reduce once a step"),
     Rule("one hop", CODED_SCATTERS, "gradients are all-reduced, not reduce-scattered"),
-    Rule("one hop", ("node gather",), "there is no group reduce-scatter to split into two levels"),
+    Rule("one hop", ("node gather",), "it leaves no group reduce-scatter to split into two levels"),
     Rule("layer gather", ("no remat",), "the backward pass would keep every gathered layer"),
     Rule("overlap", ("stages",), "the stages' loops over layers are not pipelined"),
     Rule("overlap", ("whole gather",), "all layers are gathered together"),

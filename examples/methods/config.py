@@ -28,7 +28,7 @@ register("interval", "utilisation", utilisation.Utilisation(target=0.95))
 
 
 def get_config(arg: str = "quickstart") -> ConfigDict:
-    """Returns the config of configs/NAME.py, for `NAME` or `NAME:arg`. ValueError if there is no such file."""
+    """Returns the config of configs/NAME.py, for `NAME` or `NAME:arg`. ValueError for a missing file."""
     name, _, own_arg = arg.partition(":")
     try:
         module = import_module(f"configs.{name}")

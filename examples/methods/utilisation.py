@@ -30,7 +30,7 @@ IN_STATE = ("meets_at", "meets_every")  # of LocalState: a run that resumes goes
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The intervals, for `register`; `target` is the share of the time for steps. ValueError if it is no share."""
+    """The intervals, for `register`; `target` is the share of the time for steps. ValueError for other numbers."""
 
     target: float
 
