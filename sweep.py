@@ -25,8 +25,8 @@ from launch.sweeps import slurm
 from launch.sweeps.check import check_runs
 from launch.sweeps.live import Live
 from launch.sweeps.plan import PROGRAM, Run, SweepFile, load_file, plan, points
-from launch.sweeps.pool import OUTPUT_FILE, Job, Launcher, claimed, last_error, run_all, start_here
-from launch.sweeps.records import Record, State, best, is_finished, metric_text, missing_metric, record
+from launch.sweeps.pool import OUTPUT_FILE, Launcher, SweepJob, claimed, last_error, run_all, start_here
+from launch.sweeps.records import Record, RunState, best, is_finished, metric_text, missing_metric, record
 from launch.sweeps.report import write_report
 from runtime.command_line import OneLineParser, check_installed, complain, make_folder, named_path, prepare_output
 from runtime.exit_codes import ExitCode
@@ -190,7 +190,7 @@ def run_here(sweep: Sweep, launch: Launcher, workers: int) -> int:
     if left(jobs):
         print(f"stopped with {len(left(jobs))} of {len(jobs)} runs to do; run the same command again to go on")
         return ExitCode.RESUMABLE
-    return 1 if any(job.state == State.FAILED for job in jobs) else 0
+    return 1 if any(job.state == RunState.FAILED for job in jobs) else 0
 
 
 def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
@@ -212,7 +212,7 @@ def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
     if not enough:
         print("stopped; run the same command again to go on")
         return ExitCode.RESUMABLE
-    return 1 if any(r.state == State.FAILED for r in records) else 0
+    return 1 if any(r.state == RunState.FAILED for r in records) else 0
 
 
 def check_not_queued(workdir: Path) -> None:
@@ -249,10 +249,10 @@ def left_by_slurm(run: Run, queued: bool, metric: str) -> Record:
     """Returns what a task left: nobody waited for it, so a run that ended unfinished has failed."""
     output = run.run_dir / OUTPUT_FILE
     if is_finished(run):
-        return record(run, State.FINISHED, "", metric)
+        return record(run, RunState.FINISHED, "", metric)
     if not output.exists():
-        return record(run, State.WAITING, "", metric)
-    return record(run, State.RUNNING if queued else State.FAILED, "" if queued else last_error(output), metric)
+        return record(run, RunState.WAITING, "", metric)
+    return record(run, RunState.RUNNING if queued else RunState.FAILED, "" if queued else last_error(output), metric)
 
 
 def missing(runs: Sequence[Run]) -> list[Run]:
@@ -260,17 +260,17 @@ def missing(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if not is_finished(run)]
 
 
-def left(jobs: Sequence[Job]) -> list[Job]:
+def left(jobs: Sequence[SweepJob]) -> list[SweepJob]:
     """Returns the jobs that an interruption has left to do."""
-    return [job for job in jobs if job.state in (State.WAITING, State.STOPPED)]
+    return [job for job in jobs if job.state in (RunState.WAITING, RunState.STOPPED)]
 
 
 def report(sweep: Sweep, records: list[Record]) -> None:
     """Writes the tables and the page, and prints where they are and which run is best."""
     page = write_report(sweep.file, records, sweep.workdir)
-    for failed in (r for r in records if r.state == State.FAILED):
+    for failed in (r for r in records if r.state == RunState.FAILED):
         print(f"failed: {failed.run.name}: {failed.error}")
-    finished = [r for r in records if r.state == State.FINISHED]
+    finished = [r for r in records if r.state == RunState.FINISHED]
     if finished and all(lacking := [missing_metric(r, sweep.file.metric) for r in finished]):
         print(lacking[0])
     if winner := best(records, sweep.file.goal):

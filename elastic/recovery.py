@@ -17,7 +17,7 @@ from elastic.attempts import Attempts
 from elastic.manifest import Leaf
 from elastic.memory_files import MemoryFolder, Piece, Region, SnapshotManifest, region_of
 from elastic.transfer import connect, fetch
-from runtime.blobs import Address, Connection
+from runtime.blobs import BlobAddress, Connection
 from runtime.consensus import all_gather, new_key
 
 Report = Callable[[str], None]
@@ -100,7 +100,7 @@ def load(
     abstract_state: Any,
     folder: MemoryFolder,
     reader: int,
-    addresses: list[Address],
+    addresses: list[BlobAddress],
     token: str,
     turn: int,
     progress: Callable[[], object],

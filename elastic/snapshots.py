@@ -40,7 +40,7 @@ from elastic.memory_files import (
 from elastic.recovery import Found, find, load
 from elastic.transfer import PURPOSE, Answers, connect, send_copy
 from elastic.tree import Restored, Source
-from runtime.blobs import Address, BlobService, PeerError, RefusedError
+from runtime.blobs import BlobAddress, BlobService, PeerError, RefusedError
 from runtime.command_line import print_to_stderr
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
@@ -237,7 +237,7 @@ class Snapshots:
         address = vars(self._service.address) if self._service else {}
         told = all_gather(new_key("nodes"), {"node": self._folder.identity, "address": address})
         self._nodes = [said["node"] for said in told]
-        self._addresses = [Address(**said["address"]) for said in told] if self._service else []
+        self._addresses = [BlobAddress(**said["address"]) for said in told] if self._service else []
         self._reader = self._nodes.index(self._nodes[self._me])
         if self._service:
             answers.copies_of = frozenset(i for i in range(count) if self._partner(i) == self._me)

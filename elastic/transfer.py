@@ -8,14 +8,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from elastic.memory_files import MemoryFolder, Region, SnapshotManifest, as_bytes, laid_out
-from runtime.blobs import Address, Connection
+from runtime.blobs import BlobAddress, Connection
 
 PURPOSE = "transfers"
 _SILENCE_S = 60.0
 _BLOCK_BYTES = 1 << 20
 
 
-def connect(address: Address, token: str, me: int) -> Connection:
+def connect(address: BlobAddress, token: str, me: int) -> Connection:
     """Returns a connection of process `me` to another process. OSError if the other process cannot be reached."""
     return Connection(address, token, PURPOSE, me, silence_s=_SILENCE_S)
 

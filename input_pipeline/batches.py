@@ -11,7 +11,7 @@ import numpy as np
 
 from input_pipeline.dataset import Dataset
 
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 
 
 class Batches:
@@ -41,12 +41,12 @@ class Batches:
         steps = grain.MapDataset.range(start_step, sys.maxsize).map(self._batch)  # the end is not known here
         self._iterator = iter(steps.to_iter_dataset(options))
         self._iterator.start_prefetch()
-        self._ready: list[Batch] = []  # the next batch, if `await_next` has taken it already
+        self._ready: list[HostBatch] = []  # the next batch, if `await_next` has taken it already
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         self.await_next()
         self.step += 1
         return self._ready.pop()
@@ -75,7 +75,7 @@ class Batches:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batch(self, step: int) -> Batch:
+    def _batch(self, step: int) -> HostBatch:
         return batch_at(self._dataset, step, global_size=self._global_size, rows=self._rows)
 
 
@@ -93,14 +93,14 @@ class UnitBatches:
         self._dataset, self._num_units = dataset, num_units
         self._about = {"global_size": global_size, "rows": rows, "threads": min(prefetch, dataset.threads)}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="units")
-        self._batches: dict[int, Future[Batch]] = {}
+        self._batches: dict[int, Future[HostBatch]] = {}
         self._first = self._begin_reading(start_step * num_units)
 
     def await_first(self) -> None:
         """Waits until the first batch is there; raises errors of reading it."""
         self._first.result()
 
-    def get(self, step: int, unit: int) -> Batch:
+    def get(self, step: int, unit: int) -> HostBatch:
         """Returns the batch of a unit, and begins to read the same unit of the next step."""
         index = step * self._num_units + unit
         batch = self._begin_reading(index)
@@ -112,7 +112,7 @@ class UnitBatches:
         """Stops the background work."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _begin_reading(self, index: int) -> "Future[Batch]":
+    def _begin_reading(self, index: int) -> "Future[HostBatch]":
         if index not in self._batches:
             self._batches[index] = self._reader.submit(batch_at, self._dataset, index, **self._about)
         return self._batches[index]
@@ -126,7 +126,7 @@ def batch_at(
     rows: Sequence[int],
     end: int = sys.maxsize,
     threads: int = 1,
-) -> Batch:
+) -> HostBatch:
     """Returns the arrays of one step, as `Batches` does. Up to `threads` threads read the rows.
 
     Rows of examples >= `end` are padding too.

@@ -19,7 +19,7 @@ import numpy as np
 from configs.schema import DataConfig
 from input_pipeline import cache, folder, packing
 from input_pipeline.chat_template import ChatTemplate, Messages, Span
-from input_pipeline.shard_index import Progress
+from input_pipeline.shard_index import ProgressWarning
 from input_pipeline.text import TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
 from runtime.command_line import one_line
@@ -49,7 +49,7 @@ class ChatTokens:
     unused: tuple[str, ...]  # descriptions of the fields that have no effect, with their counts
 
 
-class Row(NamedTuple):
+class ChatRow(NamedTuple):
     """Consecutive conversations, padded to T + 1 tokens."""
 
     tokens: np.ndarray  # int32 [T + 1]
@@ -95,7 +95,7 @@ class ChatRows(packing.PackedRows):
     def __getitem__(self, window: int) -> np.ndarray:
         return self.row(window).tokens
 
-    def row(self, window: int) -> Row:
+    def row(self, window: int) -> ChatRow:
         """Returns row number `window`."""
         pieces = self.pieces(window)
         lengths = np.diff(pieces)[:, 0]
@@ -104,7 +104,7 @@ class ChatRows(packing.PackedRows):
         def beside(values: np.ndarray, padding: int, dtype: type) -> np.ndarray:
             return np.concatenate([*(values[a:b] for a, b in pieces), np.full(fill, padding)]).astype(dtype)
 
-        return Row(
+        return ChatRow(
             tokens=beside(self._chats.tokens, self._padding, np.int32),
             is_answer=beside(self._chats.is_answer, 0, np.bool_),
             segments=np.repeat(np.arange(len(pieces) + 1, dtype=np.int32), [*lengths, fill]),
@@ -297,7 +297,7 @@ class _Totals:
 def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: HuggingFace, template: ChatTemplate) -> None:
     """Writes the tokens of a split's conversations, their answer masks, and the ends of the conversations."""
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
-    digest, progress, ends, totals = hashlib.sha256(), Progress(), [0], _Totals()
+    digest, progress, ends, totals = hashlib.sha256(), ProgressWarning(), [0], _Totals()
     with open(to / "tokens.bin", "wb") as tokens, open(to / "answers.bin", "wb") as answers:
         for where, line in _chosen(name, files, split):
             try:

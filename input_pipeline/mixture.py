@@ -69,7 +69,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MixedSource:
     """A component of a mixture: its name, its fraction of the examples, and its examples."""
 
     name: str
@@ -87,7 +87,9 @@ class MixedDataset:
     def __init__(self, examples: Sequence[TextDataset], names: Sequence[str], weights: Sequence[Fraction]) -> None:
         first, total = examples[0], sum(weights)
         shares = [float(weight / total) for weight in weights]
-        self.parts = tuple(Part(name=n, share=s, examples=e) for n, s, e in zip(names, shares, examples, strict=True))
+        self.parts = tuple(
+            MixedSource(name=n, share=s, examples=e) for n, s, e in zip(names, shares, examples, strict=True)
+        )
         self.tokenizer, self.vocab_size, self.seed = first.tokenizer, first.vocab_size, first.seed
         self.row_arrays = first.row_arrays
         self.threads = max(part.examples.threads for part in self.parts)

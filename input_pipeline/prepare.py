@@ -18,7 +18,7 @@ from configs.schema.mixture import refuse_secrets
 from input_pipeline.cache import explained
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
-from input_pipeline.shard_index import INDEX_FILE, Progress, Shard, ShardIndex
+from input_pipeline.shard_index import INDEX_FILE, ProgressWarning, Shard, ShardIndex
 from input_pipeline.shard_listing import list_shards, split_file
 from input_pipeline.store import LocalStore, Store, StoreError, open_store
 from input_pipeline.tokenizers import tokenizer_for
@@ -52,7 +52,7 @@ def prepare(config: DataConfig, out: str) -> int:
         if listing.index:
             raise ValueError(f"--path={config.path} is a prepared set already: train on it, or copy its files")
         raw = RawShards(source, listing.items, tokenizer, config.text_field, cache)
-        shards, progress = [], Progress()
+        shards, progress = [], ProgressWarning()
         for name in raw.names:
             shards.append(_stored(raw, name, target, cache))
             progress.say("%s: %d of %d files are in %s", source.url, len(shards), len(raw.names), out)

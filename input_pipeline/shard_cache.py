@@ -28,7 +28,7 @@ _NODE_FILE = "node"
 _LEFT_S = 86_400.0  # a scratch file not written to for that long belongs to a killed process
 
 
-class DamagedError(Exception):
+class DamagedShardError(Exception):
     """The received content is not the requested shard."""
 
 
@@ -95,7 +95,7 @@ class ShardCache:
         with self.scratch(shard.sha256) as path:
             fill(path)
             if (tokens := mapped(path, shard)) is None:
-                raise DamagedError(
+                raise DamagedShardError(
                     f"{path.stat().st_size} bytes with the SHA-256 {sha256(path)}, not {shard.size_bytes} bytes "
                     f"with {shard.sha256}"
                 )

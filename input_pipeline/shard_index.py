@@ -25,7 +25,7 @@ SAY_S = 10.0  # minimum time between two log lines
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class Progress:
+class ProgressWarning:
     """Logs the progress of long work as warnings, at most every `SAY_S`. Shorter work logs nothing."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str
     Logs the progress of `name` every few seconds, relative to about `size_bytes` (0: unknown).
     """
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
-    digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, Progress()
+    digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, ProgressWarning()
     of = f" of {size_bytes / 1e6:.1f}" if size_bytes else ""
     with open(to, "wb") as file:
         for number, text in enumerate(texts):

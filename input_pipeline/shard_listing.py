@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.schema import DataConfig
 from input_pipeline.shard_formats import KNOWN, format_of, matches
-from input_pipeline.shard_index import INDEX_FILE, Progress, ShardIndex
+from input_pipeline.shard_index import INDEX_FILE, ProgressWarning, ShardIndex
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
 from runtime.files import json_objects
@@ -51,7 +51,7 @@ def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenize
         listed = (
             {x.name: x for x in store.list()} if store.can_list else dict.fromkeys(_names_in(found, content, store))
         )
-    wanted, items, progress = _chosen(listed, config.pattern, store.url), [], Progress()
+    wanted, items, progress = _chosen(listed, config.pattern, store.url), [], ProgressWarning()
     for name in wanted:
         item = listed[name]
         items.append(item if item and item.version else store.item(name))

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from input_pipeline.cache import explained
-from input_pipeline.shard_cache import DamagedError, ShardCache
+from input_pipeline.shard_cache import DamagedShardError, ShardCache
 from input_pipeline.shard_index import Shard
 from input_pipeline.store import FETCHES, PATIENCE_S, StoreError
-from runtime.blobs import Address, Connection, PeerError, RefusedError
+from runtime.blobs import BlobAddress, Connection, PeerError, RefusedError
 
 THREADS = 4  # read-ahead threads
 CLOSE_S = 5.0  # time to wait for their end
@@ -78,7 +78,7 @@ class Peers:
     """The other nodes of the run, from the view of one process."""
 
     def __init__(
-        self, me: int, nodes: Sequence[str], addresses: Sequence[Address], token: str, *, tokenised: bool = False
+        self, me: int, nodes: Sequence[str], addresses: Sequence[BlobAddress], token: str, *, tokenised: bool = False
     ) -> None:
         """Takes the node and the address of each process. Processes that share a cache are one node.
 
@@ -86,7 +86,7 @@ class Peers:
         """
         self._tokenised = tokenised
         self._me, self._token, self.node = me, token, nodes[me]
-        self.addresses: dict[str, list[Address]] = {}
+        self.addresses: dict[str, list[BlobAddress]] = {}
         for node, address in zip(nodes, addresses, strict=True):
             self.addresses.setdefault(node, []).append(address)
         self.nodes = tuple(self.addresses)
@@ -179,7 +179,7 @@ class Tiers:
                 tokens = self._cache.add(shard, lambda path: sizes.append(self._download(shard, path)))
                 self.counters.add(store_hits=1, store_bytes=sum(sizes))
                 return tokens
-            except DamagedError as error:
+            except DamagedShardError as error:
                 damage = str(error)
         raise DamagedObjectError(
             f"{self._url_of(shard)}: the tokens of {shard.name} are damaged: {damage}, {FETCHES} times; restore the "
@@ -196,7 +196,7 @@ class Tiers:
                 return self._cache.add(shard, fill)
             except PeerError as error:
                 logging.getLogger(__name__).debug("shard %s not from node %s: %s", shard.name, node, error)
-            except DamagedError:
+            except DamagedShardError:
                 peers.avoid(node)
         return None
 

@@ -23,7 +23,7 @@ _KEY_TAG = (1 << 63) + 2  # all other keys of `random_bits` differ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TokenRange:
     """The tokens [start, stop) of a shard."""
 
     shard: Shard
@@ -31,9 +31,9 @@ class Part:
     stop: int
 
 
-def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
+def parts(shards: tuple[Shard, ...], split: str) -> list[TokenRange]:
     """Returns the parts of a split: whole shards by name, or the first 95 % or last 5 % of a single shard."""
-    whole = [Part(shard=shard, start=0, stop=shard.num_tokens) for shard in shards]
+    whole = [TokenRange(shard=shard, start=0, stop=shard.num_tokens) for shard in shards]
     if len(whole) == 1:
         (only,) = whole
         cut = round(only.stop * (1 - VALIDATION_SHARE))
@@ -45,7 +45,9 @@ def parts(shards: tuple[Shard, ...], split: str) -> list[Part]:
 class ShardWindows(index.Windows):
     """Windows of `seq_len` tokens (plus one if causal), none of which crosses from one shard into the next."""
 
-    def __init__(self, of: list[Part], seq_len: int, objective: str, shards_per_block: int, opened: OpenShards) -> None:
+    def __init__(
+        self, of: list[TokenRange], seq_len: int, objective: str, shards_per_block: int, opened: OpenShards
+    ) -> None:
         counts = [max(0, index.num_windows(part.stop - part.start, seq_len, objective)) for part in of]
         self._parts = [part for part, count in zip(of, counts, strict=True) if count]
         self._counts = [count for count in counts if count]

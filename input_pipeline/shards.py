@@ -18,13 +18,13 @@ from input_pipeline.cache import explained
 from input_pipeline.patience import StoreAwayError
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_index import Progress, Shard, ShardIndex
+from input_pipeline.shard_index import ProgressWarning, Shard, ShardIndex
 from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
 from input_pipeline.shard_tiers import PURPOSE, OpenShards, Peers, Tiers, maker_of, rendezvous
-from input_pipeline.shard_windows import Part, ShardWindows, parts
+from input_pipeline.shard_windows import ShardWindows, TokenRange, parts
 from input_pipeline.store import Item, StoreError, open_store
 from input_pipeline.tokenizers import Tokenizer, tokenizer_for
-from runtime.blobs import Address, BlobService
+from runtime.blobs import BlobAddress, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
 from runtime.files.cache import ENVIRONMENT_KEY, cache_dir
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class ShardProcesses:
     """The processes that open a set together, from the view of this process."""
 
     process: int = 0
@@ -51,7 +51,7 @@ class World:
         return [value] if self.count == 1 else all_gather(new_key(topic), value)
 
 
-ALONE = World()
+ALONE = ShardProcesses()
 
 
 class ShardSet:
@@ -64,7 +64,7 @@ class ShardSet:
         self,
         config: DataConfig,
         tokenizer: Tokenizer | None = None,
-        world: World = ALONE,
+        world: ShardProcesses = ALONE,
         *,
         was_reached: bool = False,
     ) -> None:
@@ -114,7 +114,7 @@ class ShardSet:
             self.tiers.peers = Peers(world.process, self._nodes, addresses, world.token, tokenised=is_raw)
         self._is_open.set()
 
-    def _meet(self) -> tuple[list[str], list[Address]]:
+    def _meet(self) -> tuple[list[str], list[BlobAddress]]:
         """Starts the service for the other processes; returns the node and the address of each process."""
         world, node = self._world, self.cache.node()
         if world.count == 1:
@@ -122,7 +122,7 @@ class ShardSet:
         service = BlobService(PURPOSE, self._answer, process=world.process, count=world.count, token=world.token)
         self._held.callback(service.close)
         told = world.all_gather("shard-members", [node, vars(service.address)])
-        return [node for node, _ in told], [Address(**address) for _, address in told]
+        return [node for node, _ in told], [BlobAddress(**address) for _, address in told]
 
     def _answer(self, request: Mapping[str, Any], process: int, content: BinaryIO) -> memoryview:
         """Returns the bytes of the shard that another process requests.
@@ -172,7 +172,7 @@ class ShardSet:
         """Tokenises the files assigned to this process, and returns the shards of all processes."""
         todo = [name for name in raw.names if self._worker(name) == self._world.process]
         found: dict[str, dict[str, Any]] = {}
-        count, progress = len(todo), Progress()
+        count, progress = len(todo), ProgressWarning()
         if self._world.process == 0:
             _log.warning("%s: its %d files are tokenised first, %d of them here", raw.url, len(raw.names), count)
         while True:
@@ -225,7 +225,7 @@ class ShardSet:
         self._held.callback(opened.stop)
         return windows
 
-    def _say_what_is_left_out(self, split: str, of: Sequence[Part], windows: ShardWindows) -> None:
+    def _say_what_is_left_out(self, split: str, of: Sequence[TokenRange], windows: ShardWindows) -> None:
         """Warns of tokens in no example: the last tokens of each file, because no example spans two files."""
         tokens, seq_len = sum(part.stop - part.start for part in of), self.config.seq_len
         left = 1 - len(windows) * seq_len / tokens

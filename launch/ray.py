@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs import command_line
-from launch.ray_engine import OneWorld, ReplicaGroups
+from launch.ray_engine import ReplicaGroups, RestartingEngine
 from launch.ray_plan import Limits
 from runtime.command_line import OneLineParser, check_installed, complain, prepare_output, split
 from runtime.events import EventLog
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, limits: Limits, command: Sequence[str], wor
 
     devices = {"JAX_NUM_CPU_DEVICES": str(options.devices_per_node)} if options.devices_per_node else {}
     with Members(options.address, limits.max_nodes, command, devices, EventLog(workdir, "engine")) as members:
-        engine = ReplicaGroups if options.independent else OneWorld
+        engine = ReplicaGroups if options.independent else RestartingEngine
         return engine(members, limits, workdir, max_failures=options.max_failures).run()
 
 

@@ -1,7 +1,7 @@
 """`Engine`: runs a program on a Ray cluster, attempt after attempt. launch/ray_members.py contains Ray itself.
 
-A run of one world (`OneWorld`) has one attempt at a time, on as many nodes as are available. With independent replicas
-(`ReplicaGroups`, docs/replicas.md) each group is an attempt that starts and ends separately.
+A run of one world (`RestartingEngine`) has one attempt at a time, on as many nodes as are available. With independent
+replicas (`ReplicaGroups`, docs/replicas.md) each group is an attempt that starts and ends separately.
 """
 
 import signal
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.ray_agent import STARTING_S
-from launch.ray_plan import Attempt, Failures, Limits, choose, how, judge, say
+from launch.ray_plan import EngineAttempt, Failures, Limits, choose, how, judge, say
 from runtime.events import Event, EventLog
 from runtime.exit_codes import ExitCode
 from runtime.files import run_directory
 
 if TYPE_CHECKING:  # this import needs Ray
-    from launch.ray_members import Member, Members
+    from launch.ray_members import AgentNode, Members
 
 STOP_S = 60.0  # time limit for the program to save and exit after a stop request
 LAST_S = 15.0  # time limit for the other processes, after the first one has stopped on request
@@ -35,7 +35,7 @@ class Engine(ABC):
         """`max_failures` attempts in a row, of one world or of one group, may fail without progress."""
         self._members, self._limits, self._workdir, self._max_failures = members, limits, workdir, max_failures
         self._events = EventLog(workdir, "engine")
-        self._attempts: list[Attempt] = []  # running attempts
+        self._attempts: list[EngineAttempt] = []  # running attempts
         self._number = 0  # number of the newest attempt
         self._failures: dict[int | None, Failures] = {}  # by group
         self._hosts: dict[str, str] = {}  # by node, lost nodes included
@@ -45,7 +45,7 @@ class Engine(ABC):
         self._said = ""  # the last message while it waits
         self._code: int | None = None  # exit code of the run, once known
 
-    def _is_misfit(self, attempt: Attempt, code: int) -> bool:
+    def _is_misfit(self, attempt: EngineAttempt, code: int) -> bool:
         """Whether an attempt ended because the config does not fit its number of nodes, and another number may work."""
         return False
 
@@ -114,7 +114,7 @@ class Engine(ABC):
         for index, member in enumerate(members):
             ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
             member.start(self._number, [*ranks, *options])
-        attempt = Attempt(
+        attempt = EngineAttempt(
             number=self._number,
             nodes=nodes,
             group=group,
@@ -142,7 +142,7 @@ class Engine(ABC):
                 if node not in self._members.by_node:
                     self._note_end(attempt, node, None)
 
-    def _note_end(self, attempt: Attempt, node: str, code: int | None) -> None:
+    def _note_end(self, attempt: EngineAttempt, node: str, code: int | None) -> None:
         is_first, has_failed = not attempt.codes, code and not attempt.why_stopped
         attempt.codes[node] = code
         if not is_first:
@@ -156,7 +156,7 @@ class Engine(ABC):
             say(f"{host}: the program ended {how(code)}")
             self._write(Event.ATTEMPT_FAILED, attempt, host=host, how=how(code))
 
-    def _note_first_step(self, attempt: Attempt) -> None:
+    def _note_first_step(self, attempt: EngineAttempt) -> None:
         """Reports the first completed step. After it the nodes have time to start the processes of the next attempt."""
         if attempt.has_stepped:
             return
@@ -172,7 +172,7 @@ class Engine(ABC):
             for node in attempt.running:
                 self._members.by_node[node].warm_up()
 
-    def _why_stop(self, attempt: Attempt) -> str:
+    def _why_stop(self, attempt: EngineAttempt) -> str:
         """Returns the reason to end an attempt, or ""."""
         if self._signals:
             return "a signal"
@@ -181,7 +181,7 @@ class Engine(ABC):
 
     # --------------------------------------------------------------------------------------------------------- ending
 
-    def _stop(self, attempt: Attempt, why: str) -> None:
+    def _stop(self, attempt: EngineAttempt, why: str) -> None:
         """Asks one process of the program to stop. That process notifies the others."""
         self._event_s = time.monotonic()
         attempt.why_stopped = why
@@ -190,7 +190,7 @@ class Engine(ABC):
         self._members.by_node[attempt.running[0]].send(attempt.number, signal.SIGTERM)
         self._write(Event.ATTEMPT_STOPPING, attempt, why=why)
 
-    def _kill_if_late(self, attempt: Attempt) -> None:
+    def _kill_if_late(self, attempt: EngineAttempt) -> None:
         """Kills an attempt that has not ended in time, or at once after a second signal."""
         now_s = time.monotonic()
         if self._signals > 1:
@@ -204,7 +204,7 @@ class Engine(ABC):
                 self._members.drop(node, "does not answer")
                 attempt.codes[node] = None
 
-    def _take_end(self, attempt: Attempt) -> None:
+    def _take_end(self, attempt: EngineAttempt) -> None:
         """Reports an attempt's end and its consequence for the run, which continues as long as another group does.
 
         Once a group has finished, no group starts again, unless the last one to end stopped before it had finished.
@@ -241,7 +241,7 @@ class Engine(ABC):
 
     # -------------------------------------------------------------------------------------------------------- telling
 
-    def _print(self, member: "Member") -> None:
+    def _print(self, member: "AgentNode") -> None:
         assert member.news
         firsts = {a.nodes[0]: "" if a.group is None else f"[{a.title}] " for a in self._attempts}
         prefix = firsts.get(member.node, f"[{member.host}] ")
@@ -249,7 +249,7 @@ class Engine(ABC):
             self._last_words[member.node] = line
             print(prefix + line, flush=True)
 
-    def _write(self, event: Event, attempt: Attempt, **fields: Any) -> None:
+    def _write(self, event: Event, attempt: EngineAttempt, **fields: Any) -> None:
         group = {} if attempt.group is None else {"group": attempt.group}
         self._events.write(event, attempt=attempt.number, attempt_id=attempt.coordinator, **group, **fields)
 
@@ -260,7 +260,7 @@ class Engine(ABC):
         return ", ".join(map(self._name, nodes))
 
 
-class OneWorld(Engine):
+class RestartingEngine(Engine):
     """One attempt at a time, on the largest possible world. It is restarted when that world changes."""
 
     def __init__(self, *parts: Any, **options: Any) -> None:
@@ -275,7 +275,7 @@ class OneWorld(Engine):
             self._previous = nodes
             yield nodes, None
 
-    def _is_misfit(self, attempt: Attempt, code: int) -> bool:
+    def _is_misfit(self, attempt: EngineAttempt, code: int) -> bool:
         count = len(attempt.nodes)
         if attempt.has_stepped:
             self._fitting.add(count)
@@ -285,7 +285,7 @@ class OneWorld(Engine):
             self._misfits.add(count)
         return is_misfit
 
-    def _why_stop(self, attempt: Attempt) -> str:
+    def _why_stop(self, attempt: EngineAttempt) -> str:
         if (why := super()._why_stop(attempt)) or self._starting() or not attempt.is_settled:
             return why  # a start that ends at once would be wasted
         better = choose(self._there(), attempt.nodes, self._limits, self._misfits)

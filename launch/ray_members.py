@@ -22,7 +22,7 @@ THREADS = 4  # threads of an agent: one waits for news, the others execute comma
 
 
 @dataclass(kw_only=True)
-class Member:
+class AgentNode:
     """A node with its agent. `news` is None before its first answer."""
 
     node: str  # Ray's id
@@ -62,7 +62,7 @@ class Members:
     def __init__(
         self, address: str, max_nodes: int, command: Sequence[str], environment: Mapping[str, str], events: EventLog
     ) -> None:
-        self.by_node: dict[str, Member] = {}
+        self.by_node: dict[str, AgentNode] = {}
         self.draining: set[str] = set()
         self.idle_hosts: list[str] = []  # alive, but above `max_nodes`
         self._address, self._max_nodes, self._events = address, max_nodes, events
@@ -85,7 +85,7 @@ class Members:
             ray.kill(member.agent)
         ray.shutdown()
 
-    def turn(self) -> list[Member]:
+    def turn(self) -> list[AgentNode]:
         """Updates the members from Ray's nodes, waits briefly for news, and returns the members that have news."""
         if time.monotonic() >= self._look_again_s:
             self._look()
@@ -114,11 +114,11 @@ class Members:
         """Returns the nodes that must leave."""
         return [member.node for member in self.by_node.values() if self.is_going(member)]
 
-    def is_going(self, member: Member) -> bool:
+    def is_going(self, member: AgentNode) -> bool:
         """Whether Ray drains the node, or its agent was asked to end."""
         return member.node in self.draining or bool(member.news and member.news.is_leaving)
 
-    def _end(self, node: str) -> Member:
+    def _end(self, node: str) -> AgentNode:
         member = self.by_node.pop(node)
         ray.kill(member.agent)
         return member
@@ -147,7 +147,7 @@ class Members:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )(Agent)
         agent = actor.remote(*self._arguments)
-        self.by_node[node["NodeID"]] = Member(
+        self.by_node[node["NodeID"]] = AgentNode(
             node=node["NodeID"],
             host=node["NodeManagerHostname"],
             address=node["NodeManagerAddress"],
@@ -155,7 +155,7 @@ class Members:
             asked=agent.news.remote(NEWS_S),
         )
 
-    def _hear(self, member: Member) -> bool:
+    def _hear(self, member: AgentNode) -> bool:
         """Receives an answer and sends the next request. False if the agent has ended instead."""
         try:
             member.news = ray.get(member.asked)

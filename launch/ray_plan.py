@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from runtime.events import Event, EventReader
 from runtime.exit_codes import ExitCode, signal_name
-from runtime.progress import Progress, read_progress
+from runtime.progress import StepProgress, read_progress
 
 if TYPE_CHECKING:  # this import needs Ray
-    from launch.ray_members import Member
+    from launch.ray_members import AgentNode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def choose(
 
 
 @dataclass(kw_only=True)
-class Attempt:
+class EngineAttempt:
     """One attempt: its nodes, the exit codes of its processes, and the deadline after which they are killed."""
 
     number: int
@@ -65,7 +65,7 @@ class Attempt:
     group: int | None  # number of an independent replica
     coordinator: str  # HOST:PORT of process 0; unique to the attempt
     event_s: float  # time of the event that led to this attempt
-    progress: Progress  # the metrics' state before its first step
+    progress: StepProgress  # the metrics' state before its first step
     codes: dict[str, int | None] = field(default_factory=dict)
     why_stopped: str = ""  # reason of the stop request; empty without one
     kill_at_s: float = float("inf")
@@ -84,7 +84,7 @@ class Attempt:
         """Returns the nodes whose processes are not known to have ended."""
         return [node for node in self.nodes if node not in self.codes]
 
-    def code_on(self, member: "Member") -> int | None:
+    def code_on(self, member: "AgentNode") -> int | None:
         """Returns the exit code of the attempt's process on a node; None while it runs, or without a process."""
         is_its = member.node in self.running
         return member.news.code if member.news and is_its and member.news.attempt == self.number else None
@@ -105,7 +105,7 @@ class Failures:
         self._restored_step = self._newest_restored()
         self._resumed = {self._restored_step}  # since the last new step
 
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """Returns the newest step in the metrics."""
         return read_progress(self._workdir)
 

@@ -24,7 +24,7 @@ from configs.schema import GATED, MoeConfig
 from models.block import Attention, Block, BlockConfig, gated, gelu, initial_std, normal, residual_std
 from models.decoder import Decoder
 from models.model import Batch, Gather, Params
-from sharding.experts import ALONE, Exchange, exchange_of, keep
+from sharding.experts import ALONE, TokenExchange, exchange_of, keep
 
 AUX = ("balance_loss", "z_loss", "dropped_share")
 Aux = dict[str, Array]  # keys are AUX, values are float32 scalars, summed over rows and layers
@@ -80,13 +80,13 @@ class MoeBlock(Attention):
         segments_BT: Array | None,
         weights_BT: Array,
         real_BT: Array,
-        exchange: Exchange = ALONE,
+        exchange: TokenExchange = ALONE,
     ) -> tuple[Array, Aux]:
         """Returns the layer's output and its auxiliary sums. Tokens that are not `real` go to no expert."""
         return self.finish(x_BTD, self.mix(x_BTD, angles_BTH, segments_BT), weights_BT, real_BT, exchange)
 
     def finish(
-        self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, real_BT: Array, exchange: Exchange = ALONE
+        self, x_BTD: Array, mixed_BTNH: Array, weights_BT: Array, real_BT: Array, exchange: TokenExchange = ALONE
     ) -> tuple[Array, Aux]:
         """Returns the layer's output, from its input and the weighted values of attention, and its auxiliary sums."""
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
@@ -102,7 +102,7 @@ class MoeBlock(Attention):
         ones_BT = jnp.ones(x_BTD.shape[:2])
         return self.finish(x_BTD, mixed_BTNH, ones_BT, ones_BT, exchange_of(gather))[0]
 
-    def _send(self, y_BTD: Array, routes: Routes, exchange: Exchange) -> Array:
+    def _send(self, y_BTD: Array, routes: Routes, exchange: TokenExchange) -> Array:
         """Returns the weighted sum of the outputs of each token's experts, where a dropped choice contributes zero."""
         (batch, length, hidden), num_experts = y_BTD.shape, self.moe.num_experts
         slots_BSD = _rows(y_BTD, routes.token_BS)
@@ -194,7 +194,7 @@ class MoeLayers(nnx.Module):
         weights_BT: Array,
         real_BT: Array,
         *,
-        exchange: Exchange,
+        exchange: TokenExchange,
     ) -> tuple[Array, Aux]:
         """Returns the output `[B, T, D]`, and the auxiliary sums of the layers up to and including this one."""
         x_BTD, before = carry

@@ -38,14 +38,14 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")  # BERT, RoBERTa
 SLICE_VALUES = 1 << 22  # values per read: reads hold Python's lock, which must not delay heartbeats
-Index = tuple[slice, ...]
+TensorSlice = tuple[slice, ...]
 
 # suffixes of a name in the table (theirs, ours): embedding tables have none, modules append the name of the parameter
 ENDS = (("", ""), (".weight", "/weight"), (".weight", "/scale"), (".bias", "/bias"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class TensorMapping:
     """One of our parameters, and the tensor or tensors of transformers that hold it."""
 
     path: str  # our name
@@ -72,7 +72,7 @@ class Tensor:
         return self.name.format(layer)
 
 
-def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
+def tensors(model: Model, architecture: Architecture) -> dict[str, TensorMapping]:
     """Returns the tensors of a model by our path, in the order of the table, without adapters."""
     assert isinstance(model.config, TransformerConfig)
     every: dict[str, ParamSpec] = by_name(model.plain_specs, lambda x: isinstance(x, ParamSpec))
@@ -86,7 +86,7 @@ def tensors(model: Model, architecture: Architecture) -> dict[str, Tensor]:
                     continue
                 shape = tuple(vocab_size if dim == "vocab" else n for dim, n in zip(spec.dims, spec.shape, strict=True))
                 stacked = spec.dims[0] == "layers"
-                found[path] = Tensor(
+                found[path] = TensorMapping(
                     path=path,
                     name=f"{name}{their_end}",
                     transposed=our_end == "/weight" and not (architecture.conv1d and stacked),
@@ -200,7 +200,7 @@ class Weights:
             part[...] = used
         return found
 
-    def region(self, path: str, index: Index) -> np.ndarray:
+    def region(self, path: str, index: TensorSlice) -> np.ndarray:
         """Returns a region of our parameter `path` in float32. The padding of the vocabulary is zero."""
         tensor = self._tensors[path]
         bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.spec.shape, strict=True)]
@@ -211,7 +211,7 @@ class Weights:
             self._fill(out[number] if stacked else out, tensor, layer, bounds[stacked:])
         return out
 
-    def _stored(self, path: str, index: Index, dtype: Any, made: dict[Any, Any]) -> np.ndarray:
+    def _stored(self, path: str, index: TensorSlice, dtype: Any, made: dict[Any, Any]) -> np.ndarray:
         """Returns a region of a parameter in its stored form. Codes and scales have their blocks along the last dim.
 
         `made` caches the values read and encoded for it.
@@ -224,7 +224,7 @@ class Weights:
             made[key] = self._encoded(parent, rows) if coded else self.region(path, rows).astype(dtype)
         return made[key][part][..., index[-1]] if coded else made[key]
 
-    def _encoded(self, path: str, index: Index) -> dict[str, np.ndarray]:
+    def _encoded(self, path: str, index: TensorSlice) -> dict[str, np.ndarray]:
         """Returns the codes and scales of a region with whole rows of a stack of matrices."""
         found: dict[str, np.ndarray] = {}
         layers = range(self._tensors[path].spec.shape[0])[index[0]]
@@ -236,7 +236,7 @@ class Weights:
                 found[part][number] = x[0]
         return found
 
-    def _fill(self, out: np.ndarray, tensor: Tensor, layer: int | None, bounds: list[tuple[int, int]]) -> None:
+    def _fill(self, out: np.ndarray, tensor: TensorMapping, layer: int | None, bounds: list[tuple[int, int]]) -> None:
         """Copies the region `bounds` of one layer into `out`, except for padding."""
         stops = [min(stop, size) for (_, stop), size in zip(bounds, tensor.shape, strict=True)]
         wanted = [slice(start, max(start, stop)) for (start, _), stop in zip(bounds, stops, strict=True)]
@@ -274,7 +274,7 @@ class Weights:
                 "the tensor"
             )
 
-    def _check(self, name: str, tensor: Tensor) -> None:
+    def _check(self, name: str, tensor: TensorMapping) -> None:
         found = self._slice(name)
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
         if shape != tensor.their_shape:

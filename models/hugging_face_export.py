@@ -18,7 +18,7 @@ import numpy as np
 
 from configs.hugging_face import CONFIG_FILE, architecture_of, config_json
 from configs.schema import TransformerConfig
-from models.hugging_face import FLOATS, INDEX_FILE, SINGLE_FILE, Tensor, tensors
+from models.hugging_face import FLOATS, INDEX_FILE, SINGLE_FILE, TensorMapping, tensors
 from models.model import Model
 from runtime.files import atomic
 
@@ -103,7 +103,9 @@ def write(
     return [*files]
 
 
-def _write_tensors(parts: list[Tensor], read: Callable[[str], np.ndarray], place: Mapping[str, _NewFile]) -> None:
+def _write_tensors(
+    parts: list[TensorMapping], read: Callable[[str], np.ndarray], place: Mapping[str, _NewFile]
+) -> None:
     """Writes the tensors, one per layer, that concatenate some of our parameters."""
     values = [read(tensor.path) for tensor in parts]
     used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
@@ -114,7 +116,7 @@ def _write_tensors(parts: list[Tensor], read: Callable[[str], np.ndarray], place
         place[name].write(name, whole.T if parts[0].transposed else whole)
 
 
-def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _theirs(found: list[TensorMapping]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the name and shape of each of their tensors: layer by layer, between embedding and head."""
     rank = {"embed": 0, "layers": 1, "head": 2}
     at = [(rank[tensor.path.partition("/")[0]], layer or 0, tensor) for tensor in found for layer in tensor.layers]
@@ -123,7 +125,7 @@ def _theirs(found: list[Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield tensor.name_in(layer), tensor.their_shape
 
 
-def _files(folder: Path, found: list[Tensor], max_values: int) -> dict[Path, dict[str, tuple[int, ...]]]:
+def _files(folder: Path, found: list[TensorMapping], max_values: int) -> dict[Path, dict[str, tuple[int, ...]]]:
     """Returns the tensor shapes of each file, by path. A file has at most `max_values` values, or a single tensor."""
     files: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0

@@ -33,7 +33,7 @@ MASKED_LOGIT = -1e30
 
 
 @dataclass(frozen=True)
-class Group(Generic[Module]):
+class ParameterGroup(Generic[Module]):
     """One parameter group: an nnx module in tree mode.
 
     `make` maps a PRNG key to the module. The parameters of `num_layers` such modules are stacked (None: one module, not
@@ -92,11 +92,11 @@ class Model(ABC):
         return jnp.dtype(self.config.compute_dtype)
 
     @abstractmethod
-    def make_groups(self) -> dict[str, Group[Any]]:
+    def make_groups(self) -> dict[str, ParameterGroup[Any]]:
         """Returns the parameter groups by their top-level key."""
 
     @cached_property
-    def groups(self) -> dict[str, Group[Any]]:
+    def groups(self) -> dict[str, ParameterGroup[Any]]:
         """The parameter groups by their top-level key."""
         return self.make_groups()
 

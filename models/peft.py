@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
-from models.hugging_face import FLOATS, Tensor, open_file, tensors
+from models.hugging_face import FLOATS, TensorMapping, open_file, tensors
 from models.lora import ADAPTERS
 from models.model import Model, Params
 from runtime.files import atomic, json_objects
@@ -129,7 +129,7 @@ def base_hash(model: Model) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _adapted(model: Model) -> dict[str, Tensor]:
+def _adapted(model: Model) -> dict[str, TensorMapping]:
     """Returns the matrices with adapters, by our path. ValueError if their tensors combine several of ours."""
     assert isinstance(model.config, TransformerConfig)
     targets = {f"layers/{name}/weight" for name in model.config.lora_targets.split()}
@@ -140,11 +140,11 @@ def _adapted(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def _target_modules(model: Model, found: dict[str, Tensor]) -> list[str]:
+def _target_modules(model: Model, found: dict[str, TensorMapping]) -> list[str]:
     """Returns the names by which PEFT finds the matrices: the last word, or the full name if the word is ambiguous."""
     assert isinstance(model.config, TransformerConfig)
 
-    def modules(tensors: Iterable[Tensor]) -> set[str]:
+    def modules(tensors: Iterable[TensorMapping]) -> set[str]:
         return {tensor.name_in(layer).rpartition(".")[0] for tensor in tensors for layer in tensor.layers}
 
     adapted = modules(found.values())
@@ -153,11 +153,11 @@ def _target_modules(model: Model, found: dict[str, Tensor]) -> list[str]:
     return sorted({name if (word := name.rpartition(".")[2]) in last else word for name in adapted})
 
 
-def _name(tensor: Tensor, layer: int | None, end: str) -> str:
+def _name(tensor: TensorMapping, layer: int | None, end: str) -> str:
     return f"{PREFIX}{tensor.name_in(layer).removesuffix('weight')}{end}"
 
 
-def _their_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _their_shapes(tensor: TensorMapping, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the shapes `[rank, in]` and `[out, rank]`."""
     rows, columns = tensor.shape
     return (rank, rows), (columns, rank)

@@ -29,7 +29,7 @@ from jax import Array, lax
 
 from configs.schema import ResNetConfig
 from models.block import normal
-from models.model import Batch, Classifier, Gather, Group, Params, cross_entropy, mask_padding, rematerialise
+from models.model import Batch, Classifier, Gather, ParameterGroup, Params, cross_entropy, mask_padding, rematerialise
 from models.norms import (
     Averages,
     Norm,
@@ -173,15 +173,20 @@ class ResNet(Classifier):
 
     config: ResNetConfig
 
-    def make_groups(self) -> dict[str, Group[Any]]:
+    def make_groups(self) -> dict[str, ParameterGroup[Any]]:
         """Returns the parameter groups by their top-level key, in the order of their use.
 
         `averages` is the last group.
         """
         c = self.config
-        blocks = {name: Group(partial(Block, name, convs)) for name, convs in residual_blocks(c).items()}
-        averages = {AVERAGES: Group(lambda key: Averages(norm_channels(c)))} if c.norm == "batch" else {}
-        return {"stem": Group(partial(Stem, c)), **blocks, "head": Group(partial(Head, c)), **averages}
+        blocks = {name: ParameterGroup(partial(Block, name, convs)) for name, convs in residual_blocks(c).items()}
+        averages = {AVERAGES: ParameterGroup(lambda key: Averages(norm_channels(c)))} if c.norm == "batch" else {}
+        return {
+            "stem": ParameterGroup(partial(Stem, c)),
+            **blocks,
+            "head": ParameterGroup(partial(Head, c)),
+            **averages,
+        }
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the images' cross-entropies in nats, a float32 scalar. See `Classifier`.
@@ -210,7 +215,9 @@ class ResNet(Classifier):
             if name == AVERAGES:
                 continue
 
-            def run(values: Params, x: Array, name: str = name, group: Group[Any] = group) -> tuple[Array, Any]:
+            def run(
+                values: Params, x: Array, name: str = name, group: ParameterGroup[Any] = group
+            ) -> tuple[Array, Any]:
                 norms = Norms(norm)
                 return group.module(gather(name, values), self.dtype)(x, norms), norms.seen
 

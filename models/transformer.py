@@ -15,7 +15,7 @@ from configs.schema import Config, DecoderConfig, EncoderConfig, ModelConfig, Tr
 from models.block import ALONE, Block, BlockConfig, Norm, initial_std, normal
 from models.chunked_loss import piece_length, sum_of_pieces
 from models.lora import add_adapters
-from models.model import Batch, Gather, Group, Model, Params, cross_entropy, mask_padding, rematerialise
+from models.model import Batch, Gather, Model, ParameterGroup, Params, cross_entropy, mask_padding, rematerialise
 from sharding.accumulation import scan_layers
 from sharding.context import Context
 from sharding.experts import context_of
@@ -90,7 +90,7 @@ class Stack(Model):
         """Returns an entry of the stack with new parameters."""
         return Block(BlockConfig.of(self.config), key)
 
-    def make_groups(self) -> dict[str, Group[Any]]:
+    def make_groups(self) -> dict[str, ParameterGroup[Any]]:
         """Returns the parameter groups by their top-level key."""
         lora = self.config if isinstance(self.config, TransformerConfig) and self.config.lora_rank else None
 
@@ -101,9 +101,9 @@ class Stack(Model):
             return layer
 
         return {
-            "embed": Group(self.make_embedding, lora=lora),
-            "layers": Group(make_layer, self.num_entries, lora=lora),
-            "head": Group(partial(self.HEAD, self.config), lora=lora),
+            "embed": ParameterGroup(self.make_embedding, lora=lora),
+            "layers": ParameterGroup(make_layer, self.num_entries, lora=lora),
+            "head": ParameterGroup(partial(self.HEAD, self.config), lora=lora),
         }
 
     @property

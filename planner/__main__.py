@@ -34,7 +34,7 @@ from planner.candidates import of_config, of_strategies
 from planner.day import losses, snapshot_interval
 from planner.independent import independent_text
 from planner.pictures import draw, draw_curves
-from planner.predict import Machine, Prediction, Step, what_helps
+from planner.predict import Machine, Prediction, ReplayableStep, what_helps
 from planner.report import Plan, plan_page, plan_text, scaling_text, to_json
 from planner.search import search
 from planner.spot import other_strategies, planned_cost, read_trace, run_of, spot_text, world_of
@@ -75,7 +75,7 @@ class Answer:
     """A plan, and its best step."""
 
     plan: Plan
-    step: Step
+    step: ReplayableStep
 
 
 def main(argv: Sequence[str]) -> int:
@@ -339,7 +339,7 @@ def _answer(question: Question, nodes: int) -> Answer:
     return Answer(plan=plan, step=step)
 
 
-def _stand_ins(step: Step) -> list[str]:
+def _stand_ins(step: ReplayableStep) -> list[str]:
     """Returns notes about parts of a run that are priced by a substitute."""
     config, machine, notes = step.experiment.config, step.machine, list[str]()
     model, length, compression = config.model, config.data.seq_len, config.compression
@@ -368,7 +368,7 @@ def _of_nodes(nodes: int) -> str:
     return f"{nodes} node{'s' if nodes > 1 else ''}"
 
 
-def _timeline(question: Question, step: Step) -> Figure:
+def _timeline(question: Question, step: ReplayableStep) -> Figure:
     heading = f"{question.name}, {step.candidate.words}, on {_of_nodes(step.machine.nodes)} ({question.cluster.name})"
     return draw(step.timeline(), heading)
 

@@ -35,7 +35,7 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceSpec:
     """One accelerator."""
 
     peak_flops: Mapping[str, float]  # FLOP/s of dense matrix products by the dtype of their operands, as in HLO
@@ -115,7 +115,7 @@ ERROR_BARS = {  # tests/test_planner_validation.py compares them with the record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accelerator(Device):
+class Accelerator(DeviceSpec):
     """A commercially available device."""
 
     name: str
@@ -183,7 +183,7 @@ class Cluster:
             tree_fractions=self.reached.trees,
         )
 
-    def compute(self, num_devices: int, dtype: str = "") -> Device:
+    def compute(self, num_devices: int, dtype: str = "") -> DeviceSpec:
         """Returns the performance of one of `num_devices` devices.
 
         With `dtype` all products take the time of that dtype, because a program for CPUs has f32 in place of a GPU's

@@ -16,7 +16,7 @@ import numpy as np
 from configs.schema.sections import AUTOMATIC, SNAPSHOT_SHARE
 from input_pipeline import row_arrays
 from planner.bounds import forward_share
-from planner.predict import Step
+from planner.predict import ReplayableStep
 from planner.spot import FROM_CHECKPOINT_S, LEFT_S, world_of
 from planner.table import table_rows
 from sharding.spec import nbytes
@@ -28,7 +28,7 @@ STORED = 4  # upper bound of a token's bytes in storage; a pixel takes about one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class Downtime:
     """A cause that stops training for `each_s`, several times per day."""
 
     name: str
@@ -68,7 +68,7 @@ class Kept:
         return self.device_bytes / self.copy_bandwidth
 
 
-def kept_of(step: Step) -> Kept:
+def kept_of(step: ReplayableStep) -> Kept:
     """Returns the saved state of a planned step. The devices of an emulated cluster share their rates."""
     state, cluster = step.experiment.state_shapes, step.machine.cluster
     frozen = by_name(state.frozen)  # is not saved
@@ -83,13 +83,13 @@ def kept_of(step: Step) -> Kept:
     )
 
 
-def snapshot_interval(step: Step, step_s: float) -> int:
+def snapshot_interval(step: ReplayableStep, step_s: float) -> int:
     """Returns the number of steps between two snapshots in memory, 0 for none."""
     every = step.experiment.config.elastic.snapshot_every
     return max(1, ceil(kept_of(step).copied_s / (SNAPSHOT_SHARE * step_s))) if every == AUTOMATIC else every
 
 
-def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
+def losses(step: ReplayableStep, step_s: float) -> tuple[Downtime, ...]:
     """Returns the losses per day of planned steps."""
     config, nodes, kept = step.experiment.config, step.machine.nodes, kept_of(step)
     every, snapshot_every, evaluation = config.checkpoint.every, snapshot_interval(step, step_s), config.eval
@@ -116,7 +116,7 @@ def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
     steps = rest_s / (step_s + sum(each_s / interval for _, interval, each_s, _ in found if interval))
     return (
         *(
-            Loss(
+            Downtime(
                 name=name,
                 times=steps / interval if interval else 0.0,
                 each_s=each_s,
@@ -125,7 +125,9 @@ def losses(step: Step, step_s: float) -> tuple[Loss, ...]:
             for name, interval, each_s, about in found
         ),
         replace(failure, times=failures),
-        Loss(name="the start", times=1.0, each_s=start_s, about=f"imports, compilation: a small model's{_base(kept)}"),
+        Downtime(
+            name="the start", times=1.0, each_s=start_s, about=f"imports, compilation: a small model's{_base(kept)}"
+        ),
     )
 
 
@@ -133,7 +135,7 @@ def _base(kept: Kept) -> str:
     return f"; the base: {format_bytes(kept.base_bytes)}" if kept.base_bytes else ""
 
 
-def _failure(step: Step, step_s: float, snapshot_every: int, kept: Kept) -> Loss:
+def _failure(step: ReplayableStep, step_s: float, snapshot_every: int, kept: Kept) -> Downtime:
     """Returns the cost of a failed node: detection, restart, and half an interval's steps again."""
     config = step.experiment.config
     in_memory = snapshot_every > 0 and world_of(step, step_s, snapshot_every).survives(1)
@@ -143,10 +145,10 @@ def _failure(step: Step, step_s: float, snapshot_every: int, kept: Kept) -> Loss
     source = "memory" if in_memory else "a checkpoint" if every else "the first step"
     about = f"silence, restart from {source}, {format_seconds(repeated_s)} of steps again"
     each_s = config.elastic.silence_s + restart_s + repeated_s
-    return Loss(name="failures", times=1.0, each_s=each_s, about=about)
+    return Downtime(name="failures", times=1.0, each_s=each_s, about=about)
 
 
-def day_rows(found: Sequence[Loss]) -> list[Sequence[str]]:
+def day_rows(found: Sequence[Downtime]) -> list[Sequence[str]]:
     """Returns the names of the columns, a row for each loss, and a row for the time left for training."""
     rows: list[Sequence[str]] = [("", "about", "times", "each", "a day", "share")]
     for loss in found:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from configs.schema.combinations import complaint
 from elastic.replicas.payloads import PIECES, make_payload
 from planner.bounds import forward_share
-from planner.predict import Step
+from planner.predict import ReplayableStep
 from training.metrics.units import format_bytes, format_seconds
 from training.round_units import of_workers, state_payload
 
@@ -28,7 +28,7 @@ class Independent:
     hidden_s: float  # part of `sending_s` that overlaps with the last backward pass
 
 
-def independent(step: Step, shares: int = 1) -> Independent | None:
+def independent(step: ReplayableStep, shares: int = 1) -> Independent | None:
     """Returns the step of a program's replicas as separate worlds, or None if they cannot be separate.
 
     Each replica has `shares` work units, a power of two: other numbers are not a subtree and are sent in several parts.
@@ -71,7 +71,7 @@ def independent(step: Step, shares: int = 1) -> Independent | None:
     )
 
 
-def independent_text(step: Step, step_s: float, micro_size: int) -> list[str]:
+def independent_text(step: ReplayableStep, step_s: float, micro_size: int) -> list[str]:
     """Returns a note that compares independent replicas with one world, if the step can have them.
 
     `micro_size` is the config's value, before it was fitted to the devices.
@@ -90,7 +90,7 @@ def independent_text(step: Step, step_s: float, micro_size: int) -> list[str]:
     ]
 
 
-def _needs(step: Step, micro_size: int) -> list[str]:
+def _needs(step: ReplayableStep, micro_size: int) -> list[str]:
     """Returns further keys that such a run needs, for one work unit per replica."""
     ex, needs = step.experiment, []
     if ex.config.compression.all_reduce != "none" and ex.config.compression.error_feedback:

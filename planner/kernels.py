@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from math import prod
 
-from planner.clusters import Device, Product
-from sharding.hlo_program import Computation, Instruction, Program, Tensor, Type, num_bytes, tensors
+from planner.clusters import DeviceSpec, Product
+from sharding.hlo_program import ArrayType, Computation, Instruction, Program, Type, num_bytes, tensors
 
 NO_KERNELS = """
     parameter constant tuple get-tuple-element bitcast reshape after-all opt-barrier partition-id replica-id
@@ -27,7 +27,7 @@ FUNCTIONS = """
 _FUNCTIONS = frozenset(FUNCTIONS.split())
 
 
-def kernel_s(instruction: Instruction, computation: Computation, program: Program, device: Device) -> float:
+def kernel_s(instruction: Instruction, computation: Computation, program: Program, device: DeviceSpec) -> float:
     """Returns the seconds of an instruction of `computation`: the longest of its products, functions and bytes.
 
     It is 0 for instructions that are not kernels (a tuple, a bitcast, ...).
@@ -53,16 +53,16 @@ def products(instruction: Instruction, computation: Computation, program: Progra
         return []
     operands = [_type(computation, name) for name in instruction.operands[:2]]
     result = tensors(instruction.result)[0]
-    if len(operands) < 2 or not all(isinstance(operand, Tensor) for operand in operands):
+    if len(operands) < 2 or not all(isinstance(operand, ArrayType) for operand in operands):
         return []
     left, right = operands
-    assert isinstance(left, Tensor) and isinstance(right, Tensor)
+    assert isinstance(left, ArrayType) and isinstance(right, ArrayType)
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     found = _attention(instruction, target, left) or _product(instruction, target, left, right, result)
     return [found] if found and found.flops else []
 
 
-def _attention(instruction: Instruction, target: str, queries: Tensor) -> Product | None:
+def _attention(instruction: Instruction, target: str, queries: ArrayType) -> Product | None:
     """Returns the products of an attention kernel over pairs of positions: cuDNN's, or a kernel of models/flash.py.
 
     With a causal mask half of the pairs count.
@@ -81,7 +81,9 @@ def _attention(instruction: Instruction, target: str, queries: Tensor) -> Produc
     return Product(dtype=dtype, flops=flops, part="forward" if part == "forward" else "backward")
 
 
-def _product(instruction: Instruction, target: str, left: Tensor, right: Tensor, result: Tensor) -> Product | None:
+def _product(
+    instruction: Instruction, target: str, left: ArrayType, right: ArrayType, result: ArrayType
+) -> Product | None:
     """Returns a product or a convolution: a multiplication and an addition for each term of a sum."""
     if instruction.opcode == "dot":
         contracted = _numbers(instruction.attributes.get("lhs_contracting_dims", ""), r"\{([^}]*)\}")
@@ -99,7 +101,7 @@ def _product(instruction: Instruction, target: str, left: Tensor, right: Tensor,
     return None
 
 
-def _matmul(left: Tensor, result: Tensor, contracted: Sequence[int]) -> Product:
+def _matmul(left: ArrayType, result: ArrayType, contracted: Sequence[int]) -> Product:
     terms = prod(left.dims[i] for i in contracted)
     return Product(dtype=left.dtype, flops=2 * result.num_elements * terms)
 
@@ -139,7 +141,7 @@ def moved_bytes(instruction: Instruction, computation: Computation, program: Pro
     return sum(operands) + result
 
 
-def _results(instruction: Instruction) -> list[Tensor]:
+def _results(instruction: Instruction) -> list[ArrayType]:
     """Returns the outputs of a kernel, without the workspace of a library's kernel."""
     arrays = tensors(instruction.result)
     is_library = instruction.opcode == "custom-call" and len(arrays) > 1

@@ -15,7 +15,7 @@ from configs.schema.own import OWN
 from planner import compile as compiling
 from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
-from planner.clusters import MEMORY_SHARE, Cluster, Device, Network
+from planner.clusters import MEMORY_SHARE, Cluster, DeviceSpec, Network
 from planner.replay import Timeline, replay
 from sharding.hlo import Collective, behind_warm_up, program_collectives
 from sharding.hlo_program import Program, parse_program
@@ -28,7 +28,7 @@ TOKENS = 1e9  # cost is given per this number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class StepTraffic:
     """One kind of collective on its slower level, in a step."""
 
     name: str
@@ -49,7 +49,7 @@ class Prediction:
     inter_bytes: float  # bytes that a device sends per step
     intra_bytes: float
     compute_s: float
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[StepTraffic, ...]
     step_s: float
     rows_per_s: float
     tokens_per_s: float | None
@@ -69,7 +69,7 @@ class Prediction:
         parts = {
             "candidate": Candidate(**values["candidate"]),
             "memory": Memory(**values["memory"]),
-            "traffic": tuple(Traffic(**part) for part in values["traffic"]),
+            "traffic": tuple(StepTraffic(**part) for part in values["traffic"]),
         }
         return cls(**{**values, **parts})
 
@@ -140,7 +140,7 @@ class Machine:
         can_stand_in = not is_cut and model.takes_flash(config.data.seq_len, config.mesh.tensor)
         return "pallas" if gpu.attention and self.target != compiling.CPU and can_stand_in else "xla"
 
-    def device(self, config: Config) -> Device:
+    def device(self, config: Config) -> DeviceSpec:
         """Returns the device of a replay. A GPU's step that was compiled for CPUs computes in f32.
 
         For models/flash.py its measured rate is used, if any. Otherwise it computes seven products in the backward pass
@@ -158,7 +158,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ReplayableStep:
     """A compiled step of a candidate that can be replayed on any device and network."""
 
     candidate: Candidate
@@ -176,7 +176,7 @@ class Step:
         """Its collectives."""
         return program_collectives(self.program, self.compiled.shape)
 
-    def timeline(self, device: Device | None = None, network: Network | None = None) -> Timeline:
+    def timeline(self, device: DeviceSpec | None = None, network: Network | None = None) -> Timeline:
         """Returns the replay, by default on the cluster's device and network."""
         device = device or self.machine.device(self.experiment.config)
         cluster = self.machine.cluster
@@ -230,7 +230,7 @@ class Step:
             intra_bytes=sum(c.intra_bytes * times for c, times in collectives),
             compute_s=timeline.compute_s,
             traffic=tuple(
-                Traffic(
+                StepTraffic(
                     name=name,
                     level=level,
                     busy_s=use.busy_s * shares.get(name, 1.0),
@@ -257,7 +257,7 @@ def _share_seen(model: TransformerConfig, length: int) -> float:
     return whole + (1 - whole) * window * (2 - window)
 
 
-def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> Step:
+def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> ReplayableStep:
     """Compiles the step of a candidate, or reads it from the cache. Compiles again if it was quick and does not fit."""
     if machine.is_quick:
         flags = f"{compiling.QUICK} {machine.xla_flags}".strip()
@@ -265,10 +265,10 @@ def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine
         if step.memory().fits:
             return step
     compiled = compiling.compile_step(**machine.request(candidate, experiment.config))
-    return Step(candidate=candidate, experiment=experiment, machine=machine, compiled=compiled)
+    return ReplayableStep(candidate=candidate, experiment=experiment, machine=machine, compiled=compiled)
 
 
-def what_helps(step: Step) -> dict[str, float]:
+def what_helps(step: ReplayableStep) -> dict[str, float]:
     """Returns the seconds of the step with better hardware, one change at a time, the most helpful first."""
     network, device = step.machine.cluster.network(), step.machine.device(step.experiment.config)
     changes: dict[str, Any] = {}  # arguments of `Step.timeline`

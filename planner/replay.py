@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, isclose
 
-from planner.clusters import ALL, NOTHING, SCHEDULE, Device, Network
+from planner.clusters import ALL, NOTHING, SCHEDULE, DeviceSpec, Network
 from planner.kernels import FREE, kernel_s
 from sharding.hlo import KINDS, Collective, collective_of
 from sharding.hlo_program import Computation, Instruction, Program, Site, trip_count
@@ -77,7 +77,7 @@ class Timeline:
         return sum(found, Use())
 
 
-def replay(program: Program, shape: MeshShape, device: Device, network: Network, hides: str = SCHEDULE) -> Timeline:
+def replay(program: Program, shape: MeshShape, device: DeviceSpec, network: Network, hides: str = SCHEDULE) -> Timeline:
     """Returns the timeline of one execution of `program` on a mesh of `shape`.
 
     `hides` is the communication that kernels hide: as in the program's SCHEDULE, NOTHING, or ALL that fits into them.
@@ -142,7 +142,7 @@ class _Step:
 class _Machine:
     """One device and its network; `run` moves its clock."""
 
-    def __init__(self, program: Program, shape: MeshShape, device: Device, network: Network, hides: str) -> None:
+    def __init__(self, program: Program, shape: MeshShape, device: DeviceSpec, network: Network, hides: str) -> None:
         self.state, self._hides = _State(), hides
         self.intervals: list[Interval] = []
         self._program, self._shape, self._device, self._network = program, shape, device, network

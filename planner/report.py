@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from configs.losses import rows_of, steps_to_loss
-from planner.day import Loss, day_rows
-from planner.predict import TOKENS, Prediction, Traffic
+from planner.day import Downtime, day_rows
+from planner.predict import TOKENS, Prediction, StepTraffic
 from planner.replay import NAMES
-from planner.search import Counts
+from planner.search import CandidateCounts
 from runtime.files.pages import columns
 from training.metrics.page import render
 from training.metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
@@ -72,11 +72,11 @@ class Plan:
     unit: str  # name of the rows: sequences or images
     predictions: tuple[Prediction, ...]  # the fastest first
     helps: Mapping[str, float]  # seconds of the fastest step with better hardware
-    counts: Counts | None  # counts of a search
+    counts: CandidateCounts | None  # counts of a search
     error_bar: str  # errors of predicted steps
     notes: tuple[str, ...]
     changed: tuple[Prediction, ...] = ()  # steps of a search that change the result
-    day: tuple[Loss, ...] = ()  # losses of a day, for the first prediction
+    day: tuple[Downtime, ...] = ()  # losses of a day, for the first prediction
     steps: int = 0  # steps of the config's run
     optimizer: str = ""  # the run's optimizer, if it averages gradients in every step without a codec
 
@@ -96,10 +96,10 @@ def from_json(text: str) -> list[Plan]:
     plans = []
     for values in json.loads(text)["plans"]:
         predictions = tuple(Prediction.from_dict(p) for p in values["predictions"])
-        counts = Counts(**values["counts"]) if values["counts"] else None
+        counts = CandidateCounts(**values["counts"]) if values["counts"] else None
         changed = tuple(Prediction.from_dict(p) for p in values.get("changed", ()))
         read = {"predictions": predictions, "changed": changed, "counts": counts, "notes": tuple(values["notes"])}
-        read["day"] = tuple(Loss(**loss) for loss in values.get("day", ()))
+        read["day"] = tuple(Downtime(**loss) for loss in values.get("day", ()))
         plans.append(Plan(**{**values, **read}))
     return plans
 
@@ -250,7 +250,7 @@ def helps_text(helps: Mapping[str, float], step_s: float) -> str:
     return f"{best}, a step {format_percent(gain)} shorter" + (f" ({others})" if rest else "")
 
 
-def counts_text(counts: Counts) -> str:
+def counts_text(counts: CandidateCounts) -> str:
     """Returns a line with the counts of a search."""
     unseen = f"{counts.illegal} not legal, {counts.too_large} too large, {counts.too_slow} too slow by a bound"
     unseen += f", {counts.no_gain} changes without a gain" if counts.no_gain else ""
@@ -269,7 +269,7 @@ def time_rows(p: Prediction) -> list[Sequence[str]]:
         levels = {part.level for part in others}
         busy_s, exposed_s = (sum(getattr(part, key) for part in others) for key in ("busy_s", "exposed_s"))
         level = levels.pop() if len(levels) == 1 else "both levels"
-        known.append(Traffic(name="other", level=level, busy_s=busy_s, exposed_s=exposed_s))
+        known.append(StepTraffic(name="other", level=level, busy_s=busy_s, exposed_s=exposed_s))
     for part in sorted(known, key=lambda part: -part.exposed_s):
         seconds = (part.busy_s, part.busy_s - part.exposed_s, part.exposed_s)
         cells = [format_seconds(s if s > 1e-6 * part.busy_s else 0.0) for s in seconds]  # the rest is rounding

@@ -33,7 +33,7 @@ from planner.candidates import (
     legal_groups,
     of_config,
 )
-from planner.predict import Machine, Prediction, Step, compiled_step
+from planner.predict import Machine, Prediction, ReplayableStep, compiled_step
 from planner.table import table_rows
 from training import idle
 from training.batches import batches_of
@@ -49,7 +49,7 @@ NUM_INT8 = 2  # number of strategies compiled with int8, regardless of its estim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class CandidateCounts:
     """Outcomes of the candidates of a search."""
 
     candidates: int
@@ -64,14 +64,14 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FittingCandidates:
     """The candidates that fit, fastest first, then candidates named by the user that may fit."""
 
-    steps: tuple[tuple[Prediction, Step], ...]
-    changed: tuple[tuple[Prediction, Step], ...]  # steps with another result
+    steps: tuple[tuple[Prediction, ReplayableStep], ...]
+    changed: tuple[tuple[Prediction, ReplayableStep], ...]  # steps with another result
     too_large: tuple[str, ...]  # a line for each compiled candidate that does not fit, or may not
     refused: tuple[str, ...]  # a line for each illegal candidate, or one refused by XLA
-    counts: Counts
+    counts: CandidateCounts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,10 +91,10 @@ def search(
     *,
     most: int,
     candidates: Sequence[Candidate] = (),
-    compile_one: Callable[[Candidate, Experiment, Machine], Step] = compiled_step,
+    compile_one: Callable[[Candidate, Experiment, Machine], ReplayableStep] = compiled_step,
     say: Callable[[str], None] = lambda line: None,
     count: Callable[[int, int], None] = lambda done, most: None,
-) -> Found:
+) -> FittingCandidates:
     """Returns the best candidates that fit. Candidates named by the user are included if they may fit.
 
     At most `most` programs are examined, the config's own first. Cached programs count, so that the answer does not
@@ -104,7 +104,7 @@ def search(
     options = _Options(config, machine, devices)
     with ThreadPoolExecutor(AT_ONCE) as pool:
 
-        def begin(option: _Option) -> Future[Step]:
+        def begin(option: _Option) -> Future[ReplayableStep]:
             return pool.submit(compile_one, option.candidate, option.experiment, machine)
 
         here = machine.nodes, machine.cluster.devices_per_node
@@ -122,7 +122,7 @@ def search(
         )
         found.refused += options.refused
         count(0, found.most)
-        running: deque[tuple[_Option, Future[Step]]] = deque()
+        running: deque[tuple[_Option, Future[ReplayableStep]]] = deque()
         while True:
             while len(running) < AT_ONCE and (chosen := found.chosen([option for option, _ in running])):
                 running.append((chosen, begun.pop(chosen.candidate, None) or begin(chosen)))
@@ -146,7 +146,7 @@ class _Search:
         self.compiled, self.most = 0, most
         self._machine, self._own, self._is_search = machine, own, is_search
         self._options, self._waiting = options, [*options]
-        self._steps: list[tuple[_Option, Prediction, Step]] = []  # options that fit, or may fit
+        self._steps: list[tuple[_Option, Prediction, ReplayableStep]] = []  # options that fit, or may fit
         self._failed: list[tuple[_Option, Memory]] = []
         self._errors: list[ValueError] = []  # of programs refused by XLA
         self._more: dict[str, float] = {}  # largest ratio of a strategy's needed to its estimated memory
@@ -175,7 +175,7 @@ class _Search:
         self._waiting.remove(option)
         return option
 
-    def add(self, option: _Option, step: Step) -> str:
+    def add(self, option: _Option, step: ReplayableStep) -> str:
         """Takes a compiled program; returns the line to print."""
         memory, name = step.memory(), option.candidate.name
         self.compiled += 1
@@ -201,7 +201,7 @@ class _Search:
         self.refused.append(f"{option.candidate}: {error}")
         return self.refused[-1]
 
-    def result(self, num_candidates: int) -> Found:
+    def result(self, num_candidates: int) -> FittingCandidates:
         """Returns the result. ValueError if no candidate with the config's result fits."""
         exact, changed = (
             sorted([(p, step) for o, p, step in self._steps if _is_exact(o) is wanted], key=_by_speed)
@@ -213,7 +213,7 @@ class _Search:
             options = [option for option in self._options if _is_exact(option)]
             failed = [pair for pair in self._failed if _is_exact(pair[0])]
             raise ValueError(_nothing_fits(self._machine, options, failed, self._is_search))
-        counts = Counts(
+        counts = CandidateCounts(
             candidates=num_candidates,
             illegal=len(self.refused),
             compiled=self.compiled,
@@ -221,7 +221,7 @@ class _Search:
             not_looked_at=len(self._waiting),
             **self._seen,
         )
-        return Found(
+        return FittingCandidates(
             steps=tuple(exact),
             changed=tuple(changed),
             too_large=tuple(_too_large(option.candidate, memory, self._machine) for option, memory in self._failed),
@@ -298,7 +298,7 @@ def _too_large(candidate: Candidate, memory: Memory, machine: Machine) -> str:
     return f"{candidate}: may not fit, {sizes}; the device has {format_bytes(machine.device_bytes)}"
 
 
-def _by_speed(found: tuple[Prediction, Step]) -> tuple[bool, bool, float]:
+def _by_speed(found: tuple[Prediction, ReplayableStep]) -> tuple[bool, bool, float]:
     """Returns a sort key: fitting first, another optimizer last, then the seconds of a step."""
     return not found[0].memory.fits, found[0].candidate.has_other_optimizer, found[0].step_s
 

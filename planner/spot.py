@@ -18,7 +18,7 @@ import jax
 
 from configs.schema import Config, ImageConfig
 from planner.clusters import Cluster
-from planner.predict import Step
+from planner.predict import ReplayableStep
 from sharding.mesh import inter_part
 from sharding.replicas import replica_key
 from training.metrics.units import format_count, format_percent, format_seconds
@@ -33,7 +33,7 @@ FORMAT = "give a CSV with the columns seconds,nodes"
 
 
 @dataclass(frozen=True)
-class Change:
+class CapacityChange:
     """A number of nodes, from `start_s` on."""
 
     start_s: float
@@ -44,7 +44,7 @@ class Change:
 class Trace:
     """Changes in their order, the first at 0 s. The trace repeats after `length_s`."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[CapacityChange, ...]
     length_s: float
 
     def endless(self) -> Iterator[tuple[float, float, int]]:
@@ -68,9 +68,9 @@ def read_trace(path: Path) -> Trace:
         raise ValueError(f"--spot_trace={path} cannot be read (it is no text); {FORMAT}") from error
     except ValueError as error:
         raise ValueError(f"--spot_trace={path}: {error}; {FORMAT}") from error
-    changes = [Change(*points[0])]
+    changes = [CapacityChange(*points[0])]
     for time_s, nodes in points[1:-1]:
-        changes += [Change(time_s, nodes)] if nodes != changes[-1].nodes else []
+        changes += [CapacityChange(time_s, nodes)] if nodes != changes[-1].nodes else []
     return Trace(changes=tuple(changes), length_s=points[-1][0])
 
 
@@ -97,7 +97,7 @@ def _points(text: str) -> list[tuple[float, int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class UsableNodes:
     """A number of nodes that a run can use."""
 
     nodes: int
@@ -114,7 +114,7 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PlannedRun:
     """The length of a run, and its interval of checkpoints."""
 
     steps: int
@@ -122,7 +122,7 @@ class Run:
     checkpoint_every: int  # steps; 0 for none
 
 
-def world_of(step: Step, step_s: float, snapshot_every: int) -> World:
+def world_of(step: ReplayableStep, step_s: float, snapshot_every: int) -> UsableNodes:
     """Returns the world of a planned step. Each copy of the state takes the nodes that shard it.
 
     State that differs between replicas (residuals, local parameters) means a single copy over all nodes.
@@ -131,14 +131,14 @@ def world_of(step: Step, step_s: float, snapshot_every: int) -> World:
     copies = nodes // layout.shape.size(inter_part(layout.optimizer))
     paths = (path for path, _ in jax.tree.leaves_with_path(step.experiment.state_shapes.chain))
     copies = 1 if any(map(replica_key, paths)) else copies
-    return World(nodes=nodes, step_s=step_s, whole_copies=copies, snapshot_every=snapshot_every)
+    return UsableNodes(nodes=nodes, step_s=step_s, whole_copies=copies, snapshot_every=snapshot_every)
 
 
-def run_of(config: Config) -> Run:
+def run_of(config: Config) -> PlannedRun:
     """Returns the run of a config. ValueError without tokens."""
     if isinstance(config.model, ImageConfig):
         raise ValueError("--spot_trace counts tokens; give the config of a language model")
-    return Run(
+    return PlannedRun(
         steps=config.num_steps,
         tokens=float(config.num_steps * config.batch.global_size * config.data.seq_len),
         checkpoint_every=config.checkpoint.every,
@@ -176,8 +176,8 @@ class SpotCost:
 
 def replay_spot(
     trace: Trace,
-    worlds: Sequence[World],
-    run: Run,
+    worlds: Sequence[UsableNodes],
+    run: PlannedRun,
     *,
     spot_usd: float | None = None,
     on_demand_usd: float | None = None,
@@ -216,7 +216,7 @@ def replay_spot(
     )
 
 
-def planned_cost(trace: Trace, worlds: Sequence[World], config: Config, cluster: Cluster) -> SpotCost:
+def planned_cost(trace: Trace, worlds: Sequence[UsableNodes], config: Config, cluster: Cluster) -> SpotCost:
     """Returns the cost of a config's run in planned worlds."""
     return replay_spot(trace, worlds, run_of(config), spot_usd=cluster.spot, on_demand_usd=cluster.on_demand)
 
@@ -224,19 +224,19 @@ def planned_cost(trace: Trace, worlds: Sequence[World], config: Config, cluster:
 class _Book:
     """Steps done and time spent. Unsaved steps are stored with their seconds."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: PlannedRun) -> None:
         self.done = 0.0  # steps
         self.useful_s = self.lost_s = self.restart_s = self.waiting_s = self.node_s = 0.0
         self.losses = self.from_checkpoint = 0
         self._run = run
         self._there = 0
-        self._world: World | None = None  # now
-        self._last: World | None = None  # the last world that trained
+        self._world: UsableNodes | None = None  # now
+        self._last: UsableNodes | None = None  # the last world that trained
         self._in_memory = False  # whether the present nodes have the state
         self._pause_s = 0.0
         self._pieces: list[tuple[float, float, float]] = []  # (first step, last step, seconds of each)
 
-    def change(self, there: int, world: World | None) -> None:
+    def change(self, there: int, world: UsableNodes | None) -> None:
         """Records the current number of nodes, and that the run continues in `world`, or waits."""
         old, last, fewer = self._world, self._last, there < self._there
         self._there, self._world = there, world
@@ -252,7 +252,7 @@ class _Book:
             shrinks = old and world.nodes < old.nodes
             self._pause_s = (LEFT_S if shrinks else JOINED_S) if self._in_memory else FROM_CHECKPOINT_S
 
-    def spend(self, start_s: float, end_s: float, world: World | None) -> float:
+    def spend(self, start_s: float, end_s: float, world: UsableNodes | None) -> float:
         """Lets the time pass until `end_s` or until the run is done; returns the seconds."""
         left_s = end_s - start_s
         if not world:
@@ -300,7 +300,7 @@ def spot_text(cost: SpotCost, source: str) -> str:
     return "\n".join(lines)
 
 
-def other_strategies(steps: Sequence[Step]) -> str:
+def other_strategies(steps: Sequence[ReplayableStep]) -> str:
     """Returns a line if the planned strategies differ between worlds, which is impossible within a run, else ""."""
     names = {step.machine.nodes: step.candidate.name for step in steps}
     if len({*names.values()}) == 1:

@@ -34,7 +34,7 @@ MOST_DEVICES = 16_384  # jax makes each of them, on this machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """A parameter, or optimizer state without one, with the bytes of parameter, gradient and optimizer state."""
 
     name: str
@@ -128,7 +128,7 @@ def table_text(experiment: Experiment) -> str:
     )
 
 
-def table_rows(experiment: Experiment) -> list[Row]:
+def table_rows(experiment: Experiment) -> list[TableRow]:
     """Returns a row for each parameter and one for optimizer state without a parameter."""
     plan, layout, held = experiment.plan, experiment.plan.layout, bytes_by_name(experiment)
     specs: dict[str, ParamSpec] = by_name(experiment.model.param_specs(), lambda x: isinstance(x, ParamSpec))
@@ -145,7 +145,7 @@ def table_rows(experiment: Experiment) -> list[Row]:
             by_replica = True
             whole[name] += nbytes(leaf) // layout.num_replicas
     rows = [
-        Row(
+        TableRow(
             name=name,
             shape=x.shape,
             spec=_aloud(specs[name], placements[name], experiment),
@@ -154,7 +154,7 @@ def table_rows(experiment: Experiment) -> list[Row]:
         )
         for name, x in params.items()
     ]
-    other = Row(
+    other = TableRow(
         name=REST,
         spec=("whole in every replica" if by_replica else "whole on every device",),
         device_bytes=held[REST],

@@ -29,7 +29,7 @@ _LINE_BYTES = 1 << 26  # longest line, which lists all pieces of a snapshot
 _HASHED_BYTES = 1 << 18  # bytes hashed at once, while they are in a cache
 
 # (request, requesting process, stream of the bytes after the request) -> bytes of the answer
-Answer = Callable[[dict[str, Any], int, BinaryIO], memoryview]
+RequestHandler = Callable[[dict[str, Any], int, BinaryIO], memoryview]
 
 
 class PeerError(OSError):
@@ -45,7 +45,7 @@ class StalledError(PeerError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Address:
+class BlobAddress:
     """The address of a process' service."""
 
     process: int
@@ -62,7 +62,7 @@ class BlobService:
     def __init__(
         self,
         purpose: str,
-        answer: Answer,
+        answer: RequestHandler,
         *,
         process: int,
         count: int,
@@ -76,7 +76,7 @@ class BlobService:
         """
         host = own_address()
         listener = listen(host, count)
-        self.address = Address(process=process, host=host, port=listener.getsockname()[1])
+        self.address = BlobAddress(process=process, host=host, port=listener.getsockname()[1])
         self._answer, self._progress = answer, progress
         self._acceptor = Acceptor(listener, token, purpose, count, self.serve)
 
@@ -115,7 +115,7 @@ class Connection:
     """A connection to another process' service; a context manager."""
 
     def __init__(
-        self, address: Address, token: str, purpose: str, me: int, *, silence_s: float, stall_s: float = inf
+        self, address: BlobAddress, token: str, purpose: str, me: int, *, silence_s: float, stall_s: float = inf
     ) -> None:
         """Connects as process `me`. PeerError if the other process cannot be reached.
 

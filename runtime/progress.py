@@ -12,7 +12,7 @@ TAIL_BYTES = 1 << 16  # tail of metrics.jsonl: many lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class StepProgress:
     """The newest step in the metrics of a run, and the size of the file."""
 
     step: int = 0
@@ -25,10 +25,10 @@ def workdir_of(command: Sequence[str]) -> Path | None:
     return user_path(given[-1]) if given else None
 
 
-def read_progress(workdir: Path) -> Progress:
+def read_progress(workdir: Path) -> StepProgress:
     """Returns the progress according to metrics.jsonl, with step 0 if the file cannot be read now."""
     file = workdir / run_directory.METRICS
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, OverflowError):  # another program's file
         size_bytes = file.stat().st_size
-        return Progress(step=int(json_lines.read_tail(file, TAIL_BYTES)[-1]["step"]), size_bytes=size_bytes)
-    return Progress()
+        return StepProgress(step=int(json_lines.read_tail(file, TAIL_BYTES)[-1]["step"]), size_bytes=size_bytes)
+    return StepProgress()

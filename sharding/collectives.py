@@ -21,7 +21,7 @@ from sharding.mesh import DATA_AXES
 from sharding.spec import Placement
 from sharding.trees import Axes
 
-Collective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
+PackedCollective = Callable[[jax.Array], jax.Array]  # packed shards to packed chunks, or back
 
 BUCKET_BYTES = 512 * 2**20  # tensors packed into one collective: bounds the memory for packing
 ALONE_BYTES = 3 * 2**19  # over gloo, from this size on a call costs less than the copies of packing
@@ -87,7 +87,7 @@ def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class TensorGroup:
     """Tensors that are sent together: their placements, and the scope over which they are sharded.
 
     Experts use the axes of the scope that do not hold them. If these are fewer, experts have separate collectives.
@@ -209,7 +209,7 @@ def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -
 
 
 def _gather_packed(
-    *shards: jax.Array, places: Sequence[Placement], collective: Collective, degree: int, multiple: int
+    *shards: jax.Array, places: Sequence[Placement], collective: PackedCollective, degree: int, multiple: int
 ) -> tuple[jax.Array, ...]:
     """Packs shards into `[N]`, gathers `[p, N]`, slices it apart and joins the chunks of each tensor."""
     del degree
@@ -219,7 +219,7 @@ def _gather_packed(
 
 
 def _scatter_packed(
-    *tensors: jax.Array, places: Sequence[Placement], collective: Collective, degree: int, multiple: int
+    *tensors: jax.Array, places: Sequence[Placement], collective: PackedCollective, degree: int, multiple: int
 ) -> tuple[jax.Array, ...]:
     """Splits tensors into chunks packed as `[p, N]`, reduce-scatters to `[N]` and slices that apart."""
     rows = [split(x, p.dim, degree) for x, p in zip(tensors, places, strict=True)]

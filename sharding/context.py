@@ -17,7 +17,9 @@ from jax import lax
 from sharding.coded import as_integers
 from sharding.trees import Axes, PyTree
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # [B, T, N, H], twice [B, T, K, H] -> [B, T, N, H]
+AttentionFunction = Callable[
+    [jax.Array, jax.Array, jax.Array], jax.Array
+]  # [B, T, N, H], twice [B, T, K, H] -> [B, T, N, H]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Context:
         length = x.shape[1] // self.size
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axes) * length, length, axis=1)
 
-    def attend(self, attention: Attention, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(self, attention: AttentionFunction, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Returns `attention(q, k, v)` over whole rows, `[B, T / c, N, H]`, for the local positions of all arrays.
 
         Queries, keys and values are sent together: `2 (N + K) H (c - 1) / c` values per position, in both directions.

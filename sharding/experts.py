@@ -22,7 +22,7 @@ KEPT = "kept by model.remat=dots"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class TokenExchange:
     """The all-to-alls of a layer's tokens between the `n` devices of `scope`, which hold `E / n` experts each.
 
     Expert `e` is on the device whose index in CHUNK_ORDER is `e // (E / n)`. Hierarchical: tokens for another node pass
@@ -78,7 +78,7 @@ class Exchange:
         return jnp.moveaxis(received.reshape(rows.shape), 0, dim)
 
 
-ALONE = Exchange()  # on one device, or where experts are gathered
+ALONE = TokenExchange()  # on one device, or where experts are gathered
 
 
 def keep(x: jax.Array) -> jax.Array:
@@ -91,14 +91,14 @@ class GatherWithExchange:
     """The gather that a model calls, the exchange of tokens for experts that are not gathered, and the context."""
 
     gather: Gather
-    exchange: Exchange
+    exchange: TokenExchange
     context: Context
 
     def __call__(self, name: str, tree: PyTree) -> PyTree:
         return self.gather(name, tree)
 
 
-def exchange_of(gather: Gather) -> Exchange:
+def exchange_of(gather: Gather) -> TokenExchange:
     """Returns the exchange that comes with a gather. A gather without an exchange leaves experts on every device."""
     return gather.exchange if isinstance(gather, GatherWithExchange) else ALONE
 

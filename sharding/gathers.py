@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from sharding.accumulation import values_of
-from sharding.collectives import Group, vary
+from sharding.collectives import TensorGroup, vary
 from sharding.experts import Gather, GatherWithExchange
 from sharding.plan import ShardingPlan
 from sharding.scopes import beyond
@@ -86,7 +86,7 @@ def reduce_scatter(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyT
 
 
 @jax.named_scope("group_reduce_scatter")
-def _reduce_scatter_leaves(plan: ShardingPlan, group: Group, grads: list[jax.Array]) -> list[jax.Array]:
+def _reduce_scatter_leaves(plan: ShardingPlan, group: TensorGroup, grads: list[jax.Array]) -> list[jax.Array]:
     layout = plan.layout
     wide = [x.astype(plan.sum_dtype) for x in grads]
     if layout.two_hop:

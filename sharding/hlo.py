@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from sharding.hlo_program import Computation, Instruction, Program, Site, Tensor, parse_program, tensors, trip_count
+from sharding.hlo_program import ArrayType, Computation, Instruction, Program, Site, parse_program, tensors, trip_count
 from sharding.mesh import MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -31,7 +31,7 @@ LABELS = (
 LABELS += ("experts", "context")
 WARM_UP = "warm_up"  # named scope of the operations that the replica all-reduce runs only in its first steps
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
-CONTEXT = Tensor("u32", ())  # an additional result of a started collective-permute
+CONTEXT = ArrayType("u32", ())  # an additional result of a started collective-permute
 NOT_REPORTED = ("label", "loop_depth", "num_elements", "group_size", "group_nodes")
 
 

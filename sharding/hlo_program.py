@@ -38,7 +38,7 @@ Path = tuple[int, ...]  # indices into nested tuples
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ArrayType:
     """Type of one array, without its layout. `token[]` and similar types are tensors of zero bytes."""
 
     dtype: str
@@ -54,7 +54,7 @@ class Tensor:
         return self.num_elements * (int(bits.group()) / 8 if bits else self.dtype == "pred")
 
 
-Type = Tensor | tuple["Type", ...]
+Type = ArrayType | tuple["Type", ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class Program:
         return self.computations[name]
 
 
-def tensors(result: Type) -> list[Tensor]:
+def tensors(result: Type) -> list[ArrayType]:
     """Returns the arrays of a type in order, including nested tuples."""
-    return [result] if isinstance(result, Tensor) else [tensor for part in result for tensor in tensors(part)]
+    return [result] if isinstance(result, ArrayType) else [tensor for part in result for tensor in tensors(part)]
 
 
 def num_bytes(result: Type) -> float:
@@ -211,7 +211,9 @@ def _type(text: str) -> Type:
         return tuple(_type(part) for part in _parts(text, 1)[0] if part)
     tensor = _TENSOR.match(text)
     assert tensor
-    return Tensor(tensor.group(1), tuple(int(d.strip().lstrip("<=")) for d in tensor.group(2).split(",") if d.strip()))
+    return ArrayType(
+        tensor.group(1), tuple(int(d.strip().lstrip("<=")) for d in tensor.group(2).split(",") if d.strip())
+    )
 
 
 def _parts(text: str, start: int = 0) -> tuple[list[str], int]:

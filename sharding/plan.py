@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.coded import PLAIN, LevelCodecs
-from sharding.collectives import Group
+from sharding.collectives import TensorGroup
 from sharding.context import Context
-from sharding.experts import Exchange
+from sharding.experts import TokenExchange
 from sharding.frozen import joined
 from sharding.scopes import Layout
 from sharding.spec import is_placement, is_stack, pspecs
@@ -74,10 +74,10 @@ class ShardingPlan:
         return dataclasses.replace(self, gather_codecs=PLAIN, expert_codecs=PLAIN)
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> TokenExchange:
         """The exchange that sends tokens to their experts."""
         layout = self.layout
-        return Exchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=self.expert_codecs)
+        return TokenExchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=self.expert_codecs)
 
     @property
     def context(self) -> Context:
@@ -92,9 +92,11 @@ class ShardingPlan:
         """Returns NamedShardings of arrays like the parameters under `scope`."""
         return self.map(lambda p: NamedSharding(self.mesh, p.pspec(scope)))
 
-    def group(self, placements: PyTree, scope: Axes, *, tensor_is_manual: bool = False, coded: bool = False) -> Group:
+    def group(
+        self, placements: PyTree, scope: Axes, *, tensor_is_manual: bool = False, coded: bool = False
+    ) -> TensorGroup:
         """Returns the Group of a tree of placements, sharded over `scope`. `coded`: with the micro-steps' codecs."""
-        return Group(
+        return TensorGroup(
             placements=tuple(jax.tree.leaves(placements, is_leaf=is_placement)),
             scope=scope,
             hierarchical=self.layout.hierarchical,

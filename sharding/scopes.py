@@ -9,7 +9,7 @@ from configs.schema.own import OWN
 from sharding.mesh import CHUNK_ORDER, CONTEXT, DATA_AXES, ROW_AXES, STAGE, MeshShape, divisors, inter_part, intra_part
 from sharding.trees import Axes
 
-Part = Callable[[Axes], Axes]  # (the parameters' scope) -> the part of it that is gathered; `tuple`: all of it
+ScopePart = Callable[[Axes], Axes]  # (the parameters' scope) -> the part of it that is gathered; `tuple`: all of it
 NAMES = ("parameters", "gradients", "optimizer")  # the scopes
 # strategy: scopes of parameters, gradients, optimizer state (ZeRO, arXiv 1910.02054; MiCS, arXiv 2205.00119)
 STRATEGIES = {
@@ -31,9 +31,9 @@ class GatherPolicy:
     """A value of the key `sharding.gather`: the part gathered at each of three moments. None: nothing."""
 
     name: str
-    each_step: Part | None = None  # before the first micro-step
-    each_micro_step: Part | None = None  # before the forward pass
-    each_use: Part | None = None  # where a layer uses its parameters, in the forward and the backward pass
+    each_step: ScopePart | None = None  # before the first micro-step
+    each_micro_step: ScopePart | None = None  # before the forward pass
+    each_use: ScopePart | None = None  # where a layer uses its parameters, in the forward and the backward pass
 
     @property
     def by_layer(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from runtime import blobs
-from runtime.blobs import Address, BlobService, Connection, PeerError, RefusedError
+from runtime.blobs import BlobAddress, BlobService, Connection, PeerError, RefusedError
 from runtime.handshake import admit
 
 TOKEN = "a" * 64
@@ -41,7 +41,7 @@ def service() -> Iterator[BlobService]:
     found.close()
 
 
-def connect(address: Address, *, token: str = TOKEN, me: int = 1) -> Connection:
+def connect(address: BlobAddress, *, token: str = TOKEN, me: int = 1) -> Connection:
     return Connection(address, token, "tests", me, silence_s=20)
 
 
@@ -74,7 +74,7 @@ def test_an_error_names_the_other_process_and_closing_adds_none(service: BlobSer
         next(connection.get({"get": "a"}, 1))
     connection.close()
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        nobody = Address(process=5, host="127.0.0.1", port=gone.getsockname()[1])
+        nobody = BlobAddress(process=5, host="127.0.0.1", port=gone.getsockname()[1])
     with pytest.raises(PeerError, match=rf"^process 5 at 127.0.0.1:{nobody.port}: .*refused$"):
         connect(nobody)
 
@@ -151,7 +151,7 @@ def test_half_damaged_slow_or_endless_answers_are_errors(monkeypatch: pytest.Mon
                     if not closes:
                         stream.read(1)
 
-        address = Address(process=3, host="127.0.0.1", port=listener.getsockname()[1])
+        address = BlobAddress(process=3, host="127.0.0.1", port=listener.getsockname()[1])
         for parts, closes, error in ODD_ANSWERS:
             threading.Thread(target=serve, args=(parts, closes), daemon=True).start()
             with connect(address) as connection, pytest.raises(PeerError, match=f"process 3 at .*{error}"):

@@ -38,6 +38,7 @@ from lab.benchmarks import compiled
 from lab.records import recorded, replace
 
 ROOT = Path(__file__).resolve().parent.parent
+FLAGS = ROOT / "training" / "flags.py"  # the options of train.py
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
@@ -124,7 +125,7 @@ def _dedented(lines: list[str]) -> str:
 def known_words(program: Path) -> set[str]:
     """Returns the words by which the package of a program declares its options: strings, and names of arguments."""
     found = {"config"}
-    for file in program.parent.glob("*.py"):
+    for file in (*program.parent.glob("*.py"), *([FLAGS] if program == ROOT / "train.py" else [])):
         nodes = [*ast.walk(ast.parse(file.read_text()))]
         found |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         found |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}

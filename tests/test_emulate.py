@@ -32,7 +32,7 @@ from support.waiting import until
 from launch.emulate import control, namespaces
 from launch.emulate.__main__ import main
 from launch.emulate.links import Links
-from runtime.progress import Progress, read_progress
+from runtime.progress import StepProgress, read_progress
 
 ENVIRONMENT = """
 import json, os
@@ -244,7 +244,7 @@ def test_metrics_of_another_program_are_no_progress(tmp_path: Path) -> None:
     """Whatever the program writes there, the table has no step."""
     for text in ("[]", "5", '{"step": null}', '{"step": 1e999}', '{"step": "x"}', "\xff", "[" * 50_000):
         (tmp_path / "metrics.jsonl").write_text(text + "\n", encoding="latin-1")
-        assert read_progress(tmp_path) == Progress()
+        assert read_progress(tmp_path) == StepProgress()
 
 
 def test_another_user_is_neither_asked_nor_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from support.tables import every_row
 
 from compression.codecs import Blockwise
 from compression.exchange import exchange
-from compression.power_sgd import power_sgd
+from examples.methods.power_sgd import power_sgd
 from sharding.coded import LevelCodecs
 from sharding.hlo import Collective, read_collectives
 from sharding.plan import ShardingPlan

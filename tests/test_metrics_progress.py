@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from training.metrics import progress as progress_module
-from training.metrics.progress import Progress, print_summary
+from training.metrics.progress import RunProgress, print_summary
 from training.metrics.run_files import read_run
 
 SCALARS = {
@@ -42,7 +42,7 @@ class Clock:
 def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     # a file gets plain lines every ten seconds and at both ends
     clock, file = Clock(monkeypatch), io.StringIO()
-    shown = Progress(100, 0, Console(file=file, width=40))
+    shown = RunProgress(100, 0, Console(file=file, width=40))
     for step in range(1, 101):
         clock.now += 0.5
         shown.update(step, SCALARS)
@@ -60,7 +60,7 @@ def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # close shows a run that stopped between two lines
     clock, file = Clock(monkeypatch), io.StringIO()
-    shown = Progress(100, 40, Console(file=file))
+    shown = RunProgress(100, 40, Console(file=file))
     for step in (41, 42, 43):
         clock.now += 1
         shown.update(step, {"loss": step})
@@ -72,7 +72,7 @@ def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_terminal_gets_a_live_bar_redrawn_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = Clock(monkeypatch), io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None, _environ={"TERM": "xterm"})
-    with closing(Progress(1000, 0, console)) as shown:
+    with closing(RunProgress(1000, 0, console)) as shown:
         draws = 0
         for step in range(1, 101):
             clock.now += 0.1
@@ -91,7 +91,7 @@ def test_what_is_printed_into_a_pipe_is_plain_and_says_what_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as some build machines set it: rich takes the pipe for a terminal
-    with closing(Progress(2)) as shown:
+    with closing(RunProgress(2)) as shown:
         shown.update(1, SCALARS)
         shown.update(2, SCALARS)
     text = capsys.readouterr().out

@@ -24,10 +24,10 @@ from planner import clusters
 from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
 from planner.pictures import COLOURS, draw, draw_curves
-from planner.predict import Machine, Step, compiled_step, what_helps
+from planner.predict import Machine, ReplayableStep, compiled_step, what_helps
 from planner.replay import NAMES, REPEATED, Interval, Timeline, Use, replay
 from planner.report import from_json, scaling_rows, to_json
-from planner.spot import World, other_strategies, world_of
+from planner.spot import UsableNodes, other_strategies, world_of
 from sharding.hlo import LABELS, read_collectives
 from sharding.hlo_program import parse_program
 from training.experiment import make_experiment
@@ -119,7 +119,7 @@ def test_windows_leave_kernels_of_attention_fewer_pairs() -> None:
 # ------------------------------------------------------------------------------------------------ replays
 
 
-def test_a_faster_link_is_never_slower(step: Step) -> None:
+def test_a_faster_link_is_never_slower(step: ReplayableStep) -> None:
     network, device = step.machine.cluster.network(), step.machine.device(step.experiment.config)
     for key in ("node_bandwidth", "intra_bandwidth"):
         faster = [replace(network, **{key: factor * getattr(network, key)}) for factor in (0.1, 1, 2, 10, float("inf"))]
@@ -129,7 +129,7 @@ def test_a_faster_link_is_never_slower(step: Step) -> None:
 
 
 @pytest.mark.slow
-def test_local_steps_share_what_is_sent_once(step: Step) -> None:
+def test_local_steps_share_what_is_sent_once(step: ReplayableStep) -> None:
     """Every fourth step exchanges: its exposed time and its bytes count as a quarter in each."""
     config = small(local_sgd__inner_steps=4, num_steps=8)
     candidate = of_config(config)
@@ -143,7 +143,7 @@ def test_local_steps_share_what_is_sent_once(step: Step) -> None:
 
 
 @pytest.mark.slow
-def test_streaming_local_steps_have_their_share_of_what_is_sent_in_the_program(step: Step) -> None:
+def test_streaming_local_steps_have_their_share_of_what_is_sent_in_the_program(step: ReplayableStep) -> None:
     """A quarter of the replica all-reduce is in every step, and counts whole."""
     config = small(local_sgd__inner_steps=4, local_sgd__streaming=True, num_steps=8)
     keys = ("local_sgd.inner_steps=4", "local_sgd.streaming=True", "num_steps=8")
@@ -155,7 +155,7 @@ def test_streaming_local_steps_have_their_share_of_what_is_sent_in_the_program(s
     assert found.prediction().inter_bytes == pytest.approx(sent_in_all_reduce(found) + others, rel=0.01)
 
 
-def sent_in_all_reduce(step: Step) -> float:
+def sent_in_all_reduce(step: ReplayableStep) -> float:
     collectives = read_collectives(step.compiled.text, step.compiled.shape)
     return sum(c.inter_bytes * c.times for c in collectives if c.label == "replica_all_reduce")
 
@@ -200,11 +200,13 @@ def test_all_reduce_is_priced_with_the_bytes_that_its_page_claims(method: str) -
     assert found.prediction().inter_bytes < sum(sent.values()) + 0.01 * 4 * values
 
 
-def of_emulated(step: Step) -> tuple[clusters.Device, clusters.Network]:
+def of_emulated(step: ReplayableStep) -> tuple[clusters.DeviceSpec, clusters.Network]:
     return step.machine.device(step.experiment.config), step.machine.cluster.network()
 
 
-def test_a_quick_program_that_does_not_fit_is_compiled_again(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_program_that_does_not_fit_is_compiled_again(
+    step: ReplayableStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def asked(quick_bytes: int) -> list[str]:
         flags: list[str] = []
 
@@ -307,7 +309,7 @@ def test_overrides_reach_the_program_however_they_are_written(capsys: pytest.Cap
     assert said[0] == said[1] != said[2]
 
 
-def test_what_is_priced_in_the_place_of_something_else_is_said(step: Step) -> None:
+def test_what_is_priced_in_the_place_of_something_else_is_said(step: ReplayableStep) -> None:
     """The steps behind a warm-up; XLA's attention where the flash kernel cannot stand in for cuDNN's."""
     assert program._stand_ins(step) == []  # pyright: ignore[reportPrivateUsage]
     changes = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 20, "optimizer.clip_norm": 0.0}
@@ -323,14 +325,14 @@ def test_what_is_priced_in_the_place_of_something_else_is_said(step: Step) -> No
     assert notes[64] == [] and "rows of 96" in notes[96][0]
 
 
-def of_config_on(step: Step, config: Config) -> Step:
+def of_config_on(step: ReplayableStep, config: Config) -> ReplayableStep:
     """Returns the step with another config, whose program was not compiled."""
     return replace(step, experiment=replace(step.experiment, config=config))
 
 
 @every_row(("target", "interval"), [(0.5, 4), (0.75, 12), (0.9, 30), (0.1, 2)])
 def test_the_interval_that_a_target_of_utilisation_chooses(
-    target: float, interval: int, step: Step, monkeypatch: pytest.MonkeyPatch
+    target: float, interval: int, step: ReplayableStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A meeting takes four steps more: H steps and a meeting put H / (H + 4) of the time into steps."""
     monkeypatch.setitem(OWN["interval"], "mine", Utilisation(target))
@@ -415,7 +417,7 @@ def test_each_kind_of_traffic_has_a_name_and_a_colour() -> None:
 
 
 @pytest.mark.slow
-def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path, step: Step) -> None:
+def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path, step: ReplayableStep) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("seconds,nodes\n0,4\n1000000,4\n")
     code, out, err = run(capsys, *WORDS, "--cluster=emulated", "--nodes=1,4", f"--spot_trace={trace}")
@@ -423,10 +425,10 @@ def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert f"on spot nodes, {trace}: " in out and "goodput 100.0 %" in out and "are cheaper below 100.0 %" in out
     here = experiment(of_strategies(["zero3"], small())[0])
     cut = replace(step, experiment=here)
-    assert world_of(cut, 1.0, 3) == World(nodes=4, step_s=1.0, whole_copies=1, snapshot_every=3)
-    assert world_of(step, 2.0, 1) == World(nodes=4, step_s=2.0, whole_copies=4)
+    assert world_of(cut, 1.0, 3) == UsableNodes(nodes=4, step_s=1.0, whole_copies=1, snapshot_every=3)
+    assert world_of(step, 2.0, 1) == UsableNodes(nodes=4, step_s=2.0, whole_copies=4)
     residuals = make_experiment(small(compression__all_reduce="int8"))
-    assert world_of(replace(step, experiment=residuals), 2.0, 1) == World(nodes=4, step_s=2.0, whole_copies=1)
+    assert world_of(replace(step, experiment=residuals), 2.0, 1) == UsableNodes(nodes=4, step_s=2.0, whole_copies=1)
     fewer = replace(cut, candidate=of_strategies(["zero3"], small())[0], machine=machine(nodes=1))
     assert "strategy (zero3 on 1, mics(2) on 4 nodes), which no run changes" in other_strategies([fewer, step])
     assert other_strategies([replace(step, machine=machine(nodes=1)), step]) == ""

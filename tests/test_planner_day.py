@@ -17,9 +17,9 @@ from elastic.replicas.transport import SharedLock
 from planner import clusters, day
 from planner.bounds import forward_share
 from planner.candidates import of_config, of_strategies
-from planner.day import Loss, day_rows, losses
+from planner.day import Downtime, day_rows, losses
 from planner.independent import PAGE, independent, independent_text
-from planner.predict import Step
+from planner.predict import ReplayableStep
 from planner.replay import Timeline, Use
 from planner.spot import FROM_CHECKPOINT_S, LEFT_S
 from training.experiment import make_experiment
@@ -27,7 +27,9 @@ from training.experiment import make_experiment
 pytestmark = IGNORED
 
 
-def lost(step: Step, step_s: float, *, storage: float = 1e6, failures: float = 0.0, **sections: Any) -> dict[str, Loss]:
+def lost(
+    step: ReplayableStep, step_s: float, *, storage: float = 1e6, failures: float = 0.0, **sections: Any
+) -> dict[str, Downtime]:
     """Returns the losses on storage of so many bytes/s, of a config with other sections."""
     cluster = replace(clusters.EMULATED, storage_bandwidth=storage, failures=failures)
     config = step.experiment.config
@@ -38,7 +40,7 @@ def lost(step: Step, step_s: float, *, storage: float = 1e6, failures: float = 0
     return {loss.name: loss for loss in losses(here, step_s)}
 
 
-def test_checkpoints_stop_for_the_copy_and_wait_for_storage(step: Step) -> None:
+def test_checkpoints_stop_for_the_copy_and_wait_for_storage(step: ReplayableStep) -> None:
     """Three copies of f32 values are the state: the parameters and Adam's two moments."""
     num_bytes, num_params = 12, step.experiment.model.num_params
     written_s, copied_s = num_bytes * num_params / 1e6, num_bytes * num_params / 2 / (clusters.CPU.copy_bandwidth / 8)
@@ -49,7 +51,7 @@ def test_checkpoints_stop_for_the_copy_and_wait_for_storage(step: Step) -> None:
     assert lost(step, 1.0, checkpoint={"every": 0})["checkpoints"].day_s == 0
 
 
-def test_a_day_has_so_many_seconds(step: Step) -> None:
+def test_a_day_has_so_many_seconds(step: ReplayableStep) -> None:
     """All that is lost, and the steps between, are a day; a rule of three gives how often each happens."""
     found = lost(step, 2.0, failures=1.5, checkpoint={"every": 20}, eval={"every": 10, "num_batches": 3})
     validation = found["validations"]
@@ -62,7 +64,7 @@ def test_a_day_has_so_many_seconds(step: Step) -> None:
     assert bare["validations"].each_s == pytest.approx(3 * 2.0 / 3)
 
 
-def test_failures_cost_silence_a_restart_and_half_an_interval(step: Step) -> None:
+def test_failures_cost_silence_a_restart_and_half_an_interval(step: ReplayableStep) -> None:
     found = lost(step, 2.0, failures=0.5, elastic={"snapshot_every": 5, "silence_s": 10.0})["failures"]
     assert found.times == 0.5 * 4 and found.each_s == pytest.approx(10 + LEFT_S + 5)
     found = lost(step, 2.0, elastic={"snapshot_every": 0, "silence_s": 10.0}, checkpoint={"every": 100})["failures"]
@@ -72,7 +74,7 @@ def test_failures_cost_silence_a_restart_and_half_an_interval(step: Step) -> Non
     assert never.each_s > 43200 and "from the first step" in never.about
 
 
-def test_a_frozen_base_is_read_at_every_start_and_never_kept(step: Step) -> None:
+def test_a_frozen_base_is_read_at_every_start_and_never_kept(step: ReplayableStep) -> None:
     adapted = replace(step, experiment=make_experiment(step.candidate.applied(small(model__lora_rank=2))))
     model, replicas = adapted.experiment.model, 4
     base_s = 2 * (model.num_params - model.num_trained) * replicas / 1e6
@@ -84,14 +86,14 @@ def test_a_frozen_base_is_read_at_every_start_and_never_kept(step: Step) -> None
     assert found["the start"].each_s == pytest.approx(FROM_CHECKPOINT_S + base_s)
 
 
-def test_a_checkpoint_has_what_each_replica_has_for_itself(step: Step) -> None:
+def test_a_checkpoint_has_what_each_replica_has_for_itself(step: ReplayableStep) -> None:
     """The residuals of four replicas beside the parameters and AdamW's two moments."""
     encoded = replace(step, experiment=make_experiment(small(compression__all_reduce="int8")))
     model = encoded.experiment.model
     assert day.kept_of(encoded).state_bytes == pytest.approx((12 + 4 * 4) * model.num_params, rel=0.02)
 
 
-def test_automatic_snapshots_cost_at_most_their_share(step: Step) -> None:
+def test_automatic_snapshots_cost_at_most_their_share(step: ReplayableStep) -> None:
     found = lost(step, 0.1, elastic={"snapshot_every": -1})["snapshots"]
     assert 0 < found.day_s / 86400 <= 0.02
     here = replace(step.experiment.config, elastic=replace(step.experiment.config.elastic, snapshot_every=-1))
@@ -101,14 +103,14 @@ def test_automatic_snapshots_cost_at_most_their_share(step: Step) -> None:
     assert lost(step, 0.1, elastic={"snapshot_every": 0})["snapshots"].day_s == 0
 
 
-def test_data_stops_a_step_that_is_shorter(step: Step) -> None:
+def test_data_stops_a_step_that_is_shorter(step: ReplayableStep) -> None:
     config = small()
     per_step = config.batch.global_size * config.data.seq_len * 4  # tokens, as they are stored at most
     assert lost(step, 1.0)["data"].day_s == 0
     assert lost(step, 1e-3, storage=1e5)["data"].each_s == pytest.approx(per_step / 1e5 - 1e-3)
 
 
-def test_an_accelerator_that_is_not_shared_copies_its_own_part(step: Step) -> None:
+def test_an_accelerator_that_is_not_shared_copies_its_own_part(step: ReplayableStep) -> None:
     gpu = machine(clusters.CLUSTERS["p4d.24xlarge"], nodes=1)
     kept = day.kept_of(replace(step, machine=gpu))
     assert kept.copy_bandwidth == gpu.cluster.device.copy_bandwidth
@@ -118,7 +120,7 @@ def test_an_accelerator_that_is_not_shared_copies_its_own_part(step: Step) -> No
 UNPINNED = 1e9  # bytes/s, which 8 devices share
 
 
-class Replayed(Step):
+class Replayed(ReplayableStep):
     """A step with a made-up replay: 4 s of compute, 2 s of gathers, 3 s of replica all-reduce."""
 
     def timeline(self, *_: object) -> Timeline:
@@ -127,20 +129,20 @@ class Replayed(Step):
 
 
 @pytest.fixture(name="step")
-def a_step() -> Step:
+def a_step() -> ReplayableStep:
     """The step of mics(2) on 4 emulated nodes of 2."""
     candidate, program = of_config(small()), cast(Any, None)
     return Replayed(candidate=candidate, experiment=experiment(candidate), machine=machine(), compiled=program)
 
 
-def on(step: Step, rate: float) -> Step:
+def on(step: ReplayableStep, rate: float) -> ReplayableStep:
     """Returns a step whose nodes send so many bytes a second."""
     device = replace(clusters.CPU, unpinned_bandwidth=UNPINNED)
     cluster = replace(step.machine.cluster, node_bandwidth=rate, device=device)
     return replace(step, machine=replace(step.machine, cluster=cluster))
 
 
-def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(step: Step) -> None:
+def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(step: ReplayableStep) -> None:
     """mics(2) on 4 nodes of 2, rematerialised: three of four passes are backward."""
     slow = on(step, 3e5)
     found, values = independent(slow), step.experiment.model.num_trained
@@ -158,7 +160,7 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
 
 
 @every_row(("shares", "name"), itertools.product([1, 2, 4], ["none", "bf16", "int8", "int4"]))
-def test_shares_go_out_as_the_sums_of_a_step_send_them(shares: int, name: str, step: Step) -> None:
+def test_shares_go_out_as_the_sums_of_a_step_send_them(shares: int, name: str, step: ReplayableStep) -> None:
     """4 shares of a replica in int8 are a sum in f32 and a total in int8 (elastic/replicas/sums.py)."""
     ex = make_experiment(small(compression__all_reduce=name))
     wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
@@ -183,7 +185,7 @@ def test_forward_is_one_pass_and_a_frozen_base_has_no_gradients(trained: int, re
     assert forward_share(experiment) == 1 / passes
 
 
-def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(step: Step) -> None:
+def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(step: ReplayableStep) -> None:
     """At a meeting a node sends the drift, and AdamW's two moments."""
     values = step.experiment.model.num_trained
     delayed = small(compression__delayed=True)
@@ -212,13 +214,15 @@ def test_delayed_the_next_step_hides_it_and_local_sgd_shares_it_among_its_steps(
         ({}, "custom+parameters=node+gradients=node+optimizer=all"),
     ],
 )
-def test_what_cannot_be_a_world_of_its_own_has_no_such_note(changes: dict[str, Any], strategy: str, step: Step) -> None:
+def test_what_cannot_be_a_world_of_its_own_has_no_such_note(
+    changes: dict[str, Any], strategy: str, step: ReplayableStep
+) -> None:
     config = small(**changes)
     ex = experiment(*of_strategies([strategy], config)) if strategy else make_experiment(config)
     assert independent_text(replace(step, experiment=ex), 1.0, 1) == []
 
 
-def test_what_replicas_need_besides_is_said(step: Step) -> None:
+def test_what_replicas_need_besides_is_said(step: ReplayableStep) -> None:
     """16 rows on 8 devices are two micro-steps of one, by themselves two shares each."""
     encoded = make_experiment(small(compression__all_reduce="int8"))
     (text,) = independent_text(replace(step, experiment=encoded), 1.0, 1)

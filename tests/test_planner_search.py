@@ -23,7 +23,7 @@ from planner.bounds import Bounds, bounds
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
 from planner.predict import Machine
 from planner.replay import replay
-from planner.search import Found, search
+from planner.search import FittingCandidates, search
 from sharding.hlo_program import parse_program
 from training.experiment import Experiment, make_experiment
 from training.memory import Memory
@@ -151,7 +151,7 @@ def test_what_is_asked_for_is_priced_if_the_whole_device_could_hold_it(monkeypat
         lambda candidate: shares[candidate.name] * 1e9, lambda candidate: 2 - shares[candidate.name], here.capacity
     )
 
-    def searched(candidates: Sequence[Candidate]) -> Found:
+    def searched(candidates: Sequence[Candidate]) -> FittingCandidates:
         return search(small(), here, jax.devices(), most=3, candidates=candidates, compile_one=compiler)
 
     found = searched(every)
@@ -202,7 +202,7 @@ def test_what_a_search_looks_at_does_not_depend_on_which_program_is_ready_first(
     only(monkeypatch, [replace(candidate, micro_size=size) for candidate in every for size in (1, 2, 4, 8)])
     here = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e8)))
 
-    def searched(slow: int) -> tuple[set[Candidate], Found]:
+    def searched(slow: int) -> tuple[set[Candidate], FittingCandidates]:
         draws = functools.cache(lambda candidate: random.Random(str(candidate)))
         compiler = Compiler(
             lambda candidate: draws(candidate).uniform(0.1, 2) * here.capacity,
@@ -380,7 +380,7 @@ def test_what_is_too_large_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_xla_refuses_does_not_end_a_search() -> None:
     every = of_strategies(["ddp", "zero3", "mics(2)"], small())
 
-    def searched(refused: set[str]) -> Found:
+    def searched(refused: set[str]) -> FittingCandidates:
         compiler = Compiler()
 
         def compile_one(candidate: Candidate, *_: Any) -> Any:

@@ -12,27 +12,27 @@ from planner.spot import (
     FROM_CHECKPOINT_S,
     JOINED_S,
     LEFT_S,
-    Change,
-    Run,
+    CapacityChange,
+    PlannedRun,
     SpotCost,
     Trace,
-    World,
+    UsableNodes,
     read_trace,
     replay_spot,
     spot_text,
 )
 
 RECORDED = ROOT / "planner" / "spot_us_east_2b.csv"
-FOUR = World(nodes=4, step_s=10, whole_copies=4)
-TWO = World(nodes=2, step_s=20, whole_copies=2)
-RUN = Run(steps=100, tokens=1e9, checkpoint_every=8)
+FOUR = UsableNodes(nodes=4, step_s=10, whole_copies=4)
+TWO = UsableNodes(nodes=2, step_s=20, whole_copies=2)
+RUN = PlannedRun(steps=100, tokens=1e9, checkpoint_every=8)
 
 
 def trace(*changes: tuple[float, int], length_s: float = 1e6) -> Trace:
-    return Trace(changes=tuple(Change(*change) for change in changes), length_s=length_s)
+    return Trace(changes=tuple(CapacityChange(*change) for change in changes), length_s=length_s)
 
 
-def cost(*changes: tuple[float, int], run: Run = RUN, worlds: tuple[World, ...] = (TWO, FOUR)) -> SpotCost:
+def cost(*changes: tuple[float, int], run: PlannedRun = RUN, worlds: tuple[UsableNodes, ...] = (TWO, FOUR)) -> SpotCost:
     found = replay_spot(trace(*changes), worlds, run, spot_usd=1, on_demand_usd=3)
     parts = found.useful_s + found.lost_s + found.restart_s + found.waiting_s
     assert found.total_s == pytest.approx(parts)
@@ -105,17 +105,17 @@ def test_runs_by_hand(
 
 def test_a_bulk_loss_takes_a_state_that_is_cut_over_all_nodes() -> None:
     """With one copy over four nodes a partner has the part of one lost node, not of two."""
-    cut = (TWO, World(nodes=4, step_s=10, whole_copies=1))
+    cut = (TWO, UsableNodes(nodes=4, step_s=10, whole_copies=1))
     assert cost((0, 4), (105, 3), worlds=cut).from_checkpoint == 0
     assert cost((0, 4), (105, 2), worlds=cut).from_checkpoint == 1
     assert cost((0, 4), (105, 2)).from_checkpoint == 0
     for every, lost_s in ((0, 25), (3, 15)):  # at 10 steps and a half, without snapshots or with some
-        kept = (TWO, World(nodes=4, step_s=10, whole_copies=4, snapshot_every=every))
+        kept = (TWO, UsableNodes(nodes=4, step_s=10, whole_copies=4, snapshot_every=every))
         assert cost((0, 4), (105, 3), worlds=kept).lost_s == lost_s
 
 
 def test_without_checkpoints_it_begins_again() -> None:
-    run = Run(steps=100, tokens=1, checkpoint_every=0)
+    run = PlannedRun(steps=100, tokens=1, checkpoint_every=0)
     assert cost((0, 4), (105, 0), (305, 4), run=run).lost_s == pytest.approx(105)
 
 
@@ -137,8 +137,8 @@ def test_the_text() -> None:
 
 def test_the_recorded_day_counted_by_hand() -> None:
     """All nodes are there for 48,000 s of the first 22 hours; 13 losses, after four of which no node was left."""
-    all_nodes = World(nodes=16, step_s=1, whole_copies=16)
-    run = Run(steps=50_000, tokens=1e9, checkpoint_every=100)
+    all_nodes = UsableNodes(nodes=16, step_s=1, whole_copies=16)
+    run = PlannedRun(steps=50_000, tokens=1e9, checkpoint_every=100)
     found = replay_spot(read_trace(RECORDED), [all_nodes], run)
     assert (found.waiting_s, found.losses, found.from_checkpoint) == (31_200, 13, 4)
 

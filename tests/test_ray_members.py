@@ -20,7 +20,7 @@ def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def add(node: Any) -> None:
         name = node["NodeID"]
-        members.by_node[name] = ray_members.Member(node=name, host=name, address=name, agent=None, asked=None)
+        members.by_node[name] = ray_members.AgentNode(node=name, host=name, address=name, agent=None, asked=None)
 
     monkeypatch.setattr(ray_members.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray_members.ray._private.state.state, "get_draining_nodes", lambda: members.drained)

@@ -17,7 +17,7 @@ from elastic.replicas.peers import NEVER, Peer, read_address, write_address
 from elastic.replicas.state_copies import LEAVES, StateCopies
 from elastic.replicas.sums import StepSums
 from elastic.replicas.transport import SharedLock
-from runtime.blobs import Answer, PeerError, RefusedError
+from runtime.blobs import PeerError, RefusedError, RequestHandler
 from runtime.exit_codes import ResumableError
 
 Make = Callable[..., Replicas]
@@ -172,7 +172,7 @@ def test_the_service_answers_once_its_members_exist(make: Make, network: Network
     answers: list[dict[str, Any]] = []
 
     class Asked(InProcess):
-        def serve(self, answer: Answer) -> Service:
+        def serve(self, answer: RequestHandler) -> Service:
             def ask() -> None:
                 content = answer({"op": "self"}, 7, None)  # pyright: ignore[reportArgumentType]
                 answers.append(json.loads(bytes(content)))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from support.tables import every_row
 
 from sharding import hlo
-from sharding.collectives import ALONE_BYTES, Group, reduce_scatter_chunks
+from sharding.collectives import ALONE_BYTES, TensorGroup, reduce_scatter_chunks
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from sharding.plan import ShardingPlan
 from sharding.spec import Placement
@@ -77,7 +77,7 @@ def test_large_tensors_travel_unpacked() -> None:
     rows = ALONE_BYTES // 4 // 16
     tensors = [jnp.arange(8 * rows * 16.0).reshape(8 * rows, 16), jnp.arange(16.0), jnp.arange(24.0) * 2]
     placements = tuple(Placement(dim=0, tensor_dim=None, ndim=x.ndim) for x in tensors)
-    group = Group(placements=placements, scope=SCOPE, hierarchical=True, over_gloo=True)
+    group = TensorGroup(placements=placements, scope=SCOPE, hierarchical=True, over_gloo=True)
     shards = [PartitionSpec(SCOPE)] * 3
 
     def gather_and_back(shards: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -26,7 +26,7 @@ from input_pipeline.shard_windows import parts
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore, StoreError
 from runtime import blobs
-from runtime.blobs import Address, RefusedError
+from runtime.blobs import BlobAddress, RefusedError
 
 
 def epoch_of(one: ShardSet, config: DataConfig) -> list[bytes]:
@@ -128,7 +128,7 @@ def test_node_that_does_not_give_a_shard_is_passed_over_and_not_asked_again_at_o
 
         if failure == "is silent":
             monkeypatch.setattr(shard_tiers, "_SILENCE_S", 0.5)
-            address = Address(process=1, host="127.0.0.1", port=silent.getsockname()[1])
+            address = BlobAddress(process=1, host="127.0.0.1", port=silent.getsockname()[1])
             one.tiers.peers = Peers(0, [one.tiers.peers.node, node], [address, address], TOKEN)
         monkeypatch.setattr(other.tiers, "_get", never)
         monkeypatch.setattr(shard_tiers, "PATIENCE_S", 0.0)
@@ -184,7 +184,7 @@ def test_the_order_in_which_nodes_are_asked():
     that has made it, nor ask that one.
     """
     nodes = [f"n{n}" for n in range(5)]
-    addresses = [Address(process=n, host="", port=0) for n in range(5)]
+    addresses = [BlobAddress(process=n, host="", port=0) for n in range(5)]
     for key in map(str, range(50)):
         shard: Any = SimpleNamespace(sha256=key, name=f"{key}.txt")
         order, maker = rendezvous(key, nodes), maker_of(f"{key}.txt", nodes)

@@ -16,8 +16,8 @@ from support.tables import every_row
 from launch.sweeps.charts import Point, as_number, axis_of, sweep_chart
 from launch.sweeps.live import Live
 from launch.sweeps.plan import plan
-from launch.sweeps.pool import Job
-from launch.sweeps.records import State
+from launch.sweeps.pool import SweepJob
+from launch.sweeps.records import RunState
 from training.metrics.charts import Chart
 from training.metrics.units import UNKNOWN
 
@@ -173,8 +173,8 @@ def test_dots_over_words_stand_apart_and_are_not_joined() -> None:
 
 def test_the_live_table_shows_what_fits(grid: Path) -> None:
     runs = plan(str(grid.parent / "mine.py"), [{"seed": seed} for seed in (0, FAILS, DIVERGES)], workdir=grid)
-    states = (State.FINISHED, State.FAILED, State.WAITING)
-    jobs = [Job(run=run, state=state, error="oh no" * (state == "failed")) for run, state in zip(runs, states)]
+    states = (RunState.FINISHED, RunState.FAILED, RunState.WAITING)
+    jobs = [SweepJob(run=run, state=state, error="oh no" * (state == "failed")) for run, state in zip(runs, states)]
     screen = io.StringIO()
     with Live("validation_loss", Console(file=screen, force_terminal=True, width=120, height=30)) as live:
         live.show(jobs)

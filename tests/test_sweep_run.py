@@ -35,7 +35,7 @@ from support.waiting import until
 import sweep
 from configs.schema import flat
 from launch.sweeps import plan, pool
-from launch.sweeps.records import State
+from launch.sweeps.records import RunState
 
 TIMEOUT_S = 240
 
@@ -126,7 +126,7 @@ def test_the_signal_that_killed_a_program_is_named(number: int, name: str, tmp_p
     script = tmp_path / "killed.py"
     script.write_text(f"import os; print('half way', flush=True); os.kill(os.getpid(), {number})")
     records = sweep.run(sweep_file(tmp_path, ""), [{"seed": 0}], workdir=tmp_path / "runs", program=str(script))
-    assert [(r.state, r.error) for r in records] == [(State.FAILED, f"killed by {name}: half way")]
+    assert [(r.state, r.error) for r in records] == [(RunState.FAILED, f"killed by {name}: half way")]
 
 
 SUMMARIES = ["[]", "null", '"finished"', "[" * 100_000, '{"exit_reason": ["finished"]}', "{", "\xff"]
@@ -146,7 +146,7 @@ def test_malformed_summaries(tmp_path: Path) -> None:
     )
     for times in (1, 2):
         records = sweep.run(config, [{"seed": seed} for seed in range(len(SUMMARIES))], **how)
-        assert {(record.state, record.metric) for record in records} == {(State.FINISHED, 2.5)}
+        assert {(record.state, record.metric) for record in records} == {(RunState.FINISHED, 2.5)}
         assert {len(record.files.rows) for record in records} == {times}
 
 

@@ -11,7 +11,7 @@ import jax
 from configs.schema import Config
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
 from input_pipeline.dataset import SPLITS
-from input_pipeline.shards import ShardSet, World, check_room
+from input_pipeline.shards import ShardProcesses, ShardSet, check_room
 from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.consensus import all_gather, new_key
 from runtime.handshake import shared_token
@@ -70,7 +70,7 @@ def load_datasets(
     if stored := [data for data in sources if data.source == "shards"]:
         count = jax.process_count()
         token = shared_token(workdir) if count > 1 else ""
-        world = World(process=jax.process_index(), count=count, token=token)
+        world = ShardProcesses(process=jax.process_index(), count=count, token=token)
         for data in stored:
             shards.append(ShardSet(data, tokenizer, world, was_reached=has_begun(workdir)))
             register(shards[-1])

@@ -28,7 +28,7 @@ from elastic.replicas.peers import (
 )
 from elastic.replicas.state_copies import StateCopies
 from elastic.replicas.transport import SharedLock, Transport
-from runtime.blobs import Address, PeerError, StalledError
+from runtime.blobs import BlobAddress, PeerError, StalledError
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
 from runtime.files import json_objects
@@ -49,7 +49,7 @@ NO_PEER = -1  # in place of a step: no peer trains
 
 def find_running(folder: Path, transport: Transport) -> Peer | None:
     """Returns the replica that answers at the last address of the transport's number; None if the number is free."""
-    previous: Address | None = None
+    previous: BlobAddress | None = None
     while (address := read_address(folder, transport.number, transport.process)) and address != previous:
         previous = address
         try:
@@ -113,7 +113,7 @@ class Membership:
         """
         self.me, self.step = me, -1  # the step that is being summed, or the last that was
         self.closed = False
-        self.successor: Address | None = None  # the address of a program that has taken this replica's number
+        self.successor: BlobAddress | None = None  # the address of a program that has taken this replica's number
         self.transport, self.delay, self.lock = transport, delay, lock
         self._folder, self._copies, self._agree, self._log = folder, copies, agree, log
         self._peers: dict[int, Peer] = {}
@@ -311,7 +311,7 @@ class Membership:
         for peer in [peer for peer, reason in zip(peers, reasons, strict=True) if reason]:
             self.lose(peer, TimeoutError("does not answer"))
 
-    def _greet_all(self, addresses: Sequence[Address], patience_s: float = CONNECT_S) -> list[str]:
+    def _greet_all(self, addresses: Sequence[BlobAddress], patience_s: float = CONNECT_S) -> list[str]:
         """Greets all at the same time, because a host that drops packets lets its callers wait.
 
         Returns for each the reason why it did not answer, or an empty text.
@@ -319,7 +319,7 @@ class Membership:
         with ThreadPoolExecutor(min(len(addresses), _GREETINGS) or 1) as pool:
             return [*pool.map(partial(self._greet, patience_s=patience_s), addresses)]
 
-    def _greet(self, address: Address, patience_s: float) -> str:
+    def _greet(self, address: BlobAddress, patience_s: float) -> str:
         """Exchanges records with a peer, and greets the peers that only it knows; returns why it did not answer."""
         try:
             with self.transport.connect(address, patience_s) as link:

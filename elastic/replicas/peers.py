@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from runtime.blobs import Address
+from runtime.blobs import BlobAddress
 from runtime.files import atomic, json_objects
 
 FILE_NAME = "address-{}.json"
@@ -32,9 +32,9 @@ class Peer:
     version: int = 0  # of this record
 
     @property
-    def address(self) -> Address:
+    def address(self) -> BlobAddress:
         """The address at which it serves."""
-        return Address(process=self.number, host=self.host, port=self.port)
+        return BlobAddress(process=self.number, host=self.host, port=self.port)
 
     def takes_part(self, step: int) -> bool:
         """Whether it computes units of a step."""
@@ -78,19 +78,19 @@ def write_address(folder: Path, peer: Peer, process: int) -> None:
     atomic.replace(file, text)
 
 
-def read_address(folder: Path, number: int, process: int) -> Address | None:
+def read_address(folder: Path, number: int, process: int) -> BlobAddress | None:
     """Returns the last address of a replica's process; None if its file is missing or cannot be read."""
     return _read(_file(folder, number, process))
 
 
-def remove_address(folder: Path, address: Address, process: int) -> None:
+def remove_address(folder: Path, address: BlobAddress, process: int) -> None:
     """Removes a replica's address, unless the file has a newer one."""
     if read_address(folder, address.process, process) == address:
         with suppress(OSError):
             _file(folder, address.process, process).unlink()
 
 
-def read_addresses(folder: Path, but: int, process: int) -> tuple[list[Address], list[Address]]:
+def read_addresses(folder: Path, but: int, process: int) -> tuple[list[BlobAddress], list[BlobAddress]]:
     """Returns the fresh and the stale addresses of all replicas' processes of that number, except replica `but`.
 
     A replica writes its address again each minute. A stale file is STALE_S older than the newest one, by the clock of
@@ -101,7 +101,7 @@ def read_addresses(folder: Path, but: int, process: int) -> tuple[list[Address],
     for file in sorted(folder.glob(f"*/{FILE_NAME.format(process)}")):
         with suppress(OSError):
             ages[file] = file.stat().st_mtime
-    newest_s, fresh, stale = max(ages.values(), default=0.0), list[Address](), list[Address]()
+    newest_s, fresh, stale = max(ages.values(), default=0.0), list[BlobAddress](), list[BlobAddress]()
     for file, written_s in ages.items():
         if (address := _read(file)) and address.process != but:
             (fresh if newest_s - written_s <= STALE_S else stale).append(address)
@@ -112,9 +112,9 @@ def _file(folder: Path, number: int, process: int) -> Path:
     return folder / str(number) / FILE_NAME.format(process)
 
 
-def _read(file: Path) -> Address | None:
+def _read(file: Path) -> BlobAddress | None:
     with suppress(OSError, ValueError, LookupError):
         values = json_objects.read(file)
         if [type(values[name]) for name in ("number", "host", "port")] == [int, str, int]:
-            return Address(process=values["number"], host=values["host"], port=values["port"])
+            return BlobAddress(process=values["number"], host=values["host"], port=values["port"])
     return None

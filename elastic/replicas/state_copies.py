@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from elastic.replicas.transport import Link, SharedLock
-from runtime.blobs import Address
+from runtime.blobs import BlobAddress
 
 PASSED = "that step has passed"
 LEAVES = "this replica leaves"
@@ -95,8 +95,8 @@ class StateCopies:
 
 
 def fetch_copies(
-    connect: Callable[[Address], AbstractContextManager[Link]],
-    addresses: Sequence[Address],
+    connect: Callable[[BlobAddress], AbstractContextManager[Link]],
+    addresses: Sequence[BlobAddress],
     step: int,
     sizes: Sequence[int],
     progress: Callable[[], object],
@@ -114,7 +114,7 @@ def fetch_copies(
         loads[least] += sizes[number]
     found: dict[int, memoryview] = {}
 
-    def fetch(address: Address, numbers: list[int]) -> None:
+    def fetch(address: BlobAddress, numbers: list[int]) -> None:
         with connect(address) as connection:
             connection.ask({"op": "copy", "step": step, "arrays": numbers}, 0)
             for number in numbers:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from runtime.blobs import Address, Answer, BlobService, Connection
+from runtime.blobs import BlobAddress, BlobService, Connection, RequestHandler
 
 
 class SharedLock(threading.Condition):
@@ -51,7 +51,7 @@ class Service(Protocol):
     """Answers the peers until it is closed."""
 
     @property
-    def address(self) -> Address:
+    def address(self) -> BlobAddress:
         """The address that the peers connect to."""
         ...
 
@@ -78,11 +78,11 @@ class Transport(Protocol):
         """Seconds after which a silent peer counts as lost."""
         ...
 
-    def serve(self, answer: Answer) -> Service:
+    def serve(self, answer: RequestHandler) -> Service:
         """Answers requests from now on."""
         ...
 
-    def connect(self, address: Address, silence_s: float | None = None) -> AbstractContextManager[Link]:
+    def connect(self, address: BlobAddress, silence_s: float | None = None) -> AbstractContextManager[Link]:
         """Returns a new connection; with `silence_s` for one short answer."""
         ...
 
@@ -107,7 +107,7 @@ class Sockets:
     def _purpose(self) -> str:
         return f"replicas {self.process}"
 
-    def serve(self, answer: Answer) -> BlobService:
+    def serve(self, answer: RequestHandler) -> BlobService:
         return BlobService(
             self._purpose,
             answer,
@@ -117,7 +117,7 @@ class Sockets:
             progress=self.progress,
         )
 
-    def connect(self, address: Address, silence_s: float | None = None) -> Connection:
+    def connect(self, address: BlobAddress, silence_s: float | None = None) -> Connection:
         limits = {"silence_s": self.silence_s, "stall_s": self.stall_s}
         if silence_s is not None:
             limits = {"silence_s": silence_s, "stall_s": silence_s}

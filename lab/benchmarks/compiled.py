@@ -27,7 +27,7 @@ from lab.benchmarks.runner import Key, Main, config_words, options_of, program, 
 from lab.records import DERIVED, Line
 from planner.candidates import of_config
 from planner.clusters import GBIT, Cluster, find_cluster, with_rate
-from planner.predict import Machine, Step, compiled_step
+from planner.predict import Machine, ReplayableStep, compiled_step
 from runtime.files.pages import markdown
 from sharding import hlo
 from training.experiment import Experiment, make_experiment
@@ -85,7 +85,9 @@ def start_devices(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def on_cluster(cluster: Cluster, nodes: int, config: str, keys: Mapping[str, Any], xla_flags: str = "") -> Step:
+def on_cluster(
+    cluster: Cluster, nodes: int, config: str, keys: Mapping[str, Any], xla_flags: str = ""
+) -> ReplayableStep:
     """Returns the step of a config on a cluster, compiled for its GPUs. ValueError or RuntimeError: it cannot be."""
     flags = tuple(config_words(config_file(config), keys))
     machine = Machine(

@@ -21,7 +21,7 @@ from lab.benchmarks.runner import Key
 from lab.paper.replays import BUCKET, INSIDE_BYTES_PER_S, LINK_BYTES_PER_S, LINK_LATENCY_S, P3DN, PAPER, PLANNER
 from lab.records import DERIVED
 from planner.clusters import CLUSTERS, Network, with_system
-from planner.predict import Step
+from planner.predict import ReplayableStep
 from planner.replay import level_seconds
 from sharding.hlo import Collective
 
@@ -79,7 +79,7 @@ def replayed(cell: Key) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)  # the networks of a step follow each other
-def _compiled(cluster: str, gpus: int, config: str, keys: tuple[tuple[str, Any], ...]) -> Step:
+def _compiled(cluster: str, gpus: int, config: str, keys: tuple[tuple[str, Any], ...]) -> ReplayableStep:
     there = replace(CLUSTERS[cluster], devices_per_node=min(PER_NODE, gpus))
     return on_cluster(there, gpus // there.devices_per_node, config, dict(keys))
 

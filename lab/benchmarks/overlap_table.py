@@ -21,7 +21,7 @@ from lab.benchmarks.runner import Key
 from lab.records import DERIVED, Line
 from launch.emulate.links import Links
 from planner.clusters import find_cluster, with_rate
-from planner.predict import Step
+from planner.predict import ReplayableStep
 from planner.replay import Timeline
 from runtime.files.pages import markdown
 
@@ -45,7 +45,7 @@ def keys_of(case: str, *, overlap: bool) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)  # the rates of a case follow each other
-def _compiled(case: str, overlap: bool) -> Step:
+def _compiled(case: str, overlap: bool) -> ReplayableStep:
     return on_cluster(find_cluster(CLUSTER), NODES, CASES[case]["config"], keys_of(case, overlap=overlap))
 
 
@@ -74,7 +74,7 @@ def measured(key: Key) -> dict[str, Any]:
     }
 
 
-def replayed(step: Step, rate_bits: float, tflops: float) -> Timeline:
+def replayed(step: ReplayableStep, rate_bits: float, tflops: float) -> Timeline:
     """Returns the step's timeline on nodes with links of `rate_bits` per second and matrix products at `tflops`."""
     device = step.machine.device(step.experiment.config)
     device = replace(device, matmul_fraction=1e12 * tflops / device.peak_flops["bf16"])

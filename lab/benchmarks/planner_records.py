@@ -21,7 +21,7 @@ from lab.records import DERIVED
 from planner.clusters import CLUSTERS
 from planner.pictures import draw_curves
 from planner.report import Plan, from_json, plan_text, to_loss_text
-from planner.spot import World, read_trace, replay_spot, run_of, spot_text
+from planner.spot import UsableNodes, read_trace, replay_spot, run_of, spot_text
 from runtime.files.pages import markdown
 from training.metrics.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -58,7 +58,7 @@ def to_loss() -> str:
 
 def spot() -> str:
     """Returns what is printed of the config's run in the planned worlds; its groups are nodes, so each has a copy."""
-    worlds = [World(nodes=p.nodes, step_s=p.best.step_s, whole_copies=p.nodes) for p in plans_of("spot")]
+    worlds = [UsableNodes(nodes=p.nodes, step_s=p.best.step_s, whole_copies=p.nodes) for p in plans_of("spot")]
     run = run_of(base.typed(mics_paper.get_config("bert_10b")))
     cost = replay_spot(read_trace(ROOT / TRACE), worlds, run, on_demand_usd=CLUSTERS[CLUSTER].on_demand)
     return indented(spot_text(cost, TRACE))

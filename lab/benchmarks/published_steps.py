@@ -26,7 +26,7 @@ from lab.benchmarks.planner_errors import error, quantile
 from lab.benchmarks.runner import Key, program, rows_of
 from lab.records import DERIVED, Line
 from planner.clusters import CLUSTERS, Cluster, with_rate, with_system
-from planner.predict import Step
+from planner.predict import ReplayableStep
 from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "published_steps.jsonl"
@@ -63,7 +63,7 @@ def published_s(cell: Key) -> float:
     return cell["global_batch"] * cell["seq"] / cell["gpus"] / float(cell["tokens_per_s_per_gpu"])
 
 
-def compiled(cell: Key) -> Step:
+def compiled(cell: Key) -> ReplayableStep:
     """Returns the step of a row, compiled for its GPUs."""
     keys = {
         "model.max_len": cell["seq"],

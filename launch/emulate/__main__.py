@@ -22,7 +22,7 @@ from typing import Any
 
 from launch.emulate import namespaces
 from launch.emulate.control import Control, ask, check_name
-from launch.emulate.job import Job
+from launch.emulate.job import ClusterJob
 from launch.emulate.links import Links
 from launch.emulate.nodes import MAX_NODES, Cluster
 from launch.emulate.table import Monitor, shown
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> in
         Cluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
     ):
         sizes = {"devices": options.devices_per_node, "processes_per_node": options.processes_per_node}
-        job = Job(cluster, command, **sizes, grace_s=options.grace_s, independent=options.independent)
+        job = ClusterJob(cluster, command, **sizes, grace_s=options.grace_s, independent=options.independent)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: job.interrupt(number))
         monitor = Monitor(job, command)
@@ -189,7 +189,7 @@ def texts_in_config(command: Sequence[str]) -> list[str]:
     return [value for values in parts for value in values if isinstance(value, str) and value]
 
 
-def perform(request: Any, job: Job, monitor: Monitor) -> str:
+def perform(request: Any, job: ClusterJob, monitor: Monitor) -> str:
     """Executes a request and returns the answer. ValueError if it is malformed, or cannot be executed."""
     match request:
         case {"verb": "status"}:

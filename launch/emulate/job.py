@@ -1,4 +1,4 @@
-"""`Job`: the processes of one program on an emulated cluster, with their environment, output and exit code."""
+"""`ClusterJob`: the processes of one program on an emulated cluster, with their environment, output and exit code."""
 
 import codecs
 import contextlib
@@ -31,7 +31,7 @@ class Process:
     code: int | None = None
 
 
-class Job:
+class ClusterJob:
     """Starts a program on every node and watches it. Call `watch` a few times a second until `is_running` is false.
 
     When a process fails, the others have `grace_s` seconds to notice and exit. Then they get SIGTERM, and SIGKILL 10 s

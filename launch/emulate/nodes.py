@@ -19,7 +19,7 @@ END_S = 10.0  # limit for the kernel to end a node, which takes milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class LinkTraffic:
     """The traffic of a node since its start, from the counters of its interface, and the current rate of its link.
 
     The kernel may merge several packets. It then counts them as one packet with one header.
@@ -34,7 +34,7 @@ class Traffic:
 
 
 @dataclass(kw_only=True)
-class Node:
+class EmulatedNode:
     """One emulated node. `network_fd` keeps its network alive after its processes have ended."""
 
     number: int
@@ -64,7 +64,7 @@ class Cluster:
     """
 
     def __init__(self, nodes: int, links: Links, workdir: Path, shared: Sequence[Path] = ()) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[EmulatedNode] = []
         self.links = links
         self.workdir = workdir.resolve()
         self._num_nodes = nodes
@@ -107,7 +107,7 @@ class Cluster:
             init = undo.enter_context(namespaces.new_node(f"node{number}", self._hosts, self._shared))
             network_fd = os.open(f"/proc/{init.pid}/ns/net", os.O_RDONLY)
             undo.callback(os.close, network_fd)
-            node = Node(number=number, init=init, network_fd=network_fd, links=self.links)
+            node = EmulatedNode(number=number, init=init, network_fd=network_fd, links=self.links)
             self._connect(node)
             with self._hosts.open("a") as hosts:  # the same file is mounted in every node
                 hosts.write(f"{self.address(number)} node{number}\n")
@@ -115,7 +115,7 @@ class Cluster:
         self.nodes.append(node)
         return number
 
-    def _connect(self, node: Node) -> None:
+    def _connect(self, node: EmulatedNode) -> None:
         """Connects a node to the switch, and sets its address and its rate limits."""
         number = node.number
         cable = f"address {_mac(number)} mtu {MTU_BYTES} netns {node.init.pid} type veth peer name p{number}"
@@ -170,7 +170,7 @@ class Cluster:
         namespaces.signal_all(self._init(node), signal.SIGCONT)
         self.nodes[node].marks.discard("stopped")
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[LinkTraffic]:
         """Returns the bytes and packets that each node sent and received, measured at the switch's end of its link."""
         ports = {}
         for line in Path(f"/proc/{self._switch.pid}/net/dev").read_text().splitlines()[2:]:
@@ -181,7 +181,7 @@ class Cluster:
             counts = ports[f"p{node.number}"]  # received by the switch: bytes, packets, 6 others; then sent
             sent = {"tx_bytes": counts[0], "tx_packets": counts[1]}
             received = {"rx_bytes": counts[8], "rx_packets": counts[9]}
-            found.append(Traffic(node=node.number, rate=node.links.rate, **sent, **received))
+            found.append(LinkTraffic(node=node.number, rate=node.links.rate, **sent, **received))
         return found
 
     @property
@@ -197,7 +197,7 @@ class Cluster:
         # Not `ip link set down`, which the node would detect.
         namespaces.configure(self._switch_network, "bridge", [f"link set dev p{node} state {state}"])
 
-    def _limit(self, node: Node) -> None:
+    def _limit(self, node: EmulatedNode) -> None:
         """Sets the rate limits at both ends of a link. The switch limits the traffic to the node."""
         ends = (
             (node.network, node.links.leaving("eth0")),

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from launch.emulate.job import Job
+from launch.emulate.job import ClusterJob
 from runtime.files.pages import columns
 from runtime.progress import read_progress, workdir_of
 
@@ -17,7 +17,7 @@ Sample = tuple[float, list[tuple[int, int]]]  # time, and the bytes that each no
 class Monitor:
     """Returns rows about the nodes. `step` is read from the metrics in the program's `--workdir`, if it has one."""
 
-    def __init__(self, job: Job, command: Sequence[str]) -> None:
+    def __init__(self, job: ClusterJob, command: Sequence[str]) -> None:
         self._job = job
         self._workdir = workdir_of(command)
         self._step = self._newest_step()

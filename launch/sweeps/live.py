@@ -10,15 +10,15 @@ from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
 
-from launch.sweeps.pool import Job
-from launch.sweeps.records import State, metric_text, record, tally
+from launch.sweeps.pool import SweepJob
+from launch.sweeps.records import RunState, metric_text, record, tally
 from runtime.files import json_lines, run_directory
 from training.metrics.run_files import number
 from training.metrics.units import UNKNOWN, format_seconds
 
-STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.STOPPED: "yellow"}
+STYLES = {RunState.RUNNING: "cyan", RunState.FINISHED: "green", RunState.FAILED: "red", RunState.STOPPED: "yellow"}
 # Priority of the runs, if not all fit on the screen
-ORDER = (State.RUNNING, State.FAILED, State.STOPPED, State.WAITING, State.PRUNED, State.FINISHED)
+ORDER = (RunState.RUNNING, RunState.FAILED, RunState.STOPPED, RunState.WAITING, RunState.PRUNED, RunState.FINISHED)
 TAIL_BYTES = 8192  # tail of metrics.jsonl to read; more than its longest line
 
 
@@ -29,8 +29,8 @@ class Live:
         self._metric = metric
         self._console = Console(highlight=False) if console is None else console
         self._screen: Screen | None = None
-        self._last: dict[str, State] = {}
-        self._jobs: Sequence[Job] = ()
+        self._last: dict[str, RunState] = {}
+        self._jobs: Sequence[SweepJob] = ()
         self._final: dict[str, float | None] = {}  # metric of finished runs
 
     def __enter__(self) -> Self:
@@ -43,14 +43,14 @@ class Live:
         if self._screen:
             self._screen.stop()
 
-    def show(self, jobs: Sequence[Job]) -> None:
+    def show(self, jobs: Sequence[SweepJob]) -> None:
         """Redraws the table, or prints a line for each job whose state has changed."""
         self._jobs = jobs
         if self._screen:
             self._screen.refresh()
             return
         for job in jobs:
-            before = self._last.get(job.run.name, State.WAITING)
+            before = self._last.get(job.run.name, RunState.WAITING)
             if job.state != before:
                 self._last[job.run.name] = job.state
                 self._console.print(Text(self._line(job)), soft_wrap=True)
@@ -69,18 +69,18 @@ class Live:
             table.add_row(Text(job.run.name), state, steps, self._number(job, row), _time(job))
         return Group(table, Text(tally([job.state for job in self._jobs]), style="dim"))
 
-    def _line(self, job: Job) -> str:
+    def _line(self, job: SweepJob) -> str:
         """Returns the line to print when the job's state has changed."""
         position = f"[{self._jobs.index(job) + 1}/{len(self._jobs)}] {job.run.name}"
-        if job.state == State.FINISHED:
+        if job.state == RunState.FINISHED:
             when = f"finished in {_time(job)}" if job.attempts else "was already finished"
             return f"{position} {when}, {self._metric} {self._number(job, {})}"
         return f"{position} {job.state}" + (f": {job.error}" if job.error else "")
 
-    def _number(self, job: Job, row: Mapping[str, Any]) -> str:
+    def _number(self, job: SweepJob, row: Mapping[str, Any]) -> str:
         """Returns the metric: the latest value while the job runs, the value of the report once it has finished."""
         name = job.run.name
-        if job.state == State.FINISHED and name not in self._final:
+        if job.state == RunState.FINISHED and name not in self._final:
             self._final[name] = record(job.run, job.state, "", self._metric).metric
         return metric_text(self._metric, self._final.get(name, number(row.get(self._metric))))
 
@@ -97,5 +97,5 @@ def latest(run_dir: Path) -> Mapping[str, Any]:
     return numbers
 
 
-def _time(job: Job) -> str:
+def _time(job: SweepJob) -> str:
     return format_seconds(job.time_s) if job.time_s else UNKNOWN

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from launch.sweeps.plan import ROOT, Run
-from launch.sweeps.records import State, is_finished
+from launch.sweeps.records import RunState, is_finished
 from runtime.exit_codes import ExitCode, signal_name
 from runtime.files import locks
 
@@ -55,11 +55,11 @@ def start_here(
 
 
 @dataclass(kw_only=True)
-class Job:
+class SweepJob:
     """A run and its progress. `time_s` is its running time in this sweep."""
 
     run: Run
-    state: State
+    state: RunState
     error: str = ""
     attempts: int = 0
     time_s: float = 0.0
@@ -75,7 +75,7 @@ class Job:
             file.write(f"$ {shlex.join(self.run.command)}\n".encode())
             self.output_start = file.tell()
         self.process = launch(self.run.command, output, lock)
-        self.state, self.attempts, self.started_s = State.RUNNING, self.attempts + 1, time.monotonic()
+        self.state, self.attempts, self.started_s = RunState.RUNNING, self.attempts + 1, time.monotonic()
 
     def look(self, *, stopping: bool = False) -> None:
         """Updates the state if the run has ended. A run that stopped resumable waits for a retry."""
@@ -86,20 +86,20 @@ class Job:
         if code is None:
             return
         if code == 0:
-            self.state = State.FINISHED
+            self.state = RunState.FINISHED
         elif stopping:
-            self.state = State.STOPPED
+            self.state = RunState.STOPPED
         elif code == ExitCode.RESUMABLE and self.attempts < MAX_ATTEMPTS:
-            self.state = State.WAITING
+            self.state = RunState.WAITING
         else:
-            self.state = State.FAILED
+            self.state = RunState.FAILED
             error = last_error(self.run.run_dir / OUTPUT_FILE, self.output_start)
             self.error = f"killed by {signal_name(-code)}: {error}" if code < 0 else error
             if code == ExitCode.RESUMABLE:
                 self.error = f"stopped {self.attempts} times: {error}"
 
 
-AnyJob = TypeVar("AnyJob", bound=Job)
+AnyJob = TypeVar("AnyJob", bound=SweepJob)
 
 
 def run_all(
@@ -107,19 +107,19 @@ def run_all(
     *,
     workers: int,
     workdir: Path,
-    show: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    show: Callable[[Sequence[SweepJob]], None] = lambda jobs: None,
     launch: Launcher = start_here,
-) -> list[Job]:
+) -> list[SweepJob]:
     """Runs all runs that are not finished, and returns the jobs of all.
 
     On Ctrl-C, running ones save and stop, and the others stay waiting.
     """
-    jobs = [Job(run=run, state=State.FINISHED if is_finished(run) else State.WAITING) for run in runs]
+    jobs = [SweepJob(run=run, state=RunState.FINISHED if is_finished(run) else RunState.WAITING) for run in runs]
     with claimed(workdir) as lock, stopped_at_end(jobs, show):
-        while any(job.state in (State.WAITING, State.RUNNING) for job in jobs):
+        while any(job.state in (RunState.WAITING, RunState.RUNNING) for job in jobs):
             for job in running(jobs):
                 job.look()
-            waiting = [job for job in jobs if job.state == State.WAITING]
+            waiting = [job for job in jobs if job.state == RunState.WAITING]
             for job in waiting[: workers - len(running(jobs))]:
                 job.start(launch, lock)
             show(jobs)
@@ -128,7 +128,7 @@ def run_all(
 
 
 @contextmanager
-def stopped_at_end(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -> Iterator[None]:
+def stopped_at_end(jobs: Sequence[SweepJob], show: Callable[[Sequence[SweepJob]], None]) -> Iterator[None]:
     """Stops the runs when its body ends. Ctrl-C ends the body quietly, because the states show the remaining runs."""
     try:
         yield
@@ -140,10 +140,10 @@ def stopped_at_end(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -
 
 def running(jobs: Sequence[AnyJob]) -> list[AnyJob]:
     """Returns the jobs that are running."""
-    return [job for job in jobs if job.state == State.RUNNING]
+    return [job for job in jobs if job.state == RunState.RUNNING]
 
 
-def stop(jobs: Sequence[Job], show: Callable[[Sequence[Job]], None]) -> None:
+def stop(jobs: Sequence[SweepJob], show: Callable[[Sequence[SweepJob]], None]) -> None:
     """Forwards Ctrl-C and waits. A second Ctrl-C is forwarded too, and makes train.py stop without saving."""
     again = True
     while running(jobs):

@@ -13,7 +13,7 @@ from training.metrics.run_files import RunFiles, read_run, results_of, series
 from training.metrics.units import UNKNOWN, format_bytes, format_loss, format_seconds
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """The state of a run."""
 
     WAITING = "waiting"
@@ -29,7 +29,7 @@ class Record:
     """A run with its results. `error` is the last error line that a failed run printed."""
 
     run: Run
-    state: State
+    state: RunState
     error: str
     results: Mapping[str, float | None]  # the headline numbers
     metric: float | None  # NaN where it diverged
@@ -49,7 +49,7 @@ def is_finished(run: Run) -> bool:
     return summary is not None and summary.get("exit_reason") == "finished"
 
 
-def record(run: Run, state: State, error: str, metric: str) -> Record:
+def record(run: Run, state: RunState, error: str, metric: str) -> Record:
     """Reads the existing files of the run. `metric` is a headline number or a key whose rows give a median."""
     files = _files_of(run)
     results = results_of(files)
@@ -79,7 +79,7 @@ def missing_metric(record: Record, metric: str) -> str:
 
 def best(records: list[Record], goal: str) -> Record | None:
     """Returns the finished run with the lowest (or highest) metric."""
-    done = [r for r in records if r.state == State.FINISHED and r.metric is not None and math.isfinite(r.metric)]
+    done = [r for r in records if r.state == RunState.FINISHED and r.metric is not None and math.isfinite(r.metric)]
     return (min if goal == "min" else max)(done, key=lambda r: r.metric or 0.0, default=None)
 
 
@@ -94,6 +94,6 @@ def metric_text(name: str, value: float | None) -> str:
     return format_loss(value) if 0.1 <= abs(value) < 1000 or not math.isfinite(value) else f"{value:.6g}"
 
 
-def tally(states: Sequence[State]) -> str:
+def tally(states: Sequence[RunState]) -> str:
     """Returns `12 runs: 3 finished, 2 running, 7 waiting`."""
-    return f"{len(states)} runs: {', '.join(f'{states.count(state)} {state}' for state in State if state in states)}"
+    return f"{len(states)} runs: {', '.join(f'{states.count(state)} {state}' for state in RunState if state in states)}"

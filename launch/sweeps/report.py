@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from launch.sweeps.charts import MAX_LINES, Point, sweep_chart
 from launch.sweeps.plan import SweepFile, text, varied
-from launch.sweeps.records import Record, State, best, metric_text, tally
+from launch.sweeps.records import Record, RunState, best, metric_text, tally
 from runtime.files import atomic, pages, run_directory
 from training.metrics.charts import Chart
 from training.metrics.page import render
@@ -85,14 +85,14 @@ def table_cells(file: SweepFile, record: Record, keys: Sequence[str]) -> list[st
 def sweep_page(file: SweepFile, records: list[Record], keys: Sequence[str], workdir: Path) -> str:
     """Returns the whole page."""
     states = {record.state for record in records}
-    finished = sum(record.state == State.FINISHED for record in records)
+    finished = sum(record.state == RunState.FINISHED for record in records)
     winner = best(records, file.goal)
     return render(
         "launch/sweeps/page.html",
         title=file.path.stem,
         heading=file.path.stem,
         badge=f"{finished} of {len(records)} finished",
-        mood="bad" if State.FAILED in states else "good" if states == {State.FINISHED} else "warn",
+        mood="bad" if RunState.FAILED in states else "good" if states == {RunState.FINISHED} else "warn",
         about=file.about.partition("\n")[0],
         footer=f"Each dot is a run; {CSV_FILE} has all numbers.",
         facts=_tiles(file, records, keys),

@@ -24,19 +24,23 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from configs.overrides import Overrides, Range, three_digits
 from launch.sweeps.plan import Run, SweepFile
-from launch.sweeps.pool import POLL_EVERY_S, Job, Launcher, claimed, running, stopped_at_end
-from launch.sweeps.records import Record, State, is_finished, missing_metric, record
+from launch.sweeps.pool import POLL_EVERY_S, Launcher, SweepJob, claimed, running, stopped_at_end
+from launch.sweeps.records import Record, RunState, is_finished, missing_metric, record
 from runtime.files import run_directory
 from training.metrics.run_files import read_run, series
 
 STUDY_FILE = "optuna.log"
 ERROR = "error"  # attribute of a failed trial; a failed trial without it was interrupted
-STATES = {TrialState.COMPLETE: State.FINISHED, TrialState.PRUNED: State.PRUNED, TrialState.RUNNING: State.STOPPED}
+STATES = {
+    TrialState.COMPLETE: RunState.FINISHED,
+    TrialState.PRUNED: RunState.PRUNED,
+    TrialState.RUNNING: RunState.STOPPED,
+}
 Planner = Callable[[Overrides], Run]  # raises ValueError for values that do not fit together
 
 
 @dataclass(kw_only=True)
-class TrialJob(Job):
+class TrialJob(SweepJob):
     """A job and the trials with its values. The first trial started it, and all trials end as it does."""
 
     trials: list[Trial]
@@ -72,9 +76,9 @@ class Search:
         if same := next((job for job in running(self.jobs) if job.run.name == run.name), None):
             same.trials.append(trial)
             return
-        job = TrialJob(run=run, state=State.FINISHED if is_finished(run) else State.WAITING, trials=[trial])
+        job = TrialJob(run=run, state=RunState.FINISHED if is_finished(run) else RunState.WAITING, trials=[trial])
         self.jobs.append(job)
-        if job.state == State.FINISHED:
+        if job.state == RunState.FINISHED:
             self._tell(job)
         else:
             job.start(launch, lock)
@@ -87,9 +91,9 @@ class Search:
             job.is_pruned = True
             job.process.send_signal(signal.SIGINT)
         job.look(stopping=job.is_pruned)
-        if job.state == State.WAITING:  # stopped resumable without being asked
+        if job.state == RunState.WAITING:  # stopped resumable without being asked
             job.start(launch, lock)
-        elif job.state != State.RUNNING:
+        elif job.state != RunState.RUNNING:
             self._tell(job)
 
     def _report(self, job: TrialJob) -> None:
@@ -112,14 +116,14 @@ class Search:
         found = record(job.run, job.state, job.error, self.file.metric)
         metric = found.metric
         measured = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        if job.state == State.FINISHED and not measured and (lacking := missing_metric(found, self.file.metric)):
+        if job.state == RunState.FINISHED and not measured and (lacking := missing_metric(found, self.file.metric)):
             raise ValueError(lacking)  # its trials are requested again, and count once METRIC is right
-        if job.state == State.STOPPED:
-            job.state = State.PRUNED
+        if job.state == RunState.STOPPED:
+            job.state = RunState.PRUNED
         for trial in job.trials:
-            if job.state == State.PRUNED:
+            if job.state == RunState.PRUNED:
                 self.study.tell(trial, state=TrialState.PRUNED)
-            elif job.state == State.FINISHED and metric is not None and metric == metric:
+            elif job.state == RunState.FINISHED and metric is not None and metric == metric:
                 self.study.tell(trial, metric)
             else:
                 self._fail(trial, job.error or f"{self.file.metric} is not a number")
@@ -137,7 +141,7 @@ def search(
     workers: int,
     workdir: Path,
     launch: Launcher,
-    show: Callable[[Sequence[Job]], None],
+    show: Callable[[Sequence[SweepJob]], None],
 ) -> tuple[bool, list[Record]]:
     """Runs trials until `count` have ended, including trials of earlier calls.
 
@@ -244,6 +248,6 @@ def _records(search: Search) -> list[Record]:
             run = search.plan(_values(search.file, trial.params))
         except ValueError:  # it never ran
             continue
-        state = STATES.get(trial.state, State.FAILED)
+        state = STATES.get(trial.state, RunState.FAILED)
         found[run.name] = record(run, state, trial.user_attrs.get(ERROR, ""), search.file.metric)
     return list(found.values())

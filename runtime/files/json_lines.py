@@ -13,10 +13,10 @@ from typing import Any
 from runtime.files import json_objects
 from runtime.files.regular import open_regular, read_regular
 
-Row = Mapping[str, Any]
+JsonLine = Mapping[str, Any]
 
 
-def append(file: Path, row: Row) -> None:
+def append(file: Path, row: JsonLine) -> None:
     """Appends a line. Creates the file and its folder if they are missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as opened:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.replicas.transport import Link
-from runtime.blobs import Address, Answer, PeerError, RefusedError
+from runtime.blobs import BlobAddress, PeerError, RefusedError, RequestHandler
 
 HOST = "host"
 
@@ -16,7 +16,7 @@ class Network:
     """The services that answer, and the links that are cut."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, Answer] = {}  # by port
+        self.answers: dict[int, RequestHandler] = {}  # by port
         self.cut: set[frozenset[int]] = set()  # pairs of members
         self.connected: list[tuple[int, int]] = []  # attempts: from a member to another one
         self.ports = itertools.count(1)
@@ -34,12 +34,12 @@ class InProcess:
     process: int = 0
     silence_s: float = 0.0
 
-    def serve(self, answer: Answer) -> "Service":
+    def serve(self, answer: RequestHandler) -> "Service":
         port = next(self.network.ports)
         self.network.answers[port] = answer
-        return Service(self.network, Address(process=self.number, host=HOST, port=port))
+        return Service(self.network, BlobAddress(process=self.number, host=HOST, port=port))
 
-    def connect(self, address: Address, silence_s: float | None = None) -> "OpenLink":
+    def connect(self, address: BlobAddress, silence_s: float | None = None) -> "OpenLink":
         self.network.connected.append((self.number, address.process))
         is_cut = frozenset((self.number, address.process)) in self.network.cut
         if is_cut or address.port not in self.network.answers:
@@ -52,7 +52,7 @@ class Service:
     """One member's answers, until it is closed."""
 
     network: Network
-    address: Address
+    address: BlobAddress
 
     def close(self) -> None:
         self.network.answers.pop(self.address.port, None)
@@ -62,7 +62,7 @@ class Service:
 class OpenLink(Link):
     """Calls the function that answers, and reports its errors as a connection does."""
 
-    answer: Answer
+    answer: RequestHandler
     me: int
 
     def __enter__(self) -> "OpenLink":

@@ -14,7 +14,7 @@ from lab.benchmarks.planner_records import RECORDS
 from planner import clusters
 from planner import compile as compiling
 from planner.candidates import Candidate, of_config
-from planner.predict import Machine, Step, compiled_step
+from planner.predict import Machine, ReplayableStep, compiled_step
 from planner.report import Plan, from_json
 from support.running import ROOT
 from support.running import SMALL as TWO_LAYERS
@@ -77,7 +77,7 @@ def one_row(**columns: Any) -> Loss:
 
 
 @pytest.fixture(scope="module", name="step")
-def a_step() -> Step:
+def a_step() -> ReplayableStep:
     """The step of mics(2) on 4 emulated nodes of 2."""
     candidate = of_config(small())
     return compiled_step(candidate, experiment(candidate), machine())

@@ -11,7 +11,7 @@ import pytest
 
 from launch import ray_engine
 from launch.ray_agent import News
-from launch.ray_engine import OneWorld, ReplicaGroups
+from launch.ray_engine import ReplicaGroups, RestartingEngine
 from launch.ray_plan import Limits
 
 SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S")
@@ -165,7 +165,7 @@ def run_scenario(
     """Runs an engine through a scenario, with short times but for those that are given; returns its exit code."""
     members = Members(hosts, scenario, workdir, Replica if independent else Member)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
-    kind: Any = ReplicaGroups if independent else OneWorld
+    kind: Any = ReplicaGroups if independent else RestartingEngine
     engine = kind(members, limits, workdir, max_failures=max_failures)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:

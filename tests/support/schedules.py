@@ -2,14 +2,14 @@
 
 from math import isclose
 
-from planner.clusters import SCHEDULE, Device, Network
+from planner.clusters import SCHEDULE, DeviceSpec, Network
 from planner.replay import Timeline, replay
 from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape
 
 SHAPE = MeshShape(replica_inter=2, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
 # a product of 4 x 4 takes 128 s, other kernels one second for each byte, nothing else
-DEVICE = Device(
+DEVICE = DeviceSpec(
     peak_flops={"f32": 2}, matmul_fraction=0.5, memory_bandwidth=1, functions_per_s=float("inf"), launch_s=0
 )
 # one byte of each device takes 1 s inside the node and 10 s between nodes
@@ -26,7 +26,7 @@ INTRA, INTER = "replica_groups={{0,1},{2,3}}", "replica_groups={{0,2},{1,3}}"
 
 
 def replayed(
-    *lines: str, more: str = "", network: Network = NETWORK, device: Device = DEVICE, hides: str = SCHEDULE
+    *lines: str, more: str = "", network: Network = NETWORK, device: DeviceSpec = DEVICE, hides: str = SCHEDULE
 ) -> Timeline:
     """Returns the timeline of an entry computation with a parameter %p of 5 bytes."""
     body = "\n".join(f"  {line}" for line in ("%p = u8[5] parameter(0)", *lines))

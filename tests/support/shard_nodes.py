@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import DataConfig
 from input_pipeline import shards
-from input_pipeline.shards import ShardSet, World
+from input_pipeline.shards import ShardProcesses, ShardSet
 
 TOKEN = "a" * 64
 here = threading.local()
@@ -33,7 +33,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadWorld(World):
+class ThreadWorld(ShardProcesses):
     """A process that is a thread."""
 
     meeting: Any

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.events import Event
 from training.metrics.charts import Chart, Series, number_axis
-from training.metrics.run_files import Row, series
+from training.metrics.run_files import JsonLine, series
 from training.metrics.units import UNKNOWN, format_count, format_seconds
 
 UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
@@ -73,7 +73,7 @@ def pauses(attempts: Sequence[Attempt]) -> list[float | None]:
     return found
 
 
-def goodput(attempts: Sequence[Attempt], rows: Sequence[Row]) -> float | None:
+def goodput(attempts: Sequence[Attempt], rows: Sequence[JsonLine]) -> float | None:
     """Returns the fraction of the time, from first start to last event, spent on steps that were not repeated.
 
     Metrics hold each step once, from its last execution. A row's step time counts for all steps since the previous row.

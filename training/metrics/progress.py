@@ -1,4 +1,4 @@
-"""`Progress`: a live progress bar in a terminal, or a plain line every ten seconds. `print_summary`: the results.
+"""`RunProgress`: a live progress bar in a terminal, or a plain line every ten seconds. `print_summary`: the results.
 
 No thread draws. `update` itself redraws, at most every half second, so that it costs the training loop almost nothing.
 """
@@ -21,7 +21,7 @@ DRAW_EVERY_S = 0.5
 PRINT_EVERY_S = 10.0
 
 
-class Progress:
+class RunProgress:
     """Shows the progress of a run of `total_steps`, which resumes after `start_step`."""
 
     def __init__(self, total_steps: int, start_step: int = 0, console: Console | None = None) -> None:

@@ -15,7 +15,7 @@ from runtime.files import json_lines, run_directory
 from runtime.files.regular import NotRegularError, read_regular
 from training.metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
 
-Row = Mapping[str, Any]
+JsonLine = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class RunFiles:
     environment: dict[str, Any] = field(default_factory=dict)
     collectives: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    rows: tuple[Row, ...] = ()
+    rows: tuple[JsonLine, ...] = ()
     events: tuple[dict[str, Any], ...] = ()  # with `time_s` added
     sample: str | None = None
     mesh_png: bytes | None = None
@@ -154,13 +154,13 @@ def number(value: Any) -> float | None:
         return None
 
 
-def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+def series(rows: Sequence[JsonLine], key: str) -> list[tuple[float, float]]:
     """Returns the (step, value) pairs of the rows that contain `key`."""
     pairs = ((number(row.get("step")), number(row.get(key))) for row in rows if key in row)
     return [(step, value) for step, value in pairs if step is not None and math.isfinite(step) and value is not None]
 
 
-def mean_over_steps(rows: Sequence[Row], key: str) -> float | None:
+def mean_over_steps(rows: Sequence[JsonLine], key: str) -> float | None:
     """Returns the mean over all steps of a value that each row has for the steps since the previous row, or None.
 
     The mean of a speed is the work of all these steps divided by their time.
@@ -199,7 +199,7 @@ def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
     return value or {}
 
 
-def _read_rows(path: Path, problems: dict[str, str]) -> tuple[Row, ...]:
+def _read_rows(path: Path, problems: dict[str, str]) -> tuple[JsonLine, ...]:
     """Returns the lines that are JSON objects.
 
     Other lines, for example truncated by a kill, are counted as a problem.

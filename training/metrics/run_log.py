@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from runtime.exit_codes import ResumableError
 from runtime.files import atomic, run_directory
-from training.metrics.progress import Progress, print_summary
+from training.metrics.progress import RunProgress, print_summary
 from training.metrics.report import write_report
 from training.metrics.run_files import read_run
 from training.metrics.throughput import StepTimer
@@ -65,7 +65,7 @@ class RunLog:
             # files of an earlier attempt; a killed attempt must leave none
             (run_dir / run_directory.SUMMARY).unlink(missing_ok=True)
             self._writer = MetricsWriter(run_dir, resume_step=None if may_join else start_step)
-        self._progress = Progress(num_steps, start_step)
+        self._progress = RunProgress(num_steps, start_step)
         self._sink: Any = None
         if sink == "wandb":
             with self._sink_or_warning():
