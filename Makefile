@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt) requirements/constraints.txt)
 EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
-	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed $(VENV)/docs/installed
+	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
 # Two workers compute, and for slow tests a third one waits; tests of a file share a worker (tests/support/suite.py).
 # A worker that dies is not replaced: xdist would give the test that it died in to the next one, and that again.
@@ -39,7 +39,7 @@ test-slow: WORKERS := 3
 test-slow: $(EVERYTHING) $(VENV)/gpu-checked  ## whole runs, emulated clusters, Ray, programs compiled for H100
 	$(PYTEST) -m "slow and not release and not slurm and not gpu"
 
-test-release: $(EVERYTHING)  ## pages, records, and the combinations beyond those of test-all
+test-release: $(EVERYTHING) $(VENV)/docs/installed  ## pages, records, and the combinations beyond those of test-all
 	$(PYTEST) -m release
 
 slurm: $(VENV)/installed  ## with a real SLURM on emulated nodes: needs root, and installs Debian's if there is none
@@ -47,7 +47,7 @@ slurm: $(VENV)/installed  ## with a real SLURM on emulated nodes: needs root, an
 		apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; } || echo "SLURM cannot be installed"
 	$(BIN)/python -m pytest -n 0 -m slurm -rs --durations=0 tests/test_slurm.py
 
-coverage: $(EVERYTHING)  ## fails if a test does, or if less than 90 % of the lines are run
+coverage: $(EVERYTHING) $(VENV)/docs/installed  ## fails if a test does, or if less than 90 % of the lines are run
 	$(BIN)/coverage erase
 	status=0; $(BIN)/coverage run -m pytest -n 2 --max-worker-restart=0 --dist worksteal -m "not slurm and not gpu" || status=$$?; \
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
