@@ -99,7 +99,7 @@ def test_zero_plus_plus_sends_the_payload(gather: str) -> None:
         parts = [(2 * LAYERS, IN_LAYERS // LAYERS, 2 * HIDDEN), (1, SIZE - IN_LAYERS, HIDDEN)]
     for label, codec, passes in (
         ("gather", "int8", 1),
-        ("reduce_scatter", "int4", 2),
+        ("group_reduce_scatter", "int4", 2),
     ):  # the group reduce-scatter is backwards alone
         wanted = 0
         for times, size, vectors in parts:

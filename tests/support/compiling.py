@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import examples.methods.config  # noqa: F401 (registers power_sgd)
 from configs import base, quickstart
 
 LAYERS, HIDDEN, MLP = 2, 128, 256
