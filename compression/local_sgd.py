@@ -130,7 +130,7 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class IndependentLocalSGD(LocalSGD):
-    """A Timing of a worker, whose world is one replica. It meets others outside the step (training/share_rounds.py)."""
+    """A Timing of a worker, whose world is one replica. It meets others outside the step (training/round_units.py)."""
 
     def update(self, gradients: GradsR, states: States, params: Params) -> tuple[Grads, States]:
         """Returns zeros like the shared parameters `[...]`, and the states after a step that moves the drift."""

@@ -1,8 +1,8 @@
 """The gradients of a batch: micro-steps in a `shard_map`, with all collectives except the replica all-reduce.
 
 `replica_gradients` returns each replica's part of the batch's gradient, `local_gradients` the gradients of replicas
-that train apart (local SGD). The replica all-reduce comes later, as the first transform of the optimizer
-(compression/exchange.py), or runs in the micro-steps (sharding/in_step_exchange.py).
+that train apart (local SGD). The replica all-reduce comes later, before the optimizer (compression/exchange.py), or it
+runs in the micro-steps (sharding/in_step_exchange.py).
 """
 
 from collections.abc import Callable

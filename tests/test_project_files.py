@@ -1,12 +1,10 @@
-"""Files for people who build, cite or report: the Dockerfile runs the README's commands, the others parse."""
+"""Files for people who build, cite or report, and the files that programs name in their text."""
 
 import re
 import tomllib
-from pathlib import Path
 
 import yaml
-
-ROOT = Path(__file__).parents[1]
+from support.our_files import ROOT, our_files
 
 
 def test_the_dockerfile_runs_the_two_commands_of_the_readme_as_a_user() -> None:
@@ -41,3 +39,13 @@ def test_templates_have_the_fields_that_a_code_host_reads() -> None:
     for path in templates:
         _, header, body = path.read_text().split("---\n", 2)
         assert {*yaml.safe_load(header)} == {"name", "about", "title", "labels"} and body.strip(), path.name
+
+
+def test_files_that_our_programs_name_exist() -> None:
+    """In docstrings, comments and texts; capitals stand for any name, as in configs/X.py."""
+    files = our_files()
+    folders = "|".join(sorted({file.relative_to(ROOT).parts[0] for file in files if file.parent != ROOT}))
+    name = re.compile(rf"(?<![\w/.])(?:{folders}|docs|tests)/[\w/]*\b(?![A-Z]+\.)\w+\.(?:py|md|toml|csv)\b")
+    named = {(file, path) for file in files for path in name.findall(file.read_text())}
+    assert len(named) > 100
+    assert sorted(f"{file.relative_to(ROOT)}: {path}" for file, path in named if not (ROOT / path).exists()) == []

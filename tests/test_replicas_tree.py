@@ -176,7 +176,7 @@ def test_sums_travel_in_the_form_of_fewest_bytes() -> None:
 
 
 def test_a_unit_whose_piece_was_added_to_its_neighbours_is_computed_again_for_who_asks_for_it_alone() -> None:
-    """Even while other pieces of it are still to come: those who unit them out may guess differently for a moment."""
+    """Even while other pieces of it are still to come: replicas may divide the units differently for a moment."""
     sums = sums_of(4, [Float32(), Float32()])
     sums.require([(2, 4)])
     for unit in (2, 3):

@@ -1,4 +1,4 @@
-"""Our decoders in PyTorch, for lab/benchmarks/strategies.py and lab/benchmarks/gpu.py: DDP, or FSDP2, full or hybrid.
+"""Our decoders in PyTorch, for lab/benchmarks/steps.py and lab/benchmarks/gpu.py: DDP, or FSDP2, full or hybrid.
 
     python -m launch.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
         -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] [fp16|fp8|power_sgd] \
