@@ -21,7 +21,7 @@ from support.suite import sampled
 
 from configs import digits, gpu_decoder
 from configs.base import typed
-from configs.schema import CompressionConfig
+from configs.schema import CompressionConfig, sections
 from elastic.manifest import UNFINISHED
 from elastic.replicas.driver import BehindError, Replicas, Step
 from elastic.replicas.payloads import Float32
@@ -38,7 +38,7 @@ from sharding.step import TrainState
 from training import groups
 from training.experiment import make_experiment
 from training.gradient_units import GradientUnits
-from training.independent import Independent, ReplicaLog, fingerprint
+from training.independent import SECTIONS, Independent, ReplicaLog, fingerprint
 from training.replica_state import local_shards, with_shards
 from training.resume import Start
 from training.unit_loop import STOP_S, AtOnce, Stop, StoppedError, UnitLoop
@@ -453,6 +453,17 @@ def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(of, name, other)
             assert fingerprint(ex, data[0]) != before, name
+
+
+def test_replicas_with_another_key_that_changes_bits_are_of_another_run() -> None:
+    """The order of a sum is one; these sections have none."""
+    assert sections("decoder").keys() - {*SECTIONS} == {"checkpoint", "elastic", "eval", "sample"}
+    data, found = cast(Any, SimpleNamespace(fingerprint="")), list[str]()
+    for hierarchical in (True, False):
+        config = gpu_decoder.get_config()
+        config.ablation.hierarchical = hierarchical
+        found.append(fingerprint(cast(Any, SimpleNamespace(config=typed(config), base_fingerprint={})), data))
+    assert found[0] != found[1]
 
 
 def test_who_takes_the_others_state_does_not_hold_two() -> None:

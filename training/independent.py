@@ -31,7 +31,8 @@ from training.unit_loop import AtOnce, Delayed, Stop, StoppedError, Timing, Unit
 
 # the state after a step, its metrics, and the steps done
 Done = tuple[TrainState, dict[str, Any], int]
-SECTIONS = ("model", "data", "batch", "mesh", "sharding", "compression", "local_sgd", "optimizer")
+# each section with a key that changes the bits of a gradient, an update or a batch
+SECTIONS = ("model", "data", "batch", "mesh", "sharding", "ablation", "compression", "local_sgd", "optimizer")
 COMPARED_EVERY = 100  # steps: replicas compare their parameters
 
 
