@@ -16,7 +16,7 @@ from support.tables import every_row
 from runtime.events import Event
 from training.metrics.attempts import attempts_of, goodput, pauses, span_s
 from training.metrics.charts import Chart, Curve, curve_chart, round_ticks, thin_out, trend
-from training.metrics.report import charts_of, main, write_report
+from training.metrics.report import charts_of, main, strategy_facts, write_report
 from training.metrics.run_files import read_run
 
 UNKNOWN = "\N{EN DASH}"
@@ -47,7 +47,7 @@ def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(tmp_path: Pa
         "Steps | 120",
         "Wall time | 2m 13s | of the last attempt",
         "sharding.strategy | mics | sharding.partition_size | 2",
-        "sharding.two_hop | no",
+        "ablation.two_hop | no",
         "mesh.replica_inter | 4 | mesh.shard_inter | 1",
         f"replica all-reduce | replica_inter | all-reduce | f32 | 1.10 MB | 1 | 1.65 MB | {UNKNOWN}",
         f"group reduce-scatter | shard_intra | reduce-scatter | f32 | 1.10 MB | 4 | {UNKNOWN} | 2.22 MB",
@@ -58,6 +58,7 @@ def test_the_page_has_the_numbers_of_the_run_and_needs_nothing_else(tmp_path: Pa
         "model.num_layers | 4",
     ):
         assert part in page.text, part
+    assert ("ablation.two_hop", "no") in strategy_facts(read_run(run)), "next to the strategy, not only among all keys"
     assert page.tags.count("svg") == 6 and page.tags.count("details") == 2
     assert page.addresses == ["data:image/png;base64," + base64.b64encode(PIXEL).decode()]
     assert "url(" not in html and "@import" not in html and "<link" not in html and "http" not in html

@@ -26,8 +26,9 @@ def make_run(folder: Path, num_steps: int = 120) -> Path:
         if step == 60:
             row["loss"] = "NaN"
         lines.append(json.dumps(row))
-    sharding = {"strategy": "mics", "partition_size": 2, "hierarchical": True, "two_hop": False, "gather": "layer"}
+    sharding = {"strategy": "mics", "partition_size": 2, "gather": "layer"}
     config = {"model": {"kind": "decoder", "num_layers": 4, "hidden": 128}, "sharding": sharding}
+    config |= {"ablation": {"hierarchical": True, "two_hop": False}}
     config |= {"batch": {"global_size": 32, "micro_size": 4}, "data": {"path": EVIL}}
     mesh = {"replica_inter": 4, "shard_inter": 1, "replica_intra": 1, "shard_intra": 2, "tensor": 1}
     collectives = [

@@ -157,8 +157,8 @@ def facts_of(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
 
 
 def strategy_facts(run: RunFiles) -> list[tuple[str, str]]:
-    """Returns the settings of sharding and batch, with the resulting devices and mesh."""
-    known = {key: run.config.get(key) for key in ("sharding", "batch")}
+    """Returns the settings of sharding, its ablations and batch, with the resulting devices and mesh."""
+    known = {key: run.config.get(key) for key in ("sharding", "ablation", "batch")}
     known |= {key: run.environment.get(key) for key in ("devices", "mesh")}
     return [(name, text) for name, text in facts_of(known) if text != UNKNOWN]
 
