@@ -27,7 +27,7 @@ from training.experiment import Experiment
 from training.gradient_units import GradientUnits
 from training.replica_state import digest_of, local_shards, with_shards
 from training.round_units import RoundUnits
-from training.unit_loop import AtOnce, Delayed, Stop, StoppedError, Timing, UnitLoop, Work, agreed
+from training.unit_loop import AtOnce, DelayedUpdate, Stop, StoppedError, UnitLoop, UpdateTiming, Work, agreed
 
 # the state after a step, its metrics, and the steps done
 Done = tuple[TrainState, dict[str, Any], int]
@@ -114,7 +114,7 @@ class Independent:
         supervisor, layout = self._supervisor, self._ex.batches
         self._loop = UnitLoop(self._work, replicas, self._rows, layout, self._stop, supervisor.enter)
         delays = self._ex.config.compression.delayed
-        self._timing: Timing = Delayed(self._loop, self._gradients) if delays else AtOnce(self._loop)
+        self._timing: UpdateTiming = DelayedUpdate(self._loop, self._gradients) if delays else AtOnce(self._loop)
         if replicas.members.meet(at := step // self._work.steps):
             say(f"joining the replicas {', '.join(str(peer.number) for peer in replicas.members.peers)}")
         else:

@@ -1,6 +1,6 @@
 """`UnitLoop`: computes the work units of an independent replica; and when their sums update the state.
 
-`AtOnce` updates the state by the sums of the same step, `Delayed` by the sums of the step before.
+`AtOnce` updates the state by the sums of the same step, `DelayedUpdate` by the sums of the step before.
 """
 
 import time
@@ -166,7 +166,7 @@ class LateStep:
     means: dict[str, np.float32] = field(default_factory=dict)
 
 
-class Delayed:
+class DelayedUpdate:
     """The sums of a step are exchanged during the next step, and update the state then (`compression.delayed`).
 
     Between two steps these gradients are not here. In their place the state has the parameters by which they are
@@ -213,7 +213,7 @@ class Delayed:
         self._late = None
 
 
-Timing = AtOnce | Delayed
+UpdateTiming = AtOnce | DelayedUpdate
 
 
 def agreed(value: int) -> list[int]:
