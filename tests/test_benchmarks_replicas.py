@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from configs.schema.own import OWN
 from lab.benchmarks import replica_events, step_tables, steps
 from lab.benchmarks.replica_events import COSTS, RANDOM
 from lab.benchmarks.runner import FailedRunError
@@ -65,6 +66,14 @@ def test_pytorch_skips_as_many_steps_as_ours(monkeypatch: pytest.MonkeyPatch) ->
     key = {"mode": "one micro-step", "rate": "200mbit", "run": "pytorch ddp fp16"}
     assert steps.measured("replicas", key, python="torch/python")["sent_bytes"] == 7
     assert asked[-5:] == ["ddp", "fp16", "accum=1", "steps=7", "skipped=2"] and "torch/python" in asked
+
+
+def test_keys_of_the_examples_need_no_registered_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config file of the runs registers them: else other programs and tests would know them after an import."""
+    monkeypatch.setitem(OWN, "all_reduce", {})
+    keys = {"compression.all_reduce": "demo", "batch.global_size": 8, "optimizer.name": "sgd"}
+    assert steps.codec_keys("demo") == keys
+    assert "optimizer.name" not in steps.codec_keys("power_sgd")
 
 
 # -------------------------------------------------------------------------------------------------------- events

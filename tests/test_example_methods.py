@@ -1,6 +1,5 @@
 """examples/methods/config.py: its choices and refusals, and saved runs whose methods were part of the core."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """What a test registers is forgotten after it."""
-    yield
+def only_registered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it, and what others have registered is unknown in it."""
     for topic in ("all_reduce", "interval"):
-        OWN[topic].clear()
+        monkeypatch.setitem(OWN, topic, {})
 
 
 def parse(file: str, **keys: Any) -> Config:

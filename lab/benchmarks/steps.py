@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import examples.methods.config  # noqa: F401 (registers methods)
 from compression.methods import method_named
+from examples.methods import demo, power_sgd
 from lab.benchmarks.names import Cluster, link_bytes, remat_of, strategy_keys
 from lab.benchmarks.runner import (
     WORKDIR,
@@ -54,6 +54,7 @@ ALONE = "independent none dots alone"
 MICRO_STEPS = {"one micro-step": 1, "four micro-steps": 4}  # by mode of replicas.jsonl
 GROUPS = {"sharding.strategy": "hsdp", "sharding.partition_size": 0}  # a replica per node
 GONE = ("two_bit", "one_bit", "dgc")  # codecs that were recorded, and are examples of docs/extending.md now
+EXAMPLES = {method.name: method for method in (power_sgd.method(), demo.method())}  # registered by CONFIG
 STEPS, SKIPPED = 7, 2  # the first steps connect
 JOINING = 4  # more steps of replicas, which join one after the other
 
@@ -173,7 +174,8 @@ def timed_keys(name: str) -> dict[str, Any]:
 def codec_keys(name: str) -> dict[str, Any]:
     """Returns the keys of a step of one micro-step with a codec, and with the optimizer that the codec needs."""
     keys = {"compression.all_reduce": name, "batch.global_size": CLUSTER.degree("all")}
-    optimizer = method_named(name).takes_over  # otherwise AdamW
+    method = EXAMPLES.get(name) or method_named(name)
+    optimizer = method.takes_over  # otherwise AdamW
     return keys | ({"optimizer.name": optimizer} if optimizer else {})
 
 
