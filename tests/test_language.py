@@ -14,7 +14,8 @@ PHRASES = {
     "a clause that begins with Of": r"(?:^|[.:;] )[Oo]f (?:the|an?|all|each|what|those|its|two|one|several)\b",
     "there is": r"\bthere (?:is|are|was|were)\b",
     "is no, for is not a": r"\bis no (?!longer)\w+",
-    "another idiom": r"\b(?:go(?:es)? on|went on|beside|stands?|nobody|whoever|behind|in front of|of (?:its|their) own)\b",
+    "another idiom": r"\b(?:go(?:es)? on|went on|beside|stands?|behind|in front of|of (?:its|their) own)\b",
+    "a person for a process": r"\b(?:nobody|whoever)\b",
 }
 MOST_PER_1000_WORDS = 3  # in a file; a single place is allowed in a short one
 
