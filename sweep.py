@@ -6,7 +6,7 @@
 
 Each run is train.py in a directory named by the content of its config, so that the same command again does only what is
 missing. Leaves `results.csv`, `results.md` and `index.html`. Exit codes: 0 all runs finished, or the SLURM array is
-submitted; 75 stopped, the same command goes on; 2 a mistake in the file or the flags; 1 a run failed,
+submitted; 75 stopped, the same command continues; 2 a mistake in the file or the flags; 1 a run failed,
 or the machine.
 """
 
@@ -35,7 +35,7 @@ from runtime.files import atomic
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What the command line asks for, checked."""
+    """The validated sweep of a command line."""
 
     options: argparse.Namespace
     file: SweepFile
@@ -78,10 +78,10 @@ def run(
     metric: str = "validation_loss",
     program: str = PROGRAM,
 ) -> list[Record]:
-    """Runs a config file with each of the overrides in the order given, and returns what came out.
+    """Runs a config file with each of the overrides, in this order, and returns a record of each run.
 
-    `repetition` in the overrides makes runs of the same config different ones. Runs that are finished are not run
-    again. Raises ValueError for a mistake in them, KeyboardInterrupt if it was interrupted.
+    `repetition` in the overrides distinguishes runs of the same config. Finished runs are not run again. Raises
+    ValueError for a mistake in the overrides, KeyboardInterrupt if it was interrupted.
     """
     runs = plan(config, overrides, workdir=workdir, emulate=emulate, program=program)
     check_runs(runs)
@@ -116,7 +116,7 @@ def parser() -> OneLineParser:
 
 
 def make_sweep(options: argparse.Namespace, program: str) -> Sweep:
-    """Checks everything that can be wrong before a run starts, and says which runs there are."""
+    """Validates the file and the flags before any run starts, and lists the runs."""
     file = load_file(options.config)
     if options.workers is not None and options.workers < 1:
         raise ValueError(f"--workers={options.workers} must be at least 1")
@@ -139,7 +139,7 @@ def make_sweep(options: argparse.Namespace, program: str) -> Sweep:
 
 
 def points_of_search(file: SweepFile, options: argparse.Namespace) -> list[Overrides]:
-    """Returns the ends of what `--search` chooses from. ValueError if it cannot."""
+    """Returns the end points of the search space of `--search`. ValueError if it cannot search the file."""
     check_installed("optuna", "--search")
     if options.search < 1 or options.sweep or options.slurm is not None:
         raise ValueError(f"--search={options.search} must be at least 1, and takes neither --sweep nor --slurm")
@@ -154,7 +154,7 @@ def points_of_search(file: SweepFile, options: argparse.Namespace) -> list[Overr
 
 
 def show_plan(sweep: Sweep) -> int:
-    """Prints what would run, and how; with --slurm also what has come out."""
+    """Prints the planned runs and their commands; with --slurm also the results so far."""
     for run in sweep.runs:
         print(f"{'finished' if is_finished(run) else 'to do':8}  {run.name}\n          {shlex.join(run.command)}")
     todo, options = missing(sweep.runs), sweep.options
@@ -171,7 +171,7 @@ def show_plan(sweep: Sweep) -> int:
 
 @contextmanager
 def launcher(options: argparse.Namespace) -> Iterator[tuple[Launcher, int]]:
-    """Yields what starts the runs, here or in Ray, and how many run at a time."""
+    """Yields a function that starts runs (locally or in Ray), and the number of runs at a time."""
     if options.ray is None:
         yield start_here, options.workers or 1
         return
@@ -194,7 +194,7 @@ def run_here(sweep: Sweep, launch: Launcher, workers: int) -> int:
 
 
 def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
-    """Runs trials until there are enough, writes the report and returns the exit code."""
+    """Runs the requested number of trials, writes the report and returns the exit code."""
     from launch.sweeps.search import search
 
     with Live(sweep.file.metric) as live:
@@ -231,7 +231,7 @@ def run_on_slurm(sweep: Sweep) -> int:
     elif todo:
         with claimed(sweep.workdir):
             script = slurm.write_array(todo, sweep.workdir, options=sweep.options.slurm, workers=sweep.options.workers)
-            for run in todo:  # what an earlier array left would be taken for this one's
+            for run in todo:  # output of an earlier array must not be read as this array's
                 atomic.set_aside(run.run_dir / OUTPUT_FILE)
             job = slurm.submit(script)
         print(f"submitted {len(todo)} runs as job {job}; the same command again reports on them")
@@ -246,7 +246,7 @@ def report_on_slurm(sweep: Sweep) -> str:
 
 
 def left_by_slurm(run: Run, queued: bool, metric: str) -> Record:
-    """Returns what a task left: nobody waited for it, so a run that ended unfinished has failed."""
+    """Returns the record of a run of a SLURM task. No process waited for the task: an unfinished run has failed."""
     output = run.run_dir / OUTPUT_FILE
     if is_finished(run):
         return record(run, RunState.FINISHED, "", metric)

@@ -72,7 +72,7 @@ class AllReduceMethod:
         return self.primitive is not None and by_layer and not in_pieces
 
     def is_idle(self, layout: Layout) -> bool:
-        """Whether there is nothing to compress, because no replicas are on different nodes.
+        """Whether no traffic needs compression, because no replicas are on different nodes.
 
         A method that replaces the optimizer is never idle: without it the parameters would be updated otherwise.
         """

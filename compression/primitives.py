@@ -1,4 +1,4 @@
-"""The exchange of a group of shards over the replicas: as they are, or what crosses nodes of them encoded."""
+"""The exchange of a group of shards over the replicas: unencoded, or encoded between nodes."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,10 @@ Results = dict[int, tuple[jax.Array, jax.Array]]  # by number of the shard: its 
 
 
 def summed(plan: ShardingPlan, *, packed: bool = False) -> Exchange:
-    """Returns the exchange of shards as they are: reduce-scattered to the optimizer's scope, or all-reduced.
+    """Returns the exchange of unencoded shards: reduce-scattered to the optimizer's scope, or all-reduced.
 
-    `packed` into one all-reduce: a layer's are small, and XLA leaves them apart in a loop; of all at once it makes few.
+    `packed` into one all-reduce: a layer's shards are small, and XLA does not combine their all-reduces in a loop. It
+    does combine the all-reduces of all layers at once.
     """
 
     def exchange_group(
@@ -84,7 +85,7 @@ def _exchange_encoded(
     key: jax.Array,
     found: Results,
 ) -> list[Sent]:
-    """Adds the results of shards `[...]`, those of `members`, all cut by `cut_by`; returns each collective's counts."""
+    """Adds the results of the shards `[...]` of `members`, all cut by `cut_by`; returns each collective's counts."""
     layout = plan.layout
     # if the optimizer's scope is wider, each device gets only its chunk of the sum
     scatters = bool(layout.optimizer_beyond_gradients) and placements[members[0]].dim is not None
@@ -110,7 +111,7 @@ def _exchange_encoded(
 
 
 def kinds(placements: Sequence[Placement], scope: Axes) -> list[tuple[list[int], Axes]]:
-    """Groups the tensors to encode by the axes that shard them; those of a group can share collectives."""
+    """Groups the tensors to encode by the axes that shard them; a group can share collectives."""
     found: dict[tuple[bool, Axes], list[int]] = {}
     for i, p in enumerate(placements):
         if not p.is_vector:

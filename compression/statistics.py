@@ -23,15 +23,15 @@ class Sent(NamedTuple):
 
     payload_bytes: jax.typing.ArrayLike
     num_values: jax.typing.ArrayLike  # values that the payload encodes, without padding
-    num_sent: jax.typing.ArrayLike  # those of them that are sent
+    num_sent: jax.typing.ArrayLike  # how many of these values are sent
 
 
 class State(NamedTuple):
-    """What a method of the replica all-reduce keeps; `()`: nothing of the kind. The names are those in checkpoints."""
+    """State of a method of the replica all-reduce; unused fields are `()`. Checkpoints use the same names."""
 
     step: Any = ()  # int32 []: exchanges done
     factors: Any = ()  # PowerSGD's Q of each matrix, [layers, *columns, rank]; () for other parameters
-    residual: Any = ()  # PerReplica, `[R, ...]`: what each replica has still to send
+    residual: Any = ()  # PerReplica, `[R, ...]`: each replica's unsent values
     sent: Any = ()  # the counts of the last exchange
 
 

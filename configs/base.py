@@ -1,6 +1,6 @@
 """The base config of all experiments: the defaults of `configs/schema/`, where all keys are documented.
 
-An experiment changes what it needs (`config = base.get_config(); config.model.num_layers = 12`); the command line
+An experiment changes some keys (`config = base.get_config(); config.model.num_layers = 12`); the command line
 can change it further (`--config.batch.global_size=64`); `typed` checks the result and makes it a `Config`.
 """
 
@@ -32,7 +32,7 @@ RESNETS = {
 
 
 def resnet(depth: int = 0) -> ConfigDict:
-    """A ResNet that classifies images (`models/resnet.py`): a small one, or a published one of so many layers."""
+    """A ResNet that classifies images (`models/resnet.py`): a small one, or the published one with `depth` layers."""
     config = model("resnet")
     if not depth:
         return config
@@ -61,7 +61,7 @@ def chosen(arg: str, options: Mapping[str, Option], file: str) -> Option:
 def open_model(sizes: Mapping[str, object], partition_size: int) -> ConfigDict:
     """Returns a run that trains a published decoder further: packed rows of 8192 tokens in bfloat16, nodes of 8.
 
-    The learning rate is that of fine-tuning; the text is the standard library's until `data` says otherwise.
+    The learning rate is for fine-tuning; the text is the standard library's until `data` says otherwise.
     """
     config = get_config()
     config.num_steps = 1000

@@ -19,7 +19,7 @@ from runtime.files.paths import user_path
 
 Values = Mapping[str, Any]
 CONFIG_FILE = "config.json"
-# names of transformers: ours; the first that is the same as ours is the one that is written
+# transformers' name: our name; the first name with our value is written
 ACTIVATIONS = {"gelu_new": "gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu"}
 
 
@@ -51,10 +51,10 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What transformers calls the parts of a kind of model."""
+    """The names that transformers uses for the parts of a kind of model."""
 
     model_type: str
-    name: str  # of the class of transformers
+    name: str  # class in transformers
     kind: str  # of our model
     fields: tuple[Field, ...]
     always: dict[str, Any]  # our keys that have one value in this architecture
@@ -111,7 +111,7 @@ def _rope(values: Values) -> Values:
 
 
 def _rotary(values: Values, rope: Values, base: float = 10_000.0) -> dict[str, Any]:
-    """Returns our keys of rotary positions, from one object of transformers and what it leaves to `config.json`."""
+    """Returns our keys of rotary positions, from transformers' `rope` object and, for missing keys, `config.json`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"rotary positions of rope_type {kind!r} are not supported; default, linear and llama3 are")
@@ -154,9 +154,9 @@ def _gemma3_rope(values: Values) -> Values:
 
 
 def _gemma3(values: Values) -> Values:
-    """Returns our keys of rotary positions and windows; the base of layers with a window is apart from that of others.
+    """Returns our keys of rotary positions and windows; layers with a window have a separate base.
 
-    Where all layers are alike, there is one base.
+    If all layers are alike, they share one base.
     """
     rope, windows = _gemma3_rope(values), _windows(values, _number(values, "sliding_window_pattern", 6))
     if windows["window"] and not windows["global_every"]:
@@ -233,7 +233,7 @@ def _use_bias(values: Values) -> Any:
 
 
 def _offset(values: Values) -> int:
-    """Returns the row of RoBERTa's first position, which follows that of padding."""
+    """Returns the row of RoBERTa's first position, which follows the row of padding."""
     return _number(values, "pad_token_id", 1, least=0) + 1
 
 
@@ -250,7 +250,7 @@ _OF_ENCODERS = (
     Field("token_types", "type_vocab_size", 2, write=lambda c: max(c.token_types, 1)),
 )
 _ENCODER = {"position_embedding_type": "absolute", "is_decoder": False, "tie_word_embeddings": True}
-_BODY = {  # of BERT and RoBERTa, behind the prefix
+_BODY = {  # BERT and RoBERTa, after the prefix
     "embeddings.word_embeddings.weight": "embed/token",
     "embeddings.position_embeddings.weight": "embed/position",
     "embeddings.token_type_embeddings.weight": "embed/token_type",
@@ -457,7 +457,7 @@ ARCHITECTURES = (
             Field("position_offset", "pad_token_id", read=_offset, write=lambda c: max(c.position_offset, 1) - 1),
         ),
         always={"norm_first": False, "activation": "gelu_exact"},
-        only=_ENCODER | {"hidden_act": "gelu"},  # the head has exact GELU, whatever hidden_act says
+        only=_ENCODER | {"hidden_act": "gelu"},  # the head has exact GELU for any hidden_act
         tensors={f"roberta.{theirs}": ours for theirs, ours in _BODY.items()}
         | {"lm_head.dense": "head/transform", "lm_head.layer_norm": "head/transform_norm", "lm_head": "head"},
         ignored=r"(roberta\.)?(pooler\..*|embeddings\.position_ids)|lm_head\.decoder\..*",
@@ -468,7 +468,7 @@ ARCHITECTURES = (
 def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
     """Returns the architecture of a checkpoint, and the keys of our model section that its `config.json` determines.
 
-    ValueError for a missing or damaged file, an unknown architecture, and what we cannot compute.
+    ValueError for a missing or damaged file, an unknown architecture, and unsupported settings.
     """
     path = user_path(folder) / CONFIG_FILE
     try:
@@ -512,7 +512,7 @@ def check_same(config: TransformerConfig, folder: str | Path) -> Architecture:
 
 
 def architecture_of(config: TransformerConfig) -> Architecture:
-    """Returns the architecture that computes what our model does. ValueError if there is none."""
+    """Returns the architecture equivalent to our model. ValueError if none is."""
     found = [
         (_differences(config, architecture, _section(architecture, config_json(config, architecture))), architecture)
         for architecture in ARCHITECTURES
@@ -546,7 +546,7 @@ def config_json(config: TransformerConfig, architecture: Architecture) -> dict[s
 
 
 def _section(architecture: Architecture, values: Values) -> dict[str, Any]:
-    """Returns the keys of our model section. KeyError for a missing key, ValueError for what we cannot compute."""
+    """Returns the keys of our model section. KeyError for a missing key, ValueError for unsupported settings."""
     for name, value in architecture.only.items():
         if values.get(name) not in (None, value):
             raise ValueError(f"{name}={values[name]!r} is not supported; {value!r} is")
@@ -555,7 +555,7 @@ def _section(architecture: Architecture, values: Values) -> dict[str, Any]:
 
 
 def _differences(config: TransformerConfig, architecture: Architecture, section: Values) -> dict[str, tuple[Any, Any]]:
-    """Returns our value and that of `config.json` for each key in which they differ."""
+    """Returns our value and the value in `config.json` for each key in which they differ."""
     if config.kind != architecture.kind:
         return {"kind": (config.kind, architecture.kind)}
     ours = {key: getattr(config, key) for key in section}

@@ -1,9 +1,9 @@
-"""What sending less costs in loss, as far as it was measured: losses.csv, which `python -m lab.pages` writes.
+"""The measured increase of the loss by methods that send less: losses.csv, which `python -m lab.pages` writes.
 
-A row is a setting of one record in lab/benchmarks/results (lab/benchmarks/losses.py says how it is computed): how much
-higher the last validation loss was than that of a dense run with the same seed, and after how many times as many steps
-it was as low. A method is free if on text and on digits all its rows reach down to the dense runs' losses; it is not if
-a row of three seeds stays above; else it is not known.
+A row is a setting of one record in lab/benchmarks/results (lab/benchmarks/losses.py computes it). It has
+the last validation loss minus the loss of a dense run with the same seed, and the steps to the dense loss divided by
+the dense run's steps. A method is free (lossless in our runs) if on text and on digits all its rows reach the dense
+runs' losses. It is not free if a row of three seeds stays above. Otherwise it is not known.
 """
 
 import csv
@@ -15,8 +15,8 @@ from typing import Any
 
 FILE = Path(__file__).with_name("losses.csv")
 PAGE = "docs/compression_accuracy.md"
-TASKS, SEEDS = ("text", "digits"), 3  # a free method has so many seeds on each; fewer show nothing by themselves
-WITHIN = 1.005  # of the dense run's last loss: as low as that
+TASKS, SEEDS = ("text", "digits"), 3  # seeds per task of a free method; fewer seeds alone prove nothing
+WITHIN = 1.005  # times the dense run's last loss: counts as equally low
 # keys with a codec, besides the replica all-reduce's
 CODED = tuple(
     f"{collective}_{level}"
@@ -40,7 +40,7 @@ class Loss:
     mean: float  # nats above the dense runs, seed by seed
     least: float
     most: float
-    steps: float | None  # to the dense run's last loss (WITHIN), over those of the dense run; None: not reached
+    steps: float | None  # to the dense run's last loss (WITHIN), over the dense run's; None: not reached
     record: str  # the file of its lines
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Loss:
 
     @property
     def method(self) -> str:
-        """What costs the loss: local SGD with any interval and codec, or the first key and that errors are dropped."""
+        """The name of the method: local SGD (any interval and codec), or the first key, marked if errors are dropped."""
         if INNER_STEPS in self.setting:
             return INNER_STEPS
         first, *others = map("=".join, self.setting.items())
@@ -72,7 +72,7 @@ def rows() -> tuple[Loss, ...]:
 
 
 def read(text: str) -> tuple[Loss, ...]:
-    """Returns the rows of such a file."""
+    """Returns the rows of the text of a losses.csv."""
     return tuple(map(_row, csv.DictReader(text.splitlines())))
 
 
@@ -87,7 +87,7 @@ def _row(cells: Mapping[str, str]) -> Loss:
 
 
 def rows_of(setting: Mapping[str, str], optimizer: str) -> list[Loss]:
-    """Returns the rows of a setting beside dense runs with an optimizer; none for a setting that changes nothing."""
+    """Returns the rows that compare a setting with dense runs of an optimizer; none for an empty setting."""
     return [row for row in rows() if setting and (row.setting, row.optimizer) == (setting, optimizer)]
 
 
@@ -116,9 +116,9 @@ def by_method(found: Sequence[Loss]) -> Mapping[str, list[Loss]]:
 
 
 def is_free(found: Sequence[Loss]) -> bool | None:
-    """Whether a method's rows have, on both tasks, the dense runs' losses within the spread of the seeds.
+    """Whether a method's rows reach the dense runs' losses on both tasks, within the spread of the seeds.
 
-    None if they do not say: there are too few, or one of fewer seeds is above.
+    None if this is not known: the rows are too few, or a row with fewer seeds is above.
     """
     enough = [row for row in found if row.seeds >= SEEDS]
     if any(row.least > 0 for row in enough):
@@ -133,9 +133,9 @@ def cost_on(task: str, found: Sequence[Loss]) -> str:
 
 
 def methods_of(config: Mapping[str, Any]) -> list[str]:
-    """Returns the methods that a config (nested dicts) uses; a codec behind local SGD is a part of it.
+    """Returns the methods that a config (nested dicts) uses; local SGD includes its codec.
 
-    But one without error feedback is not, since no record of local SGD has that.
+    A codec without error feedback is a separate method, because no record of local SGD has one.
     """
     compression = config["compression"]
     is_local = bool(config["local_sgd"]["inner_steps"])
@@ -147,9 +147,9 @@ def methods_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def dense_optimizer(config: Mapping[str, Any]) -> str:
-    """Returns the optimizer of a config's run, if it is as the dense runs of the records; "" if it is not.
+    """Returns the optimizer of a config's run if the run is like the dense runs of the records, else "".
 
-    Those send all in every step, and train from scratch.
+    The dense runs send all gradients in every step, and train from scratch.
     """
     return "" if methods_of(config) or config["model"].get("weights") else config["optimizer"]["name"]
 

@@ -1,4 +1,4 @@
-"""`register`: gives something of one's own a name that a config can choose (docs/extending.md has an example of each).
+"""`register`: adds a user's choice to a config key by name (docs/extending.md has an example of each kind).
 
     from configs.register import register
 
@@ -17,7 +17,7 @@ from configs.schema.own import OWN
 
 
 def register(topic: str, name: str, value: Any) -> None:
-    """Makes `name` a choice of the topic's keys. What `value` is depends on the topic:
+    """Makes `name` a choice of the topic's keys. The type of `value` depends on the topic:
 
     - `model`: a subclass of models.Model whose field `config` is annotated with its ModelConfig
     - `source`: `source(config, split)`, which returns a TextSource, or Images if data.objective is classify
@@ -26,10 +26,10 @@ def register(topic: str, name: str, value: Any) -> None:
     - `all_reduce`: an AllReduceMethod
     - `interval`: an Interval (training/intervals.py), which chooses the steps between exchanges of local SGD
     - `strategy`: the scopes of parameters, gradients and optimizer state; each none, node, all or a number of devices
-    - `optimizer`: `optimizer(config, schedule, mask)`, which returns an optax transform; `mask` says what decays
+    - `optimizer`: `optimizer(config, schedule, mask)`, which returns an optax transform; `mask` marks decayed parameters
     - `schedule`: `schedule(config, num_steps)`, which returns the learning rate by step, from 0, after the warm-up
 
-    ValueError for an unknown topic, and for a name that is no identifier or that something else already has.
+    ValueError for an unknown topic, and for a name that is not an identifier or is already taken.
     """
     if topic not in OWN:
         raise ValueError(

@@ -1,13 +1,13 @@
 """Saves training states through Orbax's AsyncCheckpointer; restores only states that verify.
 
 Each save writes into a separate folder in DIR/unfinished. When the data of all processes is written (Orbax waits for
-it), each process hashes the files that it wrote, and process 0 also those that Orbax wrote for all. Process 0 writes
-the manifest, renames the step into DIR, and only then deletes older steps. A restore verifies all files of a step
-before it loads any: each process about the same number of bytes.
+it), each process hashes the files that it wrote; process 0 also hashes the files that Orbax wrote for all processes.
+Process 0 writes the manifest, renames the step into DIR, and only then deletes older steps. A restore verifies all
+files of a step before it loads any: each process about the same number of bytes.
 
-Independent replicas share a directory, and one of them saves. For a moment two may save, or one may read a step that
-another deletes. So a failed save counts as done if this step or a newer one has been saved, and a failed restore has to
-be repeated.
+Independent replicas share a directory, and one of them saves. For a moment two may save, or one replica may read a step
+while another deletes it. So a failed save counts as done if this step or a newer one has been saved, and a failed
+restore has to be repeated.
 """
 
 import itertools
@@ -65,8 +65,8 @@ class Checkpointer:
         ValueError for a path that Orbax cannot restore from.
 
         `report` gets a line for each damaged step, and for each save that failed without loss. `is_same_run(saved,
-        config)` returns whether two configs belong to the same run. `replica`: the number of this program among those
-        of the run that may save the same steps.
+        config)` returns whether two configs belong to the same run. `replica`: the number of this program among the
+        replicas of the run, which may save the same steps.
         """
         check_path(directory)
         self.directory = Path(directory).absolute()
@@ -165,14 +165,14 @@ class Checkpointer:
             self.wait()
 
     def restore(self, abstract_state: Any, *, newer_than: int = -1) -> Restored | None:
-        """Returns the newest step that verifies, with the shardings of `abstract_state`; None if there is no step.
+        """Returns the newest step that verifies, with the shardings of `abstract_state`; None without any step.
 
-        With `newer_than` only newer steps are considered, and None means that there is no newer one.
+        With `newer_than` only newer steps are considered, and None means that no step is newer.
 
-        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, on any mesh: it need not be the one from
-        which the state was saved. Damaged steps are reported and moved into DIR/set_aside. Raises ValueError if there
-        are steps but none verifies, or if the newest that does is of another model; OSError if a process cannot read a
-        file. Then nothing is moved. ResumableError where another replica has moved or deleted a step meanwhile.
+        `abstract_state` is a pytree of jax.ShapeDtypeStruct with shardings, on any mesh: it may differ from
+        the mesh of the save. Damaged steps are reported and moved into DIR/set_aside. Raises ValueError if no step
+        verifies, or if the newest step that verifies belongs to another model; OSError if a process cannot read a file
+        (nothing is moved then); ResumableError if another replica has moved or deleted a step meanwhile.
         """
         self.wait()
         self._begun.clear()
@@ -218,7 +218,7 @@ class Checkpointer:
         return None
 
     def wait(self) -> None:
-        """Returns when the save in progress is committed. Raises what `_failed` does if it failed."""
+        """Returns when the save in progress is committed. If the save failed, raises the errors of `_failed`."""
         if self._saving is None:
             return
         (step, saving), self._saving = self._saving, None
@@ -236,7 +236,7 @@ class Checkpointer:
     def _prepare(self) -> str:
         """Removes unfinished saves, and returns the name of a new folder in DIR/unfinished (process 0).
 
-        A new one each time, because TensorStore may still be writing into that of a failed save.
+        Each save has a new folder, because TensorStore may still be writing into the folder of a failed save.
         """
         self._remove_unfinished()
         name = f"{self._own}{secrets.token_hex(8)}"
@@ -244,10 +244,10 @@ class Checkpointer:
         return name
 
     def _remove_unfinished(self, *, blocks: bool = False) -> None:
-        """Deletes the files of killed and failed saves; what cannot be deleted now is left to the next call.
+        """Deletes the files of killed and failed saves; the next call deletes files that cannot be deleted now.
 
-        A replica deletes its own, and those of the others that nobody needs: they may be in progress. `blocks`: also
-        what `_discard` put in their place.
+        A replica deletes its own files. The other replicas' saves may be in progress, so only their obsolete ones are
+        deleted. `blocks`: also delete the files that `_discard` put in their place.
         """
         unfinished, newest = self.directory / manifest.UNFINISHED, self._newest_now()
         with suppress(OSError):
@@ -265,8 +265,8 @@ class Checkpointer:
     def _discard(self, save: Path) -> None:
         """Deletes a failed save, and puts an empty file in its place (process 0).
 
-        TensorStore and Orbax may go on writing by its path, and would make the folder again; where a file is they
-        cannot.
+        TensorStore and Orbax may continue to write to this path and would create the folder again. A file in its
+        place prevents that.
         """
         for attempt in range(10):
             leaving = save.with_name(f"{save.name}-{attempt}")
@@ -303,7 +303,7 @@ class Checkpointer:
     ) -> None:
         """Waits for the data, and commits the step that is `described`. Runs in a thread; `wait` raises its error.
 
-        `topics` are those of the barriers at which the processes' writers wait for each other, and are yet to come.
+        `topics` name the coming barriers, at which the writer threads of the processes wait for each other.
         """
         hashes, commit = keys
         count = jax.process_count()
@@ -327,7 +327,7 @@ class Checkpointer:
     def _commit(self, folder: Path, by_process: list[dict[str, Any]], described: dict[str, Any]) -> None:
         """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0).
 
-        If that fails, or a process has, it deletes what was written: the metrics, and others, may need the room.
+        If this or another process fails, the written files are deleted to free the space for metrics and other runs.
         """
         try:
             files = [manifest.File(**file) for files in _found(by_process) for file in files]
@@ -453,10 +453,10 @@ def kept_steps(manifests: Sequence[manifest.Manifest], config: CheckpointConfig)
 
 
 def damage(folder: Path, key: Key) -> str | None:
-    """Returns what is wrong with the step in `folder`, None if it verifies; the same in every process.
+    """Returns the damage of the step in `folder` as text, None if it verifies; the same in every process.
 
-    Every process must call it. Raises UnreadableError or UnknownFormatError in every process if one of them does: a
-    process that cannot read a file, because its network mount is gone, must not make the others discard the step.
+    Every process must call it. If one process raises UnreadableError or UnknownFormatError, all do. So a process that
+    cannot read a file, because its network mount is gone, does not make the others discard the step.
     """
     me, count, problem = jax.process_index(), jax.process_count(), None
     who = f"process {me} on {socket.gethostname()}"
@@ -467,7 +467,7 @@ def damage(folder: Path, key: Key) -> str | None:
     except (manifest.DamagedError, manifest.UnknownFormatError) as error:
         kind = "damaged" if isinstance(error, manifest.DamagedError) else "unknown"
         problem = [kind, f"{error} ({who})" if count > 1 else str(error)]
-    first = dict(reversed([told for told in all_gather(key, problem) if told]))  # of each kind
+    first = dict(reversed([told for told in all_gather(key, problem) if told]))  # per kind
     if "unreadable" in first:
         raise manifest.UnreadableError(first["unreadable"])
     if "unknown" in first:
@@ -476,7 +476,10 @@ def damage(folder: Path, key: Key) -> str | None:
 
 
 def _found(results: list[dict[str, Any]]) -> list[Any]:
-    """Returns what each process found. RuntimeError with an error; process 0's, which may follow from others', last."""
+    """Returns the result of each process. Raises RuntimeError if a process reported an error.
+
+    Process 0's error is raised last, because it may follow from an error of another process.
+    """
     for result in reversed(results):
         if "error" in result:
             raise RuntimeError(result["error"])

@@ -2,9 +2,9 @@
 
 Each region that a node holds is kept once: the processes and devices of the node share the work. A partner process on
 another node keeps a copy of the regions that no other node holds. `save` returns
-when the copies to the host are enqueued: the caller may donate the state, because what runs next on the devices waits
-for them. A thread writes and hashes them, commits them, and sends the partner its copy. A process overwrites the newest
-complete snapshot only after all processes have a newer one.
+when the copies to the host are enqueued. The caller may donate the state, because the next program on the devices waits
+for the copies. A thread writes and hashes them, commits them, and sends the partner its copy. A process overwrites the
+newest complete snapshot only after all processes have a newer one.
 """
 
 import math
@@ -46,7 +46,7 @@ from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.handshake import shared_token
 
 _HOST = "pinned_host"  # page-locked: devices copy to it on their own
-_TRIES = 3  # to fetch a step: what is not fetched is lost, since a new attempt deletes what it does not use
+_TRIES = 3  # to fetch a step; a step that is not fetched is lost, because a new attempt deletes unused snapshots
 _MEASURED = 3  # steps; and snapshots: the first two of an attempt are far slower, because they allocate their memory
 
 
@@ -102,7 +102,7 @@ class Snapshots:
         if not self._every:
             return None
         wanted = tree.flatten_abstract(abstract_state)
-        # A step set aside was there: what the last attempt recorded may be it, until this one records what is left.
+        # Includes steps set aside: the last attempt may have recorded one, and this attempt has recorded nothing yet.
         newest = lambda: max(newest_checkpoint(self._workdir), newest_set_aside(self._workdir))
         saved = broadcast(new_key("newest"), newest)
         reads = self._reader == self._me
@@ -159,10 +159,10 @@ class Snapshots:
         return self._pace.due(step)
 
     def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> bool:
-        """Begins a snapshot of `state` after `step`, with the data position and the config; False if there are none.
+        """Begins a snapshot of `state` after `step`, with the data position and the config; False if snapshots are off.
 
-        Waits for the previous snapshot of all processes, and not for the copies: the caller may donate the arrays. If
-        there is no room for them, a warning is printed once, and training continues.
+        Waits for the previous snapshot of all processes, but not for the copies: the caller may donate the arrays.
+        Without enough memory for the copies a warning is printed once, and training continues.
         """
         if not self._every:
             return False
@@ -198,7 +198,7 @@ class Snapshots:
         self._started = False
         saved = 0
         if self._me == 0:
-            with suppress(OSError):  # of a file system that is gone for a moment: it is not needed yet
+            with suppress(OSError):  # the file system may be unavailable for a moment: it is not needed yet
                 saved = newest_checkpoint(self._workdir)
         has_news = self._failed or saved > self._attempts.saved
         told = all_gather(new_key("snapshot"), [self._failed, saved] if has_news else None)
@@ -209,11 +209,11 @@ class Snapshots:
         self._slot = "b" if self._slot == "a" else "a"
         if self._reader == self._me:  # snapshots of earlier attempts are older
             ours = f"{self._attempt}-"
-            with suppress(FileNotFoundError):  # of a folder that was emptied: the next snapshot warns of it
+            with suppress(FileNotFoundError):  # the folder may be empty: the next snapshot warns
                 self._folder.remove(name for name in self._folder.names() if not name.startswith(ours))
 
     def end(self, *, finished: bool) -> None:
-        """Waits for the last snapshot; deletes those of a finished run, even if this attempt takes none."""
+        """Waits for the last snapshot; deletes the snapshots of a finished run, even if this attempt takes none."""
         if self._every:
             self.wait()
             if not finished:
@@ -318,9 +318,9 @@ class Needs:
     """The bytes that the snapshots of a process take."""
 
     pinned: int  # page-locked, for the copies of the devices
-    kept: int  # two snapshots in the node's folder, and two of what a partner sends
+    kept: int  # two snapshots in the node's folder, and two copies of the partner's
     folder: str
-    there: int  # in the folder by now, of all processes of the node: they make room for new ones
+    there: int  # in the folder now, all processes of the node; new snapshots replace these
     free: int  # in the folder
     is_in_memory: bool  # the folder is
 
@@ -342,7 +342,7 @@ def owned_shards(
 ) -> list[OwnedShard]:
     """Returns the regions that a process keeps in its node's memory; `nodes` names the node of each process.
 
-    Of each region that a node holds, the process of the device that has least to copy keeps it.
+    Each region on a node is kept by the process whose device has the fewest bytes to copy.
     """
     owned: list[OwnedShard] = []
     kept = Counter[Any]()  # bytes, by device
@@ -404,7 +404,7 @@ class Pace:
     def _measure(self, step: int) -> None:
         """Records that a step is done; after the last of the first ones, decides with the others when to begin."""
         self._asked_s.append(time.perf_counter())
-        if len(self._asked_s) > _MEASURED:  # the median step: one of them may have a validation or a checkpoint in it
+        if len(self._asked_s) > _MEASURED:  # the median, because a step may include a validation or a checkpoint
             self._step_s = max(1e-6, statistics.median(b - a for a, b in pairwise(self._asked_s)))
             start_s = self._asked_s[0] - self._began_s
             self._every = max(all_gather(new_key("pace"), math.ceil(start_s / self._step_s)))
@@ -416,5 +416,5 @@ def partner(node: int, count: int) -> int:
 
     Pairs survive more failures than a ring of all nodes, which has twice as many neighbours (Gemini, SOSP 2023).
     """
-    first = max(0, count - 3) if count % 2 else count  # of the three
+    first = max(0, count - 3) if count % 2 else count  # of the last three
     return node ^ 1 if node < first else first + (node - first + 1) % (count - first)

@@ -91,7 +91,7 @@ def replace(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def put(file: Path, line: Mapping[str, Any], key: Iterable[str]) -> None:
-    """Writes a line into a derived record, instead of the one with the same values of `key`."""
+    """Writes a line into a derived record; replaces the line with the same values of `key`."""
     written = json.loads(json.dumps(line))  # as it will be read: tuples are lists
     names = list(key)
     kept = [other for other in recorded(file) if any(other.get(name) != written[name] for name in names)]
@@ -112,7 +112,7 @@ class Records:
     read_lost: dict[str, set[int]] = field(default_factory=dict)  # numbers of the lines with COMMIT_LOST that were read
 
     def lines(self, name: str, /, **key: Any) -> list[Line]:
-        """Returns the lines of a record that have these values. ValueError if there is no such record."""
+        """Returns the lines of a record that have these values. ValueError if the record is missing."""
         if name not in self.files:
             raise ValueError(f"{name}.jsonl is missing; python -m lab.benchmarks.{name} writes it")
         found = [(n, line) for n, line in enumerate(self.files[name]) if key.items() <= line.items()]
@@ -126,7 +126,7 @@ class Records:
         return f"Lines whose commit a rebase removed are among the records: {', '.join(counts)}." if counts else ""
 
     def line(self, name: str, /, **key: Any) -> Line:
-        """Returns the one line that has these values. ValueError if there is not exactly one."""
+        """Returns the only line that has these values. ValueError if none or several have them."""
         found = self.lines(name, **key)
         if len(found) != 1:
             raise ValueError(
@@ -157,7 +157,7 @@ def _renamed(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """A value, and between what it lay."""
+    """A value, with its lowest and highest measurement."""
 
     value: float
     low: float
@@ -169,12 +169,12 @@ class Range:
 
 
 def range_of(values: Sequence[float], value: float | None = None) -> Range:
-    """Returns the lowest and the highest of some values around one of them, the median if none is given."""
+    """Returns the lowest and the highest of some values, around `value` or else their median."""
     return Range(value=median(values) if value is None else value, low=min(values), high=max(values))
 
 
 def middle(values: Sequence[float | None], digits: int = 1) -> str:
-    """Returns the median of the known values, with their range if there are several; `-` without any."""
+    """Returns the median of the known values, with the range of several values; `-` without any."""
     known = [value for value in values if value is not None]
     if len(known) == 1:
         return f"{known[0]:.{digits}f}"

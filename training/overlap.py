@@ -1,9 +1,9 @@
-"""The compiler options by which XLA runs collectives beside compute on GPUs, and updates arrays in place on CPUs.
+"""XLA compiler options: on GPUs collectives overlap with compute, on CPUs arrays are updated in place.
 
-They are given to the compilation and not put into XLA_FLAGS: there a flag that the installed XLA does not know aborts
-the process, and it would have to be there before anybody knows on what the run runs. One cannot be given so, because
-XLA takes a map only from XLA_FLAGS. What the user sets in XLA_FLAGS wins, flag by flag. What each does and costs:
-docs/gpu.md.
+The options are passed to the compilation, not through XLA_FLAGS. A flag in XLA_FLAGS that the installed XLA does not
+know aborts the process, and the variable would have to be set before the platform of the run is known. The exception is
+ESTIMATE, because XLA reads this map only from XLA_FLAGS. A flag that the user sets in XLA_FLAGS takes precedence over
+the option here. docs/gpu.md lists the effect and the cost of each option.
 """
 
 import os
@@ -16,39 +16,40 @@ import jax.numpy as jnp
 
 Value = str | bool
 
-# The options in their order; of an option with several names, the first that the installed XLA knows is given.
-# Tried on XLA for GPUs of jax 0.10.2, 0.11.0 and 0.12.0.1; the name `pipeline_all_gather` is that of the last one.
+# The options in their order. If an option has several names, the first name that the installed XLA knows is used.
+# Tried on XLA for GPUs of jax 0.10.2, 0.11.0 and 0.12.0.1; only jax 0.12.0.1 has the name `pipeline_all_gather`.
 OVERLAP: tuple[dict[str, Value], ...] = (
-    # places starts early and dones late, by an estimate of what lies between; without it a start stands at its done
+    # schedules starts early and dones late, by an estimate of the ops between them; without it a start is at its done
     {"xla_gpu_enable_latency_hiding_scheduler": True},
-    # collectives that may be under way at the same time, one without it: a gather need not wait for the replica
+    # number of collectives in flight at the same time (default: 1), so that a gather does not wait for the replica
     # all-reduce
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
-    # the estimate: bytes and a network's numbers, those of ESTIMATE
+    # the estimate: a model of the network from bytes and the numbers of ESTIMATE
     {"xla_gpu_enable_analytical_sol_latency_estimator": True},
 )
-# The numbers of that estimate. They stand for a network far slower than any, so that a start moves up as far as it can:
-# with those of the real network XLA hides a third of what it could.
+# The numbers of the estimate describe a network slower than any real one, so that each start moves up as far as it can.
+# With the numbers of the real network XLA hides a third of the communication that it could hide.
 ESTIMATE = (
     "--xla_gpu_analytical_latency_estimator_options=nccl_op_launch_us=10,nic_speed_gbps=1,chunk_prep_us=1,rtt_us=20,"
     "gpus_per_node=8,chunk_size_bytes=20971520"
 )
-ESTIMATE_VERSIONS = ("0.10", "0.11", "0.12")  # of jax, that were seen to know it
+ESTIMATE_VERSIONS = ("0.10", "0.11", "0.12")  # versions of jax whose XLA knows the flag
 # For loops over layers that the step does not pipeline itself (`sharding.plan.ShardingPlan.overlap`).
 PIPELINING: tuple[dict[str, Value], ...] = (
     # a layer's gather moves into the iteration of the layer before it; holds one more layer's parameters
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON", "xla_gpu_enable_pipelined_all_gather": True},
 )
-# Independent replicas compute what a lost one owed: two may have the same share, and must have the same bits of it. By
-# default XLA for GPUs adds in any order in places, and takes the kernels that were fastest when it compiled.
+# Independent replicas recompute the work units of a lost replica, so two replicas may compute the same work unit. Their
+# results must be equal bit by bit. By default some XLA kernels for GPUs add in any order, and XLA chooses the kernels
+# that were fastest when it compiled.
 EXACT: tuple[dict[str, Value], ...] = ({"xla_gpu_deterministic_ops": True},)
-# XLA for CPUs copies what it updates in place and reads elsewhere too, such as moments, unless it looks at the order of
-# reads and writes, as for GPUs it always does.
+# By default XLA for CPUs copies arrays that are updated in place and also read elsewhere, such as moments. With this
+# option it analyses the order of reads and writes instead, as XLA for GPUs always does.
 ON_CPUS: tuple[dict[str, Value], ...] = ({"xla_cpu_copy_insertion_use_region_analysis": True},)
 
 
 def is_known(name: str, value: Value) -> bool:
-    """Whether the installed XLA knows an option, found out by compiling next to nothing. It may refuse the value."""
+    """Whether the installed XLA knows an option, tested by compiling a trivial program. The value may be invalid."""
     nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
     try:
         nothing.compile(compiler_options={name: value})
@@ -68,9 +69,9 @@ def xla_options(
     xla_flags: str,
     known: Callable[[str, Value], bool] = is_known,
 ) -> dict[str, Value]:
-    """Returns the options for a program on `platform`, but those that the user's `xla_flags` set.
+    """Returns the options for a program on `platform`, without the options that the user's `xla_flags` set.
 
-    `wanted`: collectives are to overlap; `pipelined`: loops over layers are pipelined as the program is written;
+    `wanted`: collectives overlap with compute; `pipelined`: the program itself pipelines its loops over layers;
     `exact`: the program gives the same bits in every process that compiles it.
     """
     overlap = {"gpu": OVERLAP if pipelined else OVERLAP + PIPELINING} if wanted else {}
@@ -87,10 +88,10 @@ def xla_options(
 
 
 def add_estimate(variables: MutableMapping[str, str], plugins: Iterable[tuple[str, str]]) -> None:
-    """Adds ESTIMATE to XLA_FLAGS for a process that has not asked jax for its devices yet.
+    """Adds ESTIMATE to XLA_FLAGS; call it before jax initialises its devices.
 
-    Only if one of `plugins`, names and versions, is jax's for CUDA in a version that knows it; and neither over the
-    user's own value, nor to flags in a file.
+    Does nothing unless one of `plugins` (names and versions) is jax's CUDA plugin in a version that knows the flag.
+    A value that the user has set stays, and flags in a file are not extended.
     """
     flags = variables.get("XLA_FLAGS", "").strip()
     known = any(name.startswith("jax-cuda") and _minor(version) in ESTIMATE_VERSIONS for name, version in plugins)
@@ -109,13 +110,13 @@ def _minor(version: str) -> str:
 
 
 def users_xla_flags(variables: Mapping[str, str] = os.environ) -> str:
-    """Returns the flags of XLA_FLAGS, which may name a file that holds them."""
+    """Returns the flags in XLA_FLAGS, or in the file that XLA_FLAGS names."""
     flags = variables.get("XLA_FLAGS", "").strip()
     if not flags or flags.startswith("-"):
         return flags
     try:
         return Path(flags).read_text().strip()
-    except (OSError, UnicodeError):  # XLA says what is wrong with it
+    except (OSError, UnicodeError):  # XLA reports the error itself
         return ""
 
 

@@ -1,6 +1,6 @@
-"""The config of a run: one frozen dataclass per section, with each key's default, meaning and limits beside it.
+"""The config of a run: one frozen dataclass per section, with each key's default, meaning and limits.
 
-    config = Config.from_dict(values)       # validates everything except what depends on devices or data
+    config = Config.from_dict(values)       # validates all keys, except for checks that need devices or data
     config.optimizer.learning_rate
     config.to_dict()                        # as in `config.json` and in checkpoints
 
@@ -63,7 +63,7 @@ RENAMED = {  # keys of older versions, and their names today
     **{f"sharding.{name}": f"ablation.{name}" for name in ("hierarchical", "two_hop", "partitioner")},
 }
 
-BEFORE = {"data.add_bos": "never"}  # what versions without these keys did, where that is not the default
+BEFORE = {"data.add_bos": "never"}  # behaviour of versions without these keys, where it differs from the default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Config(Section):
         100,
         "optimizer steps of the run and of the learning rate's schedule; only --extend raises it",
         least=1,
-        most=2**31 - 1,  # of an int32, in the state
+        most=2**31 - 1,  # the step in the state is an int32
         unit="steps",
     )
     model: ModelConfig
@@ -187,7 +187,7 @@ class Config(Section):
 
     @property
     def rows_together(self) -> int:
-        """Consecutive rows of the batch that are on one device: those that are normalised together."""
+        """Number of consecutive rows of the batch on one device, which are normalised together."""
         model = self.model
         return model.norm_rows if isinstance(model, ResNetConfig) and model.norm == "batch" else 1
 

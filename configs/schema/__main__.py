@@ -26,7 +26,7 @@ SIGNS = {"at least": "≥", "at most": "≤", "above": ">", "below": "<", " and 
 
 
 def page() -> str:
-    """Returns the page: one table per section; of the models, keys that several have in common stand once."""
+    """Returns the page: one table per section; keys that several models share are listed once."""
     parts = [HEAD, table("Keys without a section", "", keys_of(Config))]
     for name, section in sections("").items():
         parts += _models() if name == "model" else [table(f"`{name}`", _about(section), keys_of(section))]

@@ -1,9 +1,9 @@
-"""What goes with what: the features of a run, and the pairs of them that are refused, as data.
+"""The features of a run, and the refused pairs of features, as data.
 
     refuse(values)  # ValueError in one line for the first pair of features in RULES that a config has
 
-A feature is read from keys of the config, and from facts that only devices, model and method of the replica all-reduce
-tell. Without those, `Config` refuses what its keys alone show; `training.experiment.make_plan` refuses the rest.
+A feature is read from keys of the config, and from facts about devices, model and method of the replica all-reduce.
+Without these facts `Config` refuses the pairs that its keys show; `training.experiment.make_plan` refuses the rest.
 """
 
 import re
@@ -30,7 +30,7 @@ from configs.schema.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What devices, model and method of the replica all-reduce say about a config, by the names that features read."""
+    """Facts about devices, model and method of the replica all-reduce, by the names that features read."""
 
     has_replicas: bool  # the replica all-reduce has several gradients to average
     replicas_share_rows: bool  # devices that share rows are replicas of each other
@@ -248,7 +248,7 @@ class Rule:
         return [(FEATURES[self.one], FEATURES[other]) for other in self.others]
 
     def complaint(self, values: Mapping[str, Any]) -> str:
-        """Returns the line for a config that has the first feature and one of the others; "" for other configs."""
+        """Returns the error line if a config has the first feature and any of the others, else ""."""
         for pair in self.pairs:
             if all(feature.is_in(values) for feature in pair):
                 one, other = (feature.in_words(values) for feature in pair)
@@ -258,7 +258,7 @@ class Rule:
 
 
 def _resumable_first(fixes: Sequence[str]) -> list[str]:
-    """Returns remedies, with a mark at those that a resumed run refuses, if another one is left."""
+    """Returns remedies; marks the remedies that a resumed run refuses, if another remedy exists."""
     for_all = [fix for fix in fixes if _may_change(fix)]
     return for_all + [f"in a new run {fix}" if for_all else fix for fix in fixes if fix not in for_all]
 

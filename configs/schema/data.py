@@ -7,7 +7,7 @@ from configs.schema.mixture import Component, parse, refuse_secrets
 
 TFDS = "tfds:NAME"
 TOKENIZERS = ("bytes", "sentencepiece", "tiktoken", "hugging_face")
-PATHS = {  # what a source needs in data.path
+PATHS = {  # the content of data.path by source
     "folder": "the folder of the text files",
     "shards": "a folder or URL (s3, gs, http, https)",
     "chats": "a file of conversations, one JSON object per line, or a folder of such files,",
@@ -137,7 +137,7 @@ class DataConfig(Section, name="data"):
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """The components of the mixture; () if there is one source."""
+        """The components of the mixture; () for a single source."""
         return parse(self.mixture)
 
     @property

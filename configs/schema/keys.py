@@ -58,7 +58,7 @@ class Key:
 
     @property
     def every_choice(self) -> tuple[str | int, ...]:
-        """The choices, and those that the config file registered."""
+        """The built-in choices, and the choices registered by the config file."""
         return (*self.choices, *(name for topic in self.topics for name in OWN[topic]))
 
     @property
@@ -133,7 +133,7 @@ def keys_of(section: type[Section]) -> Mapping[str, Key]:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Returns the known word most similar to `word`; first come those that it abbreviates, and those of its section.
+    """Returns the known word most similar to `word`; prefers words that it abbreviates, and words of its section.
 
     `optimizer.lr` is `optimizer.learning_rate`, as everywhere, and `layers` `model.num_layers`.
     """

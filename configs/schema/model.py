@@ -230,7 +230,7 @@ class MoeConfig(DecoderConfig):
     def capacity(self, length: int) -> int:
         """Returns how many tokens of a row of `length` an expert takes: their part times the factor, rounded up."""
         share = self.experts_per_token * length * self.capacity_factor / self.num_experts
-        return min(length, math.ceil(share - 1e-9))  # 1e-9: what floats add to a whole number is no token
+        return min(length, math.ceil(share - 1e-9))  # 1e-9: a rounding error above a whole number does not add a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,7 @@ MODELS: Mapping[str, type[ModelConfig]] = {
 
 
 def model_sections() -> dict[str, type[ModelConfig]]:
-    """Returns the section of each kind of model, with those that the config file registered."""
+    """Returns the section of each kind of model, including kinds that the config file registered."""
     return {**MODELS, **{kind: get_type_hints(model)["config"] for kind, model in OWN["model"].items()}}
 
 

@@ -1,4 +1,4 @@
-"""What config files add to the built-in choices (configs/register.py): by topic and name, empty until one does."""
+"""Choices that config files add to the built-in choices, by topic and name (configs/register.py)."""
 
 from typing import Any
 

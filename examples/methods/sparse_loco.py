@@ -1,10 +1,10 @@
 """SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706): local SGD sends the largest values, in two bits each.
 
-    e <- decay e + d      d: this replica's outer gradient over R, of H inner steps; e: what it has still to send
-    send the largest |e| of each chunk, in two bits; e <- e - what was sent; the outer gradient is the sum of all sent
+    e <- decay e + d      d: this replica's outer gradient over R, of H inner steps; e: the residual, its unsent values
+    send the largest |e| of each chunk, in two bits; e <- e - sent values; the outer gradient is the sum of all sent
 
-The decaying residual takes the place of the outer momentum. Two bits are the sign and one of two magnitudes, each the
-mean of those that it stands for: the upper quarter of a chunk's, and the rest. Replicas inside a node are first summed
+The decaying residual takes the place of the outer momentum. Two bits encode the sign and one of two magnitudes: the
+mean of the upper quarter of a chunk's magnitudes, and the mean of the rest. Replicas inside a node are first summed
 in f32; each device then continues with its part. Parameters with one dim per layer are averaged without compression.
 """
 
@@ -55,7 +55,7 @@ class Chunks:
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of all chunks: 12 bits of index and one of sign for each value, and two magnitudes a chunk."""
+        """The bytes of all chunks: 12 bits of index and a sign bit per value, and two magnitudes per chunk."""
         return self.number * (self.count * 13 // 8 + 2 * SCALE_BYTES)
 
     def encode(self, x: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ class Chunks:
 
 
 def sparse(plan: ShardingPlan, *, density: float, decay: float) -> Exchange:
-    """Returns the exchange of shards that sends a share of their values, and decays what it keeps of the others."""
+    """Returns the exchange of shards that sends a fraction of their values, and decays the residual of the others."""
     axes = plan.layout.replica_axes
     intra, inter = intra_part(axes), inter_part(axes)
 
@@ -115,7 +115,7 @@ def sparse(plan: ShardingPlan, *, density: float, decay: float) -> Exchange:
 
 
 def _exchange(xs: Shards, intra: Axes, inter: Axes, density: float) -> tuple[Shards, Shards, Sent]:
-    """Returns the sums of what all devices send of tensors `[...]`, what they keep, and the counts."""
+    """Returns the sums of the values sent by all devices of tensors `[...]`, their residuals, and the counts."""
     devices, shapes = lax.axis_size(intra), [x.shape for x in xs]
     rows = [jnp.pad(x.reshape(-1), (0, -x.size % devices)).reshape(devices, -1) for x in xs]
     chunks = [Chunks(size=row.shape[1], density=density) for row in rows]
@@ -145,9 +145,9 @@ def check_settings(sparsity: float, decay: float) -> None:
 
 
 def method(sparsity: float = 0.999, decay: float = 0.95) -> AllReduceMethod:
-    """Returns the method, for `register`: `sparsity` is the share of values that are not sent.
+    """Returns the method, for `register`: `sparsity` is the fraction of values that are not sent.
 
-    The residual, which is what was not sent, is multiplied by `decay`. ValueError for settings out of range.
+    The residual, the unsent values, is multiplied by `decay`. ValueError for settings out of range.
     """
     check_settings(sparsity, decay)
 

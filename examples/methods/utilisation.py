@@ -5,7 +5,7 @@ after a meeting H is the least with which that is the target, from 2 to `local_s
 replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good.
 
 m is the time of the step that meets beyond the other steps, on the process that comes to it last: the others wait for
-this process, whatever the interval. The median of the last three counts; before three, replicas stay at the least
+this process at any interval. The median of the last three counts; before three, replicas stay at the least
 interval, or at the interval of the state that a run resumes with.
 """
 
@@ -25,7 +25,7 @@ from sharding.step import TrainState
 
 INTERVALS = 9  # whose median a step's time is: one in which a checkpoint was saved says little
 LATEST = 3  # whose median a meeting's time is: a link that has changed is noticed at the second meeting
-IN_STATE = ("meets_at", "meets_every")  # of LocalState: a run that resumes goes on with its interval
+IN_STATE = ("meets_at", "meets_every")  # of LocalState: a resumed run continues with its interval
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,24 @@ class Meetings:
         self._at = self._interval = 0  # 0: not read yet, and not chosen
         self._since = 0, 0.0  # the step of the last meeting, and when the next one began
         self._agreeing_s = 0.0  # on the interval after the last meeting
-        self._steps_s: list[np.ndarray] = []  # of an interval: the mean step of each process, without the meeting
-        self._more_s: list[float] = []  # what each of the latest meetings took
+        self._steps_s: list[np.ndarray] = []  # per interval, the mean step of each process without the meeting
+        self._more_s: list[float] = []  # seconds of each of the latest meetings
 
     @property
     def last(self) -> int:
-        """The step that was the last meeting; before there was one, the first since a start."""
+        """The step of the last meeting; before the first meeting, the first step since the start."""
         return self._since[0]
 
     def __call__(self, step_fn: Callable[..., Any], state: TrainState, batch: Any, step: int) -> tuple[TrainState, Any]:
-        """Returns what `step_fn(state, batch)` does, of the step after `step` steps."""
+        """Returns the result of `step_fn(state, batch)`, the step after `step` steps."""
         if not self._at:
             self._at, self._interval = (int(optax.tree.get(state.opt_state, name)) for name in IN_STATE)
             self._since = step, 0.0
-        if step == self.last:  # what came in between, rows of the metrics and validations, is no part of a step
+        if step == self.last:  # excludes the time of metrics and validations since then
             self._since = step, self._clock()
         if step + 1 < self._at:
             return step_fn(state, batch)
-        jax.block_until_ready(state)  # after the steps before, which wait for nobody
+        jax.block_until_ready(state)  # wait for the steps before, which do not communicate
         begun_s, (first, since_s) = self._clock(), self._since
         state, metrics = jax.block_until_ready(step_fn(state, batch))
         ended_s = self._clock()
@@ -96,9 +96,9 @@ class Meetings:
         return _with_meetings(state, self._at, self._interval), metrics
 
     def _chosen(self, step: int, of_all: Sequence[tuple[float, float]]) -> int:
-        """Returns the interval after the meeting that is `step`; `of_all` processes say what they have measured.
+        """Returns the interval after the meeting at `step`, from the measurements `of_all` processes.
 
-        That is the step that met, with agreeing, and the mean step before it, 0 if there was none.
+        A measurement is the seconds of the step that met, with agreeing, and of the mean step before it (0 if none).
         """
         if not self._interval:  # until they have met, connections are made
             self._say(f"step {step}: replicas meet after {LEAST_INTERVAL} steps more, to see what a meeting takes")
@@ -108,7 +108,7 @@ class Meetings:
             return self._interval
         self._steps_s = [*self._steps_s, steps_s][-INTERVALS:]
         usual_s = np.median(self._steps_s, axis=0)
-        step_s = usual_s.max()  # of the slowest, for which all wait
+        step_s = usual_s.max()  # all wait for the slowest process
         last = np.argmin(meetings_s)  # to come; its own steps of this interval may have been slow for that reason
         more_s = meetings_s[last] - (usual_s[last] + (steps_s - usual_s).mean())
         self._more_s = [*self._more_s, more_s][-LATEST:]

@@ -1,4 +1,4 @@
-"""The kill matrix: what each kind of event costs a run on 4 emulated nodes under Ray, in steps and in seconds.
+"""The kill matrix: the cost of each kind of event for a run on 4 emulated nodes under Ray, in steps and in seconds.
 
     python -m lab.benchmarks.elastic [--repetitions=1] [--only=preempt,kill_node] [--workdir=runs/benchmarks/elastic]
 
@@ -31,7 +31,7 @@ CALM_STEPS = 3  # between the recovery from an event and the next one
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the matrix: an event, and what it may cost."""
+    """A line of the matrix: an event, and its allowed cost."""
 
     title: str
     kind: str
@@ -52,7 +52,7 @@ MATRIX = tuple(Case(**row) for row in rows_of("elastic.csv"))
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what was asked for and records it; returns 1 if a run failed."""
+    """Runs and records the chosen cases; returns 1 if a run failed."""
     options = options_of(
         __doc__,
         argv,
@@ -91,7 +91,7 @@ def measure(folder: Path, cases: Sequence[Case]) -> None:
 
 
 def kill_matrix(lines: Sequence[Line]) -> str:
-    """Returns what each event of the matrix cost; older lines do not have the pause."""
+    """Returns the cost of each event of the matrix; older lines do not have the pause."""
     rows = []
     for case in dict.fromkeys(MATRIX):
         of = [line for line in lines if line["title"] == case.title]

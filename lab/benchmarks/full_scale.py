@@ -2,9 +2,9 @@
 
     python -m lab.benchmarks.full_scale [--only=bert_10b] [--again]
 
-Each step of lab/benchmarks/full_scale.csv is compiled for an A100 of the cluster's memory and replayed with a V100's or
-an A100's figures, on two networks: that of planner/clusters.py, and that of the paper's own measurements (its figure 2,
-B_part of section 3). results/derived/full_scale.jsonl has a line per step and network. Recorded steps are replayed
+Each step of lab/benchmarks/full_scale.csv is compiled for an A100 with the cluster's memory and replayed with a V100's
+or an A100's figures, on two networks: the network in planner/clusters.py, and the paper's measured network (its figure
+2, B_part of section 3). results/derived/full_scale.jsonl has a line per step and network. Recorded steps are replayed
 again only with `--again`, and compiled again only with another cache folder (MICS_JAX_CACHE). There are 73 steps; each
 takes about a minute on 2 cores. No GPU is needed, but XLA for GPUs is (`make .venv/h100/installed`). Exit codes: 0
 done; 1 a step could not be compiled or read; 2 no step has such a name.
@@ -37,7 +37,7 @@ def cells() -> list[Key]:
 
 
 def name(cell: Key) -> str:
-    """Returns what `--only` finds a step by."""
+    """Returns the name of a step for `--only`."""
     return f"{cell['model']}, {cell['strategy']}, {cell['gpus']} GPUs of {cell['cluster']}"
 
 
@@ -51,7 +51,7 @@ def networks(cluster: str, gpus: int) -> dict[str, Network]:
 
 
 def replayed(cell: Key) -> dict[str, Any]:
-    """Returns what the line of a step says: bytes, and seconds a step."""
+    """Returns the line of a step: its bytes and its seconds."""
     keys = strategy_keys(cell["strategy"])
     keys |= {"batch.micro_size": cell["micro_size"], "batch.global_size": cell["global_size"], **cell["keys"]}
     step = _compiled(cell["cluster"], cell["gpus"], cell["config"], tuple(keys.items()))

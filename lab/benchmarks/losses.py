@@ -1,7 +1,7 @@
 """The rows of configs/losses.csv, from accuracy.jsonl, local_steps.jsonl and time_to_loss.jsonl, and one table.
 
-A setting's steps to the loss are those of the run that needs fewest, where it was run with several lengths. Where no
-loss was recorded on the way, a run that ends as low as the dense one of its seed counts as one that takes as long.
+If a setting was run with several lengths, its steps to the loss come from the run that needs the fewest steps. If a run
+recorded only its last loss, and this loss is as low as the dense run's with the same seed, it counts as equally fast.
 """
 
 import csv
@@ -35,7 +35,7 @@ HEAD: tuple[str, ...] = (
     "record",
 )
 LOCAL = LocalSGDConfig()
-Pairs = Sequence[tuple[float, float]]  # last losses: of a run, and of the dense one with its seed
+Pairs = Sequence[tuple[float, float]]  # last losses of a run and of the dense run with the same seed
 Row = dict[str, Any]
 
 
@@ -80,8 +80,8 @@ def of_accuracy(records: Records) -> Iterator[Row]:
 
 
 def of_local_steps(records: Records) -> Iterator[Row]:
-    """Yields the rows of local_steps.jsonl, beside the dense AdamW runs that end lowest; none of longer runs."""
-    usual = {None, accuracy.TASKS["text"]["keys"]["num_steps"]}, (None, [0, 1, 2])  # of the runs of accuracy.jsonl
+    """Yields the rows of local_steps.jsonl without longer runs, compared with the dense AdamW runs that end lowest."""
+    usual = {None, accuracy.TASKS["text"]["keys"]["num_steps"]}, (None, [0, 1, 2])  # as in accuracy.jsonl
     lines = records.lines("local_steps")
     lines = [line for line in lines if line.get("num_steps") in usual[0] and line.get("seeds") in usual[1]]
     dense = [line["validation_losses"] for line in lines if line["dense"] and line["optimizer"] == "adamw"]
@@ -89,7 +89,7 @@ def of_local_steps(records: Records) -> Iterator[Row]:
     about = accuracy.TASKS["text"]
     size = parameters(about["config"], about["keys"])
     for line in lines:
-        if line["dense"] or line.get("state"):  # of independent replicas
+        if line["dense"] or line.get("state"):  # a run of independent replicas
             continue
         codec = {"compression.all_reduce": line["codec"]} if line["codec"] != "none" else {}
         codec |= {"compression.sparsity": 1 - line["density"]} if "density" in line else {}
@@ -102,9 +102,9 @@ def of_local_steps(records: Records) -> Iterator[Row]:
 
 
 def of_time_to_loss(records: Records) -> Iterator[Row]:
-    """Yields the rows of time_to_loss.jsonl: of each setting of ours that has a run as long as the dense one.
+    """Yields the rows of time_to_loss.jsonl for each setting of ours that has a run as long as the dense run.
 
-    Of several learning rates of the same setting that with the most seeds counts: the others were tried.
+    If a setting was run at several learning rates, the rate with the most seeds counts; the other rates were trials.
     """
     found = joined(records.lines("time_to_loss"))
     dense = found[DENSE]
@@ -134,9 +134,10 @@ def without_rate(method: time_to_loss.Method) -> dict[str, Any]:
 
 
 def steps_over_dense(curves: Mapping[int, Any], targets: Mapping[int, Any]) -> float | None:
-    """Returns the steps to the targets over those of the dense runs, the seeds' mean; None if one never gets there.
+    """Returns the steps to the targets divided by the dense runs' steps, as the mean over the seeds.
 
-    `curves` are steps and losses by seed, `targets` a loss with the dense run's.
+    None if a seed never reaches its target. `curves`: steps and losses by seed; `targets`: by seed, a loss and the
+    steps of the dense run to it.
     """
     ways = []
     for seed in curves.keys() & targets.keys():

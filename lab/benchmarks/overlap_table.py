@@ -1,4 +1,4 @@
-"""What overlaps in the steps compiled for H100s, for a list of strategies, gathers and compiler options.
+"""The overlap in the steps compiled for H100s, for a list of strategies, gathers and compiler options.
 
     python -m lab.benchmarks.overlap_table [--only=mics] [--again]
 
@@ -40,7 +40,7 @@ def cells() -> list[Key]:
 
 
 def keys_of(case: str, *, overlap: bool) -> dict[str, Any]:
-    """Returns what a case changes of its config."""
+    """Returns the config keys that a case changes."""
     return {**CASES[case]["changes"], "sharding.overlap": "auto" if overlap else "off"}
 
 
@@ -50,7 +50,7 @@ def _compiled(case: str, overlap: bool) -> ReplayableStep:
 
 
 def measured(key: Key) -> dict[str, Any]:
-    """Returns what the line of a case and rate says. ValueError or RuntimeError: it cannot be compiled or read."""
+    """Returns the line of a case and rate. ValueError or RuntimeError if the step cannot be compiled or read."""
     step = _compiled(key["case"], key["overlap"])
     rate_bits = Links(rate=key["rate"]).rate_bits()
     timeline, slow = (replayed(step, rate_bits, tflops) for tflops in PRODUCTS_TFLOPS)
@@ -82,7 +82,7 @@ def replayed(step: ReplayableStep, rate_bits: float, tflops: float) -> Timeline:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns the rows of the page: steps with overlap, and how long they are and what they hold without."""
+    """Returns the rows of the page: steps with overlap, and their time and memory without overlap."""
     found = {(line["case"], line["overlap"], line["rate"]): line for line in lines}
     planner, slow = (f"exposed, {tflops} TFLOP/s" for tflops in PRODUCTS_TFLOPS)
     heads = ["step", "link, Gbit/s", "compute", "all-reduce", "gathers, reduce-scatter", "step (off)", planner, slow]

@@ -5,7 +5,7 @@
 Each row of lab/benchmarks/planner_configs.csv has a line in results/derived/planner_configs.jsonl, which goes when
 the config changes. The docstrings in configs/ hold `text` of the lines (tests/test_planner_configs.py). XLA for GPUs is
 needed (`make .venv/h100/installed`); a program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a config has no plan,
-such as one that does not fit; 2 no config has such a name.
+for example because it does not fit; 2 no config has such a name.
 """
 
 import shlex
@@ -22,7 +22,7 @@ from planner.report import from_json
 from training.metrics.units import format_bytes, format_seconds
 
 RESULTS = DERIVED / "planner_configs.jsonl"
-FLAGS: dict[str, str] = {row["config"]: row["flags"] for row in rows_of("planner_configs.csv")}  # of the planner
+FLAGS: dict[str, str] = {row["config"]: row["flags"] for row in rows_of("planner_configs.csv")}  # planner options
 
 
 @program
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def key_of(name: str) -> Key:
-    """Returns what tells a line from others: the command, and what the config has besides its model's defaults."""
+    """Returns the key of a line: the command, and the config values that differ from its model's defaults."""
     command = ["planner", f"--config=configs/{name}", *FLAGS[name].split()]
     values = values_of(name)
     usual = flat(defaults(values["model.kind"]))
@@ -51,7 +51,7 @@ def values_of(name: str) -> dict[str, Any]:
 
 
 def planned(key: Key) -> dict[str, Any]:
-    """Returns what a line says besides its key. RuntimeError with the planner's words if there is no plan."""
+    """Returns the values of a line. RuntimeError with the planner's message if it finds no plan."""
     (plan,) = from_json(started([sys.executable, *shlex.split(key["command"])[1:], "--json"]))
     best = plan.best
     return {

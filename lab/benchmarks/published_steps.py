@@ -7,8 +7,9 @@ Rows of lab/benchmarks/published_steps.csv are MosaicML's (github.com/mosaicml/l
 scripts/train/benchmarking/README.md, bf16, PyTorch's FSDP with full sharding): configs/mpt.py on nodes of 8 GPUs. Each
 is compiled and replayed as FSDP would run it, and as ours would. Every third row (CHOSEN) chose the rates of products
 and attention in planner/rates.csv, by `--choose`; the error bar that plans print is of the others alone. Without
-rematerialisation FSDP keeps what our `remat=dots` does. A program takes 10 to 60 s on 2 cores; results/derived/
-published_steps.jsonl has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has such a name.
+rematerialisation FSDP keeps the same values as our `remat=dots`. A program takes 10 to 60 s on 2 cores;
+results/derived/published_steps.jsonl has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has
+such a name.
 """
 
 import sys
@@ -34,7 +35,7 @@ CHOSEN = slice(0, None, 3)  # the rows that chose rates
 NODES = {  # the nodes that have these GPUs, and the bits per second of a node's link
     "a100_40gb": ("p4d.24xlarge", 1600e9),
     "a100_80gb": ("p4de.24xlarge", 1600e9),
-    "h100_80gb": ("p5.48xlarge", 3200e9),  # not stated; that of its time's nodes
+    "h100_80gb": ("p5.48xlarge", 3200e9),  # not stated; typical of nodes of its time
 }
 PER_NODE = 8
 SYSTEM = "fsdp"
@@ -48,7 +49,7 @@ def cells() -> list[Key]:
 
 
 def name(cell: Key) -> str:
-    """Returns what `--only` finds a row by."""
+    """Returns the name of a row for `--only`."""
     return f"{cell['gpu']}, {cell['model']}, rows of {cell['seq']}, {cell['gpus']} GPUs"
 
 
@@ -59,7 +60,7 @@ def cluster_of(cell: Key, system: str = SYSTEM) -> Cluster:
 
 
 def published_s(cell: Key) -> float:
-    """Returns the seconds of a step that a row stands for."""
+    """Returns the seconds per step of a row."""
     return cell["global_batch"] * cell["seq"] / cell["gpus"] / float(cell["tokens_per_s_per_gpu"])
 
 
@@ -77,7 +78,7 @@ def compiled(cell: Key) -> ReplayableStep:
 
 
 def replayed(cell: Key) -> dict[str, Any]:
-    """Returns what the line of a row says: seconds a step, published and replayed, and the memory of a device."""
+    """Returns the line of a row: published and replayed seconds per step, and memory per device."""
     step = compiled(cell)
     ours = replace(step, machine=replace(step.machine, cluster=cluster_of(cell, "ours")))
     memory = step.memory()
@@ -102,9 +103,9 @@ def choose() -> int:
 
 
 def nearest(gpu: str, cells: Sequence[Key]) -> str:
-    """Returns the shares of the peak for which the steps of some rows come nearest to what was published.
+    """Returns the fractions of the peak rate for which the steps of some rows come nearest to the published times.
 
-    Errors are relative; those beyond 3 % count less than their square (soft L1).
+    Errors are relative; errors beyond 3 % count less than their square (soft L1).
     """
     load = lru_cache(maxsize=None)(lambda i: compiled(cells[i]))
 
@@ -130,7 +131,7 @@ def nearest(gpu: str, cells: Sequence[Key]) -> str:
 
 
 def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Returns the rows that chose nothing, in all and by GPU, size, length and so on; and those that did."""
+    """Returns the held-back rows, in all and by GPU, size, length and so on; and the rows that chose the rates."""
     held = [line for line in lines if not line["chose_rates"]]
     found = {"held back, all": held}
     for gpu in dict.fromkeys(line["gpu"] for line in held):

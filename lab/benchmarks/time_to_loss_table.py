@@ -39,7 +39,7 @@ class Joined:
 
 
 def joined(lines: Sequence[Line], methods: Mapping[str, Method] = METHODS) -> dict[str, Joined]:
-    """Returns what the lines say of each method; losses are those at its best learning rate."""
+    """Returns the joined lines of each method; its losses are from its best learning rate."""
     found = {}
     for name, method in methods.items():
         losses = [x for x in lines if (x["part"], x["method"]) == ("losses", method.losses)]
@@ -89,7 +89,7 @@ def steps_to(target: float, at: Sequence[int], losses: Sequence[float]) -> float
 
 
 def spent(steps: float, method: Method, *, dense: float, own: float) -> float:
-    """Returns what so many steps cost, in seconds or bytes, from the costs of a dense step and of one of its own."""
+    """Returns the cost of `steps` steps, in seconds or bytes, from the costs of a dense and of a method's step."""
     first = min(steps, method.dense_steps)
     return first * dense + (steps - first) * own
 
@@ -117,7 +117,7 @@ def time_to_loss(found: Mapping[str, Joined], name: str, rate: str) -> Range | N
 
 
 def times_as_long(found: Mapping[str, Joined], slower: str, faster: str, rate: str) -> Range | None:
-    """Returns the first method's time to the target over the second's: of each seed and repetition that both have."""
+    """Returns the first method's time to the target over the second's, for each seed and repetition that both have."""
     steps = {name: reached(found, name) or {} for name in (slower, faster)}
     dense, *own = (found[name].means_s.get(rate, {}) for name in (DENSE, slower, faster))
     pairs = []
@@ -165,7 +165,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def step_times(lines: Sequence[Line]) -> str:
-    """Returns the mean step of each method at each rate, and what a node sends in it."""
+    """Returns the mean step time of each method at each rate, and the bytes that a node sends per step."""
     found, rows = joined(lines), []
     rates = rates_of(found)
     for name, one in found.items():
@@ -178,12 +178,12 @@ def step_times(lines: Sequence[Line]) -> str:
 
 
 def choice(lines: Sequence[Line]) -> str:
-    """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, those that send least first.
+    """Returns a row per link: the fastest methods to the loss, ours and PyTorch's, sorted by bytes sent.
 
-    A pair is of one seed and one repetition. A method that is slower than the one of the lowest time in every pair is
-    left out. `times as long` compares the two of the lowest times: the median and the range of their pairs. `f32 /
-    rest` is the time that f32 gradients take on the link, over that of the rest of a step, which is what carries over
-    to another model.
+    A pair is the runs of two methods with one seed and one repetition. A method that is slower than the fastest method
+    in every pair is left out. `times as long` compares the fastest method of each side: the median and the range of
+    their pairs. `f32 / rest` is the time of f32 gradients on the link, divided by the time of the rest of a step. This
+    ratio carries over to other models.
     """
     found, rows = joined(lines), []
     dense = found[DENSE]
@@ -210,7 +210,7 @@ def choice(lines: Sequence[Line]) -> str:
 
 
 def fastest(found: Mapping[str, Joined], rate: str, *, is_peer: bool) -> list[str]:
-    """Returns one side's methods that are not slower than its fastest in every pair; those that send least first."""
+    """Returns one side's methods that are not slower than its fastest in every pair, sorted by bytes sent."""
     mine = [name for name, one in found.items() if bool(one.method.peer) == is_peer]
     known = [name for name in mine if time_to_loss(found, name, rate)]
     if not known:

@@ -19,7 +19,7 @@ LOOK_S = 0.5  # between reads of the events, while polling for a moment of milli
 BRIEF_S = 0.0005
 MOMENT_S = 180.0
 PAUSE_STEPS = 8
-# what an event's phases end with
+# the log events that end each phase of a fault
 PHASES = {"noticed": NOTICED, "stopped": {Event.ATTEMPT_ENDED}, "started": {Event.ATTEMPT_STARTED}}
 PHASES["restored"] = {Event.RESTORED}
 
@@ -29,7 +29,7 @@ class Fault:
     """An event at the node of a process, `pause_steps` after the run has recovered from the previous event."""
 
     kind: str
-    process: int  # of the world at that time; 0 is the coordinator
+    process: int  # number in the world at that time; 0 is the coordinator
     pause_steps: int
 
 
@@ -48,7 +48,7 @@ class Outcome:
     pause_s: float  # the longest time between two finished steps, from the one before the event on
     phases: dict[str, float | None] = field(default_factory=dict)
     starts: int  # attempts until one had finished a step
-    source: str  # of the restored state: memory, checkpoint or nothing
+    source: str  # source of the restored state: memory, checkpoint or nothing
 
 
 def make_plan(seed: int, count: int, *, nodes: int, min_nodes: int) -> list[Fault]:
@@ -120,7 +120,7 @@ def preempt(run: ElasticRun, node: int) -> None:
 
 
 def kill_all(run: ElasticRun, node: int) -> None:
-    """Ends all nodes, and starts as many new ones; `node` is one of them."""
+    """Ends all nodes, and starts the same number of new nodes; `node` is ignored."""
     del node
     killed = sorted(run.alive)
     for one in killed:
@@ -159,7 +159,7 @@ def while_writing_a_checkpoint(run: ElasticRun, process: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of event: what causes it, and by how many nodes it changes the world; `moment` waits for its victim."""
+    """A kind of event: its cause, and the change in the number of nodes; `moment` waits for its victim."""
 
     cause: Callable[[ElasticRun, int], object]
     change: int = 0
@@ -187,7 +187,7 @@ def _await(run: ElasticRun, process: int, watch: Callable[[int], Callable[[], bo
     while time.monotonic() < deadline_s:
         settle(run)
         node, attempt = run.world[process % len(run.world)], run.attempt
-        run.program(node)  # looked up now: later there is no time
+        run.program(node)  # looked up now, because later the time is too short
         is_so, look_again_s = watch(node), 0.0
         while run.attempt == attempt and run.is_settled and time.monotonic() < deadline_s:
             if is_so():

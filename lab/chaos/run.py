@@ -24,7 +24,7 @@ JOIN = [sys.executable, "-m", "launch.emulate.ray_nodes"]
 FIRST_STEP = {Event.FIRST_STEP, Event.ATTEMPT_STEPPED}  # train.py's; the engine's
 # the first report of a failure, or of a change of the world
 NOTICED = {Event.LOST_PEER, Event.NODE_LOST, Event.ATTEMPT_FAILED, Event.ATTEMPT_STOPPING}
-LAST_LINES = 15  # of the log, shown in a message
+LAST_LINES = 15  # log lines shown in a message
 
 
 class RunError(RuntimeError):
@@ -128,7 +128,7 @@ class ElasticRun:
         self._later.append((time.monotonic() + pause_s, action))
 
     def since(self, start_s: float, kinds: Container[str]) -> float | None:
-        """Returns the time from `start_s` to the next event of these kinds; None if there is none."""
+        """Returns the time from `start_s` to the next event of these kinds, or None."""
         times_s = (event["at_s"] - start_s for event in self.events if event["event"] in kinds)
         return next((after_s for after_s in times_s if after_s >= 0), None)
 
@@ -202,7 +202,7 @@ class ElasticRun:
     def left(self) -> list[str]:
         """Returns the processes that remain after the end of the cluster: with its name, or a directory of it.
 
-        What else is in a node ends with its process 1, which has the hosts file among its arguments.
+        Other processes in a node end with its process 1, which has the hosts file among its arguments.
         """
         hosts = str((self.folder / "nodes" / "hosts").resolve())
         marks = {f"--name={self._name}", f"--workdir={self.workdir}", hosts}

@@ -34,7 +34,7 @@ def compare_losses(run: Path, reference: Path) -> Largest:
 
 
 def compare_parameters(run: Path, reference: Path) -> Largest:
-    """Returns the largest difference of a parameter array: of one value, as a share of the array's largest value."""
+    """Returns the largest difference of any parameter value, as a fraction of its array's largest value."""
     ours, theirs = (_parameters(folder / run_directory.CHECKPOINTS) for folder in (run, reference))
     if ours.keys() != theirs.keys():
         raise ValueError(f"{run} and {reference} hold different models, or different steps")

@@ -17,7 +17,7 @@ NONE, NOT_MEASURED = "-", "not measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One number, None for out of memory; `at` is the case's size: GPUs, unless the source says what else."""
+    """One number, None for out of memory; `at` is the case's size: GPUs, unless the source names another unit."""
 
     paper: str
     figure: str
@@ -26,7 +26,7 @@ class Published:
     at: int
     value: float | None
     unit: str
-    ours: str  # what of ours it is compared with: a strategy, or a name in the records
+    ours: str  # compared with: one of our strategies, or a name in the records
     source: str
 
     @property
@@ -46,7 +46,7 @@ def read() -> tuple[Published, ...]:
 
 
 def find(paper: str, figure: str, **which: Any) -> list[Published]:
-    """Returns the numbers of a figure whose columns are as given. ValueError if there is none."""
+    """Returns the numbers of a figure whose columns have these values. ValueError if none match."""
     wanted = {"paper": paper, "figure": figure, **which}
     found = [one for one in read() if wanted.items() <= vars(one).items()]
     if not found:
@@ -145,7 +145,7 @@ def over(cells: Sequence[Cell], base: str, rows: Sequence[str] = ()) -> list[Cel
 
 
 def orders(cells: Iterable[Cell]) -> tuple[int, int]:
-    """Returns in how many columns ours put the rows in the published order, and how many columns there are."""
+    """Returns the number of columns in which our values have the published order, and the number of columns."""
     columns: dict[str, list[Cell]] = {}
     for cell in cells:
         columns.setdefault(cell.column, []).append(cell)

@@ -1,4 +1,4 @@
-"""The replayed steps of full_scale.jsonl, and what the systems of the MiCS paper make of them.
+"""The replayed steps of full_scale.jsonl, and the throughput of the MiCS paper's systems derived from them.
 
 The systems are DeepSpeed's: `deepspeed_s` of a line is the planner's `--as=deepspeed`, nothing hidden. How ZeRO-2 and
 ZeRO-3 sent otherwise than our programs is applied here. The network is fitted to the paper's all-gathers, nothing to a
@@ -17,8 +17,8 @@ PLANNER, PAPER = "planner", "figure 2"  # networks: the planner's own figures, a
 BUCKET = 5e8  # values: DeepSpeed's reduce_bucket_size and allgather_bucket_size
 LIVE = 1e9  # values: DeepSpeed's stage3_max_live_parameters
 HALF = 2  # bytes of fp16
-MATRICES = 6  # of a BERT layer: queries, keys, values, the output of attention, two of the MLP
-USABLE_BYTES = CLUSTERS[P3DN].usable_bytes(16)  # of a V100, by a program
+MATRICES = 6  # in a BERT layer: queries, keys, values, attention output, two in the MLP
+USABLE_BYTES = CLUSTERS[P3DN].usable_bytes(16)  # of a V100, usable by a program
 # The paper's network: the least squares of figure 2's all-gathers (a ring of n GPUs passes n - 1 chunks, one a node
 # between nodes, the others with NCCL's latency), and section 3.2's B_part inside a node
 LINK_LATENCY_S, LINK_BYTES_PER_S, INSIDE_BYTES_PER_S = 718e-6, 12.299e9, 128e9
@@ -32,7 +32,7 @@ class Shape:
     layers: int
     heads: int
     vocab: int
-    rows: int  # of a micro-batch
+    rows: int  # per micro-batch
     seq_len: int = 512
 
     @property
@@ -50,7 +50,7 @@ class Shape:
 
 
 def table_1(model: str) -> dict[str, int]:
-    """Returns what the paper's table 1 says of a model: hidden, intermediate, layers, heads, vocabulary, ..."""
+    """Returns a model's sizes in the paper's table 1: hidden, intermediate, layers, heads, vocabulary, ..."""
     return {one.system: int(one.value or 0) for one in published.find("MiCS", "table 1", case=model)}
 
 
@@ -62,12 +62,12 @@ def shape_of(model: str, rows: int = 8) -> Shape:
 
 
 def zero2_bytes(shape: Shape, gpus: int) -> float:
-    """Returns what DeepSpeed's ZeRO-2 needs of a GPU: state, activations, a bucket to reduce and one to gather."""
+    """Returns the bytes per GPU of DeepSpeed's ZeRO-2: state, activations, a reduce and a gather bucket."""
     return 2 * shape.num_params + 14 * shape.num_params / gpus + shape.activation_bytes + 2 * HALF * BUCKET
 
 
 def zero3_bytes(shape: Shape, gpus: int) -> float:
-    """Returns what DeepSpeed's ZeRO-3 needs of a GPU: state, activations, a bucket, and live parameters."""
+    """Returns the bytes per GPU of DeepSpeed's ZeRO-3: state, activations, a bucket, and live parameters."""
     return 16 * shape.num_params / gpus + shape.activation_bytes + HALF * (BUCKET + LIVE)
 
 
@@ -80,8 +80,8 @@ class Replay:
     global_size: int
     num_params: int
     memory: Mapping[str, float]
-    bucket_s: float  # of all GPUs' all-reduce of `BUCKET` gradients
-    latency_s: float  # of an all-gather of all GPUs that sends next to nothing
+    bucket_s: float  # an all-reduce of `BUCKET` gradients over all GPUs
+    latency_s: float  # an all-gather of a few bytes over all GPUs
     step_s: float  # our schedule
     deepspeed_s: float  # nothing hidden
     uses: Mapping[str, Mapping[str, float]]  # by "label, level"
@@ -96,7 +96,7 @@ class Replay:
 
     @property
     def total_bytes(self) -> float:
-        """What the program needs of a device."""
+        """The bytes of device memory that the program needs."""
         return sum(count for part, count in self.memory.items() if part != "capacity")
 
     @property
@@ -108,7 +108,7 @@ class Replay:
 def find(
     records: Records, model: str, gpus: int, strategy: str, *, cluster: str = P3DN, network: str = PAPER
 ) -> Replay:
-    """Returns the replay of a model's step. ValueError if there is none."""
+    """Returns the replay of a model's step. ValueError if it is not recorded."""
     key = {"model": model, "gpus": gpus, "strategy": strategy, "cluster": cluster, "network": network}
     return of_line(records.line("full_scale", **key))
 

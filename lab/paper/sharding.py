@@ -59,7 +59,7 @@ def zero_table_2(records: Records) -> Comparison:
 
 
 def scopes(records: Records) -> Comparison:
-    """Returns GB of model state of a GPU of 1024 under AMSP's plans, those of MiCS, and PaRO's for LLaMA-7B."""
+    """Returns GB of model state per GPU: the plans of AMSP and MiCS for 1024 GPUs, and PaRO's for LLaMA-7B."""
     plans: dict[str, list[int]] = {}
     groups: dict[str, int] = {}
     for one in published.find("AMSP", "plans for 1024 GPUs"):
@@ -89,7 +89,7 @@ def _plan(records: Records, row: str, name: str, strategy: str, cuts: list[int])
 
 
 def zeropp_in_all(records: Records) -> Comparison:
-    """Returns all bytes between nodes a step in M: of the small model on the wire, of 18 B parameters compiled."""
+    """Returns the bytes between nodes per step in M: the small model's on the wire, the 18 B model's compiled."""
     cells = []
     for one in published.find("ZeRO++", "volume", case="in all"):
         plus = one.system == "ZeRO++"
@@ -98,14 +98,14 @@ def zeropp_in_all(records: Records) -> Comparison:
         small = wire["wire_tx_bytes"] / (3 / 4) / wire["num_params"] / item_bytes  # 3 / 4 of a pass cross 4 nodes
         line = records.line("compiled", kind="prediction", name="18B ZeRO++, 1K" if plus else "18B zero3 flat, 1K")
         sent = line["rates"]["100"]["inter_bytes"] * ZEROPP_PER_NODE / (HALF * line["num_params"])
-        crossing = (ZEROPP_GPUS - ZEROPP_PER_NODE if plus else ZEROPP_GPUS - 1) / ZEROPP_GPUS  # of a pass, flat or not
+        crossing = (ZEROPP_GPUS - ZEROPP_PER_NODE if plus else ZEROPP_GPUS - 1) / ZEROPP_GPUS  # fraction of a pass
         cells.append(Cell(row=one.system, column="25.6 M, on the wire", published=one.value, ours=small))
         cells.append(Cell(row=one.system, column="18 B, compiled", published=one.value, ours=sent / crossing))
     return Comparison(title="M", cells=cells, form="{:.3f}")
 
 
 def zeropp_throughput(records: Records) -> Comparison:
-    """Returns TFLOP/s of a GPU, 18 B parameters on 384 V100, with what rematerialisation repeats: a third of 3."""
+    """Returns TFLOP/s per GPU for 18 B parameters on 384 V100; rematerialisation adds a fourth pass to three."""
 
     def ours(one: Published) -> float:
         return records.line("compiled", kind="prediction", name=one.ours)["rates"][f"{one.at}"]["tflops"] * 4 / 3
@@ -115,5 +115,5 @@ def zeropp_throughput(records: Records) -> Comparison:
 
 
 def zeropp_speed_up(records: Records) -> Comparison:
-    """Returns the throughput of ZeRO++ over that of ZeRO-3."""
+    """Returns the throughput of ZeRO++ divided by ZeRO-3's."""
     return Comparison(title="times", cells=over(zeropp_throughput(records).cells, "ZeRO-3"))

@@ -36,7 +36,7 @@ TEXTS: Mapping[str, Callable[[Records], str]] = {
     "calls": traffic.calls,
     "summary": lambda records: summary(records),
 }
-# what the front page sums up, and how often our systems come in the published order
+# title on the front page, and a function that counts the columns in which our systems have the published order
 SUMMARY: Mapping[str, tuple[str, Callable[[Records], tuple[int, int]] | None]] = {
     "mics-volumes": ("MiCS, section 3: bytes by formula", None),
     "mics-sizes": ("MiCS, table 1: parameters", None),
@@ -59,7 +59,7 @@ SUMMARY: Mapping[str, tuple[str, Callable[[Records], tuple[int, int]] | None]] =
 
 
 def tables(records: Records) -> dict[str, Callable[[], str]]:
-    """Returns what gives each table as Markdown."""
+    """Returns a function per table that returns it as Markdown."""
     found: dict[str, Callable[[], str]] = {name: partial(text, records) for name, text in TEXTS.items()}
     return found | {name: lambda of=of: of(records).markdown() for name, of in COMPARISONS.items()}
 
@@ -76,7 +76,7 @@ def summary(records: Records) -> str:
 
 
 def chart(of: Callable[[Records], Comparison], title: str, **how: float | bool) -> Callable[[Records], Figure]:
-    """Returns what draws a comparison: in each column, or of one column for each row, what is published and ours."""
+    """Returns a function that draws a comparison: published and our values per column, or per row of one column."""
 
     def draw(records: Records) -> Figure:
         cells = of(records).cells

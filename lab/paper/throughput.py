@@ -10,13 +10,13 @@ from lab.paper.replays import P3DN, P4D, PAPER, Replay, find, shape_of
 from lab.records import Records
 from runtime.files.pages import markdown
 
-# figure: what the other systems are divided by
+# figure: the system by which the others are divided
 ABLATIONS = {"figure 12": "group of 64", "figure 13b": "ZeRO-3", "figure 14": "one hop", "figure 15": "ZeRO-3"}
-# systems that sent otherwise than our programs: how long a step takes them; the others hide nothing
+# systems that send differently from our programs: their time of a step; the others hide no communication
 SECONDS = {"ZeRO-2": replays.zero2_s, "ZeRO-3": replays.zero3_s, "one hop": replays.one_hop_s}
-# what DeepSpeed's need of a GPU, and rows of a micro-batch
+# bytes per GPU of DeepSpeed's systems, and rows of a micro-batch
 NEEDS = {"ZeRO-2": (replays.zero2_bytes, 4), "ZeRO-3": (replays.zero3_bytes, 8)}
-# of the scale model, 4 nodes of 2 devices, by figure: our strategies of its systems
+# our strategies for each figure's systems in the scale model, 4 nodes of 2 devices
 SCALE_MODEL = {
     "figure 12": {"group of 64": "mics(8)", "group of 8": "mics(2)", "group of 32": "mics(4)"},
     "figure 13b": {"ZeRO-3": "zero3 flat", "flat": "mics(4) flat", "hierarchical": "mics(4)"},
@@ -62,7 +62,7 @@ def _run(records: Records, bar: Published, network: str) -> Run:
 
 
 def sequences(records: Records) -> Comparison:
-    """Returns figure 7's numbers, and those of our schedule."""
+    """Returns figure 7's numbers, and our schedule's."""
     found = [run for run in runs(records, "figure 7") if run.bar.value]
     cells = [run.cell() for run in found]
     for run in found:
@@ -104,7 +104,7 @@ def _over_zero3(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def memory(records: Records) -> str:
-    """Returns what each run of figure 7 needs of a GPU, and where we call it wrong whether it fits."""
+    """Returns the bytes per GPU of each run of figure 7, and the runs for which we mispredict whether they fit."""
     rows: dict[str, list[str]] = {}
     for run in runs(records, "figure 7"):
         text = f"{run.needs_bytes / 1e9:.1f}{'' if run.replay else ', OOM'}"
@@ -124,7 +124,7 @@ def ablation(records: Records, figure: str) -> list[Cell]:
 
 
 def ratios(cells: Sequence[Cell], figure: str) -> list[Cell]:
-    """Returns the throughput of a figure's systems over that of its base."""
+    """Returns the throughput of a figure's systems divided by its base's."""
     name = figure.removeprefix("figure ")
     return [replace(cell, row=f"{name}: {cell.row}") for cell in over(cells, ABLATIONS[figure])]
 

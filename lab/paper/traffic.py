@@ -12,14 +12,14 @@ from runtime.files.pages import markdown
 
 FILE = Path(__file__).parent / "traffic.csv"
 PARAMETER_BYTES = 4  # all compiled steps have f32 parameters and gradients
-NODES, N, K, ACCUM = 8, 64, 8, 4  # of the cluster that MiCS's formulas are compared on: n devices, k of a node
+NODES, N, K, ACCUM = 8, 64, 8, 4  # cluster for the comparison with MiCS's formulas: n devices, k per node
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A compiled training step; its collectives' bytes are those of a device per step, averaged over the devices."""
+    """A compiled training step; its collectives' bytes are per device and step, averaged over the devices."""
 
     devices_per_node: int
     num_params: int
@@ -39,7 +39,7 @@ class Step:
         return self.devices_per_node * sum(c["inter_bytes"] for c in self._named(names))
 
     def calls(self, kind: str) -> int:
-        """Returns how often collectives of a kind run per step, without those of losses and norms."""
+        """Returns how often collectives of a kind run per step, except for losses and norms."""
         return sum(c["times"] for c in self.collectives if c["kind"] == kind and c["name"])
 
     def _named(self, names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -47,15 +47,15 @@ class Step:
 
 
 def step(records: Records, name: str, *, nodes: int = 4, accum: int = 1) -> Step:
-    """Returns a compiled step by its name: that of its strategy, but for steps that one paper needs."""
+    """Returns a compiled step by its name: its strategy, except for steps that a single paper needs."""
     line = records.line("compiled", kind="step", name=name, nodes=nodes, accum=accum)
     return Step(**{key: line[key] for key in Step.__dataclass_fields__})
 
 
 def volumes(records: Records, name: str) -> Comparison:
-    """Returns a table of traffic.csv in M, the bytes of the model: its formulas, and ours of a device or of a node.
+    """Returns a table of traffic.csv in M, the bytes of the model: its formulas, and our bytes per device or node.
 
-    Ours is what the named collectives of a step send (all, if none is named), divided by `per` and by M.
+    Our bytes are sent by the named collectives of a step (all, if none is named), and divided by `per` and by M.
     """
     with FILE.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["table"] == name]
@@ -81,7 +81,7 @@ def savings(records: Records) -> Comparison:
 
 
 def two_hops(records: Records) -> Comparison:
-    """Returns bytes of an all-reduce in every micro-step over those of two hops, as the paper counts and as sent."""
+    """Returns bytes of an all-reduce per micro-step over the bytes of two hops, as the paper counts and as sent."""
     cells = []
     for p in (8, 16, 32):
         two, off = (step(records, f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " two-hop off"))
@@ -98,7 +98,7 @@ def two_hops(records: Records) -> Comparison:
 
 
 def calls(records: Records) -> str:
-    """Returns each strategy's collectives a step, and bytes of a device and of a node over those of ddp."""
+    """Returns each strategy's collectives per step, and its bytes per device and per node divided by ddp's."""
     steps = {name: step(records, name, accum=4) for name in STRATEGIES}
     ddp = steps["ddp"]
     rows = []
