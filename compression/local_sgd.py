@@ -9,8 +9,8 @@ The outer gradient passes through the replica all-reduce, including its codec, o
 such as batch norm's, always become the replicas' mean: an outer momentum would carry them beyond every value that was
 seen.
 
-Streaming (Streaming DiLoCo, arXiv 2501.18512) spreads the sync over the H steps and overlaps it with their compute. Step t
-exchanges part t mod H of each tensor's drift after the step before, and ends with the outer step of this part.
+Streaming (Streaming DiLoCo, arXiv 2501.18512) spreads the sync over the H steps and overlaps it with their compute.
+Step t exchanges part t mod H of each tensor's drift after the step before, and ends with the outer step of this part.
 A replica keeps its movement in the meantime, one step: with x its drift before the step and m its movement in it, the
 part's drift becomes (x + m) - x = m (delayed averaging: DaSGD, arXiv 2006.00441; Streaming DiLoCo blends by a factor).
 

@@ -32,7 +32,7 @@ RESNETS = {
 
 
 def resnet(depth: int = 0) -> ConfigDict:
-    """A ResNet that classifies images (`models/resnet.py`): a small one, or the published one with `depth` layers."""
+    """A ResNet that classifies images (`models/resnet.py`): small, or published with `depth` layers."""
     config = model("resnet")
     if not depth:
         return config

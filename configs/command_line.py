@@ -34,7 +34,7 @@ from configs.schema import (
 from runtime.files.paths import user_path
 
 HELP = ("--help", "-help", "-h")
-WANTED = {  # by what absl says of a flag's value
+WANTED = {  # by absl's message about a flag's value
     "invalid literal for int": "a whole number",
     "could not convert string to float": "a number",
     "Non-boolean argument": "true or false",
@@ -186,7 +186,7 @@ class _UncachedLoader(SourceFileLoader):
 def import_file(file: str) -> Any:
     """Returns the module of a config file, executed anew; it stays in `sys.modules` for the annotations in it.
 
-    ValueError if there is no such file, or with the line of the file that fails.
+    ValueError if the file is missing, or with the line of the file that fails.
     """
     path = user_path(file)
     if not path.is_file():
@@ -245,7 +245,7 @@ def with_line(error: BaseException, file: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns the message of an error as one line, without what ConfigDict adds to it."""
+    """Returns the message of an error as one line, without ConfigDict's additions."""
     text = str(error.args[0] if error.args else error)
     return " ".join(text.split()).split(" Other fields present")[0] or type(error).__name__
 

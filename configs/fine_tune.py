@@ -25,7 +25,7 @@ SIZES = {
 
 
 def get_config(arg: str = "llama_8b") -> ConfigDict:
-    """Returns a run that adapts the model in the folder `arg`, or the plan of one. ValueError if there is none."""
+    """Returns a run that adapts the model in the folder `arg`, or the plan of a model. ValueError if neither exists."""
     config, folder = base.get_config(), user_path(arg)
     if (folder / hugging_face.CONFIG_FILE).exists():
         config.model = hugging_face.model(folder)

@@ -11,8 +11,9 @@ Not run yet; by the planner (lab/benchmarks/planner_configs.py):
 The paper has a TPU v3 core for each expert. 2048 experts are two on a device here, because a width of 1024 cannot be
 cut into 2048 shards.
 
-The paper's models are encoder-decoders for translation; these are decoders of as many layers, every other one with
-experts, with its width (1024), MLP (8192), 16 heads (of 64 instead of 128) and capacity of `2 T / E` tokens of a row.
+The paper's models are encoder-decoders for translation. These are decoders with the same number of layers, and every
+second layer has experts. Width (1024), MLP (8192), number of heads (16, of size 64 instead of 128) and capacity (`2 T /
+E` tokens of a row) are the paper's.
 The data is synthetic, and the learning rate is ours.
 """
 

@@ -58,7 +58,7 @@ class Loss:
 
     @property
     def method(self) -> str:
-        """The name of the method: local SGD (any interval and codec), or the first key, marked if errors are dropped."""
+        """The name of the method: local SGD (any interval and codec), or the first key and if it drops errors."""
         if INNER_STEPS in self.setting:
             return INNER_STEPS
         first, *others = map("=".join, self.setting.items())

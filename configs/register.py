@@ -26,7 +26,7 @@ def register(topic: str, name: str, value: Any) -> None:
     - `all_reduce`: an AllReduceMethod
     - `interval`: an Interval (training/intervals.py), which chooses the steps between exchanges of local SGD
     - `strategy`: the scopes of parameters, gradients and optimizer state; each none, node, all or a number of devices
-    - `optimizer`: `optimizer(config, schedule, mask)`, which returns an optax transform; `mask` marks decayed parameters
+    - `optimizer`: `optimizer(config, schedule, mask)`, which returns an optax transform; `mask`: parameters that decay
     - `schedule`: `schedule(config, num_steps)`, which returns the learning rate by step, from 0, after the warm-up
 
     ValueError for an unknown topic, and for a name that is not an identifier or is already taken.

@@ -1,4 +1,4 @@
-"""WideResNet with 3 B parameters: the MiCS paper's model that is no transformer (figure 11).
+"""WideResNet with 3 B parameters: the MiCS paper's only model that is not a transformer (figure 11).
 
     python train.py --config=configs/wide_resnet_3b.py --workdir=runs/wide_resnet_3b
 

@@ -4,8 +4,8 @@
     DIR/mics-jax-UID/RUN_ID/2-0-a.json     their description; written last, and removed before the data is overwritten
 
 A process alternates between its two slots, so that a kill during a write leaves the other one intact. Only the user can
-access the folders (mode 0700), so nobody else can read or plant a snapshot. If another user has created `mics-jax-UID`,
-a folder of another name is used. The hashes detect damage.
+access the folders (mode 0700), so that no other user can read or plant a snapshot. If another user has created
+`mics-jax-UID`, a folder of another name is used. The hashes detect damage.
 """
 
 import contextlib
@@ -81,9 +81,9 @@ class Piece:
 class SnapshotManifest:
     """The description of a snapshot: regions of the arrays of one step."""
 
-    name: str  # of the two files, without their endings
+    name: str  # name of the two files, without their endings
     run_id: str
-    history: tuple[int, ...]  # first steps of the attempts, up to the one that wrote it
+    history: tuple[int, ...]  # first steps of the attempts, up to the attempt that wrote it
     saved: int  # the newest checkpoint at that time
     step: int
     data: dict[str, Any]  # the position in the data
@@ -282,7 +282,7 @@ def remove_run(memory_dir: str | Path, run_id: str) -> None:
     memory = user_path(memory_dir)
     for folder in [memory / name / run_id, *memory.glob(f"{name}-*/{run_id}")]:
         if _is_private(folder.parent) and _is_private(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # what cannot be deleted must not fail a finished run
+            shutil.rmtree(folder, ignore_errors=True)  # undeletable files must not fail a finished run
             if folder.parent.name != name:
                 with contextlib.suppress(OSError):  # another process of this node has deleted it
                     folder.parent.rmdir()

@@ -40,7 +40,7 @@ class Copy:
 class Found:
     """A step that is complete across the nodes."""
 
-    snapshot: SnapshotManifest  # one of the snapshots of this step
+    snapshot: SnapshotManifest  # a snapshot of this step
     copies: Mapping[str, Sequence[Copy]]  # by path
 
     @property
@@ -62,9 +62,9 @@ def find(
     report: Report,
     progress: Callable[[], object],
 ) -> Found | None:
-    """Returns the newest step that is complete and verifies, the same in every process; None if there is none.
+    """Returns the newest step that is complete and verifies, the same in every process, or None.
 
-    On each node, one process `reads` the folder. `saved` is the newest checkpoint, or one that was set aside. In
+    On each node, one process `reads` the folder. `saved` is the newest checkpoint, possibly set aside. In
     process 0, `report` gets a line for each snapshot that is ignored, but none for an incomplete step: the newest one
     may have been in progress. `progress` is called for each piece that is verified here.
     """
@@ -165,7 +165,7 @@ class _Reader:
         return result
 
     def _nearest(self, copies: list[Copy]) -> Copy:
-        """Returns the copy on this node, if any; else one by the process index and the turn, which spreads the load."""
+        """Returns the copy on this node, if any; else a copy by the process index and the turn, to spread the load."""
         here = [copy for copy in copies if copy.process == self.reader]
         return here[0] if here else copies[(jax.process_index() + self.turn) % len(copies)]
 
@@ -181,7 +181,7 @@ def _complete(copies: Sequence[Copy]) -> Mapping[str, Sequence[Copy]]:
     for copy in copies:
         by_path[copy.piece.region.path].append(copy)
     for leaf in copies[0].snapshot.tree if copies else ():
-        regions = {copy.piece.region for copy in by_path[leaf.path]}  # of one sharding: they do not overlap
+        regions = {copy.piece.region for copy in by_path[leaf.path]}  # regions of one sharding: they do not overlap
         if sum(math.prod(region.shape) for region in regions) != math.prod(leaf.shape):
             return {}
     return by_path

@@ -33,7 +33,7 @@ def to_listen_at(host: str) -> str:
     """Returns the address to listen at when others connect to `host`, or "" for all addresses of the machine.
 
     An address of this machine, or localhost, is returned unchanged. A name gives "", because this machine may resolve
-    it to another address than the others do (to 127.0.1.1, or behind NAT).
+    it to a different address from the other machines (to 127.0.1.1, or with NAT).
     """
     host = "127.0.0.1" if host == "localhost" else host
     try:

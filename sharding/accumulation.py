@@ -33,7 +33,7 @@ class Rule:
     name: str
     add: Callable[[PyTree, PyTree, Index], PyTree]  # (sums, gradients of trained parameters, layer) -> sums
     overlap: bool = False
-    # parts a group's values into the trained ones, of which there are sums and gradients, and the frozen ones
+    # splits a group's values into trained values, which have sums and gradients, and frozen values
     part: Callable[[PyTree], tuple[PyTree, PyTree]] = lambda values: (values, {})
     # a first gather, whose result stays for the backward pass (between nodes: ZeRO++'s hpZ); only with `overlap`
     keep: Callable[[PyTree], PyTree] | None = None
@@ -101,9 +101,10 @@ def scan_layers(
     """Returns `x` after `body(x, gather(layer), *args)` for each layer of a stack `[L, ...]`.
 
     The stack is an Accumulating or plain arrays; `args` hold floats. `rematerialise` wraps the gather and the body of
-    one layer, and says what the backward pass computes again; with `overlap` that is always everything but the layer's
-    `x`. `unroll`, without `overlap`: the program has the layers one after the other, not a loop, which copies what it
-    keeps for the backward pass into stacks and out of them. ValueError if an Accumulating was used before.
+    one layer, and decides which values the backward pass recomputes; with `overlap` it recomputes all but the layer's
+    `x`. `unroll`, without `overlap`: the program has the layers one after the other, not a loop. A loop copies the
+    values that it keeps for the backward pass into stacks and out of them. ValueError if an Accumulating was used
+    before.
     """
     if isinstance(stack, Accumulating):
         stack.rule.use()
@@ -172,7 +173,7 @@ def _scan_pipelined(
 
         first = keep(at(values, 0))
         part = first if rule.keep else None
-        # of this x, not of zeros as in what a scan returns for each layer: XLA makes the zeros of all unrolled
+        # made from this x, not from zeros like the stacked outputs of a scan: XLA makes the zeros of all unrolled
         # micro-steps before the first one, so that the room of the last is taken from the start
         room = jax.tree.map(lambda y: jnp.broadcast_to(y, (max(last, 1), *y.shape)), (x, part))
         (x_last, _, full, (xs, parts)), _ = lax.scan(layer, (x, part, gather(first), room), jnp.arange(last))
@@ -222,7 +223,7 @@ def _scan_pipelined(
 
 
 def _tap(backward: Callable[..., tuple[PyTree, ...]], given: PyTree, *trees: PyTree) -> tuple[PyTree, ...]:
-    """Returns the trees of `[...]`; their cotangents are what `backward(given, *cotangents)` returns, None for zero."""
+    """Returns the trees of `[...]`; `backward(given, *cotangents)` returns their cotangents, None for zero."""
 
     @jax.custom_vjp
     def identity(given: PyTree, *trees: PyTree) -> tuple[PyTree, ...]:

@@ -133,7 +133,7 @@ def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
 
 
 def used_placements(plan: ShardingPlan, name: str, placements: Placements) -> PyTree:
-    """Returns those placements that belong to what a model gathers under `name`: of a stack, one layer's slice."""
+    """Returns the placements of the parameters that a model gathers under `name`; for a stack, of one layer's slice."""
     placements = placements[name]
     if name not in plan.stacks:
         return placements

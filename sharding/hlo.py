@@ -52,7 +52,7 @@ class Collective:
     payload_bytes: int
     inter_bytes: float
     intra_bytes: float
-    group_size: int  # number of devices in one of its groups
+    group_size: int  # number of devices per group
     group_nodes: int  # number of their nodes
     times: int  # executions per step
     loop_depth: int

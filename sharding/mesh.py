@@ -19,7 +19,7 @@ from sharding.trees import Axes
 
 Device = Any  # a jax.Device
 
-STAGE = "stage"  # of a pipeline: its stages have different layers and the same rows
+STAGE = "stage"  # pipeline axis: stages have different layers and the same rows
 CONTEXT = "context"  # neighbours that process the same rows, with a part of their positions each
 INTER_AXES = (STAGE, "replica_inter", "shard_inter")
 INTRA_AXES = ("replica_intra", "shard_intra")

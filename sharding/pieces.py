@@ -1,7 +1,7 @@
 """Cuts tensors for an exchange in the micro-steps: a part of each tensor in a step, a piece of it in a micro-step.
 
-All trees are of a device's shards, by group of parameters. Shards are cut flat, those of the groups `stacks` layer by
-layer: `[...]` into `[count, N]`, `[L, ...]` into `[L, count, N]`. What does not divide is filled up with zeros.
+All trees contain a device's shards, by group of parameters. Shards are flattened and cut: `[...]` into `[count, N]`. In
+the groups `stacks` each layer is cut: `[L, ...]` into `[L, count, N]`. Sizes that do not divide are padded with zeros.
 """
 
 from collections.abc import Callable, Collection
@@ -57,7 +57,7 @@ def is_in_part(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree
 
 
 def _by_group(stacks: Stacks, function: Callable[..., jax.Array], tree: PyTree, *others: PyTree) -> PyTree:
-    """Maps `function(leaf, ..., axis=...)`, the axis being that of the rows; None stays None."""
+    """Maps `function(leaf, ..., axis=...)`, where `axis` is the axis of the rows; None stays None."""
     return tree and {
         name: jax.tree.map(partial(function, axis=int(name in stacks)), group, *(other[name] for other in others))
         for name, group in tree.items()

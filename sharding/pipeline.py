@@ -2,14 +2,15 @@
 
 The schedule is 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473) in
 lockstep: in a tick every stage runs one micro-batch forward and another one backward, and hands the results to its
-neighbours. Of S stages, stage s runs micro-batch i forward in tick `i + s` and backward in tick `i + 2 (S - 1) - s`.
+neighbours. With S stages, stage s runs micro-batch i forward in tick `i + s` and backward in tick `i + 2 (S - 1) - s`.
 So only forwards fill the pipeline, S - 1 ticks; only backwards empty it, S - 1 ticks; and between them lie A ticks with
 both, for A micro-batches. A stage keeps the inputs of `2 S - 3` micro-batches at most, however large A is; the first
 one has its rows as input.
 
-A stage without a micro-batch to run in a tick runs on what is there, because the time is lost anyway: the first one on
-the nearest micro-batch, the others on zeros, on an old input or on what an idle neighbour hands on. No gradient comes
-of it: the cotangents that it gets are zeros. Everything here runs inside a `shard_map` whose axis `stage` is manual.
+A stage without a micro-batch in a tick runs on any available input, because the time is lost anyway. The first stage
+runs on the nearest micro-batch, the others on zeros, on an old input or on the output of an idle neighbour. This adds
+nothing to the gradients, because the cotangents of these outputs are zeros. Everything here runs inside a `shard_map`
+whose axis `stage` is manual.
 """
 
 from collections.abc import Callable, Mapping
@@ -142,7 +143,7 @@ def only_forward(
 
 
 def rows_of(batch: Batch, i: jax.Array) -> Batch:
-    """Returns micro-batch `i`, `[rows, ...]`, or the nearest that there is."""
+    """Returns micro-batch `i`, `[rows, ...]`, or the nearest that exists."""
     last = batch["weights"].shape[0] - 1
     return {name: lax.dynamic_index_in_dim(x, jnp.clip(i, 0, last), keepdims=False) for name, x in batch.items()}
 

@@ -1,4 +1,4 @@
-"""Functions of whole tensors: each tensor is assembled on one of the devices that hold its shards.
+"""Functions of whole tensors: each tensor is assembled on a device that holds one of its shards.
 
 An all-to-all turns "each device has a shard of all" into "each device has some whole tensors". The function runs there,
 and a second all-to-all turns the results into shards again. A tensor crosses each network level once in each direction:

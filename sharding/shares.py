@@ -1,4 +1,4 @@
-"""The step of replicas that are worlds of their own: a compiled share of the gradients, and the compiled update.
+"""The step of independent replicas, which are separate JAX programs: a compiled share of the gradients, and the update.
 
     share(params, batch) -> means                      # hands out gradients during its last backward pass
     update(state, grads_R, means) -> (state, metrics)
@@ -89,7 +89,7 @@ def build_share(
 
 
 def build_update(plan: ShardingPlan, timing: Timing) -> Callable[[TrainState, PyTree, Means], tuple[TrainState, Means]]:
-    """Returns `update(state, grads_R, means) -> (state, metrics)`, of what all shares together have."""
+    """Returns `update(state, grads_R, means) -> (state, metrics)`, for the sums over all shares."""
 
     def update(state: TrainState, grads_R: PyTree, means: Means) -> tuple[TrainState, Means]:
         weight = means["weight"]
@@ -112,7 +112,8 @@ def gradient_shapes(plan: ShardingPlan, params: PyTree) -> PyTree:
 class FlatGradients:
     """The gradients of this process' devices as one vector, f32 `[size]`, in the order in which they are handed out.
 
-    Those of parameters with one dim per layer follow all others. Of what several devices hold whole the first has it.
+    Gradients of parameters with one dim per layer follow all others. A gradient that several devices hold whole is
+    stored once, for the first device.
     """
 
     plan: ShardingPlan
@@ -148,7 +149,7 @@ class FlatGradients:
         return [i for i, device in enumerate(plan.mesh.devices.flat) if device.process_index == jax.process_index()]
 
     def put(self, flat: np.ndarray, name: str, device: int, layer: int, leaves: Sequence[Any]) -> tuple[int, int]:
-        """Writes what was handed out to `flat`; returns where the coded part of that begins and ends."""
+        """Writes a layer's gradients (`leaves`) to `flat`; returns the start and end of their coded part."""
         slots = self.slots[name, layer, device]
         for (start, size), leaf in zip(slots, leaves, strict=True):
             if size:

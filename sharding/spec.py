@@ -154,7 +154,7 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
 
 
 def has_dims(specs: PyTree, dims: Sequence[str]) -> bool:
-    """Whether any parameter of a tree of ParamSpecs has one of these dims."""
+    """Whether any parameter in a tree of ParamSpecs has any of these dims."""
     return any(dim in dims for spec in jax.tree.leaves(specs, is_leaf=is_spec) for dim in spec.dims)
 
 

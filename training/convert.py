@@ -8,7 +8,7 @@ The first command writes step 0 of a run, and `train.py` with the same config an
 can also start from DIR itself, with `model.weights`, which also works on several machines.) The second command writes
 the parameters of the newest checkpoint, or of step N, in model.compute_dtype, and the run's tokenizer if that is a
 tokenizer.json. It copies generation_config.json and the ids of special tokens from the weights that the run began with.
-After a run on chats the token that ends an answer is one of the ids that end a text. Adapters of LoRA are merged into
+After a run on chats the token that ends an answer is among the ids that end a text. Adapters of LoRA are merged into
 their base, in the dtype of its files. The third command writes only the adapters, in PEFT's layout. Each command runs
 in one process. Exit codes: 0 done; 2 a mistake in a flag, the config or a file; 1 anything else.
 """

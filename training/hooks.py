@@ -190,7 +190,7 @@ class Report:
                 self._log.say(f"step {step}: {warning}; said once, counted at the end")
         if self._reported == 1:
             config = self._ex.config
-            size = config.local_sgd.inner_steps if config.sharding.replicas == "independent" else 0  # of a round
+            size = config.local_sgd.inner_steps if config.sharding.replicas == "independent" else 0  # steps of a round
             self._supervisor.events.write(Event.FIRST_STEP, step=step, after=step - max(size, 1))
         if in_a_row >= self._ex.config.optimizer.max_skipped:
             raise NonFiniteError(

@@ -1,7 +1,7 @@
 """Lines about compression that has nothing to compress on the devices of a run.
 
-A run with a codec continues on one node, and on several nodes again: its config may not change, so that what has
-nothing to send idles.
+A run with a codec may continue on one node, and later on several nodes again. Its config may not change, so a codec
+with nothing to send idles.
 """
 
 from collections.abc import Iterator

@@ -48,7 +48,7 @@ class ReplicaLog(Log):
         self._say(text)
 
     def write(self, event: Event, *, replica: int, step: int, **fields: str) -> None:
-        first, last = step * self._steps + 1, (step + 1) * self._steps  # of the steps of training in it
+        first, last = step * self._steps + 1, (step + 1) * self._steps  # the round's training steps
         row = last if event is Event.REPLICA_LEFT else first
         self._supervisor.events.write(event, replica=replica, step=row, **fields)
         name = f"replica {replica}" if replica != self._number else "this replica"
@@ -280,7 +280,7 @@ class Independent:
             self._stop.end_if_asked()
 
     def _agreed(self, value: int) -> list[int]:
-        """Returns what `agreed` does, for a replica that waits for peers: its processes do not hang."""
+        """Returns the result of `agreed` and marks progress: a replica that waits for peers does not hang."""
         self._supervisor.enter(Phase.STEPPING)
         return agreed(value)
 
@@ -312,7 +312,7 @@ def unit_warnings(ex: Experiment, work: Work, count: int) -> list[str]:
 
 
 def fingerprint(ex: Experiment, dataset: Dataset) -> str:
-    """Returns a hash of all settings that replicas must have in common for their gradients to be those of one run."""
+    """Returns a hash of all settings that replicas must have in common to compute gradients of one run."""
     values = ex.config.to_dict()
     parts: dict[str, Any] = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}
     devices = [jax.device_count(), jax.process_count(), jax.devices()[0].device_kind]

@@ -149,7 +149,7 @@ def check_step_fits(
     on_cpus = _on_cpus(experiment)
     capacity = inf if on_cpus else memory_per_device() or inf
     arguments = analysis.argument_size_in_bytes
-    if experiment.config.sharding.replicas == "independent":  # the optimizer state is no argument of a share's program
+    if experiment.config.sharding.replicas == "independent":  # a share's program does not take the optimizer state
         arguments += state_bytes(experiment)[2]
     held = memory_of(experiment, arguments, analysis.temp_size_in_bytes, capacity)
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in held.parts.items())

@@ -4,11 +4,11 @@
     sync     the mean of all workers' deltas is the outer gradient; the workers continue with the mean of their
              optimizers' states, in which counters are rounded up
 
-A worker is a function of the common state and its rows. So the number of workers is the number of units, on any number
+A worker is a function of the common state and its rows. So the number of workers is the number of units, for any number
 of replicas, and the units of a lost replica are computed again, to the same bits. In one world each replica keeps the
-state of its optimizer (Douillard et al. 2023, arXiv 2311.08105): here it would be lost with the replica. The state is
-encoded like the delta, but in bf16 if the delta has a codec, unless it changes too slowly for bf16. The delta of
-parameters with one dim per layer is sent unencoded, with the counters.
+state of its optimizer (Douillard et al. 2023, arXiv 2311.08105). Here this state would be lost with the replica, so it
+is exchanged. It is encoded like the delta, but in bf16 if the delta has a codec, unless it changes too slowly for bf16.
+The delta of parameters with one dim per layer is sent unencoded, with the counters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from training.experiment import Experiment
 from training.optimizer_chain import of_all_replicas
 from training.replica_state import local_shards, local_size, with_values
 
-LEAST_FALL = 0.02  # of a moment from one sync to the next, for bf16, which rounds off up to 0.4 %
+LEAST_FALL = 0.02  # least decay of a moment between two syncs for bf16, which rounds by up to 0.4 %
 
 
 class RoundUnits:
@@ -111,7 +111,7 @@ class RoundUnits:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Numbers of values: of the encoded delta, of the optimizer's state, and of all unencoded arrays."""
+        """Numbers of values in the encoded delta, the optimizer's state, and all unencoded arrays."""
         return [sum(map(local_size, part)) for part in self._parts(self._ex.state_shapes.opt_state)]
 
     def _parts(self, local: LocalState) -> tuple[list[Any], list[Any], list[Any]]:
@@ -172,7 +172,7 @@ class _Values:
         self._mean, self._at = mean, 0
 
     def __call__(self, shard: Any) -> np.ndarray:
-        """Returns the values of a shard; of a counter they are rounded up."""
+        """Returns the values of a shard; counters are rounded up."""
         data, start = shard.data, self._at
         self._at += data.size
         values = self._mean[start : self._at].reshape(data.shape)
@@ -183,7 +183,7 @@ def state_payload(config: Config) -> Payload:
     """Returns how the state of the inner optimizers travels: in bf16 a moment that falls more slowly would stay."""
     compression, optimizer = config.compression, config.optimizer
     left = max(optimizer.momentum, optimizer.b1, optimizer.b2) ** config.local_sgd.inner_steps
-    # adafactor's decay nears 1 as the run goes on; of a registered optimizer it is not known
+    # adafactor's decay nears 1 in the course of a run; a registered optimizer's decay is not known
     is_slow = 1 - left < LEAST_FALL or optimizer.name in ("adafactor", *OWN["optimizer"])
     is_exact = compression.all_reduce == "none" or is_slow
     return make_payload("none" if is_exact else "bf16", compression.block)

@@ -33,7 +33,7 @@ class Continuation:
         return max_len - len(prompt)
 
     def __call__(self, params: object, prompt: np.ndarray, length: int) -> np.ndarray:
-        """Returns ids [P + length]: the prompt continued; of the samples of all data devices, the first."""
+        """Returns ids [P + length]: the prompt continued; the first sample of all data devices."""
         rows = self._experiment.plan.layout.shape.num_data_devices
         batch = {
             "prompt": jnp.broadcast_to(jnp.asarray(prompt, jnp.int32), (1, rows, len(prompt))),

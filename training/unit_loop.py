@@ -82,11 +82,11 @@ class UnitLoop:
         stop: Stop,
         enter: Callable[[Phase], object],
     ) -> None:
-        """`enter` is told that the process makes progress."""
+        """`enter` is called when the process makes progress."""
         self.work, self.replicas = work, replicas
         self._rows, self._layout, self._stop, self._enter = rows, layout, stop, enter
         self.wait_s = 0.0  # for rows
-        self._unit_s, self._longest_s = 0.0, 0.0  # of a unit: on average; the slowest of this step
+        self._unit_s, self._longest_s = 0.0, 0.0  # average unit; slowest unit of this step
 
     def units(self, step: Step) -> Iterator[int]:
         """Yields each unit to compute until all totals of a step are here. StoppedError if the run stops before."""

@@ -22,7 +22,7 @@ class Validation:
     bits_per_byte: float | None = None  # of causal models of text
     accuracy: float | None = None  # of classifiers: share of the images whose class is the most likely one
     dropped_share: float | None = None  # of models with experts: share of the tokens' choices that found no room
-    by_source: Mapping[str, float] = field(default_factory=dict)  # of a mixture: the loss on each source's own split
+    by_source: Mapping[str, float] = field(default_factory=dict)  # mixtures: the loss on each source's split
 
     def scalars(self) -> dict[str, float]:
         """Returns the metrics by their keys in `metrics.jsonl`."""

@@ -28,8 +28,8 @@ from elastic.replicas.transport import SharedLock, Transport
 from runtime.blobs import PeerError
 from runtime.exit_codes import ResumableError
 
-FETCHES = 5  # of the state
-LOOK_S = 0.02  # between two looks for a unit that one of a replica's processes needs
+FETCHES = 5  # attempts to fetch the state
+LOOK_S = 0.02  # between two searches for a unit that a process of the replica needs
 
 
 class BehindError(ResumableError):
@@ -72,7 +72,7 @@ class Step:
         return self._sums.totals()
 
     def _next_unit(self, wait_s: float) -> int | Status:
-        """Returns a unit that one of this replica's processes needs, WAITING or COMPLETE; the same in all of them."""
+        """Returns a unit that a process of this replica needs, WAITING or COMPLETE; the same in all of them."""
         answers = self._replicas.agree(self._replicas.exchange.next_unit(self._sums, wait_s))
         if Status.BEHIND in answers:
             raise BehindError(f"the other replicas no longer have the totals of step {self._replicas.members.step}")
@@ -111,7 +111,7 @@ class Replicas:
         self._lock = SharedLock()
         self._has_fetched = False  # a state, since this replica took part
         self._fetched = -1  # the step of the peers' state that this replica receives; it has hashes after that step
-        self._digests: dict[int, str] = {}  # of the last step that was compared
+        self._digests: dict[int, str] = {}  # hashes after the last compared step
         self.copies = StateCopies(self._lock)
         self.count = 1  # replicas that took part in the last step to its end
         self.is_first = True  # it saves the checkpoint, which would be the same in all replicas
@@ -180,11 +180,11 @@ class Replicas:
 
     # --------------------------------------------------------------------------------------------------- their state
     def compare(self, step: int, digest: str) -> bool:
-        """Returns whether the hash of this replica's parameters after `step` steps is the one of most replicas.
+        """Returns whether the hash of this replica's parameters after `step` steps is the majority's hash.
 
         Names the replicas that differ. If two hashes are equally frequent, the replica with the lowest number is right.
-        False in all processes of a replica if the parameters of one of them differ. `is_first` is now true for the
-        lowest of the replicas that are right.
+        False in all processes of a replica if the parameters in any of them differ. `is_first` is now true for the
+        lowest replica that is right.
         """
         with self._lock:
             self._digests = {step: digest}
@@ -248,7 +248,7 @@ class Replicas:
 
     # ----------------------------------------------------------------------------------------------- answering threads
     def answer(self, request: dict[str, Any], process: int, stream: BinaryIO) -> memoryview:
-        """Answers a peer's request. LookupError if there is no such thing; ValueError closes the connection."""
+        """Answers a peer's request. LookupError if the requested data is missing; ValueError closes the connection."""
         del stream
         self._is_ready.wait()
         if self.members.closed:

@@ -1,7 +1,7 @@
 """`Exchange`: the steps under way, and the threads that ask peers for sums and totals, and answer them.
 
 Every replica computes some units of a step, and adds up some pieces of the parameters. It asks its peers for their sums
-of its pieces, and for the totals of the other pieces. It sends as many bytes as in a ring all-reduce.
+over its pieces, and for the totals of the other pieces. It sends as many bytes as in a ring all-reduce.
 """
 
 import threading
@@ -42,7 +42,7 @@ class Exchange:
         self._num_units, self._pieces, self._members, self._lock = num_units, pieces, members, members.lock
         self._encoded_sizes = [len(piece.payload.encode(np.zeros(piece.size, np.float32))) for piece in pieces]
         self._sums: dict[int, StepSums] = {}
-        self._plans: dict[int, StepPlan] = {}  # of the steps that are begun, and not summed
+        self._plans: dict[int, StepPlan] = {}  # steps that are begun, and not summed
         self._requested: set[Request] = set()  # and not answered yet
         self._skipped = range(0)  # steps that this replica did not end: it has its peers' state after them
         self._behind: int | None = None  # the step whose totals the peers no longer have
@@ -74,7 +74,7 @@ class Exchange:
             self._lock.notify_all()
 
     def next_unit(self, sums: StepSums, wait_s: float) -> int | Status:
-        """Returns a unit to compute, or a status; WAITING if there is neither a unit nor all totals within `wait_s`.
+        """Returns a unit to compute, or a status; WAITING without a unit or all totals within `wait_s`.
 
         ConnectionError when this replica is closed; ResumableError if another program has taken its number.
         """

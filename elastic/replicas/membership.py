@@ -1,7 +1,7 @@
 """`Membership`: this replica, and the peers that it knows.
 
-Replicas send each other their own records, and the records of the peers that they know. There is no consensus: each
-derives from its records which replica computes which unit of a step (elastic/replicas/plan.py).
+Replicas send each other their own records, and the records of the peers that they know. They run no consensus protocol:
+each replica derives from its records which replica computes which unit of a step (elastic/replicas/plan.py).
 """
 
 import itertools
@@ -35,12 +35,12 @@ from runtime.files import json_objects
 
 AHEAD = 2  # least number of steps between the announcement of a joining replica and its first units
 ENTRY_S = 0.5  # longest time that peers may wait for a joining replica that is catching up
-PATIENCE_S = 2.0  # a joining replica that falls behind for so long would never catch up: its peers wait for it
+PATIENCE_S = 2.0  # peers wait for a joining replica that lags for this long: it would never catch up
 LONG_S = 300.0  # the same for a joining replica that does not catch up
 SEEK_S = 5.0  # between two searches for lost peers
 RARELY = 12  # every twelfth search also greets unknown addresses, and writes this replica's address again
 ASK_S = 0.2  # between two questions of a lagging replica about its peers' steps
-MOST_BYTES = 1 << 20  # of the records that a peer sends
+MOST_BYTES = 1 << 20  # limit of the records that a peer sends
 CONNECT_S = 5.0
 _GREETINGS = 256  # at the same time
 _LEAVE_S = 30.0
@@ -107,7 +107,7 @@ class Membership:
         agree: Callable[[int], Sequence[int]],
         log: Log,
     ) -> None:
-        """`folder` has one folder for each replica. The other arguments are those of `Replicas`.
+        """`folder` has one folder for each replica. The other arguments are explained in `Replicas`.
 
         A lost peer's `copies` are dropped.
         """
@@ -163,9 +163,9 @@ class Membership:
 
     # -------------------------------------------------------------------------------------------------- this replica
     def meet(self, step: int) -> bool:
-        """Greets all peers, with the number of steps done here; returns whether one of them has begun.
+        """Greets all peers, with the number of steps done here; returns whether any peer has begun.
 
-        ValueError if one of them is of another run.
+        ValueError if a peer belongs to another run.
         """
         self.me, self.step = self.me.changed(step=step), step - 1  # nothing of `step` is here yet
         addresses, _ = read_addresses(self._folder, self.me.number, self.transport.process)
@@ -193,7 +193,7 @@ class Membership:
 
         Its peers do some steps until they know it. They wait no longer than ENTRY_S for a replica that catches up. If a
         step's totals take longer than a step, for example over a slow link from a single peer, this replica would never
-        catch up: if it falls behind, its peers wait for it.
+        catch up. So if it lags, its peers wait for it.
         """
         looked = self._looked
         if looked and not self._agree(int(time.monotonic() - looked[0] > ASK_S))[0]:
@@ -238,7 +238,7 @@ class Membership:
         return self.newest_step() == NO_PEER
 
     def all_leave_before(self, step: int) -> bool:
-        """Whether there are peers that train, and all of them have announced that an earlier step is their last."""
+        """Whether at least one peer trains, and all training peers have announced an earlier last step."""
         lasts = [peer.last for peer in self.peers if peer.trains]
         return all(self._agree(int(bool(lasts) and max(lasts) < step)))
 

@@ -119,7 +119,7 @@ PAYLOADS: Mapping[str, Callable[[int], Payload]] = {
 
 
 def make_payload(name: str, block: int) -> Payload:
-    """Returns the payload called `name`, one of `PAYLOADS`."""
+    """Returns the payload named `name` in `PAYLOADS`."""
     return PAYLOADS[name](block)
 
 

@@ -1,7 +1,7 @@
 """`StepPlan`: which replica computes which unit of a step, which one adds up which piece, and the requests of one.
 
-There is no consensus. Each replica derives the plan from the records of its peers. If two plans differ for a moment, a
-request makes its receiver compute a unit that it had left to another replica, and the values are the same.
+Replicas run no consensus protocol. Each replica derives the plan from the records of its peers. If two plans differ for
+a moment, a request makes its receiver compute a unit that it had left to another replica, and the values are the same.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set

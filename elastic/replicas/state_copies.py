@@ -73,7 +73,7 @@ class StateCopies:
             self._lock.notify_all()
 
     def answer(self, request: dict[str, Any], replica: int) -> memoryview:
-        """Answers `copy` (a step and arrays) and `state` (the bytes of one of them). LookupError if it is too late."""
+        """Answers `copy` (a step and arrays) and `state` (the bytes of an array). LookupError if it is too late."""
         step = request["step"]
         with self._lock:
             if request["op"] == "copy":

@@ -26,7 +26,7 @@ TOTAL_IS_HERE = "the total is here"
 
 
 class Status(IntEnum):
-    """Why there is no unit to compute. Numbers below all units, because the processes of a replica agree on either."""
+    """Why no unit is left to compute. Negative, because processes of a replica agree on a unit or a status."""
 
     WAITING = -1  # for sums and totals of peers
     COMPLETE = -2  # all totals are here
@@ -46,8 +46,8 @@ class StepSums:
     def __init__(self, num_units: int, pieces: Sequence[Piece], lock: SharedLock) -> None:
         """`pieces` are in the order in which a backward pass completes them.
 
-        The last piece has a lossless payload, which sums of several units use too. `lock` is notified when there is a
-        new unit to compute, a peer waits for a total, or all totals are here. Threads that wait for a value or a total
+        The last piece has a lossless payload, which sums of several units use too. `lock` is notified when a new
+        unit can be computed, a peer waits for a total, or all totals are here. Threads that wait for a value or a total
         wait for the condition of its piece, because they are many.
         """
         self._root: Node = (0, num_units)
@@ -91,7 +91,7 @@ class StepSums:
                     self._compute_units(node, piece)
 
     def next_unit(self) -> int | Literal[Status.WAITING, Status.COMPLETE]:
-        """Returns the next unit to compute, or why there is none."""
+        """Returns the next unit to compute, or the reason for none."""
         with self._lock:
             if self.is_complete:
                 return Status.COMPLETE

@@ -1,8 +1,8 @@
 """DeMo, decoupled momentum (Peng et al. 2024, arXiv 2411.19870): replicas exchange the largest frequencies of momenta.
 
     m <- decay m + g / R       each replica's own momentum
-    send the largest coefficients of m's cosine transform, in blocks of up to 64 x 64; m <- m - what was sent
-    the update is the sign of the sum of all sent
+    send the largest coefficients of m's cosine transform, in blocks of up to 64 x 64; m <- m - sent part
+    the update is the sign of the sum of all sent parts
 
 A momentum's slow changes are in few coefficients, which are sent at once; the rest stays in the replica's momentum. The
 values are sent as SparseLoCo's (sparse_loco.py): in two bits, where the paper sends f32. The paper adds `lr g` to a

@@ -26,19 +26,19 @@ from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, is_placement, is_spec
 from sharding.trees import Axes, Params, PyTree, Shards
 
-LEAST_RATIO = 2  # of a matrix's values to its factors': PyTorch's default
+LEAST_RATIO = 2  # a matrix's values over its factors' values: PyTorch's default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
     """One parameter as `[layers, rows, *columns]`, and which of its dims are cut over which axes.
 
-    Each device computes from its local block and sums the results, placed into zeros, over all devices. The factors are
-    therefore those of the whole matrix. The stages of a pipeline have blocks of different layers, and all of them get
+    Each device computes from its local block and sums the results, placed into zeros, over all devices. The factors
+    therefore belong to the whole matrix. The stages of a pipeline have blocks of different layers, and all of them get
     the factors of all layers.
     """
 
-    shape: tuple[int, ...]  # the first dim is that of the layers, 1 if they are not stacked
+    shape: tuple[int, ...]  # the first dim is the layers, 1 if they are not stacked
     rank: int
     cuts: dict[int, Axes]  # dim of `shape` to the mesh axes that shard it
     replicas: Axes
@@ -101,9 +101,9 @@ def orthogonalised(p: jax.Array) -> jax.Array:
 def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int, *, warmup_steps: int = 0) -> optax.GradientTransformation:
     """Returns the replica all-reduce by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean.
 
-    The mean is in the optimizer's scope; that of the first `warmup_steps` exchanges is exact. Parameters with one dim
-    per layer are averaged without compression; a matrix has the rank with which its factors are half as large as it, if
-    that is lower, and is averaged without compression if no rank is low enough.
+    The mean is in the optimizer's scope; the first `warmup_steps` means are exact. Parameters with one dim per layer
+    are averaged without compression. The rank of a matrix is at most the rank at which its factors have half of the
+    matrix's values. If no rank is low enough, the matrix is averaged without compression.
     """
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
     all_specs = jax.tree.leaves(specs, is_leaf=is_spec)

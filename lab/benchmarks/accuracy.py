@@ -36,7 +36,7 @@ class Method:
 
     overrides: dict[str, Any]
     against: str
-    steps: int  # of the run
+    steps: int  # length of the run
 
     def times_smaller(self, ratio: float) -> float:
         """Returns f32 bytes over the bytes sent, from the `ratio` of a step; over the run, without DGC's warm-up."""
@@ -109,7 +109,7 @@ def table(task: str, lines: Sequence[Line]) -> str:
 
 
 def paired(runs: Sequence[Line], dense: Sequence[Line]) -> list[float]:
-    """Returns the losses of a method minus those of the dense runs with the same seed and batches."""
+    """Returns the losses of a method minus the dense runs' losses with the same seed and batches."""
     of_dense = {line["seed"]: line["validation_loss"] for line in dense}
     return [line["validation_loss"] - of_dense[line["seed"]] for line in runs if line["seed"] in of_dense]
 

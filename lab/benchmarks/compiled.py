@@ -37,9 +37,9 @@ RESULTS = DERIVED / "compiled.jsonl"
 XLA_FLAGS = "--xla_backend_optimization_level=0"  # LLVM's optimisation takes most of the compile time
 # XLA's Triton kernels fail to compile for 2048 tokens ("Couldn't find output tile sizes"), without a GPU to tune them
 GPU_XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
-MEMORY_BYTES = 32e9  # of a GPU in ZeRO's table 2
-MOST_LAYERS = 1 << 14  # of a model that is made larger until it no longer fits
-RATES_GBIT = (100, 200, 400, 800)  # of a node's link in ZeRO++'s figures
+MEMORY_BYTES = 32e9  # per GPU in ZeRO's table 2
+MOST_LAYERS = 1 << 14  # bound of the search for the largest model that fits
+RATES_GBIT = (100, 200, 400, 800)  # a node's link in ZeRO++'s figures
 
 
 # ---------------------------------------------------------------------------------------- programs of derived records
@@ -169,7 +169,7 @@ def predicted(cell: Key) -> dict[str, Any]:
 
 
 def held_and_sent(lines: Sequence[Line]) -> str:
-    """Returns the bytes that a device holds between steps under each strategy, and those that it sends in a step."""
+    """Returns the bytes that a device holds between steps under each strategy, and the bytes sent in a step."""
     rows = []
     for line in lines:
         held = line["state_bytes"]

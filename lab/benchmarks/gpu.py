@@ -1,4 +1,4 @@
-"""What the GPUs of this machine reach, and tokens per second and MFU compared with the same model in PyTorch.
+"""The peak rates of this machine's GPUs, and tokens per second and MFU compared with the same model in PyTorch.
 
     python -m lab.benchmarks.gpu [--pytorch=PYTHON] [--sizes=124m,350m,1.3b] [--repetitions=3]
     python -m lab.benchmarks.gpu --cpu --sizes=tiny --repetitions=1   # tries the program without a GPU
@@ -8,10 +8,10 @@ results/measured/gpu_rates.jsonl gets. Then decoders of
 configs/gpu_decoder.py in bfloat16, by train.py and by lab/benchmarks/pytorch_peer.py (torch.compile,
 scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: once each size of
 ours with its layers in a loop, and with several GPUs with `sharding.overlap=off`; then for each repetition and size
-first ours, whose layers are written out, then PyTorch's. Each run is a process of its own; those after the first find
-its programs in the cache of train.py, as PyTorch's do in its own. With several GPUs both cut the state over all of
-them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to results/measured/gpu.jsonl, unless
-recorded. MFU: by the FLOPs of models/transformer.py, for all. Exit codes: 0 done; 1 a run failed; 2 bad options, or no
+first ours, whose layers are written out, then PyTorch's. Each run is a separate process. Runs after the first find
+the compiled programs in the cache of train.py; PyTorch's runs find theirs in PyTorch's cache. With several GPUs both
+cut the state over all of them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to
+results/measured/gpu.jsonl, unless recorded. MFU: by the FLOPs of models/transformer.py, for all. Exit codes: 0 done; 1 a run failed; 2 bad options, or no
 GPU.
 """
 
@@ -185,7 +185,7 @@ def mfu(size: str, tokens_per_s: float, device: Device) -> float | None:
 def table(lines: Sequence[Line]) -> str:
     """Returns a row a size and side: speed and MFU, over PyTorch's in the same repetition, and how far losses are.
 
-    Of several kinds of devices, or numbers of them, each has rows of its own.
+    Each kind and number of devices has separate rows.
     """
     rows = []
     for kind in dict.fromkeys((line["size"], line["device"], line["devices"], line["side"]) for line in lines):
@@ -234,7 +234,7 @@ def rates(lines: Sequence[Line]) -> str:
 
 
 def apart(runs: Sequence[Sequence[float]]) -> float:
-    """Returns by how much, relatively, the losses of any run and step are from those of the first run."""
+    """Returns the largest relative difference of a loss of any run and step from the first run's."""
     return max(abs(a - b) / a for run in runs for a, b in zip(runs[0], run, strict=True))
 
 

@@ -42,7 +42,7 @@ def strategy_keys(name: str) -> dict[str, Any]:
     }
 
 
-# in records -> on pages, as docs/compression.md defines them: the number is that of the steps between meetings
+# name in records -> name on pages, as docs/compression.md defines it: the number is the steps between syncs
 ON_PAGES = {
     r"Muon(.*), DiLoCo, (\d+) steps, momentum 0\.6": r"MuLoCo(\2)\1",
     r"momentum 0\.6, (\d+) steps(.*), Muon": r"MuLoCo(\1)\2",
@@ -53,7 +53,7 @@ ON_PAGES = {
 
 
 def on_pages(name: str) -> str:
-    """Returns how pages call a method: `MuLoCo(10), statistical`; in records it may stand as what it consists of."""
+    """Returns the name of a method on pages: `MuLoCo(10), statistical`; a record may name its components instead."""
     return next((found for old, new in ON_PAGES.items() if (found := re.sub(old, new, name)) != name), name)
 
 

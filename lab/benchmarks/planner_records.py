@@ -32,7 +32,7 @@ RECORDS = {name: DERIVED / f"planner_{name}.json" for name in WORDS}
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Records what was asked for; returns the exit code."""
+    """Records the chosen plans; returns the exit code."""
     for name in words(options_of(__doc__, argv, only=(",".join(RECORDS), "what is recorded")).only, "only", RECORDS):
         command = [sys.executable, "-m", "planner", f"--cluster={CLUSTER}", *WORDS[name].split(), "--json"]
         RECORDS[name].write_text(started(command))
@@ -65,7 +65,7 @@ def spot() -> str:
 
 
 def adapters() -> str:
-    """Returns the planned steps of adapters beside a base of 70 B parameters, as a table of Markdown."""
+    """Returns the planned steps of adapters on a base of 70 B parameters, as a table of Markdown."""
     systems = {"adapters": ("ours", "bfloat16"), "adapters_nf4": ("ours", "nf4"), "adapters_fsdp": ("FSDP", "bfloat16")}
     scopes = {"hsdp": "a node", "zero3": "all GPUs"}
     rows = [

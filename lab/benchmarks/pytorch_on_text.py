@@ -12,7 +12,7 @@ train.py's.
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-# PyTorch is the peer, no dependency: it is in an environment of its own.
+# PyTorch is only compared with; it is not a dependency and has a separate environment.
 
 import json
 import sys
@@ -30,7 +30,7 @@ DECAY = 0.1  # of matrices: no norms, no positions
 
 
 def optimizers_of(model: torch.nn.Module, *, muon: bool, momentum: float) -> list[torch.optim.Optimizer]:
-    """Returns AdamW, for all parameters or beside Muon for the blocks' matrices; norms and positions do not decay."""
+    """Returns AdamW, with `muon` also Muon for the blocks' matrices; norms and positions do not decay."""
     left, found = dict(model.named_parameters()), []
     if muon:
         matrices = [left.pop(name) for name in [*left] if "blocks." in name and left[name].ndim == 2]

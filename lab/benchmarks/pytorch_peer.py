@@ -16,7 +16,7 @@ glibc keeps freed memory, as in train.py. Tokens are random. Rank 0 prints one l
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-# PyTorch is the peer, no dependency: it is in an environment of its own.
+# PyTorch is only compared with; it is not a dependency and has a separate environment.
 
 import ctypes
 import json
@@ -44,7 +44,7 @@ PRODUCTS = [torch.ops.aten.mm.default]
 HOOKS = ("fp16", "fp8", "power_sgd")
 ONE_BUCKET = ("fp8", "power_sgd")  # with several, callbacks start collectives in different orders, which gloo confuses
 FP8 = torch.float8_e4m3fn
-SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of an emulated node
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # in an emulated node
 
 
 class Block(nn.Module):
@@ -70,7 +70,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The decoder; returns the mean loss. In f32 its head is not tied and every layer is checkpointed.
 
-    With `stored` none is; norms have biases, if not told otherwise, where those of ours have: not in low precision.
+    With `stored` no layer is checkpointed. By default (`bias=None`) norms have biases where our norms have them: not in
+    low precision.
     """
 
     def __init__(self, sizes: dict[str, Any], *, dots: bool, stored: bool = False, bias: bool | None = None) -> None:
@@ -134,7 +135,7 @@ def fp8_encoded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fp8_decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns float32 `[parts, n]` of what `fp8_encoded` returned."""
+    """Returns float32 `[parts, n]`, decoded from the results of `fp8_encoded`."""
     return codes.view(FP8).float() * scales
 
 
@@ -201,7 +202,7 @@ class Trainer:
 def own_device() -> torch.device:
     """Returns the device of this process: a GPU, or the CPU with one thread if there are several processes.
 
-    glibc keeps freed memory from then on, by the values of training/devices.py.
+    From then on glibc keeps freed memory, with the values of training/devices.py.
     """
     for option, value in ((-4, 0), (-1, -1), (-8, 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX
         ctypes.CDLL(None).mallopt(option, value)
@@ -215,7 +216,7 @@ def own_device() -> torch.device:
 
 
 def finished() -> None:
-    """Returns when this process's GPU, or on CPUs every rank, has done what it was asked for."""
+    """Returns when this process's GPU, or on CPUs every rank, has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     elif dist.is_initialized():

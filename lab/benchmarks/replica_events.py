@@ -5,8 +5,8 @@
 
 Four nodes of 2 devices, one replica per node, configs/elastic.py at 1 Gbit/s. The first command kills a node, adds one,
 stops one and cuts one off, and records the step times of a replica that stays. `--random` runs `:tiny` at 20 Mbit/s
-through that many random events, and compares each loss that any replica wrote, to the last bit, with those of one
-undisturbed replica. Adds lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
+with this number of random events, and compares each loss that any replica wrote, to the last bit, with the losses of
+one undisturbed replica. Adds lines to results/measured/replica_events.jsonl; needs root (docs/emulation.md).
 """
 
 import contextlib
@@ -58,7 +58,7 @@ IDLE, SLOW = "20mbit", "2mbit"  # with random events: a joining replica needs th
 CALM = 5  # steps that are recorded after an event
 WAIT_S = 3600.0  # the undisturbed run has thousands of steps
 SILENCE_S = 5.0
-TAIL_BYTES = 4096  # of the last events, or rows, of a replica
+TAIL_BYTES = 4096  # read from the end of a replica's events or rows
 ENDED = "ended by itself"
 KINDS: tuple[str, ...] = ("kill", "leave", "join", "kill while joining", "stop", "cut", "slow")
 
@@ -87,7 +87,7 @@ def measured(key: Key) -> dict[str, Any]:
 
 
 def compared(key: Key) -> dict[str, Any]:
-    """Counts the losses after random events that differ in a bit from those of one undisturbed replica."""
+    """Counts the losses after random events that differ in any bit from the losses of one undisturbed replica."""
     overrides = {"compression.all_reduce": key["codec"], "elastic.silence_s": SILENCE_S, "checkpoint.every": 20}
     run = Run(WORKDIR / "replica_events" / "random", "configs/elastic.py:tiny", overrides)
     with run.emulated(NODES, IDLE):
@@ -175,7 +175,7 @@ class Run:
         return [row for row in json_lines.read_tail(file, most_bytes) if "loss" in row] if file.exists() else []
 
     def ended(self, group: int) -> bool:
-        """Whether a replica has ended by itself, as one may that others went on without; a scheduler starts it.
+        """Whether a replica has ended to be restarted by a scheduler, because the others continued without it.
 
         FailedRunError if it ended in another way.
         """
@@ -265,7 +265,7 @@ def disturbed(run: Run, events: int, chance: random.Random) -> dict[str, int]:
 
 
 def happen(run: Run, there: list[int], kind: str, victim: int, chance: random.Random) -> None:
-    """Lets one event happen, to `victim` of those that are there; a replica that was added has taken part in a step."""
+    """Causes an event for `victim`, one of the replicas `there`; an added replica has then taken part in a step."""
     if kind == "kill":
         there.remove(victim)
         run.control("kill", str(victim))
@@ -288,7 +288,7 @@ def happen(run: Run, there: list[int], kind: str, victim: int, chance: random.Ra
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns what each event cost a replica that stayed: its longest step beside the median of its calm ones."""
+    """Returns the cost of each event for a replica that stayed: its longest step, and the median of its calm steps."""
     rows = []
     of = [line for line in lines if line["mode"] == COSTS]
     for kind in of[-1]["step_times_s"]:

@@ -1,4 +1,4 @@
-"""Runs what a record lacks, repetitions in turn; each line says its command, commit, machine and link rate."""
+"""Runs the missing lines of a record, repetitions in turn; a line has its command, commit, machine and link rate."""
 
 import csv
 import functools
@@ -95,8 +95,8 @@ def run_missing(
 ) -> int:
     """Measures and records each key that the record lacks, in order; returns 1 if a run failed, else 0.
 
-    A run that fails is one line, and the others follow. `again`: also what a derived record has, in its place.
-    ValueError if the code is not, or no longer, that of the commit which the lines name.
+    A run that fails is one line, and the others follow. `again`: also replaces the lines of a derived record.
+    ValueError if the code differs, or begins to differ, from the commit in the lines.
     """
     about, failed = machine(), 0  # before the runs, during which commits may be made
     for key in keys:
@@ -164,7 +164,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def started(command: Sequence[str]) -> str:
-    """Runs a program and returns what it printed. FailedRunError with the last line of its errors."""
+    """Runs a program and returns its output. FailedRunError with the last line of its errors."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=RUN_S)
     except (OSError, subprocess.TimeoutExpired) as error:

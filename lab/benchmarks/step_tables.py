@@ -67,14 +67,14 @@ def step_time(runs: Sequence[Line]) -> Range | None:
 
 
 def both_times(a: Sequence[Line], b: Sequence[Line], group: Group = commit_of) -> tuple[Range, Range] | None:
-    """Returns the step times of a and of b, of the runs whose group both have; None if there are none."""
+    """Returns the step times of a and b from the runs in groups that both have; None without any."""
     both = {*map(group, a)} & {*map(group, b)}
     first, second = (step_time([line for line in lines if group(line) in both]) for lines in (a, b))
     return (first, second) if first and second else None
 
 
 def ratio(a: Sequence[Line], b: Sequence[Line], group: Group = commit_of) -> Range | None:
-    """Returns the step time of a over that of b, with the lowest and the highest that their ranges allow."""
+    """Returns the step time of a divided by b's, with the lowest and highest ratio that their ranges allow."""
     if not (times := both_times(a, b, group)):
         return None
     first, second = times
@@ -90,7 +90,7 @@ def ours_of(lines: Sequence[Line]) -> list[Line]:
 
 
 def by_themselves(lines: Sequence[Line]) -> list[Line]:
-    """Returns ours of the standard runs, and of strategies that have none at a rate those beside PyTorch's.
+    """Returns our standard runs. Strategies without one at a rate have their runs of the comparison with PyTorch.
 
     Strategies that store products are compared with PyTorch's only.
     """
@@ -115,9 +115,9 @@ def sent_bytes(lines: Sequence[Line], name: str, key: str) -> float:
 
 
 def above_compute_s(lines: Sequence[Line], name: str, rate: str) -> Range | None:
-    """Returns a step's time minus that without network, at commits that both have.
+    """Returns a step's time minus the time without network, at commits that both have.
 
-    None if there is none, or if the latter recomputes a different amount.
+    None if they share no commit, or if the run without network recomputes a different amount.
     """
     times = both_times(runs_of(lines, name, rate), [line for line in lines if line["strategy"] == COMPUTE])
     if not times or remat_of(name) != "full":
@@ -149,7 +149,7 @@ def strategy_bytes(lines: Sequence[Line]) -> str:
 
 
 def step_times(lines: Sequence[Line], rate: str) -> str:
-    """Returns the step times of every strategy at a rate, compared with those of runs at the same commits."""
+    """Returns the step times of every strategy at a rate, compared with runs at the same commits."""
     flat, rows = runs_of(lines, BEFORE, rate), []
     for name in names_of(lines):
         if runs := runs_of(lines, name, rate):
@@ -187,7 +187,7 @@ def pytorch(lines: Sequence[Line]) -> str:
 
 
 def optimizer_of(line: Line) -> str:
-    """Returns the optimizer of a run: the one set by its command, or that of configs/standard.py."""
+    """Returns the optimizer of a run: the one set by its command, else the default of configs/standard.py."""
     found = re.search(r"--config\.optimizer\.name=(\w+)", line["command"])
     return found[1] if found else "adamw"
 
@@ -235,7 +235,7 @@ def replicas(lines: Sequence[Line]) -> str:
 
 
 def drawn(lines: Sequence[Line]) -> list[Line]:
-    """Returns the lines of strategies: one with and without overlap is a bar already."""
+    """Returns the lines of strategies, without comparisons of overlap, which are in a bar already."""
     return [line for line in lines if "overlap=" not in line["strategy"]]
 
 

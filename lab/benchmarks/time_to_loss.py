@@ -70,13 +70,13 @@ CONNECTING = 3  # the first steps, which do not count
 class Method:
     """A method, ours or PyTorch's."""
 
-    keys: dict[str, Any]  # of the config
+    keys: dict[str, Any]  # config keys
     steps: int
     inner_steps: int = 1  # from one exchange to the next
     dense_steps: int = 0  # at first, that send f32 gradients
     peer: dict[str, Any] | None = None  # PyTorch's options
     losses: str  # the method whose losses these are
-    times: str  # the method whose steps these are: one that differs in the length of its run only
+    times: str  # the method whose steps were timed: it differs only in the length of its run
 
     @property
     def timed(self) -> int:
@@ -151,7 +151,7 @@ def planned(options: Namespace) -> list[Key]:
             for seed in range(options.seeds)
             for rate in rates
             for name in own
-            if RATE not in METHODS[name].keys or rate == TASK[RATE]  # one of its own: that run is one
+            if RATE not in METHODS[name].keys or rate == TASK[RATE]  # a method with its own rate runs once
         ]
     rates = sorted(options.rates.split(","), key=lambda rate: Links(rate=rate).rate_bits())
     own = [name for name in chosen if METHODS[name].times == name]
@@ -230,7 +230,7 @@ def config_of(keys: Overrides) -> Config:
 
 
 def everything(config: Config, workdir: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of pytorch_on_text.py: what train.py trains and validates on, and begins with."""
+    """Returns the arrays of pytorch_on_text.py: train.py's training and validation data and its first parameters."""
     ex = make_experiment(config)
     with contextlib.ExitStack() as held:
         data = load_datasets(ex, workdir, held.enter_context)

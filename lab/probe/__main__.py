@@ -63,7 +63,7 @@ def main(argv: Sequence[str], device_sizes: Sizes | None = None) -> int:
 
 
 def join(options: argparse.Namespace) -> None:
-    """Joins the other processes of the probe, if any: those with the same --out."""
+    """Joins the other processes of the probe, if any, which have the same --out."""
     place = launchers.find_place(
         launchers.Address(
             coordinator=options.coordinator, num_processes=options.num_processes, process_id=options.process_id
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Returns sizes in bytes, ascending. ValueError unless there are two or more, such as `64k`, at least one large."""
+    """Returns sizes in bytes, ascending. ValueError for fewer than two, such as `64k`, or without a large size."""
     matches = [re.fullmatch(r"(\d+)([kmg]?)b?", word.strip().lower()) for word in text.split(",")]
     sizes = {int(m[1]) * UNITS[m[2]] for m in matches if m}
     if not all(matches) or len(sizes) < 2 or min(sizes) < 1 or max(sizes) < 2**16:

@@ -39,7 +39,7 @@ class Sizes:
 
     dtype: str  # of products and attention
     tokens: int
-    hidden: int  # of a layer, whose MLP has four times as many
+    hidden: int  # width of a layer; the MLP is four times as wide
     attention: tuple[int, int, int, int]  # rows, positions, heads, size of a head; causal
     kernels: tuple[str, ...]  # of attention: cudnn, pallas (models/flash.py), xla
     array_bytes: int
@@ -95,7 +95,7 @@ class Timed:
     of: str
     amount: float
     unit: str
-    times_s: tuple[float, ...]  # of each repetition
+    times_s: tuple[float, ...]  # per repetition
     executions: int  # in one repetition
 
     @property

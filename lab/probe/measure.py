@@ -40,7 +40,7 @@ class Measurement:
     group_size: int
     devices_per_link: int  # groups that send over the same link at once
     size_bytes: int
-    time_s: float  # of the slowest process, in the fastest repetition: noise only adds
+    time_s: float  # time of the slowest process, in the fastest repetition, because noise only adds
     times_s: tuple[float, ...]
     executions: int  # in one repetition, one after the other
     wire_tx_bytes: float | None  # sent for one execution by the node that sends most; None where it cannot be read
@@ -80,7 +80,7 @@ class LinkFit:
 def fit(measurements: Sequence[Measurement]) -> LinkFit:
     """Returns the least squares fit with weights 1 / time: the variance of a time is taken as proportional to it.
 
-    So the small sizes determine the latency, and the large sizes the bandwidth. If noise makes one of them negative,
+    So the small sizes determine the latency, and the large sizes the bandwidth. If noise makes either negative,
     the latency is 0, and the large sizes alone give the bandwidth.
     """
     steps, sent, times = np.array([(m.steps, m.link_bytes, m.time_s) for m in measurements]).T
