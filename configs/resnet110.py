@@ -2,8 +2,9 @@
 
     python train.py --config=configs/resnet110.py --workdir=runs/resnet110
 
-The images are TFDS's `cifar10`, which TFDS downloads. The example in docs/extending.md with `resnet110.get_config()` and
-a sparsity of 0.999 comes nearest to table 2 of Deep Gradient Compression. The page lists the differences.
+The images are TFDS's `cifar10`, which TFDS downloads. The example in docs/extending.md with `resnet110.get_config()`
+and a sparsity of 0.999 comes nearest to the run in table 2 of Deep Gradient Compression. The page lists the
+differences.
 
 Batch norm has its statistics over 32 rows, as on DGC's 4 GPUs. Shortcuts that change shape are 1x1 convolutions, 2,752
 of 1.73 M parameters; the paper's have none. The learning rate falls as a cosine, not in two steps.

@@ -67,7 +67,7 @@ class Key:
         return ", ".join(map(str, self.every_choice))
 
     def is_choice(self, value: Any) -> bool:
-        """Whether a value is one of the choices, or a name that the config file registered."""
+        """Whether a value is a choice, or a name that the config file registered."""
         return any(_is_choice(value, choice) for choice in self.every_choice)
 
     def parse(self, text: str) -> Any:

@@ -3,16 +3,16 @@
     python -m lab.benchmarks.gpu [--pytorch=PYTHON] [--sizes=124m,350m,1.3b] [--repetitions=3]
     python -m lab.benchmarks.gpu --cpu --sizes=tiny --repetitions=1   # tries the program without a GPU
 
-First `lab.probe`, whose probe.json (in runs/benchmarks/probe) `python -m planner --probe` takes, and whose figures
-results/measured/gpu_rates.jsonl gets. Then decoders of
-configs/gpu_decoder.py in bfloat16, by train.py and by lab/benchmarks/pytorch_peer.py (torch.compile,
-scaled_dot_product_attention), which `--pytorch`, a Python that has torch, runs in the same command: once each size of
-ours with its layers in a loop, and with several GPUs with `sharding.overlap=off`; then for each repetition and size
-first ours, whose layers are written out, then PyTorch's. Each run is a separate process. Runs after the first find
-the compiled programs in the cache of train.py; PyTorch's runs find theirs in PyTorch's cache. With several GPUs both
-cut the state over all of them and gather it once a step (ours: ZeRO-3, PyTorch: FSDP2). Adds a line a run to
-results/measured/gpu.jsonl, unless recorded. MFU: by the FLOPs of models/transformer.py, for all. Exit codes: 0 done; 1 a run failed; 2 bad options, or no
-GPU.
+First runs `lab.probe`: its probe.json (in runs/benchmarks/probe) is input for `python -m planner --probe`, and its
+figures go to results/measured/gpu_rates.jsonl. Then decoders of configs/gpu_decoder.py train in bfloat16, with train.py
+and with lab/benchmarks/pytorch_peer.py (torch.compile, scaled_dot_product_attention; `--pytorch` is a Python that has
+torch). First each size of ours runs once with its layers in a loop, and with several GPUs once with
+`sharding.overlap=off`. Then for each repetition and size ours runs with unrolled layers, and PyTorch's after it.
+
+Each run is a separate process. Runs after the first find the compiled programs in the cache of train.py, or PyTorch's
+programs in PyTorch's cache. With several GPUs both shard the state over all of them and gather it once per step (ours:
+ZeRO-3, PyTorch: FSDP2). Adds a line per run to results/measured/gpu.jsonl, unless recorded. MFU is computed from the
+FLOPs of models/transformer.py for all runs. Exit codes: 0 done; 1 a run failed; 2 bad options, or no GPU.
 """
 
 import json

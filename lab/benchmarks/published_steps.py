@@ -127,7 +127,7 @@ def nearest(gpu: str, cells: Sequence[Key]) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------- what pages show
+# ----------------------------------------------------------------------------------------- the content of pages
 
 
 def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:

@@ -26,7 +26,7 @@ class Published:
     at: int
     value: float | None
     unit: str
-    ours: str  # compared with: one of our strategies, or a name in the records
+    ours: str  # compared with: our strategy, or a name in the records
     source: str
 
     @property
