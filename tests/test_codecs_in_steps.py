@@ -31,12 +31,12 @@ BLOCK = 32
 LAYERS, MICRO_STEPS = 3, 2
 Axes = tuple[str, ...]
 AS_WRITTEN = {"xla_allow_excess_precision": False}  # or XLA rounds to 16 bits where it likes
-Bits = dict[str, int]  # of the codecs `inter` and `intra`; without one values travel as they are
+Bits = dict[str, int]  # bits of the codecs `inter` and `intra`; without a codec values are sent unencoded
 INT8, INT4 = (Blockwise(bits=bits, block=BLOCK) for bits in (8, 4))
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """What arrives of rows `[..., N]`, N no multiple of the block."""
+    """The received values of rows `[..., N]`; N is not a multiple of the block."""
     most, size = 2 ** (bits - 1) - 1, x.shape[-1]
     filled = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % BLOCK)])
     blocks = filled.reshape(*x.shape[:-1], -1, BLOCK)
@@ -47,7 +47,7 @@ def rounded(x: np.ndarray, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Numpy:
-    """What gathers and reduce-scatters make of one layer's tensor: each level rounds the chunks that it sends."""
+    """Gathers and reduce-scatters of one layer's tensor: each level rounds the chunks that it sends."""
 
     plan: ShardingPlan
     gather: Bits
@@ -93,7 +93,7 @@ class Numpy:
         names = list(self.plan.mesh.axis_names)
         if p.dim is None:
             return np.broadcast_to(x.sum(tuple(map(names.index, scope)), keepdims=True), x.shape)
-        dim, chunks = len(names) + p.dim, list(scope)  # a dim of chunks for each axis, behind those of the mesh
+        dim, chunks = len(names) + p.dim, list(scope)  # a dim of chunks for each axis, after the dims of the mesh
         x = x.reshape(*x.shape[:dim], *(self.size((a,)) for a in scope), -1, *x.shape[dim + 1 :])
         x = np.moveaxis(x, range(dim, dim + len(scope)), range(len(names), len(names) + len(scope)))
         for axes, bits in self.levels(scope, self.reduce_scatter)[::-1]:
@@ -106,7 +106,7 @@ class Numpy:
 
 
 def rounded_whole(x: np.ndarray, bits: int, start: int = 0) -> np.ndarray:
-    """What arrives of chunks whose dims are those from `start` on, each in blocks of its own."""
+    """The received values of chunks, whose dims begin at `start`, each in separate blocks."""
     return rounded(x.reshape(*x.shape[:start], -1), bits).reshape(x.shape) if bits else x
 
 
@@ -114,7 +114,7 @@ def rounded_whole(x: np.ndarray, bits: int, start: int = 0) -> np.ndarray:
 def gradient(kind: str, dtype: str) -> Any:
     """Returns the model, and a function of parameters and rows of the batch: the gradients of their share of its loss.
 
-    No row's weight is zero: of an integer that the rows of one device alone have made, another codec makes ties.
+    No row's weight is zero: an integer made from the rows of a single device gives ties in another codec.
     """
     model = models.build(replace(workload.model(kind, LAYERS).config, compute_dtype=dtype))
     data = {name: jnp.asarray(x) for name, x in heavier(workload.batch(kind=kind)).items()}
@@ -131,7 +131,7 @@ def heavier(data: Any) -> Any:
 
 
 def on_layers(function: Any, p: Placement, x: np.ndarray, axis: int) -> np.ndarray:
-    """Returns the function of a tensor; of a stack of layers along `axis`, of each of them."""
+    """Returns the function of a tensor; for a stack of layers along `axis`, of each layer."""
     if not p.stacked:
         return function(p, x)
     return np.stack([function(p.without_layers(), layer) for layer in np.moveaxis(x, axis, 0)], axis)
@@ -172,7 +172,7 @@ QUICK, OFTEN = "zero++", "zero3, flat, not pipelined"  # the second one in test-
 def test_gradients_are_those_of_numpy(name: str) -> None:
     """Each layer is encoded in separate blocks; the group reduce-scatter's codec loses far more than the error.
 
-    A value in the middle between two integers may become either: hence the share of what the codec loses.
+    A value in the middle between two integers may become either. Hence the tolerance is a share of the codec's error.
     """
     kind, gather, reduce_scatter, how = CASES[name]
     dtype = "bfloat16" if name.endswith("bfloat16") else "float32"
@@ -217,7 +217,7 @@ def collectives(sharding: ShardingPlan) -> list[hlo.Collective]:
 
 
 def test_the_program_sends_bytes_in_whole_blocks_of_each_matrix_and_vectors_apart() -> None:
-    """Of each of two layers in each micro-step, in zero3: what the codec claims for each matrix, f32 for the norms."""
+    """For two layers, in each micro-step of zero3: the claimed bytes of each matrix, and f32 for the norms."""
     codecs = dict(gather_codecs=LevelCodecs(inter=INT8), reduce_scatter_codecs=LevelCodecs(inter=INT4, intra=INT4))
     found = collectives(workload.plan("decoder", strategy="zero3", **codecs))
     large = [c for c in found if c.payload_bytes >= 200]
@@ -254,7 +254,7 @@ def single_device_loss(params: Any) -> float:
 
 
 def as_gathered(sharding: ShardingPlan, bits: int, degree: int) -> Any:
-    """The parameters, each layer's matrix rounded in `degree` times `tensor` parts: those of a device."""
+    """The parameters, each layer's matrix rounded in `degree` times `tensor` parts, the parts of a device."""
     tensor = sharding.layout.shape.tensor
 
     def round_parts(p: Placement, x: jax.Array) -> np.ndarray:
@@ -283,7 +283,7 @@ def test_a_rematerialised_layer_that_is_split_takes_codecs(
 
 
 def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
-    """Those of a checkpoint, not what a coded gather makes of them."""
+    """The parameters of a checkpoint, not the output of a coded gather."""
     codecs = LevelCodecs(inter=INT4, intra=INT4)
     sharding = workload.plan("decoder", strategy="zero3", gather_codecs=codecs)
     state = workload.first_state("decoder", sharding, optax.chain(optax.identity(), optax.identity()))

@@ -1,12 +1,12 @@
 """The commands that README.md, CONTRIBUTING.md and the pages show: each block runs as printed, or says why it does not.
 
-Blocks run in a copy of the repository, in the order of the page, so that a block finds the runs of those before it.
+Blocks run in a copy of the repository, in the order of the page, so that a block finds the runs of earlier blocks.
 The copy's models are small (`SMALL`), and words such as DIR have a value (`FILLED`). Markers stand before a block:
 
     <!-- not run here: REASON -->
     <!-- run by FILE -->                                             another test runs it
-    <!-- file: NAME -->                                              the block is the content of that file
-    <!-- in another terminal after step N; the first ends with C --> the block runs beside the one before it
+    <!-- file: NAME -->                                              the block is the content of this file
+    <!-- in another terminal after step N; the first ends with C --> the block runs during the block before it
 """
 
 import ast
@@ -42,7 +42,7 @@ FLAGS = ROOT / "training" / "flags.py"  # the options of train.py
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
-LIMIT_S = 900  # of a block, on a busy machine; a run that hangs fails
+LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")
 OUTPUT, DATA = "text", ("json", "bibtex")  # languages of blocks that are not commands
 UNITS = {"B", "kB", "MB", "GB", "us", "ms", "s"}
@@ -190,7 +190,7 @@ def test_make_knows_the_targets_of_the_pages() -> None:
 
 
 def test_make_takes_the_versions_tested_with_the_python_of_the_environment(tmp_path: Path) -> None:
-    """Whatever PYTHON is now: others would stand beside those that are there."""
+    """For any PYTHON, because other versions would be installed next to the existing ones."""
     for folder, version in (("bin", "312"), ("another", "311")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {version}\n")
@@ -240,7 +240,7 @@ SWEEP = """
 sweep_batch = lambda: zip_(over("batch.global_size", (16, 32)), over("num_steps", (20, 10)))
 sweep_lr = lambda: over("optimizer.learning_rate", (1e-3,))
 """
-FILLED: dict[str, dict[str, str]] = {  # words of a page, by what stands for them here, in this order
+FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements here, in this order
     "": {
         "--config=...": "--config=configs/quickstart.py",
         "configs/X.py[:arg]": "configs/quickstart.py",
@@ -289,7 +289,7 @@ make() { if [ "$*" = train ]; then command make train; else command make --dry-r
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with small configs, the environment of this one, and a cache of its own."""
+    """A copy of the repository with small configs, this environment, and a separate cache."""
     folder = tmp_path_factory.mktemp("documented") / "mics-jax"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "runs", "site", "__pycache__", "tests"))
     (folder / ".venv").symlink_to(sys.prefix)
@@ -332,7 +332,7 @@ def filled(block: Block) -> str:
 
 
 def start(block: Block, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """Starts the commands of a block; returns the process, and the file with what it prints."""
+    """Starts the commands of a block; returns the process, and the file with its output."""
     output = folder / "runs" / f"{block.name.replace('/', '_')}.txt"
     output.parent.mkdir(exist_ok=True)
     environment = {
@@ -353,7 +353,7 @@ def check_end(block: Block, process: subprocess.Popen[bytes], output: Path, code
 
 
 def pattern(word: str) -> str:
-    """Returns what a word of shown output stands for: a number for any, a unit for any, `...` for any text."""
+    """Returns the pattern of a word of shown output: a number matches any, a unit any, `...` any text."""
     if word.strip("()") in UNITS:
         return r"\S+"
     return re.sub(r"(\\.){3}", ".*", re.sub(r"\d(\d|,\d|\\.\d)*", r"[\\d.,]+", re.escape(word)))
@@ -374,7 +374,7 @@ def steps_done(block: Block, folder: Path) -> int:
 
 
 def run(block: Block, after: Block, folder: Path) -> str:
-    """Runs a block, and the one after it beside it if that belongs into another terminal; returns what it printed."""
+    """Runs a block, with the next block at the same time if that is for another terminal; returns its output."""
     process, output = start(block, folder)
     try:
         code = 0
@@ -413,7 +413,7 @@ def test_the_blocks_of_a_page_run(page: str, copy: Path) -> None:
 
 @pytest.mark.slow
 def test_deleted_lines_of_a_record_are_computed_again(copy: Path) -> None:
-    """As docs/paper_tables.md says: those of states, whose programs are not compiled."""
+    """As docs/paper_tables.md shows: lines of states, whose programs are not compiled."""
     record = copy / compiled.RESULTS.relative_to(ROOT)
     before = states(record)
     replace(record, (line for line in recorded(record) if line["kind"] != "state"))

@@ -1,4 +1,4 @@
-"""`python -m launch.emulate`: what the program finds, how a job ends, `ctl`, and what is left of a killed one."""
+"""`python -m launch.emulate`: a program's environment, the end of a job, `ctl`, and the remains of a killed job."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ SLEEP = RANK + "time.sleep(1000)"
 
 @pytest.fixture(autouse=True)
 def none_lives_on() -> Iterator[None]:
-    """Ends what a test that failed has started."""
+    """Ends processes that a failed test has started."""
     yield
     while STARTED:
         process = STARTED.pop()
@@ -82,7 +82,7 @@ def test_what_the_program_finds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @EMULATED
 def test_nodes_that_are_worlds_of_their_own(tmp_path: Path) -> None:
-    """Each has its own coordinator and number, and outlives one that fails."""
+    """Each has a separate coordinator and number, and outlives a node that fails."""
     program = (
         ENVIRONMENT
         + """
@@ -138,14 +138,14 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @EMULATED
 def test_a_killed_emulation_leaves_nothing(tmp_path: Path) -> None:
-    """No process, nor one in its networks; the next one removes its name. Another one beside it lives."""
+    """No process, not even in its networks; the next emulation removes its name. A concurrent emulation lives."""
     lives, killed = unique("test-lives"), unique("test-killed")
     other = emulate(tmp_path / "other", SLEEP, f"--name={lives}")
     process = emulate(tmp_path / "killed", SLEEP, f"--name={killed}")
     assert process.stdout and process.stdout.readline() == "up\n"
     assert other.stdout and other.stdout.readline() == "up\n"
     with networks_of(running_with(str(tmp_path / "killed" / "hosts"))) as networks:
-        assert len(networks & networks_in_use()) == 3  # of two nodes and the switch
+        assert len(networks & networks_in_use()) == 3  # two nodes and the switch
         process.kill()
         finish(process)
         until(lambda: not running_with(str(tmp_path / "killed")))
@@ -162,7 +162,7 @@ def test_a_killed_emulation_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @EMULATED
 def test_ctl(tmp_path: Path) -> None:
-    """A node that was killed on purpose has not failed: the job's code is that of the others."""
+    """A node that was killed on purpose has not failed: the other nodes determine the job's code."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 41}\n{"step": 42}\n{"step"')
@@ -193,7 +193,7 @@ def test_ctl(tmp_path: Path) -> None:
 
 
 REQUESTS = [
-    b"",  # whoever asked was killed in between
+    b"",  # the requesting process was killed in between
     b'{"verb": "sta',
     b"hello\n",
     b"{}\n",
@@ -214,7 +214,7 @@ REQUESTS = [
 @pytest.mark.slow
 @EMULATED
 def test_requests_that_are_none(sleeping: tuple[str, Path]) -> None:
-    """A `ctl` that is killed in between, and one that is none of ours, leave the job alone."""
+    """A `ctl` that is killed in between, and a foreign client, leave the job alone."""
     name, answers, before = sleeping[0], [], control.ask(sleeping[0], {"verb": "status"})
     for said in REQUESTS:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -241,7 +241,7 @@ def test_an_added_node_whose_program_cannot_start(word: str, sleeping: tuple[str
 
 
 def test_metrics_of_another_program_are_no_progress(tmp_path: Path) -> None:
-    """Whatever the program writes there, the table has no step."""
+    """For any content that the program writes there, the table has no step."""
     for text in ("[]", "5", '{"step": null}', '{"step": 1e999}', '{"step": "x"}', "\xff", "[" * 50_000):
         (tmp_path / "metrics.jsonl").write_text(text + "\n", encoding="latin-1")
         assert read_progress(tmp_path) == StepProgress()
@@ -358,7 +358,7 @@ PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""
 
 
 def as_nobody(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    """Runs an emulation as a user without rights, in a folder with a copy of what it imports."""
+    """Runs an emulation as a user without rights, in a folder with a copy of its imports."""
     user = ["setpriv", "--reuid=65534", "--clear-groups", "env", "-u", "XDG_RUNTIME_DIR", "PYTHONDONTWRITEBYTECODE=1"]
     emulator = [PYTHON, "-m", "launch.emulate", "--nodes=2", "--devices_per_node=2"]
     program = ["--workdir=run", "--", "sh", "-c", "hostname; ls /sys/class/net; exit 5"]
@@ -370,7 +370,7 @@ def as_nobody(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
 @EMULATED
 @pytest.mark.skipif(not PYTHON, reason="no python3 that all users may run")
 def test_without_root() -> None:
-    """By a user namespace; where there is none to be had, one line."""
+    """By a user namespace; one line if none is available."""
     with tempfile.TemporaryDirectory() as name:  # which others may reach, unlike tmp_path
         folder = Path(name)
         for package in ("launch", "runtime"):

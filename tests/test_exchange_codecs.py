@@ -33,7 +33,7 @@ SPECS = workload.TENSORS
 def run(
     plan: ShardingPlan, codec: Codec | None, steps: int = STEPS, *, feedback: bool = True
 ) -> tuple[list, list, Any]:
-    """Returns what was handed on by each of some exchanges, the means of what went in, and the state at the end."""
+    """Returns the result of each exchange, the means of its inputs, and the state at the end."""
     tx = exchange(plan, codec, error_feedback=feedback)
     state = tx.init(workload.params("tensors"))
     update = jax.jit(tx.update)
@@ -48,7 +48,7 @@ def run(
     return out, means, state
 
 
-BOUND = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}  # of the error of one result
+BOUND = {"bf16": 2e-4, "int8": 1e-3, "int4": 2e-2, "int4 stochastic": 2e-2}  # of the error of a result
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_result_plus_residuals_is_the_sum_of_inputs(layout: str, name: str) -> N
 
 @every_row("layout", ["mics(2)", "none/node/4"])
 def test_exchange_without_codec_is_the_mean(layout: str) -> None:
-    """Bit by bit: with numbers whose sums round nowhere, in whatever order."""
+    """Bit by bit, with numbers whose sums do not round in any order."""
     plan = workload.plan("tensors", **LAYOUTS[layout])
     grads, whole = gradients(plan, 0)
     small = jax.tree.map(lambda g: jnp.round(g * 1024) / 64, grads)
@@ -95,9 +95,9 @@ def test_one_bit_scale_ignores_padding() -> None:
     out, _, _ = run(plan, OneBit(block=block), 1, feedback=False)
     replicas = 2 * per_node
     x = np.concatenate([leaf.reshape(replicas, -1) for leaf in matrices(gradients(plan, 0)[1])], axis=1) / replicas
-    x = x.reshape(2, per_node, -1).sum(1)  # of each node
+    x = x.reshape(2, per_node, -1).sum(1)  # per node
     size = x.shape[1]
-    length = (size + -size % (replicas * block)) // replicas  # of the slice of a device
+    length = (size + -size % (replicas * block)) // replicas  # length of a device's slice
 
     def round_trip(piece: np.ndarray) -> np.ndarray:
         return np.where(piece >= 0, 1, -1) * np.abs(piece).mean()
@@ -125,7 +125,8 @@ def test_without_error_feedback_there_is_no_residual() -> None:
 def test_each_replica_and_each_step_rounds_at_random_by_itself() -> None:
     """Of gradients that are equal, too: rounding errors that were equal would add up.
 
-    All four replicas round what they send, and one of them rounds a sum: of one key, three residuals would be equal.
+    All four replicas round their values, and one replica also rounds a sum: with one key, three residuals would be
+    equal.
     """
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     tx = exchange(plan, CODECS["int4 stochastic"])
@@ -184,13 +185,13 @@ def test_a_step_sends_exactly_the_payload_and_its_losses_stay_near(name: str) ->
 
 
 def test_all_reduce_ratio_ignores_padding() -> None:
-    """Two nodes: a row for each of two, then the sum of one of them, in whole blocks of 1000."""
+    """Two nodes: a row for each of two replicas, then the sum of one row, in whole blocks of 1000."""
     codec = Blockwise(bits=8, block=1000)
     plan = workload.plan("tensors", nodes=2, per_node=1, strategy="ddp")
     _, _, state = run(plan, codec, 1)
     size = sum(p.size for p in matrices(workload.params("tensors")))
     vectors = sum(p.size for p in jax.tree.leaves(workload.params("tensors"))) - size
-    assert 2000 < size < 4000  # of each row one block and a part
+    assert 2000 < size < 4000  # each row has a whole block and a part
     told, payload_bytes = statistics(state), 3 * workload.payload_bytes(codec, 2000) + 4 * vectors
     assert told["all_reduce_payload_bytes"] == payload_bytes
     assert told["all_reduce_ratio"] == pytest.approx(4 * (1.5 * size + vectors) / payload_bytes)
@@ -224,7 +225,7 @@ HOPS: dict[str, Callable[[ShardingPlan], Any]] = {
 
 @every_row("name", HOPS)
 def test_non_finite_values_do_not_enter_the_residual(name: str) -> None:
-    """One bad value on one replica: the guard skips the step, and the residuals are those of before."""
+    """One bad value on one replica: the guard skips the step, and the residuals do not change."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     tx = workload.chained(HOPS[name](plan), optax.sgd(1.0))
     params = workload.params("tensors")

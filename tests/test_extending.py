@@ -1,4 +1,4 @@
-"""docs/extending.md: every listing is a config file outside the repository that trains, and what it defines is used."""
+"""docs/extending.md: every listing is a config file outside the repository that trains and uses its definitions."""
 
 import json
 import math
@@ -54,7 +54,7 @@ LION = LISTINGS["An optimizer"]
 
 @pytest.fixture(autouse=True)
 def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Starts in a folder of its own, with a cache of its own; what a test registers is forgotten after it."""
+    """Starts in a separate folder with a separate cache; registrations of a test are removed after it."""
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     yield
@@ -120,8 +120,8 @@ def a_tokenizer(workdir: Path) -> None:
 
 
 def a_codec(workdir: Path) -> None:
-    # the replica all-reduce scatters and gathers two bits per value of a matrix (of which each device has half): of the
-    # layers, and of what is outside them
+    # the replica all-reduce scatters and gathers two bits per value of a matrix (each device has half of it), for
+    # matrices in the layers and outside them
     shapes = [leaf["shape"] for leaf in manifest(workdir, 3)["tree"] if leaf["path"].startswith("params.")]
     matrices = sum(math.prod(shape) for shape in shapes if len([size for size in shape if size > 1]) > 1) // 2
     coded = [c for c in all_reduce(workdir) if c["dtype"] == "u8"]
@@ -136,7 +136,7 @@ def a_codec(workdir: Path) -> None:
 
 
 def a_method(workdir: Path) -> None:
-    # what the replica all-reduce hands on is -1, 0 or 1 for every parameter: the square of its norm counts those
+    # the replica all-reduce returns -1, 0 or 1 for every parameter: the square of its norm counts parameters
     # without a tie
     num_params = json.loads((workdir / "environment.json").read_text())["num_params"]
     for row in rows(workdir):
@@ -172,7 +172,7 @@ def moved(workdir: Path, step: int) -> np.ndarray:
 
 
 def an_optimizer(workdir: Path) -> None:
-    # Lion's first step is the learning rate in every entry, whatever the gradient
+    # Lion's first step is the learning rate in every entry, for any gradient
     distance = moved(workdir, 1)
     still = distance == 0  # an embedding's rows of ids that have not occurred
     np.testing.assert_allclose(distance[~still], rows(workdir)[0]["learning_rate"], rtol=1e-2)
@@ -210,7 +210,7 @@ RUNS: dict[tuple[str, ...], dict[str, Any]] = {
     ("A method with a state",): {},
     ("A strategy",): {},
 }
-# A config file with what each of the files changes in the quickstart's config.
+# A config file with the changes of each file to the quickstart's config.
 TOGETHER = """
 import runpy
 import shutil
@@ -258,7 +258,7 @@ def listed_dgc(tmp_path: Path, workers: ShardingPlan) -> Any:
 
 @pytest.mark.parametrize("layout", ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mics(2)", "zero1"))])
 def test_the_listed_dgc_keeps_what_it_does_not_send_in_every_layout(layout: str, tmp_path: Path) -> None:
-    """What was sent and what is kept are the velocities' mean; a step with a bad value leaves all as it was."""
+    """Sent and kept values add up to the velocities' mean; a step with a bad value changes nothing."""
     workers = workload.plan("tensors", **LAYOUTS[layout])
     tx = listed_dgc(tmp_path, workers)
     params, (grads_R, whole) = workload.params("tensors"), gradients(workers, 0)
@@ -322,7 +322,7 @@ def test_a_run_remembers_the_file_that_registered_its_names(tmp_path: Path, caps
     OWN["tokenizer"].clear()  # as in another process
     assert evaluate.main(measure) == 0
     OWN["tokenizer"].clear()
-    Path("run", "replicas", "0").mkdir(parents=True)  # replicas have directories of their own for such files
+    Path("run", "replicas", "0").mkdir(parents=True)  # replicas have separate directories for such files
     Path("run", "environment.json").rename("run/replicas/0/environment.json")
     assert trained.of_run(tmp_path / "run").tokenizer().decode(np.int32([2, 3])) == "ab"
     OWN["tokenizer"].clear()
@@ -415,7 +415,7 @@ def test_a_sweep_plans_runs_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_planner_compiles_again_when_the_file_changes() -> None:
-    """And what it computes, not what it says."""
+    """For a change of the computation, not of the text."""
     file = listed("An optimizer")
     found = []
     for before, after in (("", ""), ("", "# a comment\n"), ("b2=0.99", "b2=0.9")):

@@ -1,4 +1,4 @@
-"""The planner: what its figures give, replays of a compiled step, and what users see."""
+"""The planner: results of its figures, replays of a compiled step, and its output for users."""
 
 import json
 import re
@@ -176,7 +176,7 @@ CLAIMED: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.usefixtures("example_methods")
 @pytest.mark.parametrize("method", sampled([*CLAIMED], "demo", "one_bit_adam"))
 def test_all_reduce_is_priced_with_the_bytes_that_its_page_claims(method: str) -> None:
-    """Of matrices, which alone are encoded; 1-bit Adam behind its warm-up, and so is its time."""
+    """Only matrices are encoded; bytes and time of 1-bit Adam are priced after its warm-up."""
     own, claimed = CLAIMED[method]
     keys = WHOLE | {"compression.all_reduce": method} | own
     file = f"--config={ROOT}/examples/methods/config.py"
@@ -184,7 +184,7 @@ def test_all_reduce_is_priced_with_the_bytes_that_its_page_claims(method: str) -
     config = command_line.parse(["planner", *words])
     found = compiled_step(of_config(config), make_experiment(config), replace(machine(), config_words=words))
     shapes = [x.shape for x in jax.tree.leaves(found.experiment.state_shapes.params)]
-    values = sum(prod(shape) for shape in shapes if sum(size > 1 for size in shape) > 1) / 2  # of a device
+    values = sum(prod(shape) for shape in shapes if sum(size > 1 for size in shape) > 1) / 2  # per device
     sent = {"u8": 0.0, "f32": 0.0}
     for c in found.collectives:
         if c.label == "replica_all_reduce":
@@ -227,7 +227,7 @@ def test_a_quick_program_that_does_not_fit_is_compiled_again(
 
 
 def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SHOWN", 1)  # of a search; what is asked for is shown whole
+    monkeypatch.setattr(program, "SHOWN", 1)  # limits a search; requested plans are shown in full
     png = tmp_path / "timeline.png"
     code, out, err = run(capsys, *WORDS, *EMULATED, "--strategy=mics(2),zero3", f"--png={png}")
     assert (code, err) == (0, "")
@@ -235,7 +235,7 @@ def test_the_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     rows = [line.split() for line in out.splitlines() if line[:2] in ("1 ", "2 ")]
     assert [row[1] for row in rows] == ["mics(2)", "zero3"]
     assert "what would help most: links without latency, a step" in out and "replica all-reduce    between nodes" in out
-    assert "$" not in out  # nobody sells it
+    assert "$" not in out  # it has no price
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
@@ -310,7 +310,7 @@ def test_overrides_reach_the_program_however_they_are_written(capsys: pytest.Cap
 
 
 def test_what_is_priced_in_the_place_of_something_else_is_said(step: ReplayableStep) -> None:
-    """The steps behind a warm-up; XLA's attention where the flash kernel cannot stand in for cuDNN's."""
+    """The steps after a warm-up; XLA's attention where the flash kernel cannot replace cuDNN's."""
     assert program._stand_ins(step) == []  # pyright: ignore[reportPrivateUsage]
     changes = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 20, "optimizer.clip_norm": 0.0}
     adam = small(**{key.replace(".", "__"): value for key, value in changes.items()}, num_steps=100)
@@ -360,7 +360,7 @@ def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
 
 @pytest.mark.slow
 def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Codecs send less; what is not legal on some nodes is said, and the picture has all the rest."""
+    """Codecs send less; plans that are invalid on some nodes are reported, and the picture has the rest."""
     png = tmp_path / "curves.png"
     words = (
         "--cluster=emulated",
@@ -385,7 +385,7 @@ def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str],
     assert [isnan(float(y)) for y in list(gap.lines[1].get_ydata())] == [False, True, False]  # broken: 3 has no plan
     best = {p.candidate.name: p.tokens_per_s for p in four.predictions}
     assert curves["zero3"][1] == pytest.approx((best["zero3"] or 0) / 8)
-    assert len(figure.axes) == 1  # nobody sells it
+    assert len(figure.axes) == 1  # it has no price
 
 
 def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> None:
@@ -404,11 +404,11 @@ def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> N
     assert axes.get_title(loc="left") == "title: calculated, not measured"
     heights = {text.get_text(): text.get_position() for text in axes.texts}
     assert heights["x 7"][0] == 0.5 and heights["x 2"][0] == 2
-    assert heights["x 2"][1] < heights["x 7"][1] < 0  # what contains another is above it; the first lane is at 0
+    assert heights["x 2"][1] < heights["x 7"][1] < 0  # the outer item is higher; the first lane is at 0
 
 
 def test_each_kind_of_traffic_has_a_name_and_a_colour() -> None:
-    """All labels of a step, but that of pipelines, which the planner refuses: else a table calls it `other`."""
+    """All labels of a step except pipelines, which the planner refuses: else a table calls it `other`."""
     labels = {*LABELS} - {"pipeline"}
     assert {*NAMES} == labels and len({*NAMES.values()}) == len(labels)
     for missing in ("experts", "context"):  # a model with experts shares no rows: no step has both

@@ -1,4 +1,4 @@
-"""Steps of independent replicas where none waits for another one: alone, behind, closed, replaced; copies of states."""
+"""Steps of independent replicas that do not wait for a peer: alone, lagging, closed, replaced; copies of states."""
 
 import json
 import threading
@@ -75,7 +75,7 @@ def test_delayed_a_step_is_computed_before_the_one_before_it_is_summed(make: Mak
 
 
 def test_each_peer_is_asked_from_the_step_after_it_was_met(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again after it was lost, and found: what asked it has ended."""
+    """And again after it was lost and found, because the thread that asked it has ended."""
     asked: list[int] = []
     monkeypatch.setattr(exchange.Exchange, "_begin_asking", lambda self, peer: asked.append(peer.number))
     here, there = make(0), make(1)
@@ -147,7 +147,7 @@ def waits_for_another(network: Network, folder: Path, release: threading.Event) 
 
 @pytest.mark.parametrize("why", ["it is asked to stop", "another program has its number", "it is closed"])
 def test_a_member_that_waits_ends_at_once(why: str, make: Make, network: Network, tmp_path: Path) -> None:
-    """Though the other one never answers; what it was about to compute is computed before."""
+    """Though the peer never answers; units that it was about to compute are computed before."""
     release, computed = threading.Event(), list[int]()
     waits_for_another(network, tmp_path, release)
 
@@ -189,7 +189,7 @@ def test_the_service_answers_once_its_members_exist(make: Make, network: Network
 
 
 def test_a_second_member_of_a_number_does_not_begin(make: Make, network: Network, tmp_path: Path) -> None:
-    """It changes nothing, and leaves no service behind."""
+    """It changes nothing, and leaves no service running."""
     first = make(0)
     with pytest.raises(ValueError, match="replica 0 runs at host:1 already"):
         make(0)
@@ -198,7 +198,7 @@ def test_a_second_member_of_a_number_does_not_begin(make: Make, network: Network
 
 
 def test_a_closed_member_answers_none_and_leaves_no_address(make: Make, network: Network, tmp_path: Path) -> None:
-    """Its process may live on for a while: the others would take it for one that has come back."""
+    """Its process may live on for a while, and its peers would take it for a replica that has come back."""
     ended = make(0)
     link = network.transport(7).connect(ended.members.me.address)
     ended.close()
@@ -246,7 +246,7 @@ def test_few_totals_are_kept_for_a_member_that_does_not_go_on(make: Make, monkey
 
 
 def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that leaves before has none; and without it, no member goes on, since its own state is older."""
+    """A member that leaves earlier has no state; and without it no member continues, because its state is older."""
     stays, leaves, joins = make(0), make(1), make(2)
     for member in (stays, leaves):
         member.members.tell(step=9, begun=True, first=0)
@@ -274,7 +274,7 @@ def test_the_state_is_asked_of_those_that_have_it(make: Make, monkeypatch: pytes
 def test_a_member_that_lacks_the_state_waits_until_those_that_leave_are_gone(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may save for minutes; then it goes on from its own state, or from theirs, which is saved."""
+    """They may save for minutes; then it continues from its own state, or from their saved state."""
     monkeypatch.setattr(driver, "ASK_S", 0.0)
     waited: list[None] = []
 
@@ -290,7 +290,7 @@ def test_a_member_that_lacks_the_state_waits_until_those_that_leave_are_gone(
 
 
 def test_none_waits_for_a_hash_that_will_not_come(make: Make) -> None:
-    """Of a step that was passed, delayed too, where a step's sum is a step behind its hash, or that is no member's."""
+    """For a past step, also with `delayed` (a step's sum comes a step after its hash), or for an unknown member."""
     asks, other = make(0), make(1)
     other._lock.wait_for = lambda predicate, timeout=None: predicate() or pytest.fail("it waits")
 
@@ -338,7 +338,7 @@ def test_none_waits_for_a_step_that_was_skipped() -> None:
 
 # -------------------------------------------------------------------------------------------------- copies of states
 def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:
-    """The second one is there before the first has all of its own: it lost them, and both began again for ever."""
+    """The second joins before the first has all copies: the first lost them, and both restarted indefinitely."""
     copies = StateCopies(SharedLock())
     arrays = [np.arange(3.0), np.array(7)]
     for member, at in ((1, 2), (2, 5)):
@@ -353,7 +353,7 @@ def test_each_of_two_that_join_gets_its_copies_of_the_state() -> None:
 
 
 def test_copies_that_no_member_waits_for_are_dropped() -> None:
-    """Those of a member that asks again, for a later step, or is lost; what another one wants stays."""
+    """Copies for a member that asks again for a later step, or is lost; copies for other members stay."""
     copies, arrays = StateCopies(SharedLock()), [np.zeros(2), np.ones(2)]
     for at in range(3):
         copies.answer({"op": "copy", "step": at, "arrays": [0, 1]}, 1)
@@ -365,7 +365,7 @@ def test_copies_that_no_member_waits_for_are_dropped() -> None:
     copies.at_step(3, arrays)
     copies.drop(1)
     assert {at: [*of] for at, of in copies._copies.items()} == {3: [1]}
-    copies.close()  # it leaves: what was copied can still be had, and none waits for more
+    copies.close()  # it leaves: finished copies can still be fetched, and no peer waits for more
     assert copies.answer({"op": "state", "step": 3, "array": 1}, 2).tobytes() == arrays[1].tobytes()
     assert not copies._copies
     with pytest.raises(ConnectionError, match=LEAVES):

@@ -1,4 +1,4 @@
-"""Conversations, chat templates and a small tokenizer, with what transformers makes of them, for the tests.
+"""Conversations, chat templates and a small tokenizer, with the results of transformers for them, for the tests.
 
     python tests/support/chat_cases.py
 
@@ -19,7 +19,7 @@ NAMES = "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|
 NAMES += "<start_of_turn> <end_of_turn> [INST] [/INST]"
 MERGES = "t h|th e|Ġ the|Ġ t|Ġt w|o n|Ġ on|e r|u s|us er|Ġ A|Ċ Ċ|: Ġ|i s"
 
-# Between ANSWER and END is what a template adds for an answer; the variant with marks has `{% generation %}` there.
+# A template's text for an answer is between ANSWER and END; the variant with marks has `{% generation %}` there.
 TEMPLATES = {
     "chatml": r"""{% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}
@@ -112,7 +112,7 @@ def write_chats(file: Path, count: int = 60) -> list[dict[str, Any]]:
 
 
 def of_transformers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields what transformers makes of each conversation by each template: ids and mask, or why it refuses."""
+    """Yields the result of transformers per conversation and template: ids and mask, or the reason of a refusal."""
     import transformers
 
     for name in TEMPLATES:

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints and snapshots share: a small state, a disk without room, test files as processes."""
+"""Shared by the tests of checkpoints and snapshots: a small state, a disk without room, test files as processes."""
 
 import faulthandler
 import os
@@ -43,7 +43,7 @@ def save_small(checkpointer: Checkpointer, *steps: int, losses: dict[int, float]
 
 
 def check_restores(checkpointer: Checkpointer, step: int) -> None:
-    """Checks that a restore gives what `save_small` saved as that step."""
+    """Checks that a restore gives the state that `save_small` saved as this step."""
     restored = checkpointer.restore(abstract(small_state(0)))
     assert restored is not None and restored.step == step and restored.data == {"step": step}
     check_equal(restored.state, small_state(step))
@@ -96,7 +96,7 @@ def start(file: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def run_two(file: str, *arguments: Path) -> list[str]:
-    """Runs a test file, which calls `as_one_of_two`, as the two processes of a run; returns what they print.
+    """Runs a test file, which calls `as_one_of_two`, as the two processes of a run; returns their outputs.
 
     If one fails, the other one, which would wait for it, is killed.
     """

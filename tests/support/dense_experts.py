@@ -1,4 +1,4 @@
-"""Experts as a plain loop: every expert computes every token, and what has no room counts nothing."""
+"""Experts as a plain loop: every expert computes every token, and tokens beyond the capacity count nothing."""
 
 import math
 from collections.abc import Iterator

@@ -50,7 +50,7 @@ def python(program: str, *args: object) -> list[str]:
 
 
 def output_of(cluster: Cluster, node: int, program: str) -> str:
-    """Returns what a program prints that is run in a node."""
+    """Runs a program in a node and returns its output."""
     out, _ = cluster.start(node, python(program)).communicate(timeout=WAIT_S)
     return out.decode().strip()
 
@@ -118,7 +118,7 @@ def networks_of(pids: list[int]) -> Iterator[set[str]]:
 
 
 def networks_in_use() -> set[str]:
-    """Returns the names of all networks that a process of this machine is in, of those that we may look at."""
+    """Returns the names of all networks of this machine's processes, as far as they are readable."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/ns/net"):
         with contextlib.suppress(OSError):  # gone in between, or not ours to look at

@@ -49,8 +49,8 @@ CODECS: dict[str, Codec] = {
 }
 
 
-# strategies whose the replica all-reduce crosses nodes, by what it does there: all-reduces, with replicas inside nodes
-# too, scatters
+# strategies whose replica all-reduce crosses nodes, by its kind between nodes: all-reduce, with replicas inside nodes
+# too, reduce-scatter
 LAYOUTS = {
     "mics(2)": dict(strategy="mics", partition_size=2),
     "mics(1)": dict(strategy="mics", partition_size=1),

@@ -1,11 +1,11 @@
-"""Functions that fail, in the place of those of the system."""
+"""Functions that fail, in place of system functions."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def fails(kind: type[BaseException], *args: Any) -> Callable[..., Any]:
-    """Returns a function that raises a new error of a kind, whatever its arguments are."""
+    """Returns a function that raises a new error of a kind for any arguments."""
 
     def fail(*_: object, **__: object) -> Any:
         raise kind(*args)

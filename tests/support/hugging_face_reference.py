@@ -1,4 +1,4 @@
-"""Small checkpoints as transformers writes them, with what transformers computes from them, for the tests.
+"""Small checkpoints written by transformers, with the values that transformers computes from them, for the tests.
 
     python tests/support/hugging_face_reference.py [NAME ...]
 
@@ -22,7 +22,7 @@ from input_pipeline import load
 
 FOLDER = Path(__file__).parents[1] / "data" / "hugging_face"
 VOCAB, HIDDEN, LAYERS, HEADS, MAX_LEN = 260, 16, 2, 4, 40
-ROWS, SEQ_LEN = 16, 32  # of a training batch
+ROWS, SEQ_LEN = 16, 32  # shape of a training batch
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 SIZES = dict(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
 LLAMA = NO_IDS | SIZES | dict(intermediate_size=24, num_key_value_heads=2, max_position_embeddings=MAX_LEN)
@@ -53,9 +53,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, **changes: Any) -> Any:
-    """Returns a model of transformers with random values around what a norm's scales begin at, for inference.
+    """Returns a model of transformers with random values around the initial scales of norms, for inference.
 
-    Gemma's begin at zero. Around one they double what goes through a norm: float32's own error is then 1e-5.
+    Gemma's scales begin at zero. Around one they double a norm's output: float32's rounding error is then 1e-5.
     """
     import torch
     import transformers
@@ -108,7 +108,7 @@ def loss_of(model: Any, name: str, step: int) -> Any:
 
 
 def reference(name: str) -> dict[str, np.ndarray]:
-    """Returns what transformers computed: `tokens` and `logits` of an example, `batch_loss` of the first batch."""
+    """Returns the arrays of transformers: `tokens` and `logits` of an example, `batch_loss` of the first batch."""
     with np.load(FOLDER / name / "reference.npz") as file:
         return dict(file)
 

@@ -1,4 +1,4 @@
-"""What the tests of snapshots share: a state, and a run whose attempts keep it in memory and in checkpoints."""
+"""Shared by the tests of snapshots: a state, and a run whose attempts keep it in memory and in checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class Run:
                 checkpointer.save(step, state_of(step), data={"step": step}, config={})
 
     def files(self, ending: str) -> list[Path]:
-        """The files of this run with an ending, that of the newest snapshot last."""
+        """The files of this run with an ending, the newest snapshot's last."""
         found = self.memory.glob(f"mics-jax-*/{self.run_id}/*.{ending}")
         return sorted(found, key=lambda file: file.stat().st_mtime_ns)
 

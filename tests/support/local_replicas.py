@@ -19,14 +19,14 @@ LEARNING_RATE = 0.05  # with 0.3 rounding grows in so many steps
 
 
 def inner() -> optax.GradientTransformation:
-    """Clipping and momentum: what a replica does by itself is not what all would do together."""
+    """Clipping and momentum: a replica alone takes other steps than all replicas together."""
     return optax.chain(optax.clip_by_global_norm(0.8), optax.sgd(LEARNING_RATE, 0.9))
 
 
 def replicas_written_out(
     rows: list[np.ndarray], settings: LocalSGDConfig, steps: int, parts: Any = None, kind: str = "decoder"
 ) -> tuple[list[float], Any]:
-    """Returns the losses and the shared parameters of the rule; `rows` are those of each replica.
+    """Returns the losses and the shared parameters of the rule; `rows` are the rows of each replica.
 
     Streaming, `parts` says in which part each element of a parameter is.
     """
@@ -44,7 +44,7 @@ def replicas_written_out(
         momenta = 0.9 * momenta + grads * np.minimum(1, 0.8 / np.linalg.norm(grads, axis=1, keepdims=True))
         moves, sent = -LEARNING_RATE * momenta, -drifts.mean(0)
         drifts = drifts + moves
-        if settings.streaming:  # what was done in the step itself is kept
+        if settings.streaming:  # the movement of this step is kept
             here, left = number == step % settings.inner_steps, moves
         else:
             here, left, sent = (step + 1) % settings.inner_steps == 0, 0, -drifts.mean(0)

@@ -16,7 +16,7 @@ from support.exchanging import is_vector
 
 Code = Callable[[np.ndarray], np.ndarray]  # the values of a block, as they arrive
 REPLICAS, STEPS, BLOCK = 4, 20, 32
-SEED = 4  # of the first ones that whose choices are all clear
+SEED = 4  # the first seed with only clear choices
 SURE = 1e-6  # a choice between two values has to be clearer: sums are rounded differently on other CPUs
 SPECS = jax.tree.leaves(workload.TENSORS)
 ORDER = sorted(range(len(SPECS)), key=lambda i: is_vector(SPECS[i]))  # matrices first, as they are packed
@@ -65,7 +65,7 @@ def noise(rng: np.random.Generator) -> Any:
 
 
 def exchanged(values_R: np.ndarray, kept_R: np.ndarray, code: Code, block: int = BLOCK) -> tuple[Any, Any]:
-    """Returns the mean `[N]` of `[R, N]` as it arrives, and what each replica keeps of it for the next time.
+    """Returns the mean `[N]` of `[R, N]` as it arrives, and each replica's residual for the next exchange.
 
     All encode their shares, the owner of each of R pieces the sum.
     """
@@ -79,7 +79,7 @@ def exchanged(values_R: np.ndarray, kept_R: np.ndarray, code: Code, block: int =
 
 
 def coded(x: np.ndarray, code: Code, block: int) -> np.ndarray:
-    """Returns values `[N]` as they arrive: those of matrices block by block, those of vectors as they are."""
+    """Returns values `[N]` as they arrive: matrices are encoded block by block, vectors are not."""
     out = x.copy()
     for start in range(0, CODED, block):
         here = slice(start, min(start + block, CODED))

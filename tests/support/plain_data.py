@@ -1,4 +1,4 @@
-"""Mixtures and packed rows in plain Python, from the documents: what the input pipeline must give, row by row."""
+"""Mixtures and packed rows in plain Python, from the documents: the expected rows of the input pipeline."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

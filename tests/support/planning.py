@@ -1,4 +1,4 @@
-"""What the tests of the planner share: a small config, its step on 4 emulated nodes of 2, and a cache of their own."""
+"""Shared by the tests of the planner: a small config, its step on 4 emulated nodes of 2, and a separate cache."""
 
 import functools
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def recorded_plan() -> Plan:
 
 
 def one_row(**columns: Any) -> Loss:
-    """A row of configs/losses.csv: beside dense AdamW on text, 0.2 above it with each of 3 seeds."""
+    """A row of configs/losses.csv: on text, 0.2 above dense AdamW with each of 3 seeds."""
     about = {"optimizer": "adamw", "task": "text", "parameters": 2_000_000, "seeds": 3, "record": "a.jsonl"}
     return Loss(**{**about, "mean": 0.2, "least": 0.2, "most": 0.2, "steps": None, **columns})
 

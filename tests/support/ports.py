@@ -1,15 +1,15 @@
-"""Ports for programs that listen later than they are told where."""
+"""Ports for programs that listen some time after their port is chosen."""
 
 import contextlib
 import random
 import socket
 from collections.abc import Sequence
 
-PORTS = range(20000, 32000)  # below those that Linux gives to whoever asks for any
+PORTS = range(20000, 32000)  # below the ports that Linux assigns automatically
 
 
 def free_port(among: Sequence[int] = PORTS) -> int:
-    """Returns a port at which nobody listens, and which no other test of this machine is given meanwhile."""
+    """Returns a free port that no other test on this machine gets meanwhile."""
     while True:
         port = random.choice(among)
         claim = socket.socket(socket.AF_UNIX)

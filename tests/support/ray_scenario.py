@@ -1,4 +1,4 @@
-"""An engine of launch.ray whose agents are told what happens to them: no Ray, no processes."""
+"""An engine of launch.ray with simulated agents that follow a scenario: no Ray, no processes."""
 
 import signal
 import time
@@ -20,7 +20,7 @@ Scenario = Callable[["Members"], Iterator[object]]
 
 @dataclass(eq=False)
 class Member:
-    """A node whose program does what the scenario says."""
+    """A node whose program follows the scenario."""
 
     host: str
     cluster: "Members"
@@ -31,7 +31,7 @@ class Member:
     ignores: bool = False  # signals
     attempt: int = 0  # the newest, and how it ended; None if it runs
     code: int | None = 0
-    arguments: dict[int, Sequence[str]] = field(default_factory=dict)  # of the attempts
+    arguments: dict[int, Sequence[str]] = field(default_factory=dict)  # by attempt
     lines: list[str] = field(default_factory=list)  # that it says at each turn
 
     @property
@@ -69,11 +69,11 @@ class Member:
 
 
 class Replica(Member):
-    """A node whose program has nothing to do with those of other nodes."""
+    """A node whose program is independent of the other nodes' programs."""
 
     @property
     def group(self) -> str:
-        """The number of its group, and that of its process in it; empty if it does not run."""
+        """The numbers of its group and of its process in the group; empty if it does not run."""
         _, _, process, group = self.arguments[self.attempt] if self.code is None else [""] * 4
         return group.removeprefix("--group=") + process.replace("--process_id=", ".")
 
@@ -83,7 +83,7 @@ class Replica(Member):
 
 
 class Members:
-    """Stands for `ray_members.Members`; the scenario goes on by one `yield` a turn. After it, all programs end."""
+    """Replaces `ray_members.Members`; the scenario continues by one `yield` a turn. After it, all programs end."""
 
     def __init__(self, hosts: str, scenario: Scenario, workdir: Path, kind: type[Member] = Member) -> None:
         self.by_node: dict[str, Member] = {}
@@ -162,7 +162,7 @@ def run_scenario(
     independent: bool = False,
     **times_s: float,
 ) -> tuple[int, Members]:
-    """Runs an engine through a scenario, with short times but for those that are given; returns its exit code."""
+    """Runs an engine through a scenario, with short times except for `times_s`; returns its exit code."""
     members = Members(hosts, scenario, workdir, Replica if independent else Member)
     limits = Limits(min_nodes=least, max_nodes=most, nodes_per_group=group)
     kind: Any = ReplicaGroups if independent else RestartingEngine

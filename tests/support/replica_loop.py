@@ -99,14 +99,14 @@ class Loop:
         stall_s: float = inf,
         **processes: Any,
     ) -> None:
-        """`processes`: `process` and `agree` of one of a replica's several processes."""
+        """`processes`: `process` and `agree` if the replica has several processes."""
         self.number, self.codec, self.steps, self.delay = number, codec, steps, delay
         self.computed: dict[int, list[int]] = {}
         self.fetched: list[int] = []
         self.before_unit: Callable[[int, int], object] = lambda step, unit: None  # may raise Gone
         self.before_step: Callable[[int], object] = lambda step: None
         self.log = Recorded()
-        self.blocks: list[None] = []  # of the peers' state
+        self.blocks: list[None] = []  # blocks of the peers' state
         self.error: BaseException | None = None
         self.replicas = Replicas(
             folder=folder,
@@ -182,7 +182,7 @@ class Loop:
         compute(step, number, unit)
 
     def end(self) -> None:
-        """Waits for the end, and raises what it ended by."""
+        """Waits for the end, and raises the error that ended it, if any."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), f"replica {self.number} hangs in step {self.replicas.members.me.step}"
         if self.error:

@@ -57,7 +57,7 @@ class Run:
     def last(self, group: int) -> int:
         """Returns the last step that a replica has logged."""
         path = self.folder(group) / "metrics.jsonl"
-        *lines, _ = path.read_text().split("\n") if path.exists() else [""]  # what follows them is being written
+        *lines, _ = path.read_text().split("\n") if path.exists() else [""]  # the last line is still being written
         return json.loads(lines[-1])["step"] if lines else 0
 
     def stop(self, group: int, number: int, code: int) -> None:

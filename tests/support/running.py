@@ -78,7 +78,7 @@ def _programs(config: Config) -> dict[str, Callable[[], Any]]:
 
 
 def compiled_once(config: Config) -> Experiment:
-    """Returns the parts of a run, whose programs are those of the run before that has the same."""
+    """Returns the parts of a run; reuses the programs of an earlier run with the same config."""
     data = config.data
     if data.tokenizer == "bytes" and data.packing == "stream":
         data = replace(data, source="synthetic", path="", mixture="", pattern="")
@@ -108,7 +108,7 @@ def run_here(*args: str, hooks: Sequence[Hook] = (), make: Callable[[Config], Ex
 def start(
     args: Sequence[str], *, pause_s: float = 0.0, stop_after: int = 0, first: str = "", **environment: str
 ) -> subprocess.Popen[str]:
-    """Starts train.py in a process of its own; on request with a pause after each step, or stopping after one.
+    """Starts train.py in a separate process; on request with a pause after each step, or stopping after one.
 
     `first` is Python that runs before it, finds the modules of the tests, and may change the `parts` given to it.
     """
@@ -229,7 +229,7 @@ def compiling_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# Runs train.py with hooks, and what `first` makes of them.
+# Runs train.py with hooks, which `first` may change.
 PROGRAM = """
 import sys, time
 sys.path.append("tests")

@@ -46,7 +46,7 @@ class ThreadWorld(ShardProcesses):
 
 
 def in_threads(actions: list[Callable[[], Any]]) -> list[Any]:
-    """Returns what the actions return, each in a thread of its own; raises the first error."""
+    """Returns the results of the actions, each run in a separate thread; raises the first error."""
     with ThreadPoolExecutor(len(actions)) as pool:
         return [done.result(300) for done in [pool.submit(action) for action in actions]]
 

@@ -1,4 +1,4 @@
-"""What the tests of data.source=shards share: a folder of texts, a cache of their own, and the settings."""
+"""Shared by the tests of data.source=shards: a folder of texts, a separate cache, and the settings."""
 
 from pathlib import Path
 from typing import Any

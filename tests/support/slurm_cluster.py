@@ -71,34 +71,34 @@ class Slurm:
             self.cluster.start(node, command, self._environment, log)
 
     def run(self, *command: str) -> str:
-        """Returns what a user's command prints; it must succeed."""
+        """Returns the output of a user's command, which must succeed."""
         process = self.cluster.start(0, command, self._environment)
         out = process.communicate(timeout=WAIT_S)[0].decode()
         assert process.returncode == 0, (command, out)
         return out.strip()
 
     def submit(self, program: list[str], *options: str, sbatch: Path = SBATCH) -> str:
-        """Submits a script with `program` for what a user writes into it, a task a node; returns the job's id."""
+        """Submits a script with `program` in the user's place, one task per node; returns the job's id."""
         script = self.folder / sbatch.name
         text = edited(shlex.join(program), sbatch).replace("#SBATCH --ntasks-per-node=8\n", "")  # 1: the default
         script.write_text(text)
         return self.run("sbatch", "--parsable", f"--output={self.folder}/%j.txt", "--time=60", *options, str(script))
 
     def output(self, job: str) -> str:
-        """Returns what a job has printed, if it has begun."""
+        """Returns the output of a job so far, if it has begun."""
         file = self.folder / f"{job}.txt"
         return file.read_text() if file.exists() else ""
 
     def job(self, job: str) -> dict[str, str]:
-        """Returns what `scontrol show job` says of a job."""
+        """Returns the fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
     def wait(self, job: str, state: str) -> dict[str, str]:
-        """Returns what `scontrol show job` says of a job once it is in a state."""
+        """Returns the fields of `scontrol show job` once the job is in a state."""
         return self.until(job, lambda found: found["JobState"] == state)
 
     def until(self, job: str, condition: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-        """Returns what `scontrol show job` says of a job once that is so, which must be before its end."""
+        """Returns the fields of `scontrol show job` once they meet a condition, which must be before the job's end."""
         deadline_s = time.monotonic() + WAIT_S
         while not condition(found := self.job(job)):
             assert found["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "SIGNALING"), (found, self.output(job))
@@ -107,7 +107,7 @@ class Slurm:
         return found
 
     def go_on(self, job: str, nodes: str = "") -> None:
-        """Lets a requeued job start now; `nodes` are those that it had, or all.
+        """Lets a requeued job start now; `nodes` are its previous nodes, or all.
 
         SLURM's own time for it is two minutes later, and no setting of 22.05 changes that. Before the batch script has
         ended everywhere its end would be taken for the new one's, and a node refuses what is started in the second in
@@ -119,7 +119,7 @@ class Slurm:
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=60")
 
     def settle(self, nodes: str = "") -> None:
-        """Waits until every one of some nodes is idle, or down."""
+        """Waits until each of some nodes is idle, or down."""
         deadline_s = time.monotonic() + WAIT_S
         ask = ("sinfo", "--noheader", "--format=%T", *([f"--nodes={nodes}"] if nodes else []))
         while states := {*self.run(*ask).split()} - {"idle", "down", "down*"}:
@@ -133,7 +133,7 @@ class Slurm:
 
 
 def edited(program: str, sbatch: Path = SBATCH) -> str:
-    """Returns a script with `program` for what a user writes into it."""
+    """Returns a script with `program` in the user's place."""
     pattern = r"^program=\(.*?\)[^\n)]*$"
     script, found = re.subn(pattern, lambda _: f"program=({program})", sbatch.read_text(), flags=re.M | re.S)
     assert found == 1

@@ -1,6 +1,6 @@
-"""Object stores on the loopback interface: moto's S3, and a server in front of it, or of a folder, to count and fail.
+"""Object stores on the loopback interface: moto's S3, and a proxy for it or a folder that counts and fails requests.
 
-`make .venv/moto/installed` installs moto into a folder of its own: it needs an older python-dateutil than kubernetes.
+`make .venv/moto/installed` installs moto into a separate folder: it needs an older python-dateutil than kubernetes.
 """
 
 import http.server
@@ -31,7 +31,7 @@ NEEDS_MOTO = pytest.mark.skipif(not MOTO.exists(), reason="moto is not installed
 
 
 def credentials(endpoint: str) -> dict[str, str]:
-    """Returns the environment variables of a store at `endpoint`; without them, nobody is asked for others."""
+    """Returns the environment variables of a store at `endpoint`; without them no other credentials are searched."""
     return {
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -191,11 +191,11 @@ def in_front_of(upstream: str) -> Iterator[Server]:
 
 @contextmanager
 def as_gcs(upstream: str, account: Path) -> Iterator[Server]:
-    """Gives a server that hands what a client of GCS sends on to moto's S3; writes an account's file that names it.
+    """Gives a server that forwards the requests of a GCS client to moto's S3; writes an account's file that names it.
 
-    The requests are those of GCS's XML interface, which is S3's, but for letters that are quoted and a signature. (Of
-    the servers that say that they are GCS, gcp-storage-emulator 2026.7 has neither HEAD, nor lists in XML, nor ETag
-    and Last-Modified, which obstore asks for, and fake-gcs-server is no Python package.)
+    GCS's XML interface equals S3's, except for quoted letters and a signature. (Known emulators of GCS do not work:
+    gcp-storage-emulator 2026.7 has neither HEAD, nor lists in XML, nor ETag and Last-Modified, which obstore needs, and
+    fake-gcs-server is not a Python package.)
     """
     with in_front_of(upstream) as server:
         answer = server.answer

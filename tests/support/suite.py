@@ -22,14 +22,14 @@ WAITING = frozenset(
 NEEDS = {"test_hugging_face_library.py": "transformers", "test_ray_members.py": "ray"}  # packages of slow tests
 # `workload` is the models and steps that tests of strategies share, `keeping` a run with snapshots, `running` train.py
 JAX = {"jax", "optax", "flax", "workload", "keeping", "running"}
-SLOW = pytest.mark.slow(every_time=True)  # of a parameter's value that runs in `make test-all`, not for releases only
+SLOW = pytest.mark.slow(every_time=True)  # a parameter's value that also runs in `make test-all`, not only for releases
 PLAIN = {"ROOT", "SMALL", "finish", "wait_until"}  # of `running`, which start nothing
 
 
 def depends_on_jax(file: Path) -> bool:
-    """Whether a test file itself imports jax, or what stands for it: then it runs with every tested version of jax.
+    """Whether a test file imports jax, directly or by a name in JAX: then it runs with every tested version of jax.
 
-    Not the planner's, which compile most: what they read of XLA's text has tests of its own (test_hlo.py).
+    The planner's tests are excluded, because they compile most; test_hlo.py tests how XLA's text is read.
     """
     if file.name.startswith("test_planner"):
         return False
@@ -48,7 +48,7 @@ def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def is_for_releases(item: Any) -> bool:
-    """Whether a test is of a page or record, or of one of the slow combinations beyond those that run every time."""
+    """Whether a test is about a page or record, or a slow combination that does not run every time."""
     if item.get_closest_marker("document"):
         return True
     marks = item.callspec.marks if hasattr(item, "callspec") else ()
@@ -61,7 +61,7 @@ def is_quick(item: Any) -> bool:
 
 
 def sampled(cases: Mapping[str, tuple[Any, ...]] | Iterable[Any], *kept: Any) -> list[Any]:
-    """Returns a parameter's values, all but the `kept` ones only for releases; those of a mapping by their names."""
+    """Returns a parameter's values, all but the `kept` ones only for releases; a mapping's values by their names."""
     named = cases.items() if isinstance(cases, Mapping) else [(None, case) for case in cases]
     return [
         pytest.param(

@@ -23,7 +23,7 @@ def get_config(arg=""):
     config.sharding.strategy = "ddp"
     return config
 """
-# What the program does with a seed of these numbers; with any other one it finishes.
+# The behaviour of the program by its seed; with any other seed it finishes.
 FAILS, STOPS_ONCE, STOPS_ALWAYS, WAITS, DIVERGES, WAITS_FOR_TWO_SIGNALS = MODES = range(101, 107)
 TRAIN = """
 import json, signal, sys, time

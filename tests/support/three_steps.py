@@ -36,10 +36,10 @@ OTHERS |= {"mics(4)": {"sharding.partition_size": 4}, "tensor, stages": STEPS["t
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What three steps compute."""
+    """The results of three steps."""
 
     losses: np.ndarray  # loss and norm of the gradients of each, `[3, 2]`
-    gradients: dict[str, np.ndarray]  # of the first, by parameter: a tenth of each, as Adam's first moments have them
+    gradients: dict[str, np.ndarray]  # first step's gradients by parameter: a tenth of each, as in Adam's first moments
 
 
 def three_steps(changes: dict[str, Any]) -> Steps:

@@ -46,7 +46,7 @@ def word_level(path: Path, vocabulary: dict[str, int], **model: Any) -> Path:
 
 
 def with_image_token(path: Path) -> Path:
-    """Adds a special token behind all others, as Gemma 3 has one that its models of text lack."""
+    """Adds a special token after all others, like Gemma 3's image token, which its text models lack."""
     import tokenizers
 
     made = tokenizers.Tokenizer.from_file(str(path))

@@ -32,9 +32,9 @@ from training.optimizer_chain import of_all_replicas, watch
 from training.optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
-PACKED = " packed"  # of a kind of model: its rows are several documents
+PACKED = " packed"  # suffix of a kind of model: its rows are several documents
 BATCH_NORM = "resnet batch"  # a kind of model, with ghost batches of two rows: a device has so many in a micro-step
-GEMMA = "decoder gemma"  # a kind of model: layers with and without a window, and what else a decoder may have
+GEMMA = "decoder gemma"  # a kind of model: layers with and without a window, and the other options of a decoder
 FLAGS: dict[str, Any] = {
     "head_dim": 8,
     "rotary_scaling": "llama3",
@@ -53,11 +53,11 @@ FLAGS: dict[str, Any] = {
     "scale_embedding": True,
     "qkv_bias": True,
 }
-LORA = "lora "  # of a kind of model, a decoder with adapters: before the form in which its base is stored
+LORA = "lora "  # prefix of a kind of model, a decoder with adapters; the form in which its base is stored follows
 MOE_DOTS = "moe dots"  # a kind of model, whose backward pass computes no product with weights again
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
-# what a replica all-reduce is given, without a model: matrices of two dims and more, stacked and not, a vector, one
-# kept whole
+# input of a replica all-reduce, without a model: matrices of two dims and more, stacked and not, a vector, and a
+# tensor kept whole
 TENSORS = {
     "table": ParamSpec(shape=(48, 16), dims=("vocab", "embed")),
     "layers": {
@@ -130,7 +130,7 @@ def whole(name: str, tree: Any) -> Any:
 
 
 def trained_and_frozen(kind: str, num_layers: int = 2) -> tuple[Any, Any]:
-    """The first parameters of a model: those that are trained, and those that are not."""
+    """The initial parameters of a model: the trained ones and the frozen ones."""
     return part_like(params(kind, num_layers), part_frozen(specs(kind, num_layers))[0])
 
 
@@ -248,7 +248,7 @@ def payload_bytes(codec: Codec, size: int) -> int:
 
 
 def setup(plan: ShardingPlan, method: str | AllReduceMethod, *, kind: str = "tensors", **compression: Any) -> Setup:
-    """What a method of the replica all-reduce, or the one of that name, is built for."""
+    """The arguments with which a method of the replica all-reduce (or the method of this name) is built."""
     config, method = base.get_config(), method_named(method) if isinstance(method, str) else method
     config.compression.update(compression)
     config.optimizer.update({"name": method.takes_over or "adamw", "clip_norm": 0.0})
@@ -338,7 +338,7 @@ def run_steps(step: Any, state: Any, data: Any, count: int) -> tuple[np.ndarray,
     out, metrics = [], {}
     for _ in range(count):
         state, metrics = jax.block_until_ready(step(state, data))
-        out.append(float(of_all_replicas(metrics)["loss"]))  # of replicas that drift apart each has its own
+        out.append(float(of_all_replicas(metrics)["loss"]))  # replicas that drift apart have different losses
     return np.array(out), state, metrics
 
 
@@ -348,7 +348,7 @@ STRATEGIES = {
     "zero2": dict(strategy="zero2"),
     "zero3": dict(strategy="zero3"),
     "hsdp": dict(strategy="hsdp"),
-    "mics4": dict(strategy="mics", partition_size=4),  # groups of 1, 2, 8 devices are those of ddp, hsdp, zero3
+    "mics4": dict(strategy="mics", partition_size=4),  # groups of 1, 2, 8 devices are ddp, hsdp, zero3
     "node-node-all": dict(parameters="node", gradients="node", optimizer="all"),
     "none-node-4": dict(parameters="none", gradients="node", optimizer=4),
 }
