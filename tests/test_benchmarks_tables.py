@@ -1,4 +1,4 @@
-"""The tables and charts of the measured pages: what is compared with what, and that pages say what the records say."""
+"""The tables and charts of the measured pages: their comparisons, and that pages agree with the records."""
 
 import re
 from typing import Any
@@ -67,7 +67,7 @@ def test_times_of_codecs_are_compared_at_the_same_commits_with_the_same_optimize
 
 
 def test_differences_of_losses_are_those_of_the_same_seed() -> None:
-    """Dense runs from 1.4 to 1.9, in another order: int8 is 0.01 to 0.03 above the one of its own seed."""
+    """Dense runs from 1.4 to 1.9, in another order: int8 is 0.01 to 0.03 above the dense run of its seed."""
     dense = [trained("dense, AdamW", seed, loss) for seed, loss in ((2, 1.9), (0, 1.4), (1, 1.5))]
     lines = [trained("int8, AdamW", seed, loss) for seed, loss in ((0, 1.41), (1, 1.52), (2, 1.93))]
     header, _, of_dense, of_int8 = accuracy.table("text", dense + lines).splitlines()

@@ -23,7 +23,7 @@ KEY = jax.random.key(0)
 
 
 def rows(count: int = 3, size: int = 4 * BLOCK) -> np.ndarray:
-    """Rows with a block of zeros, one of one value, large and tiny numbers, both ends of a range."""
+    """Rows with a block of zeros, a constant block, large and tiny numbers, both ends of a range."""
     x = np.random.default_rng(0).normal(size=(count, size)).astype(np.float32)
     x[0, :BLOCK] = 0
     x[1, :BLOCK] = -3.25
@@ -65,7 +65,7 @@ def one_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def statistical(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two means for the magnitudes of a block, which meet at 1.23 times that of all."""
+    """Two means for the magnitudes of a block, separated at 1.23 times the mean of all."""
     sizes = np.abs(x).reshape(len(x), -1, BLOCK)
     large = sizes > np.float32(1.23) * sizes.mean(-1, keepdims=True)
     means = np.stack([np.ma.array(sizes, mask=mask).mean(-1).filled(0) for mask in (large, ~large)], axis=-1)
@@ -85,7 +85,7 @@ ORACLES = {
 
 @every_row("name", CODECS)
 def test_codecs_match_numpy(name: str) -> None:
-    """Bit for bit what is sent; to a rounding what arrives (a mean may be summed in another order)."""
+    """Sent bits are equal; decoded values are equal up to rounding (a mean may be summed in another order)."""
     codec, x = CODECS[name], rows()
     sent = np.asarray(jax.jit(codec.encode)(x, KEY))
     wanted_sent, wanted = ORACLES[name](x)
@@ -103,7 +103,7 @@ def test_codecs_match_numpy(name: str) -> None:
 
 @every_row("name", CODECS)
 def test_finite_values_stay_finite(name: str) -> None:
-    """To the largest numbers that there are; infinity and NaN do not become finite."""
+    """Up to the largest numbers; infinity and NaN do not become finite."""
     codec, largest = CODECS[name], np.finfo(np.float32).max
     x = np.float32([[largest, -largest, 3.39e38, 1.0] * (BLOCK // 4)])
     arrived = np.asarray(codec.decode(codec.encode(jnp.asarray(x), KEY)))

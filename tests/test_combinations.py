@@ -24,7 +24,7 @@ STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
 ONE_BIT_ADAM = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 1}
 LOCAL = {"local_sgd.inner_steps": 5}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
-# a config that has the feature; of values that a choice needs besides, those that a feature is about win
+# a config that has the feature; its values take precedence over values that a choice also needs
 EXAMPLES: dict[str, dict[str, Any]] = {
     "independent": {"sharding.replicas": "independent"} | STRATEGY,
     "shares": {"sharding.shares": 2},
@@ -114,11 +114,11 @@ SIZES = (
     "must lie within the scope",
     "does not divide the 1 node",
     "images are no documents",
-)  # what examples lack that were made for other pairs
+)  # keys that examples made for other pairs lack
 
 
 def error_of(changes: dict[str, Any]) -> str:
-    """What refuses a config, as a config or when its experiment is built; "" if nothing does."""
+    """The error that refuses a config, as a config or when its experiment is built; "" if it is valid."""
     try:
         make_experiment(config(changes))
     except ValueError as error:
@@ -169,7 +169,7 @@ def config_value(key: str, changes: dict[str, Any]) -> Any:
 
 
 def begins(pair: tuple[str, str], changes: dict[str, Any]) -> str:
-    """How the line of a rule begins for the config with these changes, whatever the rule finds in it."""
+    """How the line of a rule begins for the config with these changes."""
     features = [FEATURES[name] for name in pair]
     one, other = (f.said or f"{f.keys[0]}={config_value(f.keys[0], changes)}" for f in features)
     return f"{one} does not go with {other}: {RULED[pair].why}; "
@@ -196,7 +196,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("in_pieces")
 def test_a_pair_is_refused_by_its_own_rule_or_its_step_can_be_built(pair: tuple[str, str]) -> None:
-    """By its own, or by one before it about what both examples have besides."""
+    """By this rule, or by an earlier rule about another feature of the examples."""
     changes = ALL[pair[0]] | ALL[pair[1]]
     own = [i for i, ruled in enumerate(RULED) if {*ruled} == {*pair}]
     if error := error_of(changes):
@@ -220,7 +220,7 @@ REFUSED = {("stages", "experts"), ("context", "tensor"), ("context", "experts"),
 
 @pytest.mark.usefixtures("in_pieces")
 def test_every_pair_of_divisions_can_be_built_with_a_loss_in_pieces() -> None:
-    """What a loss in pieces closes over is not traced in a stage, beside adapters, and so on."""
+    """The closure of a loss in pieces is not traced in a stage, with adapters, and so on."""
     problems = {}
     for pair in combinations(DIVIDED, 2):
         changes = DIVIDED[pair[0]] | DIVIDED[pair[1]]
@@ -265,7 +265,7 @@ class FakeDevice:
     platform: str = "cpu"
 
 
-NODES: list[tuple[dict[str, Any], int]] = [  # what runs on 4 nodes of 2, and the devices on which it does not
+NODES: list[tuple[dict[str, Any], int]] = [  # configs that run on 4 nodes of 2, and the devices on which they do not
     (LOCAL | {"batch.global_size": 8}, 32),
     ({"mesh.stages": 2, "model.num_layers": 2}, 6),
     ({"sharding.partition_size": 4}, 6),
@@ -299,7 +299,7 @@ def test_one_line_names_what_would_do() -> None:
 
 
 def test_what_is_registered_may_use_every_key_of_compression(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A codec gets the section, in whatever hop it is, and a method of the replica all-reduce as well."""
+    """A codec gets the section for any collective, and a method of the replica all-reduce too."""
     unused = {"compression.warmup_steps": 1}
     monkeypatch.setitem(OWN["codec"], "mine", None)
     monkeypatch.setitem(OWN["all_reduce"], "my_method", None)

@@ -1,4 +1,4 @@
-"""What all programs share: what they print may be cut off, and directories that cannot be made are named."""
+"""Shared behaviour of all programs: output may be cut off, and directories that cannot be created are named."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ sys.exit(3)
 
 
 def into_closed_pipe(*command: str, **environment: str) -> tuple[int, str]:
-    """Returns the exit code and stderr of a Python program whose output nobody reads any more."""
+    """Returns the exit code and stderr of a Python program whose output is no longer read."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as output:
@@ -66,7 +66,7 @@ def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
     assert into_closed_pipe(*command.split()) == (0, "")
 
 
-# What only programs of ours start, and what writes a page of docs/.
+# Programs that only our programs start, and programs that write a page of docs/.
 NOT_FOR_USERS = """launch/emulate/node_init.py launch/emulate/ray_nodes.py launch/ray_standby.py
     launch/sweeps/ray_child.py training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py
     configs/show.py input_pipeline/rendering.py"""
@@ -157,7 +157,7 @@ def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(ValueError) as error:
             make_folder(folder, "--out")
         assert str(error.value) == said
-    with pytest.raises(ValueError, match="file is a file; choose another --workdir"):  # of the program
+    with pytest.raises(ValueError, match="file is a file; choose another --workdir"):  # the program's flag
         emulate.named_paths(["train.py", f"--workdir={file}"])
     both = f"--config.data.mixture=3 folder:{tmp_path}, 1 folder:{file}"
     assert {tmp_path, file} <= {*emulate.named_paths(["train.py", both])}

@@ -1,4 +1,4 @@
-"""Emulated nodes: what a link lets through and counts, what a node shares; nodes that are cut, stopped, killed."""
+"""Emulated nodes: rate and counters of a link, resources that a node shares; nodes that are cut, stopped, killed."""
 
 import signal
 import subprocess
@@ -69,7 +69,7 @@ def line(process: subprocess.Popen[bytes]) -> str:
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
 def test_the_rate_holds(two: Cluster, sender: int, receiver: int) -> None:
-    """Within 5 %, in one of thirty tries: on a busy machine a reading may be too low, or too high after a pause."""
+    """Within 5 %, in any of thirty tries: on a busy machine a reading may be too low, or too high after a pause."""
     speeds, rate = list[float](), pytest.approx([100e6], rel=0.05)
     while speeds[-1:] != rate and len(speeds) < 30:
         speeds.append(transfer(two, sender, receiver, 6 * MB)[1])
@@ -89,7 +89,7 @@ def test_bytes_are_counted(two: Cluster) -> None:
 def test_a_rate_may_be_changed_and_lifted(two: Cluster) -> None:
     two.slow(0, "20mbit")
     assert any(transfer(two, 0, 1, 1 * MB)[1] < 22e6 for _ in range(3))
-    assert any(transfer(two, 1, 0, 1 * MB)[1] < 22e6 for _ in range(3))  # what arrives has to pass the same link
+    assert any(transfer(two, 1, 0, 1 * MB)[1] < 22e6 for _ in range(3))  # received bytes pass the same link
     assert two.traffic()[0].rate == "20mbit"
     two.slow(0, "none")
     two.slow(1, "none")
@@ -118,7 +118,7 @@ for folder in ("/tmp", "/dev/shm", {str(two.workdir)!r}):
 
 
 def test_a_cut_link_is_silent(tmp_path: Path) -> None:
-    """No error reaches either end, and the node sees its interface up; healed, the connection goes on."""
+    """No error reaches either end, and the node sees its interface up; healed, the connection continues."""
     with Cluster(2, Links(), tmp_path) as cluster:
         server = cluster.start(1, python(ECHO))
         assert line(server) == "listening"
@@ -176,7 +176,7 @@ def test_stopped_processes_go_on(tmp_path: Path) -> None:
 
 
 def test_a_node_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails on the way leaves the others as they were, and nothing of itself; the end leaves nothing at all."""
+    """A failed node does not change the others and leaves no files; the end of the cluster leaves nothing at all."""
     with Cluster(1, Links(), tmp_path) as cluster:
         cluster.start(0, python(FORK, tmp_path))
         with monkeypatch.context() as broken, pytest.raises(ValueError, match="`ip`: no"):
@@ -193,7 +193,7 @@ def test_a_node_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_latency_is_netem_s(tmp_path: Path) -> None:
-    """Where the kernel has netem, a round trip takes twice the latency; where not, it is said."""
+    """Where the kernel has netem, a round trip takes twice the latency; where not, this is reported."""
     links = Links(latency="20ms", rate="100mbit")
     try:
         with Cluster(2, links, tmp_path) as cluster:

@@ -21,7 +21,7 @@ JOBSET = ROOT / "launch" / "kubernetes" / "jobset.yaml"
 REPLICAS = JOBSET.with_name("replicas.yaml")
 HOSTS = ("one", "two", "three")
 
-# What SLURM's commands do here: `srun` starts two tasks with their variables and returns the highest of their codes.
+# Substitutes for SLURM's commands: `srun` starts two tasks with their variables and returns the highest of their codes.
 SRUN = """#!/bin/bash
 [[ $1 == --kill-on-bad-exit=0 ]] || exit 99
 highest=0
@@ -40,7 +40,7 @@ RECORD = '#!/bin/bash\necho "$(basename "$0") $@" >> "$RECORD"\n'
 
 
 def run_sbatch(folder: Path, program: str, script: str = "train", **environment: str) -> tuple[int, str]:
-    """Runs a script's body with `program` for what a user writes into it; returns (exit code, requests to SLURM)."""
+    """Runs a script's body with `program` in the user's place; returns (exit code, requests to SLURM)."""
     for name, text in (("srun", SRUN), ("scontrol", RECORD), ("scancel", RECORD)):
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
@@ -63,7 +63,7 @@ def run_sbatch(folder: Path, program: str, script: str = "train", **environment:
     [
         ("0 0", 0, 0, False),
         ("75 75", 0, 75, True),
-        ("2 75", 99, 75, True),  # what can go on is not given up because of earlier restarts
+        ("2 75", 99, 75, True),  # a run that can continue is not given up because of earlier restarts
         ("137 75", 0, 137, True),  # one was killed, the other noticed
         ("137 75", 5, 137, False),  # again and again
         ("2 2", 0, 2, False),
@@ -119,13 +119,13 @@ def test_sbatch_needs_the_directory_of_the_program(script: str, tmp_path: Path) 
 
 @every_row(("code", "cancelled"), [(75, False), (0, True), (2, True)])
 def test_an_array_of_jobs_ends_with_the_run(code: int, cancelled: bool, tmp_path: Path) -> None:
-    """Its next task is the restart; when there is nothing to go on with, the tasks that wait are cancelled."""
+    """Its next task is the restart; if nothing is left to continue, the waiting tasks are cancelled."""
     outcome = run_sbatch(tmp_path, f"bash -c 'exit {code}'", SLURM_ARRAY_JOB_ID="4700")
     assert outcome == (code, "scancel --state=PENDING 4700\n" if cancelled else "")
 
 
 def test_sbatch_directives_come_first() -> None:
-    """SLURM reads them up to the first command; none may hide behind one."""
+    """SLURM reads them up to the first command; none may follow it."""
     lines = SBATCH.read_text().splitlines()
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
@@ -173,14 +173,14 @@ def test_jobset_has_known_fields_only(jobset: dict[str, Any]) -> None:
 
 
 def test_commented_lines_fit_too() -> None:
-    """What a user may uncomment: everything after `# ` that is YAML, and no sentence."""
+    """Lines that a user may uncomment: everything after `# ` that is YAML, not a sentence."""
     text, found = re.subn(r"^( +)# (?=[- ]|\S+: \S|securityContext:)(?!.*:$)", r"\1", JOBSET.read_text(), flags=re.M)
     assert found == 6
     client.V1JobTemplateSpec.model_validate(yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"])
 
 
 def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
-    """Numbers that must be equal, names that refer to each other, and what the Job's rules demand."""
+    """Numbers that must be equal, names that refer to each other, and the requirements of Jobs."""
     spec = jobset["spec"]
     (replicated,) = spec["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -204,7 +204,7 @@ def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
 
 
 def test_each_replica_has_a_number_and_a_jobset() -> None:
-    """What `sed` makes of the manifest for two groups differs in the JobSet's name and in `--group`, and no more."""
+    """The manifests that `sed` makes for two groups differ only in the JobSet's name and in `--group`."""
     (loop,) = re.findall(r"sed \"s/(\w+)/\$group/\" launch/kubernetes/replicas.yaml", REPLICAS.read_text())
     made = [re.sub(loop, group, yaml.safe_dump(yaml.safe_load(REPLICAS.read_text()))).splitlines() for group in "03"]
     differ = [(one.strip(" -"), two.strip(" -")) for one, two in zip(*made, strict=True) if one != two]

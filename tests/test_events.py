@@ -1,4 +1,4 @@
-"""`events.jsonl`: whole lines from several writers, and what a run writes there."""
+"""`events.jsonl`: whole lines from several writers, and the events of a run."""
 
 import fcntl
 import json
@@ -57,7 +57,7 @@ def test_a_line_is_written_under_the_lock(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_reader_gets_whole_lines_once(tmp_path: Path) -> None:
     reader, log = EventReader(tmp_path), EventLog(tmp_path)
-    assert reader.new() == []  # there is no file yet
+    assert reader.new() == []  # the file does not exist yet
     log.write(Event.FIRST_STEP, step=1)
     (event,) = reader.new()
     assert event["step"] == 1 and abs(event["time_s"] - time.time()) < 60
@@ -84,7 +84,7 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_twice_is_written_down_once(tmp_path: Path) -> None:
-    """Another process failed first, and this one by itself within its time of grace."""
+    """Another process failed first, and this one on its own within its grace period."""
     with PreemptionHandler() as preemption:
         supervisor = Supervisor(preemption)
         supervisor._workdir = tmp_path

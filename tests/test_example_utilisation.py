@@ -20,7 +20,7 @@ class Local(NamedTuple):
 
 
 class Link:
-    """Steps of 0.25 s on a clock of its own; meetings take as much more as the link needs."""
+    """Steps of 0.25 s on a simulated clock; a meeting also takes the time of the link."""
 
     def __init__(self, target: float, most: int, num_steps: int, *, at: int = 2, every: int = 0) -> None:
         self.now_s, self.said, self.met, self.meeting_s = 0.0, [], [], 0.0
@@ -45,10 +45,10 @@ class Link:
 
 
 def test_the_interval_follows_the_link() -> None:
-    """By hand: 19 / 20 of the time in steps of 0.25 s takes 76 steps for a meeting of 1 s, 2 for one of 0.01 s."""
+    """By hand: for 19 / 20 of the time in steps of 0.25 s a meeting of 1 s needs 76 steps, and of 0.01 s 2 steps."""
     link = Link(0.95, most=200, num_steps=2000)
     link.run(0, 2, 9.0)  # which connects
-    link.run(2, 8, 1.0)  # three meetings tell what one takes
+    link.run(2, 8, 1.0)  # three meetings measure the time of a meeting
     assert link.met == [2, 4, 6, 8] and link.said[0].startswith("step 2: replicas meet after 2 steps more")
     assert link.run(8, 8 + 76 * 3, 1.0) == pytest.approx(0.95)
     link.now_s += 60  # a checkpoint
@@ -64,7 +64,7 @@ def test_the_interval_follows_the_link() -> None:
 
 
 def test_a_run_that_resumes_goes_on_with_its_interval() -> None:
-    """From between two meetings, until three have told what they take; the first connects."""
+    """From between two meetings, until three meetings are measured; the first connects."""
     link = Link(0.95, most=200, num_steps=2000)
     link.run(0, 100, 1.0)
     state = link.state.opt_state
@@ -77,7 +77,7 @@ def test_a_run_that_resumes_goes_on_with_its_interval() -> None:
 
 
 def test_one_meeting_that_stalled_says_nothing() -> None:
-    """Also the first that is measured; and what a run does after each meeting is no part of its steps."""
+    """Also if it is the first; and the work of a run after each meeting does not count as a step."""
     link = Link(0.95, most=200, num_steps=2000)
     link.run(0, 2, 0.1)
     link.run(2, 4, 60.0)
@@ -124,7 +124,7 @@ def test_waiting_for_who_comes_last_is_no_part_of_it() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("example_methods")
 def test_replicas_meet_when_it_was_chosen_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 2 steps, then every 3 as chosen here; a run that stops between two meetings goes on as if it had not."""
+    """After 2 steps, then every 3 as chosen here; a run that stops between two meetings continues as if it had not."""
     monkeypatch.setattr(Meetings, "_chosen", lambda self, *of_all: 3)
     local = {"local_sgd__inner_steps": 4, "local_sgd__interval": "utilisation", "sharding__partition_size": 2}
     settings = local | {"num_steps": 7, "log_every": 2, "checkpoint__every": 1, "checkpoint__keep_last": 7}
@@ -132,7 +132,7 @@ def test_replicas_meet_when_it_was_chosen_and_at_the_end(tmp_path: Path, monkeyp
     assert run_here(*arguments(tmp_path / "parts", **settings), hooks=[stop_after(4)]) == 75
     assert run_here(*arguments(tmp_path / "parts", **settings)) == 0
     whole, parts = ({row["step"]: row["loss"] for row in rows(tmp_path / name)} for name in ("whole", "parts"))
-    # the first step of each start, and meetings: at 5, as there is none at 4
+    # the first step of each start, and meetings: at 5, not at 4
     assert [*whole] == [1, 2, 5, 7] and [*parts] == [1, 2, 5, 7]
     assert (parts[1], parts[2], parts[7]) == (whole[1], whole[2], whole[7])  # at 5, of the steps since the start
     ends = [arrays(tmp_path / name, 7) for name in ("whole", "parts")]

@@ -1,4 +1,4 @@
-"""What replicas keep, in checkpoints: resumed runs are the same bit by bit; others keep its sum or its mean."""
+"""Replicas' residuals in checkpoints: resumed runs are equal bit by bit; other numbers of replicas keep sum or mean."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +50,7 @@ def filled(state: TrainState) -> TrainState:
 
 
 def test_a_checkpoint_without_what_a_all_reduce_keeps_is_rejected(tmp_path: Path) -> None:
-    """By name: PowerSGD has factors beside residuals."""
+    """By name: PowerSGD has factors and residuals."""
 
     def with_power_sgd(plan: ShardingPlan) -> optax.GradientTransformation:
         return workload.chained(power_sgd.power_sgd(plan, workload.TENSORS, 2), workload.sgd())
@@ -87,7 +87,7 @@ def test_local_sgd_on_another_number_of_replicas_keeps_the_mean(tmp_path: Path) 
     jax.tree.map(np.testing.assert_array_equal, found.opt_state.outer, state.opt_state.outer)
 
 
-# ------------------------------------------------------------------- every method goes on with what replicas still owe
+# ------------------------------------------------------------------- every method continues with the residuals
 
 EXAMPLES = (power_sgd.method(), sparse_loco.method(sparsity=0.9, decay=1.0), demo.method(sparsity=0.9))
 METHODS = {method.name: method for method in (*METHODS_OF_THE_CORE, *EXAMPLES) if method.name != "none"}
@@ -116,9 +116,9 @@ DONE = 4  # steps: past both warm-ups
     "method", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
 )
 def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: str, late: bool, tmp_path: Path) -> None:
-    """The first step on another number of them hands on what came, and what was owed, but for what is owed after it.
+    """The first step on another number of replicas returns the gradients and the old residuals minus the new ones.
 
-    DeMo hands on signs: of its momenta the sum is what it was.
+    DeMo returns signs: the sum of its momenta does not change.
     """
     plans = [workload.plan("tensors", **how) for how in CHANGES[change]]
 
@@ -140,7 +140,7 @@ def test_every_method_goes_on_with_what_all_replicas_owed(method: str, change: s
     handed_on = jax.tree.map(np.negative, moves)
     if method == "demo":
         handed_on = mean = jax.tree.map(np.zeros_like, mean)
-    if method == "one_bit_adam":  # what it exchanges are momenta
+    if method == "one_bit_adam":  # it exchanges momenta
         mean = jax.tree.map(lambda m, g: 0.9 * np.asarray(m) + 0.1 * g, old.mu, mean)
         handed_on, old, new = new.mu, old.exchange, new.exchange
 

@@ -30,7 +30,7 @@ def is_matrix(name: str, x: np.ndarray) -> bool:
 
 
 def run(plan: ShardingPlan, tx: Any, steps: int) -> tuple[list[dict[str, np.ndarray]], Any]:
-    """Returns what was handed on by each of some exchanges, by name, and the last state."""
+    """Returns the result of each exchange, by name, and the last state."""
     state, update, out = tx.init(workload.params("tensors")), jax.jit(tx.update), []
     for step in range(steps):
         handed_on, state = update(gradients(plan, step)[0], state)
@@ -48,7 +48,7 @@ def sparse_loco(plan: ShardingPlan, density: float = 0.1, decay: float = 0.9) ->
 
 
 def test_sparse_loco_matches_numpy() -> None:
-    """Twenty exchanges of four workers: each keeps what it did not send, which fades; bytes are those of the claim."""
+    """Twenty exchanges of four workers: each keeps a residual, which decays; bytes are as claimed."""
     plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
     tx = sparse_loco(plan)
     out, state = run(plan, tx, 20)
@@ -84,7 +84,7 @@ def test_sparse_loco_result_plus_residual_is_the_sum_in_every_layout(layout: str
 
 
 def test_demo_matches_numpy() -> None:
-    """Twenty steps of four workers, with cosine transforms of scipy: the update is a sign, momenta keep what stays."""
+    """Twenty steps of four workers, with cosine transforms of scipy: the update is a sign, momenta keep the rest."""
     plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
     out, state = run(plan, by_groups(plan, by_frequency(plan, density=0.1, decay=0.9)), 20)
     kept: dict[str, np.ndarray] = {}
@@ -145,9 +145,10 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS)
 def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
-    """The factors are those of whole matrices, however they are cut: two exact steps, then warm start and feedback.
+    """The factors belong to whole matrices for any sharding: two exact steps, then warm start and feedback.
 
-    Each step begins with what the step before has kept: over many steps rounding grows, by how much depends on the CPU.
+    Each step begins with the state of the step before: over many steps rounding grows, by an amount that depends on the
+    CPU.
     """
     most, exact, steps = 5, 2, 20
     plan = workload.plan("tensors", **LAYOUTS[layout])
@@ -234,7 +235,7 @@ def test_power_sgd_works_for_gradients_of_any_magnitude() -> None:
 
 @pytest.mark.slow
 def test_power_sgd_stays_close_to_dense_losses() -> None:
-    """Three steps stay near the dense losses, and what crosses nodes is small."""
+    """Three steps stay near the dense losses, with few bytes between nodes."""
     plan, specs = workload.plan("decoder", **LAYOUTS["none/node/4"]), workload.specs("decoder")
     compiled, state, data = workload.compiled_step("decoder", plan, all_reduce=power_sgd(plan, specs, 2))
     losses, state, _ = workload.run_steps(compiled, state, data, 3)

@@ -1,4 +1,4 @@
-"""The step as XLA compiles it for H100s, 4 nodes of 2: what crosses nodes is as narrow and as little as claimed."""
+"""The step as XLA compiles it for H100s, 4 nodes of 2: traffic between nodes has the claimed dtypes and bytes."""
 
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ ZERO3 = {"sharding.strategy": "zero3", "sharding.partition_size": 0}
 
 
 def compiled_for_h100(changes: dict[str, Any], more_flags: str = "") -> list[Collective]:
-    """Returns the collectives, but those of losses and norms; mics(2), unless that is changed.
+    """Returns the collectives without losses and norms; mics(2) by default.
 
     Without overlap, which cuts a codec's rows layer by layer; test_gpu_overlap.py compares the bytes of both.
     """
@@ -177,7 +177,7 @@ RESNET = {
 
 
 def test_collectives_that_xla_combines_keep_their_label() -> None:
-    """Blocks are no loop: their small tensors, and those of neighbours, become one collective."""
+    """Blocks are not a loop: small tensors of neighbouring blocks become one collective."""
     found = compiled_for_h100(RESNET)
     assert {c.label for c in found} == {"gather", "group_reduce_scatter", "replica_all_reduce"}
     (whole,) = (c for c in found if c.label == "replica_all_reduce")
@@ -197,7 +197,7 @@ def test_reduce_scatter_sums_in_the_dtype_that_was_chosen() -> None:
 
 @pytest.mark.parametrize(("codec", "dtype"), [("none", "f32"), ("int8", "u8")])
 def test_tokens_reach_experts_on_other_nodes(codec: str, dtype: str) -> None:
-    """Six all-to-alls a layer and micro-step on each level; what crosses nodes is the codec's payload."""
+    """Six all-to-alls a layer and micro-step on each level; the codec's payload crosses nodes."""
     changes = {"model.kind": "moe", "model.num_experts": 8, "model.capacity_factor": 1.0, "sharding.partition_size": 4}
     found = compiled_for_h100(changes | {"sharding.experts": "4", "compression.experts_inter": codec})
     found = [c for c in found if c.label == "experts"]

@@ -46,7 +46,7 @@ def port() -> Iterator[Port]:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Waits for the end of a connection; what comes before it is a challenge."""
+    """Waits for the end of a connection; a challenge comes before it."""
     try:
         return len(connection.recv(100)) in (0, 33) and connection.recv(100) == b""
     except ConnectionResetError:
@@ -54,7 +54,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_strangers_are_sent_away_from_the_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port scan does not become a process of the run, nor hold up those that are; nor does one that waits."""
+    """A port scan does not become a process of the run, and does not block the processes, even if it waits."""
     monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)
     monkeypatch.setattr(rendezvous, "PATIENCE_S", TIMEOUT_S)
     at = f"127.0.0.1:{free_port()}"
@@ -96,7 +96,7 @@ def test_strangers_are_sent_away_from_the_heartbeats(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_strangers_who_only_wait(port: Port) -> None:
-    """The oldest goes when there are too many, so a process of the run always comes in."""
+    """The oldest is closed if they are too many, so that a process of the run can always connect."""
     crowd = [port.stranger() for _ in range(STRANGERS + 2)]
     late = [port.stranger() for _ in range(3)]
     assert all(is_closed(connection) for connection in crowd[:3])
@@ -152,7 +152,7 @@ def test_a_stranger_who_dawdles(port: Port, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_token_is_not_sent() -> None:
-    """Neither by those who know it nor in what can be said again: to another process, or for another purpose."""
+    """Neither the token itself, nor a message that could be replayed to another process or for another purpose."""
     token, sent = "0123456789" * 6, b""
     ends = [socket.socketpair(), socket.socketpair()]
     (client, one), (two, server) = ends
@@ -199,7 +199,7 @@ def test_a_server_that_does_not_know_the_token() -> None:
 
 
 def test_where_a_process_listens() -> None:
-    """At the address that the others have of it, if that is one of this machine; a name may mean another elsewhere."""
+    """At the address that its peers know, if this machine has it; a name may have another address elsewhere."""
     assert [to_listen_at(host) for host in ("127.0.0.1", "127.0.0.3", "localhost")] == [
         "127.0.0.1",
         "127.0.0.3",
@@ -255,7 +255,7 @@ def test_the_token_of_a_work_directory(tmp_path: Path) -> None:
 def test_a_start_that_finds_an_empty_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    """Of a start that was killed before it wrote one; or of one that writes it while this one waits for its lock."""
+    """From a start that was killed before it wrote a token, or that writes it while this start waits for its lock."""
     monkeypatch.setattr("runtime.handshake._WRITTEN_S", 0.0)
     for other in ["", "1" * 64]:
         with subtests.test(other=other):
@@ -271,7 +271,7 @@ def test_a_start_that_finds_an_empty_token(
 def test_starts_at_once_have_one_token_where_files_have_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each group of independent replicas reads it but once: with another one it could reach nobody."""
+    """Each group of independent replicas reads it only once: with another token it could not reach any peer."""
     both, count = threading.Barrier(2), itertools.count()
 
     def token(_: int) -> str:

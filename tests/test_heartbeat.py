@@ -64,7 +64,7 @@ def test_who_is_left_ends_and_names_the_lost_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_process_without_heartbeats_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process 0 notices for all, or all notice that it is silent, which then know the steps of nobody else."""
+    """Process 0 notices for all, or all notice that process 0 is silent and then do not know other steps."""
     for stopped, others in ((2, (0, 1)), (0, (1, 2))):
         world = World(3, monkeypatch)
         world.stopped.add(stopped)
@@ -73,7 +73,7 @@ def test_a_process_without_heartbeats_is_lost(monkeypatch: pytest.MonkeyPatch) -
             known = last_steps(2, 1, 0) if stopped else last_steps(process, 0)
             check_said(world, process, f"^error: process {stopped} on {HOST}: silent for 2.5 s .*; {known}")
         assert world.stacks == {*others}
-        world.stopped.clear()  # once it goes on, it ends too
+        world.stopped.clear()  # once it continues, it ends too
         world.run_to_the_end(stopped)
         assert {*world.codes.values()} == {RESUMABLE}
 
@@ -185,7 +185,7 @@ def pair() -> Iterator[tuple[Peer, Peer]]:
 
 
 def test_a_message_is_sent_whole(pair: tuple[Peer, Peer]) -> None:
-    """Though it does not fit into what the system buffers for a process that does not read, and no send waits."""
+    """Though it exceeds the system's buffer for a process that does not read, and no send waits."""
     one, other = pair
     sizes = [1_000_000 + i for i in range(8)]
     for size in sizes:
@@ -207,7 +207,7 @@ def test_a_verdict_may_quote_a_file_name_that_is_not_utf_8(pair: tuple[Peer, Pee
 def test_what_breaks_the_watch_ends_the_program(
     pair: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without it, nobody would notice a loss."""
+    """Without it no process would notice a loss."""
     codes: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(heartbeat, "_exit", codes.put)
     monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest's own stays, and its aborts

@@ -42,7 +42,7 @@ from training.registered import register_names
 BOUNDED = dict(deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 quick = settings(max_examples=60, **BOUNDED)
 DEEP = b"[" * 100_000
-# what stands for a value: no JSON, JSON of other types, numbers that no machine has, text that has no encoding
+# replacements of a value: no JSON, JSON of other types, numbers that no machine has, text without an encoding
 FRAGMENTS = [
     *(DEEP, b'{"a":' * 100_000, b"[" * 300 + b"]" * 300, b"[" * 90 + b"]" * 90, b"NaN", b"-Infinity", b"1e999"),
     *(b"9" * 5000, b"1" + b"0" * 30, b'"\\ud800"', b'"a\\u0000b"', b"\xff", b'{"a": 1, "a": 2}', b"\xef\xbb\xbf1"),
@@ -86,7 +86,7 @@ def hostile(draw: Any, content: bytes) -> bytes:
 
 
 def said(act: Callable[[], Any], *refusals: type[Exception]) -> tuple[Any, str]:
-    """Returns what a reader returns, and the line that it refuses with."""
+    """Returns the result of a reader, and the line of its refusal."""
     try:
         return act(), ""
     except refusals as error:
@@ -241,7 +241,7 @@ def test_a_shard_index(folder: Path, data: st.DataObject) -> None:
 @quick
 @given(data=st.data())
 def test_a_saved_config(folder: Path, data: st.DataObject) -> None:
-    """Of a checkpoint: its keys with the defaults, or one line."""
+    """In a checkpoint: its keys with the defaults, or one line."""
     content = data.draw(hostile(json.dumps({"model": {"kind": "gpt2"}, "data": {"seq_len": 9}, "seed": 3}).encode()))
     saved, _ = said(lambda: json_objects.parse(content, "it", lenient=True), ValueError)
     said(lambda: register_names(saved or {}, folder, ""), ValueError)

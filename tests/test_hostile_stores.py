@@ -1,7 +1,7 @@
-"""HTTP servers that lie or fail: the tokens of what is served now, or one line; never those of before, or of a part.
+"""HTTP servers that lie or fail: the tokens of the current content, or one line; never of earlier or partial content.
 
-What cannot be told is not here: other content under the strong ETag of the old one, and a part of a file that both HEAD
-and GET say is the whole.
+Undetectable cases are not tested: other content under the strong ETag of the old content, and a part of a file that
+both HEAD and GET declare to be the whole.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 
 @dataclass(frozen=True)
 class Answer:
-    """To HEAD or GET: what is sent of a content, and what is said of it."""
+    """An answer to HEAD or GET: the sent part of a content, and its headers."""
 
     content: int = 0
     status: int = 200
@@ -40,7 +40,7 @@ class Answer:
         return CONTENTS[self.content][: self.cut] + self.more
 
     def is_whole(self) -> bool:
-        """Whether it gives a content, and all of it; what follows the announced length is not of the answer."""
+        """Whether it gives a whole content; bytes after the announced length do not belong to the answer."""
         size = len(CONTENTS[self.content]) if self.length == "right" else self.length
         return self.sent()[: size if isinstance(size, int) else None] == CONTENTS[self.content]
 
@@ -82,7 +82,7 @@ def outcome(url: str) -> list[bytes] | None:
 HASHED = '"{}"'
 RUNS: list[list[tuple[Answer, list[Answer]]]] = [
     [(Answer(0), [Answer(0)])],  # neither ETag nor Last-Modified
-    [(Answer(0, tag=HASHED), [Answer(1, tag=HASHED)])],  # the ETag of HEAD is not that of GET
+    [(Answer(0, tag=HASHED), [Answer(1, tag=HASHED)])],  # HEAD and GET have different ETags
     [(Answer(0, tag='W/"1"'), [Answer(0, tag='W/"1"')]), (Answer(1, tag='W/"1"'), [Answer(1, tag='W/"1"')])],
     [(Answer(0, 204, length=0), [Answer(0, 204, length=0, cut=0)])],
     [(Answer(0), [Answer(0, length="sent", cut=5)])],
@@ -99,7 +99,7 @@ TRUTHS = [(0, None), (1, HASHED), (2, 'W/"1"')]  # the content and the tag of a 
 
 
 def test_tokens_are_of_what_is_served_now(server: Server) -> None:
-    """Of a file, in one cache; whatever came before, a server that tells the truth gets its tokens."""
+    """Of a file, in one cache; after any earlier answers a correct server gets its tokens."""
     for runs, (last, tag) in itertools.product(RUNS, TRUTHS):
         with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
             patched.setenv("MICS_JAX_CACHE", folder)

@@ -1,4 +1,4 @@
-"""Independent replicas as train.py runs them: the same losses as one world, whatever the model is."""
+"""Independent replicas as train.py runs them: the same losses as one world, for any model."""
 
 import shutil
 import socket
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets for its own process does not stay in this one, whose jax has its threads."""
+    """Undoes settings of a run for its process, because jax in this process already has its threads."""
     monkeypatch.setenv("NPROC", "8")
 
 
@@ -136,7 +136,7 @@ def test_a_replica_alone_trains_like_one_world(name: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_run_goes_from_one_world_to_replicas_and_back(delayed: bool, tmp_path: Path) -> None:
-    """Delayed, a replica says the loss of the gradients that it applies: those of the step before, if it knows it."""
+    """With `delayed` a replica logs the loss of the applied gradients, which belong to the step before, if known."""
     world, changes = TWO if delayed else ONE, {"num_steps": 6, "compression__delayed": delayed}
     one = arguments(tmp_path / "run", **world, **changes)
     replica = arguments(tmp_path / "run", **INDEPENDENT, **changes)
@@ -163,7 +163,7 @@ def test_a_run_goes_from_one_world_to_replicas_and_back(delayed: bool, tmp_path:
 def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the others had saved it after this one restored: it does no step, and the next start goes on from it."""
+    """As if the others had saved it after this one restored: it does no step, and the next start continues from it."""
     replica = [*arguments(tmp_path, **INDEPENDENT, num_steps=4), "--group=0"]
     assert run_here(*replica, hooks=[stop_after(2)]) == 75
     with monkeypatch.context() as patch:
@@ -438,7 +438,7 @@ def test_the_rows_of_a_unit_are_read_at_once(prefetch: int) -> None:
 
 
 def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their sums are common, so their parameters would agree: nobody would notice. Or beside other frozen weights."""
+    """Their sums are common, so their parameters would agree and hide the error. Also with other frozen weights."""
     ex: Any = SimpleNamespace(config=typed(gpu_decoder.get_config()), base_fingerprint={})
     data: list[Any] = [SimpleNamespace(fingerprint=name) for name in "ab"]
     assert fingerprint(ex, data[0]) == fingerprint(ex, data[0]) != fingerprint(ex, data[1])

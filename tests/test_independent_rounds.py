@@ -38,13 +38,13 @@ REPLICA = {
 
 @pytest.fixture(autouse=True)
 def same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets for its own process does not stay in this one, whose jax has its threads."""
+    """Undoes settings of a run for its process, because jax in this process already has its threads."""
     monkeypatch.setenv("NPROC", "8")
 
 
 @pytest.mark.slow
 def test_workers_learn_what_groups_in_one_world_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an optimizer that keeps nothing; and a run that is stopped in a round goes on in the other way before it."""
+    """With a stateless optimizer; and a run stopped in a round continues in the other mode from before the round."""
     get = UnitBatches.get
 
     def stopped(self: UnitBatches, step: int, unit: int) -> Any:
@@ -60,7 +60,10 @@ def test_workers_learn_what_groups_in_one_world_do(tmp_path: Path, monkeypatch: 
     found = rows(tmp_path / "both" / "replicas" / "0")
     assert run_here(*arguments(tmp_path / "both", **WORLD, **SGD, **ROUNDS)) == 0
     expected = {row["step"]: row["loss"] for row in rows(tmp_path / "one")}
-    assert [*expected] == [1, *range(STEPS, 4 * STEPS + 1, STEPS)]  # of the steps up to a meeting, and of the first one
+    assert [*expected] == [
+        1,
+        *range(STEPS, 4 * STEPS + 1, STEPS),
+    ]  # rows of syncs, and of the first step
     losses = {row["step"]: row["loss"] for row in (*found, *rows(tmp_path / "both"))}
     assert [*losses] == [STEPS, 2 * STEPS, 2 * STEPS + 1, 3 * STEPS, 4 * STEPS]
     del losses[2 * STEPS + 1]
@@ -194,7 +197,7 @@ def test_a_second_moment_falls_from_meeting_to_meeting(b2: float, inner_steps: i
 
 @pytest.mark.parametrize(("name", "is_exact"), [("adamw", False), ("adafactor", True), ("mine", True)])
 def test_a_state_of_unknown_pace_travels_in_f32(name: str, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a registered optimizer, or Adafactor: bf16 could round its changes off at every meeting."""
+    """For a registered optimizer, or Adafactor: bf16 could round its changes away at every sync."""
     monkeypatch.setitem(OWN["optimizer"], "mine", None)
     config = quickstart.get_config()
     changes = {

@@ -129,7 +129,7 @@ def test_tokenizer_json_matches_its_library(corpus, tmp_path):
     np.testing.assert_array_equal(ids_of(config, "train"), by_hand)
 
     masked = load(replace(config, objective="masked"), "train", 0)
-    assert masked.vocab_size == 260  # the mask is one of the ids
+    assert masked.vocab_size == 260  # the mask is among the ids
     example = masked[0]
     hidden = (example["tokens"] == mask) & (example["weights"] > 0)
     assert hidden.any() and (example["targets"] != mask).all()
@@ -143,7 +143,7 @@ def test_tokenizer_json_matches_its_library(corpus, tmp_path):
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     """A file of the source `folder` is one text; while none runs, the other processes take this one for lost.
 
-    In one of twenty tries: both cores may be others' meanwhile.
+    In any of twenty tries, because other programs may use both cores meanwhile.
     """
     ours, over, woken = HuggingFace(tokenizer_json(tmp_path / "tokenizer.json")), threading.Event(), [0]
 
@@ -193,7 +193,7 @@ def config_file(folder: Path, **content: Any) -> None:
 
 
 FILES = Path(__file__).parent / "data" / "tokenizers"
-DOCUMENTS = [  # folder, changes, and what begins and ends a document
+DOCUMENTS = [  # folder, changes, and the tokens that begin and end a document
     ("bos_added_by_its_own_file", {}, "<bos>", "<eos>"),
     ("bos_added_by_its_own_file", {"add_bos": "never"}, "", "<eos>"),
     ("gemma", {}, "", "<eos>"),  # no file there says that texts begin with <bos>
@@ -217,7 +217,7 @@ def in_file(name: str, **changes: Any) -> HuggingFace:
 
 
 def test_documents_and_prompts_begin_and_end_as_the_tokenizer_s_files_say() -> None:
-    """The eos_token of tokenizer_config.json ends a document, whatever other special tokens there are."""
+    """The eos_token of tokenizer_config.json ends a document, for any other special tokens."""
 
     def check(name: str, changes: dict[str, str], bos: str, eos: str) -> None:
         ours = in_file(name, **changes)
@@ -265,7 +265,7 @@ def test_ends_of_documents_have_different_identities(tmp_path: Path) -> None:
 
 
 def test_tokenizer_config_says_whether_documents_begin_with_bos(tmp_path: Path) -> None:
-    """Before the post-processor of tokenizer.json does; what both leave open is reported."""
+    """Before the post-processor of tokenizer.json does; an undetermined case is reported."""
     path = tmp_path / "tokenizer.json"
     rows = [
         ("bos_added_by_its_own_file", {"add_bos_token": False, "bos_token": "<bos>"}, False, False),
@@ -282,7 +282,7 @@ def test_tokenizer_config_says_whether_documents_begin_with_bos(tmp_path: Path) 
         ours = HuggingFace(path)
         assert (ours.adds_bos, ours.bos_is_unclear) == (adds, is_unclear)
         assert not HuggingFace(path, add_bos="never").bos_is_unclear
-        if ours.bos == ours.separator:  # the separator of the document before is in front of a document already
+        if ours.bos == ours.separator:  # the separator of the document before already precedes a document
             assert ours.document("a").tolist() == [*ours.encode("a"), ours.separator]
             assert ours.prompt("a").tolist() == [ours.separator, *ours.encode("a")]
 

@@ -105,7 +105,7 @@ def test_a_run_with_a_residual_and_muon_sends_nothing_between_meetings() -> None
 
 @pytest.mark.slow
 def test_a_replica_without_rows_counts_for_nothing() -> None:
-    """Rows of weight zero fill a step up: what a replica makes of them moves nothing, and is no part of the loss."""
+    """Rows of weight zero pad a step: a replica with only these rows does not move parameters or change the loss."""
     plan = workload.plan("decoder", **LAYOUTS["mics(2)"])
     step, state, data = workload.compiled_step("decoder", plan, timing=timing(plan, config(1, "mean")))
     rows = rows_of_replicas(plan)
@@ -127,7 +127,7 @@ def test_a_replica_without_rows_counts_for_nothing() -> None:
 
 
 def test_replicas_that_never_have_rows_are_refused() -> None:
-    """A meeting weighs all alike: one that stands still would hold the others back."""
+    """A sync weighs all replicas equally: a replica that does not move would hold the others back."""
     config = workload.run_config(**LAYOUTS["mics(2)"])
     config.local_sgd.inner_steps, config.batch.global_size = 2, 6  # of 8 devices with a row each
     with pytest.raises(ValueError, match=r"^batch\.global_size=6 leaves 1 of 4 replicas without rows, .*=8$"):
@@ -227,7 +227,7 @@ def test_bytes_are_counted_in_the_steps_that_send_them() -> None:
 
 
 def test_delayed_updates_use_the_previous_gradients() -> None:
-    """What is handed on is the mean of what came the step before; the first time, zeros."""
+    """The result is the mean of the previous step's gradients; the first time, zeros."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     hop = delayed(exchange(plan), plan.layout.num_replicas)
     state, update = hop.init(workload.params("tensors")), jax.jit(hop.update)

@@ -1,4 +1,4 @@
-"""Adapters beside a frozen base: every strategy trains them as one device does, and nothing else moves or travels."""
+"""Adapters on a frozen base: every strategy trains them like one device, and nothing else is updated or sent."""
 
 import math
 import re
@@ -59,7 +59,7 @@ def test_losses_of_every_strategy_equal_a_single_device(base: str, how: dict) ->
 
 
 def check_losses(base: str, how: dict) -> None:
-    """Trains adapters beside a base, and compares the losses with those of one device."""
+    """Trains adapters on a base, and compares the losses with one device's."""
     kind = LORA + base
     step, state, data = workload.compiled_step(kind, workload.plan(kind, **how))
     frozen = jax.tree.map(np.asarray, state.frozen)
@@ -96,10 +96,10 @@ def test_adapters_alone_cross_nodes_and_the_base_travels_as_it_is_stored(base: s
 
 @pytest.mark.slow
 def test_float16_beside_what_else_a_decoder_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, capped scores, norms behind, a base in blocks: float32's losses within two of float16's roundings.
+    """Windows, capped scores, additional norms, a base in blocks: float32's losses within two of float16's roundings.
 
-    As in tests/test_loss_scale.py; those of float32 are a single device's. The scale overflows nothing. The usual rate
-    is one at which the loss rises again and any rounding grows.
+    As in tests/test_loss_scale.py; float32's losses are a single device's. The scale does not overflow. At the
+    usual rate the loss rises again and any rounding grows.
     """
     monkeypatch.setitem(workload.SGD, "learning_rate", 0.1)
     gemma, found = workload.model(workload.GEMMA).config, {}

@@ -31,7 +31,7 @@ def train(workdir: Path, hooks: Any = (), **changes: Any) -> int:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 3 steps, with checkpoints of the last two and its adapters in PEFT's layout beside it."""
+    """A run of 3 steps, with checkpoints of the last two and its adapters in PEFT's layout next to it."""
     workdir = tmp_path_factory.mktemp("lora") / "run"
     assert train(workdir, num_steps=3, checkpoint__every=1) == 0
     assert run_convert("convert", f"--to_peft={workdir.parent / 'adapters'}", f"--workdir={workdir}") == 0
@@ -129,7 +129,7 @@ def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest
 
 @every_row("name", ["llama", "bert"], isolated=True)
 def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, tmp_path: Path) -> None:
-    """By its rule: a module has one of `target_modules` as its name, or behind a dot at its end."""
+    """By its rule: a module's name is in `target_modules`, or ends with a dot and such a name."""
     config = replace(section(FOLDER / name), lora_rank=2, lora_targets="query out down")
     model = models.build(config)
     specs = jax.tree_util.tree_leaves_with_path(model.param_specs(), is_leaf=is_spec)
@@ -146,11 +146,11 @@ def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, tmp
 def test_a_merged_model_has_the_dtype_of_its_base(
     dtype: Any, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounded once, after the merge: `W + (alpha / rank) (A B)'`. What has no adapters keeps its bits."""
+    """Rounded once, after the merge: `W + (alpha / rank) (A B)'`. Matrices without adapters keep their bits."""
     folder, out, kept = tmp_path / "base", tmp_path / "out", arrays(trained, 3)
     before = {name: x.astype(dtype) for name, x in load_file(changed(FOLDER / "llama", folder) / WEIGHTS).items()}
     save_file(before, folder / WEIGHTS)
-    monkeypatch.setattr(convert, "check_same_base", lambda *_: None)  # it was trained beside another copy
+    monkeypatch.setattr(convert, "check_same_base", lambda *_: None)  # it was trained on another copy
     monkeypatch.setattr(hugging_face, "Weights", lambda model, _, opened=hugging_face.Weights: opened(model, folder))
     assert run_convert("convert", f"--to_hugging_face={out}", f"--workdir={trained}") == 0
     after = load_file(out / WEIGHTS)

@@ -1,4 +1,4 @@
-"""Training in float16: the scaled loss changes nothing but what float16 would lose, and finds its scale."""
+"""Training in float16: the scaled loss keeps only values that float16 would lose, and finds its scale."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +44,7 @@ def check_same(one: Any, other: Any) -> None:
 
 
 def test_the_scale_follows_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain Python of the rule, on steps of which some overflow; what they skip changes nothing else by a bit."""
+    """The rule in plain Python, on steps of which some overflow; a skipped step does not change any other bit."""
     monkeypatch.setattr(loss_scale, "PATIENCE", 3)
     monkeypatch.setattr(loss_scale, "MOST", 64.0)
     timing = with_loss_scale(AfterMicroSteps(optax.identity(), guarded(optax.adam(0.1)), watch), 16.0)
@@ -70,7 +70,7 @@ def test_the_scale_follows_the_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_first_scale_is_of_a_micro_batch() -> None:
-    """A step's mean over 8192 rows: 2**16 of a micro-batch of 8 rows is 2**26 of it; a part of one is no less."""
+    """2**16 for the mean of a micro-batch of 8 rows is 2**26 for the mean of 8192 rows; it is never below 2**16."""
     section = make_experiment(config({})).config.batch
     assert first_scale(replace(section, global_size=8192, micro_size=8)) == 2.0**26
     assert first_scale(replace(section, global_size=24, micro_size=8)) == 2.0**17
@@ -81,7 +81,7 @@ def test_the_first_scale_is_of_a_micro_batch() -> None:
 
 
 def check_same_under_each_scale(step: Any, first_state: Callable[[], Any], data: Any) -> None:
-    """Four steps from a scale of 1, and from one of 2**20: all is the same to the last bit but the scale."""
+    """Four steps from a scale of 1, and from a scale of 2**20: all but the scale is equal to the last bit."""
     ends = []
     for scale in (1.0, 2.0**20):
         state = first_state()
@@ -97,7 +97,7 @@ def check_same_under_each_scale(step: Any, first_state: Callable[[], Any], data:
 
 @pytest.mark.slow
 def test_an_early_exchange_of_codes_knows_nothing_of_the_scale() -> None:
-    """Nor do its residuals, whatever the scale was in the step before."""
+    """Its residuals do not depend on the scale either, for any scale in the step before."""
     plan = workload.plan("decoder", overlap=True, strategy="mics", partition_size=2)
     timing = with_loss_scale(workload.in_micro_steps(plan, "int8"), 1.0)
     step, state, data = workload.compiled_step("decoder", plan, timing=timing)
@@ -145,7 +145,7 @@ def test_no_way_of_training_knows_anything_of_the_scale(changes: dict[str, Any])
 
 
 def test_twenty_steps_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a scale that overflows: it halves until it fits, and then the losses are those of float32, nearly.
+    """From a scale that overflows: it halves until it fits, and then the losses are nearly equal to float32's.
 
     A result in float16 is rounded by a share of 2**-11 at most; errors of a step's few hundred roundings have both
     signs, and the loss is a mean over 128 tokens: they stay within two roundings. (bfloat16 would miss it by far: its

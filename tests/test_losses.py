@@ -1,4 +1,4 @@
-"""What sending less costs in loss: the rows of configs/losses.csv by hand, and what they say of a config."""
+"""The cost in loss of sending less: the rows of configs/losses.csv by hand, and their lines for a config."""
 
 import csv
 import io
@@ -55,7 +55,7 @@ def test_steps_to_the_loss_are_over_the_dense_runs_and_of_the_best_length() -> N
     longer = [20, 40, 60, 80, 100, 120]
     lines += [loss_line(f"{name}, half longer", 0, longer, [9.0, 8.0, 7.0, 3.0, 2.01, 1.9])]
     (row,) = written.of_time_to_loss(Records({"time_to_loss": lines}))
-    dense = 60 + 20 * (2.02 - 2.01) / (2.02 - 2.0)  # of seed 0, the only one of the longer run
+    dense = 60 + 20 * (2.02 - 2.01) / (2.02 - 2.0)  # seed 0, the only seed of the longer run
     assert row["steps"] == f"{100 / dense:.3f}"
     assert (row["seeds"], row["mean"], row["least"], row["most"]) == (2, "0.5000", "0.5000", "0.5000")
     assert "steps" in row and row["parameters"] == 1_058_176
@@ -73,7 +73,7 @@ def loss_line(method: str, seed: int, at: list[int], found: list[float]) -> dict
 def test_a_method_is_free_if_its_differences_reach_zero_on_both_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     method = "compression.all_reduce=int8"
     good = [one_row(setting=INT8, task=task, mean=0.1, least=-0.1) for task in losses.TASKS]
-    muon = one_row(setting=INT8 | {"optimizer.name": "muon"})  # beside dense AdamW: says nothing of int8
+    muon = one_row(setting=INT8 | {"optimizer.name": "muon"})  # compared with dense AdamW: does not measure int8
     dropped = one_row(setting=INT8 | {"compression.error_feedback": "False"})
     cases: list[tuple[list[Loss], bool | None]] = [
         ([*good, muon, dropped], True),

@@ -1,4 +1,4 @@
-"""What a GPU computes, beside a CPU: kernels, codecs, steps, replicas that share it (make test-gpu)."""
+"""Results of a GPU compared with a CPU: kernels, codecs, steps, replicas that share it (make test-gpu)."""
 
 import signal
 from pathlib import Path
@@ -13,7 +13,7 @@ from support.running import arguments, arrays, finish, losses, start
 TRITON = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"  # by jax 0.11.2
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(TRITON)]
 
-HERE: dict[str, Any] = {  # one device, in a process of its own
+HERE: dict[str, Any] = {  # one device, in a separate process
     "mesh__num_cpu_devices": 0,
     "mesh__devices_per_node": 0,
     "batch__micro_size": 4,
@@ -22,7 +22,7 @@ HERE: dict[str, Any] = {  # one device, in a process of its own
 }
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 FUSED = {"model__compute_dtype": "bfloat16", "data__seq_len": 64}
-CASES: dict[str, tuple[dict[str, Any], float]] = {  # keys, and how far a loss may be from that of a CPU
+CASES: dict[str, tuple[dict[str, Any], float]] = {  # keys, and the allowed difference from a CPU's loss
     **{name: ({"sharding__strategy": name}, 1e-5) for name in STRATEGIES},
     "mics": ({"sharding__strategy": "mics", "sharding__partition_size": 1}, 1e-5),
     "no overlap": ({"sharding__strategy": "zero3", "sharding__overlap": "off"}, 1e-5),
@@ -73,7 +73,7 @@ def test_a_run_that_stops_goes_on_to_the_same_losses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"compression__all_reduce": "int8"}, {"local_sgd__inner_steps": 2}], ids=str)
 def test_replicas_that_share_a_gpu_learn_what_one_does(changes: dict[str, Any], tmp_path: Path) -> None:
-    """To the last bit, and one of them is killed and comes back. Gradients leave the program through callbacks."""
+    """To the last bit, also if one is killed and comes back. Gradients leave the program through callbacks."""
     settings = HERE | changes | {"num_steps": NUM_STEPS, "elastic__silence_s": 10}
     alone, run = (Run(tmp_path / name, **settings) for name in ("alone", "run"))
     alone.start(0)

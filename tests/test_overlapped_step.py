@@ -99,7 +99,7 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
 ) -> None:
     """With gradient descent at a rate of 1, parameters first move by the all-reduce's result; delayed, a step later.
 
-    Each layer, delayed each piece of it, is exchanged by itself, for no more bytes than what fills it up.
+    Each layer, delayed each piece of it, is exchanged separately, for no more bytes than its padding.
     """
     plan = workload.plan(kind, overlap=True, num_layers=LAYERS, **STRATEGIES[strategy])
     start = jax.tree.map(np.asarray, workload.trained_and_frozen(kind, LAYERS)[0])
@@ -153,14 +153,14 @@ def test_delayed_beside_the_micro_steps(kind: str, strategy: str, accumulation: 
     np.testing.assert_allclose(workload.run_steps(*step, 4)[0], wanted, rtol=1e-5)
     found = read_collectives(step[0].as_text() or "", plan.layout.shape)
     tensors = sum(len(x) if name == "layers" else 1 for name, group in p.items() for x in jax.tree.leaves(group))
-    filling = 2 * 4 * tensors * (accumulation - 1)  # of each tensor of each layer, up to equal pieces
+    filling = 2 * 4 * tensors * (accumulation - 1)  # padding of each tensor of each layer to equal pieces
     more = bytes_between_nodes(found) - bytes_of_all_at_once(kind, plan, "none")
     assert -16 <= more <= filling + 64  # XLA combines a few scalars with it
 
 
 @pytest.mark.parametrize(("late", "pieces"), [pytest.param(False, 1, marks=SLOW), (True, 2)])
 def test_every_exchange_draws_its_own_random_numbers(late: bool, pieces: int) -> None:
-    """Each group, layer and step has a key of its own, and delayed each piece: rounding errors must not add up."""
+    """Each group, layer and step has a separate key, and delayed each piece: rounding errors must not add up."""
     plan = workload.plan("decoder", overlap=True, num_layers=LAYERS, **STRATEGIES["mics(2)"])
     params, data = workload.params("decoder", LAYERS), workload.put_batch(plan, 2)
 
@@ -215,7 +215,7 @@ scaled_backwards.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * fa
 def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the_residuals(
     method: str, strategy: str
 ) -> None:
-    """What follows is what would follow from the parameters before, with nothing left to send."""
+    """The run continues as from the parameters before, with nothing left to send."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES[strategy])
     timing = workload.in_micro_steps(plan, method, **CODEC)
     step, state, data = workload.compiled_step("decoder", plan, timing=timing, loss=overflowing, accumulation=2)
@@ -233,7 +233,7 @@ def test_a_gradient_that_overflows_in_some_layers_skips_the_step_and_empties_the
 
 @pytest.mark.slow
 def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_delayed() -> None:
-    """The mean of what waits, and what the codec keeps, are together what they were."""
+    """The mean of the pending gradients plus the codec's residual does not change."""
     plan = workload.plan("decoder", overlap=True, **STRATEGIES["mics(2)"])
     timing = workload.in_micro_steps(plan, "int8", delayed=True, **CODEC)
     step, state, data = workload.compiled_step("decoder", plan, timing=timing)
@@ -279,7 +279,7 @@ def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_
         sent.append({label: sum(c.times * c.inter_bytes for c in collectives if c.label == label) for label in HOPS})
         found.append(workload.run_steps(*step, 3)[0])
         gathers = [c for c in collectives if c.label == "gather" and set(c.axes) & set(INTER_AXES)]
-    assert {c.times for c in gathers if c.loop_depth == 2} == {2 * (LAYERS - 1)}  # of the program with overlap
+    assert {c.times for c in gathers if c.loop_depth == 2} == {2 * (LAYERS - 1)}  # the program with overlap
     np.testing.assert_allclose(*found, rtol=1e-5)
     assert sent[1] == pytest.approx(sent[0], rel=1e-6) and min(sent[1].values()) > 0
 
@@ -306,7 +306,7 @@ def test_a_group_that_is_gathered_twice_is_refused() -> None:
 
 
 def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
-    """Of a loss through three pipelined layers, against the plain loop."""
+    """A loss through three pipelined layers, compared with the plain loop."""
     stack, x, scale = jnp.arange(6.0).reshape(3, 2), jnp.ones(2), jnp.array([0.5, 2.0])
     rule = Rule(name="layers", add=lambda sums, grads, layer: sums + grads, overlap=True)
 

@@ -1,4 +1,4 @@
-"""A pipeline over nodes: the numbers of no pipeline, the bytes of the formulas, and what it does not support."""
+"""A pipeline over nodes: the numbers without a pipeline, the bytes of the formulas, and unsupported settings."""
 
 import math
 from functools import cache
@@ -69,7 +69,7 @@ def without_pipeline(kind: str) -> tuple[np.ndarray, Any]:
     ],
 )
 def test_numbers_are_those_of_no_pipeline(kind: str, stages: int, accumulation: int, case: str) -> None:
-    """Losses and parameters of three steps of momentum SGD, whatever the stages, the micro-batches and the strategy."""
+    """Losses and parameters of three steps of momentum SGD, for any stages, micro-batches and strategy."""
     found, params = trained(kind, stages, accumulation, **CASES[case])
     expected, expected_params = without_pipeline(kind)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -164,7 +164,7 @@ def test_program_sends_the_formulas_bytes_between_stages(stages: int, accumulati
     assert sum(c.times for c in handed_on) == sent
     by_device = sum(c.inter_bytes * c.times for c in handed_on)
     assert by_device == pytest.approx(sent * activations * (stages - 1) / stages)
-    shard = 4 * (elements("embed") + elements("head")) / 2  # of a node of two devices
+    shard = 4 * (elements("embed") + elements("head")) / 2  # per node of two devices
     summed = sum(c.inter_bytes * c.times for c in found if c.kind == "all-reduce")
     # XLA combines the sums of the norms with it, two numbers for each parameter at most
     assert (
@@ -176,7 +176,7 @@ def test_program_sends_the_formulas_bytes_between_stages(stages: int, accumulati
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "group"), [(1, 4), (2, 2), (4, 2)])
 def test_nodes_send_what_the_formulas_of_the_papers_page_say(stages: int, group: int) -> None:
-    """Within 2 %; of two stages 10 %, whose last tick does in vain what XLA drops. 4 nodes of 2, all in f32."""
+    """Within 2 %; 10 % for two stages, because XLA drops the unused work of the last tick. 4 nodes of 2, all in f32."""
     accum = 2 * stages
     ticks, replicas = accum + stages - 1, 8 // (stages * group)
     layers, ends = elements("layers") / stages, elements("embed") + elements("head")

@@ -385,7 +385,7 @@ def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str],
     assert [isnan(float(y)) for y in list(gap.lines[1].get_ydata())] == [False, True, False]  # broken: 3 has no plan
     best = {p.candidate.name: p.tokens_per_s for p in four.predictions}
     assert curves["zero3"][1] == pytest.approx((best["zero3"] or 0) / 8)
-    assert len(figure.axes) == 1  # it has no price
+    assert len(figure.axes) == 1  # no price axis
 
 
 def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> None:

@@ -1,4 +1,4 @@
-"""What a day of a planned step loses, and what its independent replicas send and hide: by hand."""
+"""The time lost per day of a planned step, and the bytes that its independent replicas send and hide: by hand."""
 
 import itertools
 from dataclasses import replace
@@ -81,13 +81,13 @@ def test_a_frozen_base_is_read_at_every_start_and_never_kept(step: ReplayableSte
     kept = day.kept_of(adapted)
     assert kept.state_bytes == pytest.approx(12 * model.num_trained, rel=1e-3)
     found = lost(adapted, 2.0, elastic={"snapshot_every": 5, "silence_s": 10.0}, eval={"every": 10, "num_batches": 3})
-    assert found["validations"].each_s == pytest.approx(3 * 2.0 / 3)  # of the base there is no third pass backward
+    assert found["validations"].each_s == pytest.approx(3 * 2.0 / 3)  # the frozen base has no third pass
     assert found["failures"].each_s == pytest.approx(10 + LEFT_S + base_s + 5)
     assert found["the start"].each_s == pytest.approx(FROM_CHECKPOINT_S + base_s)
 
 
 def test_a_checkpoint_has_what_each_replica_has_for_itself(step: ReplayableStep) -> None:
-    """The residuals of four replicas beside the parameters and AdamW's two moments."""
+    """The residuals of four replicas, the parameters and AdamW's two moments."""
     encoded = replace(step, experiment=make_experiment(small(compression__all_reduce="int8")))
     model = encoded.experiment.model
     assert day.kept_of(encoded).state_bytes == pytest.approx((12 + 4 * 4) * model.num_params, rel=0.02)

@@ -1,4 +1,4 @@
-"""The search: it proposes only what fits, compiles what should fit first, and reads what XLA has scheduled."""
+"""The search: it proposes only plans that fit, compiles likely plans first, and reads XLA's schedule."""
 
 import functools
 import random
@@ -143,7 +143,7 @@ def check_search(draw: random.Random) -> None:
 
 
 def test_what_is_asked_for_is_priced_if_the_whole_device_could_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs as shares of the device, of which a program can have 0.9; a search proposes what surely fits."""
+    """Memory as fractions of the device, with 0.9 for a program; a search proposes only plans that surely fit."""
     shares = {"ddp": 0.95, "zero3": 1.05, "mics(2)": 0.85}
     every = of_strategies([*shares], small())
     here = cluster_with(1e9)
@@ -197,7 +197,7 @@ def test_two_names_of_one_program_are_one_candidate(monkeypatch: pytest.MonkeyPa
 def test_what_a_search_looks_at_does_not_depend_on_which_program_is_ready_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two that are compiled the even ones take longer, or the odd ones; what each needs orders the rest."""
+    """Of two compiled plans the even ones take longer, or the odd ones; memory orders the rest."""
     every = of_strategies(["ddp", "zero3", "mics(2)", "mics(4)"], small(batch__global_size=64))
     only(monkeypatch, [replace(candidate, micro_size=size) for candidate in every for size in (1, 2, 4, 8)])
     here = machine(replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=1e8)))
@@ -277,7 +277,7 @@ def test_a_change_must_save_five_per_cent_but_int8_is_always_priced(monkeypatch:
     for seconds, kept in (
         ({"bf16": 0.96}, set()),
         ({"bf16": 0.94}, {"bf16"}),
-        ({"bf16": 0.94, "int4": 0.90}, {"bf16"}),  # less than 5 % over what changes less
+        ({"bf16": 0.94, "int4": 0.90}, {"bf16"}),  # less than 5 % better than a smaller change
         ({"bf16": 0.94, "int4": 0.89}, {"bf16", "int4"}),
         ({"bf16": 0.96, "int4": 0.94}, {"int4"}),
         ({"int8": 0.9, "int4": 0.89}, set()),
@@ -348,12 +348,12 @@ def test_a_change_that_reaches_the_loss_is_discarded_only_for_one_that_does(monk
     seconds |= {("int4", 0): 1.4}
     compiler = Compiler()
     search(small(compression__delayed=True), machine(), jax.devices(), most=9, compile_one=compiler)
-    # the records, beside dense runs, say nothing of what is delayed as well
+    # the records compare with dense runs, and have no codec together with `delayed`
     assert compiler.changes == [{}, INT8, INT4, BF16]
 
 
 def test_a_search_looks_at_recorded_settings_by_their_time_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the programs are changes: after int8, with the least time to the loss, of those that reach it."""
+    """Half of the programs are changes: after int8, the changes that reach the loss, by their time to it."""
     only(monkeypatch, of_strategies(["mics(2)", "zero3"], small()), with_changes=True)
     ways = [(MUON, 0.5), (AVERAGES, 1.2), (INT8, None), ({"compression.rank": "3"}, 0.1)]
     rows = [one_row(setting=setting, steps=steps) for setting, steps in ways]
@@ -364,7 +364,7 @@ def test_a_search_looks_at_recorded_settings_by_their_time_to_the_loss(monkeypat
         search(small(optimizer__name=optimizer), here, jax.devices(), most=8, compile_one=compiler)
         recorded = [change for change in compiler.changes if change in (AVERAGES, MUON)]
         assert compiler.changes.count(INT8) == 1 and recorded[: len(wanted)] == wanted
-        assert optimizer == "adamw" or MUON not in recorded  # the record is beside dense runs of AdamW
+        assert optimizer == "adamw" or MUON not in recorded  # the record compares with dense runs of AdamW
 
 
 # ------------------------------------------------------------------------------------------- what does not work
@@ -419,7 +419,7 @@ def test_bytes_of_a_buffer_assignment() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
 def test_the_program_before_machine_code_is_that_of_the_whole_compilation() -> None:
-    """Without a dump there is nothing to read before the end."""
+    """Without a dump no program can be read before the end."""
     gpu = machine(clusters.CLUSTERS["p5.48xlarge"], nodes=2)
     candidate = of_config(small())
     wide = make_experiment(candidate.applied(small()))

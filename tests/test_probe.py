@@ -1,4 +1,4 @@
-"""The probe: the links' model and its fit, the timed programs, what it writes and the planner takes from it."""
+"""The probe: the links' model and its fit, the timed programs, its file and the planner's use of it."""
 
 import json
 import os
@@ -145,7 +145,7 @@ def test_probe_of_one_process(
 
 
 def check_device(found: dict[str, Any], said: list[str], devices: int) -> None:
-    """What a tiny run prints and writes of a device without cuDNN: a line and a measurement of each piece of work."""
+    """Output and file of a tiny run on a device without cuDNN: a line and a measurement of each piece of work."""
     assert said[:2] == [f"{devices} device{'s' * (devices > 1)} (cpu)", "matrix products and attention in float32"]
     assert re.fullmatch(r"products +8 x 16 x 64 .* [GMk]?FLOP/s +\d.* %", said[3])
     (missing, _) = (line for line in said if "not measured" in line)
@@ -268,7 +268,7 @@ def arrays(work: Work) -> list[jax.Array]:
 
 def test_each_time_needs_the_time_before() -> None:
     work = device.product(4, 4, 4, "float32")
-    first, second = (np.asarray(x, np.float64)[:4] for x in arrays(work))  # of one device
+    first, second = (np.asarray(x, np.float64)[:4] for x in arrays(work))  # on one device
     for _ in range(TIMES):
         first[0, 0] = first[0] @ second[:, 0]
     result = device.program_of(work, measure.find_mesh(0))(*arrays(work))
@@ -396,14 +396,14 @@ def test_probe_of_two_processes(tmp_path: Path) -> None:
     assert "2 devices (cpu)" in outcomes[0][1] and "devices (cpu)" not in outcomes[1][1]
     found = json.loads((tmp_path / "probe.json").read_text())
     assert found["levels"]["inter"]["group_size"] == 2 and found["environment"]["processes"] == 2
-    assert list(found["levels"]) == ["inter"]  # one device a node: there is no level inside
+    assert list(found["levels"]) == ["inter"]  # one device per node: no level inside
     assert outcomes[1][1].count("written") == 0
 
 
 @pytest.mark.slow
 @EMULATED
 def test_probe_finds_the_rate_of_an_emulated_link(tmp_path: Path) -> None:
-    """And counts on the wire what the formula says, within 2 %."""
+    """And counts the bytes of the formula on the wire, within 2 %."""
     emulate = [sys.executable, "-m", "launch.emulate", "--nodes=2", "--devices_per_node=2", "--rate=100mbit"]
     program = [sys.executable, "-m", "lab.probe", "--sizes=64k,8m", f"--out={tmp_path}"]
     command = [*emulate, f"--workdir={tmp_path}/emulated", "--", *program]

@@ -1,4 +1,4 @@
-"""Independent replicas on Ray: what starts where, in scenarios (ray_scenario.py); and a real cluster."""
+"""Independent replicas on Ray: programs and their hosts, in scenarios (ray_scenario.py); and a real cluster."""
 
 import importlib.util
 import os
@@ -55,7 +55,7 @@ def test_each_node_has_a_replica_that_starts_again_by_itself(cluster: Members) -
 
 @alone("abc")
 def test_a_host_that_comes_back_has_its_number_again(cluster: Members) -> Iterator[object]:
-    """What ran there before may still hold that replica's directory, and the devices."""
+    """The program that ran there before may still hold the replica's directory, and the devices."""
     yield from runs(cluster, "a0.0 b1.0 c2.0")
     cluster.drop("a", "")
     cluster.drop("b", "")
@@ -65,7 +65,7 @@ def test_a_host_that_comes_back_has_its_number_again(cluster: Members) -> Iterat
     cluster.join("d")
     yield from runs(cluster, "c2.0 b1.0 d0.0")
     cluster.join("a")
-    yield from runs(cluster, "c2.0 b1.0 d0.0 a3.0")  # or another one, if there is none
+    yield from runs(cluster, "c2.0 b1.0 d0.0 a3.0")  # or another number, if it has none
     assert not cluster.sent
 
 
@@ -81,7 +81,7 @@ def test_a_lost_node_ends_its_group_alone(cluster: Members) -> Iterator[object]:
 
 @alone("abc", code=2, says="replica 0 ended on a with exit code 2: error: it lacks a disk")
 def test_a_mistake_on_a_node_leaves_the_others_alone(cluster: Members) -> Iterator[object]:
-    """As long as there is one."""
+    """As long as another node is left."""
     yield from runs(cluster, "a0.0 b1.0 c2.0")
     a = cluster.by_node["a"]
     a.lines = ["error: it lacks a disk"]
@@ -149,7 +149,7 @@ def test_a_run_that_has_finished_is_not_started_again(cluster: Members) -> Itera
 
 @alone("ab")
 def test_a_run_whose_last_replica_is_lost_goes_on(cluster: Members) -> Iterator[object]:
-    """It is the one that saves: the others have ended at once."""
+    """It saves, because the others have ended at once."""
     yield from runs(cluster, "a0.0 b1.0")
     cluster.by_node["b"].code = 0
     yield from turns()
@@ -159,7 +159,7 @@ def test_a_run_whose_last_replica_is_lost_goes_on(cluster: Members) -> Iterator[
 
 @alone("ab", says="the checkpoint of step 5 is missing: the group that was to save it was lost")
 def test_a_run_goes_on_until_its_last_checkpoint_is_there(cluster: Members) -> Iterator[object]:
-    """The group that was to save it is lost in the meantime, with its node; one that ends later came after that."""
+    """The group that should save it is lost in the meantime, with its node; a group that ends later came after that."""
     yield from runs(cluster, "a0.0 b1.0")
     for replica, step in (("0", 5), ("1", 3)):
         (folder := cluster.metrics.parent / "replicas" / replica).mkdir(parents=True)
@@ -225,7 +225,7 @@ if __name__ == "__main__":
 @pytest.mark.release
 @pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs Ray: make .venv/ray-installed")
 def test_replicas_come_and_go_on_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node dies, another one joins, and a program is told to stop: every replica learns what one alone does."""
+    """A node dies, another joins, and a program is asked to stop: all replicas learn the same as one alone."""
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     slowly, program = tmp_path / "ray" / "run" / "slowly", tmp_path / "program.py"
     slowly.parent.mkdir(parents=True)  # which all nodes see

@@ -134,7 +134,7 @@ def test_the_function_sees_tensors_whole(case: str) -> None:
 
 # ---------------------------------------------------------------------------------------------- bytes and work
 
-MATRICES = [(8, 16, 24), (4, 16, 48), (4, 48, 16)]  # of the stacks: how many, rows, columns
+MATRICES = [(8, 16, 24), (4, 16, 48), (4, 48, 16)]  # stacks: number of matrices, rows, columns
 EVEN: Any = {
     "layers": {
         "query": ParamSpec(shape=(4, 16, 24), dims=("layers", "embed", "heads")),
@@ -160,7 +160,7 @@ QUICK_BYTES = ("mics(2) in nodes of 4",)
 
 
 def sent(sharing: tuple[int, int, int, bool], matrices: Sequence[tuple[int, int, int]]) -> tuple[float, float]:
-    """Returns what a device sends between nodes and inside its node, there and back; matrices of zeros fill up."""
+    """Returns the bytes that a device sends between nodes and inside its node, both ways; padded with zero matrices."""
     k, nodes, copies, flat = sharing
     p = k * nodes
     num_bytes = 4 * sum((n + -n % (p * copies)) * rows * columns for n, rows, columns in matrices)
@@ -208,7 +208,7 @@ def test_bytes_and_work_of_each_device_are_those_of_the_formulas(case: str) -> N
 
 
 def others(text: str, plan: ShardingPlan) -> list[Collective]:
-    """Returns the collectives of neither the replica all-reduce nor the matrices, but those of norms and flags."""
+    """Returns the collectives except the replica all-reduce, the matrices, norms and flags."""
     found = read_collectives(text, plan.layout.shape)
     return [c for c in found if c.label not in ("replica_all_reduce", "orthogonalise") and c.num_elements > 10]
 
@@ -217,7 +217,7 @@ def others(text: str, plan: ShardingPlan) -> list[Collective]:
 
 
 def test_states_are_those_of_optax_and_go_on_from_them() -> None:
-    """A checkpoint of a run whose chain was optax's muon is read, and the next update is the one that it would make."""
+    """A checkpoint of a run whose chain was optax's muon is read, and the next update equals optax's."""
     config = replace(muon_config(), weight_decay=0.3)
     schedule = make_schedule(config, STEPS)
     hidden = lambda spec: len(spec.dims) - ("layers" in spec.dims) > 1 and "vocab" not in spec.dims

@@ -1,4 +1,4 @@
-"""The replay of schedules: small ones worked out by hand, and what holds of every one."""
+"""The replay of schedules: small ones worked out by hand, and properties of all schedules."""
 
 import random
 from dataclasses import replace
@@ -94,7 +94,7 @@ def test_latency_is_paid_for_each_message_of_a_ring() -> None:
     timeline = replayed(*gather("g", four, 20), network=network)
     assert (timeline.step_s, [*timeline.uses]) == (2 * 100 + 0.5 + 75, [("all-gather", "inter")])
     slow_inside = replace(NETWORK, intra_bandwidth=0.01, intra_latency_s=0.5, inter_latency_s=100)
-    timeline = replayed(*gather("g", four, 20), network=slow_inside)  # the path's latency is that of either level
+    timeline = replayed(*gather("g", four, 20), network=slow_inside)  # the path has either level's latency
     assert (timeline.step_s, [*timeline.uses]) == (2 * 100 + 0.5 + 750, [("all-gather", "intra")])
 
 
@@ -239,7 +239,7 @@ def test_loops_repeat(trips: int) -> None:
 
 @every_row("trips", [1, 2, 50])
 def test_a_handle_goes_round_the_loop(trips: int) -> None:
-    """Each iteration waits for what the one before started; the last is waited for behind the loop."""
+    """Each iteration waits for the op that the iteration before started; the last op is waited for after the loop."""
     handle = "(u8[20], u8[40])"
     start, _ = gather("g", INTRA, 40)  # 20 s
     lines = ("%d = u8[40] all-gather-done(%v)", start, kernel("k", 6))
@@ -348,7 +348,7 @@ def test_without_a_network_compute_is_left(seed: int) -> None:
 
 @every_row("seed", range(10))
 def test_loops_are_as_if_written_out(seed: int) -> None:
-    """What is multiplied is what a replay of every iteration finds."""
+    """A multiplied iteration has the times of a replay of every iteration."""
     lines, more = schedule(seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("planner.replay._same", lambda *_: False)

@@ -1,4 +1,4 @@
-"""Replicas in threads, over loopback: the same bits however many there are, whoever comes and goes."""
+"""Replicas in threads, over loopback: the same bits for any number of replicas, also if replicas join and leave."""
 
 import threading
 import time
@@ -95,7 +95,7 @@ def test_one_that_joins_takes_the_state_from_all_others(
     loops = started(tmp_path, 2, steps=NEVER, delay=late)
 
     def has_met(loop: Loop) -> None:
-        """Waits until a member knows when the late one enters: only then are all guesses of who computes what alike."""
+        """Waits until a member knows when the late one enters: only then all members derive the same plan."""
         until(lambda: any(m.number == 2 and m.first != NEVER for m in loop.replicas.members.peers))
 
     for loop in loops:
@@ -128,7 +128,7 @@ def test_one_that_joins_takes_the_state_from_all_others(
 def test_one_that_gets_the_totals_slower_than_the_others_train_takes_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As over a slow link, with one that exchanges with nobody: it would fall behind for ever."""
+    """As over a slow link, with a member that exchanges with no peer: it would lag indefinitely."""
     monkeypatch.setattr(membership, "PATIENCE_S", 0.05)
     (alone,) = started(tmp_path, 1, steps=NEVER)
     alone.before_step = lambda step: time.sleep(0.02)
@@ -151,7 +151,7 @@ def test_one_that_gets_the_totals_slower_than_the_others_train_takes_part(
 
 
 def test_one_that_needs_the_state_a_second_time_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it fetches takes as long as more steps than the others keep: a third one would not help either."""
+    """Its fetch takes longer than the steps that the others keep: a third fetch would not help either."""
     monkeypatch.setattr(exchange, "KEPT_STEPS", 4)
     (alone,) = started(tmp_path, 1, steps=NEVER)
     alone.before_step = lambda step: time.sleep(0.01)

@@ -85,7 +85,7 @@ class Reports(Log):
 
 @pytest.fixture(autouse=True)
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Greetings follow each other; returns the clock, which stands still."""
+    """Runs greetings one after the other; returns the clock, which does not advance."""
     clock = SimpleNamespace(now_s=1000.0)
     clock.monotonic = lambda: clock.now_s
     monkeypatch.setattr(membership, "ThreadPoolExecutor", OneAtATime)
@@ -280,7 +280,7 @@ def test_lost_members_are_greeted_for_a_while_only(run: Members, in_turn: Simple
 
 
 def test_an_address_that_cannot_be_read_hides_no_other(run: Members) -> None:
-    """Over NFS while it is replaced; its member is told of by the others. A folder in its place is an error."""
+    """Over NFS while it is replaced; peers pass on its member's address. A folder in its place is an error."""
     run.start(1), run.start(2)
     (run.folder / "1" / FILE_NAME.format(0)).write_text("")
     run.start(0)
@@ -329,7 +329,7 @@ def test_a_stall_is_a_value_that_stays_the_same_for_too_long() -> None:
 
 
 def test_members_that_others_can_reach_are_not_waited_for_again_and_again(run: Members) -> None:
-    """Each greeting of one behind a link that drops all may take as long as silence may."""
+    """A greeting over a link that drops all packets may take as long as the allowed silence."""
     here, _, _, there = (run.start(number) for number in range(4))
     run.network.cut.add(frozenset((0, 3)))
     here.lose(there.me, PeerError("a cut link"))
@@ -403,7 +403,7 @@ def test_joins_leaves_and_losses_are_reported(run: Members) -> None:
 
 # ------------------------------------------------------------------------------------------------------- when to enter
 def catching_up(*, looked: Any, nearest: Any, newest: Callable[[], int]) -> tuple[Any, list[int]]:
-    """Returns a member that is behind the others, who are at the step `newest`, and at which step it enters."""
+    """Returns a member that lags its peers, which are at the step `newest`, and the steps at which it enters."""
     entered: list[int] = []
     one: Any = SimpleNamespace(_looked=looked, _nearest=nearest, _agree=lambda value: [value], tell=lambda: None)
     one.newest_step, one.enter, one.look = newest, entered.append, partial(Membership.look, one)
@@ -421,7 +421,7 @@ ENTRIES: list[tuple[Any, ...]] = [  # now, the last look, the nearest; its own s
     (15.0, (10.0, 100, 103), (10.0, 3), 101, 108, [110]),
     (15.0, (10.0, 100, 103), (10.0, 6), 101, 108, []),  # it gains less than a step at a time
     (15.0, (10.0, 100, 103), (-300.0, 6), 101, 108, [110]),
-    (15.0, (10.0, 100, 103), (10.0, 8), 101, 108, []),  # it was further behind than now
+    (15.0, (10.0, 100, 103), (10.0, 8), 101, 108, []),  # its lag was larger before
     # all start together, and one is the first: the others need none of its state
     (8.0, None, (0.0, 0), 0, 0, [2]),
     (8.0, None, (0.0, 0), 0, 1, [3]),
@@ -442,7 +442,7 @@ def test_a_member_enters_where_the_others_need_not_wait_for_it(in_turn: SimpleNa
 
 
 def test_a_member_does_not_enter_where_the_others_step_while_it_asks(in_turn: SimpleNamespace) -> None:
-    """They would be past the entry. And one that loses sight of all for a moment is not nearer to them."""
+    """They would be past the entry. And a member that loses contact to all for a moment is not nearer to them."""
     heard = iter([0, 1])
     one, entered = catching_up(looked=None, nearest=(0.0, 0), newest=lambda: next(heard))
     Membership.choose_entry(one, 0)
@@ -456,13 +456,13 @@ def test_a_member_does_not_enter_where_the_others_step_while_it_asks(in_turn: Si
 def test_a_member_that_leaves_waits_for_what_only_it_can_give(
     run: Members, monkeypatch: pytest.MonkeyPatch, in_turn: SimpleNamespace
 ) -> None:
-    """Rows: what the others say of themselves after 2 steps, and whether they need totals of the one that leaves."""
+    """Rows: the peers' records after 2 steps, and whether they need totals of the leaving member."""
     rows: list[tuple[list[dict[str, Any]], bool]] = [
         ([], False),
         ([{"first": 0, "step": 2, "begun": True}], False),
         ([{"first": 0, "step": 1, "begun": True}], True),  # in the last step of this one
         ([{"first": 0, "step": 1, "last": 0}], False),  # it has left before
-        ([{"first": 3, "step": 1}], True),  # about to enter, and nobody else has the totals
+        ([{"first": 3, "step": 1}], True),  # about to enter, and no other member has the totals
         ([{"first": 3, "step": 1}, {"first": 0, "step": 2, "begun": True}], False),  # who stays keeps them
         ([{"first": 9, "step": 1}, {"first": 3, "step": 2}], True),
     ]
@@ -490,7 +490,7 @@ def test_a_member_that_leaves_waits_for_what_only_it_can_give(
 
 
 def test_a_member_about_to_begin_counts_as_there(run: Members) -> None:
-    """Else one with other parameters than most before the first step would go on with its own."""
+    """Else a member whose parameters differ from the majority before the first step would keep them."""
     other, late = run.start(0), run.start(1)
     assert late.newest_step() == 0 and not late.is_alone() and not late.all_leave_before(5)
     other.tell(first=NEVER)

@@ -38,7 +38,7 @@ class Text:
         return np.array([Symbol(bytes(payload).decode())], object)
 
 
-LOSSY: Payload = Text(1.5)  # of two shares each travels by itself
+LOSSY: Payload = Text(1.5)  # two shares are sent separately
 EXACT: Payload = Text()
 
 
@@ -89,7 +89,7 @@ class Peer:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two states with the same future have in common: which values are here, not what they are."""
+        """The common part of states with the same future: which values exist, not their content."""
         found = (v for v in vars(self.sums).values() if isinstance(v, dict | list | set))
         return self.plan.lost, self.finished, *(tuple(v) if isinstance(v, list) else frozenset(v) for v in found)
 
@@ -118,12 +118,12 @@ def losses(state: State) -> Iterator[tuple[str, State]]:
     for number, peer in alive.items():
         for other in alive.keys() - {number}:
             yield f"{number} is lost", changed(state, {number: None})
-            if other in peer.plan.remaining and len(state) == 2:  # of three there are too many states
+            if other in peer.plan.remaining and len(state) == 2:  # three members would have too many states
                 yield f"{number} loses sight of {other}", changed(state, {number: peer.without(other)})
 
 
 def moves(state: State) -> Iterator[tuple[str, State]]:
-    """Yields what the members may do next, and the state after it."""
+    """Yields the possible next actions of the members, and the state after each."""
     for number, peer in enumerate(state):
         if peer is None:
             continue
@@ -148,7 +148,7 @@ def moves(state: State) -> Iterator[tuple[str, State]]:
 
 
 def ask(peer: Peer, other: Peer, piece: int, node: Node | None) -> None:
-    """Gives a peer what another one has, or makes that one owe it."""
+    """Gives a peer a value of another peer, or makes the other peer owe it."""
     if node:
         try:
             if found := other.sums.find(node, piece):
@@ -162,10 +162,10 @@ def ask(peer: Peer, other: Peer, piece: int, node: Node | None) -> None:
 
 
 def explore(first: State, payloads: Sequence[Payload]) -> int:
-    """Goes through all states that can follow, and returns how many there are.
+    """Visits all states that can follow, and returns their number.
 
-    AssertionError, with the events that lead there, where those that live can do nothing more and have not all finished
-    with the right totals, or where they can go on for ever.
+    AssertionError, with the events that lead there, if the living members can do nothing more and have not all finished
+    with the right totals, or if they can continue indefinitely.
     """
     path: dict[object, str] = {}
     done: set[object] = set()

@@ -1,4 +1,4 @@
-"""The sum over units has the bits of one tree, however they are divided and in whatever order they come."""
+"""The sum over units has the bits of one tree, for any division and order of the units."""
 
 import itertools
 import random
@@ -43,7 +43,7 @@ def sums_of(num_units: int, payloads: list[Payload]) -> StepSums:
 @given(num_units=st.integers(1, 17), members=st.integers(1, 5), draw=st.randoms(use_true_random=False))
 @settings(derandomize=True, max_examples=60, deadline=None, database=None)
 def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_units: int, members: int, draw: random.Random) -> None:
-    """Whoever computes which unit, and in whatever order pieces are put and sums arrive."""
+    """For any assignment of units, and any order of pieces and sums."""
     expected = [carried([leaf(unit, piece) for unit in range(num_units)]) for piece in range(2)]
     owner_of = [draw.randrange(members) for _ in range(num_units)]  # not neighbours
     all_sums = [sums_of(num_units, [Float32(), Float32()]) for _ in range(members)]
@@ -137,7 +137,7 @@ def test_units_are_divided_by_the_rates_so_that_the_slowest_ends_early() -> None
             end = max(each / rate for each, rate in zip(found, rates, strict=True))
             assert end == least or (end < SLOWDOWN * least and max(found) - min(found) <= 1)
     assert unit_counts(12, [1, 2, 3]) == [2, 4, 6]
-    assert unit_counts(10, [100, 1e-9, 1]) == [8, 1, 1]  # else nobody would learn that it has become faster
+    assert unit_counts(10, [100, 1e-9, 1]) == [8, 1, 1]  # else it would never be measured as faster
     assert unit_counts(2, [1, 1, 50]) == [1, 1, 0]
     assert unit_counts(16, [1.25, 1.25, 1, 1]) == [4, 4, 4, 4]  # 5, 5, 3, 3 would end 4 % earlier
     assert unit_counts(16, [1, 1, 1, 0.5]) == [5, 5, 4, 2]
@@ -170,7 +170,7 @@ def test_sums_travel_in_the_form_of_fewest_bytes() -> None:
     for (payload, encoded), size in itertools.product(forms.items(), (1, 2, 3, 4, 7, 8)):
         sums = sums_of(8, [payload, Float32()])
         sent = sums.nodes_to_send([(0, size)], 0)
-        assert sums.nodes_to_send([(0, size)], 1) == [(0, size)]  # whatever the other pieces do
+        assert sums.nodes_to_send([(0, size)], 1) == [(0, size)]  # for any other pieces
         assert len(sent) == (size if size <= encoded else 1)
         assert [unit for node in sent for unit in range(*node)] == [*range(size)]
 
@@ -186,7 +186,7 @@ def test_a_unit_whose_piece_was_added_to_its_neighbours_is_computed_again_for_wh
     assert sums.find((3, 4), 1) is None and sums.next_unit() == Status.WAITING  # it is to come
     assert sums.find((3, 4), 0) is None and sums.next_unit() == 3
     sums.begin(3)
-    for piece in (0, 1, 1):  # the second one of the first time
+    for piece in (0, 1, 1):  # piece 1 is put twice
         sums.put(3, piece, leaf(3, piece))
     found = sums.find((3, 4), 0)
     assert found is not None and found.tobytes() == leaf(3, 0).tobytes()

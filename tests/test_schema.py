@@ -1,8 +1,8 @@
-"""The schema of the config: what it says of each key, what it refuses, and that files and saved configs stay valid.
+"""The schema of the config: the text of each key, refused values, and that files and saved configs stay valid.
 
-`data/configs.json` holds the configs of all files as they were saved before there was a schema: `base.py` whole, of the
-others what differs. A run that was started then is resumed only if they stay as they are; a key that is added, or a
-config that is changed on purpose, changes its line.
+`data/configs.json` holds the configs of all files as they were saved before the schema existed: `base.py`
+whole, and the differences of the other files. A run that was started then resumes only if they stay as they are; a new
+key, or an intended change of a config, changes its line.
 """
 
 import ast
@@ -45,7 +45,7 @@ from sharding.scopes import STRATEGIES
 from training.resume import check_same_run
 
 RECORD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "configs.json").read_text())
-# keys, or what they begin with, of which nothing that is learned depends
+# keys, or prefixes of keys, that do not change the trained parameters
 MAY_CHANGE = (
     *("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "ablation."),
     *("log_every", "sink", "batch.micro_size"),
@@ -172,7 +172,7 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
                 "compression.all_reduce": "one_bit_adam",
                 "compression.warmup_steps": 10,
                 "local_sgd.inner_steps": 10,
-                "local_sgd.interval": "utilisation",  # of a slow link
+                "local_sgd.interval": "utilisation",  # for a slow link
             },
             "must be less than 10, the meetings in num_steps=100 with one every 10 steps:",
         ),
@@ -342,5 +342,5 @@ def test_config_page_is_up_to_date() -> None:
     ],
 )
 def test_the_nearest_key_is_the_one_that_is_meant(word: str, meant: str) -> None:
-    """First a name that the word abbreviates, by initials or beginnings of its words, then one that is spelt alike."""
+    """First a name that the word abbreviates, by initials or beginnings of its words, then a similar spelling."""
     assert nearest(word, [*known_keys("decoder")]) == meant

@@ -1,6 +1,6 @@
 """Several nodes, each with a separate cache: a shard leaves the store once, and a failing peer costs time alone.
 
-What they agree on is small, and if one fails, all of them fail alike.
+They agree on little data, and if one process fails, all fail with the same error.
 """
 
 import json
@@ -115,7 +115,7 @@ def test_dead_node_is_passed_over(web, tmp_path, monkeypatch):
 def test_node_that_does_not_give_a_shard_is_passed_over_and_not_asked_again_at_once(
     web, tmp_path, monkeypatch, failure
 ):
-    """One that says nothing, one that says for ever that it is at it, and one that says that it failed."""
+    """A peer that does not answer, a peer that reports progress indefinitely, and a peer that reports a failure."""
     config, ended = settings(web.url), threading.Event()
     with opened(config, caches(tmp_path, 2), monkeypatch) as (one, other), socket.create_server(("", 0)) as silent:
         assert one.tiers.peers and other.tiers.peers
@@ -144,7 +144,7 @@ def test_node_that_does_not_give_a_shard_is_passed_over_and_not_asked_again_at_o
 
 @pytest.mark.slow
 def test_node_that_has_a_shard_is_asked_before_the_store(web, tmp_path, monkeypatch):
-    """Even if the asking node is the one that would download it."""
+    """Even if the asking node is responsible for the download."""
     with opened(settings(web.url), caches(tmp_path, 3), monkeypatch) as sets:
         one = sets[0]
         assert one.tiers.peers
@@ -180,8 +180,8 @@ def test_a_process_of_the_run_gets_only_what_the_index_names(web, tmp_path, monk
 def test_the_order_in_which_nodes_are_asked():
     """Requests to download go up the order alone, so no two nodes wait for each other.
 
-    The node that has tokenised a file is asked first: of many nodes the one that would download it need not be the one
-    that has made it, nor ask that one.
+    The node that has tokenised a file is asked first: with many nodes the node responsible for the download may
+    differ from it, and need not ask it.
     """
     nodes = [f"n{n}" for n in range(5)]
     addresses = [BlobAddress(process=n, host="", port=0) for n in range(5)]
@@ -201,7 +201,7 @@ def test_the_order_in_which_nodes_are_asked():
 
 @pytest.mark.slow  # a race of threads
 def test_processes_of_a_node_keep_the_index_at_the_same_time(texts: Path) -> None:
-    """They share the cache, write the same file in it, and open it, which removes what killed processes left."""
+    """They share the cache, write the same file in it, and open it, which removes files of killed processes."""
     with ShardSet(settings(texts)) as one:
         raw, found = one._raw, one.index.shards
         assert raw is not None

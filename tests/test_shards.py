@@ -53,7 +53,7 @@ def test_an_epoch_has_every_window_of_the_split_once(texts):
 
 
 def test_a_mixture_may_have_several_sets_of_shards(texts: Path, tmp_path: Path) -> None:
-    """Example i of a component is that of a run on it alone; a pattern holds for what reads files by name."""
+    """Example i of a component equals example i of a run on it alone; a pattern applies to files read by name."""
     other = tmp_path / "other"
     other.mkdir()
     for name, text in TEXTS.items():
@@ -280,7 +280,7 @@ def test_second_start_reads_no_file_of_documents_that_is_as_it_was(texts, cache_
     assert not caplog.records
     monkeypatch.undo()
     monkeypatch.setenv("MICS_JAX_CACHE", str(cache_folder))
-    (texts / "part03.txt").write_text(TEXTS["part03.txt"].upper())  # of the same size: this one is tokenised again
+    (texts / "part03.txt").write_text(TEXTS["part03.txt"].upper())  # the same size: this file is tokenised again
     os.utime(texts / "part03.txt", (1, 1))
     with ShardSet(settings(texts)) as shards:
         changed = [new.name for new, old in zip(shards.index.shards, first.shards, strict=True) if new != old]
@@ -341,7 +341,7 @@ def test_order_and_content_are_in_the_fingerprint(texts):
 
 @pytest.mark.slow  # waits for threads
 def test_resume_opens_the_shards_of_its_blocks_alone(texts):
-    """Whatever the step: those of its block and of the next one, and the last block of an epoch has one."""
+    """For any step: the shards of its block and of the next block; the last block of an epoch has one shard."""
     for first in (0, 10_000 * 32 + 5):
         with ShardSet(settings(texts)) as shards:
             load(settings(texts), "train", 0, [shards])[first]

@@ -40,7 +40,7 @@ def train(slurm: Slurm, *options: str, **changes: Any) -> tuple[str, Path]:
 
 
 def check_losses(workdir: Path, reference: Path) -> None:
-    """Compares a run, step by step, with one of a single process."""
+    """Compares a run, step by step, with a run of a single process."""
     assert run_here(*arguments(reference, **SMALL)) == 0
     np.testing.assert_allclose(losses(workdir), losses(reference), rtol=1e-5)
 
@@ -67,9 +67,9 @@ def test_a_run_goes_on_after_its_time_limit(slurm: Slurm, tmp_path: Path) -> Non
 
 
 def test_a_run_goes_on_without_a_node_that_died(slurm: Slurm, tmp_path: Path) -> None:
-    """The others notice and end with 75; SLURM finds the node down, requeues, and takes those that are left.
+    """The others notice and end with 75; SLURM finds the node down, requeues, and takes the remaining nodes.
 
-    There is no checkpoint: what they go on from is in their memories.
+    Without a checkpoint they continue from the snapshots in their memory.
     """
     in_memory = {"checkpoint__every": 0, "elastic__snapshot_every": 1}
     job, workdir = train(slurm, "--nodes=2-4", sharding__strategy="zero3", sharding__partition_size=0, **in_memory)
@@ -120,7 +120,7 @@ def test_two_runs_in_one_allocation(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_chain_of_jobs_ends_with_the_run(slurm: Slurm) -> None:
-    """Where nothing may be requeued: the next task of the array goes on, and the rest is cancelled in the end."""
+    """Without requeueing: the next task of the array continues, and the rest is cancelled at the end."""
     program = ["bash", "-c", "exit $((SLURM_ARRAY_TASK_ID == 1 ? 75 : 0))", f"--workdir={slurm.folder}/run"]
     job = slurm.submit(program, "--array=1-3%1")
     slurm.wait(f"{job}_3", "CANCELLED")
@@ -134,7 +134,7 @@ SLOWLY += "sys.exit(train.main(sys.argv, hooks=[running.pause(2.0, while_there=f
 
 
 def test_replicas_come_and_go_by_themselves(slurm: Slurm, tmp_path: Path) -> None:
-    """Of four jobs one is cancelled, one is told to stop, and one loses its node: the fourth never waits for them.
+    """Four jobs: the first is cancelled, the second asked to stop, the third loses its node; the fourth never waits.
 
     The last one that starts has the id of the whole array; only it is requeued.
     """

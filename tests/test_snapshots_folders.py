@@ -1,4 +1,4 @@
-"""Folders, names and versions of snapshots: what another user may not do, and what a description may not say."""
+"""Folders, names and versions of snapshots: attacks of another user, and invalid descriptions."""
 
 import errno
 import hashlib
@@ -53,7 +53,7 @@ def test_folders_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_name_that_somebody_else_has_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is passed over; what was kept beside it is found again, also when the name is free, and goes with the run."""
+    """Is skipped; snapshots next to it are found again, also when the name is free, and are deleted with the run."""
     for how in ("link", "closed"):
         (tmp_path / how).mkdir(mode=0o700)
         check_is_passed_over(Run(tmp_path / how), how, monkeypatch)
@@ -75,7 +75,7 @@ def check_is_passed_over(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def make_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a folder of somebody else, who lets nobody look at what is in it: not even root in this test."""
+    """Makes a folder of another user with an unreadable content, in this test even for root."""
     folder.mkdir(mode=0o755)
     stat = Path.stat
 

@@ -1,4 +1,4 @@
-"""Which state a run goes on from, where attempts, snapshots or checkpoints were put back, deleted or copied."""
+"""The state from which a run continues, if attempts, snapshots or checkpoints were put back, deleted or copied."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def test_a_later_attempt_that_began_earlier_counts(run: Run, tmp_path: Path) -> 
 
 
 def test_an_attempt_without_snapshots_counts(run: Run, tmp_path: Path) -> None:
-    """It began at an older step: what the attempt before it had in memory is of another history, and goes."""
+    """It began at an older step: snapshots of the attempt before it have another history, and are deleted."""
     run.keep(5, 6)
     there, away = run.files("json")[0].parent, tmp_path / "away"
     shutil.copytree(there, away)
@@ -45,7 +45,7 @@ def test_an_attempt_without_snapshots_counts(run: Run, tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_deleted_to_go_back(tmp_path: Path) -> None:
-    """Snapshots that know of them do not bring back what came after; without a checkpoint they are all there is."""
+    """Snapshots that know of them do not restore later steps; without a checkpoint they are the only state."""
     for stops in (True, False):
         check_goes_back(Run(tmp_path, f"stops {stops}"), stops)
 
@@ -76,7 +76,7 @@ def check_goes_back(run: Run, stops: bool) -> None:
 
 
 def test_an_older_copy_is_put_back(run: Run, tmp_path: Path) -> None:
-    """Into the same folder: the memory holds steps of starts that it does not know of, one of which it makes again."""
+    """Into the same folder: the memory holds steps of starts unknown to the copy, which repeats one of them."""
     run.keep(1)
     run.save(1)
     shutil.copytree(run.workdir, tmp_path / "backup")
@@ -96,7 +96,7 @@ def test_an_older_copy_is_put_back(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_was_set_aside(run: Run) -> None:
-    """It was there: nobody went back."""
+    """It counts as present: the user did not go back."""
     run.save(1, 2)
     run.keep(3)
     (run.workdir / "checkpoints" / "2" / "data" / "metadata").write_text("{}")

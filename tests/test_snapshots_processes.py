@@ -1,6 +1,6 @@
 """Two processes with a memory each, as on two nodes: copies of a partner, regions that are fetched, one voice.
 
-Run as a program (`python tests/test_snapshots_processes.py PORT RANK DIR`) this file is one of the two.
+Run as a program (`python tests/test_snapshots_processes.py PORT RANK DIR`) this file runs as either process.
 """
 
 import re
@@ -64,7 +64,7 @@ def place(values: dict[str, np.ndarray], across: str = "nodes") -> dict[str, Any
 
 
 class Node:
-    """One of the two: what it does, the other one does too."""
+    """One of two nodes; both do the same."""
 
     def __init__(self, rank: int, directory: Path) -> None:
         self.rank, self.directory, self.said = rank, directory, list[str]()
@@ -126,7 +126,7 @@ def check(restored: Restored | None, step: int, source: str, replicas: int = 2) 
 
 
 def a_lost_node(node: Node) -> None:
-    """Either one: the partner has what it alone held, and the newcomer fetches all."""
+    """Either node: the partner has the regions that only it held, and the new node fetches all."""
     for lost in (0, 1):
         node.new_run()
         node.keep(1, 2, 3)
@@ -150,10 +150,10 @@ def another_mesh(node: Node) -> None:
 
 
 def two_processes_of_a_node(node: Node) -> None:
-    """What both hold is written once, by turns, and nothing goes to a partner.
+    """Regions that both hold are written once, by turns, and nothing goes to a partner.
 
-    One that is late clears the folder of what is old, not of what the other one writes in the same start. At the end it
-    removes the folder, and the other one does not before.
+    A late process clears the folder of old files, but not of files that the other process writes in the same start. At
+    the end it removes the folder; the other process does not remove it before.
     """
     node.new_run()
     shared = node.directory / "shared"
@@ -189,7 +189,7 @@ def check_files(shared: Path, snapshots: int) -> None:
 def no_room_on_one(node: Node) -> None:
     """Neither for its own part of a step nor for the copy of its partner, which hears of it.
 
-    What all have stays, however often only the other one manages to keep more.
+    Snapshots that all have stay, even if only the other process repeatedly keeps more.
     """
     node.new_run()
     with node.attempt() as memory_tier:

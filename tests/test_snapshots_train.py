@@ -1,4 +1,4 @@
-"""train.py with the memory tier: a run that is killed goes on from its last snapshot as if nothing had happened."""
+"""train.py with the memory tier: a run that is killed continues from its last snapshot as if nothing had happened."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def files(memory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_killed_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """SIGKILL while it trains; the run that goes on is the undisturbed one to the last bit."""
+    """SIGKILL while it trains; the continued run equals the undisturbed run to the last bit."""
     memory, run = tmp_path / "memory", tmp_path / "run"
     args = with_memory(run, memory, every=3)
     process = start(args, pause_s=3.0)
@@ -64,7 +64,7 @@ def test_killed_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capfd
     assert f"resumed at step {began_at[1]} of 10 in {run}, {again}" in capfd.readouterr().out
     check_same_end(run, undisturbed)
     assert files(memory) == []
-    assert next(row["step"] for row in rows(run) if "snapshot_s" in row) == 4  # that of step 3
+    assert next(row["step"] for row in rows(run) if "snapshot_s" in row) == 4  # the snapshot of step 3
 
 
 def test_stopped_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,7 @@ def test_stopped_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, caps
 
 @pytest.mark.slow
 def test_a_snapshot_of_another_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing but the memory says what the run is."""
+    """Only the memory identifies the run."""
     args = with_memory(tmp_path / "run", tmp_path / "memory")
     assert run_here(*args, hooks=[stop_after(4)]) == RESUMABLE
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -99,7 +99,7 @@ def test_a_snapshot_of_another_config(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_stopped_again_before_a_step(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was restored from memory gets its checkpoint then."""
+    """The state restored from memory gets a checkpoint then."""
     memory, run = tmp_path / "memory", tmp_path / "run"
     args = with_memory(run, memory)
     assert run_here(*args, hooks=[stop_after(4)]) == RESUMABLE

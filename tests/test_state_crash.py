@@ -63,7 +63,7 @@ def check_refuses_late_writes(save: Path) -> None:
 def test_no_room_while_saving(
     tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that failed leaves no files, not even late ones: the metrics may need what room there is."""
+    """A save that failed leaves no files, not even late ones: the metrics may need the space."""
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep_last=1), report=pytest.fail)
     folders, prepare = list[str](), checkpointer._prepare
     monkeypatch.setattr(checkpointer, "_prepare", lambda: folders.append(prepare()) or folders[-1])
@@ -78,7 +78,7 @@ def test_no_room_while_saving(
     assert not [*(tmp_path / manifest.UNFINISHED).glob("*/")]
     check_refuses_late_writes(tmp_path / manifest.UNFINISHED / folders[1])
     assert restored_by(checkpointer) == 1
-    checkpointer.save(2, state_of(2), data={"step": 2}, config={})  # there is room again
+    checkpointer.save(2, state_of(2), data={"step": 2}, config={})  # space is available again
     assert len({*folders}) == 3, "late writes of the failed save would land in this one"
     check_refuses_late_writes(tmp_path / manifest.UNFINISHED / folders[1])
     checkpointer.close()
@@ -132,7 +132,7 @@ def test_what_is_written_while_a_failed_save_is_deleted_goes_too(
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["hashing", "renaming"])
 def test_killed_while_saving(tmp_path: Path, moment: str) -> None:
-    """What is left is in nobody's way, complete or not: not in a restore's, nor in that of the next save."""
+    """The remaining files, complete or not, do not disturb a restore or the next save."""
     with start(__file__, moment, tmp_path) as victim:
         output, _ = victim.communicate(timeout=600)
     assert victim.returncode == -signal.SIGKILL, output
@@ -181,7 +181,7 @@ def memory_mib(key: str) -> float:
 
 
 def print_peaks_of_restore(directory: Path) -> None:
-    """Prints the peak memory of restoring once, then twice, onto 4 devices what 8 saved, in units of the shards."""
+    """Prints the peak memory of restoring once, then twice, a state of 8 devices onto 4, in units of the shards."""
     jax.block_until_ready(jax.jit(jnp.sin)(jax.device_put(np.ones(8, np.float32), sharding(4))))  # start XLA
     wanted = {f"w{i}": jax.ShapeDtypeStruct(BIG_SHAPE, jnp.float32, sharding=sharding(4)) for i in range(BIG_LAYERS)}
     local = BIG_LAYERS * np.prod(BIG_SHAPE) * 4 / 2**20

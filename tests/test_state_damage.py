@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def newest_restored(directory: Path, lines: list[str]) -> int:
-    """Returns the step that a restore gives, after comparing the state with what was saved as that step."""
+    """Returns the step that a restore gives, after comparing the state with the saved state of this step."""
     with Checkpointer(directory, KEEP_ALL, report=lines.append, replica=0) as checkpointer:
         restored = checkpointer.restore(abstract(state_of(0)))
     assert restored is not None
@@ -198,7 +198,7 @@ def test_a_file_behind_a_link_that_the_manifest_does_not_know(saved: Path) -> No
 
 
 def test_a_newer_format_is_said_and_never_moved(saved: Path) -> None:
-    """The hash of its manifest is good, so it is no damage: without that, it is (see the idle bytes above)."""
+    """The hash of its manifest is right, so it is not damage; with a wrong hash it is (see the idle bytes above)."""
     lines: list[str] = []
     with undone(saved) as newest:
         content = json.loads((newest / manifest.FILE_NAME).read_text())
@@ -213,7 +213,7 @@ def test_a_newer_format_is_said_and_never_moved(saved: Path) -> None:
         with Checkpointer(saved, CheckpointConfig(every=1, keep_last=1), report=lines.append) as checkpointer:
             checkpointer.save(30, state_of(30), data={"step": 30}, config={"step": 30})
             checkpointer.wait()
-            assert checkpointer.steps() == [30]  # the older one of ours went, not that one
+            assert checkpointer.steps() == [30]  # our older step was deleted, not this one
         assert newest.is_dir() and lines == []
         done = subprocess.run(
             [sys.executable, "-m", "elastic", "verify", str(saved)], capture_output=True, text=True, timeout=60
@@ -245,7 +245,7 @@ def test_no_good_step_is_an_error_and_not_a_new_start(saved: Path) -> None:
     with undone(saved) as newest:
         for step in (newest, saved / str(GOOD)):
             (step / "config" / "metadata").unlink()
-        for _ in range(2):  # nothing is moved, so the second time is no different
+        for _ in range(2):  # nothing is moved, so the second time is the same
             with pytest.raises(ValueError, match=r"step 20: config/metadata is missing; step 10: config/metadata is"):
                 newest_restored(saved, [])
         with pytest.raises(ValueError, match=r"no checkpoint in .* has a config that verifies"):

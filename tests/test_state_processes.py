@@ -1,6 +1,6 @@
-"""Two real processes save and restore together; a single process reads what they wrote, and they what it wrote.
+"""Two real processes save and restore together; a single process reads their checkpoints, and they read its.
 
-Run as a program (`python tests/test_state_processes.py PORT RANK DIRS...`) this file is one of the two.
+Run as a program (`python tests/test_state_processes.py PORT RANK DIRS...`) this file runs as either process.
 """
 
 import errno
@@ -138,7 +138,7 @@ def one_of_two(rank: int, by_one: Path, by_two: Path, hopeless: Path, broken: Pa
         expect(CheckpointError, "saving step 2", checkpointer.wait)
         manifest.write = write
         describe = manifest.describe
-        if rank == 1:  # and of what process 1 alone cannot read
+        if rank == 1:  # and if only process 1 cannot read
             manifest.describe = lambda *_: 1 / 0
         save(checkpointer, 2)
         expect(CheckpointError, "division by zero" if rank else "process 1 on ", checkpointer.wait)
@@ -158,13 +158,13 @@ def one_of_two(rank: int, by_one: Path, by_two: Path, hopeless: Path, broken: Pa
     barrier("torn")
     with Checkpointer(torn, KEEP_ALL, report=torn_lines.append) as checkpointer:
         check_restores(checkpointer, 6)
-    assert len(torn_lines) == 1 - rank  # process 0 says what process 1 found
+    assert len(torn_lines) == 1 - rank  # process 0 reports process 1's damage
     assert all(f"{read_by_process_one(by_two / '8')} does not match its hash" in line for line in torn_lines)
     print(json.dumps(lines), flush=True)
 
 
 def check_few_calls(rank: int, directory: Path) -> None:
-    """Checks what agreements give, and how often each asks the store; a save commits by 5 calls after 2 broadcasts.
+    """Checks the results of agreements, and their calls to the store; a save commits by 5 calls after 2 broadcasts.
 
     Process 0 makes one more, also for an all-gather: it deletes the values of the one before.
     """

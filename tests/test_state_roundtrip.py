@@ -137,7 +137,7 @@ def test_nothing_there_restores_none(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
-    """Of equal losses the newer is better; no loss, or one of NaN, is never the best."""
+    """The newer of two equal losses is better; a missing loss or NaN is never the best."""
     losses = {1: float("nan"), 2: 1.0, 3: 2.0, 4: 5.0, 5: 2.0, 7: 3.5, 8: 3.6, 9: float("nan"), 10: 3.7, 11: 3.8}
     config = CheckpointConfig(every=1, keep_last=2, keep_every=4, keep_best=2)
     with Checkpointer(tmp_path, config) as checkpointer:
@@ -153,7 +153,7 @@ def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_deleted_is_left_to_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over NFS a file that another host has open leaves one behind in its folder."""
+    """Over NFS a file that another host has open leaves a file in its folder."""
     rmtree, lines = shutil.rmtree, list[str]()
 
     def busy(path: Path, *, ignore_errors: bool = False) -> None:
@@ -210,7 +210,7 @@ def check_saves_at_once(
 def test_a_group_whose_save_failed_ends_though_another_replica_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be that only one of its processes has failed."""
+    """Perhaps only a single process of it has failed."""
     with Checkpointer(tmp_path, KEEP_ALL, replica=1, report=pytest.fail) as checkpointer:
         save_small(checkpointer, 5)
         checkpointer.wait()
@@ -255,7 +255,7 @@ def test_a_step_is_on_the_disk_before_an_older_one_is_deleted(tmp_path: Path, mo
 
 
 def test_a_replica_deletes_its_own_failed_saves(tmp_path: Path) -> None:
-    """Else each try of one that is alone would take room on a full disk."""
+    """Else each try of a single replica would take space on a full disk."""
     own, of_others = (tmp_path / manifest.UNFINISHED / f"{number}-ab" for number in (1, 12))
     for folder in (own, of_others):
         (folder / "7").mkdir(parents=True)
@@ -515,7 +515,7 @@ def test_a_path_that_orbax_cannot_restore_from_is_refused(tmp_path: Path) -> Non
 
 
 def test_what_orbax_did_not_merge_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It only warns if it finds nothing to merge, and nobody can restore the rest."""
+    """Orbax only warns if it finds nothing to merge, and the rest cannot be restored."""
     monkeypatch.setattr("elastic.checkpointer.check_path", lambda directory: None)
     checkpointer = Checkpointer(tmp_path / "run[1]", KEEP_ALL)
     save_small(checkpointer, 1)

@@ -1,4 +1,4 @@
-"""What a user reads when a plain HTTP server does not give what it should: one line with what, where and a remedy."""
+"""Errors for users when a plain HTTP server answers wrongly: one line with the problem, its place and a remedy."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from input_pipeline import patience, prepare, store
 from input_pipeline.shards import ShardSet
 from input_pipeline.store import RemoteStore
 
-Answer = Callable[[str, str], bytes]  # of a method and a path: all that is sent; b"": what the folder has
+Answer = Callable[[str, str], bytes]  # (method, path) -> the bytes sent; b"": the content of the folder
 nothing = lambda method, path: b""
 ok = partial(raw, "200 OK")
 
 
 class Folder(NamedTuple):
-    """A server of a folder, unless it was told otherwise."""
+    """A server of a folder, with exceptions by path."""
 
     url: str
     tell: Callable[[Answer], None]
@@ -30,7 +30,7 @@ class Folder(NamedTuple):
 
 @pytest.fixture(name="web")
 def a_server(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
-    """Of the texts in `texts` and their prepared set in `set`; nobody waits long for it."""
+    """Serves the texts in `texts` and their prepared set in `set`, with short timeouts."""
     assert prepare.main([f"--path={texts}", f"--out={tmp_path / 'set'}"]) == 0
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "another"))
     monkeypatch.setattr(store, "FIRST_S", 0.0)
@@ -48,12 +48,12 @@ def a_server(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def cut(answer: bytes, method: str) -> bytes:
-    """Returns what a method gets of an answer: HEAD no content."""
+    """Returns the bytes of an answer for a method: HEAD gets no content."""
     return answer if method == "GET" or not answer else answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
 
 def say(answer: bytes, what: str = "") -> Answer:
-    """Answers so for every path with `what` in it."""
+    """Gives this answer for every path that contains `what`."""
     return lambda method, path: answer if what in path else b""
 
 
@@ -146,7 +146,7 @@ def test_a_url_may_end_in_a_slash_and_redirect(web: Folder) -> None:
 
 
 def test_names_may_have_any_letter(web: Folder, tmp_path: Path) -> None:
-    """In a URL those that mean something in one are quoted, in index.json none is."""
+    """In a URL reserved letters are quoted, in index.json none are."""
     for name in ["ü ï+and&more", "what?", "a#b", "50%"]:
         folder, files = tmp_path / name, [f"{name}.txt", "other.txt"]
         folder.mkdir()

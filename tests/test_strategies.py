@@ -28,9 +28,9 @@ OPTIONS = {
 
 
 def is_wanted(case: dict) -> bool:
-    """Whether it can be, and says something: `node` needs two hops, XLA's partitioner is told of neither.
+    """Whether the case is valid and not redundant: `node` needs two hops; XLA's partitioner has only the defaults.
 
-    Of the strategies that gather nothing zero2 alone is asked when.
+    Among the strategies that gather nothing, only zero2 is tested with other values of `gather`.
     """
     if case["gather"] == "node" and not case["two_hop"]:
         return False
@@ -47,7 +47,7 @@ def all_cases() -> list[dict]:
 
 
 def covering(cases: list[dict], values: int) -> list[dict]:
-    """Returns a few of the cases such that any `values` values that occur together in a case occur in one of them."""
+    """Returns a few cases in which all combinations of `values` values occur that occur in any case."""
     tuples = [
         set(itertools.combinations(sorted((key, str(value)) for key, value in case.items()), values)) for case in cases
     ]
@@ -134,7 +134,7 @@ print(json.dumps(workload.losses("decoder", workload.plan("decoder", strategy="h
 
 @pytest.mark.slow
 def test_losses_with_default_xla_flags() -> None:
-    """All other tests use those of fast_compile.py."""
+    """All other tests use the flags of fast_compile.py."""
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300

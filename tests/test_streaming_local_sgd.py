@@ -61,7 +61,7 @@ def all_parts(params: Any) -> Any:
 
 @cache
 def diloco(layout: str, overlap: bool, kind: str = "decoder") -> tuple[ShardingPlan, Any]:
-    """Returns the plan, and the compiled step with its first state and batch; whoever runs it donates the state."""
+    """Returns the plan, and the compiled step with its first state and batch; a call donates the state."""
     plan = workload.plan(kind, overlap=overlap, **LAYOUTS[layout])
     return plan, compiled(plan, DILOCO, inner(), kind=kind)
 
@@ -86,7 +86,7 @@ def test_it_is_the_rule_written_out(layout: str, overlap: bool, kind: str) -> No
 
 @pytest.mark.slow
 def test_a_step_sends_a_share_of_all_reduce_beside_its_micro_steps() -> None:
-    """`2 (M/p) (R-1)/R` bytes in as many steps as there are parts, but for what fills them up."""
+    """`2 (M/p) (R-1)/R` bytes in as many steps as parts, except for padding."""
     plan, (step, _, _) = diloco("mics(2)", True)
     found = crossing(read_collectives(step.as_text() or "", plan.layout.shape))
     whole = sum(4 * x.size for x in jax.tree.leaves(workload.params("decoder")))
@@ -110,7 +110,7 @@ def drifted(state: Any) -> Any:
 
 @pytest.mark.slow
 def test_with_a_codec_what_is_not_sent_is_kept() -> None:
-    """A part moves by what was decoded of the outer gradient, minus the drift; the residuals have the rest of it."""
+    """A part moves by the decoded outer gradient minus the delta; the residuals have the rest."""
     plan = workload.plan("decoder", overlap=True, **LAYOUTS["mics(2)"])
     step, state, data = compiled(plan, MEAN, optax.sgd(0.0), "int8", block=16)
     state, _ = step(drifted(state), data)  # part 1

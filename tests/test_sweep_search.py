@@ -1,4 +1,4 @@
-"""`sweep.py --search`, with the real Optuna: its values, pruning, Ctrl-C, and what the same command goes on with."""
+"""`sweep.py --search`, with the real Optuna: its values, pruning, Ctrl-C, and the continuation by the same command."""
 
 import csv
 import importlib.util
@@ -120,7 +120,7 @@ def test_a_failed_trial_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_trials_with_the_values_of_a_running_one_end_as_it_does(tmp_path: Path) -> None:
-    """Two values for six trials, and a worker to spare: each runs once, and the value of its run is told to all."""
+    """Two values for six trials, and a worker to spare: each runs once, and all trials get the value of its run."""
     config = sweep_file(tmp_path, "SEARCH = {'seed': choice(0, 6)}\n")
     assert run_sweep(tmp_path, config, "--search=6", "--workers=3", pause_s=1.0) == 0
     assert sorted(started(tmp_path)) == [0, 6] and states(tmp_path) == ["finished"] * 2
@@ -154,7 +154,7 @@ EDITED = {
 def test_another_search_is_refused_and_the_same_one_goes_on(
     edited: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else it would go on minimising, or report runs that are not there."""
+    """Else it would continue to minimise, or report runs that do not exist."""
     body, num_steps, message = EDITED[edited]
     assert run_sweep(tmp_path, sweep_file(tmp_path, SEARCHED), "--search=1") == 0
     capsys.readouterr()

@@ -36,11 +36,11 @@ def test_all_methods_are_run_before_any_is_run_again_and_only_losses_of_their_ow
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     losses = planned(monkeypatch, "--part=losses", "--seeds=2", "--learning_rates=1e-3,4e-3", "--pytorch=python")
-    assert {key["method"] for key in losses} == METHODS.keys() - {"pytorch hsdp"}  # whose losses are those of ddp
+    assert {key["method"] for key in losses} == METHODS.keys() - {"pytorch hsdp"}  # its losses are equal to ddp's
     each = [(key["seed"], key["learning_rate"]) for key in losses]
     assert list(dict.fromkeys(each)) == [(0, 1e-3), (0, 4e-3), (1, 1e-3), (1, 4e-3)] and sorted(each) == each
     of_muon = [key["learning_rate"] for key in losses if key["method"] == "Muon, int4"]
-    assert of_muon == [4e-3] * 2  # it has its own, beside the task's
+    assert of_muon == [4e-3] * 2  # the method has a separate rate
     steps = planned(monkeypatch, "--part=times", "--pytorch=python", "--repetitions=1")
     assert {key["method"] for key in steps} == {name for name in METHODS if "long" not in name}
     ours = planned(monkeypatch, "--part=times", "--rates=1gbit,10mbit", "--repetitions=2", "--only=int4;dense")
@@ -111,7 +111,7 @@ def by_hand() -> Iterator[dict[str, Any]]:
 
 def test_time_and_bytes_to_the_loss_are_those_by_hand() -> None:
     found = joining.joined(list(by_hand()), BY_HAND)
-    # target 2.01: of the way from 2.5 to 2.0 between steps 30 and 40, and the same with all losses 10 % higher
+    # target 2.01: interpolated from 2.5 to 2.0 between steps 30 and 40, and equally with all losses 10 % higher
     dense, coded = 30 + 10 * (2.5 - 2.01) / 0.5, 30 + 10 * (2.42 - 2.01) / (2.42 - 1.98)
     assert joining.reached(found, "dense") == pytest.approx({0: dense, 1: dense})
     assert joining.reached(found, "coded") == pytest.approx({0: coded, 1: coded})
@@ -128,7 +128,7 @@ def test_time_and_bytes_to_the_loss_are_those_by_hand() -> None:
 
 
 def test_ratios_are_of_one_seed_and_one_repetition() -> None:
-    """A seed of twice the steps counts in its pairs; an hour in which all is slow cancels, wherever its lines stand."""
+    """A seed with twice the steps counts in its pairs; an hour in which all is slow cancels, in any order of lines."""
     lines = list(by_hand())
     late = next(x for x in lines if (x["part"], x["method"], x["seed"]) == ("losses", "local", 1))
     late["at"] = [2 * step for step in late["at"]]
@@ -165,7 +165,7 @@ def test_the_choice_is_the_fastest_and_what_is_not_slower_in_every_pair_the_fewe
     assert rows[0][2:] == ["`local`", "105 (94 to 116)", "`pytorch ddp`", "279 (251 to 306)", "2.7 (2.7 to 2.7)"]
     # coded 54.3 (48.9 to 59.8) s, local 56 (50.4 to 61.6) s, dense 79.6 s; PyTorch's 1.5 * 39.8 = 59.7 s
     assert rows[1][2:4] == ["`coded`", "54 (49 to 60)"]
-    # of a dense step at 10 Mbit/s the link takes 6e6 * 8 / 1e7 = 4.8 s; at 1 Gbit/s the rest takes 2 - 0.048 s
+    # in a dense step at 10 Mbit/s the link takes 6e6 * 8 / 1e7 = 4.8 s; at 1 Gbit/s the rest takes 2 - 0.048 s
     assert rows[0][0] == f"{4.8 / (2 - 0.048):.2g}"
     once = next(x for x in lines if (x["part"], x["method"], x.get("repetition")) == ("times", "local", 1))
     once["links"]["1gbit"]["step_times_s"] = [0.9 * x for x in once["links"]["1gbit"]["step_times_s"]]

@@ -1,4 +1,4 @@
-"""A state that cannot fit its devices: one line before anything is made, with what would fit."""
+"""A state that cannot fit its devices: one line before anything is allocated, with settings that fit."""
 
 import os
 import re
@@ -78,14 +78,14 @@ def test_what_would_fit_fits(
     sizes = re.search(r"no strategy on these devices holds its (\S+) parameters, but about (\S+) would fit", said)
     assert sizes, said
     all_of_it, held = (float(size.replace(",", "")) for size in sizes.groups())
-    assert held == pytest.approx(0.8 * all_of_it, rel=0.02)  # of a quarter
+    assert held == pytest.approx(0.8 * all_of_it, rel=0.02)  # for a quarter
 
 
 def experiment_of(args: list[str]) -> Experiment:
     return make_experiment(command_line.parse(["train.py", *command_line.words_of_config(["train.py", *args])]))
 
 
-ROUGHLY = 0.006  # three digits are said
+ROUGHLY = 0.006  # three digits are printed
 
 
 def test_a_step_that_does_not_fit_is_one_line_before_anything_is_made(
@@ -128,7 +128,7 @@ def test_a_step_that_does_not_fit_is_one_line_before_anything_is_made(
 def test_a_run_whose_snapshots_alone_do_not_fit_is_told_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And without them it begins; where they fit, the start says what all takes."""
+    """And without them it begins; if they fit, the start prints the memory of each part."""
     ram = Path("/dev/shm") / tmp_path.name
     ram.mkdir(mode=0o700)
     try:
@@ -157,7 +157,7 @@ def test_a_run_whose_snapshots_alone_do_not_fit_is_told_so(
 def test_a_ram_disk_without_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new run that asks for snapshots is refused; one that takes them if it can warns, and trains on."""
+    """A new run that requires snapshots is refused; a run with optional snapshots warns, and continues."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     args = arguments(tmp_path / "run", elastic__snapshot_every=5, elastic__memory_dir=tmp_path)
     assert run_here(*args) == 2
@@ -170,7 +170,7 @@ def test_a_ram_disk_without_room(
 
 
 def test_a_gpu_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host has is then asked of the snapshots alone, and the device's is named."""
+    """Only snapshots then need host memory, and the message names the device's memory."""
     ex = experiment_of(arguments("x"))
     parameters, _, optimizer = memory.state_bytes(ex)
     sizes = SimpleNamespace(argument_size_in_bytes=parameters + optimizer + 100, temp_size_in_bytes=2 * 10**9)
@@ -209,7 +209,7 @@ def test_a_restored_state_is_in_the_memory_that_is_taken_already(monkeypatch: py
 
 
 def test_a_share_of_replicas_takes_its_state_besides_its_arguments() -> None:
-    """The optimizer's is not among them, and with local SGD a worker has a copy of what it changes."""
+    """The optimizer state is not an argument, and with local SGD a worker has a copy of the state that it changes."""
     world = {"sharding__strategy": "zero3", "sharding__partition_size": 0, "sharding__replicas": "independent"}
     ex = experiment_of(arguments("x", **world))
     parameters, _, optimizer = memory.state_bytes(ex)
@@ -220,7 +220,7 @@ def test_a_share_of_replicas_takes_its_state_besides_its_arguments() -> None:
 
 
 def test_snapshots_may_page_lock_half_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA's own limit is 64 GiB; one that the user has set stays."""
+    """XLA's default limit is 64 GiB; a limit that the user has set stays."""
     config = command_line.parse(["train.py", *command_line.words_of_config(["train.py", *arguments("x")])])
     mesh, sharding = replace(config.mesh, num_cpu_devices=0), replace(config.sharding, overlap="off")
     config = replace(config, mesh=mesh, sharding=sharding)
@@ -299,7 +299,7 @@ def test_what_limits_the_memory_of_a_host(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(memory, "_free_bytes", lambda: 4000)
     monkeypatch.setattr(memory, "all_gather", lambda key, own: sent.append(own) or sent)
     monkeypatch.setattr("socket.gethostname", lambda: f"host{len(sent)}")
-    for _ in range(2):  # processes, in turn; the second one has what both sent
+    for _ in range(2):  # processes, in turn; the second has the values of both
         assert memory.memory_per_device() == 4000 / jax.local_device_count()
 
     monkeypatch.undo()

@@ -54,9 +54,9 @@ def check_silent(outcomes: list[tuple[int, str, str]]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_resume(tmp_path: Path, by_one: Path) -> None:
-    """By a signal to one of the two while a step is saved (every step is), then to both as a terminal sends Ctrl-C.
+    """By a signal to either process while a step is saved (every step is), then to both as a terminal sends Ctrl-C.
 
-    The second time they count from a later step, and one process resumes what two have done.
+    The second time they count from a later step, and one process resumes the run of two.
     """
     args, done = arguments(tmp_path, checkpoint__every=1, eval__every=4), 0
     for number in (signal.SIGUSR1, signal.SIGINT):
@@ -88,9 +88,9 @@ def test_processes_match_one_process(tmp_path: Path, by_one: Path, count: int, d
 @pytest.mark.slow
 @pytest.mark.parametrize("joined", [True, False])
 def test_signals_are_handled_until_the_end(tmp_path: Path, joined: bool) -> None:
-    """An engine that repeats itself does not make a failure of a run that has stopped as it was asked to.
+    """An engine that repeats its signal does not turn an orderly stop into a failure.
 
-    Two that have joined stop by the signal to one. Given by hand, Kubernetes is not asked (there is none here).
+    Two joined processes stop by the signal to one process. Flags give the addresses, so Kubernetes is not contacted.
     """
     job = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "JOB_COMPLETION_INDEX": "0"}
     args = arguments(tmp_path, num_steps=100000, mesh__num_cpu_devices=1, mesh__devices_per_node=1)
@@ -113,7 +113,7 @@ def test_signals_are_handled_until_the_end(tmp_path: Path, joined: bool) -> None
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_signals_are_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM comes to Python only before jax takes it over, when nobody would listen to one more."""
+    """SIGTERM comes to Python only before jax takes it over; later signals would be ignored."""
     sent: list[int] = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))

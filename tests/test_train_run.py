@@ -1,4 +1,4 @@
-"""A run from its start to its end: what it leaves behind, and that stopping it in the middle changes nothing."""
+"""A run from its start to its end: its files, and that stopping it in the middle changes nothing."""
 
 import json
 import re
@@ -112,7 +112,7 @@ def test_finished_run_is_complete_and_not_repeated(
 def test_what_stays_idle_is_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GPUs beside virtual devices, which no launcher asked for; rows of weight zero."""
+    """GPUs and virtual devices, which no launcher requested; rows of weight zero."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(devices, "DEVICES", tmp_path)
     args = arguments(tmp_path / "run", batch__global_size=12, batch__micro_size=2, num_steps=2, checkpoint__every=0)
@@ -127,7 +127,7 @@ def test_what_stays_idle_is_said_at_the_start(
 
 
 def test_programs_are_cached_where_jax_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By JAX_COMPILATION_CACHE_DIR; else beside the tokens, which each node has for itself; on CPU devices nowhere."""
+    """In JAX_COMPILATION_CACHE_DIR; else next to the tokens, separately on each node; on CPU devices nowhere."""
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "ours"))
     names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
@@ -177,7 +177,7 @@ def test_unreadable_collectives_do_not_end_the_run(
 
 
 def test_rows_are_written_before_their_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run killed right after a checkpoint resumes behind it: the rows up to there are never written again.
+    """A run killed right after a checkpoint resumes after it: the rows up to there are never written again.
 
     And saving does not use the preemption service: the processes agree on the step to stop at by the numbers they asked
     with, so only the loop may ask.
@@ -271,7 +271,7 @@ def test_damaged_newest_checkpoint_falls_back_to_the_previous(
 def test_checkpoint_of_a_frozen_attempt_is_not_overwritten(
     tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Process 0 of the one before goes on in its commit while this one, on other settings, has not come to the step."""
+    """Process 0 of the earlier run continues its commit while this run, with other settings, is before the step."""
     saved = tmp_path / "checkpoints" / "5"
     commits = at_step(3, lambda: shutil.copytree(undisturbed / "checkpoints" / "5", saved))
     assert run_here(*arguments(tmp_path, eval__num_batches=2), hooks=[commits]) == 0

@@ -1,4 +1,4 @@
-"""What crosses the links of an emulated cluster in a step: the formulas of MiCS section 3, within 2 %.
+"""The bytes over the links of an emulated cluster per step: the formulas of MiCS section 3, within 2 %.
 
 Tokens to experts are within 3 %. The median of five steps counts: what is under way when a step ends may count to the
 next one.
@@ -25,7 +25,7 @@ MODEL = {"model__hidden": HIDDEN, "model__intermediate": 1024, "model__num_layer
 MODEL |= {"num_steps": 6, "checkpoint__every": 0}
 CONTROL_BYTES = 20_000  # a step: heartbeats, jax's coordination, acknowledgements of a step that is short here
 VECTORS_BYTES = link_bytes("mics(2)", CLUSTER, model_bytes=4 * (2 * LAYERS + 1) * HIDDEN, accum=2)
-STRATEGIES = ("ddp", "zero2", "zero3", "node/node/all")  # the others send what these do, in other parts
+STRATEGIES = ("ddp", "zero2", "zero3", "node/node/all")  # the other strategies combine these
 
 
 def train(tmp_path: Path, **changes: object) -> None:
@@ -42,7 +42,7 @@ def keys_of(name: str, **changes: object) -> dict[str, object]:
 
 
 def carried_and_formula(name: str, tmp_path: Path, **changes: object) -> tuple[list[float], float]:
-    """Trains on the emulated nodes; returns what node 0 sent and received in a step, and the bytes of the formula."""
+    """Trains on the emulated nodes; returns node 0's sent and received bytes per step, and the formula's bytes."""
     train(tmp_path, **keys_of(name, **changes))
     logged = rows(tmp_path / "run")[1:]
     num_trained = json.loads((tmp_path / "run" / "environment.json").read_text())["num_trained"]
@@ -52,12 +52,12 @@ def carried_and_formula(name: str, tmp_path: Path, **changes: object) -> tuple[l
 
 @pytest.mark.parametrize("name", sampled(STRATEGIES, "zero3"))
 def test_the_wire_carries_the_formula(name: str, tmp_path: Path) -> None:
-    """Embedding and head, gathered once and not twice, are small here. The losses are those of one process."""
+    """Embedding and head, gathered once and not twice, are small here. The losses equal the losses of one process."""
     carried, formula = carried_and_formula(name, tmp_path)
     for found in carried:
         assert abs(found - formula) < 0.02 * formula + CONTROL_BYTES, (found, formula)
     sent = [row["wire_tx_bytes"] for row in rows(tmp_path / "run")]
-    assert min(sent) > rows(tmp_path / "run")[-1]["collective_inter_bytes"]  # per device: of two, and control traffic
+    assert min(sent) > rows(tmp_path / "run")[-1]["collective_inter_bytes"]  # per device; a node has two
     assert traffic(tmp_path)[0]["tx_bytes"] > sum(sent)
     assert run_here(*arguments(tmp_path / "one", **keys_of(name))) == 0
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "one"), rtol=1e-5)
@@ -74,8 +74,8 @@ def test_of_lora_the_wire_carries_the_adapters_alone(tmp_path: Path) -> None:
 def test_codecs_make_all_reduce_smaller(codec: str, times: float, tmp_path: Path) -> None:
     """Under mics(2) nothing else crosses nodes, but the vectors as they are.
 
-    After the micro-steps, in six messages: by layer, with overlap, it is the same payload in 23, and what gloo and TCP
-    add to each is then several per cent of the codecs' few bytes.
+    After the micro-steps, in six messages: by layer, with overlap, it is the same payload in 23, and the overhead of
+    gloo and TCP for each is then several per cent of the codecs' few bytes.
     """
     settings = {"compression__all_reduce": codec, "sharding__overlap": "off"}
     carried, formula = carried_and_formula("mics(2)", tmp_path, **settings)
@@ -104,7 +104,7 @@ def test_zero_plus_plus_sends_a_quarter_of_zero3_in_bf16(tmp_path: Path) -> None
 def test_tokens_travel_to_experts_on_the_other_node(
     codec: str, times: float, remat: str, exchanges: int, tmp_path: Path
 ) -> None:
-    """ZeRO-3 with one of 4 experts on each device: the tokens' all-to-alls, and the gathers of all but experts.
+    """ZeRO-3 with 4 experts, one per device: the tokens' all-to-alls, and the gathers of all but experts.
 
     Without overlap, with which the backward pass does not compute the last layer, half of this model, again.
     """
@@ -115,7 +115,7 @@ def test_tokens_travel_to_experts_on_the_other_node(
     num_params = json.loads((tmp_path / "run" / "environment.json").read_text())["num_params"]
     others, ends = num_params - 2 * 4 * 3 * HIDDEN * 1024, (2 * 256 + 1) * HIDDEN
     gathered = formula / num_params * (others - ends + 2 / 3 * ends)  # embedding and head are gathered once
-    slots = 2 * 256  # of a device's row at all experts
+    slots = 2 * 256  # slots of a device's row at all experts
     # 2 devices, 2 layers, 2 micro-steps; half of it leaves
     tokens = 2 * exchanges * 2 * 2 * (4 * slots * HIDDEN) / 2
     for found in carried:
@@ -133,7 +133,7 @@ def test_a_pipeline_sends_activations_and_the_gradients_of_embedding_and_head(tm
     train(tmp_path, **MODEL, **batch, mesh__stages=2)
     vocab = json.loads((tmp_path / "run" / "config.json").read_text())["model"]["vocab_size"]
     ends = -(-vocab // 128) * 128 * HIDDEN + HIDDEN  # the embedding, which is the head's weight too, and a norm
-    activations = 2 * 4 * micro_size * seq_len * HIDDEN  # of two devices, each of which has half of the ends too
+    activations = 2 * 4 * micro_size * seq_len * HIDDEN  # bytes of two devices, each with half of the ends too
     for key, times in {"wire_tx_bytes": accum + 1, "wire_rx_bytes": accum}.items():
         formula = times * activations + 4 * ends
         found = median(row[key] for row in rows(tmp_path / "run")[1:])
