@@ -4,8 +4,8 @@
         [--emulate="--nodes=4 --devices_per_node=2 --rate=1gbit"] [--slurm="--partition=gpu --nodes=2"]
         [--ray=ADDRESS|local] [--search=N]
 
-Each run is train.py in a directory named by the content of its config, so that the same command again does only what is
-missing. Leaves `results.csv`, `results.md` and `index.html`. Exit codes: 0 all runs finished, or the SLURM array is
+Each run is train.py in a directory named by the content of its config, so that the same command runs only the missing
+runs. Writes `results.csv`, `results.md` and `index.html`. Exit codes: 0 all runs finished, or the SLURM array is
 submitted; 75 stopped, the same command continues; 2 a mistake in the file or the flags; 1 a run failed,
 or the machine.
 """
@@ -45,7 +45,7 @@ class Sweep:
 
 
 def main(argv: Sequence[str], *, program: str = PROGRAM) -> int:
-    """Runs the program, whose runs are each a `program`, and returns its exit code; a user's mistake is one line."""
+    """Runs the sweep, whose runs are processes of `program`; returns the exit code. A user's mistake is one line."""
     prepare_output()
     for number in (signal.SIGINT, signal.SIGTERM):  # both like Ctrl-C, also where a shell has it ignored
         signal.signal(number, signal.default_int_handler)
@@ -183,7 +183,7 @@ def launcher(options: argparse.Namespace) -> Iterator[tuple[Launcher, int]]:
 
 
 def run_here(sweep: Sweep, launch: Launcher, workers: int) -> int:
-    """Runs what is missing, waits for it, writes the report and returns the exit code."""
+    """Runs the missing runs, waits for them, writes the report and returns the exit code."""
     with Live(sweep.file.metric) as live:
         jobs = run_all(sweep.runs, workers=workers, workdir=sweep.workdir, show=live.show, launch=launch)
     report(sweep, [record(job.run, job.state, job.error, sweep.file.metric) for job in jobs])
@@ -224,7 +224,7 @@ def check_not_queued(workdir: Path) -> None:
 
 
 def run_on_slurm(sweep: Sweep) -> int:
-    """Reports what is there, and submits what is missing or has failed unless the last array is still in the queue."""
+    """Reports the results so far, and submits missing or failed runs unless the last array is still in the queue."""
     job, todo = report_on_slurm(sweep), missing(sweep.runs)
     if job:
         print(f"job {job} is in the queue; the same command again shows how far it is (scancel {job} ends it)")
@@ -239,7 +239,7 @@ def run_on_slurm(sweep: Sweep) -> int:
 
 
 def report_on_slurm(sweep: Sweep) -> str:
-    """Reports what is there, and returns the id of the last array if that is still in the queue, else ""."""
+    """Reports the results so far, and returns the id of the last array if it is still in the queue, else ""."""
     job = slurm.queued_job(sweep.workdir)
     report(sweep, [left_by_slurm(run, bool(job), sweep.file.metric) for run in sweep.runs])
     return job
@@ -266,7 +266,7 @@ def left(jobs: Sequence[SweepJob]) -> list[SweepJob]:
 
 
 def report(sweep: Sweep, records: list[Record]) -> None:
-    """Writes the tables and the page, and prints where they are and which run is best."""
+    """Writes the tables and the page, and prints their paths and the best run."""
     page = write_report(sweep.file, records, sweep.workdir)
     for failed in (r for r in records if r.state == RunState.FAILED):
         print(f"failed: {failed.run.name}: {failed.error}")

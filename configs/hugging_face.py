@@ -1,7 +1,7 @@
 """`config.json` and tensors of transformers, and the model that computes the same.
 
 GPT-2, Llama (up to 3.x), Mistral, Qwen 2 (2.5) and 3, Gemma 2 and 3 (text), BERT and RoBERTa: `ARCHITECTURES` has the
-names, in both directions; a further architecture is one more entry. A config file that starts from such a checkpoint
+names, in both directions; a new architecture is a new entry. A config file that starts from such a checkpoint
 takes its sizes from there: `config.model = hugging_face.model(DIR)`.
 """
 
@@ -25,10 +25,10 @@ ACTIVATIONS = {"gelu_new": "gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "g
 
 @dataclass(frozen=True)
 class Field:
-    """A value of `config.json`: the same as ours, unless a function says otherwise; without a default it is needed."""
+    """A value of `config.json`: equal to ours, unless a function converts it; without a default it is required."""
 
     ours: str  # a key of our model section; "" for a value that is only written
-    name: str = ""  # theirs, if it is another
+    name: str = ""  # transformers' key, if it differs
     default: Any = None
     read: Callable[[Values], Any] | None = None  # from the whole of config.json
     write: Callable[[Any], Any] | None = None  # from our whole section
@@ -66,7 +66,7 @@ class Architecture:
 
     @property
     def prefix(self) -> str:
-        """The first part of the names of all tensors but the head's; checkpoints of the bare model lack it."""
+        """The first part of the names of all tensors except the head's; checkpoints of the bare model lack it."""
         return next(iter(self.tensors)).partition(".")[0] + "."
 
 

@@ -344,7 +344,8 @@ class Checkpointer:
     def _remove_old(self) -> None:
         """Deletes the steps that are not to be kept. Those without a valid manifest are neither counted nor deleted.
 
-        One that cannot be deleted, as a file that another host has open over NFS, is left for the next save.
+        A step that cannot be deleted now, such as one with a file that another host has open over NFS, is left for the
+        next save.
         """
         manifests = manifest.committed(self.directory)
         for step in {found.step for found in manifests} - kept_steps(manifests, self.config):
@@ -405,8 +406,8 @@ class Checkpointer:
     def _failed(self, step: int, error: Exception) -> None:
         """Raises CheckpointError, in a replica ResumableError: the others save the next step, and it starts again.
 
-        Not if another replica has saved this step or a newer one, but for ResumableError in a group of several
-        processes: it may be that only this one has failed.
+        Raises nothing if another replica has saved this step or a newer one. A group of several processes raises
+        ResumableError even then, because perhaps only this process has failed.
         """
         reason = _ANNOTATION.sub("", " ".join((str(error) or type(error).__name__).split()))
         if len(reason) > 300:  # TensorStore's messages begin with paths and end with the cause
@@ -443,7 +444,7 @@ def _least_step(save: Path) -> float:
 def kept_steps(manifests: Sequence[manifest.Manifest], config: CheckpointConfig) -> set[int]:
     """Returns the steps to keep: the newest `keep_last`, multiples of `keep_every`, the `keep_best` lowest losses.
 
-    Of equal losses the newer step is better. A step without a loss, or with a loss of NaN, is never among the best.
+    If losses are equal, the newer step is better. A step without a loss, or with NaN, is never among the best.
     """
     steps = sorted(found.step for found in manifests)
     losses = [(found.metrics.get("validation_loss", nan), -found.step) for found in manifests]

@@ -1,10 +1,10 @@
 """The memory tier: every few steps each node keeps its shards of the state on its RAM disk (docs/elasticity.md).
 
 Each region that a node holds is kept once: the processes and devices of the node share the work. A partner process on
-another node keeps a copy of the regions that no other node holds. `save` returns
-when the copies to the host are enqueued. The caller may donate the state, because the next program on the devices waits
-for the copies. A thread writes and hashes them, commits them, and sends the partner its copy. A process overwrites the
-newest complete snapshot only after all processes have a newer one.
+another node keeps a copy of the regions that no other node holds. `save` returns when the copies to the host are
+enqueued. The caller may donate the state, because the next program on the devices waits for the copies. A thread writes
+and hashes them, commits them, and sends the partner its copy. A process overwrites the newest complete snapshot only
+after all processes have a newer one.
 """
 
 import math
@@ -366,8 +366,8 @@ def owned_shards(
 class Pace:
     """Decides after which steps to take a snapshot: every n-th, or as often as costs under 2 % of the time.
 
-    As often begins once the attempt has trained for as long as it took to begin to: before, a restart would lose more
-    than the steps. Then the cost of the first snapshots, as they come, sets the interval. It is the whole time from the
+    The automatic interval begins once the attempt has trained for as long as its start took; before, a restart would
+    lose more time than the steps. Then the cost of the first snapshots sets the interval. It is the whole time from the
     copy to the commit, although training continues during most of it.
     """
 
@@ -412,7 +412,7 @@ class Pace:
 
 
 def partner(node: int, count: int) -> int:
-    """Returns the node that keeps copies for a node, of so many: in pairs, and of an odd number the last three in turn.
+    """Returns the node that keeps copies for a node of `count`: in pairs; with an odd count the last three form a ring.
 
     Pairs survive more failures than a ring of all nodes, which has twice as many neighbours (Gemini, SOSP 2023).
     """

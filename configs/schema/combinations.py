@@ -46,7 +46,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something that a config has or not."""
+    """A property that a config has or lacks."""
 
     keys: tuple[str, ...]  # full names of keys, and of facts
     has: Callable[..., bool]  # of their values
@@ -55,11 +55,11 @@ class Feature:
     instead: str = ""  # what does without it
 
     def is_in(self, values: Mapping[str, Any]) -> bool:
-        """Whether a config has it; not, if a fact is not known."""
+        """Whether a config has the feature; False if a fact is not known."""
         return all(key in values for key in self.keys) and self.has(*(values[key] for key in self.keys))
 
     def in_words(self, values: Mapping[str, Any]) -> str:
-        """Returns its name in an error."""
+        """Returns the name of the feature in an error."""
         return self.said or f"{self.keys[0]}={values[self.keys[0]]}"
 
 
@@ -236,7 +236,7 @@ for _key in CODED:
 
 @dataclass(frozen=True)
 class Rule:
-    """A feature, the others that a run cannot have together with it, and why."""
+    """A feature, the features that a run cannot combine with it, and the reason."""
 
     one: str
     others: tuple[str, ...]
@@ -244,7 +244,7 @@ class Rule:
 
     @property
     def pairs(self) -> list[tuple[Feature, Feature]]:
-        """The feature with each of the others."""
+        """Pairs of the feature and each other feature."""
         return [(FEATURES[self.one], FEATURES[other]) for other in self.others]
 
     def complaint(self, values: Mapping[str, Any]) -> str:

@@ -5,9 +5,9 @@
     the update is the sign of the sum of all sent parts
 
 A momentum's slow changes are in few coefficients, which are sent at once; the rest stays in the replica's momentum. The
-values are sent as SparseLoCo's (sparse_loco.py): in two bits, where the paper sends f32. The paper adds `lr g` to a
-momentum; without the schedule in it, a warm-up's gradients count as much as others. Parameters with one dim per layer
-are sent whole, which leaves them no momentum.
+values are sent in two bits, as in SparseLoCo (sparse_loco.py); the paper sends f32. The paper adds `lr g` to a
+momentum; here the momentum omits the schedule, so a warm-up's gradients count as much as others. Parameters with one
+dim per layer are sent whole, so they have no momentum.
 """
 
 from collections.abc import Sequence

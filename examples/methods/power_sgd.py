@@ -4,8 +4,9 @@ Each training step is one power iteration, warm-started by the previous Q: `P = 
 result is `P Q^T`. P and Q are linear in M, so that ordinary all-reduces sum them over the replicas. The approximation
 error goes into a residual, without which the method does not converge.
 
-As in PyTorch's hook, the first steps may be exchanged without compression (`start_powerSGD_iter`), and only matrices
-are compressed of which that sends half at most (`min_compression_rate`): of small ones the rank is lower.
+As in PyTorch's hook, the first steps may be exchanged without compression (`start_powerSGD_iter`). A matrix is
+compressed only if its factors have at most half of its values (`min_compression_rate`); small matrices have a lower
+rank.
 """
 
 from collections.abc import Sequence
@@ -168,7 +169,7 @@ def _exchange_shards(
 
 
 def _matrix(spec: ParamSpec, placement: Placement, plan: ShardingPlan, rank: int) -> Matrix | None:
-    """Returns a parameter as a stack of matrices; None if no factors would be half as large, as of vectors."""
+    """Returns a parameter as a stack of matrices; None if no factors would be half as large, as for vectors."""
     stacked = int(spec.stacked)
     shape = spec.shape if stacked else (1, *spec.shape)
     rows, columns = shape[1], prod(shape[2:])

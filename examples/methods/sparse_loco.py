@@ -33,7 +33,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """How `size` values are cut into equal chunks, of each of which `count` are sent, a multiple of 8."""
+    """The division of `size` values into equal chunks; `count` values of each chunk are sent, a multiple of 8."""
 
     size: int
     density: float
@@ -45,12 +45,12 @@ class Chunks:
 
     @property
     def length(self) -> int:
-        """The length of a chunk; the last is filled up with zeros."""
+        """The length of a chunk; the last is padded with zeros."""
         return -(-self.size // self.number // 8) * 8
 
     @property
     def count(self) -> int:
-        """The number of values that are sent of a chunk."""
+        """The number of values sent per chunk."""
         return max(8, 8 * round(self.length * self.density / 8))
 
     @property
@@ -61,7 +61,7 @@ class Chunks:
     def encode(self, x: jax.Array) -> jax.Array:
         """Returns `uint8 [payload_bytes]` of `f32 [size]`.
 
-        Values are in the order of their magnitudes, so that the place of a value says which of the two is its own.
+        Values are in the order of their magnitudes, so the position of a value determines which magnitude it gets.
         """
         chunks = jnp.pad(x, (0, self.number * self.length - self.size)).reshape(self.number, self.length)
         # without barriers XLA:CPU makes one slice of top_k's and those below, and sorts whole chunks: 80 times slower;
@@ -139,7 +139,7 @@ def _exchange(xs: Shards, intra: Axes, inter: Axes, density: float) -> tuple[Sha
 
 
 def check_settings(sparsity: float, decay: float) -> None:
-    """Raises ValueError for a share of unsent values, or a factor of the residual, that is not one."""
+    """Raises ValueError if `sparsity` or `decay` is out of range."""
     if not 0 < sparsity < 1 or not 0 <= decay <= 1:
         raise ValueError(f"sparsity={sparsity} must be between 0 and 1, and decay={decay} from 0 to 1")
 

@@ -1,12 +1,13 @@
-"""Intervals of local SGD that keep a share of the time for steps: replicas meet more often on a faster link.
+"""Intervals of local SGD with a target fraction of the time for steps: replicas sync more often on a faster link.
 
-With a step of c seconds and a meeting of m more, H steps and a meeting put H c / (H c + m) of the time into steps. So
-after a meeting H is the least with which that is the target, from 2 to `local_sgd.inner_steps`: on a fast link the
-replicas meet often, which costs the least loss; on a slow one never more rarely than the user found good.
+With steps of c seconds and m more seconds for a sync, H steps and a sync spend H c / (H c + m) of the time in steps.
+After each sync (here: meeting) H is the smallest interval that reaches the target, from 2 to `local_sgd.inner_steps`.
+On a fast link the replicas sync often, which costs the least loss. On a slow link the user's `inner_steps` is the
+limit.
 
-m is the time of the step that meets beyond the other steps, on the process that comes to it last: the others wait for
-this process at any interval. The median of the last three counts; before three, replicas stay at the least
-interval, or at the interval of the state that a run resumes with.
+m is the additional time of the step with the sync, on the process that arrives last, because the others wait for this
+process at any interval. m is the median of the last three syncs. Before three syncs, replicas keep the smallest
+interval, or the interval in the state from which a run resumes.
 """
 
 import time
@@ -23,14 +24,14 @@ from configs.schema import LEAST_INTERVAL, LocalSGDConfig
 from runtime.consensus import all_gather, new_key
 from sharding.step import TrainState
 
-INTERVALS = 9  # whose median a step's time is: one in which a checkpoint was saved says little
-LATEST = 3  # whose median a meeting's time is: a link that has changed is noticed at the second meeting
+INTERVALS = 9  # a step's time is the median of these: an interval with a checkpoint says little
+LATEST = 3  # a meeting's time is the median of these: a changed link is noticed at the second meeting
 IN_STATE = ("meets_at", "meets_every")  # of LocalState: a resumed run continues with its interval
 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The intervals, for `register`; `target` is the share of the time for steps. ValueError for other numbers."""
+    """The intervals, for `register`; `target` is the fraction of the time for steps. ValueError for other numbers."""
 
     target: float
 
@@ -43,7 +44,7 @@ class Utilisation:
         return Meetings(self, config, num_steps, say)
 
     def planned(self, config: LocalSGDConfig, step_s: float, meeting_s: float) -> int:
-        """Returns after how many steps the next meeting is, which takes `meeting_s` more than a step of `step_s`."""
+        """Returns the number of steps to the next meeting, which takes `meeting_s` more than a step of `step_s`."""
         wanted = ceil(self.target / (1 - self.target) * meeting_s / step_s)
         return min(max(wanted, LEAST_INTERVAL), config.inner_steps)
 

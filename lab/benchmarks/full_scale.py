@@ -42,7 +42,7 @@ def name(cell: Key) -> str:
 
 
 def networks(cluster: str, gpus: int) -> dict[str, Network]:
-    """Returns the networks that a step is replayed on: the paper measured p3dn's alone."""
+    """Returns the networks on which a step is replayed: the paper measured only p3dn's."""
     own = replace(CLUSTERS[cluster].network(), devices_per_node=min(PER_NODE, gpus))
     if cluster != P3DN:
         return {PLANNER: own}
@@ -85,7 +85,7 @@ def _compiled(cluster: str, gpus: int, config: str, keys: tuple[tuple[str, Any],
 
 
 def ring_s(kind: str, size: int, gpus: int, network: Network) -> float:
-    """Returns how long a collective of so many bytes takes on all GPUs, in whole nodes; 0 on one."""
+    """Returns the time of a collective of this size on all GPUs, in whole nodes; 0 on a single GPU."""
     sent = (2 if kind == "all-reduce" else 1) * size * (gpus - 1) / gpus
     nodes = gpus // network.devices_per_node
     crossing = nodes / gpus if nodes > 1 else 0.0

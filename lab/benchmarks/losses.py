@@ -49,7 +49,7 @@ def text(records: Records) -> str:
 
 
 def row(overrides: Mapping[str, Any], pairs: Pairs, **about: Any) -> Row:
-    """Returns the row of a setting from its config's overrides; `about` it are the other columns."""
+    """Returns the row of a setting from its config's overrides; `about` has the other columns."""
     setting = {key: value for key, value in overrides.items() if key.startswith(("compression.", "local_sgd."))}
     if INNER_STEPS in setting:
         setting |= {key: getattr(LOCAL, key.partition(".")[2]) for key in OUTER_STEP if key not in setting}
@@ -129,7 +129,7 @@ def of_time_to_loss(records: Records) -> Iterator[Row]:
 
 
 def without_rate(method: time_to_loss.Method) -> dict[str, Any]:
-    """Returns a method's keys but for the learning rate."""
+    """Returns a method's keys without the learning rate."""
     return {key: value for key, value in method.keys.items() if key != time_to_loss.RATE}
 
 

@@ -4,7 +4,7 @@
 
 Compiles the steps of lab/benchmarks/overlap.csv (BERT 10B of the MiCS paper, or a decoder of 1.3 B that every strategy
 can hold, on 16 nodes of 8) with and without the options that let collectives overlap, and replays each program at three
-link rates, with the planner's figures and with matrix products at 450 TFLOP/s (slow kernels hide more). A line a case
+link rates, with the planner's figures and with matrix products at 450 TFLOP/s (slow kernels hide more). A line per case
 and rate is in results/derived/overlap.jsonl. A case takes half a minute on 2 cores; no GPU is needed, but XLA for GPUs
 is (`make .venv/h100/installed`).
 """
@@ -26,7 +26,7 @@ from planner.replay import Timeline
 from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "overlap.jsonl"
-CLUSTER = "p5.48xlarge"  # whose devices and links inside the node they are
+CLUSTER = "p5.48xlarge"  # the cluster whose devices and links inside a node are used
 # of products: the planner's rate, and half of the peak
 PRODUCTS_TFLOPS = (round(find_cluster(CLUSTER).device.matmul_rate("bf16") / 1e12), 450)
 NODES, DEVICES = 16, 8

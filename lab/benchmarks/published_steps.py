@@ -5,8 +5,8 @@
 
 Rows of lab/benchmarks/published_steps.csv are MosaicML's (github.com/mosaicml/llm-foundry, its
 scripts/train/benchmarking/README.md, bf16, PyTorch's FSDP with full sharding): configs/mpt.py on nodes of 8 GPUs. Each
-is compiled and replayed as FSDP would run it, and as ours would. Every third row (CHOSEN) chose the rates of products
-and attention in planner/rates.csv, by `--choose`; the error bar that plans print is of the others alone. Without
+is compiled and replayed with FSDP's schedule and with ours. Every third row (CHOSEN) chose the rates of products
+and attention in planner/rates.csv, by `--choose`; the error bar that plans print is from the other rows only. Without
 rematerialisation FSDP keeps the same values as our `remat=dots`. A program takes 10 to 60 s on 2 cores;
 results/derived/published_steps.jsonl has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has
 such a name.

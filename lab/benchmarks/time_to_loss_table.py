@@ -1,7 +1,7 @@
 """Joins the parts of time_to_loss.jsonl: how long a method takes to the dense run's loss on each link, and its bytes.
 
-A run's time at step t is `t` times the mean step on the wire; where a method begins with `dense_steps` in f32, those
-take the dense method's time, and bytes.
+A run's time at step t is `t` times the mean step time on the emulated link. If a method begins with `dense_steps` in
+f32, these steps have the dense method's time and bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ NONE = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """What is known of a method; runs are in the order of their seeds."""
+    """The joined lines of a method; runs are in the order of their seeds."""
 
     method: Method
     curves: Mapping[int, tuple[Sequence[int], Sequence[float]]]  # steps and losses, by seed
@@ -75,7 +75,7 @@ def best(losses: Sequence[Line]) -> list[Line]:
 def steps_to(target: float, at: Sequence[int], losses: Sequence[float]) -> float | None:
     """Returns the step at which the losses reach a target, on the line between two validations; None if they never do.
 
-    That is the first validation at or below the target, and not the last time that they cross it.
+    The first crossing counts, even if later losses are above the target again.
     """
     before: tuple[float, float] | None = None
     for step, loss in zip(at, losses, strict=True):
@@ -228,7 +228,7 @@ def _best(found: Mapping[str, Joined], names: Sequence[str], rate: str) -> str:
 
 
 def share_of_link(dense: Joined, rate: str, fast: str) -> float:
-    """Returns the link's time of a dense step at a rate, over the rest of a step, as it is at a fast rate."""
+    """Returns the link's time of a dense step at a rate, divided by the rest of a step as measured at a fast rate."""
     step_s = dense.step_s(fast)
     assert dense.step_bytes is not None and step_s is not None
     rest_s = step_s.value - dense.step_bytes / bytes_per_s(fast)

@@ -1,4 +1,4 @@
-"""The published numbers of lab/paper/published.csv, and how near ours are: errors, ratios of systems, their order."""
+"""The published numbers of lab/paper/published.csv, compared with ours: errors, ratios of systems, their order."""
 
 import csv
 import re

@@ -1,8 +1,8 @@
 """The replayed steps of full_scale.jsonl, and the throughput of the MiCS paper's systems derived from them.
 
-The systems are DeepSpeed's: `deepspeed_s` of a line is the planner's `--as=deepspeed`, nothing hidden. How ZeRO-2 and
-ZeRO-3 sent otherwise than our programs is applied here. The network is fitted to the paper's all-gathers, nothing to a
-training step.
+The systems are DeepSpeed's: `deepspeed_s` of a line is the planner's `--as=deepspeed`, without overlap. This module
+corrects for the differences between our programs and the collectives of DeepSpeed's ZeRO-2 and ZeRO-3. The network is
+fitted to the paper's all-gathers; nothing is fitted to a training step.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def activation_bytes(self) -> float:
-        """What is kept of the layers, one layer computed again (arXiv 2205.05198), and the logits in fp16 and f32."""
+        """Stored inputs of the layers, one recomputed layer (arXiv 2205.05198), and the logits in fp16 and f32."""
         tokens = self.rows * self.seq_len
         kept = HALF * self.layers * tokens * self.hidden
         layer = 34 * tokens * self.hidden + 5 * self.heads * tokens * self.seq_len
@@ -55,7 +55,7 @@ def table_1(model: str) -> dict[str, int]:
 
 
 def shape_of(model: str, rows: int = 8) -> Shape:
-    """Returns the shape of a model of table 1 with so many rows in a micro-batch."""
+    """Returns the shape of a model of table 1 with `rows` rows in a micro-batch."""
     sizes = table_1(model)
     shape = {key: sizes[key] for key in ("hidden", "layers", "heads")} | {"vocab": sizes["vocabulary"]}
     return Shape(rows=rows, **shape)
@@ -87,7 +87,7 @@ class Replay:
     uses: Mapping[str, Mapping[str, float]]  # by "label, level"
 
     def network(self, what: str, *labels: str) -> float:
-        """Returns how long the network is "busy_s" or "exposed_s" with these labels, or how many "times"."""
+        """Returns the network's "busy_s" or "exposed_s" seconds for these labels, or the number of "times"."""
         return sum(use[what] for key, use in self.uses.items() if key.partition(",")[0] in labels)
 
     def rate(self, step_s: float | None = None) -> float:
@@ -101,7 +101,7 @@ class Replay:
 
     @property
     def fits(self) -> bool:
-        """Whether a device can have so much."""
+        """Whether the program fits a device."""
         return self.total_bytes <= self.memory["capacity"]
 
 
@@ -127,7 +127,8 @@ def one_hop_s(replay: Replay) -> float:
 def zero3_s(flat: Replay) -> float:
     """Returns the step of DeepSpeed's ZeRO-3 of 2021, from our flat program, which gathers a layer at once.
 
-    It fetched each submodule's parameters when that began, and waited (deepspeedai/DeepSpeed#1188): a gather a matrix.
+    It fetched each submodule's parameters when the submodule began, and waited (deepspeedai/DeepSpeed#1188): one gather
+    per matrix.
     """
     return one_hop_s(flat) + (MATRICES - 1) * flat.network("times", "gather") * flat.latency_s
 

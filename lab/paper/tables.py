@@ -65,7 +65,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
 
 
 def summary(records: Records) -> str:
-    """Returns how far ours are from each paper's numbers: how many, mean and largest difference, and who wins."""
+    """Returns our differences from each paper's numbers: count, mean and largest difference, and order of systems."""
     rows = []
     for name, (title, order) in SUMMARY.items():
         cells = [cell for cell in COMPARISONS[name](records).cells if cell.off is not None]

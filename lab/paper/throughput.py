@@ -27,7 +27,7 @@ SCALE_MODEL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A bar of a figure, and our replay of its system on as many GPUs, None where it does not fit."""
+    """A bar of a figure, and our replay of its system on the same number of GPUs, None where it does not fit."""
 
     bar: Published
     needs_bytes: float
@@ -83,7 +83,7 @@ def of_a_gpu(records: Records) -> Comparison:
 
 
 def order_in_figure_7(records: Records) -> tuple[int, int]:
-    """Returns for how many models and GPUs our systems come in the published order, and for how many in all."""
+    """Returns the number of models and GPUs for which our systems have the published order, and the number in all."""
     some = [run for run in runs(records, "figure 7") if run.bar.value and run.replay]
     return orders(replace(run.cell(), column=f"{run.bar.case}, {run.bar.at}") for run in some)
 
@@ -136,7 +136,7 @@ def ablations(records: Records) -> Comparison:
 
 
 def order_in_ablations(records: Records) -> tuple[int, int]:
-    """Returns in how many comparisons of figures 12 to 15 our systems are in the published order, and of how many."""
+    """Returns the number of comparisons of figures 12 to 15 with the published order, and the number in all."""
     found = [orders(ablation(records, figure)) for figure in ABLATIONS]
     return sum(same for same, _ in found), sum(count for _, count in found)
 
