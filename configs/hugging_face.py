@@ -58,9 +58,10 @@ class Architecture:
     kind: str  # of our model
     fields: tuple[Field, ...]
     always: dict[str, Any]  # our keys that have one value in this architecture
-    only: dict[str, Any]  # their keys of which we compute this value alone; it is the default of transformers, too
-    tensors: dict[str, str]  # their module, `{}` for the layer: ours; several of ours are side by side in theirs
-    ignored: str  # a regular expression for tensors that transformers does not read for this model either
+    only: dict[str, Any]  # transformers' keys with the only value that we support, which is also transformers' default
+    # transformers' module (`{}` is the layer): ours; several of our modules may be concatenated in one of theirs
+    tensors: dict[str, str]
+    ignored: str  # a regular expression for tensors that transformers does not read for this model
     more: Callable[[Values], Values] = lambda values: {}  # our keys that are read together, from the whole config.json
     conv1d: bool = False  # layers keep `[in, out]`, as ours do; otherwise torch's Linear, `[out, in]`
 
@@ -73,7 +74,7 @@ class Architecture:
 def _activation(theirs: str, default: str) -> Field:
     def read(values: Values) -> str:
         name = values.get(theirs, default)
-        if name not in tuple(ACTIVATIONS):  # it may be a list, which no dict can be asked for
+        if name not in tuple(ACTIVATIONS):  # it may be a list, which is not hashable
             raise ValueError(f"an activation {name!r} is not supported; one of {', '.join(ACTIVATIONS)} is")
         return ACTIVATIONS[name]
 
@@ -84,7 +85,7 @@ def _activation(theirs: str, default: str) -> Field:
 
 
 def _number(values: Values, name: str, default: Any = None, *, least: int = 1, kind: Any = int) -> Any:
-    """Returns a value to compute with, before our own keys are checked; null is as good as absent."""
+    """Returns a value to compute with, before our own keys are checked; null counts as absent."""
     value = default if values.get(name) is None else values[name]
     if value is None:
         raise KeyError(name)
@@ -106,7 +107,7 @@ def _object(values: Values, name: str) -> Values:
 
 
 def _rope(values: Values) -> Values:
-    """Returns our keys of rotary positions, of all layers alike; as in transformers the older object counts first."""
+    """Returns our keys of rotary positions, equal for all layers; as in transformers the older object wins."""
     return _rotary(values, _object(values, "rope_scaling") or _object(values, "rope_parameters"))
 
 
@@ -173,7 +174,7 @@ def _gemma3_rope_json(c: Any) -> dict[str, Any]:
 
 
 def _windows(values: Values, every: int = 0) -> Values:
-    """Returns our keys of windows; layers of a multiple of `every` have none, unless `layer_types` says otherwise."""
+    """Returns our keys of windows; every `every`-th layer has none, unless `layer_types` differs."""
     window, count = values.get("sliding_window", 4096), _number(values, "num_hidden_layers")
     is_global = [every > 0 and i % every == 0 for i in range(1, count + 1)]
     if types := values.get("layer_types"):
@@ -204,7 +205,7 @@ def _layer_types(c: Any) -> list[str]:
 
 
 def _head_dim(default: int = 0) -> Field:
-    """Returns the field of the size of a head; 0 is ours for hidden / heads, which is theirs without a `default`."""
+    """Returns the field of the size of a head; our 0 is hidden / heads, as in transformers without a `default`."""
 
     def read(values: Values) -> int:
         num_heads, hidden = _number(values, "num_attention_heads"), _number(values, "hidden_size")

@@ -1,9 +1,9 @@
 """The measured increase of the loss by methods that send less: losses.csv, which `python -m lab.pages` writes.
 
-A row is a setting of one record in lab/benchmarks/results (lab/benchmarks/losses.py computes it). It has
-the last validation loss minus the loss of a dense run with the same seed, and the steps to the dense loss divided by
-the dense run's steps. A method is free (lossless in our runs) if on text and on digits all its rows reach the dense
-runs' losses. It is not free if a row of three seeds stays above. Otherwise it is not known.
+A row is a setting of one record in lab/benchmarks/results (lab/benchmarks/losses.py computes it). It has the last
+validation loss minus the loss of a dense run with the same seed, and the steps to the dense loss divided by the dense
+run's steps. A method is free (lossless in our runs) if on text and on digits all its rows reach the dense runs' losses.
+It is not free if a row of three seeds stays above. Otherwise it is not known.
 """
 
 import csv
@@ -32,7 +32,7 @@ NO_FEEDBACK = "compression.error_feedback=False"
 class Loss:
     """A row."""
 
-    setting: Mapping[str, str]  # keys of the config; `optimizer.name` if it is another one than the dense run's
+    setting: Mapping[str, str]  # keys of the config; `optimizer.name` if it differs from the dense run's
     optimizer: str  # of the dense run
     task: str
     parameters: int
@@ -92,7 +92,7 @@ def rows_of(setting: Mapping[str, str], optimizer: str) -> list[Loss]:
 
 
 def steps_to_loss(found: Sequence[Loss]) -> float | None:
-    """Returns the most steps of a setting's rows, over the dense run's; None without rows, or if one has none."""
+    """Returns the most steps of a setting's rows over the dense run's; None without rows, or if one has none."""
     steps = [row.steps for row in found]
     return max(filter(None, steps), default=None) if all(steps) else None
 
@@ -166,9 +166,9 @@ def recorded(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Los
 
 
 def described(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each method of a config that is not known to be free: the lowest and highest recorded cost.
+    """Returns a line for each method of a config that is not known to be free: its lowest and highest recorded cost.
 
-    That is of the config's own keys, if they are recorded, else of all with the method.
+    The cost is from rows with the config's keys if they are recorded, else from all rows with the method.
     """
     known, own, lines = by_method(rows()), recorded(config, defaults), []
     for method in methods_of(config):

@@ -3,7 +3,7 @@
     share(params, batch) -> means                      # hands out gradients during its last backward pass
     update(state, grads_R, means) -> (state, metrics)
 
-The sum over all shares, between the two, is not compiled: it travels between the worlds (elastic/replicas/).
+The sum over all shares, between the two, is not compiled: the programs exchange it (elastic/replicas/).
 """
 
 from collections.abc import Callable, Mapping, Sequence

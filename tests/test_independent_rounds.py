@@ -60,10 +60,7 @@ def test_workers_learn_what_groups_in_one_world_do(tmp_path: Path, monkeypatch: 
     found = rows(tmp_path / "both" / "replicas" / "0")
     assert run_here(*arguments(tmp_path / "both", **WORLD, **SGD, **ROUNDS)) == 0
     expected = {row["step"]: row["loss"] for row in rows(tmp_path / "one")}
-    assert [*expected] == [
-        1,
-        *range(STEPS, 4 * STEPS + 1, STEPS),
-    ]  # rows of syncs, and of the first step
+    assert [*expected] == [1, *range(STEPS, 4 * STEPS + 1, STEPS)]  # the first step, and syncs
     losses = {row["step"]: row["loss"] for row in (*found, *rows(tmp_path / "both"))}
     assert [*losses] == [STEPS, 2 * STEPS, 2 * STEPS + 1, 3 * STEPS, 4 * STEPS]
     del losses[2 * STEPS + 1]

@@ -204,7 +204,7 @@ class Replicas:
         return all(self.agree(int(digest == right)))
 
     def _ask_digest(self, peer: Peer, step: int) -> str:
-        """Returns a peer's hash, however long it makes progress on it. PeerError if it does not answer."""
+        """Returns a peer's hash; waits as long as the peer makes progress. PeerError if it does not answer."""
         with self._transport.connect(peer.address) as link:
             content = link.ask({"op": "digest", "step": step}, MOST_BYTES, self._progress)
         return content.decode(errors="replace")
@@ -212,9 +212,9 @@ class Replicas:
     def fetch_state(self, sizes: Sequence[int]) -> tuple[int, list[memoryview]] | None:
         """Returns a step soon to come, and the state after it: the bytes of arrays of `sizes` bytes each.
 
-        All peers send a part each, at the same time. ResumableError if they do not. None if no peer remains, which this
-        replica waits for if all of them leave: its own state is as right as theirs was a few steps ago. If it has
-        fetched a state before and did not catch up, its peers wait for it at that step.
+        Each peer sends a part, at the same time. ResumableError if a peer does not. None if no peer remains: if all
+        peers leave, this replica waits for that, because its state is as valid as theirs a few steps earlier. If it
+        has fetched a state before and did not catch up, its peers wait for it at that step.
         """
         tries, takes_part, self._has_fetched = 1, self._has_fetched, True
         while tries <= FETCHES:

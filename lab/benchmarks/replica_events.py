@@ -121,7 +121,7 @@ class Run:
 
     @contextlib.contextmanager
     def emulated(self, nodes: int, rate: str = RATE) -> Iterator[None]:
-        """Runs on so many nodes, whose replicas all train when the context begins; ends all with it."""
+        """Runs on this number of nodes; all replicas train when the context begins, and end with it."""
         options = ("--independent", f"--name={self.name}")
         self.command = [*emulator(rate, self.workdir / "emulate", *options, nodes=nodes), *self._program]
         self.groups, self._nodes = list(range(nodes)), nodes
@@ -137,12 +137,12 @@ class Run:
                 emulation.kill()
 
     def add(self) -> int:
-        """Starts one more; returns its number."""
+        """Starts one more replica; returns its number."""
         self.groups.append(self._added(*self._program))
         return self.groups[-1]
 
     def stay(self) -> None:
-        """Keeps the cluster when no replica is there, which would end it, by a node that only sleeps."""
+        """Adds a node that only sleeps, because a cluster without any replica would end."""
         self._added("sleep", "infinity")
 
     def _added(self, *program: str) -> int:
@@ -152,11 +152,11 @@ class Run:
         return self._nodes - 1
 
     def control(self, *words: str) -> None:
-        """Asks the emulated cluster for something."""
+        """Sends a request to the emulated cluster."""
         started([sys.executable, "-m", "launch.emulate", "ctl", f"--name={self.name}", *words])
 
     def terminate(self, group: int) -> None:
-        """Sends SIGTERM to a replica's process, as a scheduler does. FailedRunError if it is not there."""
+        """Sends SIGTERM to a replica's process, as a scheduler does. FailedRunError if it does not run."""
         signalled = self.ended(group)
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class Run:
         return [row for row in json_lines.read_tail(file, most_bytes) if "loss" in row] if file.exists() else []
 
     def ended(self, group: int) -> bool:
-        """Whether a replica has ended to be restarted by a scheduler, because the others continued without it.
+        """Whether a replica has ended resumably, for a scheduler to restart it: the others continued without it.
 
         FailedRunError if it ended in another way.
         """
@@ -201,7 +201,7 @@ class Run:
         return max(map(self.done, self.groups))
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
-        """Waits, and notes who does which steps. FailedRunError if it takes longer than WAIT_S."""
+        """Waits, and records the steps of each replica. FailedRunError if it takes longer than WAIT_S."""
         until_s = time.monotonic() + WAIT_S
         while not holds():
             for group in self.groups:
@@ -214,7 +214,7 @@ class Run:
 
 
 def costs(key: Key) -> dict[str, Any]:
-    """Times the steps of replica 0 from the step before each event to some after it."""
+    """Times the steps of replica 0, from the step before each event to some steps after it."""
     overrides = {"compression.all_reduce": key["codec"], "data.seq_len": 64, "elastic.silence_s": SILENCE_S}
     run = Run(WORKDIR / "replica_events" / "costs", "configs/elastic.py", overrides)
     events: dict[str, tuple[Callable[[], object], Callable[[], bool]]] = {
@@ -240,7 +240,7 @@ def costs(key: Key) -> dict[str, Any]:
 
 
 def disturbed(run: Run, events: int, chance: random.Random) -> dict[str, int]:
-    """Lets random events happen, from one to four replicas being there; returns how many of each."""
+    """Causes random events, with one to four running replicas; returns the count of each kind."""
     there, counts = [*run.groups], dict.fromkeys((*KINDS, ENDED), 0)
     run.stay()
 
@@ -309,7 +309,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def random_table(lines: Sequence[Line]) -> str:
-    """Returns how many losses were compared after random events, and how many differed in a bit."""
+    """Returns the numbers of losses that were compared after random events, and that differed in any bit."""
     rows = []
     for codec in CODECS:
         if of := [line for line in lines if line["mode"] == RANDOM and line["codec"] == codec]:

@@ -22,7 +22,7 @@ from training.metrics.run_files import RunFiles, read_run
 ROOT = Path(__file__).resolve().parents[2]
 WORKDIR = Path("runs/benchmarks")
 RUN_S = 1800  # time-out of a program; a run takes minutes
-Key = Mapping[str, Any]  # the part of a line of a record that tells it from others
+Key = Mapping[str, Any]  # the part of a line of a record that identifies it
 Main = Callable[..., int]  # takes no argument, or the words of a command line
 
 

@@ -1,6 +1,6 @@
 """The tables and charts of steps on emulated nodes: medians, and ratios and differences with the range of the steps.
 
-Of another day the machine may have been slower, so times are compared between runs of one commit only.
+The machine may have been slower on another day, so times are compared only between runs of one commit.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from runtime.files.pages import markdown
 
 SCALE_MODEL = "scale_model"
 DENSE = "none"  # the codec of uncompressed gradients
-BEFORE = "zero3 flat"  # the strategy that others are compared with
+BEFORE = "zero3 flat"  # the strategy with which others are compared
 PAIRS = (  # the same strategy, ours and PyTorch's
     ("mics(2)", "pytorch hsdp"),
     ("mics(2) kept dots", "pytorch hsdp kept dots"),
@@ -46,17 +46,17 @@ def rates_of(lines: Sequence[Line]) -> list[str]:
 
 
 def commit_of(line: Line) -> str:
-    """Returns the commit that a line was measured at."""
+    """Returns the commit at which a line was measured."""
     return line["commit"]
 
 
 def turn_of(line: Line) -> tuple[str, int]:
-    """Returns the commit and the repetition of a line: runs that have them in common were timed in turn."""
+    """Returns the commit and the repetition of a line: runs with equal values alternated."""
     return commit_of(line), line["repetition"]
 
 
 def commits_of(lines: Sequence[Line]) -> str:
-    """Returns the commits that lines were measured at, in their order."""
+    """Returns the commits at which lines were measured, in their order."""
     return ", ".join(dict.fromkeys(commit_of(line)[:7] for line in lines))
 
 
@@ -209,7 +209,7 @@ def codec_steps(steps: Sequence[Line]) -> str:
 
 
 def replica_step_s(line: Line) -> float:
-    """Returns the median of the steps that are timed: PyTorch's older lines have those before too."""
+    """Returns the median of the timed steps: PyTorch's older lines also contain the steps before them."""
     return median(line["step_times_s"][SKIPPED - STEPS :])
 
 
@@ -249,7 +249,7 @@ def draw_step_times(records: Records) -> Figure:
 
 
 def draw_bytes(records: Records) -> Figure:
-    """Draws the bytes per step that a node sends to other nodes, and those between its devices."""
+    """Draws the bytes per step that a node sends to other nodes, and the bytes between its devices."""
     lines = drawn(ours_of(records.lines("strategies")))
     names = names_of(lines)
     levels = {"between nodes": "compiled_inter_bytes", "inside the node": "compiled_intra_bytes"}

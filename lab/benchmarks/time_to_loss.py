@@ -1,4 +1,4 @@
-"""Measures how long methods take to a loss on slow links: losses by step, and steps on the wire, which a table joins.
+"""Measures how long methods take to a loss on slow links: losses by step, and step times on links; a table joins them.
 
     python -m lab.benchmarks.time_to_loss --part=losses [--seeds=3] [--learning_rates=2e-3,4e-3] [--pytorch=PYTHON]
     python -m lab.benchmarks.time_to_loss --part=times [--rates=10mbit,50mbit,200mbit,1gbit] [--repetitions=3] \
@@ -6,8 +6,8 @@
 
 Trains the decoder of lab/benchmarks/time_to_loss.toml with its methods, 4 nodes of a device and one micro-step, and the
 same decoder in PyTorch (pytorch_on_text.py, with a Python that has torch): same parameters, batches, learning rates.
-`losses`: to the end, without emulated nodes. `times`: on emulated nodes, at least 5 steps at each rate, of local SGD
-whole intervals. Only missing runs are done; adds lines to results/measured/time_to_loss.jsonl. `times` needs root
+`losses`: to the end, without emulated nodes. `times`: on emulated nodes, at least 5 steps at each rate (for local SGD
+whole intervals). Only missing runs are done; adds lines to results/measured/time_to_loss.jsonl. `times` needs root
 (docs/emulation.md).
 """
 
@@ -73,7 +73,7 @@ class Method:
     keys: dict[str, Any]  # config keys
     steps: int
     inner_steps: int = 1  # from one exchange to the next
-    dense_steps: int = 0  # at first, that send f32 gradients
+    dense_steps: int = 0  # the first steps, which send f32 gradients
     peer: dict[str, Any] | None = None  # PyTorch's options
     losses: str  # the method whose losses these are
     times: str  # the method whose steps were timed: it differs only in the length of its run
@@ -209,7 +209,7 @@ def run(
 
 
 def peer_words(method: Method, folder: Path, keys: Overrides) -> list[str]:
-    """Returns the words of PyTorch's program, after python; writes the file that it trains on."""
+    """Returns the words of PyTorch's program, after python; writes its training file."""
     config = config_of(TASK | dict(keys))
     assert isinstance(config.model, DecoderConfig)
     data = folder / "data.npz"
