@@ -62,7 +62,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Choice:
-    """Draws one of the options."""
+    """A distribution that is uniform over the options."""
 
     options: tuple[Any, ...]
 
@@ -75,7 +75,7 @@ log_uniform = functools.partial(Range, log=True)
 
 
 def choice(*options: Any) -> Choice:
-    """Draws one of the options."""
+    """Returns a distribution that is uniform over the options."""
     return Choice(options)
 
 

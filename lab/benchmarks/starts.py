@@ -1,4 +1,4 @@
-"""Times how long a start takes, with an empty cache folder and with one that the same start has filled.
+"""Times how long a start takes, with an empty cache folder and with a folder filled by the same start.
 
     python -m lab.benchmarks.starts [--repetitions=3]
 
@@ -71,7 +71,7 @@ def timed(key: Key, folder: Path) -> dict[str, Any]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Returns a row per start: the seconds until its first step, and those of the command."""
+    """Returns a row per start: the seconds until its first step, and of the whole command."""
     rows = []
     for case, cache in RUNS:
         of = [line for line in lines if (line["case"], line["cache"]) == (case, cache)]
