@@ -18,7 +18,7 @@ do](compression.md#what-is-free)).
 
 COMBINATIONS = """## What does not go together
 
-Each pair is refused in one line that says why and what works. Others can be combined, if sizes divide.
+Each pair is refused in one line with the reason and a remedy. Others can be combined, if sizes divide.
 With one replica (`zero2`, `zero3`, or a group of all devices) the method of the replica all-reduce
 [idles](elasticity.md#codecs-on-one-node). A remedy "in a new run" names a key that a resumed run may not change.
 """
