@@ -497,7 +497,7 @@ def test_command_line_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_command_line_needs_no_jax(tmp_path: Path) -> None:
-    code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('state', run_name='__main__')"
+    code = "import sys, runpy; sys.modules['jax'] = None; runpy.run_module('elastic', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, "ls", str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr == f"{tmp_path} holds no checkpoint\n"
 
