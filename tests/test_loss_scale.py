@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support import workload
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.four_nodes import config
 from support.running import arguments, arrays, check_same_end, rows, run_here, stop_after
 
@@ -110,6 +111,7 @@ STREAMING = {"local_sgd.inner_steps": 2, "local_sgd.streaming": True}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("example_methods")
 @pytest.mark.parametrize(
     "changes",
     [

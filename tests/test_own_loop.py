@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.extending_page import LOOP
 from support.planning import tiny_config
 
@@ -86,7 +87,7 @@ def keeps_squares(cut: Any = "undeclared") -> Any:
     return squares
 
 
-@pytest.mark.usefixtures("forgotten")
+@pytest.mark.usefixtures("forgotten", "example_methods")
 def test_what_a_registered_optimizer_keeps_is_cut_as_it_declares_or_refused() -> None:
     register("optimizer", "squares", keeps_squares())
     with pytest.raises(ValueError, match="^optimizer.name=squares keeps .* no parameter.s shape .* squares.cut = "):

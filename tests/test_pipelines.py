@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import workload
+from support.examples import example_methods  # noqa: F401 (fixture)
 from support.running import SMALL, arguments, losses, run_here, stop_after
 from support.suite import SLOW
 from support.tables import every_row
@@ -102,7 +103,7 @@ def test_encoded_all_reduce_inside_the_stages() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("muon_in_float32")
+@pytest.mark.usefixtures("muon_in_float32", "example_methods")
 @pytest.mark.parametrize(
     "changes",
     [
