@@ -1,6 +1,7 @@
-"""Records: each line names a commit that exists, derived lines stand once, outdated lines move to the archive."""
+"""Records: a line names a commit that exists, derived lines stand once, no measured line is edited or lost."""
 
 import json
+import lzma
 import os
 import subprocess
 from pathlib import Path
@@ -8,7 +9,20 @@ from pathlib import Path
 import pytest
 
 from lab import pages, records
-from lab.records import COMMIT_LOST, DERIVED, RESULTS, Records, add, archived, is_recorded, put, recorded, supersede
+from lab.records import (
+    ARCHIVE,
+    COMMIT_LOST,
+    DERIVED,
+    MEASURED,
+    RESULTS,
+    Records,
+    add,
+    archived,
+    is_recorded,
+    put,
+    recorded,
+    supersede,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 ME = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -48,6 +62,30 @@ def test_a_line_names_a_commit_of_the_history_or_is_marked_as_lost() -> None:
     lines = [(file.name, line) for file in RESULTS.glob("*/*.jsonl") for line in recorded(file)]
     wrong = [(name, line["commit"]) for name, line in lines if (line["commit"] in history) == (COMMIT_LOST in line)]
     assert len(lines) > 1000 and not wrong
+
+
+def content(line: str) -> str:
+    """Returns a line without the marks that it may get later, in one form."""
+    marks = ("record", COMMIT_LOST, "superseded")
+    return json.dumps({key: value for key, value in json.loads(line).items() if key not in marks}, sort_keys=True)
+
+
+@pytest.mark.document
+def test_every_measured_line_of_the_history_is_a_record_or_archived() -> None:
+    """No commit has edited or deleted one; a line may get marks, and move to the archive."""
+    archive = lzma.decompress(ARCHIVE.read_bytes()).decode().splitlines()
+    today = {*map(content, archive)}.union(
+        *(map(content, file.read_text().splitlines()) for file in MEASURED.iterdir())
+    )
+    assert git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "false", "git fetch --unshallow"
+    versions = git(ROOT, "rev-list", "--objects", "--full-history", "HEAD", "--", str(MEASURED.relative_to(ROOT)))
+    blobs = [entry.partition(" ") for entry in versions.splitlines() if entry.endswith(".jsonl")]
+    lost = {
+        name
+        for blob, _, name in blobs
+        if not {*map(content, git(ROOT, "cat-file", "blob", blob).splitlines())} <= today
+    }
+    assert len(blobs) > 50 and not lost
 
 
 def test_a_derived_line_stands_once() -> None:
