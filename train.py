@@ -139,7 +139,7 @@ def run(
     with log, checkpointer, snapshots, world:
         resumed = start.described(config.num_steps, workdir, may_join=world.is_awaited)
         examples = config.num_steps * config.batch.global_size
-        for line in (*memory, *advice(ex), resumed, *sampler.warnings, *data.described(examples)):
+        for line in (*memory, *advice(ex), resumed, *start.warnings, *sampler.warnings, *data.described(examples)):
             log.say(line)
         supervisor.restored(**start.event)  # after this one world's metrics have no later step
         snapshots.begin(start.step, start.extension(config.num_steps))

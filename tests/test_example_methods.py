@@ -1,7 +1,8 @@
 """examples/methods/config.py: its choices and refusals, and saved runs whose methods were part of the core."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.examples import METHODS, example_methods  # noqa: F401 (fixture)
@@ -14,7 +15,7 @@ from configs.schema import SETTINGS, Config, flat, nested
 from configs.schema.own import OWN
 from examples.methods import demo, power_sgd, sparse_loco, utilisation
 from training.experiment import make_experiment
-from training.resume import check_same_run
+from training.resume import Start, check_same_run
 
 FILE = f"--config={ROOT}/examples/methods/config.py"
 QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
@@ -30,6 +31,11 @@ def only_registered_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def parse(file: str, **keys: Any) -> Config:
     words = [f"--config.{key.replace('__', '.')}={value}" for key, value in keys.items()]
     return command_line.parse(["train.py", file, *words])
+
+
+def started_from(saved: dict[str, Any] | None) -> Start:
+    """Returns the start of a run that was saved with a config; None: nothing was saved."""
+    return Start(restored=None if saved is None else cast(Any, SimpleNamespace(config=saved)), logged=3)
 
 
 def test_it_is_any_config_with_further_methods() -> None:
@@ -66,6 +72,10 @@ def test_a_run_of_an_older_version_goes_on_with_it() -> None:
     settings = {"compression.rank": 2, "compression.sparsity": 0.999, "compression.feedback_decay": 0.95}
     saved = nested(flat(today.to_dict()) | settings)
     check_same_run(saved, today, Path("run"))
+    (warning,) = started_from(saved).warnings
+    assert "compression.rank=2, compression.sparsity=0.999" in warning and "file gives power_sgd: they must" in warning
+    assert started_from(today.to_dict()).warnings == started_from(None).warnings == []
+    assert started_from(nested(flat(parse(QUICKSTART).to_dict()) | settings)).warnings == [], "no method uses them"
     OWN["all_reduce"].clear()
     other = parse(QUICKSTART)
     with pytest.raises(ValueError, match="^run holds a run with compression.all_reduce=power_sgd, which this --config"):

@@ -6,9 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 from support.four_nodes import config
 
+import train
 from runtime.phases import Phase
+from training.experiment import make_experiment
 from training.world import OneWorld, ReplicaWorld, make_world
 
 RUN = Path("run")
@@ -59,6 +62,15 @@ def world_of(recorder: Recorder, group: int | None = None, **changes: Any) -> An
     world._batches = iter(range(10))
     world._train_step = lambda state, batch: (f"{state}, {batch}", {"loss": 0.0})
     return world
+
+
+def test_train_py_composes_a_run_as_other_programs_do() -> None:
+    ours, theirs = (make(config(KEYS)) for make in (train.make_experiment, make_experiment))
+    assert ours.plan == theirs.plan and ours.model.config == theirs.model.config
+    assert (ours.batches, ours.num_shares) == (theirs.batches, theirs.num_shares)
+    assert type(ours.chain) is type(theirs.chain) and jax.tree.leaves(ours.state_shapes) == jax.tree.leaves(
+        theirs.state_shapes
+    )
 
 
 def test_one_program_has_the_directory_for_itself() -> None:

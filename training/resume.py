@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from configs.register import unknown_names
-from configs.schema import GONE, Config, flat, may_change, with_defaults
+from configs.schema import GONE, SETTINGS, Config, flat, may_change, with_defaults
+from configs.schema.own import OWN
 from elastic import latest_config
 from elastic.attempts import Extension
 from elastic.checkpointer import Checkpointer, damage
@@ -75,6 +76,23 @@ class Start:
         extension = self.extension(num_steps)
         longer = f"; extended from {extension.before} steps" if extension else ""
         return f"resumed at {at}, from {self.restored.source_text}; {again}{longer}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line with the settings that an earlier version saved as keys, if the config file registers their method."""
+        if not self.restored:
+            return []
+        saved = flat(self.restored.config)
+        settings = [f"{name}={saved[name]}" for name in SETTINGS if name in saved]
+        today = flat(with_defaults(self.restored.config))
+        choices = {"all_reduce": today["compression.all_reduce"], "interval": today["local_sgd.interval"]}
+        registered = [name for topic, name in choices.items() if name in OWN[topic]]
+        if not (settings and registered):
+            return []
+        return [
+            f"an earlier version began this run with {', '.join(settings)}; nothing compares them with the settings "
+            f"that the config file gives {' and '.join(registered)}: they must be the same"
+        ]
 
 
 def has_begun(workdir: Path) -> bool:
