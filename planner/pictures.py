@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from math import nan
+from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,6 +19,7 @@ COLOURS = {"kernel": FILL, **{kind: SERIES[number] for kind, number in TRAFFIC.i
 HEIGHT = 0.72
 PIXELS = 3000  # width: bars with a smaller gap than one pixel are merged
 MARKERS = "osD^vP*X"
+LEGEND_WIDTH = 58  # characters of a line in the legend of a panel
 
 
 def draw(timeline: Timeline, title: str) -> Figure:
@@ -78,13 +80,13 @@ def draw_curves(plans: Sequence[Plan], title: str, nodes: Sequence[int] = ()) ->
                 color=SERIES[n % len(SERIES)],
                 marker=MARKERS[n % len(MARKERS)],
                 linestyle="--" if n >= len(SERIES) else "-",
-                label=name if axes is figure.axes[0] else None,
+                label=fill(name, LEGEND_WIDTH) if axes is figure.axes[0] else None,
             )
         axes.set_xscale("log", base=2)
         axes.set_xticks(devices, map(str, devices))
         axes.set_ylim(bottom=0)
         _styled(axes, title if axes is figure.axes[0] else "", "devices", label)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(panels), frameon=False, fontsize=9)
     return figure
 
 

@@ -10,7 +10,7 @@ from support.planning import FILE, WORDS, one_row, own_cache, recorded_plan, sma
 from support.running import IGNORED
 
 from configs import losses
-from lab.benchmarks.planner_records import RECORDS
+from lab.benchmarks.planner_records import RECORDS, curves
 from planner import __main__ as planner
 from planner import clusters
 from planner.candidates import of_strategies
@@ -190,3 +190,11 @@ def test_the_program_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "mics(2)" in page.text and FILE in page.text and page.tags.count("img") == 1
     assert planner.main(["planner", *WORDS, "--html=/nowhere/plan.html"]) == 2
     assert "choose another --html" in capsys.readouterr().err
+
+
+def test_the_legend_of_the_recorded_curves_is_inside_the_picture() -> None:
+    figure = curves()
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
