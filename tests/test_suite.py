@@ -1,9 +1,11 @@
-"""Every test has one worker and one set of commands that run it."""
+"""Every test has one worker and one set of commands that run it; a test of many rows reports each row that fails."""
 
+import os
 from pathlib import Path
 
 import pytest
 from support import suite
+from support.tables import check_rows, every_row
 
 HERE = Path(__file__).parent
 
@@ -32,3 +34,33 @@ def test_the_tests_of_a_file_share_a_worker(request: pytest.FixtureRequest) -> N
     """pytest-xdist sees the group at the end of a test's id; without groups every worker compiles every program."""
     if getattr(request.config.option, "loadgroup", False):
         assert request.node.nodeid.endswith("@test_suite")
+
+
+def test_a_row_that_fails_hides_no_other_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An isolated row has an empty folder and none of the changes that other rows made to the environment."""
+    seen: list[int] = []
+
+    @every_row("number", [1, 2, 3, 4], isolated=True)
+    def rows(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen.append(number)
+        assert not [*tmp_path.iterdir()] and "NUMBER" not in os.environ
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("NUMBER", str(number))
+        if number == 1:
+            raise OSError("of the first")
+        if number == 2:
+            pytest.fail("of the second")
+        if number == 3:
+            pytest.skip("of the third")
+
+    with pytest.raises((AssertionError, pytest.skip.Exception)) as error:  # else a skip of a row would skip this test
+        rows(tmp_path=tmp_path, monkeypatch=monkeypatch)
+    assert seen == [1, 2, 3, 4]
+    assert str(error.value).splitlines() == [
+        "3 rows fail:",
+        *("(1,):", "    OSError: of the first"),
+        *("(2,):", "    Failed: of the second"),
+        *("(3,):", "    Skipped: of the third"),
+    ]
+    with pytest.raises(AssertionError, match="there are no rows"):
+        check_rows([], rows)

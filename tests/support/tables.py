@@ -10,12 +10,16 @@ import pytest
 
 
 def check_rows(rows: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> None:
-    """Calls `check` with the values of each row; raises one AssertionError for all rows that fail."""
-    failures: list[str] = []
+    """Calls `check` with the values of each row; raises one AssertionError for all rows that fail, or without rows.
+
+    A row that skips has failed: pytest would leave out the rows after it, and the failures before it.
+    """
+    rows, failures = list(rows), list[str]()
+    assert rows, "there are no rows"
     for row in rows:
         try:
             check(*row)
-        except (Exception, pytest.fail.Exception) as error:
+        except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
             failures.append(f"{row!r}:\n    {type(error).__name__}: {error}")
     assert not failures, f"{len(failures)} rows fail:\n" + "\n".join(failures)
 
