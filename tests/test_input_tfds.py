@@ -69,6 +69,15 @@ def test_bad_data_set_error_is_one_line(data_dir: Path) -> None:
     check_rows(rows, lambda name, message: failing(name).index(message))
 
 
+def test_a_damaged_record_is_named(data_dir: Path) -> None:
+    documents("input_tiny/plain", data_dir, "train")
+    (file,) = data_dir.rglob("*array_record*")
+    content = file.read_bytes()
+    file.write_bytes(content[:100] + bytes(200) + content[300:])
+    message = raised(lambda: load(settings("input_tiny/plain", data_dir), "train", 0))
+    assert message.startswith("tfds:input_tiny/plain: record ") and " of train cannot be read (" in message
+
+
 @pytest.mark.slow  # waits for a thread
 def test_a_data_set_is_prepared_by_one_process_at_a_time(data_dir, tmp_path):
     """Who comes while another one holds the lock waits for it."""
