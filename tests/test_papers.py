@@ -91,7 +91,7 @@ def test_zeropp_bytes_are_those_of_its_codecs(records: Records) -> None:
     """Matrices in blocks of 1024 with a scale, vectors as they are, three of four nodes' parts over the link."""
     step = traffic.step(records, "ZeRO++")
     assert step.link("gather") == 0.75 * (MATRICES * (1 + 4 / 1024) + 4 * VECTORS)
-    assert step.link("group reduce-scatter") == 0.75 * (MATRICES * (1 / 2 + 4 / 1024) + 4 * VECTORS)
+    assert step.link("group-reduce-scatter") == 0.75 * (MATRICES * (1 / 2 + 4 / 1024) + 4 * VECTORS)
     wire = records.line("papers", kind="wire", name="ZeRO++")["wire_tx_bytes"]
     assert step.link() < wire < 1.02 * step.link()
     volumes = traffic.volumes(records, "zeropp")
