@@ -114,7 +114,7 @@ class Records:
     def lines(self, name: str, /, **key: Any) -> list[Line]:
         """Returns the lines of a record that have these values. ValueError if the record is missing."""
         if name not in self.files:
-            raise ValueError(f"{name}.jsonl is missing; python -m lab.benchmarks.{name} writes it")
+            raise ValueError(f"{name}.jsonl is missing in lab/benchmarks/results; restore it with git")
         found = [(n, line) for n, line in enumerate(self.files[name]) if key.items() <= line.items()]
         if lost := {n for n, line in found if COMMIT_LOST in line}:
             self.read_lost.setdefault(name, set()).update(lost)
