@@ -93,7 +93,7 @@ class Config(Section):
     ablation: AblationConfig
     log_every: int = key(
         1,
-        "steps between lines of metrics.jsonl, after an attempt's first; with local_sgd each at the next meeting",
+        "steps between lines of metrics.jsonl, after an attempt's first; with local_sgd each at the next sync",
         least=1,
         unit="steps",
         resumable=True,

@@ -15,6 +15,7 @@ PARAMETER_BYTES = 4  # all compiled steps have f32 parameters and gradients
 NODES, N, K, ACCUM = 8, 64, 8, 4  # cluster for the comparison with MiCS's formulas: n devices, k per node
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3 flat", "zero3", "hsdp", "mics(1)", "mics(2)", "mics(4)", "mics(8)")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+NAMES = ("gather", "group-reduce-scatter", "replica-all-reduce", "gradient-scope", "parameter-scope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class Step:
         return sum(c["times"] for c in self.collectives if c["kind"] == kind and c["name"])
 
     def _named(self, names: Sequence[str]) -> list[Mapping[str, Any]]:
+        if unknown := {*names} - {*NAMES}:  # its bytes would count as zero
+            raise ValueError(f"collectives have the names {', '.join(NAMES)}, not {', '.join(unknown)}")
         return [c for c in self.collectives if not names or c["name"] in names]
 
 
@@ -76,7 +79,9 @@ def savings(records: Records) -> Comparison:
         hierarchical, flat = (step(records, f"mics({p}){how}", nodes=NODES, accum=ACCUM) for how in ("", " flat"))
         for name in ("gather", "group-reduce-scatter"):
             saved = 100 * (1 - hierarchical.link(name) / flat.link(name))
-            cells.append(Cell(row=f"p = {p}", column=name, published=100 * (K - 1) / (p - 1), ours=saved))
+            cells.append(
+                Cell(row=f"p = {p}", column=name.replace("group-", ""), published=100 * (K - 1) / (p - 1), ours=saved)
+            )
     return Comparison(title="% saved", cells=cells, form="{:.1f}", points=True)
 
 

@@ -33,8 +33,8 @@ def make_run(folder: Path, num_steps: int = 120) -> Path:
     mesh = {"replica_inter": 4, "shard_inter": 1, "replica_intra": 1, "shard_intra": 2, "tensor": 1}
     collectives = [
         collective("gather", "all-gather", ["shard_intra"], 8, 2_210_000, 0),
-        collective("group reduce-scatter", "reduce-scatter", ["shard_intra"], 4, 2_220_000, 0),
-        collective("replica all-reduce", "all-reduce", ["replica_inter"], 1, 0, 1_650_000),
+        collective("group-reduce-scatter", "reduce-scatter", ["shard_intra"], 4, 2_220_000, 0),
+        collective("replica-all-reduce", "all-reduce", ["replica_inter"], 1, 0, 1_650_000),
         collective("", EVIL, ["replica_inter", "shard_intra"], 2, 12, 12),
     ]
     command = "python train.py --config=configs/quickstart.py:x --workdir=/runs/a"
