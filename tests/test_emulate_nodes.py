@@ -1,5 +1,6 @@
 """Emulated nodes: rate and counters of a link, resources that a node shares; nodes that are cut, stopped, killed."""
 
+import secrets
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -100,18 +101,19 @@ def test_a_rate_may_be_changed_and_lifted(two: Cluster) -> None:
 
 def test_what_a_node_is(two: Cluster, tmp_path: Path) -> None:
     """Its name, interfaces, processes and scratch are its own; the cluster's directory is everyone's."""
+    seen = f"seen-{secrets.token_hex(4)}"  # no file of this machine has this name
     program = f"""
 import os, pathlib, socket
 print(socket.gethostname(), socket.gethostbyname("node0"), socket.gethostbyname("node1"))
 print(sorted(os.listdir("/sys/class/net")), len([p for p in os.listdir("/proc") if p.isdigit()]))
 for folder in ("/tmp", "/dev/shm", {str(two.workdir)!r}):
-    print((pathlib.Path(folder) / "seen").exists())
-    (pathlib.Path(folder) / "seen").touch()
+    print((pathlib.Path(folder) / "{seen}").exists())
+    (pathlib.Path(folder) / "{seen}").touch()
 """
     network = "10.77.0.1 10.77.0.2\n['eth0', 'lo'] 2"
     assert output_of(two, 0, program) == f"node0 {network}\nFalse\nFalse\nFalse"
     assert output_of(two, 1, program) == f"node1 {network}\nFalse\nFalse\nTrue"
-    assert not Path("/tmp/seen").exists() and (two.workdir / "seen").exists()
+    assert not Path("/tmp", seen).exists() and (two.workdir / seen).exists()
     hidden = tmp_path / "not_shared"
     hidden.touch()
     assert output_of(two, 0, f"import os; print(os.path.exists({str(hidden)!r}))") == "False"
