@@ -4,7 +4,8 @@ BIN := $(VENV)/bin
 # The versions tested together with the environment's Python, if it has some of its own; else those of Python 3.11.
 VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt) requirements/constraints.txt)
-EVERYTHING := $(VENV)/installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
+DEV := $(patsubst %,requirements/%.txt,dev kubernetes shards tfds vision)
+EVERYTHING := $(VENV)/dev-installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
 # Two workers compute, and for slow tests a third one waits; tests of a file share a worker (tests/support/suite.py).
@@ -20,17 +21,17 @@ train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virt
 
 gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (docs/gpu.md)
 
-test: $(VENV)/installed  ## the quick tests: no network, no other processes, at most 5 minutes on 2 cores
+test: $(VENV)/dev-installed  ## the quick tests: no network, no other processes, at most 5 minutes on 2 cores
 	$(PYTEST)
 
-test-gpu: $(VENV)/gpu-installed  ## on a machine with an NVIDIA GPU: what it computes, beside a CPU (docs/gpu.md)
+test-gpu: $(VENV)/dev-installed $(VENV)/gpu-installed  ## on a machine with an NVIDIA GPU: what it computes, beside a CPU (docs/gpu.md)
 	JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(BIN)/python -m pytest -n 4 -m "" -W "ignore:The Pallas Triton backend is deprecated:DeprecationWarning" \
 		tests/test_on_gpu.py tests/test_codecs.py::test_codecs_match_numpy tests/test_codecs.py::test_finite_values_stay_finite \
 		tests/test_codecs.py::test_stochastic_rounding_is_unbiased \
 		tests/test_models_flash.py::test_values_and_gradients_are_those_of_xla
 
-test-jax: $(VENV)/installed  ## with another jax: make test-jax PYTHON=python3.12 VENV=.venv-py312
+test-jax: $(VENV)/dev-installed  ## with another jax: make test-jax PYTHON=python3.12 VENV=.venv-py312
 	$(PYTEST) -m "jax and not slow and not release and not gpu"
 
 test-all: test test-slow
@@ -42,7 +43,7 @@ test-slow: $(EVERYTHING) $(VENV)/gpu-checked  ## whole runs, emulated clusters, 
 test-release: $(EVERYTHING) $(VENV)/docs/installed  ## pages, records, and the combinations beyond those of test-all
 	$(PYTEST) -m release
 
-slurm: $(VENV)/installed  ## with a real SLURM on emulated nodes: needs root, and installs Debian's if there is none
+slurm: $(VENV)/dev-installed  ## with a real SLURM on emulated nodes: needs root, and installs Debian's if there is none
 	@which slurmctld slurmd munged tc >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 		apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; } || echo "SLURM cannot be installed"
 	$(BIN)/python -m pytest -n 0 -m slurm -rs --durations=0 tests/test_slurm.py
@@ -52,28 +53,33 @@ coverage: $(EVERYTHING) $(VENV)/docs/installed  ## fails if a test does, or if l
 	status=0; $(BIN)/coverage run -m pytest -n 2 --max-worker-restart=0 --dist worksteal -m "not slurm and not gpu" || status=$$?; \
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$status
 
-lint: $(VENV)/installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
+lint: $(VENV)/dev-installed $(VENV)/ray-installed $(VENV)/optuna-installed $(VENV)/wandb-installed  ## types of these are checked too
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-format: $(VENV)/installed
+format: $(VENV)/dev-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 docs: $(VENV)/docs/installed  ## the pages and an API reference as a site: site/index.html. Building needs no network
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
-constraints: $(VENV)/installed  ## writes the installed versions down as the tested ones
+constraints: $(VENV)/dev-installed  ## writes the installed versions down as the tested ones
 	(echo "# The versions that are tested together ($$($(BIN)/python -V)). Regenerate: make constraints"; $(BIN)/pip freeze) > $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .coverage*
 
-$(VENV)/installed: requirements.txt requirements/dev.txt $(CONSTRAINTS)
+$(VENV)/installed: requirements.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements/dev.txt -c $(CONSTRAINTS)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
+	touch $@
+
+# The quick tests are never skipped, so they need the packages of every data set too.
+$(VENV)/dev-installed: $(DEV) $(CONSTRAINTS) | $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check $(DEV:%=-r %) -c $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/%-installed: requirements/%.txt $(CONSTRAINTS) | $(VENV)/installed  ## what only some users need

@@ -9,6 +9,7 @@ import numpy as np
 
 from configs.schema import DataConfig
 from input_pipeline import index
+from runtime.command_line import check_installed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,6 +43,7 @@ class Digits:
     threads = 1
 
     def __init__(self, split: str) -> None:
+        check_installed("sklearn", "data.source=digits", "vision")
         from sklearn.datasets import load_digits  # a slow import (1 s) that only these runs need
 
         values, labels = load_digits(return_X_y=True)

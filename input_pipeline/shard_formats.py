@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from runtime.command_line import check_installed
 from runtime.files import json_objects
 
 # ends of file names; TFDS appends `-00000-of-00010`; .gz and .zst files are decompressed while they are read
@@ -40,6 +41,8 @@ def documents(path: Path, name: str, text_field: str) -> Iterator[str]:
     kind = format_of(name)
     if not kind:
         raise ValueError(f"{name} matches data.pattern, but its format is not known; known are {KNOWN}")
+    if kind == "parquet" or name.endswith(".zst"):
+        check_installed("pyarrow", name, "shards")
     count = 0
     try:
         for text in _READERS[kind](path, name, text_field):
@@ -66,6 +69,7 @@ def _text_of_record(record: bytes, text_field: str) -> Any:
     """Returns the text of a record, which is a JSON object or a tf.train.Example (as TFDS writes)."""
     if record.startswith(b"{"):
         return _field(json_objects.value(record, "a record", lenient=True), text_field)
+    check_installed("tensorflow_datasets", "a tf.train.Example", "tfds")
     from tensorflow_datasets.proto import tf_example_pb2
 
     example: Any = tf_example_pb2
@@ -121,14 +125,15 @@ def _field(row: Any, text_field: str) -> Any:
 
 def _opened(path: Path, name: str) -> Any:
     """Returns a file of bytes, decompressed while it is read."""
-    import pyarrow as pa
-
-    is_packed = name.endswith((".gz", ".zst"))
-    if name.endswith(".gz"):  # Arrow's reader refuses the zeros that pad tape blocks
+    if name.endswith(".gz"):
         stream: Any = gzip.GzipFile(path)
+    elif name.endswith(".zst"):
+        import pyarrow
+
+        stream = pyarrow.input_stream(str(path), compression="zstd")
     else:
-        stream = pa.input_stream(str(path), compression="zstd" if is_packed else None)
-    return io.BufferedReader(_Unpacked(stream, _most_unpacked(path.stat().st_size)) if is_packed else stream)
+        return path.open("rb")
+    return io.BufferedReader(_Unpacked(stream, _most_unpacked(path.stat().st_size)))
 
 
 def _most_unpacked(size: int) -> int:

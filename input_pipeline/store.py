@@ -24,6 +24,7 @@ from configs.schema.mixture import refuse_secrets
 from input_pipeline.folder import text_files
 from input_pipeline.patience import AwayError, MissingError, Patience, StoreError
 from input_pipeline.redirects import NO_PROXY_LISTENS, REDIRECT_HOSTS, ask_headers, client_options, retry_after_s
+from runtime.command_line import check_installed
 from runtime.files import atomic
 from runtime.files.paths import user_path
 from runtime.files.regular import NotRegularError, open_regular, read_regular
@@ -164,9 +165,10 @@ class RemoteStore:
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
         """Takes credentials from the environment. ValueError for a URL of an unknown kind, or with credentials."""
+        refuse_secrets("data.path", url)
+        check_installed("obstore", f"data.path={url}", "shards")
         from obstore.store import from_url
 
-        refuse_secrets("data.path", url)
         self.url = url.rstrip("/")
         self.scheme = url.partition("://")[0].replace("https", "http")
         if self.scheme not in _HELP:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from input_pipeline import cache
 from input_pipeline.folder import VALIDATION_SHARE, signature, text_files
 from input_pipeline.streams import TextSource
+from runtime.command_line import check_installed
 from runtime.files.cache import cache_dir
 from runtime.files.paths import user_path
 
@@ -25,6 +26,7 @@ def source(name: str, data_dir: str, split: str) -> TextSource:
     `_range_of` defines the splits. The text is the feature `text`, or else the only text feature.
     Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without train or text.
     """
+    check_installed("tensorflow_datasets", f"data.source=tfds:{name}", "tfds")
     import tensorflow_datasets as tfds
 
     builder = _prepared_builder(name, data_dir)
@@ -58,6 +60,7 @@ class TfdsImages:
     threads = 16  # reading and decoding release Python's global lock
 
     def __init__(self, name: str, data_dir: str, split: str) -> None:
+        check_installed("tensorflow_datasets", f"data.source=tfds:{name}", "tfds")
         import tensorflow_datasets as tfds
 
         builder = _prepared_builder(name, data_dir)

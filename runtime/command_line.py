@@ -71,13 +71,13 @@ def complain(error: ValueError | OSError) -> int:
     return ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.FAILED
 
 
-def check_installed(package: str, asked: str) -> None:
+def check_installed(package: str, asked: str, extra: str = "") -> None:
     """Raises ValueError if an optional package is missing.
 
-    `asked` is the option that needs it. `make` accepts its name.
+    `asked` is the option that needs it. `extra` is the file in requirements/ that lists it, if not its name.
     """
     if not importlib.util.find_spec(package):
-        raise ValueError(f"{asked} needs {package}, which is not installed: make .venv/{package}-installed")
+        raise ValueError(f"{asked} needs {package}, which is not installed: make .venv/{extra or package}-installed")
 
 
 def named_path(text: str) -> Path:

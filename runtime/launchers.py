@@ -195,7 +195,7 @@ def _open_mpi_place() -> Place:
 def _kubernetes_place() -> Place:
     try:
         if not K8sCluster.is_env_present():
-            raise ValueError("KUBERNETES_SERVICE_HOST or the package kubernetes is missing")
+            raise ValueError("no KUBERNETES_SERVICE_HOST, or no package kubernetes: make .venv/kubernetes-installed")
         coordinator = K8sCluster.get_coordinator_address(JAX_PATIENCE_S, os.environ.get(PORT_VARIABLE))
         count, process = K8sCluster.get_process_count(), K8sCluster.get_process_id()
     except Exception as error:  # any type: from the Kubernetes client, urllib3 or jax
