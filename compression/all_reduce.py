@@ -8,11 +8,9 @@ of shards, which the transform calls with all shards, and which a timing may cal
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import optax
-
-from compression.exchange import idle, uncounted
+from compression.exchange import idle, transform, uncounted
 from compression.primitives import summed
 from compression.timings import ByGroup, CodedByGroup, ExactByGroup, delayed, if_finite
 from configs.schema import CompressionConfig, OptimizerConfig
@@ -20,7 +18,8 @@ from sharding.in_step_exchange import Exchange
 from sharding.mesh import inter_part
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout
-from sharding.trees import Grads, GradsR, Params, PyTree
+from sharding.step import AllReduce
+from sharding.trees import Grads, GradsR, Params, PyTree, Specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class Setup:
     compression: CompressionConfig
     optimizer: OptimizerConfig
     plan: ShardingPlan
-    specs: PyTree  # of ParamSpec
+    specs: Specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class AllReduceMethod:
 
     name: str
     # the transform: takes gradients `[R, ...]` and returns one gradient, or update, in the optimizer's scope
-    build: Callable[[Setup], optax.GradientTransformation]
+    build: Callable[[Setup], AllReduce]
     # the optimizer that the method implements itself: it then returns that optimizer's update, not a gradient
     takes_over: Literal["sgd", "adamw"] | None = None
     # the settings of the downstream optimizer, without the parts that the method implements itself
@@ -49,7 +48,7 @@ class AllReduceMethod:
     primitive: Callable[[Setup], Exchange] | None = None
     encodes: bool = True  # the transform keeps a State, and the primitive counts the values that it sends
 
-    def transform(self, setup: Setup) -> optax.GradientTransformation:
+    def transform(self, setup: Setup) -> AllReduce:
         """Returns the method's transform for a run, whose state takes nothing of a step that is skipped."""
         all_reduce = self.build(setup)
         if self.is_idle(setup.plan.layout):
@@ -87,11 +86,11 @@ class AllReduceMethod:
         return CodedByGroup(setup.plan, exchange) if self.encodes else ExactByGroup(setup.plan, exchange)
 
 
-def unless_not_finite(all_reduce: optax.GradientTransformation) -> optax.GradientTransformation:
+def unless_not_finite(all_reduce: AllReduce) -> AllReduce:
     """Returns the transform, whose state stays where the result is not finite: the optimizer skips the step."""
 
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, PyTree]:
         out, after = all_reduce.update(updates, state, params)
         return out, if_finite(out, after, state)
 
-    return optax.GradientTransformation(all_reduce.init, update)
+    return transform(all_reduce.init, update)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,25 @@ from sharding.hlo import WARM_UP
 from sharding.in_step_exchange import Counts, Exchange
 from sharding.plan import ShardingPlan, gradient_specs
 from sharding.spec import pspecs
-from sharding.trees import Grads, GradsR, Params, Shards
+from sharding.step import AllReduce
+from sharding.trees import Grads, GradsR, Params, PyTree, Shards
 
 # (step and factors, a replica's gradients, its residuals) -> the sums of their shares of the mean in the
 # optimizer's scope, the factors, what is kept, and the counts of each collective
-OnShards = Callable[[State, Shards, Shards | None], tuple[Shards, Any, Shards | None, Sequence[Counts]]]
+OnShards = Callable[[State, Shards, Shards | None], tuple[Shards, PyTree, Shards | None, Sequence[Counts]]]
+
+
+class Update(Protocol):
+    """The function `update` of a replica all-reduce."""
+
+    def __call__(self, updates: GradsR, state: PyTree, params: Params | None = None, /) -> tuple[Grads, PyTree]:
+        """Returns the mean of gradients `[R, ...]`, in the optimizer's scope, and the state after it."""
+        ...
+
+
+def transform(init: Callable[[Params], PyTree], update: Update) -> optax.GradientTransformation:
+    """Returns a replica all-reduce as an optax transform, whose type takes and returns any tree."""
+    return optax.GradientTransformation(cast(optax.TransformInitFn, init), cast(optax.TransformUpdateFn, update))
 
 
 def exchange(
@@ -44,37 +58,42 @@ def exchange(
     if plan.layout.replica_axes:
         return method
 
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, PyTree]:
         """One replica has nothing to exchange; its device takes at most a slice."""
         del params
         return plan.constrain(jax.tree.map(lambda x: x[0], updates), plan.layout.optimizer), state
 
-    return optax.GradientTransformation(method.init, update)
+    return transform(method.init, update)
 
 
-def idle(plan: ShardingPlan, method: optax.GradientTransformation) -> optax.GradientTransformation:
+def exact(plan: ShardingPlan) -> AllReduce:
+    """Returns the replica all-reduce without a codec."""
+    return exchange(plan)
+
+
+def idle(plan: ShardingPlan, method: AllReduce) -> optax.GradientTransformation:
     """Returns the transform of a method without its compression: exact means, and its state as it was.
 
     For replicas that no link between nodes connects. The state stays in checkpoints, so that the run can continue on
     several nodes; only the counts of the last exchange become zero.
     """
-    dense = exchange(plan)
+    dense = exact(plan)
 
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, PyTree]:
         mean, _ = dense.update(updates, State(), params)
         return mean, with_zero_counts(state)
 
-    return optax.GradientTransformation(method.init, update)
+    return transform(method.init, update)
 
 
-def uncounted(method: optax.GradientTransformation) -> optax.GradientTransformation:
+def uncounted(method: AllReduce) -> optax.GradientTransformation:
     """Returns the transform of a method that sends nothing between nodes: its counts are zero."""
 
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, PyTree]:
         out, after = method.update(updates, state, params)
         return out, with_zero_counts(after)
 
-    return optax.GradientTransformation(method.init, update)
+    return transform(method.init, update)
 
 
 def by_groups(
@@ -92,7 +111,7 @@ def by_groups(
         residual = zeros_R(layout.num_replicas, params) if error_feedback else ()
         return State(step=jnp.zeros((), jnp.int32), residual=residual, sent=nothing_sent())
 
-    def on_shards(shared: State, grads: Shards, kept: Shards | None) -> tuple[Any, ...]:
+    def on_shards(shared: State, grads: Shards, kept: Shards | None) -> tuple[PyTree, ...]:
         key = jax.random.fold_in(jax.random.key(0), shared.step) if encodes else jax.random.key(0)
         shares = [(x.astype(jnp.float32) if encodes else x) / layout.num_replicas for x in grads]
         placements = plan.group(plan.placements, ()).placements
@@ -102,41 +121,41 @@ def by_groups(
     return of_all_shards(plan, init, on_shards)
 
 
-def dense_at_first(
-    plan: ShardingPlan, steps: int, method: optax.GradientTransformation
-) -> optax.GradientTransformation:
+def dense_at_first(plan: ShardingPlan, steps: int, method: AllReduce) -> AllReduce:
     """Returns the transform of a method that keeps a State, with exact means in its first `steps` exchanges.
 
     They leave all that the method keeps as it was, but for the counts.
     """
     if not steps:
         return method
-    dense = exchange(plan)
+    dense = exact(plan)
 
     def init(params: Params) -> State:
-        state: Any = method.init(params)
+        state = method.init(params)
         return state._replace(step=jnp.zeros((), jnp.int32))
 
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, PyTree]:
         @jax.named_scope(WARM_UP)  # which the planner leaves out
-        def exactly() -> tuple[Grads, Any]:
+        def exactly() -> tuple[Grads, PyTree]:
             mean, _ = dense.update(updates, State(), params)
             return mean, state._replace(step=state.step + 1, sent=dense_sent(plan, mean))
 
         return lax.cond(state.step < steps, exactly, lambda: method.update(updates, state, params))
 
-    return optax.GradientTransformation(init, update)
+    return transform(init, update)
 
 
-def of_all_shards(plan: ShardingPlan, init: Callable[..., Any], on_shards: OnShards) -> optax.GradientTransformation:
+def of_all_shards(
+    plan: ShardingPlan, init: Callable[[Params], State], on_shards: OnShards
+) -> optax.GradientTransformation:
     """Returns the transform of a method that takes all gradients `[R, ...]` at once, and keeps a State."""
 
     @jax.named_scope("replica_all_reduce")
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, State]:
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, State]:
         del params
         return _run(plan, on_shards, updates, state)
 
-    return optax.GradientTransformation(init, update)
+    return transform(init, update)
 
 
 def _run(plan: ShardingPlan, function: OnShards, grads_R: GradsR, state: State) -> tuple[Grads, State]:
@@ -146,7 +165,7 @@ def _run(plan: ShardingPlan, function: OnShards, grads_R: GradsR, state: State) 
     kept_R = jax.tree.leaves(state.residual.tree) if state.residual else None
     kept_specs = specs_R if state.residual else None
 
-    def on_device(shared: State, grads_R: Shards, kept_R: Shards | None) -> tuple[Any, ...]:
+    def on_device(shared: State, grads_R: Shards, kept_R: Shards | None) -> tuple[PyTree, ...]:
         grads, kept = jax.tree.map(lambda x: x[0], (grads_R, kept_R))
         totals, factors, kept, counts = function(shared, grads, kept)
         out = [total.astype(g.dtype) for total, g in zip(totals, grads, strict=True)]
@@ -162,7 +181,7 @@ def _run(plan: ShardingPlan, function: OnShards, grads_R: GradsR, state: State) 
     return tree.unflatten(out), state_after(state, factors, kept_R, sent) if state.sent else state
 
 
-def state_after(state: State, factors: Any, kept_R: GradsR | None, sent: Sent) -> State:
+def state_after(state: State, factors: PyTree, kept_R: GradsR | None, sent: Sent) -> State:
     """Returns the state after an exchange."""
     residual = replace(state.residual, tree=kept_R) if state.residual else ()
     step = jax.tree.map(lambda n: n + 1, state.step)

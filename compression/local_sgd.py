@@ -18,7 +18,7 @@ With another `local_sgd.interval` than `fixed` the state has the step of the nex
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from sharding.gradients import MicroSteps, local_gradients
 from sharding.in_step_exchange import Exchanged, ExchangeInEachMicroStep, local_gradients_and_exchange
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
-from sharding.step import States, Watch
+from sharding.step import AllReduce, Optimizer, States, Watch
 from sharding.trees import Batch, Grads, GradsR, Means, Params, PyTree
 
 
@@ -44,8 +44,8 @@ class LocalState(NamedTuple):
     inner: PerReplica  # the state of each replica's optimizer
     drift: PerReplica  # each replica's parameters minus the shared ones
     outer: PyTree
-    meets_at: Any = ()  # int32 []: the step that ends with a meeting, where that is chosen during the run
-    meets_every: Any = ()  # int32 []: the interval that was chosen; 0 until one was
+    meets_at: PyTree = ()  # int32 []: the step that ends with a meeting, where that is chosen during the run
+    meets_every: PyTree = ()  # int32 []: the interval that was chosen; 0 until one was
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class LocalSGD:
     2505.23725). The states are a pair: the replica all-reduce's, and a LocalState.
     """
 
-    exchange: optax.GradientTransformation  # the replica all-reduce
-    inner: optax.GradientTransformation
+    exchange: AllReduce
+    inner: Optimizer
     config: LocalSGDConfig
     replicas: int
     watch: Watch = lambda states: {}
@@ -73,7 +73,7 @@ class LocalSGD:
         """Nesterov's SGD on the shared parameters."""
         return optax.sgd(self.config.outer_learning_rate, self.config.outer_momentum or None, nesterov=True)
 
-    def init(self, params: Params) -> Any:
+    def init(self, params: Params) -> States:
         """Returns the states before the first step, of parameters `[...]`."""
 
         def spread(tree: PyTree) -> PerReplica:
@@ -91,14 +91,14 @@ class LocalSGD:
 
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
-    ) -> tuple[Any, Means]:
+    ) -> tuple[PyTree, Means]:
         """Returns each replica's gradients `[R, ...]`, and its weighted sums `[R]` of loss and auxiliary metrics."""
         return local_gradients(micro_steps, plan, params, batch, states[1].drift.tree)
 
     def step(self, updates: GradsR, local: LocalState, params: Params) -> tuple[GradsR, LocalState]:
         """Returns how far each replica moves, `[R, ...]`, by its own gradients `[R, ...]`, and the state after it."""
         own_R = jax.tree.map(lambda p, d_R: p[None] + d_R, params, local.drift.tree)
-        moves_R, inner = jax.vmap(self.inner.update)(updates, local.inner.tree, own_R)
+        moves_R, inner = jax.vmap(lambda *of_one: self.inner.update(*of_one))(updates, local.inner.tree, own_R)
         drift_R = jax.tree.map(jnp.add, local.drift.tree, moves_R)
         changed = {"inner": replace(local.inner, tree=inner), "drift": replace(local.drift, tree=drift_R)}
         return moves_R, local._replace(step=local.step + 1, **changed)
@@ -111,7 +111,7 @@ class LocalSGD:
         none = replace(local.drift, tree=jax.tree.map(jnp.zeros_like, local.drift.tree))
         return moves, (after, local._replace(drift=none, outer=outer))
 
-    def update(self, gradients: Any, states: States, params: Params) -> tuple[Grads, States]:
+    def update(self, gradients: PyTree, states: States, params: Params) -> tuple[Grads, States]:
         """Returns how far the shared parameters `[...]` move by gradients `[R, ...]`, and the states after the step."""
         before, old = states
         _, local = self.step(gradients, old, params)
@@ -120,12 +120,12 @@ class LocalSGD:
         stay = lambda: (jax.tree.map(jnp.zeros_like, params), (with_zero_counts(before), local))
         return lax.cond(meets, lambda: self.meet((before, local), params), stay)
 
-    def outer_step(self, mean: Grads, local: LocalState) -> tuple[Grads, Any]:
+    def outer_step(self, mean: Grads, local: LocalState) -> tuple[Grads, PyTree]:
         """Returns how far the shared parameters `[...]` move by the mean of -drift, and the outer optimizer's state."""
         mean, averages = part_averages(mean)
-        moves: Any
+        moves: PyTree
         moves, outer = self.outer.update(mean, local.outer)
-        return {**moves, **jax.tree.map(jnp.negative, averages)} if averages else moves, outer
+        return Grads({**moves, **jax.tree.map(jnp.negative, averages)}) if averages else moves, outer
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class StreamingLocalSGD(LocalSGD):
 
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
-    ) -> tuple[tuple[GradsR, Exchanged, PyTree], Means]:
+    ) -> tuple[tuple[GradsR, Exchanged[GradsR], PyTree], Means]:
         """Returns each replica's gradients `[R, ...]`, the mean of a part of -drift, and the elements of that part.
 
         The last result has each replica's weighted sums `[R]` of loss and auxiliary metrics.
@@ -159,7 +159,7 @@ class StreamingLocalSGD(LocalSGD):
         return local_gradients_and_exchange(micro_steps, plan, params, batch, local.drift.tree, loop)
 
     def update(
-        self, gradients: tuple[GradsR, Exchanged, PyTree], states: States, params: Params
+        self, gradients: tuple[GradsR, Exchanged[GradsR], PyTree], states: States, params: Params
     ) -> tuple[Grads, States]:
         """Returns the same as `meet`, for the part of each tensor whose drift before this step was exchanged."""
         (grads_R, exchanged, part), (before, old) = gradients, states

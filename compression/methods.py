@@ -1,7 +1,7 @@
 """All methods of the replica all-reduce."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from compression.all_reduce import AllReduceMethod, Setup
 from compression.codecs import make_codec
@@ -10,11 +10,13 @@ from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.primitives import encoded, summed
 from configs.schema.own import OWN
 
+Result = TypeVar("Result")
+
 
 def with_codec(name: str) -> AllReduceMethod:
     """Returns the method that exchanges gradients with the codec called `name`."""
 
-    def of(function: Callable[..., Any]) -> Callable[[Setup], Any]:
+    def of(function: Callable[..., Result]) -> Callable[[Setup], Result]:
         return lambda setup: function(
             setup.plan,
             make_codec(name, setup.compression),

@@ -11,7 +11,7 @@ that variance's root.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,14 @@ from jax import lax
 
 from compression.all_reduce import AllReduceMethod, Setup
 from compression.codecs import OneBit
-from compression.exchange import exchange, idle
+from compression.exchange import exact, exchange, idle, transform
 from compression.statistics import State, dense_sent
 from configs.schema import OptimizerConfig
 from sharding.coded import Codec
 from sharding.hlo import WARM_UP
 from sharding.mesh import inter_part
 from sharding.plan import ShardingPlan
+from sharding.step import AllReduce
 from sharding.trees import Grads, GradsR, Params
 
 
@@ -36,31 +37,29 @@ class OneBitAdamState(NamedTuple):
     step: jax.Array  # int32 []: steps done
     mu: Grads
     nu: Grads  # frozen at the end of the warm-up
-    exchange: Any  # the State of the exchange with the codec
+    exchange: State  # state of the coded exchange
 
 
 def one_bit_adam(
     plan: ShardingPlan, codec: Codec, *, warmup_steps: int, b1: float, b2: float, eps: float
 ) -> optax.GradientTransformation:
     """Returns 1-bit Adam: a transform from gradients `[R, ...]` to Adam's direction, in the optimizer's scope."""
-    dense, coded = exchange(plan), exchange(plan, codec)
-    if not inter_part(plan.layout.replica_axes):
-        coded = idle(plan, coded)
+    dense, coded = exact(plan), _coded(plan, codec)
     bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5)
 
     def init(params: Params) -> OneBitAdamState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return OneBitAdamState(step=jnp.zeros((), jnp.int32), mu=zeros, nu=zeros, exchange=coded.init(params))
 
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, OneBitAdamState]:
+    def update(updates: GradsR, state: OneBitAdamState, params: Params | None = None) -> tuple[Grads, OneBitAdamState]:
         @jax.named_scope(WARM_UP)  # which the planner leaves out
-        def warm_up() -> tuple[Grads, Grads, Any]:
+        def warm_up() -> tuple[Grads, Grads, State]:
             mean, _ = dense.update(updates, State(), params)
             mu = optax.tree.update_moment(mean, state.mu, b1, 1)
             nu = optax.tree.update_moment(mean, state.nu, b2, 2)
             return mu, nu, state.exchange._replace(sent=dense_sent(plan, state.mu))
 
-        def compressed() -> tuple[Grads, Grads, Any]:
+        def compressed() -> tuple[Grads, Grads, State]:
             own_R = jax.tree.map(lambda g_R, m: b1 * m[None] + (1 - b1) * g_R, updates, state.mu)
             mu, exchanged = coded.update(own_R, state.exchange, params)
             return mu, state.nu, exchanged
@@ -77,7 +76,12 @@ def one_bit_adam(
         direction = jax.tree.map(lambda x: jnp.clip(x, -limit, limit) + poison, direction)
         return direction, OneBitAdamState(step=step, mu=mu, nu=nu, exchange=exchanged)
 
-    return optax.GradientTransformation(init, update)
+    return transform(init, update)
+
+
+def _coded(plan: ShardingPlan, codec: Codec) -> AllReduce:
+    all_reduce = exchange(plan, codec)
+    return all_reduce if inter_part(plan.layout.replica_axes) else idle(plan, all_reduce)
 
 
 def _build(setup: Setup) -> optax.GradientTransformation:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from sharding.collectives import vary
 from sharding.in_step_exchange import Counts
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
-from sharding.trees import Axes, Params, PyTree
+from sharding.trees import Axes, Grads, Params, PyTree
 
 RESIDUAL_NORM = "residual_norm"
 
@@ -29,10 +29,10 @@ class Sent(NamedTuple):
 class State(NamedTuple):
     """State of a method of the replica all-reduce; unused fields are `()`. Checkpoints use the same names."""
 
-    step: Any = ()  # int32 []: exchanges done
-    factors: Any = ()  # PowerSGD's Q of each matrix, [layers, *columns, rank]; () for other parameters
-    residual: Any = ()  # PerReplica, `[R, ...]`: each replica's unsent values
-    sent: Any = ()  # the counts of the last exchange
+    step: PyTree = ()  # int32 []: exchanges done
+    factors: PyTree = ()  # PowerSGD's Q of each matrix, [layers, *columns, rank]; () for other parameters
+    residual: PyTree = ()  # PerReplica, `[R, ...]`: each replica's unsent values
+    sent: PyTree = ()  # the counts of the last exchange
 
 
 def zeros_R(replicas: int, params: Params) -> PerReplica:
@@ -52,10 +52,10 @@ def with_zero_counts(state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: nothing_sent() if is_sent(x) else x, state, is_leaf=is_sent)
 
 
-def dense_sent(plan: ShardingPlan, params: Params) -> Sent:
+def dense_sent(plan: ShardingPlan, grads: Grads) -> Sent:
     """Returns the counts of an uncompressed exchange of gradients in f32."""
     specs = plan.map(lambda p: p.pspec(plan.layout.gradients))
-    shapes = jax.tree.map(lambda x, spec: NamedSharding(plan.mesh, spec).shard_shape(x.shape), params, specs)
+    shapes = jax.tree.map(lambda x, spec: NamedSharding(plan.mesh, spec).shard_shape(x.shape), grads, specs)
     num_values = jnp.float32(sum(map(prod, jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)))))
     return Sent(4 * num_values, num_values, num_values)
 

@@ -10,13 +10,13 @@ a method of the replica all-reduce: it exchanges one group of shards after the o
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from compression.exchange import own_copies, state_after
+from compression.exchange import own_copies, state_after, transform
 from compression.statistics import Sent, State, with_zero_counts
 from sharding.gradients import MicroSteps
 from sharding.in_step_exchange import (
@@ -29,7 +29,7 @@ from sharding.in_step_exchange import (
 )
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
-from sharding.step import AfterMicroSteps, States
+from sharding.step import AllReduce, Chained, States
 from sharding.trees import Batch, Grads, GradsR, Means, Params, PyTree
 
 
@@ -40,13 +40,13 @@ class ExactByGroup:
     plan: ShardingPlan
     exchange: Exchange
 
-    def inputs(self, state: Any) -> Mapping[str, Any]:
+    def inputs(self, state: PyTree) -> Mapping[str, PyTree]:
         """Returns the fields of a loop that keeps and counts nothing."""
         del state
         return {"exchange": self.exchange, "num_counts": 0, "done": jnp.zeros((), jnp.int32), "kept": None}
 
     @jax.named_scope("replica_all_reduce")
-    def outputs(self, exchanged: Exchanged, state: Any) -> tuple[Grads, Any]:
+    def outputs(self, exchanged: Exchanged[GradsR], state: PyTree) -> tuple[Grads, PyTree]:
         """Returns the mean `[...]` in the optimizer's scope, and the state with counts of zero."""
         return own_copies(self.plan, exchanged.mean), with_zero_counts(state)
 
@@ -58,13 +58,13 @@ class CodedByGroup:
     plan: ShardingPlan
     exchange: Exchange
 
-    def inputs(self, state: State) -> Mapping[str, Any]:
+    def inputs(self, state: State) -> Mapping[str, PyTree]:
         """Returns the fields of a loop, with the residuals `[R, ...]` if the method has any."""
         kept_R = state.residual.tree if state.residual else None
         return {"exchange": self.exchange, "num_counts": len(Sent._fields), "done": state.step, "kept": kept_R}
 
     @jax.named_scope("replica_all_reduce")
-    def outputs(self, exchanged: Exchanged, state: State) -> tuple[Grads, State]:
+    def outputs(self, exchanged: Exchanged[GradsR], state: State) -> tuple[Grads, State]:
         """Returns the mean `[...]` in the optimizer's scope, and the state after the exchange.
 
         Where the mean is not finite, the step is skipped. The residuals have taken in the skipped gradients by then, so
@@ -81,19 +81,19 @@ ByGroup = ExactByGroup | CodedByGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlapped(AfterMicroSteps):
+class Overlapped(Chained):
     """A Timing: the last backward pass exchanges each group of gradients as soon as it is summed."""
 
     by_group: ByGroup
 
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
-    ) -> tuple[Exchanged, Means]:
+    ) -> tuple[Exchanged[GradsR], Means]:
         """Returns the gradients' mean over the replicas, and the means of the batch."""
         loop = ExchangeInLastMicroStep(**self.by_group.inputs(states[0]))
         return exchanged_gradients(micro_steps, plan, params, batch, loop)
 
-    def update(self, gradients: Exchanged, states: States, params: Params) -> tuple[Grads, States]:
+    def update(self, gradients: Exchanged[GradsR], states: States, params: Params) -> tuple[Grads, States]:
         """Returns the optimizer's update by the mean, and the states after it."""
         all_reduce, opt_state = states
         mean, all_reduce = self.by_group.outputs(gradients, all_reduce)
@@ -105,11 +105,11 @@ class DelayedState(NamedTuple):
     """State of `delayed` and `Delayed`."""
 
     waiting: PerReplica  # the previous step's gradients
-    exchange: Any  # the state of the method
+    exchange: PyTree  # the state of the method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delayed(AfterMicroSteps):
+class Delayed(Chained):
     """A Timing: the previous step's gradients are exchanged, a piece next to each micro-step.
 
     They are zero in the first step. Non-finite gradients never enter the state: they make the result non-finite too, so
@@ -121,13 +121,15 @@ class Delayed(AfterMicroSteps):
 
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
-    ) -> tuple[tuple[GradsR, Exchanged], Means]:
+    ) -> tuple[tuple[GradsR, Exchanged[GradsR]], Means]:
         """Returns each replica's gradients `[R, ...]` and the mean of the previous ones, and the means of the batch."""
         state: DelayedState = states[0]
         loop = ExchangeInEachMicroStep(pending=state.waiting.tree, **self.by_group.inputs(state.exchange))
         return gradients_and_exchange(micro_steps, plan, params, batch, loop)
 
-    def update(self, gradients: tuple[GradsR, Exchanged], states: States, params: Params) -> tuple[Grads, States]:
+    def update(
+        self, gradients: tuple[GradsR, Exchanged[GradsR]], states: States, params: Params
+    ) -> tuple[Grads, States]:
         """Returns the optimizer's update by the previous gradients' mean, and the states after it."""
         (grads_R, exchanged), state = gradients, states[0]
         mean, exchange = self.by_group.outputs(exchanged, state.exchange)
@@ -137,7 +139,7 @@ class Delayed(AfterMicroSteps):
         return updates, (DelayedState(waiting=waiting, exchange=exchange), opt_state)
 
 
-def delayed(all_reduce: optax.GradientTransformation, replicas: int) -> optax.GradientTransformation:
+def delayed(all_reduce: AllReduce, replicas: int) -> optax.GradientTransformation:
     """Returns the replica all-reduce of the previous step's gradients `[R, ...]`, which are zero in the first step.
 
     In a step only the optimizer has to wait for it. Non-finite gradients never enter the state: they make the result
@@ -146,18 +148,18 @@ def delayed(all_reduce: optax.GradientTransformation, replicas: int) -> optax.Gr
     which the new gradients wait.
     """
 
-    def init(params: Params) -> Any:
+    def init(params: Params) -> DelayedState:
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), p.dtype), params)
         waiting = PerReplica(zeros, combine="mean", label="local")
         return DelayedState(waiting=waiting, exchange=all_reduce.init(params))
 
-    def update(updates: GradsR, state: Any, params: Params | None = None) -> tuple[Grads, Any]:
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, PyTree]:
         mean, exchange = all_reduce.update(state.waiting.tree, state.exchange, params)
         mean = _not_finite_with(updates, mean)
         waiting = replace(state.waiting, tree=if_finite(updates, updates, state.waiting.tree))
         return mean, DelayedState(waiting=waiting, exchange=if_finite(mean, exchange, state.exchange))
 
-    return optax.GradientTransformation(init, update)
+    return transform(init, update)
 
 
 def if_finite(values: PyTree, new: PyTree, old: PyTree) -> PyTree:

@@ -33,7 +33,7 @@ from models.block import (
     seen_from,
     soft_cap,
 )
-from models.model import Gather, Params
+from models.model import Gather, GroupParams, Params
 from models.transformer import Embedding, Transformer
 from sharding.accumulation import length
 from sharding.context import Context
@@ -124,7 +124,7 @@ class Decoder(Transformer):
         before = stage * count if count % self.config.global_every else 0  # otherwise all stages begin alike
         return super().run_layers(params, (x, jnp.float32(before)), gather, *args, **how)[0]
 
-    def run_layer(self, values: Params, x: Any, *args: Array | None, **how: Any) -> Any:
+    def run_layer(self, values: GroupParams, x: Any, *args: Array | None, **how: Any) -> Any:
         """Returns the output of an entry of the stack."""
         if not self.config.global_every:
             return super().run_layer(values, x, *args, **how)
@@ -162,7 +162,7 @@ class Decoder(Transformer):
         shape = (stacked, c.num_layers // stacked, batch, total, c.num_kv_heads, c.head_size)
         cache = jnp.zeros(shape, self.dtype) + zero.astype(self.dtype)
 
-        def layer(carry: tuple[Array, Array], inputs: tuple[Params, Array, Array, Array]) -> Any:
+        def layer(carry: tuple[Array, Array], inputs: tuple[GroupParams, Array, Array, Array]) -> Any:
             (x_B1D, t), (values, number, *caches) = carry, inputs
             is_global, updated = self.is_global(number), []
             angles_11H = self.angles_of(self.angles(t[None, None]), is_global)

@@ -23,7 +23,7 @@ from jax import Array
 from configs.schema import GATED, MoeConfig
 from models.block import Attention, Block, BlockConfig, gated, gelu, initial_std, normal, residual_std
 from models.decoder import Decoder
-from models.model import Batch, Gather, Params
+from models.model import Batch, Gather, GroupParams, Params
 from sharding.experts import ALONE, TokenExchange, exchange_of, keep
 
 AUX = ("balance_loss", "z_loss", "dropped_share")
@@ -231,14 +231,14 @@ class Moe(Decoder):
         return c.num_moe_layers * (c.num_experts - c.experts_per_token) * of_expert
 
     def run(
-        self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None
+        self, params: Params, embed_values: GroupParams, tokens_BT: Array, gather: Gather, segments_BT: Array | None
     ) -> Array:
         """Returns the last layer's output `[B, T, D]` for tokens that all have weight 1."""
         ones_BT = jnp.ones(tokens_BT.shape)
         return self._run(params, embed_values, tokens_BT, gather, segments_BT, ones_BT, ones_BT)[0]
 
     def _run(
-        self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None,
+        self, params: Params, embed_values: GroupParams, tokens_BT: Array, gather: Gather, segments_BT: Array | None,
         weights_BT: Array, real_BT: Array,
     ) -> tuple[Array, Aux]:  # fmt: skip
         """Returns the last layer's output, and the auxiliary sums over rows, averaged over the layers with experts."""

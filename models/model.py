@@ -26,8 +26,9 @@ from sharding.experts import KEPT, Gather
 from sharding.frozen import part_frozen
 from sharding.pipeline import Batch, StagedLoss
 from sharding.spec import ParamSpec
+from sharding.trees import Params, PyTree, Specs
 
-Params = dict[str, Any]
+GroupParams = dict[str, PyTree]  # of one parameter group, or of one layer of a stack
 Module = TypeVar("Module", bound=nnx.Module)
 MASKED_LOGIT = -1e30
 
@@ -49,7 +50,7 @@ class ParameterGroup(Generic[Module]):
         return nnx.split(nnx.eval_shape(self.make, jax.eval_shape(lambda: jax.random.key(0))))
 
     @cached_property
-    def plain_specs(self) -> Params:
+    def plain_specs(self) -> dict[str, PyTree]:
         """A `ParamSpec` for each parameter of the module."""
         stack = () if self.num_layers is None else (self.num_layers,)
         stack_dims = ("layers",) * len(stack)
@@ -60,20 +61,20 @@ class ParameterGroup(Generic[Module]):
             ),
         )
 
-    def param_specs(self) -> Params:
+    def param_specs(self) -> dict[str, PyTree]:
         """Returns a `ParamSpec` for each parameter in its stored form. Allocates nothing."""
         return stored_specs(self.lora, self.plain_specs) if self.lora else self.plain_specs
 
-    def init(self, key: Array) -> Params:
+    def init(self, key: Array) -> GroupParams:
         """Returns new values: float32, and frozen parameters in their stored form."""
 
-        def values(key: Array) -> Params:
+        def values(key: Array) -> GroupParams:
             return nnx.to_pure_dict(nnx.state(self.make(key)))
 
         new = values(key) if self.num_layers is None else jax.vmap(values)(jax.random.split(key, self.num_layers))
         return stored_values(self.lora, self.param_specs(), new) if self.lora else new
 
-    def module(self, values: Params, dtype: jnp.dtype) -> Module:
+    def module(self, values: GroupParams, dtype: jnp.dtype) -> Module:
         """Returns the module with the parameters `values` (of one layer, if stacked) cast to the compute dtype."""
         if self.lora:
             return nnx.merge(self._split[0], used_values(values, dtype))
@@ -100,7 +101,7 @@ class Model(ABC):
         """The parameter groups by their top-level key."""
         return self.make_groups()
 
-    def module(self, name: str, values: Params) -> Any:
+    def module(self, name: str, values: GroupParams) -> Any:
         """Returns the module of a group with the gathered parameters `values`, in the compute dtype."""
         return self.groups[name].module(values, self.dtype)
 
@@ -139,23 +140,23 @@ class Model(ABC):
         count.
         """
 
-    def param_specs(self) -> Params:
+    def param_specs(self) -> Specs:
         """Returns the nested dict of `ParamSpec`. Allocates nothing."""
-        return {name: group.param_specs() for name, group in self.groups.items()}
+        return Specs({name: group.param_specs() for name, group in self.groups.items()})
 
-    def trained_specs(self) -> Params:
+    def trained_specs(self) -> Specs:
         """Returns the ParamSpecs of the trained parameters, without the frozen ones."""
         return part_frozen(self.param_specs())[0]
 
     @property
-    def plain_specs(self) -> Params:
+    def plain_specs(self) -> Specs:
         """The same before any parameter is frozen: one float32 ParamSpec each."""
-        return {name: group.plain_specs for name, group in self.groups.items()}
+        return Specs({name: group.plain_specs for name, group in self.groups.items()})
 
     def init(self, key: Array) -> Params:
         """Returns the nested dict of parameters, float32 unless frozen. Their values depend only on the key."""
         keys = jax.random.split(key, len(self.groups))
-        return {name: group.init(k) for (name, group), k in zip(self.groups.items(), keys, strict=True)}
+        return Params({name: group.init(k) for (name, group), k in zip(self.groups.items(), keys, strict=True)})
 
     @cached_property
     def shapes(self) -> Params:
@@ -173,7 +174,7 @@ class Model(ABC):
         return _count(part_frozen(part_averages(self.param_specs())[0])[0])
 
 
-def _count(specs: Params) -> int:
+def _count(specs: Specs) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec)))
 
 

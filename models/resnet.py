@@ -29,7 +29,17 @@ from jax import Array, lax
 
 from configs.schema import ResNetConfig
 from models.block import normal
-from models.model import Batch, Classifier, Gather, ParameterGroup, Params, cross_entropy, mask_padding, rematerialise
+from models.model import (
+    Batch,
+    Classifier,
+    Gather,
+    GroupParams,
+    ParameterGroup,
+    Params,
+    cross_entropy,
+    mask_padding,
+    rematerialise,
+)
 from models.norms import (
     Averages,
     Norm,
@@ -216,7 +226,7 @@ class ResNet(Classifier):
                 continue
 
             def run(
-                values: Params, x: Array, name: str = name, group: ParameterGroup[Any] = group
+                values: GroupParams, x: Array, name: str = name, group: ParameterGroup[Any] = group
             ) -> tuple[Array, Any]:
                 norms = Norms(norm)
                 return group.module(gather(name, values), self.dtype)(x, norms), norms.seen

@@ -15,7 +15,17 @@ from configs.schema import Config, DecoderConfig, EncoderConfig, ModelConfig, Tr
 from models.block import ALONE, Block, BlockConfig, Norm, initial_std, normal
 from models.chunked_loss import piece_length, sum_of_pieces
 from models.lora import add_adapters
-from models.model import Batch, Gather, Model, ParameterGroup, Params, cross_entropy, mask_padding, rematerialise
+from models.model import (
+    Batch,
+    Gather,
+    GroupParams,
+    Model,
+    ParameterGroup,
+    Params,
+    cross_entropy,
+    mask_padding,
+    rematerialise,
+)
 from sharding.accumulation import scan_layers
 from sharding.context import Context
 from sharding.experts import context_of
@@ -121,7 +131,7 @@ class Stack(Model):
         """
         del stage
 
-        def body(x: Any, values: Params, *args: Array | None) -> Any:
+        def body(x: Any, values: GroupParams, *args: Array | None) -> Any:
             return self.run_layer(values, x, *args, **how)
 
         return scan_layers(
@@ -134,7 +144,7 @@ class Stack(Model):
             unroll=self.config.unroll,
         )
 
-    def run_layer(self, values: Params, x: Any, *args: Array | None, **how: Any) -> Any:
+    def run_layer(self, values: GroupParams, x: Any, *args: Array | None, **how: Any) -> Any:
         """Returns the output of an entry of the stack with the gathered parameters `values` for the input `x`."""
         return self.module("layers", values)(x, *args, **how)
 
@@ -168,7 +178,9 @@ class Transformer(Stack):
         """Returns the embedding with new parameters."""
         return Embedding(self.config, self.num_positions, key)
 
-    def embed(self, values: Params, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE) -> Array:
+    def embed(
+        self, values: GroupParams, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE
+    ) -> Array:
         """Returns the input `[B, T, D]` of the first layer. `values` are the gathered parameters `embed`."""
         self.check_length(tokens_BT.shape[1] * context.size)
         positions_BT = self.own_positions(tokens_BT, segments_BT, context)
@@ -188,7 +200,7 @@ class Transformer(Stack):
         del tokens_BT
         return None, None if segments_BT is None else context.whole(segments_BT).astype(jnp.float32)
 
-    def project(self, values: Params, embed_values: Params, x_BTD: Array) -> Array:
+    def project(self, values: GroupParams, embed_values: GroupParams, x_BTD: Array) -> Array:
         """Returns float32 logits `[B, T, V]` for the last layer's output, with probability 0 for padding ids.
 
         `values` and `embed_values` are the gathered parameters of `head` and `embed`.
@@ -207,7 +219,7 @@ class Transformer(Stack):
         return self.project(gather("head", params["head"]), embed_values, x_BTD)
 
     def run(
-        self, params: Params, embed_values: Params, tokens_BT: Array, gather: Gather, segments_BT: Array | None
+        self, params: Params, embed_values: GroupParams, tokens_BT: Array, gather: Gather, segments_BT: Array | None
     ) -> Array:
         """Returns the last layer's output `[B, T, D]`."""
         context = context_of(gather)
@@ -225,10 +237,10 @@ class Transformer(Stack):
         x_BTD = self.run(params, embed_values, batch["tokens"], gather, batch.get("segments"))
         return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch)
 
-    def cross_entropy(self, values: Params, embed_values: Params, x_BTD: Array, batch: Batch) -> Array:
+    def cross_entropy(self, values: GroupParams, embed_values: GroupParams, x_BTD: Array, batch: Batch) -> Array:
         """Returns the weighted sum of the cross-entropies of `project`, in chunks if the logits are many."""
 
-        def of_piece(params: tuple[Params, Params], x_BCD: Array, rows: Mapping[str, Array]) -> Array:
+        def of_piece(params: tuple[GroupParams, GroupParams], x_BCD: Array, rows: Mapping[str, Array]) -> Array:
             return cross_entropy(self.project(*params, x_BCD), rows["targets"], rows["weights"])
 
         rows = {name: batch[name] for name in ("targets", "weights")}
@@ -247,7 +259,7 @@ class Transformer(Stack):
         def between(rows: Batch) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((*rows["tokens"].shape, self.config.hidden), self.dtype)
 
-        def begin(first: Mapping[str, Params], rows: Batch, gather: Gather) -> Array:
+        def begin(first: Mapping[str, GroupParams], rows: Batch, gather: Gather) -> Array:
             return self.embed(first["embed"], rows["tokens"], rows.get("segments"), context_of(gather))
 
         def layers(params: Params, x_BTD: Array, rows: Batch, gather: Gather, stage: Array) -> Array:
@@ -255,7 +267,7 @@ class Transformer(Stack):
             args = self.layer_args(rows["tokens"], rows.get("segments"), context)
             return self.run_layers(params, x_BTD, gather, *args, stage=stage, context=context)
 
-        def loss(last: Mapping[str, Params], x_BTD: Array, rows: Batch) -> Array:
+        def loss(last: Mapping[str, GroupParams], x_BTD: Array, rows: Batch) -> Array:
             return self.cross_entropy(last["head"], last["embed"], x_BTD, rows)
 
         return StagedLoss(

@@ -13,7 +13,7 @@ of these depends on the layer's compute.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating, unroll: bool) -> PyT
     def finish(i: jax.Array, grads: PyTree, sums: PyTree) -> tuple[None, PyTree]:
         return None, put(sums, stack.rule.finish(at(sums, i), grads, i), i)
 
-    def layer(carry: tuple[PyTree, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
+    def layer(carry: tuple[PyTree, PyTree], item: tuple[jax.Array, PyTree]) -> tuple[PyTree, None]:
         x, sums = carry
         i, values = item
         values, sums = _tap(finish, i, values, sums)
@@ -165,7 +165,7 @@ def _scan_pipelined(
     keep = rule.keep or (lambda values: values)
 
     def forward(x: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, _Kept]:
-        def layer(carry: tuple[Any, ...], i: jax.Array) -> tuple[Any, None]:
+        def layer(carry: tuple[PyTree, ...], i: jax.Array) -> tuple[PyTree, None]:
             x, part, full, room = carry  # input `[...]` and parameters `[...]` of layer i; [L - 1, ...]
             following = keep(at(values, i + 1))
             room = put(room, (x, part), i)
@@ -188,7 +188,7 @@ def _scan_pipelined(
         x, kept = forward(x, values, args)
         return x, (kept, values, sums, args)
 
-    def run_backward(residuals: tuple[Any, ...], g: PyTree) -> tuple[PyTree, None, PyTree, PyTree]:
+    def run_backward(residuals: tuple[PyTree, ...], g: PyTree) -> tuple[PyTree, None, PyTree, PyTree]:
         kept, values, sums, args = residuals
         parts = kept.parts if rule.keep else values  # cut, [L - 1, ...] or [L, ...]
 

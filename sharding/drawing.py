@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from sharding.scopes import Layout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.typing import ColorType
 
 TEXT_WIDTH = 100
 CELL_INCHES = (0.85, 0.21)
@@ -180,7 +181,7 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def _colour(shard: int, shards: int) -> Any:
+def _colour(shard: int, shards: int) -> "ColorType":
     """Returns the colour of a shard: from a palette if few, along a scale if many. White if it is not a shard."""
     if shards == 0:
         return "white"

@@ -4,8 +4,6 @@ Adapters (models/lora.py) are added to frozen parameters. A ParamSpec marks them
 the train state, the frozen parameters are `frozen`, and a model gets both in one tree. Trees are nested dicts.
 """
 
-from typing import Any
-
 from sharding.trees import PyTree
 
 
@@ -13,7 +11,7 @@ def part_frozen(specs: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a tree of ParamSpecs or Placements into the trained parameters and the frozen parameters."""
     if not isinstance(specs, dict):
         return specs, {}
-    parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    parts: tuple[dict[str, PyTree], dict[str, PyTree]] = {}, {}
     for name, x in specs.items():
         if not isinstance(x, dict):
             parts[x.frozen][name] = x

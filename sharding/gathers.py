@@ -15,7 +15,7 @@ from sharding.experts import Gather, GatherWithExchange
 from sharding.plan import ShardingPlan
 from sharding.scopes import beyond
 from sharding.spec import Placement, is_placement
-from sharding.trees import Axes, Placements, PyTree
+from sharding.trees import Axes, Grads, Params, Placements, PyTree
 
 
 def layer_gather(plan: ShardingPlan, scope: Axes | None = None) -> Gather:
@@ -78,7 +78,7 @@ def _as_gathered(plan: ShardingPlan, p: Placement, x: jax.Array) -> jax.Array:
     return x if p.frozen else x.astype(plan.compute_dtype)
 
 
-def reduce_scatter(plan: ShardingPlan, placements: PyTree, grads: PyTree) -> PyTree:
+def reduce_scatter(plan: ShardingPlan, placements: Placements, grads: Grads) -> Grads:
     """Reduce-scatters full gradients `[...]` inside each partition group (MiCS section 3.4)."""
     leaves, tree = jax.tree.flatten(grads)
     group = plan.group(placements, plan.layout.parameters, coded=True)
@@ -97,7 +97,7 @@ def _reduce_scatter_leaves(plan: ShardingPlan, group: TensorGroup, grads: list[j
 
 
 @jax.named_scope("gradient_scope")
-def to_gradient_scope(plan: ShardingPlan, placements: PyTree, grads: PyTree, *, zeros: bool = False) -> PyTree:
+def to_gradient_scope(plan: ShardingPlan, placements: Placements, grads: Grads, *, zeros: bool = False) -> Grads:
     """Reduces gradients from the parameters' scope to their own, each micro-step (ZeRO-2); `zeros` needs no sum."""
     layout = plan.layout
     added_axes = layout.gradients_beyond_parameters
@@ -114,7 +114,7 @@ def to_gradient_scope(plan: ShardingPlan, placements: PyTree, grads: PyTree, *, 
 
 
 @jax.named_scope("parameter_scope")
-def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
+def to_parameter_scope(plan: ShardingPlan, params: Params) -> Params:
     """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
     layout = plan.layout
     added_axes = beyond(layout.parameters, layout.optimizer)
@@ -134,7 +134,7 @@ def to_parameter_scope(plan: ShardingPlan, params: PyTree) -> PyTree:
 
 def used_placements(plan: ShardingPlan, name: str, placements: Placements) -> PyTree:
     """Returns the placements of the parameters that a model gathers under `name`; for a stack, of one layer's slice."""
-    placements = placements[name]
+    group = placements[name]
     if name not in plan.stacks:
-        return placements
-    return jax.tree.map(Placement.without_layers, placements, is_leaf=is_placement)
+        return group
+    return jax.tree.map(Placement.without_layers, group, is_leaf=is_placement)

@@ -7,7 +7,7 @@ runs in the micro-steps (sharding/in_step_exchange.py).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class MicroStepLoop(Protocol):
 
     def run(
         self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items
-    ) -> tuple[tuple[Any, jax.Array], Means]:
+    ) -> tuple[tuple[PyTree, jax.Array], Means]:
         """Returns the gradients or their exchange's results, the loss, and auxiliary metrics `[accum]`."""
         ...
 
@@ -68,7 +68,7 @@ class PlainLoop:
         return lax.scan(micro_step, carry, items)
 
 
-def run_last(micro_step: MicroStep, carry: Carry, items: Items, aux: Means) -> tuple[tuple[Any, jax.Array], Means]:
+def run_last(micro_step: MicroStep, carry: Carry, items: Items, aux: Means) -> tuple[tuple[PyTree, jax.Array], Means]:
     """Runs the last micro-step on `items` `[accum, ...]`; `aux` `[accum - 1]` is of the others."""
     # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
     last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), carry[1]))
@@ -78,7 +78,7 @@ def run_last(micro_step: MicroStep, carry: Carry, items: Items, aux: Means) -> t
 
 # (plan, a device's shards of its replica's parameters, its rows, the sum of all weights, loop) -> the loop's result,
 # and this device's part of the means; with global arrays where XLA's partitioner chooses the collectives
-MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, MicroStepLoop], tuple[Any, Means]]
+MicroSteps = Callable[[ShardingPlan, Params, Batch, jax.Array, MicroStepLoop], tuple[PyTree, Means]]
 
 
 def replica_gradients(
@@ -122,7 +122,7 @@ def local_gradients(
 
 def run_on_own_rows(
     micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, delta_R: GradsR, loop: MicroStepLoop
-) -> tuple[Any, Means]:
+) -> tuple[PyTree, Means]:
     """Returns the loop's result for the mean over a replica's rows, and its weighted sums `[1]`, `weight` too."""
     layout = plan.layout
     weight = lax.psum(jnp.sum(batch["weights"]), beyond(layout.replica_axes, layout.data_axes))
@@ -171,7 +171,7 @@ def accumulated(loss: Loss) -> MicroSteps:
 
     def micro_steps(
         plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, loop: MicroStepLoop
-    ) -> tuple[Any, Means]:
+    ) -> tuple[PyTree, Means]:
         if plan.layout.is_automatic:
             return _automatic(loss, plan, params, batch, total)
         return _manual(loss, plan, params, batch, total, loop)
@@ -181,7 +181,7 @@ def accumulated(loss: Loss) -> MicroSteps:
 
 def _manual(
     loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, total: jax.Array, loop: MicroStepLoop
-) -> tuple[Any, Means]:
+) -> tuple[PyTree, Means]:
     """Returns the loop's result from the sums of this device's gradients `[...]`, in their scope, and its losses."""
     gathered, sums = before_micro_steps(plan, params)
 

@@ -10,7 +10,7 @@ micro-steps it is called once, with all shards (compression/exchange.py). Two lo
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 from zlib import crc32
 
 import jax
@@ -38,6 +38,7 @@ from sharding.plan import REPLICATED, ShardingPlan, gradient_specs, run_manual
 from sharding.spec import Placement, is_placement, pspecs
 from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree, Shards
 
+Tree = TypeVar("Tree", Grads, GradsR)
 Counts = Sequence[jax.typing.ArrayLike]  # numbers of one collective, which add up
 # (placements, a replica's shares of the mean, their residuals or None, key) -> the sums over the replicas in the
 # optimizer's scope, the residuals, and the counts of each collective
@@ -46,12 +47,12 @@ Exchange = Callable[
 ]
 
 
-class Exchanged(NamedTuple):
+class Exchanged(NamedTuple, Generic[Tree]):
     """Results of an exchange in the micro-steps: of arrays `[R, ...]`, or on a device, of its shards `[...]`."""
 
-    mean: PyTree  # `[R, ...]`, equal on all replicas in the part that one device's optimizer reads
-    kept: PyTree  # the residuals, None for a method without
-    counts: Any  # f32 `[num_counts]`, the mean over all devices
+    mean: Tree  # equal on all replicas in the part that one device's optimizer reads
+    kept: Tree | None  # the residuals, None for a method without
+    counts: PyTree  # f32 `[num_counts]`, the mean over all devices
 
 
 class GroupSums(NamedTuple):
@@ -98,7 +99,7 @@ class ExchangeInLastMicroStep:
 
     def run(
         self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items
-    ) -> tuple[tuple[Exchanged, jax.Array], Means]:
+    ) -> tuple[tuple[Exchanged[Grads], jax.Array], Means]:
         """Returns the results of the exchange, the loss, and auxiliary metrics `[accum]`."""
         first_items = jax.tree.map(lambda x: x[:-1], items)
         (grads, value), aux = lax.scan(micro_step, carry, first_items)
@@ -113,8 +114,8 @@ class ExchangeInLastMicroStep:
             for name, group in grads.items()
         }
         (sums, value), aux = run_last(last_step, (first_sums, value), items, aux)
-        mean = {name: group.grads for name, group in sums.items()}
-        kept = None if self.kept is None else {name: group.kept for name, group in sums.items()}
+        mean = Grads({name: group.grads for name, group in sums.items()})
+        kept = None if self.kept is None else Grads({name: group.kept for name, group in sums.items()})
         counts = _total_counts({name: group.counts for name, group in sums.items()})
         return (Exchanged(mean=mean, kept=kept, counts=counts), value), aux
 
@@ -166,7 +167,7 @@ class ExchangeInEachMicroStep:
 
     def run(
         self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items
-    ) -> tuple[tuple[tuple[Grads, Exchanged], jax.Array], Means]:
+    ) -> tuple[tuple[tuple[Grads, Exchanged[Grads]], jax.Array], Means]:
         """Returns gradients and results of the exchange, the loss, and auxiliary metrics `[accum]`."""
         turn = self.done % self.parts
         due = [part_of(plan.stacks, tree, turn, self.parts) for tree in (self.kept, self.pending)]
@@ -238,12 +239,12 @@ class ExchangeInEachMicroStep:
 
 def exchanged_gradients(
     micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, loop: ExchangeInLastMicroStep
-) -> tuple[Exchanged, Means]:
+) -> tuple[Exchanged[GradsR], Means]:
     """Returns the gradients' mean over the replicas, exchanged in the last backward pass, and the batch's means."""
 
     def on_device(
         params: Params, batch: Batch, total: jax.Array, loop: ExchangeInLastMicroStep
-    ) -> tuple[Exchanged, Means]:
+    ) -> tuple[Exchanged[GradsR], Means]:
         result, means = micro_steps(plan, replica_parameters(plan, params), batch, total, loop.on_device(plan))
         return _on_all_devices(plan, result), lax.psum(means, plan.layout.varying_axes)
 
@@ -254,7 +255,7 @@ def exchanged_gradients(
 
 def gradients_and_exchange(
     micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, loop: ExchangeInEachMicroStep
-) -> tuple[tuple[GradsR, Exchanged], Means]:
+) -> tuple[tuple[GradsR, Exchanged[GradsR]], Means]:
     """Returns each replica's gradients `[R, ...]` and the mean of pending values; and the batch's means.
 
     See `sharding.gradients.replica_gradients`.
@@ -262,7 +263,7 @@ def gradients_and_exchange(
 
     def on_device(
         params: Params, batch: Batch, total: jax.Array, loop: ExchangeInEachMicroStep
-    ) -> tuple[tuple[GradsR, Exchanged], Means]:
+    ) -> tuple[tuple[GradsR, Exchanged[GradsR]], Means]:
         shards = replica_parameters(plan, params)
         (grads, result), means = micro_steps(plan, shards, batch, total, loop.on_device(plan))
         grads_R = times_replicas(plan, per_replica(plan, grads))
@@ -280,7 +281,7 @@ def local_gradients_and_exchange(
     batch: Batch,
     delta_R: GradsR,
     loop: ExchangeInEachMicroStep,
-) -> tuple[tuple[GradsR, Exchanged, PyTree], Means]:
+) -> tuple[tuple[GradsR, Exchanged[GradsR], PyTree], Means]:
     """Returns gradients of replicas at `params + delta_R[r]`, the mean of pending values, and the elements in it.
 
     The elements are bools like the parameters `[...]`; other elements of the mean are zero. See
@@ -289,7 +290,7 @@ def local_gradients_and_exchange(
 
     def on_device(
         params: Params, batch: Batch, delta_R: GradsR, loop: ExchangeInEachMicroStep
-    ) -> tuple[tuple[GradsR, Exchanged, PyTree], Means]:
+    ) -> tuple[tuple[GradsR, Exchanged[GradsR], PyTree], Means]:
         here = loop.on_device(plan)
         (grads, result), sums = run_on_own_rows(micro_steps, plan, params, batch, delta_R, here)
         is_exchanged = is_in_part(plan.stacks, grads, loop.done % loop.parts, loop.parts)
@@ -302,13 +303,13 @@ def local_gradients_and_exchange(
     return run(params, batch, delta_R, loop)
 
 
-def _result_specs(plan: ShardingPlan, kept: PyTree) -> Exchanged:
+def _result_specs(plan: ShardingPlan, kept: PyTree) -> Exchanged[GradsR]:
     """Returns the specs of an exchange's results, with or without residuals."""
     specs_R = gradient_specs(plan, tensor=False)
     return Exchanged(mean=specs_R, kept=None if kept is None else specs_R, counts=REPLICATED)
 
 
-def _on_all_devices(plan: ShardingPlan, result: Exchanged) -> Exchanged:
+def _on_all_devices(plan: ShardingPlan, result: Exchanged[Grads]) -> Exchanged[GradsR]:
     """Returns a device's results as its shards of arrays `[R, ...]`, and the counts' mean over all devices."""
     kept_R = None if result.kept is None else per_replica(plan, result.kept)
     counts = lax.pmean(result.counts, plan.layout.data_axes)

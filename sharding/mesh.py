@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from sharding.trees import Axes
 
-Device = Any  # a jax.Device
+Device = Any  # a jax.Device, whose module has no types
 
 STAGE = "stage"  # pipeline axis: stages have different layers and the same rows
 CONTEXT = "context"  # neighbours that process the same rows, with a part of their positions each

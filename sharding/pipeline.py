@@ -15,7 +15,6 @@ whose axis `stage` is manual.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from sharding.experts import Gather
 from sharding.gradients import MicroStepLoop, PlainLoop, accumulating, before_micro_steps, micro_loss, tied
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
-from sharding.trees import Axes, Batch, Grads, Means, Params
+from sharding.trees import Axes, Batch, Grads, Means, Params, PyTree
 
 Forward = Callable[[jax.Array, Batch, jax.Array], jax.Array]  # (input, micro-batch, tick) -> output
 # (sums, input, its micro-batch, cotangent of the output, 1 if its loss counts or else 0, tick)
@@ -47,10 +46,10 @@ class StagedLoss:
     last: tuple[str, ...]
     between: Callable[[Batch], jax.ShapeDtypeStruct]  # rows -> the shape and dtype of the stages' outputs
     # (gathered groups of `first`, rows, gather) -> the first input
-    begin: Callable[[Mapping[str, Params], Batch, Gather], jax.Array]
+    begin: Callable[[Mapping[str, PyTree], Batch, Gather], jax.Array]
     # (parameters, input, rows, gather, number of the stage) -> output
     layers: Callable[[Params, jax.Array, Batch, Gather, jax.Array], jax.Array]
-    loss: Callable[[Mapping[str, Params], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
+    loss: Callable[[Mapping[str, PyTree], jax.Array, Batch], jax.Array]  # (gathered groups of `last`, output, rows)
 
     def forward(self, params: Params, x: jax.Array, rows: Batch, gather: Gather) -> jax.Array:
         """Returns a stage's output, like its input `[rows, ...]`."""
@@ -73,7 +72,7 @@ class StagedLoss:
         return vary(jnp.zeros(like.shape, like.dtype), axes)
 
     def _output(
-        self, first: Mapping[str, Params], params: Params, x: jax.Array, rows: Batch, gather: Gather
+        self, first: Mapping[str, PyTree], params: Params, x: jax.Array, rows: Batch, gather: Gather
     ) -> jax.Array:
         axes = tuple(jax.typeof(x).manual_axis_type.varying)
         stage = lax.axis_index(STAGE)
@@ -103,16 +102,16 @@ def forward_and_backward(
         sums, g, loss = backward(sums, x, rows_of(batch, i), g, counts.astype(jnp.float32), tick)
         return hand_on(g, -1), sums, jnp.where(counts, loss, 0)
 
-    def fill(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[Any, None]:
+    def fill(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[PyTree, None]:
         return run_forward(*carry, tick), None
 
-    def both(carry: tuple[Any, ...], tick: jax.Array) -> tuple[Any, None]:
+    def both(carry: tuple[PyTree, ...], tick: jax.Array) -> tuple[PyTree, None]:
         x, kept, g, sums, value = carry
         x, kept = run_forward(x, kept, tick)
         g, sums, loss = run_backward(g, kept, sums, tick)
         return (x, kept, g, sums, value + loss), None
 
-    def empty(carry: tuple[Any, ...], tick: jax.Array) -> tuple[Any, None]:
+    def empty(carry: tuple[PyTree, ...], tick: jax.Array) -> tuple[PyTree, None]:
         kept, g, sums = carry
         g, sums, _ = run_backward(g, kept, sums, tick)
         return (kept, g, sums), None
@@ -132,7 +131,7 @@ def only_forward(
     """Runs micro-batches `[accum, rows, ...]` through the stages; returns the losses' sum on the last stage."""
     num_stages, count = lax.axis_size(STAGE), batch["weights"].shape[0]
 
-    def run(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[Any, None]:
+    def run(carry: tuple[jax.Array, jax.Array], tick: jax.Array) -> tuple[PyTree, None]:
         x, value = carry
         i = tick - lax.axis_index(STAGE)
         y, loss = forward(x, rows_of(batch, i))

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from sharding.coded import PLAIN, LevelCodecs
 from sharding.collectives import TensorGroup
@@ -17,9 +18,11 @@ from sharding.experts import TokenExchange
 from sharding.frozen import joined
 from sharding.scopes import Layout
 from sharding.spec import is_placement, is_stack, pspecs
-from sharding.trees import Axes, PyTree
+from sharding.trees import Axes, Placements, PyTree
 
 REPLICATED = PartitionSpec()
+FLOAT32 = jnp.dtype(jnp.float32)
+Function = TypeVar("Function", bound=Callable[..., PyTree])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +31,17 @@ class ShardingPlan:
 
     mesh: Mesh
     layout: Layout
-    placements: PyTree  # Placements, a tree like the trained parameters
-    frozen: PyTree = dataclasses.field(default_factory=dict)  # Placements of the frozen parameters
-    compute_dtype: Any = jnp.float32
-    reduce_dtype: Any = None  # dtype of the group reduce-scatter; None: the compute dtype
+    placements: Placements  # trained parameters
+    frozen: Placements = dataclasses.field(default_factory=lambda: Placements({}))  # frozen parameters
+    compute_dtype: jnp.dtype = FLOAT32
+    reduce_dtype: DTypeLike | None = None  # dtype of the group reduce-scatter; None: the compute dtype
     gather_codecs: LevelCodecs = PLAIN  # for the micro-steps' gathers
     reduce_scatter_codecs: LevelCodecs = PLAIN
     expert_codecs: LevelCodecs = PLAIN  # for tokens sent to experts
     overlap: bool = False  # gather layers ahead of, and reduce their gradients during, the compute of other layers
 
     @property
-    def sum_dtype(self) -> Any:
+    def sum_dtype(self) -> DTypeLike:
         """The dtype of the group reduce-scatter: the chosen dtype, but float32 on CPUs.
 
         XLA:CPU widens 16-bit sums anyway, and aborts (AllReducePromotion) on 16-bit sums in a partly manual region.
@@ -64,7 +67,7 @@ class ShardingPlan:
         return frozenset(name for name, group in self.all_placements.items() if is_stack(group))
 
     @property
-    def all_placements(self) -> PyTree:
+    def all_placements(self) -> Placements:
         """The placements of all parameters, trained and frozen."""
         return joined(self.placements, self.frozen)
 
@@ -84,7 +87,7 @@ class ShardingPlan:
         """The devices that share rows."""
         return Context(axes=self.layout.context_axes)
 
-    def map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
+    def map(self, function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
         """Maps `function(placement, leaf, ...)` over trees like the trained parameters."""
         return jax.tree.map(function, self.placements, *trees, is_leaf=is_placement)
 
@@ -117,26 +120,20 @@ class ShardingPlan:
 
 
 def run_manual(
-    plan: ShardingPlan, function: Callable[..., Any], out_specs: Any = REPLICATED, more_specs: tuple[Any, ...] = ()
-) -> Callable[..., Any]:
+    plan: ShardingPlan, function: Function, out_specs: PyTree = REPLICATED, more_specs: tuple[PyTree, ...] = ()
+) -> Function:
     """Returns `function(params, batch, *more)`, run on local shards and rows with all axes except `tensor` manual.
 
     `params` are all parameters, trained and frozen.
     """
-
-    def run(params: PyTree, batch: PyTree, *more: Any) -> Any:
-        param_specs = pspecs(plan.all_placements, plan.layout.parameters, tensor=False)
-        in_specs = (param_specs, plan.batch_spec, *more_specs)
-        mapped = jax.shard_map(
-            function,
-            mesh=plan.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(plan.mesh.axis_names) - {"tensor"},
-        )
-        return mapped(params, batch, *more)
-
-    return run
+    param_specs = pspecs(plan.all_placements, plan.layout.parameters, tensor=False)
+    return jax.shard_map(
+        function,
+        mesh=plan.mesh,
+        in_specs=(param_specs, plan.batch_spec, *more_specs),
+        out_specs=out_specs,
+        axis_names=set(plan.mesh.axis_names) - {"tensor"},
+    )
 
 
 def gradient_specs(plan: ShardingPlan, *, tensor: bool = True) -> PyTree:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +61,7 @@ def on_whole_tensors(
         alike: dict[tuple[Hashable, ...], list[int]] = {}
         for i, x in enumerate(shards):
             alike.setdefault((places[i], x.shape[1:], x.dtype, kinds[i]), []).append(i)
-        together: dict[tuple[Sharing, Any], list[list[int]]] = {}
+        together: dict[tuple[Sharing, jnp.dtype], list[list[int]]] = {}
         for members in alike.values():
             sharing = _sharing(plan, places[members[0]], each=each)
             together.setdefault((sharing, shards[members[0]].dtype), []).append(members)

@@ -4,11 +4,11 @@ Only its type marks this part. Code that inspects a state by paths (shardings, c
 finds a `ReplicaKey` in the path of each of its arrays, which no parameter's name can equal.
 """
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+from jax.tree_util import KeyPath
 
 from sharding.trees import PyTree
 
@@ -49,6 +49,6 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def replica_key(path: Sequence[Any]) -> ReplicaKey | None:
+def replica_key(path: KeyPath) -> ReplicaKey | None:
     """Returns the path's entry that leads into a PerReplica, or None for an array that all replicas share."""
     return next((key for key in path if isinstance(key, ReplicaKey)), None)

@@ -9,7 +9,6 @@ The sum over all shares, between the two, is not compiled: the programs exchange
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +16,17 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from sharding.accumulation import Index, at, length
 from sharding.gradients import Carry, Items, MicroStep, MicroSteps, add_gradients, replica_parameters, run_last
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
-from sharding.spec import is_placement, pspecs
+from sharding.spec import Placement, is_placement, pspecs
 from sharding.step import Timing, TrainState, updated
-from sharding.trees import Batch, Grads, Means, Params, Placements, PyTree
+from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
 # (group, number of the device in its mesh, layer, the device's shards of the sums): it must not wait, nor read them
-Hand = Callable[[str, Any, Any, Sequence[Any]], None]
+Hand = Callable[[str, ArrayLike, ArrayLike, Sequence[ArrayLike]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,10 @@ def build_share(
     return share
 
 
-def build_update(plan: ShardingPlan, timing: Timing) -> Callable[[TrainState, PyTree, Means], tuple[TrainState, Means]]:
+def build_update(plan: ShardingPlan, timing: Timing) -> Callable[[TrainState, GradsR, Means], tuple[TrainState, Means]]:
     """Returns `update(state, grads_R, means) -> (state, metrics)`, for the sums over all shares."""
 
-    def update(state: TrainState, grads_R: PyTree, means: Means) -> tuple[TrainState, Means]:
+    def update(state: TrainState, grads_R: GradsR, means: Means) -> tuple[TrainState, Means]:
         weight = means["weight"]
         metrics = {name: x / weight for name, x in means.items() if name != "weight"}
         return updated(plan, timing, state, jax.tree.map(lambda g: g / weight, grads_R), metrics)
@@ -99,7 +99,7 @@ def build_update(plan: ShardingPlan, timing: Timing) -> Callable[[TrainState, Py
     return update
 
 
-def gradient_shapes(plan: ShardingPlan, params: PyTree) -> PyTree:
+def gradient_shapes(plan: ShardingPlan, params: Params) -> GradsR:
     """Returns the shapes `f32 [1, ...]` of gradients that an update takes, for parameters like the shapes `params`."""
 
     def shape(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -122,7 +122,7 @@ class FlatGradients:
     num_coded: int  # values of the others, which come first
 
     @classmethod
-    def make(cls, plan: ShardingPlan, params: PyTree, order: Sequence[str]) -> "FlatGradients":
+    def make(cls, plan: ShardingPlan, params: Params, order: Sequence[str]) -> "FlatGradients":
         """Returns the layout for parameters like the shapes `params`, of groups in this order."""
         sizes, here = {}, cls.local(plan)
         for name in order:
@@ -148,7 +148,7 @@ class FlatGradients:
         """Returns the numbers in the mesh of this process' devices."""
         return [i for i, device in enumerate(plan.mesh.devices.flat) if device.process_index == jax.process_index()]
 
-    def put(self, flat: np.ndarray, name: str, device: int, layer: int, leaves: Sequence[Any]) -> tuple[int, int]:
+    def put(self, flat: np.ndarray, name: str, device: int, layer: int, leaves: Sequence[ArrayLike]) -> tuple[int, int]:
         """Writes a layer's gradients (`leaves`) to `flat`; returns the start and end of their coded part."""
         slots = self.slots[name, layer, device]
         for (start, size), leaf in zip(slots, leaves, strict=True):
@@ -157,7 +157,7 @@ class FlatGradients:
         coded = [(start, start + size) for start, size in slots if start < self.num_coded]
         return (coded[0][0], coded[-1][1]) if coded else (0, 0)
 
-    def arrays(self, flat: np.ndarray, params: PyTree) -> PyTree:
+    def arrays(self, flat: np.ndarray, params: Params) -> GradsR:
         """Returns the gradients `[1, ...]` that a vector holds, for parameters like the shapes `params`."""
         devices, here = list(self.plan.mesh.devices.flat), self.local(self.plan)
         shapes = gradient_shapes(self.plan, params)
@@ -179,10 +179,10 @@ class FlatGradients:
                     shards.append(jax.device_put(shard.reshape(1, *shape), devices[number]))
                 arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
             found[name] = tree.unflatten(arrays)
-        return found
+        return GradsR(found)
 
 
-def _leaves(plan: ShardingPlan, name: str, params: PyTree) -> list[tuple[Any, tuple[int, ...]]]:
+def _leaves(plan: ShardingPlan, name: str, params: Params) -> list[tuple[Placement, tuple[int, ...]]]:
     """Returns the placement and the shape of a device's shard of each parameter of a group."""
     placements = jax.tree.leaves(plan.placements[name], is_leaf=is_placement)
     shapes = [

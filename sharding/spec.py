@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, Sharding
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from sharding.mesh import STAGE, divisors
 from sharding.replicas import ReplicaKey
 from sharding.scopes import Layout
-from sharding.trees import Axes, PyTree
+from sharding.trees import Axes, Placements, PyTree, Specs
 
 # dims that the `tensor` axis splits (Megatron's choice); every other dim may only be partitioned
 TENSOR_DIMS = ("mlp", "heads", "kv_heads", "vocab")
@@ -34,7 +35,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     dims: Axes
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     replicate: bool = False
     frozen: bool = False
 
@@ -81,7 +82,7 @@ class Placement:
 
     def pspec(self, scope: Sequence[str], *, tensor: bool = True, stage: bool = True) -> PartitionSpec:
         """Returns the spec under `scope` (axes, major first), without `tensor` or `stage` if these are False."""
-        entries: list[Any] = [None] * self.ndim
+        entries: list[str | Axes | None] = [None] * self.ndim
         held = tuple(axis for axis in scope if axis in self.held)
         for dim, axes in ((self.expert_dim, held), (self.dim, self.not_held(scope))):
             if dim is not None and axes:
@@ -153,18 +154,18 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     return replace(whole, dim=dim)
 
 
-def has_dims(specs: PyTree, dims: Sequence[str]) -> bool:
+def has_dims(specs: Specs, dims: Sequence[str]) -> bool:
     """Whether any parameter in a tree of ParamSpecs has any of these dims."""
     return any(dim in dims for spec in jax.tree.leaves(specs, is_leaf=is_spec) for dim in spec.dims)
 
 
-def place_all(specs: PyTree, layout: Layout) -> PyTree:
+def place_all(specs: Specs, layout: Layout) -> Placements:
     """Returns the tree of Placements for a tree of ParamSpecs."""
     place_one = lambda path, spec: place(path_name(path), spec, layout)
     return jax.tree_util.tree_map_with_path(place_one, specs, is_leaf=is_spec)
 
 
-def pspecs(placements: PyTree, scope: Sequence[str], *, tensor: bool = True) -> PyTree:
+def pspecs(placements: Placements, scope: Sequence[str], *, tensor: bool = True) -> PyTree:
     """Returns the tree of PartitionSpecs of parameters under a scope."""
     return jax.tree.map(lambda p: p.pspec(scope, tensor=tensor), placements, is_leaf=is_placement)
 
@@ -185,7 +186,7 @@ def is_placement(x: object) -> bool:
     return isinstance(x, Placement)
 
 
-def path_name(path: Sequence[Any], separator: str = "/") -> str:
+def path_name(path: KeyPath, separator: str = "/") -> str:
     """Returns the name of a tree path as `layers/attention/query`. A PerReplica without a label adds nothing to it."""
     named = tuple(key for key in path if not isinstance(key, ReplicaKey) or key.label)
     return jax.tree_util.keystr(named, simple=True, separator=separator)

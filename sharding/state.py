@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
 from sharding.replicas import replica_key
@@ -17,12 +17,12 @@ from sharding.trees import PyTree
 Cut = Callable[[str, tuple[int, ...]], int | None]
 
 
-def by_name(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def by_name(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> dict[str, PyTree]:
     """Returns the leaves of a tree by their names."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
-def owner(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct]) -> str:
+def owner(path: KeyPath, x: jax.ShapeDtypeStruct, params: Mapping[str, jax.ShapeDtypeStruct]) -> str:
     """Returns the name of the parameter to which an array of the optimizer state belongs, or "".
 
     The array has the parameter's shape (after R, if replicas have separate arrays), and its path ends in the
@@ -51,7 +51,7 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
     gradients = by_name(gradient_specs(plan))
     degree = layout.shape.size(layout.optimizer)
 
-    def spec_of(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, cut: Cut) -> PartitionSpec:
+    def spec_of(path: KeyPath, x: jax.ShapeDtypeStruct, cut: Cut) -> PartitionSpec:
         name = owner(path, x, params)
         if replica_key(path):
             return gradients[name] if name else PartitionSpec(layout.replica_axes)

@@ -6,7 +6,7 @@ has the timings that overlap the exchange with compute, compression/local_sgd.py
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from sharding.frozen import joined
 from sharding.gathers import auto_gather, layer_gather, to_parameter_scope
 from sharding.gradients import MicroSteps, replica_gradients
 from sharding.plan import ShardingPlan, run_manual
-from sharding.trees import Batch, Grads, GradsR, Means, Params
+from sharding.trees import Batch, Grads, GradsR, Means, Params, PyTree
 
 # (plan, a device's shards, its rows, gather) -> weighted sums over the rows, by name
 Measures = Callable[[ShardingPlan, Params, Batch, Gather], Means]
-States = tuple[Any, Any]  # the replica all-reduce's, and the optimizer's
+States = tuple[PyTree, PyTree]  # the replica all-reduce's, and the optimizer's
 
 
 class Watch(Protocol):
@@ -47,26 +47,55 @@ class Timing(Protocol):
 
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
-    ) -> tuple[Any, Means]:
+    ) -> tuple[PyTree, Means]:
         """Returns the input of `update`, and the means of a batch; `params` are trained and frozen ones."""
         ...
 
-    def update(self, gradients: Any, states: States, params: Params) -> tuple[Grads, States]:
+    def update(self, gradients: PyTree, states: States, params: Params) -> tuple[Grads, States]:
         """Returns how far the trained parameters `[...]` move, in the optimizer's scope, and the states after it."""
         ...
 
 
-@dataclass(frozen=True)
-class AfterMicroSteps:
-    """A Timing: the replica all-reduce takes all gradients `[R, ...]` once the micro-steps have ended."""
+class AllReduce(Protocol):
+    """The replica all-reduce, an optax.GradientTransformation to the mean of gradients, in the optimizer's scope."""
 
-    all_reduce: Any  # an optax.GradientTransformation from gradients `[R, ...]` to their mean, in the optimizer's scope
-    optimizer: Any  # another one, of arrays in that scope
+    def init(self, params: Params, /) -> PyTree:
+        """Returns the state before the first step."""
+        ...
+
+    def update(self, updates: GradsR, state: PyTree, params: Params | None = None, /) -> tuple[PyTree, PyTree]:
+        """Returns the mean (Grads) of gradients `[R, ...]`, and the state after it."""
+        ...
+
+
+class Optimizer(Protocol):
+    """An optax.GradientTransformation of arrays in the optimizer's scope."""
+
+    def init(self, params: Params, /) -> PyTree:
+        """Returns the state before the first step."""
+        ...
+
+    def update(self, updates: Grads, state: PyTree, params: Params | None = None, /) -> tuple[PyTree, PyTree]:
+        """Returns how far the parameters move (Grads) by a gradient, and the state after it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chained:
+    """The replica all-reduce and the optimizer of a Timing that runs one after the other."""
+
+    all_reduce: AllReduce
+    optimizer: Optimizer
     watch: Watch = lambda states: {}
 
     def init(self, params: Params) -> States:
         """Returns the states before the first step, of parameters `[...]`."""
         return self.all_reduce.init(params), self.optimizer.init(params)
+
+
+@dataclass(frozen=True)
+class AfterMicroSteps(Chained):
+    """A Timing: the replica all-reduce takes all gradients `[R, ...]` once the micro-steps have ended."""
 
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
@@ -89,9 +118,9 @@ class TrainState:
 
     step: jax.Array  # int32 []: steps done
     params: Params  # the trained ones
-    all_reduce: Any  # the replica all-reduce's: residuals, pending gradients, counters
-    opt_state: Any
-    frozen: Params = field(default_factory=dict)
+    all_reduce: PyTree  # the replica all-reduce's: residuals, pending gradients, counters
+    opt_state: PyTree
+    frozen: Params = field(default_factory=lambda: Params({}))
 
     @property
     def all_params(self) -> Params:
@@ -101,7 +130,7 @@ class TrainState:
     @property
     def checkpoint_state(self) -> "TrainState":
         """The part that a checkpoint or a snapshot keeps."""
-        return replace(self, frozen={})
+        return replace(self, frozen=Params({}))
 
     @property
     def chain(self) -> States:
@@ -124,14 +153,14 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def first_state(timing: Any, params: Params, frozen: Params | None = None) -> TrainState:
+def first_state(timing: AllReduce | Timing, params: Params, frozen: Params | None = None) -> TrainState:
     """Returns the state before the first step, of trained and frozen parameters `[...]`.
 
     `timing` is a Timing, or an optax.chain of the replica all-reduce and the optimizer.
     """
     all_reduce, opt_state = timing.init(params)
-    parts = {"params": params, "all_reduce": all_reduce, "opt_state": opt_state}
-    return TrainState(step=jnp.zeros((), jnp.int32), **parts, frozen=frozen or {})
+    step, frozen = jnp.zeros((), jnp.int32), frozen or Params({})
+    return TrainState(step=step, params=params, all_reduce=all_reduce, opt_state=opt_state, frozen=frozen)
 
 
 def build_train_step(
@@ -156,7 +185,7 @@ def build_train_step(
 
 
 def updated(
-    plan: ShardingPlan, timing: Timing, state: TrainState, gradients: Any, means: Means
+    plan: ShardingPlan, timing: Timing, state: TrainState, gradients: PyTree, means: Means
 ) -> tuple[TrainState, Means]:
     """Returns the state after the update by the timing's gradients, and the means with the timing's metrics."""
     params = plan.constrain(state.params, plan.layout.optimizer)

@@ -86,7 +86,7 @@ class Experiment:
         """
         shapes = self.state_shapes.frozen
         if not shapes:
-            return {}
+            return Params({})
         weights = self.open_weights()
         return weights.load(shapes) if weights else self._initial("frozen")
 

@@ -9,7 +9,7 @@ bit.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +67,12 @@ class Scaled:
 
     def gradients(
         self, micro_steps: MicroSteps, plan: ShardingPlan, params: Params, batch: Batch, states: States
-    ) -> tuple[Any, Means]:
+    ) -> tuple[PyTree, Means]:
         """Returns the timing's gradients and means, without the scale."""
         scaled = partial(_scaled_micro_steps, micro_steps, states[1].scale)
         return self.timing.gradients(scaled, plan, params, batch, _unscaled(states))
 
-    def update(self, gradients: Any, states: States, params: Params) -> tuple[Grads, States]:
+    def update(self, gradients: PyTree, states: States, params: Params) -> tuple[Grads, States]:
         """Returns the timing's update, and the states after it, with the scale of the next step."""
         _, before = states
         moves, (all_reduce, inner) = self.timing.update(gradients, _unscaled(states), params)
@@ -88,7 +88,7 @@ def _scaled_micro_steps(
     batch: Batch,
     total: jax.Array,
     loop: MicroStepLoop,
-) -> tuple[Any, Means]:
+) -> tuple[PyTree, Means]:
     """Runs micro-steps that differentiate `scale` times the loss; returns their results without the scale."""
 
     def unscaled(tree: PyTree) -> PyTree:

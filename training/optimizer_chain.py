@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from compression.all_reduce import AllReduceMethod, Setup, unless_not_finite
 from compression.exchange import exchange
@@ -21,7 +19,8 @@ from sharding.averages import part_averages
 from sharding.plan import ShardingPlan
 from sharding.redistribute import on_whole_tensors
 from sharding.state import Cut
-from sharding.step import AfterMicroSteps, States, Timing
+from sharding.step import AfterMicroSteps, AllReduce, States, Timing
+from sharding.trees import Specs
 from training.loss_scale import first_scale, guard_of, with_loss_scale
 from training.optimizers import beside_averages, make_optimizer
 
@@ -29,7 +28,7 @@ from training.optimizers import beside_averages, make_optimizer
 WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)
 
 
-def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Timing:
+def make_chain(config: Config, plan: ShardingPlan, specs: Specs) -> Timing:
     """Returns the replica all-reduce and the optimizer, or local SGD around both; for float16 with loss scaling.
 
     Independent replicas average their gradients outside the step, so their chain has no replica all-reduce.
@@ -40,7 +39,7 @@ def make_chain(config: Config, plan: ShardingPlan, specs: Any) -> Timing:
     return with_loss_scale(timing, first_scale(config.batch)) if plan.compute_dtype == jnp.float16 else timing
 
 
-def _make_timing(config: Config, plan: ShardingPlan, specs: Any) -> Timing:
+def _make_timing(config: Config, plan: ShardingPlan, specs: Specs) -> Timing:
     compression, optimizer, local = config.compression, config.optimizer, config.local_sgd
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.all_reduce)
@@ -76,7 +75,7 @@ def cut_of(name: str) -> Cut:
     return getattr(OWN["optimizer"][name], "cut", refuse)
 
 
-def _all_reduce(method: AllReduceMethod, setup: Setup) -> optax.GradientTransformation:
+def _all_reduce(method: AllReduceMethod, setup: Setup) -> AllReduce:
     """Returns the method's transform for a run; running averages bypass a method that takes the optimizer's place.
 
     It would give them a momentum. All other methods take their mean as it is, because they are vectors.

@@ -10,7 +10,7 @@ under the trust ratio (lamb).
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
 from sharding.averages import part_averages
 from sharding.spec import ParamSpec, is_spec, is_stack
+from sharding.step import AllReduce
+from sharding.trees import PyTree
 
-PyTree = Any
 Transform = optax.GradientTransformation
 Stacks = list[jax.Array]
 Kind = tuple[int, int]  # of a layer's tensor: (leading dims of a batch of matrices (experts), the dim of the outputs)
-OfStack = Callable[[Any, jax.Array], jax.Array]  # (kind, a stack `[n, *shape]` of tensors of that kind) -> stack
+OfStack = Callable[[Kind, jax.Array], jax.Array]  # (kind, a stack `[n, *shape]` of tensors of that kind) -> stack
 # (function, specs, kinds, stacks `[n, ...]`, each=False) -> stacks. With `each` the stacks are `[R, n, ...]`, with
 # separate entries for each replica.
 OnWhole = Callable[..., Stacks]
@@ -181,7 +182,7 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
 
     @of_stacks.def_vmap
     @jax.named_scope("orthogonalise")
-    def of_replicas(size: int, is_cut: list[Any], stacks_R: Stacks) -> tuple[Stacks, list[bool]]:
+    def of_replicas(size: int, is_cut: list[list[bool]], stacks_R: Stacks) -> tuple[Stacks, list[bool]]:
         del size
         assert all(is_cut[0])
         return function(stacks_R, each=True), is_cut[0]
@@ -189,7 +190,7 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
     # the innermost vmap is over layers, if the model has any, and the next one over the replicas of local SGD
     orthogonalise = (_in_stacks if any("layers" in spec.dims for spec in matrices) else _alone)(of_stacks)
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, contrib.MuonState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, contrib.MuonState]:
         del params
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
@@ -243,7 +244,7 @@ def _in_stacks(function: Callable[[Stacks], Stacks]) -> Callable[[Stacks], Stack
     of_tensors = jax.custom_batching.custom_vmap(_alone(function))
 
     @of_tensors.def_vmap
-    def of_stacks(size: int, is_stack: list[Any], stacks: Stacks) -> tuple[Stacks, list[bool]]:
+    def of_stacks(size: int, is_stack: list[list[bool]], stacks: Stacks) -> tuple[Stacks, list[bool]]:
         del size
         assert all(is_stack[0])
         return function(stacks), is_stack[0]
@@ -270,7 +271,7 @@ def _kind(spec: ParamSpec) -> Kind:
     return dims.count("experts"), dims.index("channels_out") if "channels_out" in dims else len(dims) - 1
 
 
-def _map_specs(function: Callable[[ParamSpec], Any], specs: PyTree) -> PyTree:
+def _map_specs(function: Callable[[ParamSpec], PyTree], specs: PyTree) -> PyTree:
     return jax.tree.map(function, specs, is_leaf=is_spec)
 
 
@@ -295,7 +296,7 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         assert params is not None
-        moves: Any
+        moves: PyTree
         moves, after = unstacked.update(rest(updates), state["rest"], rest(params))
         layers = {name: jax.vmap(tx.update)(updates[name], state[name], params[name]) for name, tx in stacks.items()}
         moves = {**moves, **{name: move for name, (move, _) in layers.items()}}
@@ -304,7 +305,7 @@ def per_layer(make: Callable[[PyTree], Transform], specs: PyTree) -> Transform:
     return optax.GradientTransformation(init, update)
 
 
-def beside_averages(trained: Transform, averages: Callable[[PyTree, PyTree], PyTree]) -> Transform:
+def beside_averages(trained: AllReduce | Transform, averages: Callable[[PyTree, PyTree], PyTree]) -> Transform:
     """Runs `trained` on all parameters except running averages, whose updates are `averages(updates, params)`."""
 
     def init(params: PyTree) -> PyTree:
@@ -334,7 +335,7 @@ def guarded(inner: Transform) -> Transform:
         zero = jnp.zeros((), jnp.int32)
         return GuardState(inner.init(params), jnp.zeros(()), zero, zero)
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, GuardState]:
         trained, averages = part_averages(updates)
         norm = optax.tree.norm(trained)
         finite = jnp.isfinite(norm + optax.tree.norm(averages)) if averages else jnp.isfinite(norm)

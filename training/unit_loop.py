@@ -162,7 +162,7 @@ class LateStep:
     """A step whose gradients are under way while the next one computes."""
 
     step: int
-    grads_R: GradsR = None  # the mean `[1, ...]`, once it is here
+    grads_R: GradsR | None = None  # the mean `[1, ...]`, once it is here
     means: dict[str, np.float32] = field(default_factory=dict)
 
 

@@ -16,7 +16,6 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from compression.all_reduce import AllReduceMethod, Setup
@@ -25,7 +24,8 @@ from compression.statistics import Sent, State, nothing_sent, zeros_R
 from sharding.mesh import STAGE
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, is_placement, is_spec
-from sharding.trees import Axes, Params, PyTree, Shards
+from sharding.step import AllReduce
+from sharding.trees import Axes, Params, PyTree, Shards, Specs
 
 LEAST_RATIO = 2  # a matrix's values over its factors' values: PyTorch's default
 
@@ -99,7 +99,7 @@ def orthogonalised(p: jax.Array) -> jax.Array:
     return jnp.stack(columns, axis=-1)
 
 
-def power_sgd(plan: ShardingPlan, specs: PyTree, rank: int, *, warmup_steps: int = 0) -> optax.GradientTransformation:
+def power_sgd(plan: ShardingPlan, specs: Specs, rank: int, *, warmup_steps: int = 0) -> AllReduce:
     """Returns the replica all-reduce by PowerSGD of rank `rank`: gradients `[R, ...]` to their approximate mean.
 
     The mean is in the optimizer's scope; the first `warmup_steps` means are exact. Parameters with one dim per layer
@@ -132,7 +132,7 @@ def method(rank: int = 2) -> AllReduceMethod:
     if rank < 1:
         raise ValueError(f"rank={rank} of PowerSGD must be at least 1")
 
-    def build(setup: Setup) -> optax.GradientTransformation:
+    def build(setup: Setup) -> AllReduce:
         return power_sgd(setup.plan, setup.specs, rank, warmup_steps=setup.compression.warmup_steps)
 
     return AllReduceMethod(name="power_sgd", build=build)
