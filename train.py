@@ -30,7 +30,7 @@ from training import flags, resume
 from training.datasets import load_datasets
 from training.devices import use_compilation_cache, use_devices
 from training.experiment import Experiment, assemble, lay_out, make_plan
-from training.hooks import CheckpointHook, Hook, NonFiniteError, Periodic, Report, RunContext, Validate, every
+from training.hooks import CheckpointHook, Hook, NonFiniteError, Periodic, Profile, Report, RunContext, Validate, every
 from training.log import advice, announced, close_log, make_log, prepare_log, say
 from training.memory import check_fits, check_step_fits
 from training.optimizer_chain import make_chain
@@ -157,15 +157,18 @@ def run(
             checkpointer=checkpointer,
             snapshots=snapshots,
             supervisor=supervisor,
+            train_step=train_step,
             fingerprints=fingerprints,
         )
         report = Report(parts)
         checkpoint = CheckpointHook(parts, report)
+        profile = Profile(parts, report, step)
         loop = [
             every(1, report),
             every(config.eval.every, Validate(parts, report), at_end=True, done=step),
             Periodic(checkpoint.snapshot, due=lambda n: n < last and snapshots.due(n), at_stop=True, done=step),
             every(config.checkpoint.every, checkpoint.save, at_end=True, at_stop=True, done=checkpoint.newest()),
+            Periodic(profile, profile.is_due, at_end=True, at_stop=True, done=-1),
             *(hook if isinstance(hook, Periodic) else every(1, hook) for hook in hooks),
         ]
         if world.is_awaited and config.eval.every:

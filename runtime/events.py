@@ -30,6 +30,7 @@ class Event(StrEnum):
     FIRST_STEP = "first_step"  # step, after (the preceding step, or the last step of the preceding round)
     SNAPSHOT_BEGUN = "snapshot_begun"  # step; its arrays are copied, but not yet committed by all processes
     CHECKPOINT_BEGUN = "checkpoint_begun"  # step; the checkpoint is complete when `checkpoints/STEP` exists
+    PROFILED = "profiled"  # step (the first), steps, step_s, collectives (training/profiling.py: collective_times)
     LOST_PEER = "lost_peer"  # peers, why
     # independent replicas, each in a separate file; `step`: the first step, the last step, or the step of the loss
     REPLICA_JOINED = "replica_joined"  # replica, step, host

@@ -39,6 +39,7 @@ class Supervisor:
 
     def __init__(self, preemption: PreemptionHandler) -> None:
         self.phase = Phase.CHECKING
+        self._annotation = jax.profiler.TraceAnnotation(Phase.CHECKING.name.lower())  # its name in a profile
         self.shows_tracebacks = False
         self.events = EventLog(None)
         self._preemption, self._heartbeat = preemption, Heartbeat(self._note_verdict)
@@ -78,7 +79,10 @@ class Supervisor:
         self.held.enter_context(resource)
 
     def enter(self, phase: Phase) -> None:
-        """Records the phase of the main thread."""
+        """Records the phase of the main thread, in a profile too."""
+        self._annotation.__exit__(None, None, None)
+        self._annotation = jax.profiler.TraceAnnotation(phase.name.lower())
+        self._annotation.__enter__()
         self.phase = phase
         self._heartbeat.enter(phase)
 

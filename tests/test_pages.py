@@ -64,7 +64,7 @@ WRITERS = {
     "training/loss_scale.py": {"loss_scale"},
     "models/experts.py": {"cross_entropy", "balance_loss", "z_loss", "dropped_share"},
     "training/independent.py": {"replicas"},
-    "training/hooks.py": {"learning_rate", "data_wait_s", "checkpoint_s", "snapshot_s", "validation_s"},
+    "training/hooks.py": {"learning_rate", "data_wait_s", "checkpoint_s", "snapshot_s", "profile_s", "validation_s"},
     "sharding/hlo.py": {"collective_inter_bytes", "collective_intra_bytes"},
 }
 

@@ -47,7 +47,7 @@ from training.resume import check_same_run
 RECORD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "configs.json").read_text())
 # keys, or prefixes of keys, that do not change the trained parameters
 MAY_CHANGE = (
-    *("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "ablation."),
+    *("mesh.", "sharding.", "checkpoint.", "elastic.", "eval.", "sample.", "profile.", "ablation."),
     *("log_every", "sink", "batch.micro_size"),
     *(
         "model.remat",

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 from jax.experimental import multihost_utils
+from jax.profiler import ProfileData
 from support.running import (
     ROOT,
     arguments,
@@ -37,11 +38,13 @@ import train
 from configs import command_line
 from configs.schema import Config, ShardingConfig
 from elastic.checkpointer import Checkpointer
+from runtime.events import EventReader
 from sharding import drawing
 from sharding.scopes import make_layout
 from training import devices, memory
 from training.experiment import Experiment
 from training.hooks import every
+from training.metrics.report import profile_text
 
 RESUMABLE = 75
 KEYS = {
@@ -384,3 +387,24 @@ def test_the_hook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         exec(listing, {})
     params = [x for name, x in arrays(tmp_path, 10).items() if name.startswith("params")]
     assert f"\n10 {max(abs(x).max() for x in params)}\n" in capsys.readouterr().out
+
+
+def test_the_steps_that_the_config_names_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their trace has each step and the phases; the summary is printed, and in the report."""
+    assert run_here(*arguments(tmp_path, profile__start=3, profile__steps=2)) == 0
+    (event,) = [event for event in EventReader(tmp_path).new() if event["event"] == "profiled"]
+    assert (event["step"], event["steps"]) == (3, 2) and event["step_s"] > 0 and event["collectives"]
+    summary = profile_text(event)
+    assert summary in capsys.readouterr().out and summary in (tmp_path / "report.html").read_text()
+    (file,) = tmp_path.glob("profile/process_0/**/*.xplane.pb")
+    events = [e for plane in ProfileData.from_file(str(file)).planes for line in plane.lines for e in line.events]
+    assert sorted(dict(e.stats)["step_num"] for e in events if e.name == "step") == [3, 4]
+    assert {"reading", "stepping", "recording"} <= {e.name for e in events}
+
+
+def test_a_trace_of_the_first_step_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is stopped or resumed within or after these steps has no summary."""
+    assert run_here(*arguments(tmp_path, profile__start=1, profile__steps=5), hooks=[stop_after(1)]) == RESUMABLE
+    assert run_here(*arguments(tmp_path, profile__start=1, profile__steps=5)) == 0
+    assert len([*tmp_path.glob("profile/process_0/**/*.xplane.pb")]) == 1
+    assert "Profile of" not in capsys.readouterr().out

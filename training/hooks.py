@@ -18,11 +18,14 @@ from elastic.snapshots import Snapshots
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
+from runtime.files.run_directory import PROFILE
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor
 from sharding.step import TrainState
+from training import profiling
 from training.datasets import Datasets
 from training.experiment import Experiment
+from training.metrics.report import profile_text
 from training.metrics.run_log import RunLog
 from training.metrics_apart import MetricsApart
 from training.validation import Validator
@@ -45,6 +48,7 @@ class RunContext:
     checkpointer: Checkpointer
     snapshots: Snapshots
     supervisor: Supervisor
+    train_step: jax.stages.Compiled
     fingerprints: Mapping[str, str]  # hashes of the data and the frozen weights, saved with the state
 
 
@@ -213,6 +217,54 @@ class Validate:
             run.supervisor.enter(Phase.RECORDING)
             run.log.validation(step, validation.scalars(), validation.message)
         metrics |= validation.scalars()
+
+
+class Profile:
+    """Traces the steps from `profile.start` on, and logs the time of their collectives."""
+
+    def __init__(self, run: RunContext, report: Report, step: int) -> None:
+        """`step` steps are done; a run that resumes after `profile.start` traces nothing."""
+        self._run, self._report, self._config = run, report, run.ex.config.profile
+        self._folder = run.world.workdir / PROFILE / f"process_{jax.process_index()}"
+        self._started_s: float | None = None
+        if self.is_due(step):
+            self._start()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the trace starts or ends after a step."""
+        return step == self._config.start - 1 or (self._started_s is not None and step == self._last)
+
+    def __call__(self, step: int, state: TrainState, metrics: Metrics) -> None:
+        """Starts the trace, or ends it. If the run stops during the trace, it has no summary."""
+        jax.block_until_ready(state)
+        if self._started_s is not None:
+            seconds, self._started_s = time.perf_counter() - self._started_s, None
+            with self._report.apart("profile_s"):
+                jax.profiler.stop_trace()
+                if step == self._last:
+                    self._log(seconds / self._config.steps)
+        elif self.is_due(step):
+            self._start()
+
+    @property
+    def _last(self) -> int:
+        return self._config.start - 1 + self._config.steps
+
+    def _start(self) -> None:
+        profiling.start_trace(self._folder)
+        self._started_s = time.perf_counter()
+
+    def _log(self, step_s: float) -> None:
+        run, config = self._run, self._config
+        shape = run.ex.plan.layout.shape
+        try:
+            times = profiling.collective_times(self._folder, run.train_step.as_text() or "", shape, config.steps)
+        except Exception as error:  # XLA promises nothing about its text and its traces
+            run.log.say(f"the trace in {self._folder} cannot be read: {' '.join(str(error).split())}")
+            return
+        fields = {"step": config.start, "steps": config.steps, "step_s": step_s, "collectives": times}
+        run.supervisor.events.write(Event.PROFILED, **fields)
+        run.log.say(f"{profile_text(fields)} Trace: {self._folder}")
 
 
 class CheckpointHook:

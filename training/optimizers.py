@@ -339,7 +339,8 @@ def guarded(inner: Transform) -> Transform:
         trained, averages = part_averages(updates)
         norm = optax.tree.norm(trained)
         finite = jnp.isfinite(norm + optax.tree.norm(averages)) if averages else jnp.isfinite(norm)
-        steps, inner_state = inner.update(updates, state.inner, params)
+        with jax.named_scope("optimizer"):
+            steps, inner_state = inner.update(updates, state.inner, params)
         return jax.tree.map(lambda u: jnp.where(finite, u, 0), steps), GuardState(
             inner=jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner_state, state.inner),
             grad_norm=norm,

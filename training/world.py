@@ -113,9 +113,10 @@ class OneWorld(_Program):
         self._supervisor.enter(Phase.READING)
         batch = self._ex.batches.to_devices(next(self._batches))
         self._supervisor.enter(Phase.STEPPING)
-        if meetings:
-            return self._ex.block(meetings(self._train_step, state, batch, step))
-        return self._ex.block(self._train_step(state, batch))
+        with jax.profiler.StepTraceAnnotation("step", step_num=step + 1):
+            if meetings:
+                return self._ex.block(meetings(self._train_step, state, batch, step))
+            return self._ex.block(self._train_step(state, batch))
 
     def state_for_checkpoint(self, state: TrainState) -> TrainState | None:
         """Returns the part of a state that this program saves; None if another replica saves it."""

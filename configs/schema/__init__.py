@@ -42,6 +42,7 @@ from configs.schema.sections import (
     LocalSGDConfig,
     MeshConfig,
     OptimizerConfig,
+    ProfileConfig,
     SampleConfig,
     ShardingConfig,
 )
@@ -90,6 +91,7 @@ class Config(Section):
     elastic: ElasticConfig
     eval: EvalConfig
     sample: SampleConfig
+    profile: ProfileConfig
     ablation: AblationConfig
     log_every: int = key(
         1,

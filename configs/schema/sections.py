@@ -244,3 +244,11 @@ class SampleConfig(Section, name="sample", resumable=True):
         unit="tokens",
     )
     temperature: float = key(0.7, "sampling temperature; 0 always takes the most likely token", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(Section, name="profile", resumable=True):
+    """A trace of some steps, in the run's directory."""
+
+    start: int = key(0, "first step that is traced; 0: no trace", least=0)
+    steps: int = key(3, "steps that are traced", least=1, unit="steps")

@@ -11,6 +11,7 @@ TENSORBOARD = "tensorboard"  # the same data for TensorBoard
 CHECKPOINTS = "checkpoints"
 EVENTS = "events.jsonl"  # events of all attempts, and of the engine that starts them
 ATTEMPTS = "attempts.json"
+PROFILE = "profile"  # traces of `profile.start`
 REPLICAS = "replicas"  # a directory per independent replica, with all its files except the checkpoints
 # written at the end
 SUMMARY = "summary.json"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import train
-from configs.schema import CheckpointConfig, Config, ElasticConfig, EvalConfig, SampleConfig
+from configs.schema import CheckpointConfig, Config, ElasticConfig, EvalConfig, ProfileConfig, SampleConfig
 from elastic.saved_arrays import SavedArrays
 from support import fast_compile
 from support.ports import free_port
@@ -83,6 +83,7 @@ def compiled_once(config: Config) -> Experiment:
     if data.tokenizer == "bytes" and data.packing == "stream":
         data = replace(data, source="synthetic", path="", mixture="", pattern="")
     without = {"checkpoint": CheckpointConfig(), "elastic": ElasticConfig(), "eval": EvalConfig(), "log_every": 1}
+    without |= {"profile": ProfileConfig()}
     program = replace(config, data=data, sample=SampleConfig(length=0), sink="none", **without)  # the same program
     experiment = make_experiment(config)
     vars(experiment).update(_programs(program))

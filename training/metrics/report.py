@@ -3,6 +3,7 @@
 `python -m training.metrics.report RUN_DIR` writes `RUN_DIR/report.html` and prints its path.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.command_line import OneLineParser, complain, prepare_output
+from runtime.events import Event
 from runtime.files import atomic, run_directory
 from runtime.files.paths import user_path
 from training.metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes_chart, span_s
@@ -198,12 +200,26 @@ def collectives_note(run: RunFiles) -> str:
         why = f"says that {problem}" if problem else "lists no collectives: the step sends nothing"
         return f"collectives.json {run.problems.get('collectives.json', why)}."
     said = "From the compiled program. Bytes are per device and step."
+    if profiles := [event for event in run.events if event["event"] == Event.PROFILED]:
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # another version wrote it
+            said += f" {profile_text(profiles[-1])} Exposed: the device computes nothing meanwhile."
     wire = ("wire_tx_bytes", "wire_rx_bytes")
     sent, received = (mean_over_steps(run.rows, key) for key in wire)
     if sent is None or received is None:
         return said
     counted = f"{format_bytes(sent)} sent, {format_bytes(received)} received"
     return f"{said} Counted by this node's network interfaces, average per step: {counted}."
+
+
+def profile_text(event: Mapping[str, Any]) -> str:
+    """Returns the text of an event of a profile, with fields as in runtime/events.py."""
+    first, last = event["step"], event["step"] + event["steps"] - 1
+    times = [f"{format_seconds(event['step_s'])} a step"]
+    times += [
+        f"{format_seconds(time['total_s'])} in collectives {level} ({format_seconds(time['exposed_s'])} exposed)"
+        for level, time in event["collectives"].items()
+    ]
+    return f"Profile of steps {first} to {last}: {', '.join(times)}."
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,56 @@
+"""The time of collectives in a trace: of spans with known sums, and of a program whose collectives are known."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.mesh import MeshShape, find_nodes, make_mesh
+from training.profiling import BETWEEN, COMPUTE, INSIDE, _collective_ns, collective_times, start_trace
+
+
+def test_exposed_is_the_part_of_the_collectives_without_compute() -> None:
+    spans = [
+        *((0, 10, COMPUTE), (2, 6, COMPUTE), (20, 30, COMPUTE)),
+        *((5, 25, BETWEEN), (12, 15, BETWEEN)),  # 20 in all; 10 to 20 is exposed
+        (30, 33, INSIDE),
+    ]
+    assert _collective_ns(spans, BETWEEN) == (20, 10)
+    assert _collective_ns(spans, INSIDE) == (3, 3)
+    assert _collective_ns(spans[:3], BETWEEN) == (0, 0)
+
+
+def test_a_trace_has_the_collectives_of_both_levels(tmp_path: Path) -> None:
+    """Of 2 nodes of 2 devices: a sum between nodes and a sum inside them; other programs in the trace do not count."""
+    shape = MeshShape(replica_inter=2, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
+    mesh = make_mesh(shape, find_nodes(jax.devices()[:4], 2))
+    names = {"node": "replica_inter", "device": "shard_intra"}
+    rows = PartitionSpec(("replica_inter", "shard_intra"))
+    x = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, rows))
+
+    def compiled(*levels: str) -> jax.stages.Compiled:
+        def step(x: jax.Array) -> jax.Array:
+            x = x @ x.T
+            for level in levels:
+                x = jax.lax.psum(x, names[level])
+            return x
+
+        return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows)).lower(x).compile()
+
+    both, inside = compiled("node", "device"), compiled("device")
+    for folder, run in (("both", both), ("inside", inside)):
+        start_trace(tmp_path / folder)
+        jax.block_until_ready([run(x) for _ in range(3)])
+        jax.profiler.stop_trace()
+    times = partial(collective_times, shape=shape, steps=3)
+    found = times(tmp_path / "both", both.as_text() or "")
+    assert {*found} == {BETWEEN, INSIDE}
+    assert all(0 < time["exposed_s"] <= time["total_s"] < 60 for time in found.values())
+    assert {*times(tmp_path / "inside", inside.as_text() or "")} == {INSIDE}
+    other = (both.as_text() or "").replace("HloModule jit_step", "HloModule jit_other")
+    assert times(tmp_path / "both", other) == {}
+    with pytest.raises(IndexError):
+        times(tmp_path / "none", both.as_text() or "")
