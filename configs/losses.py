@@ -29,7 +29,7 @@ NO_FEEDBACK = "compression.error_feedback=False"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class RecordedLoss:
     """A row."""
 
     setting: Mapping[str, str]  # keys of the config; `optimizer.name` if it differs from the dense run's
@@ -66,32 +66,32 @@ class Loss:
 
 
 @lru_cache
-def rows() -> tuple[Loss, ...]:
+def rows() -> tuple[RecordedLoss, ...]:
     """Returns the rows of losses.csv."""
     return read(FILE.read_text())
 
 
-def read(text: str) -> tuple[Loss, ...]:
+def read(text: str) -> tuple[RecordedLoss, ...]:
     """Returns the rows of the text of a losses.csv."""
     return tuple(map(_row, csv.DictReader(text.splitlines())))
 
 
-def _row(cells: Mapping[str, str]) -> Loss:
+def _row(cells: Mapping[str, str]) -> RecordedLoss:
     values: dict[str, Any] = {"setting": dict(word.split("=") for word in cells["setting"].split())}
     values |= {name: int(cells[name]) for name in ("parameters", "seeds")}
     values |= {name: float(cells[name]) for name in ("mean", "least", "most")}
-    return Loss(**{**cells, **values, "steps": float(cells["steps"]) if cells["steps"] else None})
+    return RecordedLoss(**{**cells, **values, "steps": float(cells["steps"]) if cells["steps"] else None})
 
 
 # ------------------------------------------------------------------------------------------- of settings, for a search
 
 
-def rows_of(setting: Mapping[str, str], optimizer: str) -> list[Loss]:
+def rows_of(setting: Mapping[str, str], optimizer: str) -> list[RecordedLoss]:
     """Returns the rows that compare a setting with dense runs of an optimizer; none for an empty setting."""
     return [row for row in rows() if setting and (row.setting, row.optimizer) == (setting, optimizer)]
 
 
-def steps_to_loss(found: Sequence[Loss]) -> float | None:
+def steps_to_loss(found: Sequence[RecordedLoss]) -> float | None:
     """Returns the most steps of a setting's rows over the dense run's; None without rows, or if one has none."""
     steps = [row.steps for row in found]
     return max(filter(None, steps), default=None) if all(steps) else None
@@ -106,16 +106,16 @@ def settings_to_loss(optimizer: str) -> list[Mapping[str, str]]:
 # ------------------------------------------------------------------------------------------ of methods, for who uses it
 
 
-def by_method(found: Sequence[Loss]) -> Mapping[str, list[Loss]]:
+def by_method(found: Sequence[RecordedLoss]) -> Mapping[str, list[RecordedLoss]]:
     """Returns the rows that compare a method with dense runs of the same optimizer, by method."""
-    methods: dict[str, list[Loss]] = {}
+    methods: dict[str, list[RecordedLoss]] = {}
     for row in found:
         if OPTIMIZER not in row.setting:
             methods.setdefault(row.method, []).append(row)
     return methods
 
 
-def is_free(found: Sequence[Loss]) -> bool | None:
+def is_free(found: Sequence[RecordedLoss]) -> bool | None:
     """Whether a method's rows reach the dense runs' losses on both tasks, within the spread of the seeds.
 
     None if this is not known: the rows are too few, or a row with fewer seeds is above.
@@ -126,7 +126,7 @@ def is_free(found: Sequence[Loss]) -> bool | None:
     return True if {row.task for row in enough} >= {*TASKS} and all(row.least <= 0 for row in found) else None
 
 
-def cost_on(task: str, found: Sequence[Loss]) -> str:
+def cost_on(task: str, found: Sequence[RecordedLoss]) -> str:
     """Returns the lowest and highest mean of a method's rows on a task; "" without any."""
     means = sorted(row.mean for row in found if row.task == task)
     return " to ".join(f"{mean:+z.3f}" for mean in means[:: max(1, len(means) - 1)])
@@ -154,7 +154,7 @@ def dense_optimizer(config: Mapping[str, Any]) -> str:
     return "" if methods_of(config) or config["model"].get("weights") else config["optimizer"]["name"]
 
 
-def recorded(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Loss]:
+def recorded(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[RecordedLoss]:
     """Returns the rows of a config's own keys, its optimizer included; `defaults` has the default of each key."""
 
     def keys(values: Mapping[str, Any], optimizer: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ from elastic import check_path, manifest, tree
 from elastic.quiet import quiet_orbax
 from elastic.tree import Restored
 from runtime.command_line import print_to_stderr, printable
-from runtime.consensus import TIMEOUT_S, Key, all_gather, barrier, broadcast, gather, new_key
+from runtime.consensus import TIMEOUT_S, AgreementKey, all_gather, barrier, broadcast, gather, new_key
 from runtime.exit_codes import ResumableError
 from runtime.files import atomic, json_objects
 
@@ -298,7 +298,7 @@ class Checkpointer:
         writer: ocp.AsyncCheckpointer,
         topics: Iterator[str],
         folder: Path,
-        keys: tuple[Key, Key],
+        keys: tuple[AgreementKey, AgreementKey],
         described: dict[str, Any],
     ) -> None:
         """Waits for the data, and commits the step that is `described`. Runs in a thread; `wait` raises its error.
@@ -453,7 +453,7 @@ def kept_steps(manifests: Sequence[manifest.Manifest], config: CheckpointConfig)
     return {*steps[-config.keep_last :], *every, *best}
 
 
-def damage(folder: Path, key: Key) -> str | None:
+def damage(folder: Path, key: AgreementKey) -> str | None:
     """Returns the damage of the step in `folder` as text, None if it verifies; the same in every process.
 
     Every process must call it. If one process raises UnreadableError or UnknownFormatError, all do. So a process that

@@ -20,8 +20,6 @@ from elastic.transfer import connect, fetch
 from runtime.blobs import BlobAddress, Connection
 from runtime.consensus import all_gather, new_key
 
-Report = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
@@ -59,7 +57,7 @@ def find(
     attempts: Attempts,
     saved: int,
     wanted: Mapping[str, tree.Wanted],
-    report: Report,
+    report: Callable[[str], None],
     progress: Callable[[], object],
 ) -> Found | None:
     """Returns the newest step that is complete and verifies, the same in every process, or None.
@@ -221,7 +219,11 @@ def _learned(snapshot: SnapshotManifest) -> dict[str, Any]:
 
 
 def _without_damaged(
-    folder: MemoryFolder, copies: list[Copy], hosts: list[str], report: Report, progress: Callable[[], object]
+    folder: MemoryFolder,
+    copies: list[Copy],
+    hosts: list[str],
+    report: Callable[[str], None],
+    progress: Callable[[], object],
 ) -> list[Copy]:
     """Returns the copies whose bytes match their hashes; each process checks its own."""
     me = jax.process_index()

@@ -13,7 +13,7 @@ from input_pipeline.rendering import BEGIN, END, TODAY, Renderer
 from input_pipeline.tokenizer_config import CONFIG_FILE
 
 Messages = Sequence[Mapping[str, Any]]  # each with `role` and `content`
-Span = tuple[int, int]  # characters from, to
+CharacterSpan = tuple[int, int]  # characters from, to
 
 TEMPLATE_FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # largest size of a template's file
@@ -53,7 +53,7 @@ class ChatTemplate:
         """
         return _unmarked(self._rendered(messages, asks))[0]
 
-    def answers(self, messages: Messages) -> tuple[str, list[Span]]:
+    def answers(self, messages: Messages) -> tuple[str, list[CharacterSpan]]:
         """Returns a conversation as text, and the characters of its answers. ValueError if the template refuses it.
 
         The template marks answers by `{% generation %}`. Without marks, an answer is the text that an assistant message
@@ -66,7 +66,7 @@ class ChatTemplate:
             return text, found
         return text, [self._answer(messages, text, n) for n, one in enumerate(messages) if one["role"] == "assistant"]
 
-    def _answer(self, messages: Messages, text: str, number: int) -> Span:
+    def _answer(self, messages: Messages, text: str, number: int) -> CharacterSpan:
         """Returns the character range of an answer, from renderings of all messages before it."""
         before = self.render(messages[:number], asks=True)
         until = self.render(messages[: number + 1])
@@ -77,7 +77,7 @@ class ChatTemplate:
             )
         return len(before), len(until)
 
-    def _answers_by_turns(self, messages: Messages, text: str) -> list[Span]:
+    def _answers_by_turns(self, messages: Messages, text: str) -> list[CharacterSpan]:
         """Returns the character ranges of the answers in time linear, not quadratic, in the length of the conversation.
 
         Each turn is rendered right after the first question. Returns [] if the text is not the concatenation of these
@@ -180,7 +180,7 @@ def _text_of(file: Path) -> str:
         raise ValueError(f"{file} is not UTF-8: {error.reason}") from error
 
 
-def _unmarked(marked: str) -> tuple[str, list[Span]]:
+def _unmarked(marked: str) -> tuple[str, list[CharacterSpan]]:
     """Returns a text without its marks, and the character ranges between the marks."""
     pieces, spans, at = re.split(f"[{BEGIN}{END}]", marked), [], 0
     for number, piece in enumerate(pieces):

@@ -18,7 +18,7 @@ import numpy as np
 
 from configs.schema import DataConfig
 from input_pipeline import cache, folder, packing
-from input_pipeline.chat_template import ChatTemplate, Messages, Span
+from input_pipeline.chat_template import ChatTemplate, Messages, CharacterSpan
 from input_pipeline.shard_index import ProgressWarning
 from input_pipeline.text import TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
@@ -351,7 +351,7 @@ def encode(messages: Messages, tokenizer: HuggingFace, template: ChatTemplate) -
     return ids, is_answer, sum(len(text[start:end].encode()) for start, end in spans)
 
 
-def _trained(messages: Messages, spans: Sequence[Span]) -> Sequence[Span]:
+def _trained(messages: Messages, spans: Sequence[CharacterSpan]) -> Sequence[CharacterSpan]:
     """Returns the spans of the answers in the loss. ValueError if a span cannot be attributed to an answer."""
     trained = [_is_trained(message) for message in messages if message["role"] == "assistant"]
     if all(trained):

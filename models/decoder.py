@@ -39,7 +39,7 @@ from sharding.accumulation import length
 from sharding.context import Context
 
 
-class Head(nnx.Module):
+class DecoderHead(nnx.Module):
     """The final norm and the output projection `[D, V]`, whose weight is the embedding's if `tied_head`."""
 
     def __init__(self, config: DecoderConfig, key: Array) -> None:
@@ -59,7 +59,7 @@ class Head(nnx.Module):
 class Decoder(Transformer):
     """A decoder-only language model."""
 
-    HEAD = Head
+    HEAD = DecoderHead
 
     config: DecoderConfig
 

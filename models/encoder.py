@@ -23,7 +23,7 @@ from models.block import Linear, Norm, document_positions, gelu, initial_std, mu
 from models.transformer import Embedding, Transformer
 
 
-class Head(nnx.Module):
+class EncoderHead(nnx.Module):
     """The final norm, if norms come first, and the masked-language-model head."""
 
     def __init__(self, config: EncoderConfig, key: Array) -> None:
@@ -44,7 +44,7 @@ class Head(nnx.Module):
 class Encoder(Transformer):
     """A bidirectional encoder with a masked-language-model head."""
 
-    HEAD = Head
+    HEAD = EncoderHead
 
     config: EncoderConfig
 

@@ -25,13 +25,13 @@ Statistics = Mapping[str, Mapping[str, Array]]  # by the name of a norm: `mean` 
 
 
 # (name, input) -> (float32 input normalised to mean 0 and variance 1, sums of its statistics if any)
-Norm = Callable[[str, Array], tuple[Array, dict[str, Array] | None]]
+Normalise = Callable[[str, Array], tuple[Array, dict[str, Array] | None]]
 
 
 class Norms:
     """The norms of a part of a network. `seen` collects the sums of their statistics, if they have any."""
 
-    def __init__(self, norm: Norm) -> None:
+    def __init__(self, norm: Normalise) -> None:
         self._norm = norm
         self.seen: dict[str, dict[str, Array]] = {}
 
@@ -59,7 +59,7 @@ class Averages(nnx.Module):
             setattr(self, name, Average(count))
 
 
-def group_norm(num_groups: int) -> Norm:
+def group_norm(num_groups: int) -> Normalise:
     """Returns the norm with statistics per image and group of channels."""
 
     def normalise(name: str, y_BHWC: Array) -> tuple[Array, None]:
@@ -72,7 +72,7 @@ def group_norm(num_groups: int) -> Norm:
     return normalise
 
 
-def ghost_batches(weights_B: Array, rows: int) -> Norm:
+def ghost_batches(weights_B: Array, rows: int) -> Normalise:
     """Returns the norm with statistics over each `rows` rows. Its output is zero where the weight is zero.
 
     It also returns the sums of mean and variance, weighted with the ghost batches' weights. The variance in these sums
@@ -102,7 +102,7 @@ def ghost_batches(weights_B: Array, rows: int) -> Norm:
     return normalise
 
 
-def running_averages(averages: Statistics) -> Norm:
+def running_averages(averages: Statistics) -> Normalise:
     """Returns the norm that uses the averaged statistics of training."""
 
     def normalise(name: str, y_BHWC: Array) -> tuple[Array, None]:

@@ -42,7 +42,7 @@ from models.model import (
 )
 from models.norms import (
     Averages,
-    Norm,
+    Normalise,
     Norms,
     Statistics,
     averaging,
@@ -164,7 +164,7 @@ class Block(nnx.Module):
         return jax.nn.relu(y_BHWC + (x_BHWC if self.shortcut is None else self.shortcut(x_BHWC, norms)))
 
 
-class Head(nnx.Module):
+class ResNetHead(nnx.Module):
     """The mean over the image, and a matrix `[C, V]` with bias."""
 
     def __init__(self, config: ResNetConfig, key: Array) -> None:
@@ -194,7 +194,7 @@ class ResNet(Classifier):
         return {
             "stem": ParameterGroup(partial(Stem, c)),
             **blocks,
-            "head": ParameterGroup(partial(Head, c)),
+            "head": ParameterGroup(partial(ResNetHead, c)),
             **averages,
         }
 
@@ -218,7 +218,7 @@ class ResNet(Classifier):
             norm = group_norm(self.config.norm_groups)
         return self._run(params, images_BHWC, gather, norm)[0]
 
-    def _run(self, params: Params, images_BHWC: Array, gather: Gather, norm: Norm) -> tuple[Array, Statistics]:
+    def _run(self, params: Params, images_BHWC: Array, gather: Gather, norm: Normalise) -> tuple[Array, Statistics]:
         """Returns float32 logits `[B, V]`, with probability 0 for padding classes, and the statistics of the norms."""
         x, seen = images_BHWC.astype(self.dtype), {}
         for name, group in self.groups.items():

@@ -28,7 +28,7 @@ def patches(images_BHWC: Array, side: int) -> Array:
     return x.swapaxes(2, 3).reshape(batch, -1, side * side * channels)
 
 
-class Embedding(nnx.Module):
+class PatchEmbedding(nnx.Module):
     """The matrix of the patches `[P^2 C, D]` with its bias, the class token `[D]` and the positions `[T, D]`."""
 
     def __init__(self, config: ViTConfig, key: Array) -> None:
@@ -48,7 +48,7 @@ class Embedding(nnx.Module):
         return jnp.concatenate([first_B1D, x_BTD], axis=1) + self.position[None]
 
 
-class Head(nnx.Module):
+class ViTHead(nnx.Module):
     """The final norm, and the matrix `[D, V]` on the class token, with its bias."""
 
     def __init__(self, config: ViTConfig, key: Array) -> None:
@@ -66,13 +66,13 @@ class Head(nnx.Module):
 class ViT(Stack, Classifier):
     """A vision transformer that classifies images."""
 
-    HEAD = Head
+    HEAD = ViTHead
 
     config: ViTConfig
 
     def make_embedding(self, key: Array) -> nnx.Module:
         """Returns the embedding with new parameters."""
-        return Embedding(self.config, key)
+        return PatchEmbedding(self.config, key)
 
     def logits(self, params: Params, images_BHWC: Array, gather: Gather) -> Array:
         """Returns float32 logits `[B, V]`, with probability 0 for padding classes."""

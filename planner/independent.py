@@ -19,7 +19,7 @@ AS_REPLICAS = {"sharding.replicas": "independent", "compression.error_feedback":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Independent:
+class IndependentStep:
     """A step of independent replicas."""
 
     step_s: float
@@ -28,7 +28,7 @@ class Independent:
     hidden_s: float  # part of `sending_s` that overlaps with the last backward pass
 
 
-def independent(step: ReplayableStep, shares: int = 1) -> Independent | None:
+def independent(step: ReplayableStep, shares: int = 1) -> IndependentStep | None:
     """Returns the step of a program's replicas as separate worlds, or None if they cannot be separate.
 
     Each replica has `shares` work units, a power of two: other numbers are not a subtree and are sent in several parts.
@@ -63,7 +63,7 @@ def independent(step: ReplayableStep, shares: int = 1) -> Independent | None:
     copies = shares + 1  # all work units to the host, and the totals to the devices
     copies_s = copies * 4 * values / group / device.unpinned_bandwidth * (together if device.is_shared else 1)
     alone_s = timeline.step_s - timeline.use("replica_all_reduce").exposed_s
-    return Independent(
+    return IndependentStep(
         step_s=alone_s + (sending_s - hidden_s + copies_s) / max(local, 1),
         sent_bytes=sent_bytes,
         sending_s=sending_s,

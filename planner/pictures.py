@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from planner.predict import Prediction
-from planner.replay import NAMES, REPEATED, Interval, Timeline
+from planner.replay import NAMES, REPEATED, Bar, Timeline
 from planner.report import LEVELS, TRAFFIC, Plan
 from runtime.files.palette import FILL, GRID, INK, SERIES, SOFT
 from training.metrics.units import format_seconds
@@ -101,9 +101,9 @@ def _styled(axes: Axes, title: str, below: str, label: str = "", grid: str = "bo
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _brackets(timeline: Timeline) -> dict[Interval, int]:
+def _brackets(timeline: Timeline) -> dict[Bar, int]:
     """Returns the iterations that represent several, each with its row, above the iterations inside it."""
-    rows: dict[Interval, int] = {}
+    rows: dict[Bar, int] = {}
     repeated = [interval for interval in timeline.intervals if interval.lane == REPEATED]
     for one in sorted(repeated, key=lambda interval: interval.end_s - interval.start_s):
         inside = [row for other, row in rows.items() if one.start_s <= other.start_s and other.end_s <= one.end_s]
@@ -111,13 +111,13 @@ def _brackets(timeline: Timeline) -> dict[Interval, int]:
     return rows
 
 
-def _kind(interval: Interval) -> str:
-    if interval.lane == "compute":
+def _kind(bar: Bar) -> str:
+    if bar.lane == "compute":
         return "kernel"
-    return interval.name if interval.name in KINDS else "other"
+    return bar.name if bar.name in KINDS else "other"
 
 
-def _merged(intervals: Sequence[Interval], gap: float) -> list[tuple[float, float]]:
+def _merged(intervals: Sequence[Bar], gap: float) -> list[tuple[float, float]]:
     """Returns (start, length) of bars. Bars nearer than `gap` are merged, and none is narrower than `gap`."""
     bars: list[tuple[float, float]] = []
     for interval in sorted(intervals, key=lambda i: i.start_s):

@@ -36,7 +36,7 @@ _PASSED = ("bitcast", "copy", "opt-barrier", "async-update", "get-tuple-element"
 
 
 @dataclass(frozen=True)
-class Interval:
+class Bar:
     """A bar of the picture, in seconds of a step without the repeated iterations of its loops."""
 
     lane: str  # compute, stream, intra, inter, or REPEATED
@@ -68,7 +68,7 @@ class Timeline:
     step_s: float
     compute_s: float
     uses: dict[tuple[str, str], Use]  # by label (the kind, where the program has lost the label) and level
-    intervals: tuple[Interval, ...]
+    intervals: tuple[Bar, ...]
     streams: int  # for communication, named by the program; without any, only the links are queues
 
     def use(self, *names: str, level: str | None = None) -> Use:
@@ -144,7 +144,7 @@ class _Machine:
 
     def __init__(self, program: Program, shape: MeshShape, device: DeviceSpec, network: Network, hides: str) -> None:
         self.state, self._hides = _State(), hides
-        self.intervals: list[Interval] = []
+        self.intervals: list[Bar] = []
         self._program, self._shape, self._device, self._network = program, shape, device, network
         self._steps: dict[str, list[_Step]] = {}
 
@@ -328,7 +328,7 @@ class _Machine:
 
     def _draw(self, lane: str, start: float, end: float, name: str) -> None:
         if end > start and len(self.intervals) < MAX_INTERVALS:
-            self.intervals.append(Interval(lane, start, end, name))
+            self.intervals.append(Bar(lane, start, end, name))
 
     def _steps_of(self, computation: Computation) -> list[_Step]:
         if computation.name not in self._steps:

@@ -92,7 +92,7 @@ class BlobService:
             suppress(OSError, ValueError, LookupError, TypeError),
             connection,
             connection.makefile("rwb") as stream,
-            _Waiting(stream, self._progress) as waiting,
+            _WaitMessages(stream, self._progress) as waiting,
         ):
             while line := stream.readline(_LINE_BYTES):
                 request = json_objects.parse(line, "the request", lenient=True)
@@ -254,7 +254,7 @@ class Stall:
             raise StalledError(f"it makes no progress, for {self._stall_s:g} s by now")
 
 
-class _Waiting:
+class _WaitMessages:
     """A context manager that sends "wait" on a connection at intervals while an answer is being made."""
 
     def __init__(self, stream: Any, progress: Callable[[], object]) -> None:

@@ -45,7 +45,7 @@ _LEAVE_S = 5.0  # time for the others to exit before process 0, whose exit ends 
 
 
 @dataclass(kw_only=True)
-class Peer:
+class PeerProcess:
     """Another process of the run, at the other end of a connection."""
 
     process: int
@@ -106,7 +106,7 @@ class Heartbeat:
         """`note` receives the verdict, and the peers whose loss this process itself has detected."""
         self._note, self._noting = note, threading.Thread()
         self._me, self._silence_s, self._stall_s, self._beat_s = 0, 0.0, float("inf"), _BEAT_S
-        self._peers: list[Peer] = []
+        self._peers: list[PeerProcess] = []
         self._own: dict[str, int] = {}  # last completed step of this process; replaced, never changed (threads)
         self._doing = ("", 0.0)  # activity of the main thread, and its start; replaced, not changed
         self._moved = 0, 0.0  # bytes of file traffic of this process, and the time of the last progress by it
@@ -117,7 +117,7 @@ class Heartbeat:
         self._leaving = self._has_warned = False
 
     def start(
-        self, me: int, peers: Sequence[Peer], silence_s: float, stall_s: float, *, is_awaited: bool = False
+        self, me: int, peers: Sequence[PeerProcess], silence_s: float, stall_s: float, *, is_awaited: bool = False
     ) -> None:
         """Starts to watch `peers`: all other processes in process 0, and process 0 in the others.
 
@@ -199,7 +199,7 @@ class Heartbeat:
                 if key.data.gone:
                     selector.unregister(key.fileobj)
 
-    def _turn(self, readable: Sequence[Peer]) -> None:
+    def _turn(self, readable: Sequence[PeerProcess]) -> None:
         """Reads from peers, acts on their messages and the time limits, and sends a beat if it is due."""
         for peer in readable:
             for message in peer.receive():
@@ -221,7 +221,7 @@ class Heartbeat:
             sys.stderr.write(f"warning: process {self._me} on {socket.gethostname()}: {said}\n")
             sys.stderr.flush()
 
-    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _take(self, peer: PeerProcess, message: dict[str, Any]) -> None:
         self._steps |= message.get("steps", {})
         peer.doing = tuple(message.get("doing", peer.doing))
         peer.said_goodbye |= "goodbye" in message

@@ -29,7 +29,7 @@ from runtime import handshake
 from runtime.addresses import bind, host_and_port, listen, to_listen_at
 from runtime.exit_codes import ResumableError
 from runtime.files import json_objects
-from runtime.heartbeat import Peer
+from runtime.heartbeat import PeerProcess
 from runtime.launchers import Place, start_jax
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # the address at which process 0 listens
@@ -51,7 +51,7 @@ class OtherRunError(ConnectionError):
 class Meeting:
     """The connections of this process (process 0: to all others; the others: to process 0), and jax's address."""
 
-    peers: list[Peer]
+    peers: list[PeerProcess]
     jax_address: str
     jax_port: socket.socket | None = None  # reserves the port for jax's service in process 0
 
@@ -81,7 +81,7 @@ class _Host:
     def __init__(self, place: Place, run: str) -> None:
         self._place, self._run = place, run
         self._error = ""
-        self._arrived: queue.Queue[Peer | ValueError] = queue.Queue()
+        self._arrived: queue.Queue[PeerProcess | ValueError] = queue.Queue()
         self._refused = 0  # processes of this run that have read the error
 
     def gather(self, token: Callable[[], str]) -> Meeting:
@@ -95,7 +95,7 @@ class _Host:
         acceptor = handshake.Acceptor(
             listener, secret, _PURPOSE, self._place.count - 1, self._admitted, handshake=self._greet
         )
-        peers: dict[int, Peer] = {}
+        peers: dict[int, PeerProcess] = {}
         try:
             if self._error:
                 raise ValueError(self._error)
@@ -112,8 +112,8 @@ class _Host:
             peer.send(host=socket.gethostname(), jax=jax_address)
         return Meeting(peers=[peers[process] for process in sorted(peers)], jax_address=jax_address, jax_port=jax_port)
 
-    def _await_all(self, peers: dict[int, Peer]) -> None:
-        waiting = _Waiting("process 0")
+    def _await_all(self, peers: dict[int, PeerProcess]) -> None:
+        waiting = _JoinLimit("process 0")
         while True:
             for process in [process for process, peer in peers.items() if not _is_open(peer.connection)]:
                 peers.pop(process).connection.close()
@@ -135,7 +135,7 @@ class _Host:
                 waiting.check(f"{state}, and two processes were started as process {peer.process}")
 
     def _admitted(self, connection: socket.socket, process: int, host: str) -> None:
-        self._arrived.put(Peer(process=process, host=host, connection=connection))
+        self._arrived.put(PeerProcess(process=process, host=host, connection=connection))
 
     def _greet(self, connection: socket.socket, token: str, purpose: str) -> tuple[int, str]:
         """Exchanges hellos with a process and authenticates it."""
@@ -149,7 +149,7 @@ class _Host:
             raise ConnectionError("it cannot join")
         return handshake.admit(connection, token, purpose)
 
-    def _tell(self, error: str, peers: Mapping[int, Peer]) -> None:
+    def _tell(self, error: str, peers: Mapping[int, PeerProcess]) -> None:
         """Sends the error to the connected processes, and for a while to processes that still connect."""
         self._error = error
         told, until_s = list(peers.values()), time.monotonic() + _TELL_S
@@ -157,7 +157,7 @@ class _Host:
             peer.send(error=error[:_ERROR_CHARACTERS])
         while len(told) + self._refused < self._place.count - 1 and time.monotonic() < until_s:
             with contextlib.suppress(queue.Empty):
-                if isinstance(peer := self._arrived.get(timeout=0.02), Peer):
+                if isinstance(peer := self._arrived.get(timeout=0.02), PeerProcess):
                     peer.send(error=error[:_ERROR_CHARACTERS])
                     told.append(peer)
         for peer in told:
@@ -166,7 +166,7 @@ class _Host:
 
 def _reach(place: Place, run: str, token: Callable[[], str]) -> Meeting:
     """Connects to process 0, which may start later, and waits for all other processes."""
-    me, waiting, reached_s = f"process {place.process}", _Waiting(f"process {place.process}"), float("inf")
+    me, waiting, reached_s = f"process {place.process}", _JoinLimit(f"process {place.process}"), float("inf")
     process_0 = f"process 0 at {place.coordinator}"
     while True:
         state = f"{process_0} is there, but not all the others are"
@@ -182,7 +182,7 @@ def _reach(place: Place, run: str, token: Callable[[], str]) -> Meeting:
                 if "error" in welcome:
                     raise ValueError(str(welcome["error"]))
                 connection.settimeout(None)
-                peer = Peer(process=0, host=str(welcome["host"]), connection=connection)
+                peer = PeerProcess(process=0, host=str(welcome["host"]), connection=connection)
                 on_failure.pop_all()
                 return Meeting(peers=[peer], jax_address=str(welcome["jax"]))
         except OtherRunError:
@@ -237,7 +237,7 @@ def _problem(place: Place, run: str, theirs: Mapping[str, Any]) -> str:
     return ""
 
 
-class _Waiting:
+class _JoinLimit:
     """Limits the time that a process waits."""
 
     def __init__(self, me: str) -> None:

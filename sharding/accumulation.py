@@ -5,10 +5,10 @@ parameters is handed to the model as an `Accumulating`, and where its gradients 
 they are added to those sums. The sums of a stack of layers travel backwards through its loop as the carry, so that
 XLA updates them in place and no second copy of the gradients exists.
 
-With `Rule.overlap` a loop over layers is pipelined, in both directions: while a layer computes, the parameters of the
-next one are gathered, and the gradients of the one before are reduced (the group reduce-scatter), added to the sums
-and, in the last micro-step (delayed: a piece in each), exchanged with the other replicas (the replica all-reduce). None
-of these depends on the layer's compute.
+With `AccumulationRule.overlap` a loop over layers is pipelined, in both directions: while a layer computes, the
+parameters of the next one are gathered, and the gradients of the one before are reduced (the group reduce-scatter),
+added to the sums and, in the last micro-step (delayed: a piece in each), exchanged with the other replicas (the replica
+all-reduce). None of these depends on the layer's compute.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Body = Callable[..., PyTree]  # (x, one layer's gathered parameters, *args) -> x
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rule:
+class AccumulationRule:
     """How the gradients of a group, or of one layer of a stack, are added up. Made anew for each trace."""
 
     name: str
@@ -55,16 +55,17 @@ class Rule:
 class Accumulating:
     """A group of parameters, and the sums of its gradients so far; for a stack, both are `[L, ...]`.
 
-    `sums` may hold more than the sums, as long as `Rule.add` knows it, such as the residuals of the replica all-reduce.
+    `sums` may hold more than the sums, as long as `AccumulationRule.add` knows it, such as the residuals of the replica
+    all-reduce.
     """
 
     values: PyTree
     sums: PyTree
-    rule: Rule = field(metadata={"static": True})
+    rule: AccumulationRule = field(metadata={"static": True})
 
 
 def values_of(group: PyTree) -> PyTree:
-    """Returns the values of a group, after `Rule.keep`; backwards, their gradients go into its sums.
+    """Returns the values of a group, after `AccumulationRule.keep`; backwards, their gradients go into its sums.
 
     ValueError for a second use.
     """
@@ -139,7 +140,7 @@ class _Kept(NamedTuple):
     xs: PyTree  # the inputs `[L - 1, ...]` of all layers but the last
     x_last: PyTree  # the last layer's input `[...]`
     full_last: PyTree  # the last layer's gathered parameters `[...]`
-    parts: PyTree  # `Rule.keep`'s results for all layers but the last, `[L - 1, ...]`; None without it
+    parts: PyTree  # `AccumulationRule.keep`'s results for all layers but the last, `[L - 1, ...]`; None without it
 
 
 class _Backward(NamedTuple):
@@ -159,7 +160,7 @@ def _scan_pipelined(
 
     The last layer stays out of both loops, and its gathered parameters are kept from the forward to the backward pass.
     The backward loop's last iteration gathers the first layer once more, in vain: the number of gathers is the same as
-    without overlap, two per layer. `Rule.keep` gathers once, in the forward loop.
+    without overlap, two per layer. `AccumulationRule.keep` gathers once, in the forward loop.
     """
     rule, last = stack.rule, length(stack.values) - 1
     keep = rule.keep or (lambda values: values)

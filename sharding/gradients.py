@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.accumulation import Accumulating, Index, Rule, values_of
+from sharding.accumulation import Accumulating, AccumulationRule, Index, values_of
 from sharding.collectives import vary
 from sharding.experts import Gather
 from sharding.frozen import joined, part_like
@@ -241,7 +241,7 @@ def accumulating(plan: ShardingPlan, params: Params, sums: PyTree, add: Add = ad
     policy = plan.layout.gather
     keeps = plan.overlap and policy.each_micro_step
 
-    def rule(name: str, placements: Placements, every: Placements) -> Rule:
+    def rule(name: str, placements: Placements, every: Placements) -> AccumulationRule:
         """`placements` has a group's trained parameters, `every` all of its parameters."""
 
         def reduce_and_add(sums: PyTree, grads: Grads, layer: Index) -> PyTree:
@@ -249,7 +249,7 @@ def accumulating(plan: ShardingPlan, params: Params, sums: PyTree, add: Add = ad
                 grads = reduce_scatter(plan, placements, grads)
             return add(name, placements, sums, to_gradient_scope(plan, placements, grads), layer)
 
-        return Rule(
+        return AccumulationRule(
             name=name or "its parameters",
             add=reduce_and_add,
             overlap=plan.overlap,

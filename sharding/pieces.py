@@ -14,20 +14,20 @@ from jax import lax
 
 from sharding.trees import PyTree
 
-Stacks = Collection[str]  # names of groups
+StackNames = Collection[str]  # names of groups
 
 
-def cut(stacks: Stacks, tree: PyTree, count: int) -> PyTree:
+def cut(stacks: StackNames, tree: PyTree, count: int) -> PyTree:
     """Returns the tensors as `count` rows each: `[count, N]`, of a stack `[L, count, N]`."""
     return _by_group(stacks, partial(_cut, count=count), tree)
 
 
-def joined(stacks: Stacks, rows: PyTree, like: PyTree) -> PyTree:
+def joined(stacks: StackNames, rows: PyTree, like: PyTree) -> PyTree:
     """Undoes `cut`: `[count, N]` becomes tensors `like` these."""
     return _by_group(stacks, lambda x, like, axis: _joined(x, like.shape, axis), rows, like)
 
 
-def part_of(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
+def part_of(stacks: StackNames, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
     """Returns part `i` of each tensor: `[N]`, of a stack `[L, N]`."""
 
     def part(x: jax.Array, axis: int) -> jax.Array:
@@ -36,7 +36,7 @@ def part_of(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
     return _by_group(stacks, part, tree)
 
 
-def with_part(stacks: Stacks, tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
+def with_part(stacks: StackNames, tree: PyTree, part: PyTree, i: jax.Array, parts: int) -> PyTree:
     """Returns the tensors with their part `i`, `[N]` or `[L, N]`, replaced."""
 
     def put(x: jax.Array, part: jax.Array, axis: int) -> jax.Array:
@@ -49,14 +49,14 @@ def with_part(stacks: Stacks, tree: PyTree, part: PyTree, i: jax.Array, parts: i
     return _by_group(stacks, put, tree, part)
 
 
-def is_in_part(stacks: Stacks, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
+def is_in_part(stacks: StackNames, tree: PyTree, i: jax.Array, parts: int) -> PyTree:
     """Returns which elements are in part `i`: bools like the tensors `[...]`."""
     nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), tree)
     here = jax.tree.map(jnp.ones_like, part_of(stacks, nowhere, i, parts))
     return with_part(stacks, nowhere, here, i, parts)
 
 
-def _by_group(stacks: Stacks, function: Callable[..., jax.Array], tree: PyTree, *others: PyTree) -> PyTree:
+def _by_group(stacks: StackNames, function: Callable[..., jax.Array], tree: PyTree, *others: PyTree) -> PyTree:
     """Maps `function(leaf, ..., axis=...)`, where `axis` is the axis of the rows; None stays None."""
     return tree and {
         name: jax.tree.map(partial(function, axis=int(name in stacks)), group, *(other[name] for other in others))

@@ -12,7 +12,7 @@ from support.waiting import until
 
 from launch.emulate import namespaces
 from launch.emulate.links import Links
-from launch.emulate.nodes import Cluster
+from launch.emulate.nodes import EmulatedCluster
 
 pytestmark = [pytest.mark.slow, EMULATED]
 MB = 10**6
@@ -58,8 +58,8 @@ time.sleep(1000)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(2, Links(rate="100mbit"), tmp_path_factory.mktemp("two")) as cluster:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(2, Links(rate="100mbit"), tmp_path_factory.mktemp("two")) as cluster:
         yield cluster
 
 
@@ -69,7 +69,7 @@ def line(process: subprocess.Popen[bytes]) -> str:
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
-def test_the_rate_holds(two: Cluster, sender: int, receiver: int) -> None:
+def test_the_rate_holds(two: EmulatedCluster, sender: int, receiver: int) -> None:
     """Within 5 %, in any of thirty tries: on a busy machine a reading may be too low, or too high after a pause."""
     speeds, rate = list[float](), pytest.approx([100e6], rel=0.05)
     while speeds[-1:] != rate and len(speeds) < 30:
@@ -77,7 +77,7 @@ def test_the_rate_holds(two: Cluster, sender: int, receiver: int) -> None:
     assert speeds[-1:] == rate, speeds
 
 
-def test_bytes_are_counted(two: Cluster) -> None:
+def test_bytes_are_counted(two: EmulatedCluster) -> None:
     before = two.traffic()
     sent, _ = transfer(two, 0, 1, 4 * MB)
     tx, rx = two.traffic()[0].tx_bytes - before[0].tx_bytes, two.traffic()[1].rx_bytes - before[1].rx_bytes
@@ -87,7 +87,7 @@ def test_bytes_are_counted(two: Cluster) -> None:
     assert two.traffic()[0].tx_packets - before[0].tx_packets > sent / 65536 - 1
 
 
-def test_a_rate_may_be_changed_and_lifted(two: Cluster) -> None:
+def test_a_rate_may_be_changed_and_lifted(two: EmulatedCluster) -> None:
     two.slow(0, "20mbit")
     assert any(transfer(two, 0, 1, 1 * MB)[1] < 22e6 for _ in range(3))
     assert any(transfer(two, 1, 0, 1 * MB)[1] < 22e6 for _ in range(3))  # received bytes pass the same link
@@ -99,7 +99,7 @@ def test_a_rate_may_be_changed_and_lifted(two: Cluster) -> None:
         two.slow(node, "100mbit")
 
 
-def test_what_a_node_is(two: Cluster, tmp_path: Path) -> None:
+def test_what_a_node_is(two: EmulatedCluster, tmp_path: Path) -> None:
     """Its name, interfaces, processes and scratch are its own; the cluster's directory is everyone's."""
     seen = f"seen-{secrets.token_hex(4)}"  # no file of this machine has this name
     program = f"""
@@ -121,7 +121,7 @@ for folder in ("/tmp", "/dev/shm", {str(two.workdir)!r}):
 
 def test_a_cut_link_is_silent(tmp_path: Path) -> None:
     """No error reaches either end, and the node sees its interface up; healed, the connection continues."""
-    with Cluster(2, Links(), tmp_path) as cluster:
+    with EmulatedCluster(2, Links(), tmp_path) as cluster:
         server = cluster.start(1, python(ECHO))
         assert line(server) == "listening"
         client = cluster.start(0, python(ASK))
@@ -141,7 +141,7 @@ def test_a_cut_link_is_silent(tmp_path: Path) -> None:
 
 def test_kill_leaves_nothing_of_a_node(tmp_path: Path) -> None:
     """A daemon that has left its parent goes too; the other node hears that connections are closed."""
-    with Cluster(2, Links(), tmp_path) as cluster:
+    with EmulatedCluster(2, Links(), tmp_path) as cluster:
         program = python(FORK, tmp_path)
         parent = cluster.start(1, program)
         assert line(parent) == "up"
@@ -162,7 +162,7 @@ def test_kill_leaves_nothing_of_a_node(tmp_path: Path) -> None:
 
 
 def test_stopped_processes_go_on(tmp_path: Path) -> None:
-    with Cluster(1, Links(), tmp_path) as cluster:
+    with EmulatedCluster(1, Links(), tmp_path) as cluster:
         parent = cluster.start(0, python(FORK, tmp_path))
         assert line(parent) == "up"
         ours = [pid for pid in running_with(str(tmp_path)) if pid not in running_with("node_init")]
@@ -179,7 +179,7 @@ def test_stopped_processes_go_on(tmp_path: Path) -> None:
 
 def test_a_node_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed node does not change the others and leaves no files; the end of the cluster leaves nothing at all."""
-    with Cluster(1, Links(), tmp_path) as cluster:
+    with EmulatedCluster(1, Links(), tmp_path) as cluster:
         cluster.start(0, python(FORK, tmp_path))
         with monkeypatch.context() as broken, pytest.raises(ValueError, match="`ip`: no"):
             broken.setattr(namespaces, "configure", lambda *_: (_ for _ in ()).throw(ValueError("`ip`: no")))
@@ -188,7 +188,7 @@ def test_a_node_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "node1" not in (tmp_path / "hosts").read_text()
         until(lambda: len(running_with("node_init", str(tmp_path / "hosts"))) == 2)  # node 0 and the switch
     assert not running_with(str(tmp_path))
-    cluster = Cluster(1, Links(), tmp_path, [tmp_path / "missing"])
+    cluster = EmulatedCluster(1, Links(), tmp_path, [tmp_path / "missing"])
     with pytest.raises(ValueError, match="cannot make a node: No such file or directory"), cluster:
         pass
     until(lambda: not running_with(str(tmp_path)))
@@ -198,7 +198,7 @@ def test_latency_is_netem_s(tmp_path: Path) -> None:
     """Where the kernel has netem, a round trip takes twice the latency; where not, this is reported."""
     links = Links(latency="20ms", rate="100mbit")
     try:
-        with Cluster(2, links, tmp_path) as cluster:
+        with EmulatedCluster(2, links, tmp_path) as cluster:
             server = cluster.start(1, python(ECHO))
             assert line(server) == "listening"
             took = output_of(

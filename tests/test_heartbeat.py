@@ -25,7 +25,7 @@ from support.tables import every_row
 from configs.schema import ElasticConfig
 from runtime import heartbeat
 from runtime.exit_codes import ResumableError
-from runtime.heartbeat import Heartbeat, Peer, moved_bytes
+from runtime.heartbeat import Heartbeat, PeerProcess, moved_bytes
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor
 
@@ -36,9 +36,9 @@ WAITS = """
 import ctypes, signal, socket, sys, time
 from unittest.mock import MagicMock
 sys.modules |= dict.fromkeys(["jax", "jax.experimental", "runtime.consensus"], MagicMock())
-from runtime.heartbeat import Heartbeat, Peer
+from runtime.heartbeat import Heartbeat, PeerProcess
 connection = socket.create_connection(("localhost", int(sys.argv[1])))
-Heartbeat().start(1, [Peer(process=0, host="a", connection=connection)], 60.0, 600.0)
+Heartbeat().start(1, [PeerProcess(process=0, host="a", connection=connection)], 60.0, 600.0)
 signal.signal(signal.SIGUSR1, lambda *_: ctypes.CDLL(None).abort())  # not os.abort: jax's threads do not hold the GIL
 print("ready", flush=True)
 time.sleep(60)
@@ -141,7 +141,7 @@ def test_process_0_fails_and_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_peers_that_connected_long_before_the_last_one_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Heartbeat, "_watch", lambda self: None)
-    peer = Peer(process=1, host=HOST, connection=socket.socket(), heard_s=time.monotonic() - 100)
+    peer = PeerProcess(process=1, host=HOST, connection=socket.socket(), heard_s=time.monotonic() - 100)
     with peer.connection:
         Heartbeat().start(0, [peer], 2.5, 3.0)
     assert time.monotonic() - peer.heard_s < 50
@@ -175,16 +175,16 @@ def test_jax_aborts_before_the_loss_is_noticed() -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Peer, Peer]]:
+def pair() -> Iterator[tuple[PeerProcess, PeerProcess]]:
     """The two ends of a connection."""
     with socket.create_server(("localhost", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
     with one, other:
-        yield Peer(process=0, host="a", connection=one), Peer(process=1, host="b", connection=other)
+        yield PeerProcess(process=0, host="a", connection=one), PeerProcess(process=1, host="b", connection=other)
 
 
-def test_a_message_is_sent_whole(pair: tuple[Peer, Peer]) -> None:
+def test_a_message_is_sent_whole(pair: tuple[PeerProcess, PeerProcess]) -> None:
     """Though it exceeds the system's buffer for a process that does not read, and no send waits."""
     one, other = pair
     sizes = [1_000_000 + i for i in range(8)]
@@ -198,14 +198,14 @@ def test_a_message_is_sent_whole(pair: tuple[Peer, Peer]) -> None:
     assert got == sizes
 
 
-def test_a_verdict_may_quote_a_file_name_that_is_not_utf_8(pair: tuple[Peer, Peer]) -> None:
+def test_a_verdict_may_quote_a_file_name_that_is_not_utf_8(pair: tuple[PeerProcess, PeerProcess]) -> None:
     text = os.fsdecode(b"/data/caf\xe9.txt is not UTF-8 text")
     pair[0].send(verdict={"text": text})
     assert [message["verdict"]["text"] for message in pair[1].receive()] == [text]
 
 
 def test_what_breaks_the_watch_ends_the_program(
-    pair: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    pair: tuple[PeerProcess, PeerProcess], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without it no process would notice a loss."""
     codes: queue.Queue[int] = queue.Queue()
@@ -220,7 +220,7 @@ def test_what_breaks_the_watch_ends_the_program(
 
 @pytest.mark.slow
 def test_events_that_cannot_be_written_do_not_keep_a_run_from_ending(
-    pair: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[PeerProcess, PeerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The network file system hangs."""
     codes: queue.Queue[int] = queue.Queue()

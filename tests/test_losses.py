@@ -10,7 +10,7 @@ from support.planning import one_row, small
 from support.running import ROOT
 
 from configs import losses
-from configs.losses import Loss
+from configs.losses import RecordedLoss
 from configs.schema import defaults
 from lab.benchmarks import accuracy, time_to_loss
 from lab.benchmarks import losses as written
@@ -75,7 +75,7 @@ def test_a_method_is_free_if_its_differences_reach_zero_on_both_tasks(monkeypatc
     good = [one_row(setting=INT8, task=task, mean=0.1, least=-0.1) for task in losses.TASKS]
     muon = one_row(setting=INT8 | {"optimizer.name": "muon"})  # compared with dense AdamW: does not measure int8
     dropped = one_row(setting=INT8 | {"compression.error_feedback": "False"})
-    cases: list[tuple[list[Loss], bool | None]] = [
+    cases: list[tuple[list[RecordedLoss], bool | None]] = [
         ([*good, muon, dropped], True),
         ([], None),
         (good[:1], None),

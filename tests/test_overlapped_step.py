@@ -18,7 +18,7 @@ from compression.methods import method_named
 from compression.timings import Delayed, Overlapped
 from configs import base, tiny
 from configs.schema import Config
-from sharding.accumulation import Accumulating, Rule, scan_layers
+from sharding.accumulation import Accumulating, AccumulationRule, scan_layers
 from sharding.gradients import accumulated, replica_gradients
 from sharding.hlo import Collective, read_collectives
 from sharding.in_step_exchange import (
@@ -308,7 +308,7 @@ def test_a_group_that_is_gathered_twice_is_refused() -> None:
 def test_what_is_passed_to_every_layer_gets_its_gradient() -> None:
     """A loss through three pipelined layers, compared with the plain loop."""
     stack, x, scale = jnp.arange(6.0).reshape(3, 2), jnp.ones(2), jnp.array([0.5, 2.0])
-    rule = Rule(name="layers", add=lambda sums, grads, layer: sums + grads, overlap=True)
+    rule = AccumulationRule(name="layers", add=lambda sums, grads, layer: sums + grads, overlap=True)
 
     def loss(scale: jax.Array, layers: Any) -> jax.Array:
         def body(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:

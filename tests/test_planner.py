@@ -25,7 +25,7 @@ from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
 from planner.pictures import COLOURS, draw, draw_curves
 from planner.predict import Machine, ReplayableStep, compiled_step, what_helps
-from planner.replay import NAMES, REPEATED, Interval, Timeline, Use, replay
+from planner.replay import NAMES, REPEATED, Bar, Timeline, Use, replay
 from planner.report import from_json, scaling_rows, to_json
 from planner.spot import UsableNodes, other_strategies, world_of
 from sharding.hlo import LABELS, read_collectives
@@ -390,12 +390,12 @@ def test_codecs_beside_strategies_and_curves(capsys: pytest.CaptureFixture[str],
 
 def test_the_picture_names_what_the_table_names_and_marks_what_is_cut_out() -> None:
     bars = (
-        Interval("compute", 0, 1, "fusion"),
-        Interval("inter", 1, 2, "gradient_scope"),
-        Interval("intra", 2, 3, "parameter_scope"),
-        Interval("inter", 3, 4, "all-reduce"),
-        Interval(REPEATED, 0, 1, "x 7"),
-        Interval(REPEATED, 0, 4, "x 2"),
+        Bar("compute", 0, 1, "fusion"),
+        Bar("inter", 1, 2, "gradient_scope"),
+        Bar("intra", 2, 3, "parameter_scope"),
+        Bar("inter", 3, 4, "all-reduce"),
+        Bar(REPEATED, 0, 1, "x 7"),
+        Bar(REPEATED, 0, 4, "x 2"),
     )
     figure = draw(Timeline(step_s=14, compute_s=7, uses={}, intervals=bars, streams=1), "title")
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]

@@ -77,7 +77,7 @@ def test_delayed_a_step_is_computed_before_the_one_before_it_is_summed(make: Mak
 def test_each_peer_is_asked_from_the_step_after_it_was_met(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again after it was lost and found, because the thread that asked it has ended."""
     asked: list[int] = []
-    monkeypatch.setattr(exchange.Exchange, "_begin_asking", lambda self, peer: asked.append(peer.number))
+    monkeypatch.setattr(exchange.SumExchange, "_begin_asking", lambda self, peer: asked.append(peer.number))
     here, there = make(0), make(1)
     there.members.enter(9)
     for number, expected in enumerate([[1], [1], [1, 1]]):

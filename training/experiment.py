@@ -36,7 +36,7 @@ from sharding.trees import Params
 from training.batches import BatchLayout, batches_of
 from training.optimizer_chain import cut_of, make_chain
 from training.optimizers import follows_schedule, make_schedule
-from training.overlap import Value, users_xla_flags, xla_options
+from training.overlap import OptionValue, users_xla_flags, xla_options
 
 BASE = "base_fingerprint"  # the name of the hash in checkpoints
 
@@ -156,7 +156,7 @@ class Experiment:
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, metrics))
         return jitted.lower(self.state_shapes, self.batches.shapes)
 
-    def compiler_options(self, *, pipelined: bool) -> dict[str, Value]:
+    def compiler_options(self, *, pipelined: bool) -> dict[str, OptionValue]:
         """The options that XLA gets besides the user's XLA_FLAGS.
 
         `pipelined`: the program's loops over layers are pipelined as they are written.

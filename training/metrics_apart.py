@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 
+from sharding.trees import Means
 from training.experiment import Experiment
 from training.optimizer_chain import WATCHED, of_all_replicas
-
-Metrics = dict[str, jax.Array]
 
 
 class MetricsApart:
@@ -16,13 +15,13 @@ class MetricsApart:
 
     def __init__(self, ex: Experiment) -> None:
         self._add, self._together = jax.jit(_added), jax.jit(of_all_replicas, out_shardings=ex.replicated)
-        self._sums: Metrics = {}
+        self._sums: Means = {}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of a step, without communication."""
         self._sums = self._add(self._sums, metrics) if self._sums else dict(metrics)
 
-    def together(self) -> Metrics:
+    def together(self) -> Means:
         """Returns means over all replicas and the steps since `begin`, and the WATCHED metrics of the last step.
 
         All processes must call it after the same step.
@@ -34,5 +33,5 @@ class MetricsApart:
         self._sums = {}
 
 
-def _added(sums: Metrics, metrics: Metrics) -> Metrics:
+def _added(sums: Means, metrics: Means) -> Means:
     return {name: sums[name] + x if x.ndim and name not in WATCHED else x for name, x in metrics.items()}

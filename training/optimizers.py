@@ -20,14 +20,15 @@ from optax import contrib
 from configs.schema import OptimizerConfig
 from configs.schema.own import OWN
 from sharding.averages import part_averages
+from sharding.redistribute import Stacks
 from sharding.spec import ParamSpec, is_spec, is_stack
 from sharding.step import AllReduce
 from sharding.trees import PyTree
 
 Transform = optax.GradientTransformation
-Stacks = list[jax.Array]
-Kind = tuple[int, int]  # of a layer's tensor: (leading dims of a batch of matrices (experts), the dim of the outputs)
-OfStack = Callable[[Kind, jax.Array], jax.Array]  # (kind, a stack `[n, *shape]` of tensors of that kind) -> stack
+# a layer's tensor as matrices: the number of leading batch dims, such as the experts', and the dim of the outputs
+MatrixDims = tuple[int, int]
+OfStack = Callable[[MatrixDims, jax.Array], jax.Array]  # (kind, a stack `[n, *shape]` of tensors of that kind) -> stack
 # (function, specs, kinds, stacks `[n, ...]`, each=False) -> stacks. With `each` the stacks are `[R, n, ...]`, with
 # separate entries for each replica.
 OnWhole = Callable[..., Stacks]
@@ -72,7 +73,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def on_one_device(
-    function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[Kind], stacks: Stacks, *, each: bool = False
+    function: OfStack, specs: Sequence[ParamSpec], kinds: Sequence[MatrixDims], stacks: Stacks, *, each: bool = False
 ) -> Stacks:
     """Returns the function of each stack, where tensors are not sharded."""
     del specs
@@ -202,7 +203,7 @@ def scale_by_muon(config: OptimizerConfig, specs: PyTree, on_whole: OnWhole) -> 
     return optax.GradientTransformation(contrib.scale_by_muon().init, update)
 
 
-def newton_schulz(kind: Kind, stack: jax.Array, *, eps: float) -> jax.Array:
+def newton_schulz(kind: MatrixDims, stack: jax.Array, *, eps: float) -> jax.Array:
     """Orthogonalises each tensor of `[n, *shape]` as a matrix and scales it by `sqrt(max(1, outputs / inputs))`.
 
     The dim of the outputs is one side of the matrix, and all other dims, except batch dims, are the other side. These
@@ -265,7 +266,7 @@ def is_hidden_matrix(spec: ParamSpec) -> bool:
     return is_matrix(spec) and not {"vocab", "patch", "classes"} & set(spec.dims)
 
 
-def _kind(spec: ParamSpec) -> Kind:
+def _kind(spec: ParamSpec) -> MatrixDims:
     """Returns how to view a layer's tensor as matrices: each expert is a matrix, and a kernel has its outputs first."""
     dims = [dim for dim in spec.dims if dim != "layers"]
     return dims.count("experts"), dims.index("channels_out") if "channels_out" in dims else len(dims) - 1

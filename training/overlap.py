@@ -14,11 +14,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-Value = str | bool
+OptionValue = str | bool
 
 # The options in their order. If an option has several names, the first name that the installed XLA knows is used.
 # Tried on XLA for GPUs of jax 0.10.2, 0.11.0 and 0.12.0.1; only jax 0.12.0.1 has the name `pipeline_all_gather`.
-OVERLAP: tuple[dict[str, Value], ...] = (
+OVERLAP: tuple[dict[str, OptionValue], ...] = (
     # schedules starts early and dones late, by an estimate of the ops between them; without it a start is at its done
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     # number of collectives in flight at the same time (default: 1), so that a gather does not wait for the replica
@@ -35,20 +35,20 @@ ESTIMATE = (
 )
 ESTIMATE_VERSIONS = ("0.10", "0.11", "0.12")  # versions of jax whose XLA knows the flag
 # For loops over layers that the step does not pipeline itself (`sharding.plan.ShardingPlan.overlap`).
-PIPELINING: tuple[dict[str, Value], ...] = (
+PIPELINING: tuple[dict[str, OptionValue], ...] = (
     # a layer's gather moves into the iteration of the layer before it; holds one more layer's parameters
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON", "xla_gpu_enable_pipelined_all_gather": True},
 )
 # Independent replicas recompute the work units of a lost replica, so two replicas may compute the same work unit. Their
 # results must be equal bit by bit. By default some XLA kernels for GPUs add in any order, and XLA chooses the kernels
 # that were fastest when it compiled.
-EXACT: tuple[dict[str, Value], ...] = ({"xla_gpu_deterministic_ops": True},)
+EXACT: tuple[dict[str, OptionValue], ...] = ({"xla_gpu_deterministic_ops": True},)
 # By default XLA for CPUs copies arrays that are updated in place and also read elsewhere, such as moments. With this
 # option it analyses the order of reads and writes instead, as XLA for GPUs always does.
-ON_CPUS: tuple[dict[str, Value], ...] = ({"xla_cpu_copy_insertion_use_region_analysis": True},)
+ON_CPUS: tuple[dict[str, OptionValue], ...] = ({"xla_cpu_copy_insertion_use_region_analysis": True},)
 
 
-def is_known(name: str, value: Value) -> bool:
+def is_known(name: str, value: OptionValue) -> bool:
     """Whether the installed XLA knows an option, tested by compiling a trivial program. The value may be invalid."""
     nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
     try:
@@ -67,8 +67,8 @@ def xla_options(
     pipelined: bool,
     exact: bool,
     xla_flags: str,
-    known: Callable[[str, Value], bool] = is_known,
-) -> dict[str, Value]:
+    known: Callable[[str, OptionValue], bool] = is_known,
+) -> dict[str, OptionValue]:
     """Returns the options for a program on `platform`, without the options that the user's `xla_flags` set.
 
     `wanted`: collectives overlap with compute; `pipelined`: the program itself pipelines its loops over layers;
@@ -76,7 +76,7 @@ def xla_options(
     """
     overlap = {"gpu": OVERLAP if pipelined else OVERLAP + PIPELINING} if wanted else {}
     users = flag_names(xla_flags)
-    options: dict[str, Value] = {}
+    options: dict[str, OptionValue] = {}
     same = EXACT if exact and platform == "gpu" else ()
     for names in (*same, *(overlap | {"cpu": ON_CPUS}).get(platform, ())):
         if not users & names.keys():

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from elastic.replicas.exchange import Exchange
+from elastic.replicas.exchange import SumExchange
 from elastic.replicas.membership import AHEAD, ASK_S, MOST_BYTES, NO_PEER, Log, Membership
 from elastic.replicas.peers import NEVER, Peer
 from elastic.replicas.state_copies import LEAVES, StateCopies, fetch_copies
@@ -128,7 +128,7 @@ class Replicas:
             agree=agree,
             log=self._log,
         )
-        self.exchange = Exchange(num_units, pieces, self.members)
+        self.exchange = SumExchange(num_units, pieces, self.members)
         self._is_ready.set()
         try:
             self.members.publish()

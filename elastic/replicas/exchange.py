@@ -1,4 +1,4 @@
-"""`Exchange`: the steps under way, and the threads that ask peers for sums and totals, and answer them.
+"""`SumExchange`: the steps under way, and the threads that ask peers for sums and totals, and answer them.
 
 Every replica computes some units of a step, and adds up some pieces of the parameters. It asks its peers for their sums
 over its pieces, and for the totals of the other pieces. It sends as many bytes as in a ring all-reduce.
@@ -35,7 +35,7 @@ class Request(NamedTuple):
     node: Node | None
 
 
-class Exchange:
+class SumExchange:
     """The sums and plans of the steps under way, which all threads of a replica use while they hold its lock."""
 
     def __init__(self, num_units: int, pieces: Sequence[Piece], members: Membership) -> None:

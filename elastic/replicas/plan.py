@@ -12,7 +12,7 @@ from elastic.replicas.sums import Node, StepSums, cover
 
 SLOWDOWN = 1.2  # by how much longer a step may take before replicas compute different numbers of units
 
-Wanted = tuple[int, Node | None]  # a piece, and the node of the sum; None: the total
+WantedSum = tuple[int, Node | None]  # a piece, and the node of the sum; None: the total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class StepPlan:
         if self.adder_of(piece) == self.me:
             sums.reduce(piece)
 
-    def sum_to_request(self, peer: int, sums: StepSums, requested: Set[Wanted] = frozenset()) -> Wanted | None:
+    def sum_to_request(self, peer: int, sums: StepSums, requested: Set[WantedSum] = frozenset()) -> WantedSum | None:
         """Returns a sum of a peer's units that this replica lacks and has not requested, of a piece that it adds up."""
         if peer not in self.remaining:
             return None
@@ -73,7 +73,7 @@ class StepPlan:
         )
         return next((each for each in wanted if each not in requested), None)
 
-    def total_to_request(self, peer: int, sums: StepSums, requested: Set[Wanted] = frozenset()) -> Wanted | None:
+    def total_to_request(self, peer: int, sums: StepSums, requested: Set[WantedSum] = frozenset()) -> WantedSum | None:
         """Returns a total that a peer adds up, and that this replica lacks and has not requested."""
         wanted = ((p, None) for p in range(self.num_pieces) if self.adder_of(p) == peer and sums.total(p) is None)
         return next((each for each in wanted if each not in requested), None)

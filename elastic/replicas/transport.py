@@ -3,12 +3,12 @@
 | thread | number | its loop |
 |---|---|---|
 | training | 1 | computes units and waits for totals: `Step` (driver.py) |
-| asking | 4 per peer | fetch sums and totals from the peer: `Exchange.ask` (exchange.py) |
+| asking | 4 per peer | fetch sums and totals from the peer: `SumExchange.ask` (exchange.py) |
 | answering | 1 per connection | send sums, totals, records and states to peers: `Replicas.answer` (driver.py) |
 | seeking | 1 | greets lost and unknown peers: `Membership.seek` (membership.py) |
 
-They share the data of `StepSums`, `Exchange`, `Membership` and `StateCopies`. A thread holds the `SharedLock` while it
-changes these data, or reads several of them.
+They share the data of `StepSums`, `SumExchange`, `Membership` and `StateCopies`. A thread holds the `SharedLock` while
+it changes these data, or reads several of them.
 """
 
 import threading

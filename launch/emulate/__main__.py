@@ -24,7 +24,7 @@ from launch.emulate import namespaces
 from launch.emulate.control import Control, ask, check_name
 from launch.emulate.job import ClusterJob
 from launch.emulate.links import Links
-from launch.emulate.nodes import MAX_NODES, Cluster
+from launch.emulate.nodes import MAX_NODES, EmulatedCluster
 from launch.emulate.table import Monitor, shown
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output, split
 from runtime.files.paths import user_path
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace, links: Links, command: Sequence[str]) -> in
     """Runs a program on a new emulated cluster until all its processes have ended. Returns the exit code."""
     with (
         Control(options.name) as requests,
-        Cluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
+        EmulatedCluster(options.nodes, links, options.workdir, named_paths(command)) as cluster,
     ):
         sizes = {"devices": options.devices_per_node, "processes_per_node": options.processes_per_node}
         job = ClusterJob(cluster, command, **sizes, grace_s=options.grace_s, independent=options.independent)
@@ -207,7 +207,7 @@ def perform(request: Any, job: ClusterJob, monitor: Monitor) -> str:
     raise ValueError("the request is none that this emulation knows; is it of another version?")
 
 
-def _existing(node: int, cluster: Cluster) -> int:
+def _existing(node: int, cluster: EmulatedCluster) -> int:
     """Returns the number of a node. ValueError if the node does not exist."""
     if not 0 <= node < len(cluster.nodes):
         raise ValueError(f"there is no node {node}; they are 0 to {len(cluster.nodes) - 1}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from launch.emulate.nodes import Cluster
+from launch.emulate.nodes import EmulatedCluster
 from runtime.exit_codes import ExitCode
 
 KILLED = 137
@@ -22,7 +22,7 @@ TERM_S = 10.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(kw_only=True)
-class Process:
+class EmulatedProcess:
     """A process of a job. `code` is the exit code as in a shell (128 + signal), None while the process runs."""
 
     rank: int
@@ -42,7 +42,7 @@ class ClusterJob:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: EmulatedCluster,
         command: Sequence[str],
         *,
         devices: int,
@@ -51,11 +51,11 @@ class ClusterJob:
         independent: bool = False,
     ) -> None:
         self.cluster = cluster
-        self.processes: list[Process] = []
+        self.processes: list[EmulatedProcess] = []
         self.pipe: IO[bytes] | None = None
         self._grace_s, self._independent = grace_s, independent
         self._devices, self._processes_per_node = devices, processes_per_node
-        self._failure: Process | None = None  # the first failed process
+        self._failure: EmulatedProcess | None = None  # the first failed process
         self._deadline_s = float("inf")
         self._next_signal = signal.SIGTERM
         self._interrupted = False
@@ -147,13 +147,13 @@ class ClusterJob:
         with contextlib.ExitStack() as undo:
             log = undo.enter_context(self._log(node).open("ab", buffering=0))  # shared by the processes of a node
             handle = self.cluster.start(node, command, env, log if rank else subprocess.PIPE)
-            self.processes.append(Process(rank=rank, node=node, handle=handle))
+            self.processes.append(EmulatedProcess(rank=rank, node=node, handle=handle))
             if handle.stdout:
                 undo.pop_all()
                 self.pipe, self._log_of_first = handle.stdout, log
                 os.set_blocking(handle.stdout.fileno(), False)
 
-    def _note_failure(self, process: Process) -> None:
+    def _note_failure(self, process: EmulatedProcess) -> None:
         self._failure = process
         stops_as_told = self._interrupted and process.code == ExitCode.RESUMABLE
         if self.is_running() and not stops_as_told and not self._independent:

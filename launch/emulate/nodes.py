@@ -1,4 +1,4 @@
-"""`Cluster`: emulated nodes, each with its own network and a link of a chosen speed to a switch."""
+"""`EmulatedCluster`: emulated nodes, each with its own network and a link of a chosen speed to a switch."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ class EmulatedNode:
             process.wait(END_S)
 
 
-class Cluster:
+class EmulatedCluster:
     """Emulated nodes, which run while the context is open. They also end with this process, however it ends.
 
     Nodes are `node0`, `node1`, ... at 10.77.0.1, 10.77.0.2, ... Other clusters on this machine may use the same
@@ -74,7 +74,7 @@ class Cluster:
         self._shared = sorted(real) + sorted(by_links)  # parents first, and targets before their links
         self._hosts = self.workdir / "hosts"
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> "EmulatedCluster":
         self.workdir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
             try:

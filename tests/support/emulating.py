@@ -15,7 +15,7 @@ import pytest
 
 from launch.emulate import namespaces
 from launch.emulate.__main__ import main
-from launch.emulate.nodes import Cluster
+from launch.emulate.nodes import EmulatedCluster
 from support.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,13 +49,13 @@ def python(program: str, *args: object) -> list[str]:
     return [sys.executable, "-u", "-I", "-S", "-c", program, *map(str, args)]
 
 
-def output_of(cluster: Cluster, node: int, program: str) -> str:
+def output_of(cluster: EmulatedCluster, node: int, program: str) -> str:
     """Runs a program in a node and returns its output."""
     out, _ = cluster.start(node, python(program)).communicate(timeout=WAIT_S)
     return out.decode().strip()
 
 
-def transfer(cluster: Cluster, sender: int, receiver: int, size_bytes: int) -> tuple[int, float]:
+def transfer(cluster: EmulatedCluster, sender: int, receiver: int, size_bytes: int) -> tuple[int, float]:
     """Sends from node to node by TCP; returns the bytes that arrived and the bits per second."""
     server = cluster.start(receiver, python(RECEIVE))
     assert server.stdout and server.stdout.readline() == b"listening\n"

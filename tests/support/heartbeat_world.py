@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime import heartbeat
-from runtime.heartbeat import Heartbeat, Peer
+from runtime.heartbeat import Heartbeat, PeerProcess
 from runtime.phases import Phase
 
 HOST = socket.gethostname()
@@ -68,7 +68,7 @@ class World:
         self.planned: list[tuple[float, Callable[[], None]]] = []
         self._running = 0
         self.watches = [Heartbeat() for _ in range(count)]
-        peers: list[list[Peer]] = [[] for _ in range(count)]
+        peers: list[list[PeerProcess]] = [[] for _ in range(count)]
         for process in range(1, count):
             one, two = Connection(), Connection()
             one.other, two.other = two, one
@@ -161,8 +161,8 @@ class Immediately:
         del timeout
 
 
-def _peer(process: int, connection: Connection, now_s: float) -> Peer:
-    return Peer(process=process, host=HOST, connection=connection, heard_s=now_s)  # pyright: ignore
+def _peer(process: int, connection: Connection, now_s: float) -> PeerProcess:
+    return PeerProcess(process=process, host=HOST, connection=connection, heard_s=now_s)  # pyright: ignore
 
 
 def check_ended(outcomes: Sequence[tuple[int, str, str]], message: str) -> None:

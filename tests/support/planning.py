@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base, quickstart
-from configs.losses import Loss
+from configs.losses import RecordedLoss
 from configs.schema import Config
 from lab.benchmarks.planner_records import RECORDS
 from planner import clusters
@@ -70,10 +70,10 @@ def recorded_plan() -> Plan:
     return plan
 
 
-def one_row(**columns: Any) -> Loss:
+def one_row(**columns: Any) -> RecordedLoss:
     """A row of configs/losses.csv: on text, 0.2 above dense AdamW with each of 3 seeds."""
     about = {"optimizer": "adamw", "task": "text", "parameters": 2_000_000, "seeds": 3, "record": "a.jsonl"}
-    return Loss(**{**about, "mean": 0.2, "least": 0.2, "most": 0.2, "steps": None, **columns})
+    return RecordedLoss(**{**about, "mean": 0.2, "least": 0.2, "most": 0.2, "steps": None, **columns})
 
 
 @pytest.fixture(scope="module", name="step")

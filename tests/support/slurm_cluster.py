@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launch.emulate import namespaces
 from launch.emulate.links import Links
-from launch.emulate.nodes import Cluster
+from launch.emulate.nodes import EmulatedCluster
 from support import emulating
 from support.running import ROOT, XLA_FLAGS
 from support.waiting import until
@@ -62,7 +62,7 @@ MUNGED = """munged --foreground --force --key-file={folder}/munge.key --socket={
 class Slurm:
     """A running SLURM; `folder` is seen by all its nodes."""
 
-    cluster: Cluster
+    cluster: EmulatedCluster
     folder: Path
 
     def start(self, node: int, *command: str) -> None:
@@ -149,7 +149,7 @@ def running_slurm(nodes: int, rate: str, folder: Path) -> Iterator[Slurm]:
         (folder / f"gpu{i}").symlink_to("/dev/null")
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     (folder / "munge.key").chmod(0o400)
-    with Cluster(nodes + 1, Links(rate=rate), folder) as cluster:
+    with EmulatedCluster(nodes + 1, Links(rate=rate), folder) as cluster:
         slurm = Slurm(cluster=cluster, folder=folder)
         slurm.start(0, *MUNGED.format(folder=folder).split())
         until((folder / "munge.socket").exists)

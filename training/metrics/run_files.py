@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from runtime.command_line import one_line
 from runtime.events import EventReader
 from runtime.files import json_lines, run_directory
+from runtime.files.json_lines import JsonLine
 from runtime.files.regular import NotRegularError, read_regular
 from training.metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
-
-JsonLine = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
