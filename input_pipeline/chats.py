@@ -18,7 +18,7 @@ import numpy as np
 
 from configs.schema import DataConfig
 from input_pipeline import cache, folder, packing
-from input_pipeline.chat_template import ChatTemplate, Messages, CharacterSpan
+from input_pipeline.chat_template import CharacterSpan, ChatTemplate, Messages
 from input_pipeline.shard_index import ProgressWarning
 from input_pipeline.text import TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
