@@ -13,7 +13,7 @@ EVERYTHING := $(VENV)/dev-installed $(VENV)/moto/installed $(VENV)/h100/installe
 WORKERS := 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
 
-.PHONY: train gpu test test-gpu test-jax test-slow test-all test-release slurm coverage lint format docs \
+.PHONY: train gpu test test-gpu test-jax test-pages test-slow test-all test-release slurm coverage lint format docs \
 	constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
@@ -39,6 +39,9 @@ test-all: test test-slow
 test-slow: WORKERS := 3
 test-slow: $(EVERYTHING) $(VENV)/gpu-checked  ## whole runs, emulated clusters, Ray, programs compiled for H100
 	$(PYTEST) -m "slow and not release and not slurm and not gpu"
+
+test-pages: $(VENV)/dev-installed  ## links and tables of pages, and records: those that take seconds
+	$(PYTEST) -m "document and not slow"
 
 test-release: $(EVERYTHING) $(VENV)/docs/installed  ## pages, records, and the combinations beyond those of test-all
 	$(PYTEST) -m release

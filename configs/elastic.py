@@ -6,7 +6,7 @@
 On CPUs nothing overlaps; without `sharding.overlap` each restart compiles its step faster.
 `:tiny` has 28 thousand parameters and runs many steps quickly. 24 rows per step can be split over 1 to 4 nodes of 2.
 
-Hardware: 2 CPU cores and root for the emulated cluster, 4 nodes of 2 devices (docs/elasticity_measured.md).
+Hardware: 2 CPU cores and root for the emulated cluster, 4 nodes of 2 devices (docs/results/elasticity_measured.md).
 Expected: the loss falls from 5.5 to 2 in 500 steps (tiny: 30 s in one process).
 """
 

@@ -3,7 +3,7 @@
     python train.py --config=configs/fidelity.py:mics --workdir=runs/fidelity_mics
 
 Hardware: any machine with 2 CPU cores (8 virtual devices as 4 nodes of 2). Expected: two loss curves of 300 steps
-that differ by 2.8e-5 at most, relatively 1.8e-5; docs/papers/mics.md compares them with the paper's.
+that differ by 2.8e-5 at most, relatively 1.8e-5; docs/results/papers/mics.md compares them with the paper's.
 """
 
 from ml_collections import ConfigDict

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("losses.csv")
-PAGE = "docs/compression_accuracy.md"
+PAGE = "docs/results/compression_accuracy.md"
 TASKS, SEEDS = ("text", "digits"), 3  # seeds per task of a free method; fewer seeds alone prove nothing
 WITHIN = 1.005  # times the dense run's last loss: counts as equally low
 # keys with a codec, besides the replica all-reduce's

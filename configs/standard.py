@@ -5,7 +5,7 @@
 8 layers of 512, 8 heads, MLP of 2048, 256 tokens, f32, AdamW, rematerialised layers; lab/benchmarks/pytorch_peer.py has
 the same sizes. It is for timing steps, not for learning. The final checkpoint and validation are not timed.
 
-Hardware: 2 CPU cores and root for the emulated cluster, 4 nodes of 2 devices (docs/strategies.md).
+Hardware: 2 CPU cores and root for the emulated cluster, 4 nodes of 2 devices (docs/results/strategies.md).
 Expected: the loss falls from 5.7 to 4.3 in 3 steps of 10 to 60 s, depending on strategy and link rate.
 """
 

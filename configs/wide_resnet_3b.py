@@ -13,7 +13,7 @@ Not run yet; by the planner (lab/benchmarks/planner_configs.py):
 
     wide_resnet_3b: 2 p4d.24xlarge (16 GPUs), 10.1 GB of 38.1 GB a GPU, 553 ms a step, $0.67 for its 100 steps on demand
 
-docs/paper_tables.md has its replay on V100s.
+docs/results/paper_tables.md has its replay on V100s.
 """
 
 from ml_collections import ConfigDict

@@ -24,7 +24,8 @@ from sharding.replicas import replica_key
 from training.metrics.units import format_count, format_percent, format_seconds
 
 # Seconds without training after an event, on 4 emulated nodes with a model of 6.4 M parameters: medians of
-# elastic.jsonl (docs/elasticity_measured.md). Most are compilation and imports; a large model's state takes longer.
+# elastic.jsonl (docs/results/elasticity_measured.md). Most are compilation and imports; a large model's state takes
+# longer.
 LEFT_S = 20.3  # announced preemption of a node, pause
 JOINED_S = 24.0  # a node joins, pause
 FROM_CHECKPOINT_S = 37.8  # all nodes killed, from the first kill to the next step

@@ -413,7 +413,7 @@ def test_the_blocks_of_a_page_run(page: str, copy: Path) -> None:
 
 @pytest.mark.slow
 def test_deleted_lines_of_a_record_are_computed_again(copy: Path) -> None:
-    """As docs/paper_tables.md shows: lines of states, whose programs are not compiled."""
+    """As docs/results/paper_tables.md shows: lines of states, whose programs are not compiled."""
     record = copy / compiled.RESULTS.relative_to(ROOT)
     before = states(record)
     replace(record, (line for line in recorded(record) if line["kind"] != "state"))

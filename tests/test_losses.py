@@ -101,7 +101,7 @@ def test_a_method_that_is_not_free_is_named_with_what_it_cost(monkeypatch: pytes
     rows = [*bits, one_row(setting=local, task="digits", mean=0.4), one_row(setting=local | {"optimizer.name": "muon"})]
     monkeypatch.setattr(losses, "rows", lambda: rows)
     about, runs = "its loss, over the dense run's", "in recorded runs of small models"
-    page = "docs/compression_accuracy.md"
+    page = "docs/results/compression_accuracy.md"
     none = "not recorded on digits"
     cost = f"{about} (adamw) {runs}: +0.100 to +0.300 on text, {none}; {page}"
     assert described(compression__all_reduce="statistical", compression__all_gather_intra="int8") == [

@@ -12,20 +12,22 @@ pytestmark = pytest.mark.document
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if page.name != "README.md"]
+PAGES = sorted({*DOCS.glob("*.md"), *DOCS.glob("results/*.md")} - {DOCS / "README.md"})
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def test_every_page_leads_back() -> None:
-    back = "[mics-jax](../README.md), [all pages](README.md)"
     for page in PAGES:
+        up = "" if page.parent == DOCS else "../"
+        back = f"[mics-jax](../{up}README.md), [all pages]({up}README.md)"
         title, _, rest = page.read_text().partition("\n")
         assert title.startswith("# ") and rest.startswith(f"\n{back}\n\n") and rest.count(back) == 1, page.name
 
 
 def test_the_index_has_every_page_and_the_readme_leads_to_it() -> None:
-    linked = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "README.md").read_text()))
-    assert linked >= {page.name for page in PAGES} and "](docs/README.md)" in (ROOT / "README.md").read_text()
+    linked = set(re.findall(r"\]\(([\w/]+\.md)\)", (DOCS / "README.md").read_text()))
+    assert linked >= {str(page.relative_to(DOCS)) for page in PAGES}
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text()
 
 
 def anchors(page: Path) -> set[str]:

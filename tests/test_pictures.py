@@ -14,11 +14,13 @@ pytestmark = pytest.mark.document
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
+FROZEN = {"paper_compression.png", "paper_figure_16.png"}  # the programs that drew them ended with commit 78040d2
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def test_every_picture_is_shown_and_every_shown_one_exists() -> None:
-    shown = {name for page in PAGES for name in re.findall(r"[(\"](?:docs/|\.\./)?images/(\w+\.png)", page.read_text())}
+    link = re.compile(r"[(\"](?:docs/|(?:\.\./)*)images/(\w+\.png)")
+    shown = {name for page in PAGES for name in link.findall(page.read_text())}
     assert shown == {file.name for file in IMAGES.glob("*.png")}
 
 
@@ -31,7 +33,8 @@ def test_one_script_draws_every_picture_from_configs_and_records(tmp_path: Path)
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run([tree / "docs" / "images" / "draw.sh"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    for file in IMAGES.glob("*.png"):
-        with Image.open(file) as kept, Image.open(tree / "docs" / "images" / file.name) as drawn:
-            assert kept.size == drawn.size, file.name
-    assert {file.name for file in (tree / "docs" / "images").glob("*.png")} == {f.name for f in IMAGES.glob("*.png")}
+    current = {file.name for file in IMAGES.glob("*.png")} - FROZEN
+    assert {file.name for file in (tree / "docs" / "images").glob("*.png")} == current
+    for name in current:
+        with Image.open(IMAGES / name) as kept, Image.open(tree / "docs" / "images" / name) as drawn:
+            assert kept.size == drawn.size, name

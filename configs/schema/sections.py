@@ -101,7 +101,7 @@ class ShardingConfig(Section, name="sharding", resumable=True):
 
 @dataclass(frozen=True, kw_only=True)
 class AblationConfig(Section, name="ablation", resumable=True):
-    """Baselines that show the gain from a part of MiCS (docs/papers/mics.md)."""
+    """Baselines that show the gain from a part of MiCS (docs/results/papers/mics.md)."""
 
     hierarchical: bool = key(True, "gather between nodes first, then inside each node; False: in one collective")
     two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")

@@ -4,8 +4,8 @@
 
 Hardware: any machine with 2 CPU cores, and root or user namespaces for the emulated cluster (docs/emulation.md).
 Expected: 12 minutes. The replica all-reduce sends 4 times fewer bytes with int8 and 8 times fewer with int4 than with
-none, which shortens steps the more, the slower the link is (docs/compression_accuracy.md has steps at 100 Mbit/s). Ten
-steps say nothing about accuracy.
+none, which shortens steps the more, the slower the link is (docs/results/compression_accuracy.md has steps at
+100 Mbit/s). Ten steps say nothing about accuracy.
 """
 
 from collections.abc import Iterable

@@ -11,7 +11,7 @@ settings write a line in your own config file:
     register("all_reduce", "power_sgd", power_sgd.method(rank=8))
 
 Hardware: the config's; the quickstart simulates 4 nodes of 2 CPU devices.
-Expected: losses and bytes of each method are in docs/compression_accuracy.md.
+Expected: losses and bytes of each method are in docs/results/compression_accuracy.md.
 """
 
 from importlib import import_module

@@ -1,1 +1,1 @@
-"""Compares the papers' published numbers with ours: the tables of docs/paper_tables.md and docs/papers."""
+"""Compares the papers' published numbers with ours: the tables of docs/results/paper_tables.md and docs/papers."""
