@@ -8,7 +8,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from runtime.files import palette
 
-ROOT = Path(__file__).parents[2]
+PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).parents[2]),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+PAGES.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
+PAGES.filters["class"] = lambda n: f"colour-{'fill' if n is None else n % len(palette.SERIES)}"
 
 
 def render(template: str, **values: Any) -> str:
@@ -16,9 +24,4 @@ def render(template: str, **values: Any) -> str:
 
     Every page has `title`, `heading`, `badge` with its `mood` (good, warn or bad), `about` and `footer`.
     """
-    pages = Environment(
-        loader=FileSystemLoader(ROOT), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    pages.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
-    pages.filters["class"] = lambda n: f"colour-{'fill' if n is None else n % len(palette.SERIES)}"
-    return pages.get_template(template).render(palette=palette, **values)
+    return PAGES.get_template(template).render(palette=palette, **values)
