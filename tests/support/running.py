@@ -19,6 +19,7 @@ import pytest
 import train
 from configs.schema import CheckpointConfig, Config, ElasticConfig, EvalConfig, ProfileConfig, SampleConfig
 from elastic.saved_arrays import SavedArrays
+from sharding import drawing, hlo
 from support import fast_compile
 from support.ports import free_port
 from train import make_experiment
@@ -50,6 +51,10 @@ SMALL: dict[str, Any] = {
 }
 # The default 30 minutes would let a test hang; LLVM's optimiser is most of the time that a small program compiles.
 XLA_FLAGS = f"--xla_cpu_collective_timeout_seconds=120 {fast_compile.FLAGS}"
+
+# The runs of a worker share few programs and layouts.
+hlo.read_collectives = functools.lru_cache(8)(hlo.read_collectives)
+drawing.mesh_png = functools.lru_cache(8)(drawing.mesh_png)
 
 
 def arguments(workdir: Path | str, config: str = "quickstart", **changes: Any) -> list[str]:
