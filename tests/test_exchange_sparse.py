@@ -9,7 +9,7 @@ import optax
 import pytest
 from scipy.fft import dctn, idctn
 from support import workload
-from support.exchanging import LAYOUT_PARAMS, LAYOUTS, gradients, two_bits
+from support.exchanging import LAYOUT_PARAMS, LAYOUTS, gradients, jitted_update, two_bits
 from support.tables import every_row
 
 from compression.exchange import by_groups
@@ -31,7 +31,7 @@ def is_matrix(name: str, x: np.ndarray) -> bool:
 
 def run(plan: ShardingPlan, tx: Any, steps: int) -> tuple[list[dict[str, np.ndarray]], Any]:
     """Returns the result of each exchange, by name, and the last state."""
-    state, update, out = tx.init(workload.params("tensors")), jax.jit(tx.update), []
+    state, update, out = tx.init(workload.params("tensors")), jitted_update(tx), []
     for step in range(steps):
         handed_on, state = update(gradients(plan, step)[0], state)
         out.append(named(handed_on))
@@ -143,7 +143,7 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
     return q
 
 
-@pytest.mark.parametrize("layout", LAYOUT_PARAMS)
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=() if x == "mics(2)" else pytest.mark.slow) for x in LAYOUTS])
 def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
     """The factors belong to whole matrices for any sharding: two exact steps, then warm start and feedback.
 
@@ -153,7 +153,7 @@ def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
     most, exact, steps = 5, 2, 20
     plan = workload.plan("tensors", **LAYOUTS[layout])
     tx = power_sgd(plan, SPECS, most, warmup_steps=exact)
-    state, update, out, sent = tx.init(workload.params("tensors")), jax.jit(tx.update), [], []
+    state, update, out, sent = tx.init(workload.params("tensors")), jitted_update(tx), [], []
     factors, residuals = [], []
     for step in range(steps):
         handed_on, state = update(gradients(plan, step)[0], state)
@@ -206,7 +206,7 @@ def test_power_sgd_recovers_from_a_zero_gradient() -> None:
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     tx = power_sgd(plan, SPECS, 2)
     grads, _ = gradients(plan, 0)
-    update = jax.jit(tx.update)
+    update = jitted_update(tx)
     _, state = update(jax.tree.map(jnp.zeros_like, grads), tx.init(workload.params("tensors")))
     out, _ = update(grads, state)
     assert all(np.asarray(x).any() for x in jax.tree.leaves(out))
@@ -216,7 +216,7 @@ def test_power_sgd_works_for_gradients_of_any_magnitude() -> None:
     """Small ones come through as others do; one whose norm is out of range is skipped, and nothing of it is kept."""
     plan = workload.plan("tensors", **LAYOUTS["mics(2)"])
     params, tx = workload.params("tensors"), workload.chained(power_sgd(plan, SPECS, 2), optax.sgd(1.0))
-    update = jax.jit(tx.update)
+    update = jitted_update(tx)
 
     def moves(size: float) -> tuple[list[dict[str, np.ndarray]], Any]:
         state, out = tx.init(params), []

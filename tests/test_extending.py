@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from support import workload
-from support.exchanging import LAYOUTS, gradients
+from support.exchanging import LAYOUTS, gradients, jitted_update
 from support.extending_page import LISTINGS
 from support.running import ROOT, arrays, manifest, rows, run_here, stop_after
 from support.tables import check_rows
@@ -262,7 +262,8 @@ def test_the_listed_dgc_keeps_what_it_does_not_send_in_every_layout(layout: str,
     workers = workload.plan("tensors", **LAYOUTS[layout])
     tx = listed_dgc(tmp_path, workers)
     params, (grads_R, whole) = workload.params("tensors"), gradients(workers, 0)
-    mean, after = jax.jit(tx.update)(grads_R, tx.init(params))
+    update = jitted_update(tx)
+    mean, after = update(grads_R, tx.init(params))
     jax.tree.map(
         lambda m, kept_R, g_R: np.testing.assert_allclose(m + np.asarray(kept_R).sum(0), g_R.mean(0), atol=1e-6),
         mean,
@@ -271,7 +272,7 @@ def test_the_listed_dgc_keeps_what_it_does_not_send_in_every_layout(layout: str,
     )
     leaves, tree = jax.tree.flatten(grads_R)
     bad = tree.unflatten([leaves[0].at[(1,) + (0,) * (leaves[0].ndim - 1)].set(jnp.nan), *leaves[1:]])
-    mean, same = jax.jit(tx.update)(bad, after)
+    mean, same = update(bad, after)
     assert not np.isfinite(optax.tree.norm(mean))
     jax.tree.map(np.testing.assert_array_equal, same, after)
 
@@ -281,7 +282,7 @@ def test_the_listed_dgc_matches_numpy(tmp_path: Path) -> None:
     workers = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
     tx = listed_dgc(tmp_path, workers)
     momentum = OptimizerConfig().momentum
-    state, update = tx.init(workload.params("tensors")), jax.jit(tx.update)
+    state, update = tx.init(workload.params("tensors")), jitted_update(tx)
     velocity = unsent = jax.tree.map(lambda p: np.zeros((4, *p.shape)), workload.params("tensors"))
     for step in range(20):
         grads_R, whole = gradients(workers, step)

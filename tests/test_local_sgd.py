@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support import workload
-from support.exchanging import CODECS, gradients
+from support.exchanging import CODECS, gradients, jitted_update
 from support.local_replicas import LAYOUTS, inner, replicas_written_out, rows_of_replicas
 from support.suite import SLOW
 from support.tables import every_row
@@ -219,7 +219,7 @@ def test_guard_skips_steps_of_single_replicas() -> None:
 def test_bytes_are_counted_in_the_steps_that_send_them() -> None:
     plan, params = workload.plan("tensors", **LAYOUTS["mics(2)"]), workload.params("tensors")
     tx = LocalSGD(exchange(plan, CODECS["int8"]), guarded(optax.sgd(1.0)), config(2, "mean"), 4)
-    states, update, sent = tx.init(params), jax.jit(tx.update), []
+    states, update, sent = tx.init(params), jitted_update(tx), []
     for step in range(4):
         _, states = update(gradients(plan, step)[0], states, params)
         sent.append(float(watch(states)["all_reduce_payload_bytes"]) > 0)
@@ -261,7 +261,7 @@ def test_waiting_gradients_survive_a_non_finite_step() -> None:
     tx = workload.chained(delayed(exchange(plan), 4), optax.sgd(1.0))
     good = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
     bad = good | {"table": good["table"].at[2, 2, 2].set(jnp.inf)}
-    update = jax.jit(tx.update)
+    update = jitted_update(tx)
     _, state = update(good, tx.init(params), params)
     moves, state = update(bad, state, params)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(state[1].skipped) == 1

@@ -12,6 +12,7 @@ import optax
 import pytest
 from support import workload
 from support.examples import example_methods  # noqa: F401 (fixture)
+from support.exchanging import jitted_update
 from support.numpy_resnet import build, conv, random_params, relu
 from support.tables import every_row
 from support.workload import BATCH_NORM, whole
@@ -300,7 +301,7 @@ def test_a_skipped_step_leaves_what_all_reduce_keeps_as_it_was(method: str) -> N
     params = jax.tree.map(jnp.asarray, FIRST)
     good = gradients(0)
     bad = good | {AVERAGES: jax.tree.map(lambda g: np.full_like(g, np.inf), good[AVERAGES])}
-    update = jax.jit(tx.update)
+    update = jitted_update(tx)
     _, before = update(good, tx.init(params), params)
     moves, after = update(bad, before, params)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(moves)) and int(after[1].skipped) == 1

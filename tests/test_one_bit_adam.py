@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support import workload
-from support.exchanging import gradients
+from support.exchanging import gradients, jitted_update
 
 from compression.codecs import OneBit
 from compression.exchange import exchange
@@ -29,6 +29,7 @@ def program() -> tuple[ShardingPlan, Any, Callable[..., Any]]:
     return plan, hop.init(workload.params("tensors")), jax.jit(hop.update)
 
 
+@pytest.mark.slow
 def test_a_warmup_of_adam_then_momenta_are_exchanged_with_frozen_variance() -> None:
     plan, state, update = program()
     coded = exchange(plan, CODEC)
@@ -75,7 +76,7 @@ def test_non_finite_gradients_without_variance_are_skipped(steps: int) -> None:
     plan, _, _ = program()
     hop = one_bit_adam(plan, CODEC, warmup_steps=WARMUP, b1=B1, b2=B2, eps=EPS)
     params, tx = workload.params("tensors"), workload.chained(hop, optax.sgd(1.0))
-    update, state = jax.jit(tx.update), tx.init(workload.params("tensors"))
+    update, state = jitted_update(tx), tx.init(workload.params("tensors"))
     good = gradients(plan, 0)[0]
     good = good | {"whole": good["whole"].at[:, 0].set(0.0)}
     for _ in range(steps):

@@ -28,6 +28,12 @@ def gradients(plan: ShardingPlan, seed: int, kind: str = "tensors") -> tuple[Any
     return jax.tree.map(jax.device_put, whole, shardings), whole
 
 
+def jitted_update(tx: Any) -> Any:
+    """Returns the update of a transform, compiled once: also its first state comes from the host."""
+    update = jax.jit(tx.update)
+    return lambda grads, state, *params: update(grads, jax.device_get(state), *params)
+
+
 def is_vector(spec: ParamSpec) -> bool:
     """Whether a parameter has one dim per layer, and is not encoded."""
     return set(spec.dims) <= {"layers", "norm"}
