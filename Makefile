@@ -13,6 +13,9 @@ EVERYTHING := $(VENV)/dev-installed $(VENV)/moto/installed $(VENV)/h100/installe
 WORKERS := 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
 
+# Each process of a test would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train gpu test test-gpu test-jax test-pages test-slow test-all test-release slurm coverage lint format docs \
 	constraints clean
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from kubernetes import client
 from support.running import ROOT
 from support.slurm_cluster import SBATCH, edited
@@ -165,6 +164,8 @@ def test_jobset_has_known_fields_only(jobset: dict[str, Any]) -> None:
     for job in jobset["spec"]["replicatedJobs"]:
         client.V1JobTemplateSpec.model_validate(job["template"])  # strict: types, required fields, none unknown
         job["template"] = {}
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet  # takes seconds
+
     known = JobsetV1alpha2JobSet.model_validate(jobset).model_dump(by_alias=True, exclude_none=True)
     assert known == jobset  # an unknown field would be gone
     assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and jobset["kind"] == "JobSet"

@@ -26,7 +26,6 @@ from statistics import mean, median
 from typing import Any
 
 import jax
-from scipy.stats import sem, t
 
 import models
 from configs import base, gpu_decoder
@@ -242,6 +241,8 @@ def interval(values: Sequence[float]) -> str:
     """Returns the mean with its 95 % confidence interval (Student's t), which two values at least have."""
     if len(values) < 2:
         return f"{values[0]:.2f}" if values else "-"
+    from scipy.stats import sem, t  # takes seconds
+
     return f"{mean(values):.2f} ± {t.ppf(0.975, len(values) - 1) * sem(values):.2f}"
 
 

@@ -33,7 +33,7 @@ def depends_on_jax(file: Path) -> bool:
     """
     if file.name.startswith("test_planner"):
         return False
-    imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
     return any(name.split(".")[0] in JAX for node in imports for name in _modules(node))
 
 
