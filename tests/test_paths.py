@@ -57,15 +57,14 @@ def test_a_run_is_made_and_used_under_every_form(
     corpus.mkdir()
     for number in range(4):
         (corpus / f"{number}.txt").write_text("the quick brown fox\n" * 40)
-    data = {"data__source": "folder", "num_steps": 1, "checkpoint__every": 1, "optimizer__warmup_steps": 0}
     for form, at in FORMS.items():
-        args = arguments(f"{at}/{form}", **data, data__path=f"{at}/corpus")
+        args = arguments(f"{at}/{form}", data__source="folder", data__path=f"{at}/corpus")
         assert run_here(*args) == 0
-        assert rows(home / NAME / form)[-1]["step"] == 1
-        assert run_here(*args) == 0 and "is finished: 1 steps are done" in capsys.readouterr().out
+        assert rows(home / NAME / form)[-1]["step"] == 10
+        assert run_here(*args) == 0 and "is finished: 10 steps are done" in capsys.readouterr().out
         values = trained.new_flags()
         values(["program", f"--workdir={at}/{form}"])
-        assert trained.named(values).step == 1
+        assert trained.named(values).step == 10
         assert called(monkeypatch, state.main, "verify", f"{at}/{form}/checkpoints") == 0
         assert report.main([f"{at}/{form}"]) == 0
         assert convert.main(["", f"--to_hugging_face={at}/{form}/out", f"--workdir={at}/{form}"]) == 0

@@ -24,6 +24,7 @@ def test_run_resumes_on_fewer_devices(tmp_path: Path, on_eight: Path) -> None:
     np.testing.assert_allclose(losses(tmp_path), losses(on_eight), **SAME)
 
 
+@pytest.mark.slow
 def test_run_resumes_with_another_strategy(tmp_path: Path, on_eight: Path) -> None:
     assert run_here(*arguments(tmp_path), hooks=[stop_after(5)]) == 75
     zero3 = {"sharding__strategy": "zero3", "sharding__partition_size": 0}

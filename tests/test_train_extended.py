@@ -20,24 +20,24 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short, long = (arguments(tmp_path, num_steps=steps) for steps in (6, 10))
+    short, long = (arguments(tmp_path, num_steps=steps) for steps in (10, 12))
     assert run_here(*short) == 0
-    assert "num_steps was 6 and is 10; choose another --workdir, or train this run for longer by --extend" in error_of(
+    assert "num_steps was 10 and is 12; choose another --workdir, or train this run for longer by --extend" in error_of(
         capsys, *long
     )
-    assert "seed was 0 and is 1" in error_of(capsys, *arguments(tmp_path, num_steps=10, seed=1), "--extend")
+    assert "seed was 0 and is 1" in error_of(capsys, *arguments(tmp_path, num_steps=12, seed=1), "--extend")
     assert run_here(*long, "--extend") == 0
-    assert f"resumed at step 6 of 10 in {tmp_path}" in (out := capsys.readouterr().out)
-    assert "extended from 6 steps" in out
-    assert json.loads((tmp_path / "attempts.json").read_text())["extended"] == [{"step": 6, "before": 6, "after": 10}]
+    assert f"resumed at step 10 of 12 in {tmp_path}" in (out := capsys.readouterr().out)
+    assert "extended from 10 steps" in out
+    assert json.loads((tmp_path / "attempts.json").read_text())["extended"] == [{"step": 10, "before": 10, "after": 12}]
     logged = {row["step"]: row["learning_rate"] for row in rows(tmp_path)}
     config = OptimizerConfig(warmup_steps=2, learning_rate=0.01)
-    wanted = [float(make_schedule(config, 6 if step < 6 else 10)(step)) for step in range(10)]
-    np.testing.assert_allclose([logged[step] for step in range(1, 11)], wanted, rtol=1e-6)
+    wanted = [float(make_schedule(config, 10 if step < 10 else 12)(step)) for step in range(12)]
+    np.testing.assert_allclose([logged[step] for step in range(1, 13)], wanted, rtol=1e-6)
     for args in (long, [*long, "--extend"]):
         assert run_here(*args) == 0
-        assert f"{tmp_path} is finished: 10 steps are done" in capsys.readouterr().out
-    assert "num_steps was 10 and is 6; choose another --workdir\n" in error_of(capsys, *short, "--extend")
+        assert f"{tmp_path} is finished: 12 steps are done" in capsys.readouterr().out
+    assert "num_steps was 12 and is 10; choose another --workdir\n" in error_of(capsys, *short, "--extend")
 
 
 @pytest.mark.slow

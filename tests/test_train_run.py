@@ -68,10 +68,11 @@ def test_finished_run_is_complete_and_not_repeated(
 ) -> None:
     monkeypatch.setenv("MICS_JAX_CACHE", str(tmp_path / "cache"))
     workdir = tmp_path / "run"
-    args = arguments(workdir, **TEXT, compression__delayed=True)
+    monkeypatch.setattr("training.log.losses.described", lambda *_: ["a note about losses"])
+    args = arguments(workdir, **TEXT)
     assert run_here(*args) == 0
     said = capsys.readouterr().out
-    assert "starting at step 0 of 10" in said and said.count("compression.delayed=True is not free: ") == 1
+    assert "starting at step 0 of 10" in said and said.count("\na note about losses\n") == 1
     names = {"config.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "report.html"}
     names |= {"summary.json", "sample.txt", "mesh.png", "collectives.json"}
     names |= {"attempts.json", "events.jsonl", f"lock-{socket.gethostname()}"}
