@@ -1,4 +1,4 @@
-"""The compiled program of each strategy holds exactly the collectives of the formulas of docs/concepts.md."""
+"""The compiled program of each strategy has the collectives of docs/concepts.md, and a single device's losses."""
 
 import math
 from collections import Counter
@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import workload
 from support.suite import SLOW
@@ -35,7 +35,9 @@ def model_elements() -> int:
 @cache
 def read(**how: Any) -> list[Collective]:
     sh = workload.plan("decoder", nodes=NODES, per_node=PER_NODE, num_layers=LAYERS, **how)
-    step, _, _ = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
+    step, *begin = workload.compiled_step("decoder", sh, accumulation=ACCUMULATION, num_layers=LAYERS)
+    losses = workload.run_steps(step, *begin, workload.NUM_STEPS)[0]
+    np.testing.assert_allclose(losses, workload.single_device_losses("decoder", num_layers=LAYERS), rtol=1e-5)
     return read_collectives(step.as_text(), sh.layout.shape)
 
 
@@ -96,9 +98,10 @@ def expected_mics(p: int, *, hierarchical: bool = True, gather: str = "layer") -
 @pytest.mark.parametrize(
     ("p", "how"),
     [
-        *((p, {}) for p in (2, 4)),
-        *((4, {"gather": gather}) for gather in ("micro_step", "step")),
-        *(pytest.param(p, {}, marks=SLOW) for p in (1, 8)),
+        (4, {}),
+        (4, {"gather": "step"}),
+        pytest.param(4, {"gather": "micro_step"}, marks=SLOW),
+        *(pytest.param(p, {}, marks=SLOW) for p in (1, 2, 8)),
         *(pytest.param(p, {"hierarchical": False}, marks=SLOW) for p in (4, 8)),
     ],
 )
@@ -162,7 +165,7 @@ def test_without_two_hop_gradients_are_all_reduced_every_micro_step() -> None:
 
 @pytest.mark.parametrize(
     ("p", "hierarchical"),
-    [(2, True), (4, True), *(pytest.param(*how, marks=SLOW) for how in ((8, True), (4, False), (8, False)))],
+    [(4, True), *(pytest.param(*how, marks=SLOW) for how in ((2, True), (8, True), (4, False), (8, False)))],
 )
 def test_sent_bytes_match_the_formulas(p: int, hierarchical: bool) -> None:
     """Gather and reduce-scatter: (p-1)M/p, between nodes (p-k)M/p with hierarchy; replica all-reduce: 2(M/p)(R-1)/R."""
@@ -182,14 +185,6 @@ def test_sent_bytes_match_the_formulas(p: int, hierarchical: bool) -> None:
         inside = gathered_bytes * (p - 1) / p - between_nodes / k
     assert got["collective_inter_bytes"] * k == pytest.approx(between_nodes + all_reduce * k, abs=8)
     assert got["collective_intra_bytes"] == pytest.approx(inside, abs=8)
-
-
-def test_bfloat16_gathers_send_half_the_bytes() -> None:
-    collectives = read(dtype=jnp.bfloat16, strategy="mics", partition_size=2)
-    assert traffic(collectives) == expected_mics(2)
-    assert {c.dtype for c in collectives if c.label == "gather"} == {"u16"}
-    assert {c.dtype for c in collectives if c.label == "replica_all_reduce"} == {"f32"}
-    assert all(c.payload_bytes == 2 * c.num_elements for c in collectives if c.label == "gather")
 
 
 def test_tensor_axis_divides_the_gathered_bytes() -> None:

@@ -16,6 +16,7 @@ from support.suite import SLOW
 from support.workload import STRATEGIES
 
 import models
+from sharding.hlo import read_collectives
 
 OPTIONS = {
     "hierarchical": (True, False),
@@ -65,7 +66,8 @@ def name(case: dict) -> str:
 
 ALL = all_cases()
 PAIRS, TRIPLES = covering(ALL, 2), covering(ALL, 3)
-QUICK = covering(ALL, 1)
+# tests/test_collectives_of_strategies.py trains with the other strategies
+QUICK = covering([case for case in ALL if case["strategy"] in ("ddp", "zero3", "hsdp", "none-node-4")], 1)
 REST = [pytest.param(case, marks=SLOW) for case in PAIRS if case not in QUICK]
 REST += [pytest.param(case, marks=pytest.mark.slow) for case in TRIPLES if case not in PAIRS + QUICK]
 
@@ -86,15 +88,16 @@ def test_the_oracle_learns_and_its_batch_tells_rows_apart() -> None:
     assert np.ptp(weights.sum(axis=1)) > 1
 
 
-@pytest.mark.parametrize(("rows", "accumulation"), [(13, 2), pytest.param(3, 1, marks=SLOW)])
+@pytest.mark.parametrize(("rows", "accumulation"), [pytest.param(13, 2, marks=SLOW), pytest.param(3, 1, marks=SLOW)])
 def test_a_batch_that_the_devices_do_not_divide_gives_the_same_losses(rows: int, accumulation: int) -> None:
     sh = workload.plan("decoder", strategy="mics", partition_size=4)
     got = workload.losses("decoder", sh, rows=rows, accumulation=accumulation)
     np.testing.assert_allclose(got, workload.single_device_losses("decoder", rows), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nodes", "per_node"), [(8, 1), *(pytest.param(*shape, marks=SLOW) for shape in ((1, 1), (1, 8)))]
+    ("nodes", "per_node"), [pytest.param(*shape, marks=SLOW) for shape in ((8, 1), (1, 1), (1, 8))]
 )
 def test_losses_do_not_depend_on_the_shape_of_the_cluster(nodes: int, per_node: int) -> None:
     sh = workload.plan("decoder", nodes=nodes, per_node=per_node, strategy="hsdp")
@@ -102,23 +105,29 @@ def test_losses_do_not_depend_on_the_shape_of_the_cluster(nodes: int, per_node: 
 
 
 @pytest.mark.parametrize(
-    "how", [dict(strategy="zero2"), pytest.param(dict(strategy="mics", partition_size=4), marks=SLOW)]
+    "how",
+    [dict(strategy="zero2", nodes=8, per_node=1), pytest.param(dict(strategy="mics", partition_size=4), marks=SLOW)],
 )
 def test_parameters_that_are_kept_whole(how: dict) -> None:
-    """ParamSpec(replicate=True), here of all that is not a matrix."""
+    """ParamSpec(replicate=True), here of all vectors; with rows that the devices do not divide."""
     sh = workload.plan("decoder", **how)
     sh = replace(sh, placements=sh.map(lambda p: p if p.ndim == 3 else replace(p, dim=None)))
-    np.testing.assert_allclose(workload.losses("decoder", sh), workload.single_device_losses("decoder"), rtol=1e-5)
+    got = workload.losses("decoder", sh, rows=13)
+    np.testing.assert_allclose(got, workload.single_device_losses("decoder", 13), rtol=1e-5)
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_stays_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all else that steps hand on; the model computes in what is gathered."""
+    """And all else that steps hand on. Gathers send two bytes per value, and the model computes with them."""
     narrow = models.build(replace(workload.model("decoder").config, compute_dtype="bfloat16"))
     monkeypatch.setattr(workload, "model", lambda kind, num_layers=2: narrow)
     sh = workload.plan("decoder", dtype=jax.numpy.bfloat16, strategy="mics", partition_size=4)
     step, state, data = workload.compiled_step("decoder", sh)
     state, metrics = step(state, data)
     assert {x.dtype.name for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim} == {"float32"}
+    collectives = [c for c in read_collectives(step.as_text(), sh.layout.shape) if c.num_elements > 100]
+    assert {c.dtype for c in collectives if c.label == "gather"} == {"u16"}
+    assert {c.dtype for c in collectives if c.label == "replica_all_reduce"} == {"f32"}
+    assert all(c.payload_bytes == 2 * c.num_elements for c in collectives if c.label == "gather")
     monkeypatch.undo()
     np.testing.assert_allclose(float(metrics["loss"]), workload.single_device_losses("decoder")[0], rtol=1e-2)
 
