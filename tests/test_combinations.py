@@ -218,6 +218,7 @@ DIVIDED: dict[str, dict[str, Any]] = {  # the ways to divide a model, and adapte
 REFUSED = {("stages", "experts"), ("context", "tensor"), ("context", "experts"), ("experts", "adapters")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_pieces")
 def test_every_pair_of_divisions_can_be_built_with_a_loss_in_pieces() -> None:
     """The closure of a loss in pieces is not traced in a stage, with adapters, and so on."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import running, workload
+from support import running, suite, workload
 from support.config_files import values_of
 from support.suite import sampled
 from support.tables import every_row
@@ -21,12 +21,10 @@ ALL = dict(strategy="zero3")
 TWO = dict(context=2)
 FOUR = dict(context=4, nodes=2, per_node=4)
 GROUP = dict(strategy="mics", partition_size=4)
+QUICK = {"zero3 windows packed": (GEMMA + PACKED, TWO | ALL)}
 # without rotary positions: the encoder, whose rows of one document take their positions from a slice
-QUICK = {
-    "zero3 windows packed": (GEMMA + PACKED, TWO | ALL),
-    "mics4 packed": ("encoder" + PACKED, dict(context=2, nodes=1, per_node=8, **GROUP)),
-}
 SLOW = {
+    "mics4 packed": ("encoder" + PACKED, dict(context=2, nodes=1, per_node=8, **GROUP)),
     "zero3 packed overlap": ("decoder" + PACKED, dict(overlap=True, **TWO, **ALL)),
     "hsdp": ("encoder", dict(strategy="hsdp", **FOUR)),
     "zero3": ("decoder", TWO | ALL),
@@ -44,7 +42,10 @@ SLOW = {
     ("kind", "how"),
     [
         *(pytest.param(*case, id=name) for name, case in QUICK.items()),
-        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
+        *(
+            pytest.param(*case, id=name, marks=suite.SLOW if name == "mics4 packed" else pytest.mark.slow)
+            for name, case in SLOW.items()
+        ),
     ],
 )
 def test_losses_equal_a_single_device(kind: str, how: dict[str, Any]) -> None:
@@ -52,7 +53,7 @@ def test_losses_equal_a_single_device(kind: str, how: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, workload.single_device_losses(kind), rtol=1e-5)
 
 
-@every_row("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("kind", ["decoder", pytest.param("encoder", marks=suite.SLOW)])
 def test_heads_send_the_formula(kind: str) -> None:
     """Of docs/concepts.md, in the compiled program: `2 (N + K) H (c-1)/c` values a position of a layer, three times."""
     accumulation, shape = 2, dict(context=2, nodes=2, per_node=2)

@@ -94,7 +94,7 @@ ONE_REPLICA = dict(nodes=1, per_node=2, partition_size=2)
     ("method", "where"),
     [
         ("one_bit_adam", IN_ONE_NODE),
-        ("demo", ONE_REPLICA),
+        pytest.param("demo", ONE_REPLICA, marks=SLOW),
         pytest.param("one_bit_adam", ONE_REPLICA, marks=SLOW),
         pytest.param("demo", IN_ONE_NODE, marks=SLOW),
     ],

@@ -114,6 +114,7 @@ def muloco_program(number: int) -> tuple[Any, Any]:
     return program(replicas_on(number), muloco(replicas_on(number)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("muon_in_float32")
 def test_twenty_steps_of_muloco_in_two_bits_match_numpy() -> None:
     """Drifts, the codec, its feedback and the outer step; Muon itself is written out in test_local_sgd.py."""

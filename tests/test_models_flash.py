@@ -20,7 +20,7 @@ ENDS = [[40, 128], [70, 71]]  # of each row's first two documents
 
 
 PLAIN = [(causal, 0, 0.0, documents, n) for causal in (False, True) for documents in (False, True) for n in (16, 128)]
-QUICK = [(False, 0, 0.0, True, 128), (True, 64, 0.5, True, 192), (True, 5, 0.5, False, 16)]
+QUICK = [(False, 0, 0.0, False, 16), (True, 64, 0.5, True, 192)]
 SCORES = [
     (True, 1, 0.0, False, 128),
     (True, 64, 0.5, True, 192),

@@ -58,7 +58,7 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
 
 GROUP = dict(strategy="mics", partition_size=4)
 LAYOUTS = [
-    ("decoder", STRATEGIES["hsdp"]),
+    pytest.param("decoder", STRATEGIES["hsdp"], marks=SLOW),
     ("decoder", GROUP | dict(tensor=2)),
     pytest.param("decoder", STRATEGIES["none-node-4"], marks=SLOW),
     pytest.param("encoder", STRATEGIES["mics4"], marks=SLOW),

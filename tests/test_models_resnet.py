@@ -198,6 +198,7 @@ def test_running_averages_are_no_parameters() -> None:
     assert shapes == {name: ((count,), (count,)) for name, count in norm_channels(batch.config).items()}
 
 
+@pytest.mark.slow
 def test_zero3_gathers_each_block() -> None:
     """In the forward and in the backward pass; XLA:CPU of jax 0.10 merges the two (on GPUs both are there)."""
     gathers = 2 if jax.__version_info__ < (0, 11) else 4  # in two micro-steps

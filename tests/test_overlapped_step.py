@@ -259,7 +259,7 @@ def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_dela
         ("decoder", dict(strategy="zero3", hierarchical=False)),
         pytest.param("resnet", dict(strategy="mics", partition_size=4, gather="node"), marks=SLOW),
         pytest.param("encoder", dict(strategy="zero2"), marks=SLOW),
-        ("decoder", dict(strategy="mics", partition_size=2, two_hop=False)),
+        pytest.param("decoder", dict(strategy="mics", partition_size=2, two_hop=False), marks=SLOW),
         pytest.param("decoder", dict(strategy="hsdp", tensor=2), marks=SLOW),
     ],
 )
@@ -284,7 +284,8 @@ def test_what_is_gathered_between_nodes_for_a_micro_step_is_gathered_a_layer_at_
     assert sent[1] == pytest.approx(sent[0], rel=1e-6) and min(sent[1].values()) > 0
 
 
-@pytest.mark.parametrize("gather", ["layer", pytest.param("node", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", [pytest.param(name, marks=SLOW) for name in ("layer", "node")])
 def test_a_stack_of_one_layer_is_pipelined_too(gather: str) -> None:
     plan = workload.plan("decoder", num_layers=1, overlap=True, gather=gather, **STRATEGIES["mics(4)"])
     step = workload.compiled_step("decoder", plan, num_layers=1, accumulation=1)

@@ -56,11 +56,6 @@ def trained(kind: str, stages: int, accumulation: int, **how: Any) -> tuple[np.n
     return found, jax.tree.map(np.asarray, state.params)
 
 
-@cache
-def without_pipeline(kind: str) -> tuple[np.ndarray, Any]:
-    return trained(kind, 1, 2, strategy="ddp")
-
-
 @pytest.mark.parametrize(
     ("kind", "stages", "accumulation", "case"),
     [
@@ -72,7 +67,7 @@ def without_pipeline(kind: str) -> tuple[np.ndarray, Any]:
 def test_numbers_are_those_of_no_pipeline(kind: str, stages: int, accumulation: int, case: str) -> None:
     """Losses and parameters of three steps of momentum SGD, for any stages, micro-batches and strategy."""
     found, params = trained(kind, stages, accumulation, **CASES[case])
-    expected, expected_params = without_pipeline(kind)
+    expected, expected_params = workload.single_device(kind, num_layers=LAYERS, num_steps=STEPS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), params, expected_params)
 
@@ -96,7 +91,7 @@ def test_encoded_all_reduce_inside_the_stages() -> None:
     all_reduce = method_named("int8").transform(how)
     step = workload.compiled_step("decoder", sh, accumulation=4, num_layers=LAYERS, all_reduce=all_reduce)
     found, state, metrics = workload.run_steps(*step, STEPS)
-    np.testing.assert_allclose(found, without_pipeline("decoder")[0], rtol=2e-3)
+    np.testing.assert_allclose(found, workload.single_device_losses("decoder", num_layers=LAYERS)[:STEPS], rtol=2e-3)
     assert metrics["all_reduce_ratio"] > 2 and metrics["residual_norm"] > 0
     residual = state.all_reduce.residual.tree["layers"]["up"]["weight"]
     assert residual.shape[:2] == (2, LAYERS) and residual.sharding.shard_shape(residual.shape)[:2] == (1, LAYERS // 2)

@@ -158,8 +158,10 @@ def single_device_losses(kind: str, rows: int = ROWS, num_layers: int = 2) -> np
 
 
 @cache
-def single_device(kind: str, rows: int = ROWS, num_layers: int = 2) -> tuple[np.ndarray, Any]:
-    """The losses of five steps, and the parameters after them; running averages take a tenth of each step's values."""
+def single_device(
+    kind: str, rows: int = ROWS, num_layers: int = 2, num_steps: int = NUM_STEPS
+) -> tuple[np.ndarray, Any]:
+    """The losses of the steps, and the parameters after them; running averages take a tenth of each step's values."""
     p, frozen = trained_and_frozen(kind, num_layers)
     velocity = jax.tree.map(jnp.zeros_like, p)
     fill = rows % 2 if kind == BATCH_NORM else 0  # up to a whole ghost batch
@@ -179,7 +181,7 @@ def single_device(kind: str, rows: int = ROWS, num_layers: int = 2) -> tuple[np.
         return {**moved, **averages}, velocity, loss
 
     losses = []
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         p, velocity, loss = step(p, velocity)
         losses.append(float(loss))
     return np.array(losses), p
