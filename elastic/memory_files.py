@@ -68,7 +68,7 @@ def region_of(leaf: Leaf, index: tuple[slice, ...]) -> Region:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class StoredRegion:
     """A region, and the position of its bytes in the data file."""
 
     region: Region
@@ -89,7 +89,7 @@ class SnapshotManifest:
     data: dict[str, Any]  # the position in the data
     config: dict[str, Any]
     tree: tuple[Leaf, ...]  # every array of the state, with its global shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRegion, ...]
 
     def __post_init__(self) -> None:
         """Raises ValueError for names that we do not write, because they become file names."""
@@ -122,7 +122,7 @@ class SnapshotManifest:
         """Returns the description that `as_json` encoded. ValueError, LookupError or TypeError for any other one."""
         tree = tuple(map(Leaf.from_json, content["tree"]))
         pieces = tuple(
-            Piece(
+            StoredRegion(
                 region=Region(path=tree[leaf].path, start=tuple(start), shape=tuple(shape)),
                 offset=offset,
                 size=size,
@@ -207,7 +207,7 @@ class MemoryFolder:
                 progress()
         return found
 
-    def read(self, snapshot: SnapshotManifest, piece: Piece) -> np.ndarray:
+    def read(self, snapshot: SnapshotManifest, piece: StoredRegion) -> np.ndarray:
         """Returns the array of a piece. It maps the file, so copy it before the slot is overwritten."""
         file = self.path / f"{snapshot.name}.data"
         content = np.memmap(file, np.uint8, mode="r", offset=piece.offset, shape=(piece.size,))
@@ -233,7 +233,7 @@ class MemoryFolder:
         Waits for each array. OSError as `write`.
         """
 
-        def copy(piece: Piece, array: jax.Array) -> Piece:
+        def copy(piece: StoredRegion, array: jax.Array) -> StoredRegion:
             content = as_bytes(np.asarray(array))
             _write_at(file, content, piece.offset)
             return replace(piece, crc32=zlib.crc32(content))
@@ -288,7 +288,7 @@ def remove_run(memory_dir: str | Path, run_id: str) -> None:
                     folder.parent.rmdir()
 
 
-def laid_out(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def laid_out(pieces: Iterable[StoredRegion]) -> tuple[StoredRegion, ...]:
     """Returns the pieces with the offsets at which they follow each other."""
     pieces = tuple(pieces)
     offsets = accumulate((piece.size for piece in pieces), initial=0)

@@ -15,7 +15,7 @@ import numpy as np
 from elastic import tree
 from elastic.attempts import Attempts
 from elastic.manifest import Leaf
-from elastic.memory_files import MemoryFolder, Piece, Region, SnapshotManifest, region_of
+from elastic.memory_files import MemoryFolder, Region, SnapshotManifest, StoredRegion, region_of
 from elastic.transfer import connect, fetch
 from runtime.blobs import BlobAddress, Connection
 from runtime.consensus import all_gather, new_key
@@ -30,7 +30,7 @@ class Copy:
     number: int  # index of the piece in the snapshot
 
     @property
-    def piece(self) -> Piece:
+    def piece(self) -> StoredRegion:
         return self.snapshot.pieces[self.number]
 
 

@@ -30,9 +30,9 @@ from elastic.attempts import Extension, newest_checkpoint, newest_set_aside, rea
 from elastic.manifest import Leaf
 from elastic.memory_files import (
     MemoryFolder,
-    Piece,
     Region,
     SnapshotManifest,
+    StoredRegion,
     laid_out,
     region_of,
     remove_run,
@@ -329,7 +329,7 @@ class Needs:
 class OwnedShard:
     """A region that a process keeps in the memory of its node."""
 
-    piece: Piece
+    piece: StoredRegion
     device: Any  # a jax.Device of this process that holds the region
     is_only_copy: bool  # no other node holds this region
 
@@ -358,7 +358,7 @@ def owned_shards(
                 kept[device] += size
                 if device.process_index == process:
                     is_only_copy = len(by_node) == 1 and len(set(nodes)) > 1
-                    piece = Piece(region=region, size=size)
+                    piece = StoredRegion(region=region, size=size)
                     owned.append(OwnedShard(piece=piece, device=device, is_only_copy=is_only_copy))
     return owned
 

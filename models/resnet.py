@@ -146,7 +146,7 @@ class Stem(nnx.Module):
         return lax.reduce_window(x_BHWC, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """`relu(shortcut(x) + branch(x))`."""
 
     def __init__(self, name: str, convs: Branch, key: Array) -> None:
@@ -189,7 +189,9 @@ class ResNet(Classifier):
         `averages` is the last group.
         """
         c = self.config
-        blocks = {name: ParameterGroup(partial(Block, name, convs)) for name, convs in residual_blocks(c).items()}
+        blocks = {
+            name: ParameterGroup(partial(ResidualBlock, name, convs)) for name, convs in residual_blocks(c).items()
+        }
         averages = {AVERAGES: ParameterGroup(lambda key: Averages(norm_channels(c)))} if c.norm == "batch" else {}
         return {
             "stem": ParameterGroup(partial(Stem, c)),

@@ -8,9 +8,7 @@ from support.our_files import ROOT, our_files
 NOT_PRODUCT = ("lab", "examples")
 EXCEPTIONS = {
     "BFloat16": "numpy's form for independent replicas, and jax's for collectives",
-    "Block": "the repeated module of each kind of model",
     "Blockwise": "numpy's form for independent replicas, and jax's for collectives",
-    "Piece": "of a file, and of a replica's gradients",
 }
 
 

@@ -47,7 +47,7 @@ FP8 = torch.float8_e4m3fn
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # in an emulated node
 
 
-class Block(nn.Module):
+class PeerBlock(nn.Module):
     """One pre-norm layer."""
 
     def __init__(self, hidden: int, heads: int, *, bias: bool) -> None:
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
         hidden, vocab, is_low = sizes["hidden"], sizes["vocab"], sizes["low_precision"]
         bias = not is_low if bias is None else bias
         self.token, self.position = nn.Embedding(vocab, hidden), nn.Embedding(sizes["seq_len"], hidden)
-        self.blocks = nn.ModuleList(Block(hidden, sizes["heads"], bias=bias) for _ in range(sizes["layers"]))
+        self.blocks = nn.ModuleList(PeerBlock(hidden, sizes["heads"], bias=bias) for _ in range(sizes["layers"]))
         self.norm, self.head = nn.LayerNorm(hidden, bias=bias), nn.Linear(hidden, vocab, bias=False)
         selective = {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if dots else {}
         self.run = partial(checkpoint, use_reentrant=False, **selective)
