@@ -1,22 +1,44 @@
-"""Codecs encode values as the bytes that cross the slow network. sharding/coded.py defines the interface.
+"""Codecs encode values as the bytes that cross the slow network: one body each, for arrays of numpy and of jax.
+
+configs/schema/codecs.py has the table of their names and sizes, and sharding/coded.py their interface inside a compiled
+program. Independent replicas encode on the host, with numpy (elastic/replicas/payloads.py). jax is imported
+only by the three operations that numpy lacks.
 
 Payloads are byte arrays rather than arrays of a narrow dtype: XLA may widen the latter (a bf16 sum on CPUs) or move the
 conversion across a collective, but it leaves bytes unchanged. The bytes sent therefore equal the payload's size, and
 can be read in the compiled program. The caller stores the encoding error (compression/exchange.py).
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from operator import or_
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from ml_dtypes import bfloat16, finfo
 
-from configs.schema import CompressionConfig
-from configs.schema.own import OWN
-from sharding.coded import Codec, LevelCodecs
+from configs.schema.codecs import SCALE_BYTES
 
-SCALE_BYTES = 4  # one f32 per block
+Array = Any  # of numpy or jax
+_LARGEST = float(finfo(bfloat16).max)
+_FINITE, _INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)  # all bits of a bf16 except its sign; the bits of infinity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float32:
+    """The values themselves."""
+
+    multiple: int = 1
+
+    def encode(self, x: Array, key: Any = None, real: Array | None = None) -> Array:
+        """Returns `uint8 [..., 4 N]` of `f32 [..., N]`."""
+        del key, real
+        return x.view(np.uint8)
+
+    def decode(self, payload: Array) -> Array:
+        """Returns the values `f32 [..., N]` of a payload."""
+        return payload.view(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +50,24 @@ class BFloat16:
 
     multiple: int = 1
 
-    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+    def encode(self, x: Array, key: Any = None, real: Array | None = None) -> Array:
         """Returns `uint8 [..., 2 N]` of `f32 [..., N]`: two bytes per value."""
         del key, real
-        largest = float(jnp.finfo(jnp.bfloat16).max)
-        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
-        bits = lax.bitcast_convert_type(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), jnp.uint32)
-        return _to_bytes((bits >> 16).astype(jnp.uint16))  # XLA would materialise a bf16 array first
+        if isinstance(x, np.ndarray):  # a third of the time of clipping first
+            bits = x.astype(bfloat16).view(np.uint16)
+            if (overflown := (bits & _FINITE) == _INFINITY).any():
+                bits[overflown & np.isfinite(x)] -= 1  # the bits before infinity: the largest number
+            return bits.view(np.uint8)
+        from jax import lax
 
-    def decode(self, payload: jax.Array) -> jax.Array:
+        xp = x.__array_namespace__()
+        x = xp.where(xp.isinf(x), x, xp.clip(x, -_LARGEST, _LARGEST))
+        bits = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).view(np.uint32)
+        return (bits >> 16).astype(np.uint16).view(np.uint8)  # XLA would materialise a bf16 array first
+
+    def decode(self, payload: Array) -> Array:
         """Returns the values `f32 [..., N]` of a payload."""
-        return _from_bytes(payload, jnp.bfloat16).astype(jnp.float32)
+        return payload.view(bfloat16).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +75,7 @@ class Blockwise:
     """Symmetric integers of 8 or 4 bits, with one f32 scale per block (ZeRO++ section 3, arXiv 2306.10209).
 
     The largest magnitude of a block becomes 127 or 7. With `stochastic`, rounding is unbiased: the probability of
-    rounding up is the value's distance to the lower neighbour.
+    rounding up is the value's distance to the lower neighbour. It needs arrays and a key of jax.
     """
 
     bits: int
@@ -58,40 +87,47 @@ class Blockwise:
         """Rows are whole blocks (an even number of values, so that 4-bit values fill bytes)."""
         return self.block
 
-    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+    @np.errstate(invalid="ignore")
+    def encode(self, x: Array, key: Any = None, real: Array | None = None) -> Array:
         """Returns `uint8 [..., M]` of `f32 [..., N]`: the integers, then the scales."""
         del real  # padding is zero, which does not change the maximum
+        xp = x.__array_namespace__()
         most = 2 ** (self.bits - 1) - 1
-        blocks = _blocks(x, self.block)
-        scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / most)
-        scaled = blocks / jnp.where(scales > 0, scales, 1.0)
+        blocks = _barrier(_blocks(x, self.block))
+        scales = xp.max(xp.abs(blocks), axis=-1, keepdims=True) * (1 / most)
+        scaled = blocks / xp.where(scales > 0, scales, 1.0)
+        out = {"out": scaled} if xp is np else {}  # half the time of new arrays
         if self.stochastic:
-            rounded = jnp.floor(scaled + jax.random.uniform(key, scaled.shape))
+            from jax import random
+
+            rounded = xp.floor(scaled + random.uniform(key, scaled.shape))
         else:
-            rounded = jnp.round(scaled)
-        integers = jnp.clip(rounded, -most, most).astype(jnp.int8).reshape(x.shape)
-        return jnp.concatenate([self._pack(integers), _to_bytes(scales[..., 0])], axis=-1)
+            rounded = xp.round(scaled, **out)
+        integers = xp.clip(rounded, -most, most, **out).astype(np.int8).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+        return xp.concat([self._pack(integers), scales[..., 0].view(np.uint8)], axis=-1)
 
-    def decode(self, payload: jax.Array) -> jax.Array:
+    @np.errstate(invalid="ignore")
+    def decode(self, payload: Array) -> Array:
         """Returns the values `f32 [..., N]` of a payload."""
-        blocks = payload.shape[-1] // (self.block * self.bits // 8 + SCALE_BYTES)
-        packed, scales = jnp.split(payload, [blocks * self.block * self.bits // 8], axis=-1)
-        integers = self._unpack(packed).reshape(*payload.shape[:-1], blocks, self.block)
-        values = integers.astype(jnp.float32) * _from_bytes(scales, jnp.float32)[..., None]
-        return values.reshape(*payload.shape[:-1], blocks * self.block)
+        xp = payload.__array_namespace__()
+        num_blocks = -(-payload.shape[-1] // (self.block * self.bits // 8 + SCALE_BYTES))
+        packed, scales = xp.split(payload, [payload.shape[-1] - SCALE_BYTES * num_blocks], axis=-1)
+        values = _blocks(self._unpack(packed), self.block) * scales.view(np.float32)[..., None]
+        return values.reshape(*payload.shape[:-1], -1)
 
-    def _pack(self, integers: jax.Array) -> jax.Array:
-        as_bytes = lax.bitcast_convert_type(integers, jnp.uint8)
+    def _pack(self, integers: Array) -> Array:
+        as_bytes = integers.view(np.uint8)
         if self.bits == 8:
             return as_bytes
-        low, high = jnp.split(as_bytes, 2, axis=-1)  # pairs values of both halves: no strided access
+        xp = integers.__array_namespace__()
+        low, high = xp.split(_padded(as_bytes, 2), 2, axis=-1)  # pairs values of both halves: no strided access
         return (low & 15) | (high << 4)
 
-    def _unpack(self, packed: jax.Array) -> jax.Array:
+    def _unpack(self, packed: Array) -> Array:
         if self.bits == 8:
-            return lax.bitcast_convert_type(packed, jnp.int8)
-        both = lax.bitcast_convert_type(jnp.concatenate([packed << 4, packed & 0xF0], axis=-1), jnp.int8)
-        return both >> 4  # an arithmetic shift keeps the sign
+            return packed.view(np.int8)
+        both = packed.__array_namespace__().concat([packed << 4, packed & 0xF0], axis=-1)
+        return both.view(np.int8) >> 4  # an arithmetic shift keeps the sign
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +146,20 @@ class OneBit:
         """Rows are whole blocks."""
         return self.block
 
-    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+    def encode(self, x: Array, key: Any = None, real: Array | None = None) -> Array:
         """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, then scales."""
         del key
-        sizes = jnp.abs(_blocks(x, self.block))
+        xp = x.__array_namespace__()
+        sizes = xp.abs(_barrier(_blocks(x, self.block)))
         if real is None:
             shares = 1 / self.block
         else:
-            there = _blocks(real, self.block)
-            shares = there / jnp.maximum(jnp.sum(there, axis=-1, keepdims=True), 1)
-        scales = jnp.sum(sizes * shares, axis=-1, keepdims=True)  # the mean; a division before the sum avoids overflow
-        return _packed(_as_uint8(x >= 0), 1, scales)
+            there = _barrier(_blocks(real, self.block))
+            shares = there / xp.maximum(xp.sum(there, axis=-1, keepdims=True), 1)
+        scales = xp.sum(sizes * shares, axis=-1, keepdims=True)  # the mean; a division before the sum avoids overflow
+        return _packed((x >= 0).astype(np.uint8), 1, scales)
 
-    def decode(self, payload: jax.Array) -> jax.Array:
+    def decode(self, payload: Array) -> Array:
         """Returns the values `f32 [..., N]` of a payload."""
         codes, scales = _unpacked(payload, self.block, 1)
         return _signed(codes == 1, scales)
@@ -145,124 +182,89 @@ class Statistical:
         """Rows are whole blocks."""
         return self.block
 
-    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
+    def encode(self, x: Array, key: Any = None, real: Array | None = None) -> Array:
         """Returns `uint8 [..., M]` of `f32 [..., N]`: signs, flags of large values, then magnitudes."""
         del key
-        sum_of = lambda values: jnp.sum(values, axis=-1, keepdims=True, dtype=jnp.float32)
-        sizes, count = jnp.abs(_blocks(x, self.block)) * (1 / self.block), self.block  # sums cannot overflow
+        xp = x.__array_namespace__()
+        sum_of = lambda values: xp.sum(values, axis=-1, keepdims=True, dtype=np.float32)
+        sizes, count = xp.abs(_barrier(_blocks(x, self.block))) * (1 / self.block), self.block  # sums cannot overflow
         if real is not None:
-            there = jnp.broadcast_to(_blocks(real, self.block), sizes.shape)
-            sizes, count = jnp.where(there, sizes, 0), sum_of(there)
-        large = sizes > self.SPLIT / jnp.maximum(count, 1) * sum_of(sizes)
+            there = xp.broadcast_to(_barrier(_blocks(real, self.block)), sizes.shape)
+            sizes, count = xp.where(there, sizes, 0), sum_of(there)
+        large = sizes > self.SPLIT / xp.maximum(count, 1) * sum_of(sizes)
         num_large = sum_of(large)
-        of_small = sum_of(jnp.where(large, 0, sizes)) * (self.block / jnp.maximum(count - num_large, 1))
-        of_large = sum_of(jnp.where(large, sizes, 0)) * (self.block / jnp.maximum(num_large, 1))
-        codes = _as_uint8(x >= 0) | _as_uint8(large).reshape(x.shape) << 1
-        return _packed(codes, 2, jnp.concatenate([of_small, of_large], axis=-1))
+        of_small = sum_of(xp.where(large, 0, sizes)) * (self.block / xp.maximum(count - num_large, 1))
+        of_large = sum_of(xp.where(large, sizes, 0)) * (self.block / xp.maximum(num_large, 1))
+        codes = (x >= 0).astype(np.uint8) | large.astype(np.uint8).reshape(x.shape) << 1
+        return _packed(codes, 2, xp.concat([of_small, of_large], axis=-1))
 
-    def decode(self, payload: jax.Array) -> jax.Array:
+    def decode(self, payload: Array) -> Array:
         """Returns the values `f32 [..., N]` of a payload."""
         codes, means = _unpacked(payload, self.block, 2)
-        return _signed(codes & 1 == 1, jnp.where(codes >= 2, means[..., 1:], means[..., :1]))
+        where = payload.__array_namespace__().where
+        return _signed(codes & 1 == 1, where(codes >= 2, means[..., 1:], means[..., :1]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Marked:
-    """A user's codec, which may turn NaN and infinity into numbers. An additional byte per row records their presence.
+CodecBody = Float32 | BFloat16 | Blockwise | OneBit | Statistical
+BODIES: Mapping[
+    str, Callable[[int], CodecBody]
+] = {  # by their names in the table, for `compression.block` values per scale
+    "none": lambda _: Float32(),
+    "bf16": lambda _: BFloat16(),
+    "int8": lambda block: Blockwise(bits=8, block=block),
+    "int4": lambda block: Blockwise(bits=4, block=block),
+    "statistical": lambda block: Statistical(block=block),
+    "one_bit": lambda block: OneBit(block=block),
+}
 
-    All values of such a row become NaN. The replica all-reduce does not need this, because it checks all devices
-    (compression/primitives.py).
+
+def _blocks(x: Array, size: int) -> Array:
+    """Returns `[..., N]`, padded with zeros, as `[..., blocks, size]`."""
+    return _padded(x, size).reshape(*x.shape[:-1], -1, size)
+
+
+def _padded(x: Array, multiple: int) -> Array:
+    if padding := -x.shape[-1] % multiple:
+        return x.__array_namespace__().pad(x, [*[(0, 0)] * (x.ndim - 1), (0, padding)])
+    return x
+
+
+def _barrier(x: Array) -> Array:
+    """Returns `x`, which XLA computes once, and before anything that uses it.
+
+    Otherwise XLA:CPU takes absolute values before it cuts `x` into blocks, and materialises them, which makes computing
+    the scales four times slower. It also computes packed codes again for each part of a byte.
     """
+    if isinstance(x, np.ndarray):
+        return x
+    from jax import lax
 
-    codec: Codec
-
-    @property
-    def multiple(self) -> int:
-        """The multiple of the wrapped codec."""
-        return self.codec.multiple
-
-    def encode(self, x: jax.Array, key: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Returns `uint8 [..., M + 1]` of `f32 [..., N]`."""
-        is_bad = ~jnp.isfinite(x).all(axis=-1, keepdims=True)
-        return jnp.concatenate([self.codec.encode(x, key, real), is_bad.astype(jnp.uint8)], axis=-1)
-
-    def decode(self, payload: jax.Array) -> jax.Array:
-        """Returns the values `f32 [..., N]` of a payload."""
-        return jnp.where(payload[..., -1:] > 0, jnp.nan, self.codec.decode(payload[..., :-1]))
+    return lax.optimization_barrier(x)
 
 
-def make_codec(name: str, config: CompressionConfig) -> Codec | None:
-    """Returns the codec called `name`, or None for `none`."""
-    match name:
-        case "bf16":
-            return BFloat16()
-        case "int8" | "int4":
-            return Blockwise(bits=int(name[3:]), block=config.block)
-        case "statistical":
-            return Statistical(block=config.block)
-        case "none":
-            return None
-    return OWN["codec"][name](config)
-
-
-def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
-    """Returns codecs of gathers, group reduce-scatters (ZeRO++'s qwZ, qgZ, arXiv 2306.10209) and experts' tokens."""
-
-    def codec_for(key: str) -> Codec | None:
-        name = getattr(config, key)
-        codec = make_codec(name, config)
-        return Marked(codec=codec) if codec and name in OWN["codec"] else codec
-
-    def codecs_for(collective: str) -> LevelCodecs:
-        return LevelCodecs(inter=codec_for(f"{collective}_inter"), intra=codec_for(f"{collective}_intra"))
-
-    return codecs_for("all_gather"), codecs_for("reduce_scatter"), codecs_for("experts")
-
-
-def _blocks(x: jax.Array, size: int) -> jax.Array:
-    """Returns `[..., N]` as `[..., blocks, size]`.
-
-    Without the barrier, XLA:CPU takes absolute values before the reshape and materialises them, which makes computing
-    the scales four times slower.
-    """
-    return lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, size))
-
-
-def _packed(codes: jax.Array, bits: int, sizes: jax.Array) -> jax.Array:
+def _packed(codes: Array, bits: int, sizes: Array) -> Array:
     """Returns codes `uint8 [..., N]` of `bits` bits each, then sizes `f32 [..., blocks, n]`, as bytes.
 
     A byte combines one code from each part of a row, the first part in the lowest bits. Neighbouring codes in a byte
-    would need strided access. The barrier keeps XLA:CPU from recomputing the codes for each part.
+    would need strided access.
     """
-    parts = jnp.split(lax.optimization_barrier(codes), 8 // bits, axis=-1)
-    packed = reduce(jnp.bitwise_or, (part << bits * i for i, part in enumerate(parts)))
-    return jnp.concatenate([packed, _to_bytes(sizes.reshape(*sizes.shape[:-2], -1))], axis=-1)
+    xp = codes.__array_namespace__()
+    parts = xp.split(_barrier(codes), 8 // bits, axis=-1)
+    packed = reduce(or_, (part << bits * i for i, part in enumerate(parts)))
+    return xp.concat([packed, sizes.reshape(*sizes.shape[:-2], -1).view(np.uint8)], axis=-1)
 
 
-def _unpacked(payload: jax.Array, block: int, bits: int) -> tuple[jax.Array, jax.Array]:
+def _unpacked(payload: Array, block: int, bits: int) -> tuple[Array, Array]:
     """Undoes `_packed` for `bits` sizes per block: returns codes `[..., blocks, block]`, and sizes."""
+    xp = payload.__array_namespace__()
     blocks = payload.shape[-1] // (bits * (block // 8 + SCALE_BYTES))
-    packed, sizes = jnp.split(payload, [bits * blocks * block // 8], axis=-1)
-    codes = jnp.concatenate([packed >> i & 2**bits - 1 for i in range(0, 8, bits)], axis=-1)
+    packed, sizes = xp.split(payload, [bits * blocks * block // 8], axis=-1)
+    codes = xp.concat([packed >> i & 2**bits - 1 for i in range(0, 8, bits)], axis=-1)
     shape = (*payload.shape[:-1], blocks)
-    return codes.reshape(*shape, block), _from_bytes(sizes, jnp.float32).reshape(*shape, bits)
+    return codes.reshape(*shape, block), sizes.view(np.float32).reshape(*shape, bits)
 
 
-def _as_uint8(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.uint8)
-
-
-def _signed(positive: jax.Array, sizes: jax.Array) -> jax.Array:
+def _signed(positive: Array, sizes: Array) -> Array:
     """Returns values `f32 [..., N]` with these sizes and signs."""
-    values = jnp.where(positive, sizes, -sizes)  # [..., blocks, block]
+    values = positive.__array_namespace__().where(positive, sizes, -sizes)  # [..., blocks, block]
     return values.reshape(*values.shape[:-2], -1)
-
-
-def _to_bytes(x: jax.Array) -> jax.Array:
-    """Returns `[..., N]` as bytes `[..., N * itemsize]`."""
-    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
-
-
-def _from_bytes(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Undoes `_to_bytes`: `[..., N * itemsize]` becomes `[..., N]`."""
-    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, jnp.dtype(dtype).itemsize), dtype)

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from compression.all_reduce import AllReduceMethod, Setup
-from compression.codecs import make_codec
+from compression.chosen_codecs import make_codec
 from compression.exchange import exchange
 from compression.one_bit_adam import ONE_BIT_ADAM
 from compression.primitives import encoded, summed
+from configs.schema.codecs import TABLE
 from configs.schema.own import OWN
+from configs.schema.sections import ALL_REDUCE
 
 Result = TypeVar("Result")
 
@@ -32,7 +34,7 @@ NONE = AllReduceMethod(
     primitive=lambda setup: summed(setup.plan, packed=True),
     encodes=False,
 )
-CODECS = map(with_codec, ("bf16", "int8", "int4", "statistical"))
+CODECS = [with_codec(name) for name in TABLE if name in ALL_REDUCE and name != NONE.name]
 METHODS: tuple[AllReduceMethod, ...] = (NONE, *CODECS, ONE_BIT_ADAM)
 
 

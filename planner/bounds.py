@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.schema import MoeConfig, TransformerConfig
+from configs.schema.codecs import TABLE
 from input_pipeline import row_arrays
 from models.transformer import Transformer
 from planner.clusters import Cluster
@@ -19,13 +20,7 @@ from training.memory import state_bytes
 
 HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # lower bounds of the bytes per value: blocks also have scales, and a registered codec's size is unknown
-CODEC_BYTES = {
-    "none": 4.0,
-    "bf16": 2.0,
-    "int8": 1.0,
-    "int4": 0.5,
-    "statistical": 0.25,
-}
+CODEC_BYTES = {name: coding.bits / 8 for name, coding in TABLE.items() if not coding.method}
 SLACK = 1.2  # the least time ignores details (embeddings are gathered once), so nothing within this factor is discarded
 
 

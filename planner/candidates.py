@@ -10,7 +10,7 @@ from typing import Any
 from configs.losses import CODED as NOT_ALL_REDUCE
 from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
 from configs.schema import Config, LocalSGDConfig, MeshConfig
-from configs.schema.sections import ALL_REDUCE, METHODS
+from configs.schema.sections import ALL_REDUCE, CODECS, METHODS
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
 SCOPES = ("parameters", "gradients", "optimizer")
@@ -29,8 +29,7 @@ CODED_TRAFFIC = {  # names in the output of the traffic that a codec's key encod
 # the outer step of local SGD, unless an extra sets another one: DiLoCo's has a higher loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
 OTHER_REMAT = {"full": "dots", "dots": "full"}
-# ordered by their effect on the result; configs/losses.csv has measured losses of some
-CODECS = ("none", "bf16", "int8", "int4")
+# ordered by their effect on the result, as CODECS are; configs/losses.csv has measured losses of some
 TIMINGS: tuple[dict[str, str], ...] = ({}, {"inner_steps": "10"}, {"delayed": "True"}, {"inner_steps": "50"})
 # traffic that a codec encodes: the replica all-reduce, gathers and scatters of large groups, or both
 BETWEEN_NODES = (

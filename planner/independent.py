@@ -7,8 +7,9 @@ memory that is not pinned, and sent during the last backward pass. Their totals 
 
 from dataclasses import dataclass
 
+from configs.schema.codecs import TABLE
 from configs.schema.combinations import complaint
-from elastic.replicas.payloads import PIECES, make_payload
+from elastic.replicas.payloads import PIECES
 from planner.bounds import forward_share
 from planner.predict import ReplayableStep
 from training.metrics.units import format_bytes, format_seconds
@@ -45,7 +46,7 @@ def independent(step: ReplayableStep, shares: int = 1) -> IndependentStep | None
         return None
     timeline, network, local = step.timeline(), step.machine.cluster.network(), config.local_sgd.inner_steps
     values = float(step.experiment.model.num_trained)
-    travel = [(values, make_payload(config.compression.all_reduce, config.compression.block).bytes_per_value)]
+    travel = [(values, TABLE[config.compression.all_reduce].bytes_per_value(config.compression.block))]
     if local:  # the mean of the optimizer states is sent, too
         kept = of_workers(step.experiment.state_shapes.opt_state) / layout.num_replicas
         travel.append((kept, state_payload(config).bytes_per_value))

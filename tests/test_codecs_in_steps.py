@@ -14,7 +14,8 @@ from support.suite import SLOW
 from support.tables import every_row
 
 import models
-from compression.codecs import Blockwise, make_codecs
+from compression.chosen_codecs import make_codecs
+from compression.codecs import Blockwise
 from configs import base
 from configs.schema import CompressionConfig
 from configs.schema.own import OWN

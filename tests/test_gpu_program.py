@@ -9,7 +9,7 @@ from support.compiling import HIDDEN, LAYERS, MLP
 from support.running import ROOT
 from support.suite import sampled
 
-from compression.codecs import make_codec
+from compression.chosen_codecs import make_codec
 from configs import base
 from configs.schema import CompressionConfig
 from planner.compile import WHEELS, compile_step

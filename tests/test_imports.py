@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "configs": "runtime.files",
     "sharding": "configs runtime.files",
     "models": "configs sharding runtime.files",
-    "compression": "configs sharding",
+    "compression.codecs": "configs",
+    "compression": "compression.codecs configs sharding",
     "input_pipeline": "configs runtime runtime.files",
-    "elastic.replicas": "runtime runtime.files",
+    "elastic.replicas": "configs compression.codecs runtime runtime.files",
     "elastic": "configs sharding runtime runtime.files",
     "training.metrics": "runtime runtime.files",
     "training": "configs models sharding compression input_pipeline elastic elastic.replicas training.metrics runtime "

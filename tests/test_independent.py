@@ -24,7 +24,7 @@ from configs.base import typed
 from configs.schema import CompressionConfig, sections
 from elastic.manifest import UNFINISHED
 from elastic.replicas.driver import BehindError, Replicas, Step
-from elastic.replicas.payloads import Float32
+from elastic.replicas.payloads import LOSSLESS
 from elastic.replicas.peers import Peer
 from elastic.replicas.sums import Piece, Status
 from elastic.replicas.transport import Sockets
@@ -49,7 +49,7 @@ LOCK = f"lock-{socket.gethostname()}"
 ONE = {"sharding__strategy": "zero3", "sharding__partition_size": 0}
 TWO = {"sharding__strategy": "mics", "sharding__partition_size": 4}  # partition groups
 INDEPENDENT = ONE | {"sharding__replicas": "independent"}
-ONE_PIECE: Any = {"num_units": 1, "pieces": [Piece(1, Float32())]}
+ONE_PIECE: Any = {"num_units": 1, "pieces": [Piece(1, LOSSLESS)]}
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {},
     "accumulating": {"batch__global_size": 32, "sharding__shares": 2},

@@ -6,10 +6,6 @@ from collections import defaultdict
 from support.our_files import ROOT, our_files
 
 NOT_PRODUCT = ("lab", "examples")
-EXCEPTIONS = {
-    "BFloat16": "numpy's form for independent replicas, and jax's for collectives",
-    "Blockwise": "numpy's form for independent replicas, and jax's for collectives",
-}
 
 
 def type_names(tree: ast.Module) -> set[str]:
@@ -35,5 +31,5 @@ def test_each_type_has_a_name_of_its_own() -> None:
         if path.parts[0] not in NOT_PRODUCT:
             for name in type_names(ast.parse(file.read_text())):
                 modules[name].append(str(path))
-    repeated = {name: found for name, found in modules.items() if len(found) > 1 and name not in EXCEPTIONS}
+    repeated = {name: found for name, found in modules.items() if len(found) > 1}
     assert repeated == {}

@@ -11,7 +11,7 @@ from support.planning import experiment, machine, small
 from support.running import IGNORED
 from support.tables import every_row
 
-from elastic.replicas.payloads import make_payload
+from elastic.replicas.payloads import Payload
 from elastic.replicas.sums import Piece, StepSums
 from elastic.replicas.transport import SharedLock
 from planner import clusters, day
@@ -165,7 +165,7 @@ def test_shares_go_out_as_the_sums_of_a_step_send_them(shares: int, name: str, s
     ex = make_experiment(small(compression__all_reduce=name))
     wide = replace(ex.batches, config=replace(ex.batches.config, micro_size=1, global_size=64))
     found = independent(replace(step, experiment=replace(ex, batches=wide)), shares)
-    payload = make_payload(name, ex.config.compression.block)
+    payload = Payload(codec=name, block=ex.config.compression.block)
     sums = StepSums(4 * shares, [Piece(1, payload)] * 2, SharedLock())
     nodes = sums.nodes_to_send([(0, shares)], 0)
     out = sum(payload.bytes_per_value if stop - start == 1 else 4 for start, stop in nodes)

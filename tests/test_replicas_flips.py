@@ -13,7 +13,7 @@ import pytest
 from support.replica_loop import Recorded, summed
 
 from elastic.replicas.driver import BehindError, Replicas, Step
-from elastic.replicas.payloads import Float32
+from elastic.replicas.payloads import LOSSLESS
 from elastic.replicas.sums import Piece
 from elastic.replicas.transport import Sockets
 
@@ -31,7 +31,7 @@ def start(folder: Path, number: int, said: list[str]) -> Replicas:
     log = Recorded()
     log.said = said
     transport = Sockets(number=number, token="a" * 64, silence_s=30.0)
-    return Replicas(folder=folder, transport=transport, num_units=NUM_UNITS, pieces=[Piece(SIZE, Float32())], log=log)
+    return Replicas(folder=folder, transport=transport, num_units=NUM_UNITS, pieces=[Piece(SIZE, LOSSLESS)], log=log)
 
 
 class Flips:

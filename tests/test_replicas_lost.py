@@ -14,7 +14,7 @@ from support.waiting import until
 
 from elastic.replicas import exchange, membership
 from elastic.replicas.driver import Replicas, Step
-from elastic.replicas.payloads import Float32
+from elastic.replicas.payloads import LOSSLESS
 from elastic.replicas.peers import NEVER
 from elastic.replicas.sums import Piece, StepSums
 from elastic.replicas.transport import Sockets
@@ -22,7 +22,7 @@ from runtime import blobs
 from runtime.blobs import Connection, PeerError
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
-UNITS, PIECES = 4, [Piece(size, Float32()) for size in (3, 5)]
+UNITS, PIECES = 4, [Piece(size, LOSSLESS) for size in (3, 5)]
 
 
 @pytest.fixture

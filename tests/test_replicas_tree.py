@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.replicas.payloads import BFloat16, Blockwise, Float32, Payload
+from elastic.replicas.payloads import LOSSLESS, Payload
 from elastic.replicas.plan import SLOWDOWN, nodes_of, owners, unit_counts
 from elastic.replicas.sums import Node, Piece, Status, StepSums, added, check_nodes, cover, halves, parent
 from elastic.replicas.transport import SharedLock
@@ -46,7 +46,7 @@ def test_the_sum_is_that_of_the_tree_to_the_last_bit(num_units: int, members: in
     """For any assignment of units, and any order of pieces and sums."""
     expected = [carried([leaf(unit, piece) for unit in range(num_units)]) for piece in range(2)]
     owner_of = [draw.randrange(members) for _ in range(num_units)]  # not neighbours
-    all_sums = [sums_of(num_units, [Float32(), Float32()]) for _ in range(members)]
+    all_sums = [sums_of(num_units, [LOSSLESS, LOSSLESS]) for _ in range(members)]
     for member, sums in enumerate(all_sums):
         sums.require(nodes_of(member, owner_of))
         units = []
@@ -166,9 +166,9 @@ def test_what_lost_members_owe_is_divided_and_nothing_else_moves(num_units: int,
 
 
 def test_sums_travel_in_the_form_of_fewest_bytes() -> None:
-    forms = {Float32(): 0, BFloat16(): 1, Blockwise(bits=8, block=64): 3, Blockwise(bits=4, block=64): 7}
-    for (payload, encoded), size in itertools.product(forms.items(), (1, 2, 3, 4, 7, 8)):
-        sums = sums_of(8, [payload, Float32()])
+    most_units = {"none": 0, "bf16": 1, "int8": 3, "int4": 7}  # whose encoded values are fewer bytes than their sum
+    for (codec, encoded), size in itertools.product(most_units.items(), (1, 2, 3, 4, 7, 8)):
+        sums = sums_of(8, [Payload(codec=codec, block=64), LOSSLESS])
         sent = sums.nodes_to_send([(0, size)], 0)
         assert sums.nodes_to_send([(0, size)], 1) == [(0, size)]  # for any other pieces
         assert len(sent) == (size if size <= encoded else 1)
@@ -177,7 +177,7 @@ def test_sums_travel_in_the_form_of_fewest_bytes() -> None:
 
 def test_a_unit_whose_piece_was_added_to_its_neighbours_is_computed_again_for_who_asks_for_it_alone() -> None:
     """Even while other pieces of it are still to come: replicas may divide the units differently for a moment."""
-    sums = sums_of(4, [Float32(), Float32()])
+    sums = sums_of(4, [LOSSLESS, LOSSLESS])
     sums.require([(2, 4)])
     for unit in (2, 3):
         assert sums.next_unit() == unit

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
-from compression.codecs import make_codecs
+from compression.chosen_codecs import make_codecs
 from compression.methods import method_named
 from configs.schema import Config, TransformerConfig
 from configs.schema.combinations import Facts, complaint, refuse

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from elastic.replicas.payloads import Float32, make_payload, pieces
+from elastic.replicas.payloads import LOSSLESS, Payload, pieces
 from elastic.replicas.sums import Piece
 from sharding.gradients import accumulated
 from sharding.shares import FlatGradients, GradientCallback, build_share, build_update, gradient_shapes
@@ -104,9 +104,9 @@ class GradientUnits:
     def unit_layout(self) -> list[Piece]:
         """The pieces of a unit; the last one has the unencoded gradients, and the means."""
         compression = self._ex.config.compression
-        payload = make_payload(compression.all_reduce, compression.block)
+        payload = Payload(codec=compression.all_reduce, block=compression.block)
         unencoded = self.flat.size - self.flat.num_coded + len(self.means)
-        return [*(Piece(stop - start, payload) for start, stop in self.bounds), Piece(unencoded, Float32())]
+        return [*(Piece(stop - start, payload) for start, stop in self.bounds), Piece(unencoded, LOSSLESS)]
 
     def pieces(self, state: TrainState, batches: Iterator[Batch]) -> Iterator[tuple[int, np.ndarray]]:
         """Yields the number and values of each piece of a unit, as soon as the backward pass has completed it."""

@@ -23,7 +23,7 @@ import numpy as np
 from compression.local_sgd import LocalSGD, LocalState
 from configs.schema import Config
 from configs.schema.own import OWN
-from elastic.replicas.payloads import Float32, Payload, make_payload, pieces
+from elastic.replicas.payloads import LOSSLESS, Payload, pieces
 from elastic.replicas.sums import Piece
 from sharding.gathers import to_parameter_scope
 from sharding.gradients import accumulated
@@ -131,8 +131,8 @@ class RoundUnits:
     def unit_layout(self) -> list[Piece]:
         """The pieces of a unit."""
         compression = self._ex.config.compression
-        payload = make_payload(compression.all_reduce, compression.block)
-        each = zip(self._bounds, (payload, state_payload(self._ex.config), Float32()), strict=True)
+        payload = Payload(codec=compression.all_reduce, block=compression.block)
+        each = zip(self._bounds, (payload, state_payload(self._ex.config), LOSSLESS), strict=True)
         return [Piece(stop - start, form) for bounds, form in each for start, stop in bounds]
 
     def pieces(self, state: TrainState, batches: Iterator[Batch]) -> Iterator[tuple[int, np.ndarray]]:
@@ -186,7 +186,7 @@ def state_payload(config: Config) -> Payload:
     # adafactor's decay nears 1 in the course of a run; a registered optimizer's decay is not known
     is_slow = 1 - left < LEAST_FALL or optimizer.name in ("adafactor", *OWN["optimizer"])
     is_exact = compression.all_reduce == "none" or is_slow
-    return make_payload("none" if is_exact else "bf16", compression.block)
+    return LOSSLESS if is_exact else Payload(codec="bf16")
 
 
 def of_workers(local: Any) -> int:

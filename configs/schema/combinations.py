@@ -125,9 +125,9 @@ FEATURES: dict[str, Feature] = {
     "no feedback": _of("compression.error_feedback", False, True),
     "keeping method": _all_reduce("`one_bit_adam`", lambda name: name in METHODS, "none or a codec"),
     "other payload": _all_reduce(
-        "a replica all-reduce by another method than `none`, `bf16`, `int8` and `int4`",
+        f"a replica all-reduce by another method than `{'`, `'.join(CODECS[:-1])}` and `{CODECS[-1]}`",
         lambda name: name not in CODECS,
-        "none, bf16, int8 or int4",
+        f"{', '.join(CODECS[:-1])} or {CODECS[-1]}",
     ),
     "several replicas": _where(
         "has_replicas", True, "several partition groups in one process", "set sharding.strategy=zero3"

@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from configs.schema.codecs import TABLE
 from configs.schema.keys import Section, key
 
-CODECS = ("none", "bf16", "int8", "int4")  # the codecs that work without error feedback
-METHODS = ("one_bit_adam",)  # values of all_reduce that are no codecs
-ALL_REDUCE = (*CODECS, "statistical", *METHODS)
+CODECS = tuple(name for name, coding in TABLE.items() if not coding.needs_feedback)
+METHODS = tuple(coding.method for coding in TABLE.values() if coding.method)  # values of all_reduce that are no codecs
+ALL_REDUCE = tuple(coding.method or name for name, coding in TABLE.items())
+WITH_SCALES = ", ".join(coding.method or name for name, coding in TABLE.items() if coding.scales)
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 
 
@@ -130,7 +132,7 @@ class CompressionConfig(Section, name="compression"):
     reduce_scatter_intra: str = _codec("gradients reduce-scattered inside a node")
     experts_inter: str = _codec("tokens sent to experts between nodes, and of their gradients")
     experts_intra: str = _codec("tokens sent to experts inside a node")
-    block: int = key(1024, "int8, int4, one_bit_adam, statistical: values per scale; a multiple of 8", unit="values")
+    block: int = key(1024, f"{WITH_SCALES}: values per scale; a multiple of 8", unit="values")
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
     warmup_steps: int = key(0, "one_bit_adam: steps of plain Adam before it compresses", least=0, unit="steps")
     delayed: bool = key(False, "exchange the previous step's gradients during the compute")

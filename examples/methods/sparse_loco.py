@@ -20,6 +20,7 @@ from compression.all_reduce import AllReduceMethod, Setup
 from compression.exchange import by_groups
 from compression.primitives import kinds, not_finite, sums
 from compression.statistics import Sent
+from configs.schema.codecs import SCALE_BYTES
 from sharding.collectives import all_gather_chunks, buckets, reduce_scatter_chunks, slice_apart
 from sharding.in_step_exchange import Exchange
 from sharding.mesh import inter_part, intra_part
@@ -28,7 +29,6 @@ from sharding.spec import Placement
 from sharding.trees import Axes, Shards
 
 CHUNK = 4096  # an index in a chunk is 12 bits
-SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)

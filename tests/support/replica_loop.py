@@ -10,7 +10,7 @@ import numpy as np
 
 from elastic.replicas.driver import BehindError, Replicas, Step
 from elastic.replicas.membership import Log
-from elastic.replicas.payloads import Float32, Payload, make_payload
+from elastic.replicas.payloads import LOSSLESS, Payload
 from elastic.replicas.sums import Piece, Status, added
 from elastic.replicas.transport import Sockets
 
@@ -25,7 +25,7 @@ def gradients(step: int, unit: int, piece: int) -> np.ndarray:
 
 
 def pieces_of(codec: str) -> list[Piece]:
-    payloads = [make_payload(codec, 16)] * (len(SIZES) - 1) + [Float32()]
+    payloads = [Payload(codec=codec, block=16)] * (len(SIZES) - 1) + [LOSSLESS]
     return [*map(Piece, SIZES, payloads)]
 
 
