@@ -1,8 +1,8 @@
 """Codecs encode values as the bytes that cross the slow network: one body each, for arrays of numpy and of jax.
 
 configs/schema/codecs.py has the table of their names and sizes, and sharding/coded.py their interface inside a compiled
-program. Independent replicas encode on the host, with numpy (elastic/replicas/payloads.py). jax is imported
-only by the three operations that numpy lacks.
+program. Independent replicas encode on the host, with numpy (elastic/replicas/payloads.py), and frozen weights are
+encoded once, where they are read (models/lora.py). jax is imported only by the three operations that numpy lacks.
 
 Payloads are byte arrays rather than arrays of a narrow dtype: XLA may widen the latter (a bf16 sum on CPUs) or move the
 conversion across a collective, but it leaves bytes unchanged. The bytes sent therefore equal the payload's size, and
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16, finfo
 
-from configs.schema.codecs import SCALE_BYTES
+from configs.schema.codecs import COLUMNS, SCALE_BYTES
 
 Array = Any  # of numpy or jax
 _LARGEST = float(finfo(bfloat16).max)
@@ -218,6 +218,48 @@ BODIES: Mapping[
 }
 
 
+# ------------------------------------------------------------------------------------------- frozen weights (BASES)
+NF4 = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]
+    + [-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
+    + [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
+    np.float32,
+)
+
+
+def encode_matrices(x: Array, base: str) -> dict[str, Array]:
+    """Returns the codes and scales of matrices `[..., in, out]`, to be sharded like them.
+
+    The scale of COLUMNS columns is their largest magnitude, of which `int8` codes are the nearest 1/127 and `nf4` codes
+    the nearest of the sixteen values of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, appendix E), two per byte.
+    """
+    xp = x.__array_namespace__()
+    blocks = _blocks(x, COLUMNS)
+    scales = xp.max(xp.abs(blocks), axis=-1).astype(bfloat16)
+    divisors = scales.astype(np.float32)[..., None]
+    shares = (blocks / xp.where(divisors == 0, 1, divisors)).reshape(x.shape)
+    if base == "int8":
+        return {"codes": xp.clip(xp.round(shares * 127), -127, 127).astype(np.int8), "scales": scales}
+    codes = xp.zeros(shares.shape, np.uint8)
+    for bound in (NF4[1:] + NF4[:-1]) / 2:  # a third of the time of numpy's searchsorted, without its int64 result
+        codes += shares > bound
+    return {"codes": codes[..., ::2] | codes[..., 1::2] << 4, "scales": scales}
+
+
+def decode_matrices(stored: dict[str, Array], dtype: np.dtype) -> Array:
+    """Returns the matrices `[..., in, out]` encoded by codes and scales."""
+    codes = stored["codes"]
+    xp = codes.__array_namespace__()
+    if codes.dtype == np.int8:
+        shares = codes.astype(np.float32) / 127
+    else:
+        pairs = xp.stack([codes & 15, codes >> 4], axis=-1)
+        shares = xp.asarray(NF4)[pairs.reshape(*codes.shape[:-1], -1)]
+    blocks = _blocks(shares, COLUMNS) * stored["scales"].astype(np.float32)[..., None]
+    return blocks.reshape(shares.shape).astype(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- in bytes
 def _blocks(x: Array, size: int) -> Array:
     """Returns `[..., N]`, padded with zeros, as `[..., blocks, size]`."""
     return _padded(x, size).reshape(*x.shape[:-1], -1, size)

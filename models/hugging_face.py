@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from compression.codecs import decode_matrices, encode_matrices
 from configs.hugging_face import Architecture, check_same
 from configs.schema import TransformerConfig
-from models.lora import ADAPTERS, IN_BLOCKS, decode, encode, in_blocks
+from models.lora import ADAPTERS, IN_BLOCKS, in_blocks
 from models.model import Model, Params
 from runtime.files import json_objects
 from runtime.files.paths import user_path
@@ -195,9 +196,9 @@ class Weights:
         """Returns our parameter `path` whole in float32, with the rounding of its frozen, block-encoded form."""
         found = self.region(path, (slice(None),) * len(self._tensors[path].spec.shape))
         coded, dtype = in_blocks(self._config, self._tensors[path].spec), jnp.dtype(self._config.compute_dtype)
+        base = self._config.lora_base
         for part in found if found.ndim > 2 else [found]:  # in place: a stack may take half of the memory
-            used = decode(encode(part, self._config.lora_base), jnp.dtype("float32")) if coded else part.astype(dtype)
-            part[...] = used
+            part[...] = decode_matrices(encode_matrices(part, base), part.dtype) if coded else part.astype(dtype)
         return found
 
     def region(self, path: str, index: TensorSlice) -> np.ndarray:
@@ -230,7 +231,7 @@ class Weights:
         layers = range(self._tensors[path].spec.shape[0])[index[0]]
         for number, layer in enumerate(layers):
             values = self.region(path, (slice(layer, layer + 1), *index[1:]))
-            for part, x in encode(values, self._config.lora_base).items():
+            for part, x in encode_matrices(values, self._config.lora_base).items():
                 if not number:
                     found[part] = np.empty((len(layers), *x.shape[1:]), x.dtype)
                 found[part][number] = x[0]

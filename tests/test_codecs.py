@@ -13,10 +13,10 @@ from support.our_files import ROOT
 from support.tables import every_row
 
 from compression.chosen_codecs import make_codec
-from compression.codecs import BODIES, Blockwise
+from compression.codecs import BODIES, NF4, Blockwise, decode_matrices, encode_matrices
 from configs import base
 from configs.schema import CompressionConfig
-from configs.schema.codecs import TABLE
+from configs.schema.codecs import BASES, COLUMNS, TABLE
 from configs.schema.sections import CODECS
 from elastic.replicas.payloads import Payload
 from sharding.coded import Codec
@@ -203,6 +203,29 @@ def test_the_host_encodes_without_jax() -> None:
         "for make in BODIES.values(): make(8).decode(make(8).encode(numpy.ones(16, 'f4')))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+# ------------------------------------------------------------------------------------------- frozen weights
+
+
+@every_row("base", BASES)
+def test_blocks_keep_what_their_bits_can(base: str) -> None:
+    """numpy and jax give the same codes, and values up to a rounding: XLA multiplies by 1 / 127.
+
+    An error is at most half the distance of two codes.
+    """
+    half = {"int8": 0.5 / 127, "nf4": np.diff(NF4).max() / 2}[base]
+    x = np.random.default_rng(0).normal(size=(3, 8, 128)).astype(np.float32)
+    x[0, 0, :64] = 0
+    stored = encode_matrices(x, base)
+    assert sum(part.nbytes for part in stored.values()) == BASES[base].bytes_per_value(COLUMNS) * x.size
+    back = decode_matrices(stored, x.dtype)
+    largest = np.abs(x).reshape(3, 8, 2, 64).max(-1).repeat(64, -1)
+    assert np.all(np.abs(back - x) <= largest * (half + 2**-8)) and not back[0, 0, :64].any()
+    np.testing.assert_array_equal(decode_matrices(encode_matrices(back, base), x.dtype), back)
+    by_jax = encode_matrices(jnp.asarray(x), base)
+    jax.tree.map(np.testing.assert_array_equal, stored, jax.device_get(by_jax))
+    np.testing.assert_allclose(back, decode_matrices(by_jax, x.dtype), rtol=2**-22)
 
 
 def test_the_table_has_each_codec_once() -> None:

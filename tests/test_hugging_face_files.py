@@ -22,6 +22,8 @@ from support.hugging_face_reference import FOLDER, MODELS
 from support.tables import every_row
 
 import models
+from compression import codecs
+from compression.codecs import encode_matrices
 from configs.schema import DecoderConfig, ShardingConfig
 from models import hugging_face, lora
 from models.hugging_face import Weights
@@ -86,9 +88,10 @@ def test_a_base_in_blocks_is_read_and_encoded_once(
     """Its codes and its scales are of one reading; and what is encoded at once is a layer of a device's share."""
     taken.clear()
     encoded: list[int] = []
-    encode = lambda x, *how: (encoded.append(x.size), lora.encode(x, *how))[1]
-    monkeypatch.setattr(hugging_face, "encode", encode)
-    monkeypatch.setattr(lora, "BLOCK", 8)  # the example has few columns
+    encode = lambda x, *how: (encoded.append(x.size), encode_matrices(x, *how))[1]
+    monkeypatch.setattr(hugging_face, "encode_matrices", encode)
+    for module in (codecs, lora):
+        monkeypatch.setattr(module, "COLUMNS", 8)  # the example has few columns
     model = models.build(replace(section(FOLDER / "llama"), lora_rank=2, lora_base=base))
     weights = Weights(model, FOLDER / "llama")
     _, frozen = part_frozen(model.param_specs())
@@ -100,7 +103,7 @@ def test_a_base_in_blocks_is_read_and_encoded_once(
     layers, shares = model.config.num_layers, 2
     assert max(encoded) == max(prod(spec.shape) for spec in stacks.values()) // layers // shares
     for path in stacks:
-        whole = lora.encode(weights.region(path, (slice(None),) * 3), base)
+        whole = encode_matrices(weights.region(path, (slice(None),) * 3), base)
         for part in lora.IN_BLOCKS:
             np.testing.assert_array_equal(params[f"{path}/{part}"], whole[part])
 

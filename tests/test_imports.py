@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "runtime": "runtime.files",
     "configs": "runtime.files",
     "sharding": "configs runtime.files",
-    "models": "configs sharding runtime.files",
+    "models": "compression.codecs configs sharding runtime.files",
     "compression.codecs": "configs",
     "compression": "compression.codecs configs sharding",
     "input_pipeline": "configs runtime runtime.files",

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, get_type_hints
 
+from configs.schema.codecs import BASES, COLUMNS
 from configs.schema.keys import Section, key, keys_of
 from configs.schema.own import OWN
 
@@ -66,8 +67,8 @@ class TransformerConfig(ModelConfig):
     lora_targets: str = key("query key value out gate up down", "matrices of a layer that have adapters, with spaces")
     lora_base: str = key(
         "compute",
-        "how matrices of frozen layers are stored: in compute_dtype, or in blocks of 64 with 8 or 4 bits (QLoRA)",
-        choices=("compute", "int8", "nf4"),
+        f"how frozen layers' matrices are stored: in compute_dtype, or in blocks of {COLUMNS} with 8 or 4 bits (QLoRA)",
+        choices=("compute", *BASES),
     )
     lora_weights: str = key("", "folder of adapters in PEFT's layout from which a new run starts")
 
