@@ -111,6 +111,7 @@ def check_places(plan: ShardingPlan, shapes: TrainState, opt_state: Any) -> None
     assert moments >= len(params) - 2  # adafactor keeps no moment of what it factors
 
 
+@pytest.mark.slow
 def test_the_step_of_a_run_sends_nothing_but_all_reduce_between_nodes() -> None:
     """Whole matrices of Muon are put together inside a node: the scope of mics(2)."""
     config = workload.run_config(**LAYOUTS["mics2"])

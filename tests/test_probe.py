@@ -275,6 +275,7 @@ def test_each_time_needs_the_time_before() -> None:
     np.testing.assert_allclose(result[:4], first, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_our_kernel_and_that_of_xla_do_the_same(subtests: pytest.Subtests) -> None:
     for part in device.PRODUCTS:
         with subtests.test(part=part):
