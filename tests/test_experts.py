@@ -128,10 +128,13 @@ def test_prompts_go_to_experts_and_padding_takes_no_room() -> None:
         model = models.build(MoeConfig(**SMALL, num_experts=4, capacity_factor=capacity_factor))
         assert isinstance(model, models.Moe)
         params = jax.jit(model.init)(jax.random.key(0))
-        loss = jax.jit(lambda p, rows, m=model: m.loss(p, rows, workload.whole))
-        found = loss(params, batch)
-        assert found == loss(params, otherwise_filled)
-        logits = jax.jit(lambda p, m=model: m.logits(p, tokens, workload.whole, batch["segments"]))(params)
+
+        @jax.jit
+        def loss_and_logits(p: Any, rows: Any, m: models.Moe = model) -> tuple[jax.Array, jax.Array]:
+            return m.loss(p, rows, workload.whole), m.logits(p, rows["tokens"], workload.whole, rows["segments"])
+
+        found, logits = loss_and_logits(params, batch)
+        assert found == loss_and_logits(params, otherwise_filled)[0]
         each = -np.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
         assert np.isclose(found, (answers * each).sum(), rtol=1e-5) == (capacity_factor == 4.0)
 

@@ -51,14 +51,14 @@ def test_logits_and_loss_equal_numpy(kind: str, style: dict[str, Any]) -> None:
     expected = np.stack([reference(params, row, model.config) for row in tokens])
     values = jax.tree.map(np.float32, params)
 
-    logits = jax.jit(lambda p: model.logits(p, tokens, lambda _, tree: tree))(values)
+    batch: Any = {"tokens": tokens, "targets": targets, "weights": weights}
+    whole = lambda _, tree: tree
+    logits, loss = jax.jit(lambda p: (model.logits(p, tokens, whole), model.loss(p, batch, whole)))(values)
     np.testing.assert_allclose(logits[..., :11], expected, rtol=2e-4, atol=2e-4)
     assert logits.shape == (3, 8, 16) and np.all(logits[..., 11:] < -1e20)
 
     log_total = np.log(np.exp(expected).sum(-1))
     picked = np.take_along_axis(expected, targets[..., None], -1)[..., 0]
-    batch: Any = {"tokens": tokens, "targets": targets, "weights": weights}
-    loss = jax.jit(lambda p: model.loss(p, batch, lambda _, tree: tree))(values)
     assert loss.shape == () and loss.dtype == np.float32
     np.testing.assert_allclose(loss, np.sum(weights * (log_total - picked)), rtol=1e-4)
 

@@ -42,8 +42,12 @@ def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> No
         logits = model.logits(p, rows["tokens"], workload.whole)
         return logits, jax.value_and_grad(model.loss)(p, rows, workload.whole)
 
-    packed = jax.jit(lambda p: model.logits(p, tokens, workload.whole, segments))(params)
-    found = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, workload.whole)))(params)
+    @jax.jit
+    def together(p: Any) -> Any:
+        logits = model.logits(p, tokens, workload.whole, segments)
+        return logits, jax.value_and_grad(model.loss)(p, batch, workload.whole)
+
+    packed, found = together(params)
     wanted = jax.tree.map(np.zeros_like, found)
     for r, cut in cuts:
         logits, result = alone(params, {name: x[r, cut][None] for name, x in batch.items() if name != "segments"})
