@@ -76,7 +76,7 @@ def help_text(usage: str, argv: Sequence[str], values: flags.FlagValues) -> str:
     )
 
 
-def _key_help(name: str, value: Any, declared: Key) -> str:
+def _key_help(name: str, value: object, declared: Key) -> str:
     """Returns the help for a key: its value as a command-line flag, and its description in the schema."""
     written = tuple(value) if isinstance(value, list) else value
     facts = [f"{declared.type_name} ({declared.unit})" if declared.unit else declared.type_name]
@@ -183,7 +183,7 @@ class _UncachedLoader(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def import_file(file: str) -> Any:
+def import_file(file: str) -> object:
     """Returns the module of a config file, executed anew; it stays in `sys.modules` for the annotations in it.
 
     ValueError if the file is missing, or with the line of the file that fails.

@@ -5,7 +5,7 @@ names, in both directions; a new architecture is a new entry. A config file that
 takes its sizes from there: `config.model = hugging_face.model(DIR)`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 from configs.schema import MODELS, DecoderConfig, TransformerConfig, defaults
 from configs.schema.keys import keys_of
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonMapping, JsonObject
 from runtime.files.paths import user_path
 
-Values = Mapping[str, Any]
 CONFIG_FILE = "config.json"
 # transformers' name: our name; the first name with our value is written
 ACTIVATIONS = {"gelu_new": "gelu", "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu"}
@@ -30,15 +30,15 @@ class Field:
     ours: str  # a key of our model section; "" for a value that is only written
     name: str = ""  # transformers' key, if it differs
     default: Any = None
-    read: Callable[[Values], Any] | None = None  # from the whole of config.json
-    write: Callable[[Any], Any] | None = None  # from our whole section
+    read: Callable[[JsonMapping], Any] | None = None  # from the whole of config.json
+    write: Callable[[TransformerConfig], object] | None = None  # from our whole section
 
     @property
     def theirs(self) -> str:
         """Its name in `config.json`."""
         return self.name or self.ours
 
-    def of_theirs(self, values: Values) -> Any:
+    def of_theirs(self, values: JsonMapping) -> Any:
         """Returns our value. KeyError if it is missing."""
         if self.read:
             return self.read(values)
@@ -57,12 +57,14 @@ class Architecture:
     name: str  # class in transformers
     kind: str  # of our model
     fields: tuple[Field, ...]
-    always: dict[str, Any]  # our keys that have one value in this architecture
-    only: dict[str, Any]  # transformers' keys with the only value that we support, which is also transformers' default
+    always: JsonObject  # our keys that have one value in this architecture
+    only: JsonObject  # transformers' keys with the only value that we support, which is also transformers' default
     # transformers' module (`{}` is the layer): ours; several of our modules may be concatenated in one of theirs
     tensors: dict[str, str]
     ignored: str  # a regular expression for tensors that transformers does not read for this model
-    more: Callable[[Values], Values] = lambda values: {}  # our keys that are read together, from the whole config.json
+    more: Callable[[JsonMapping], JsonMapping] = (
+        lambda values: {}
+    )  # our keys that are read together, from the whole config.json
     conv1d: bool = False  # layers keep `[in, out]`, as ours do; otherwise torch's Linear, `[out, in]`
 
     @property
@@ -72,19 +74,19 @@ class Architecture:
 
 
 def _activation(theirs: str, default: str) -> Field:
-    def read(values: Values) -> str:
+    def read(values: JsonMapping) -> str:
         name = values.get(theirs, default)
         if name not in tuple(ACTIVATIONS):  # it may be a list, which is not hashable
             raise ValueError(f"an activation {name!r} is not supported; one of {', '.join(ACTIVATIONS)} is")
         return ACTIVATIONS[name]
 
-    def write(c: Any) -> str:
+    def write(c: TransformerConfig) -> str:
         return next((name for name, ours in ACTIVATIONS.items() if ours == c.activation), "gelu_new")
 
     return Field("activation", theirs, read=read, write=write)
 
 
-def _number(values: Values, name: str, default: Any = None, *, least: int = 1, kind: Any = int) -> Any:
+def _number(values: JsonMapping, name: str, default: Any = None, *, least: int = 1, kind: Any = int) -> Any:
     """Returns a value to compute with, before our own keys are checked; null counts as absent."""
     value = default if values.get(name) is None else values[name]
     if value is None:
@@ -94,11 +96,11 @@ def _number(values: Values, name: str, default: Any = None, *, least: int = 1, k
     return value
 
 
-def _real(values: Values, name: str, default: float | None = None) -> float:
+def _real(values: JsonMapping, name: str, default: float | None = None) -> float:
     return float(_number(values, name, default, least=0, kind=(int, float)))
 
 
-def _object(values: Values, name: str) -> Values:
+def _object(values: JsonMapping, name: str) -> JsonMapping:
     """Returns an object of `config.json`; null and absent ones are empty."""
     found = values.get(name) or {}
     if not isinstance(found, dict):
@@ -106,19 +108,19 @@ def _object(values: Values, name: str) -> Values:
     return found
 
 
-def _rope(values: Values) -> Values:
+def _rope(values: JsonMapping) -> JsonMapping:
     """Returns our keys of rotary positions, equal for all layers; as in transformers the older object wins."""
     return _rotary(values, _object(values, "rope_scaling") or _object(values, "rope_parameters"))
 
 
-def _rotary(values: Values, rope: Values, base: float = 10_000.0) -> dict[str, Any]:
+def _rotary(values: JsonMapping, rope: JsonMapping, base: float = 10_000.0) -> dict[str, object]:
     """Returns our keys of rotary positions, from transformers' `rope` object and, for missing keys, `config.json`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"rotary positions of rope_type {kind!r} are not supported; default, linear and llama3 are")
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise ValueError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported; 1 is")
-    found: dict[str, Any] = {name: PLAIN[name] for name in ROTARY}
+    found: JsonObject = {name: PLAIN[name] for name in ROTARY}
     found["rotary_base"] = _real(rope, "rope_theta", _real(values, "rope_theta", base))
     if kind != "default":
         found |= {"rotary_scaling": kind, "rotary_factor": _real(rope, "factor")}
@@ -129,7 +131,7 @@ def _rotary(values: Values, rope: Values, base: float = 10_000.0) -> dict[str, A
     return found
 
 
-def _scaling_json(c: Any) -> dict[str, Any] | None:
+def _scaling_json(c: TransformerConfig) -> dict[str, object] | None:
     """Returns `rope_scaling`, which versions of transformers before 5 read."""
     if c.rotary_scaling == "none":
         return None
@@ -140,11 +142,11 @@ def _scaling_json(c: Any) -> dict[str, Any] | None:
     return found
 
 
-def _rope_json(c: Any) -> dict[str, Any]:
+def _rope_json(c: TransformerConfig) -> dict[str, object]:
     return {"rope_type": "default", "rope_theta": c.rotary_base} | (_scaling_json(c) or {})
 
 
-def _gemma3_rope(values: Values) -> Values:
+def _gemma3_rope(values: JsonMapping) -> JsonMapping:
     """Returns our keys of rotary positions, of layers with a window and others."""
     rope = _object(values, "rope_parameters")
     full = {**_object(rope, FULL), **_object(values, "rope_scaling")}
@@ -154,7 +156,7 @@ def _gemma3_rope(values: Values) -> Values:
     return _rotary(values, full, 1e6) | {"rotary_local_base": local["rotary_base"]}
 
 
-def _gemma3(values: Values) -> Values:
+def _gemma3(values: JsonMapping) -> JsonMapping:
     """Returns our keys of rotary positions and windows; layers with a window have a separate base.
 
     If all layers are alike, they share one base.
@@ -165,15 +167,15 @@ def _gemma3(values: Values) -> Values:
     return {**rope, **windows} | ({} if windows["global_every"] else {"rotary_local_base": 0.0})
 
 
-def _local_base(c: Any) -> float:
+def _local_base(c: TransformerConfig) -> float:
     return c.rotary_local_base or c.rotary_base
 
 
-def _gemma3_rope_json(c: Any) -> dict[str, Any]:
+def _gemma3_rope_json(c: TransformerConfig) -> dict[str, object]:
     return {FULL: _rope_json(c), SLIDING: {"rope_type": "default", "rope_theta": _local_base(c)}}
 
 
-def _windows(values: Values, every: int = 0) -> Values:
+def _windows(values: JsonMapping, every: int = 0) -> JsonMapping:
     """Returns our keys of windows; every `every`-th layer has none, unless `layer_types` differs."""
     window, count = values.get("sliding_window", 4096), _number(values, "num_hidden_layers")
     is_global = [every > 0 and i % every == 0 for i in range(1, count + 1)]
@@ -191,7 +193,7 @@ def _windows(values: Values, every: int = 0) -> Values:
     return {"window": window, "global_every": every}
 
 
-def _mistral(values: Values) -> Values:
+def _mistral(values: JsonMapping) -> JsonMapping:
     """Returns our keys of rotary positions and windows, which all layers have: transformers ignores `layer_types`."""
     windows = _windows({**values, "layer_types": None})
     if values.get("layer_types") and _windows(values) != windows:
@@ -199,7 +201,7 @@ def _mistral(values: Values) -> Values:
     return {**_rope(values), **windows}
 
 
-def _layer_types(c: Any) -> list[str]:
+def _layer_types(c: TransformerConfig) -> list[str]:
     is_global = [not c.window or (c.global_every and i % c.global_every == 0) for i in range(1, c.num_layers + 1)]
     return [FULL if it_is else SLIDING for it_is in is_global]
 
@@ -207,7 +209,7 @@ def _layer_types(c: Any) -> list[str]:
 def _head_dim(default: int = 0) -> Field:
     """Returns the field of the size of a head; our 0 is hidden / heads, as in transformers without a `default`."""
 
-    def read(values: Values) -> int:
+    def read(values: JsonMapping) -> int:
         num_heads, hidden = _number(values, "num_attention_heads"), _number(values, "hidden_size")
         size = _number(values, "head_dim", default or hidden // num_heads)
         return 0 if size == hidden // num_heads else size
@@ -215,25 +217,25 @@ def _head_dim(default: int = 0) -> Field:
     return Field("head_dim", read=read, write=lambda c: c.head_size)
 
 
-def _query_scalar(values: Values) -> int:
+def _query_scalar(values: JsonMapping) -> int:
     scalar = _number(values, "query_pre_attn_scalar", 256)
     return 0 if scalar == _number(values, "head_dim", 256) else scalar
 
 
 def _cap(ours: str, theirs: str, default: float) -> Field:
-    def read(values: Values) -> float:
+    def read(values: JsonMapping) -> float:
         return 0.0 if values.get(theirs, default) is None else _real(values, theirs, default)
 
     return Field(ours, theirs, read=read, write=lambda c: getattr(c, ours) or None)
 
 
-def _use_bias(values: Values) -> Any:
+def _use_bias(values: JsonMapping) -> object:
     if values.get("mlp_bias", False) and not values.get("attention_bias", False):
         raise ValueError("mlp_bias without attention_bias is not supported")
     return values.get("mlp_bias", False)
 
 
-def _offset(values: Values) -> int:
+def _offset(values: JsonMapping) -> int:
     """Returns the row of RoBERTa's first position, which follows the row of padding."""
     return _number(values, "pad_token_id", 1, least=0) + 1
 
@@ -466,7 +468,7 @@ ARCHITECTURES = (
 )
 
 
-def read(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
+def read(folder: str | Path) -> tuple[Architecture, JsonObject]:
     """Returns the architecture of a checkpoint, and the keys of our model section that its `config.json` determines.
 
     ValueError for a missing or damaged file, an unknown architecture, and unsupported settings.
@@ -533,7 +535,7 @@ def architecture_of(config: TransformerConfig) -> Architecture:
     raise ValueError(unknown + "; ".join(needs))
 
 
-def config_json(config: TransformerConfig, architecture: Architecture) -> dict[str, Any]:
+def config_json(config: TransformerConfig, architecture: Architecture) -> dict[str, object]:
     """Returns the content of `config.json` for a model."""
     return {
         "architectures": [architecture.name],
@@ -546,7 +548,7 @@ def config_json(config: TransformerConfig, architecture: Architecture) -> dict[s
     }
 
 
-def _section(architecture: Architecture, values: Values) -> dict[str, Any]:
+def _section(architecture: Architecture, values: JsonMapping) -> dict[str, object]:
     """Returns the keys of our model section. KeyError for a missing key, ValueError for unsupported settings."""
     for name, value in architecture.only.items():
         if values.get(name) not in (None, value):
@@ -555,7 +557,9 @@ def _section(architecture: Architecture, values: Values) -> dict[str, Any]:
     return {"kind": architecture.kind, **architecture.always, **architecture.more(values), **found}
 
 
-def _differences(config: TransformerConfig, architecture: Architecture, section: Values) -> dict[str, tuple[Any, Any]]:
+def _differences(
+    config: TransformerConfig, architecture: Architecture, section: JsonMapping
+) -> dict[str, tuple[object, object]]:
     """Returns our value and the value in `config.json` for each key in which they differ."""
     if config.kind != architecture.kind:
         return {"kind": (config.kind, architecture.kind)}
@@ -572,7 +576,7 @@ def _differences(config: TransformerConfig, architecture: Architecture, section:
     return {key: (ours[key], theirs) for key, theirs in section.items() if ours[key] != theirs}
 
 
-def _rotary_alike(ours: Values, section: Values, num_layers: int) -> dict[str, Any]:
+def _rotary_alike(ours: JsonMapping, section: JsonMapping, num_layers: int) -> JsonObject:
     """Returns our keys of rotary positions and windows in the words of `section` where these say the same."""
     found = {key: ours[key] for key in ours.keys() & {"global_every", "rotary_local_base", *ROTARY}}
     if found.get("global_every", 0) > num_layers:

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from runtime.files.json_objects import JsonMapping
+
 FILE = Path(__file__).with_name("losses.csv")
 PAGE = "docs/results/compression_accuracy.md"
 TASKS, SEEDS = ("text", "digits"), 3  # seeds per task of a free method; fewer seeds alone prove nothing
@@ -132,7 +134,7 @@ def cost_on(task: str, found: Sequence[RecordedLoss]) -> str:
     return " to ".join(f"{mean:+z.3f}" for mean in means[:: max(1, len(means) - 1)])
 
 
-def methods_of(config: Mapping[str, Any]) -> list[str]:
+def methods_of(config: JsonMapping) -> list[str]:
     """Returns the methods that a config (nested dicts) uses; local SGD includes its codec.
 
     A codec without error feedback is a separate method, because no record of local SGD has one.
@@ -146,7 +148,7 @@ def methods_of(config: Mapping[str, Any]) -> list[str]:
     return [*methods, *[DELAYED] * compression["delayed"], *[INNER_STEPS] * is_local]
 
 
-def dense_optimizer(config: Mapping[str, Any]) -> str:
+def dense_optimizer(config: JsonMapping) -> str:
     """Returns the optimizer of a config's run if the run is like the dense runs of the records, else "".
 
     The dense runs send all gradients in every step, and train from scratch.
@@ -154,10 +156,10 @@ def dense_optimizer(config: Mapping[str, Any]) -> str:
     return "" if methods_of(config) or config["model"].get("weights") else config["optimizer"]["name"]
 
 
-def recorded(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[RecordedLoss]:
+def recorded(config: JsonMapping, defaults: Mapping[str, object]) -> list[RecordedLoss]:
     """Returns the rows of a config's own keys, its optimizer included; `defaults` has the default of each key."""
 
-    def keys(values: Mapping[str, Any], optimizer: str) -> dict[str, str]:
+    def keys(values: JsonMapping, optimizer: str) -> dict[str, str]:
         sections = ("compression", "local_sgd")
         return {f"{x}.{key}": str(value) for x in sections for key, value in values[x].items()} | {OPTIMIZER: optimizer}
 
@@ -165,7 +167,7 @@ def recorded(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Rec
     return [row for row in rows() if {**keys(defaults, row.optimizer), **row.setting} == own]
 
 
-def described(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+def described(config: JsonMapping, defaults: JsonMapping) -> list[str]:
     """Returns a line for each method of a config that is not known to be free: its lowest and highest recorded cost.
 
     The cost is from rows with the config's keys if they are recorded, else from all rows with the method.

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Overrides = Mapping[str, Any]
-Distribution = Callable[[random.Random], Any]  # draws one value
+Distribution = Callable[[random.Random], object]  # draws one value
 
 
-def over(key: str, values: Iterable[Any]) -> list[dict[str, Any]]:
+def over(key: str, values: Iterable[object]) -> list[dict[str, Any]]:
     """Returns one run per value of `key`."""
     return [{key: value} for value in values]
 
@@ -74,7 +74,7 @@ uniform = Range
 log_uniform = functools.partial(Range, log=True)
 
 
-def choice(*options: Any) -> Choice:
+def choice(*options: object) -> Choice:
     """Returns a distribution that is uniform over the options."""
     return Choice(options)
 

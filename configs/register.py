@@ -9,14 +9,13 @@ A config file calls it when it is imported, so the name is known wherever the sa
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from configs.schema import flat, known_keys, nearest
 from configs.schema.mixture import parse
 from configs.schema.own import OWN
 
 
-def register(topic: str, name: str, value: Any) -> None:
+def register(topic: str, name: str, value: object) -> None:
     """Makes `name` a choice of the topic's keys. The type of `value` depends on the topic:
 
     - `model`: a subclass of models.Model whose field `config` is annotated with its ModelConfig
@@ -45,7 +44,7 @@ def register(topic: str, name: str, value: Any) -> None:
     OWN[topic][name] = value
 
 
-def unknown_names(values: Mapping[str, Any]) -> dict[str, str]:
+def unknown_names(values: Mapping[str, object]) -> dict[str, str]:
     """Returns the names in sections of a saved config that are neither built in nor registered, by their keys."""
     given, known = flat(values), known_keys("decoder")
     names = [(key, given[key], declared) for key, declared in known.items() if declared.topics and key in given]

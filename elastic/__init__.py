@@ -13,10 +13,10 @@ A step appears in DIR by one rename, after its manifest is on disk, so a killed 
 """
 
 from pathlib import Path
-from typing import Any
 
 from elastic import manifest
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonObject
 
 _REFUSED = "*?[\\"  # Orbax expands patterns in a path, and TensorStore treats a backslash as a slash
 
@@ -38,7 +38,7 @@ def check_path(directory: str | Path) -> None:
         ) from None
 
 
-def latest_config(directory: str | Path) -> dict[str, Any] | None:
+def latest_config(directory: str | Path) -> JsonObject | None:
     """Returns the config saved with the newest step whose manifest and config file verify, or None without any step.
 
     Only these two files are read, so this is fast for any size of the state. Raises ValueError if the directory has

@@ -6,14 +6,14 @@ Only process 0 reads and writes `WORKDIR/attempts.json`. It contains no times, s
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from elastic import manifest
 from runtime.consensus import broadcast, new_key
 from runtime.files import atomic, json_objects, run_directory
+from runtime.files.json_objects import JsonMapping, JsonObject
 
 RUN_ID = re.compile(r"[0-9a-f]{16}")
 
@@ -58,7 +58,7 @@ class Attempts:
 def read_attempts(workdir: Path, report: Callable[[str], None]) -> Attempts:
     """Returns the attempts so far, the same in every process. For a new run, returns an id without attempts."""
 
-    def answer() -> dict[str, object]:
+    def answer() -> JsonObject:
         workdir.mkdir(parents=True, exist_ok=True)
         file, folder = workdir / run_directory.ATTEMPTS, workdir.stat().st_ino
         new = Attempts(run_id=secrets.token_hex(8), folder=folder)
@@ -103,7 +103,7 @@ def newest_set_aside(workdir: Path) -> int:
     return max([0, *(int(step) for step in steps if step.isdecimal())])
 
 
-def _from_json(content: Mapping[str, Any]) -> Attempts:
+def _from_json(content: JsonMapping) -> Attempts:
     began_at = content["began_at"]
     if not isinstance(began_at, list | tuple):
         raise ValueError(f"began_at is {began_at!r}")

@@ -36,6 +36,8 @@ from runtime.command_line import print_to_stderr, printable
 from runtime.consensus import TIMEOUT_S, AgreementKey, all_gather, barrier, broadcast, gather, new_key
 from runtime.exit_codes import ResumableError
 from runtime.files import atomic, json_objects
+from runtime.files.json_objects import JsonObject
+from sharding.trees import PyTree
 
 _ANNOTATION = re.compile(r" \[\w+(\[\d+\])?='([^'\\]|\\.)*'\]")  # in TensorStore's errors; kilobytes long
 
@@ -57,7 +59,7 @@ class Checkpointer:
         config: CheckpointConfig,
         *,
         report: Callable[[str], None] = print_to_stderr,
-        is_same_run: Callable[[dict[str, Any], dict[str, Any]], bool] = operator.eq,
+        is_same_run: Callable[[JsonObject, JsonObject], bool] = operator.eq,
         replica: int | None = None,
     ) -> None:
         """Opens `directory`, creates it if necessary, and removes unfinished saves.
@@ -99,10 +101,10 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
-        data: dict[str, Any],
-        config: dict[str, Any],
+        data: JsonObject,
+        config: JsonObject,
         metrics: dict[str, float] | None = None,
     ) -> None:
         """Starts saving `state` (a pytree of jax.Array), the data position and the config as `step`.
@@ -164,7 +166,7 @@ class Checkpointer:
         if has_failed:
             self.wait()
 
-    def restore(self, abstract_state: Any, *, newer_than: int = -1) -> Restored | None:
+    def restore(self, abstract_state: PyTree, *, newer_than: int = -1) -> Restored | None:
         """Returns the newest step that verifies, with the shardings of `abstract_state`; None without any step.
 
         With `newer_than` only newer steps are considered, and None means that no step is newer.
@@ -189,7 +191,7 @@ class Checkpointer:
                 ) from error
             raise
 
-    def _restore(self, abstract_state: Any, newer_than: int) -> Restored | None:
+    def _restore(self, abstract_state: PyTree, newer_than: int) -> Restored | None:
         wanted = tree.flatten_abstract(abstract_state)
         step = self._choose(wanted, newer_than)
         if step is None:
@@ -277,7 +279,7 @@ class Checkpointer:
                 save.touch(exist_ok=False)
                 return
 
-    def _is_saved(self, step: int, damaged: str | None, data: dict[str, Any], config: dict[str, Any]) -> bool:
+    def _is_saved(self, step: int, damaged: str | None, data: JsonObject, config: JsonObject) -> bool:
         """Whether this run has saved `step` before; a damaged step is set aside (process 0).
 
         ValueError if another run has saved it. An earlier attempt may save a step late: if its process 0 is stopped
@@ -299,7 +301,7 @@ class Checkpointer:
         topics: Iterator[str],
         folder: Path,
         keys: tuple[AgreementKey, AgreementKey],
-        described: dict[str, Any],
+        described: JsonObject,
     ) -> None:
         """Waits for the data, and commits the step that is `described`. Runs in a thread; `wait` raises its error.
 
@@ -309,13 +311,13 @@ class Checkpointer:
         count = jax.process_count()
         whose = f"process {jax.process_index()} on {socket.gethostname()}: " if count > 1 else ""
 
-        def result(act: Callable[[], Any]) -> dict[str, Any]:
+        def result(act: Callable[[], object]) -> JsonObject:
             try:
                 return {"found": act()}
             except Exception as error:  # passed on to the other processes
                 return {"error": f"{whose}{str(error) or type(error).__name__}"}
 
-        def hashed() -> list[dict[str, Any]]:
+        def hashed() -> list[JsonObject]:
             return [asdict(file) for file in manifest.describe(folder, jax.process_index(), count)]
 
         closed = result(writer.close)  # when it has finished, and process 0 has made the last renames
@@ -324,7 +326,7 @@ class Checkpointer:
         by_process = gather(hashes, closed if "error" in closed else result(hashed))
         broadcast(commit, lambda: self._commit(folder, by_process, described))
 
-    def _commit(self, folder: Path, by_process: list[dict[str, Any]], described: dict[str, Any]) -> None:
+    def _commit(self, folder: Path, by_process: list[JsonObject], described: JsonObject) -> None:
         """Writes the manifest, renames the step from DIR/unfinished into DIR, and deletes old steps (process 0).
 
         If this or another process fails, the written files are deleted to free the space for metrics and other runs.
@@ -425,7 +427,7 @@ class Checkpointer:
         self._report(done)
 
 
-def _json_copy(name: str, value: dict[str, Any]) -> dict[str, Any]:
+def _json_copy(name: str, value: JsonObject) -> JsonObject:
     """Returns a copy of `value` as JSON gives it back, so that the caller may change the original."""
     try:
         return json.loads(json.dumps(value))
@@ -476,7 +478,7 @@ def damage(folder: Path, key: AgreementKey) -> str | None:
     return first.get("damaged")
 
 
-def _found(results: list[dict[str, Any]]) -> list[Any]:
+def _found(results: list[JsonObject]) -> list[Any]:
     """Returns the result of each process. Raises RuntimeError if a process reported an error.
 
     Process 0's error is raised last, because it may follow from an error of another process.

@@ -12,14 +12,14 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from runtime.files import atomic, json_objects
+from runtime.files.json_objects import JsonMapping, JsonObject
 from runtime.files.regular import NotRegularError, open_regular
 from runtime.files.run_directory import step_numbers
 
@@ -84,7 +84,7 @@ class Leaf:
             raise ValueError(f"it describes an array {self.path!a:.200} that cannot exist")
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Leaf":
+    def from_json(cls, content: JsonMapping) -> "Leaf":
         """Returns the leaf of a description. LookupError, TypeError or ValueError for any other value."""
         return cls(path=content["path"], shape=tuple(content["shape"]), dtype=content["dtype"])
 
@@ -241,12 +241,12 @@ def _decode(raw: bytes, path: Path) -> Manifest:
 
 def _encode(manifest: Manifest) -> bytes:
     """Returns the canonical encoding of `manifest`, which includes a hash of the other fields."""
-    content: dict[str, Any] = {"format": _FORMAT, **asdict(manifest)}
+    content: JsonObject = {"format": _FORMAT, **asdict(manifest)}
     content["sha256"] = _hash_of(content)
     return (json.dumps(content, sort_keys=True, indent=1) + "\n").encode()
 
 
-def _hash_of(content: dict[str, Any]) -> str:
+def _hash_of(content: JsonObject) -> str:
     """Returns the hash of a manifest's content. The rule is the same in every format version."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ import numpy as np
 from elastic.attempts import RUN_ID
 from elastic.manifest import Leaf
 from runtime.files import atomic, json_objects, private
+from runtime.files.json_objects import JsonObject
 from runtime.files.paths import user_path
 
 _FORMAT = 2
@@ -86,8 +86,8 @@ class SnapshotManifest:
     history: tuple[int, ...]  # first steps of the attempts, up to the attempt that wrote it
     saved: int  # the newest checkpoint at that time
     step: int
-    data: dict[str, Any]  # the position in the data
-    config: dict[str, Any]
+    data: JsonObject  # the position in the data
+    config: JsonObject
     tree: tuple[Leaf, ...]  # every array of the state, with its global shape
     pieces: tuple[StoredRegion, ...]
 
@@ -109,7 +109,7 @@ class SnapshotManifest:
     def dtypes(self) -> dict[str, np.dtype]:
         return {leaf.path: np.dtype(jnp.dtype(leaf.dtype)) for leaf in self.tree}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Returns the JSON for `from_json`, with a compact list for each piece."""
         places = {leaf.path: i for i, leaf in enumerate(self.tree)}
         pieces = [
@@ -118,7 +118,7 @@ class SnapshotManifest:
         return asdict(replace(self, pieces=())) | {"pieces": pieces}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "SnapshotManifest":
+    def from_json(cls, content: JsonObject) -> "SnapshotManifest":
         """Returns the description that `as_json` encoded. ValueError, LookupError or TypeError for any other one."""
         tree = tuple(map(Leaf.from_json, content["tree"]))
         pieces = tuple(

@@ -7,7 +7,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,8 @@ from elastic.memory_files import MemoryFolder, Region, SnapshotManifest, StoredR
 from elastic.transfer import connect, fetch
 from runtime.blobs import BlobAddress, Connection
 from runtime.consensus import all_gather, new_key
+from runtime.files.json_objects import JsonObject
+from sharding.trees import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +96,14 @@ def find(
 
 def load(
     found: Found,
-    abstract_state: Any,
+    abstract_state: PyTree,
     folder: MemoryFolder,
     reader: int,
     addresses: list[BlobAddress],
     token: str,
     turn: int,
     progress: Callable[[], object],
-) -> Any:
+) -> PyTree:
     """Returns the state with the shardings of `abstract_state`. OSError if a part cannot be fetched.
 
     Pieces of `reader`, the process that reads for this node, come from the local folder, all others from their
@@ -213,7 +214,7 @@ def _disagreement(copies: list[Copy]) -> str:
     return ""
 
 
-def _learned(snapshot: SnapshotManifest) -> dict[str, Any]:
+def _learned(snapshot: SnapshotManifest) -> JsonObject:
     """Returns the config without the section `elastic`, in which nodes may differ."""
     return {key: value for key, value in snapshot.config.items() if key != "elastic"}
 

@@ -1,7 +1,6 @@
 """Reads selected arrays of a checkpoint, without the program that saved it."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ import orbax.checkpoint as ocp
 from elastic import manifest, tree
 from elastic.quiet import quiet_orbax
 from runtime.files import json_objects
+from sharding.trees import PyTree
 
 
 class SavedArrays:
@@ -52,7 +52,7 @@ class SavedArrays:
             )
         return [np.asarray(restored[path]) for path in paths]
 
-    def place(self, abstract: Any) -> Any:
+    def place(self, abstract: PyTree) -> PyTree:
         """Returns a part of the state, given as jax.ShapeDtypeStructs with shardings on any mesh.
 
         ValueError if it differs.

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -43,7 +43,10 @@ from elastic.tree import Restored, Source
 from runtime.blobs import BlobAddress, BlobService, PeerError, RefusedError
 from runtime.command_line import print_to_stderr
 from runtime.consensus import all_gather, barrier, broadcast, new_key
+from runtime.files.json_objects import JsonObject
 from runtime.handshake import shared_token
+from sharding.mesh import Device
+from sharding.trees import PyTree
 
 _HOST = "pinned_host"  # page-locked: devices copy to it on their own
 _TRIES = 3  # to fetch a step; a step that is not fetched is lost, because a new attempt deletes unused snapshots
@@ -97,7 +100,7 @@ class Snapshots:
         if self._service:
             self._service.close()
 
-    def find(self, abstract_state: Any) -> Found | None:
+    def find(self, abstract_state: PyTree) -> Found | None:
         """Returns the newest step in the nodes' memories that is complete and verifies; None without any."""
         if not self._every:
             return None
@@ -108,7 +111,7 @@ class Snapshots:
         reads = self._reader == self._me
         return find(self._folder, reads, self._attempts, saved, wanted, self._report, self._progress)
 
-    def load(self, found: Found, abstract_state: Any) -> Restored | None:
+    def load(self, found: Found, abstract_state: PyTree) -> Restored | None:
         """Returns the state of a step that was found, with the shardings of `abstract_state`.
 
         None, after a report, if a process cannot fetch its part.
@@ -118,7 +121,7 @@ class Snapshots:
             self._used = {copy.snapshot.name for copies in found.copies.values() for copy in copies}
         return restored
 
-    def needs(self, abstract_state: Any) -> "Needs | None":
+    def needs(self, abstract_state: PyTree) -> "Needs | None":
         """Returns the memory that snapshots of such a state need; None if the run takes none."""
         if not self._every:
             return None
@@ -158,7 +161,7 @@ class Snapshots:
         """Whether to take a snapshot after `step`; every process must ask after every step."""
         return self._pace.due(step)
 
-    def save(self, step: int, state: Any, *, data: dict[str, Any], config: dict[str, Any]) -> bool:
+    def save(self, step: int, state: PyTree, *, data: JsonObject, config: JsonObject) -> bool:
         """Begins a snapshot of `state` after `step`, with the data position and the config; False if snapshots are off.
 
         Waits for the previous snapshot of all processes, but not for the copies: the caller may donate the arrays.
@@ -250,7 +253,7 @@ class Snapshots:
         of_node = {node: [i for i, there in enumerate(self._nodes) if there == node] for node in (mine, other)}
         return of_node[other][of_node[mine].index(process) % len(of_node[other])]
 
-    def _load(self, found: Found, abstract_state: Any, turn: int) -> Restored | None:
+    def _load(self, found: Found, abstract_state: PyTree, turn: int) -> Restored | None:
         """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part in a turn."""
         error, state, snapshot = "", None, found.snapshot
         try:
@@ -330,7 +333,7 @@ class OwnedShard:
     """A region that a process keeps in the memory of its node."""
 
     piece: StoredRegion
-    device: Any  # a jax.Device of this process that holds the region
+    device: Device  # of this process that holds the region
     is_only_copy: bool  # no other node holds this region
 
 
@@ -345,9 +348,9 @@ def owned_shards(
     Each region on a node is kept by the process whose device has the fewest bytes to copy.
     """
     owned: list[OwnedShard] = []
-    kept = Counter[Any]()  # bytes, by device
+    kept = Counter[Device]()  # bytes, by device
     for leaf in tree:
-        holders: dict[Region, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        holders: dict[Region, dict[str, list[Device]]] = defaultdict(lambda: defaultdict(list))
         for device, index in arrays[leaf.path].sharding.devices_indices_map(leaf.shape).items():
             assert index is not None
             holders[region_of(leaf, index)][nodes[int(device.process_index)]].append(device)

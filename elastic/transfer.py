@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from elastic.memory_files import MemoryFolder, Region, SnapshotManifest, as_bytes, laid_out
 from runtime.blobs import BlobAddress, Connection
+from runtime.files.json_objects import JsonObject
 
 PURPOSE = "transfers"
 _SILENCE_S = 60.0
@@ -48,11 +49,11 @@ class Answers:
         self.copies_of: frozenset[int] = frozenset()  # processes whose copies are accepted
         self._read: dict[str, SnapshotManifest] = {}
 
-    def __call__(self, request: dict[str, Any], process: int, content: BinaryIO) -> memoryview:
+    def __call__(self, request: JsonObject, process: int, content: BinaryIO) -> memoryview:
         """Returns the bytes of the answer. ValueError if the process may not send its content."""
         return self._put(request, process, content) if "put" in request else self._get(request)
 
-    def _get(self, request: dict[str, Any]) -> memoryview:
+    def _get(self, request: JsonObject) -> memoryview:
         name = request["get"]
         if name not in self._read:
             self._read = {snapshot.name: snapshot for snapshot in self._folder.snapshots()[0]}
@@ -61,7 +62,7 @@ class Answers:
         part = Region(path=piece.region.path, start=tuple(request["start"]), shape=tuple(request["shape"]))
         return as_bytes(self._folder.read(snapshot, piece)[part.within(piece.region)])
 
-    def _put(self, request: dict[str, Any], sender: int, content: BinaryIO) -> memoryview:
+    def _put(self, request: JsonObject, sender: int, content: BinaryIO) -> memoryview:
         sent = SnapshotManifest.from_json(request["put"])
         expected = (self._folder.run_id, self._attempt, sender)
         if sender not in self.copies_of or (sent.run_id, sent.attempt, sent.owner) != expected:

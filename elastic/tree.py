@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from elastic.manifest import Leaf
+from runtime.files.json_objects import JsonObject
 from sharding.replicas import Combine, replica_key
 from sharding.spec import nbytes, path_name
+from sharding.trees import PyTree
 
 _CHUNK_BYTES = 16 << 20
 _LEAST_IN_FLIGHT_BYTES = 64 << 20
@@ -36,9 +39,9 @@ class Restored:
     """A restored state, with its origin."""
 
     step: int
-    state: Any  # the requested pytree, with arrays in place of shapes
-    data: dict[str, Any]  # the position in the data
-    config: dict[str, Any]  # the config of the run that saved it
+    state: PyTree  # the requested pytree, with arrays in place of shapes
+    data: JsonObject  # the position in the data
+    config: JsonObject  # the config of the run that saved it
     source: Source = Source.CHECKPOINT
     source_nodes: int = 0  # memory: nodes that held a part of the state
     nodes: int = 0  # memory: nodes of the run
@@ -66,7 +69,7 @@ class Wanted:
         return (saved.path, saved.dtype, saved.shape[1:]) == (self.leaf.path, self.leaf.dtype, self.leaf.shape[1:])
 
 
-def flatten_arrays(state: Any) -> tuple[dict[str, jax.Array], tuple[Leaf, ...]]:
+def flatten_arrays(state: PyTree) -> tuple[dict[str, jax.Array], tuple[Leaf, ...]]:
     """Returns the arrays of `state` by path, and their descriptions. Raises ValueError for anything but a jax.Array."""
     arrays = {path: value for path, (_, value) in _flatten(state).items()}
     for path, value in arrays.items():
@@ -78,7 +81,7 @@ def flatten_arrays(state: Any) -> tuple[dict[str, jax.Array], tuple[Leaf, ...]]:
     return arrays, tuple(_describe(path, x) for path, x in arrays.items())
 
 
-def flatten_abstract(state: Any) -> dict[str, Wanted]:
+def flatten_abstract(state: PyTree) -> dict[str, Wanted]:
     """Returns the wanted arrays by path. Raises ValueError for a shape without a sharding."""
     wanted = {}
     for path, (keys, value) in _flatten(state).items():
@@ -184,9 +187,9 @@ def _bytes_in_flight(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
     return max(total // 4, largest + 1, _LEAST_IN_FLIGHT_BYTES)  # Orbax needs more than the largest shard
 
 
-def _flatten(tree: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
+def _flatten(tree: PyTree) -> dict[str, tuple[KeyPath, PyTree]]:
     """Returns the leaves of a tree by path, each with its keys."""
-    flat: dict[str, tuple[tuple[Any, ...], Any]] = {}
+    flat: dict[str, tuple[KeyPath, PyTree]] = {}
     for keys, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = path_name(keys, separator=".")
         if not path or path in flat:

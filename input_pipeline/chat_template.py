@@ -6,13 +6,13 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 from input_pipeline import tokenizer_config
 from input_pipeline.rendering import BEGIN, END, TODAY, Renderer
 from input_pipeline.tokenizer_config import CONFIG_FILE
+from runtime.files.json_objects import JsonMapping
 
-Messages = Sequence[Mapping[str, Any]]  # each with `role` and `content`
+Messages = Sequence[JsonMapping]  # each with `role` and `content`
 CharacterSpan = tuple[int, int]  # characters from, to
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -154,7 +154,7 @@ def _fields_to_check(messages: Messages, text: str) -> Iterator[tuple[int, str]]
         yield from ((number, name) for name, value in message.items() if value and name not in ("role", "content"))
 
 
-def _source(folder: Path, config: Mapping[str, Any]) -> str:
+def _source(folder: Path, config: Mapping[str, object]) -> str:
     """Returns the text of a template. ValueError if the template is missing."""
     if (file := folder / TEMPLATE_FILE).is_file():
         return _text_of(file)

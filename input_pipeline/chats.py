@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from input_pipeline.text import TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
 from runtime.command_line import one_line
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonMapping
 from runtime.files.paths import user_path
 
 FORMAT = 2  # version of the files in the cache; part of the folder's name
@@ -173,7 +174,7 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
     return ChatRows(name, chats, config.seq_len, tokenizer.separator)
 
 
-def messages_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
+def messages_of(record: Mapping[str, object]) -> tuple[Messages, list[str]]:
     """Returns the messages of a line, and the names of its unread fields. ValueError if the line has no messages."""
     if "messages" in record:
         messages, read = record["messages"], {"messages"}
@@ -195,7 +196,7 @@ def messages_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
     return messages, sorted(set(record) - read)
 
 
-def _check_message(number: int, message: Mapping[str, Any]) -> None:
+def _check_message(number: int, message: Mapping[str, object]) -> None:
     """Raises ValueError for a message without a known role and a text, or with an invalid mask."""
     if (role := message.get("role")) not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
@@ -208,7 +209,7 @@ def _check_message(number: int, message: Mapping[str, Any]) -> None:
         raise ValueError(f"message {number} has train={message['train']!r}; it may be true or false")
 
 
-def _is_trained(message: Mapping[str, Any]) -> bool:
+def _is_trained(message: JsonMapping) -> bool:
     """Whether the loss includes a message, if it is an answer."""
     return all(message.get(name) is None or message[name] for name in MASKS)
 
@@ -320,7 +321,7 @@ def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: Huggin
 
 
 def _encode_record(
-    record: Mapping[str, Any], tokenizer: HuggingFace, template: ChatTemplate, totals: _Totals
+    record: Mapping[str, object], tokenizer: HuggingFace, template: ChatTemplate, totals: _Totals
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a conversation's ids [N] and its answer mask [N], and updates the totals."""
     messages, unread = messages_of(record)

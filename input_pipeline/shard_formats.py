@@ -55,7 +55,7 @@ def documents(path: Path, name: str, text_field: str) -> Iterator[str]:
         raise ValueError(f"{name} cannot be read as {kind}: after {count} documents: {said}") from error
 
 
-def _array_record(path: Path, name: str, text_field: str) -> Iterator[Any]:
+def _array_record(path: Path, name: str, text_field: str) -> Iterator[object]:
     from array_record.python.array_record_module import ArrayRecordReader
 
     with contextlib.closing(ArrayRecordReader(str(path))) as reader:
@@ -77,7 +77,7 @@ def _text_of_record(record: bytes, text_field: str) -> Any:
     return b"".join(_field(features, text_field).bytes_list.value).decode()
 
 
-def _parquet(path: Path, name: str, text_field: str) -> Iterator[Any]:
+def _parquet(path: Path, name: str, text_field: str) -> Iterator[object]:
     from pyarrow import parquet, types
 
     kinds = {field.name: field.type for field in parquet.read_schema(path)}
@@ -100,14 +100,14 @@ def _check_unpacked(metadata: Any, column: str) -> None:
                 raise ValueError(f"{column!r} unpacks to more than {most >> 20} MiB and {MOST_RATIO} times its size")
 
 
-def _jsonl(path: Path, name: str, text_field: str) -> Iterator[Any]:
+def _jsonl(path: Path, name: str, text_field: str) -> Iterator[object]:
     with _opened(path, name) as file:
         for line in file:
             if line.strip():
                 yield _field(json_objects.value(line, "a line", lenient=True), text_field)
 
 
-def _txt(path: Path, name: str, text_field: str) -> Iterator[Any]:
+def _txt(path: Path, name: str, text_field: str) -> Iterator[str]:
     with _opened(path, name) as file:
         yield file.read().decode("utf-8-sig")  # without a byte order mark
 
@@ -115,7 +115,7 @@ def _txt(path: Path, name: str, text_field: str) -> Iterator[Any]:
 _READERS = {"array_record": _array_record, "parquet": _parquet, "jsonl": _jsonl, "txt": _txt}
 
 
-def _field(row: Any, text_field: str) -> Any:
+def _field(row: object, text_field: str) -> Any:
     """Returns the text of a document. ValueError if the field is missing."""
     if not isinstance(row, Mapping) or text_field not in row:
         there = ", ".join(sorted(row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
@@ -123,7 +123,7 @@ def _field(row: Any, text_field: str) -> Any:
     return row[text_field]
 
 
-def _opened(path: Path, name: str) -> Any:
+def _opened(path: Path, name: str) -> io.BufferedReader:
     """Returns a file of bytes, decompressed while it is read."""
     if name.endswith(".gz"):
         stream: Any = gzip.GzipFile(path)

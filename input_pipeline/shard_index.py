@@ -18,6 +18,7 @@ import numpy as np
 
 from input_pipeline.tokenizers import Tokenizer, utf8
 from runtime.command_line import printable
+from runtime.files.json_objects import JsonObject
 
 FORMAT = "mics-jax token shards 1"
 INDEX_FILE = "index.json"
@@ -74,7 +75,7 @@ class ShardIndex:
     tokenizer: str
     shards: tuple[Shard, ...]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Returns the content of `index.json`."""
         return {"format": FORMAT, "tokenizer": self.tokenizer, "shards": [asdict(shard) for shard in self.shards]}
 

@@ -78,7 +78,7 @@ def read_index(store: Store, config: DataConfig, tokenizer: Tokenizer, sha256: s
     return _checked(found, store, config, tokenizer)
 
 
-def _index_file(store: Store) -> tuple[bytes, Any]:
+def _index_file(store: Store) -> tuple[bytes, object]:
     """Returns the content of `index.json` and the parsed JSON (None if invalid); (b"", None) without that file."""
     content = b""
     with suppress(MissingError, ValueError):
@@ -117,7 +117,7 @@ def _chosen(names: Collection[str], pattern: str, where: str) -> list[str]:
     return wanted
 
 
-def _names_in(names: Any, content: bytes, store: Store) -> list[str]:
+def _names_in(names: object, content: bytes, store: Store) -> list[str]:
     """Returns the files listed in an `index.json` of names, for a server that cannot list."""
     where = f"{store.url}/{INDEX_FILE}"
     remedy = "make it a JSON list of file names, prepare the set, or set data.path to the URL of one file"

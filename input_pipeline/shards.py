@@ -8,10 +8,10 @@ an order that the index and the seed determine (shard_windows.py).
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
 
 from configs.schema import DataConfig
 from input_pipeline.cache import explained
@@ -27,7 +27,9 @@ from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.blobs import BlobAddress, BlobService
 from runtime.consensus import all_gather, broadcast, new_key
 from runtime.files.cache import ENVIRONMENT_KEY, cache_dir
+from runtime.files.json_objects import JsonMapping, JsonObject
 
+Json = TypeVar("Json")  # a JSON value
 ROUND_S = 600.0  # tokenising time between two agreements, which tell all processes of a failure
 LEFT_OUT = 0.01  # fraction of the tokens; if more are in no example, a warning is logged
 _GB = 10**9
@@ -42,11 +44,11 @@ class ShardProcesses:
     count: int = 1
     token: str = ""  # authenticates the processes to each other
 
-    def broadcast(self, topic: str, answer: Callable[[], Any]) -> Any:
+    def broadcast(self, topic: str, answer: Callable[[], Json]) -> Json:
         """Returns process 0's `answer()` in every process."""
         return answer() if self.count == 1 else broadcast(new_key(topic), answer)
 
-    def all_gather(self, topic: str, value: Any) -> list[Any]:
+    def all_gather(self, topic: str, value: object) -> list[Any]:
         """Returns the values of all processes."""
         return [value] if self.count == 1 else all_gather(new_key(topic), value)
 
@@ -124,7 +126,7 @@ class ShardSet:
         told = world.all_gather("shard-members", [node, vars(service.address)])
         return [node for node, _ in told], [BlobAddress(**address) for _, address in told]
 
-    def _answer(self, request: Mapping[str, Any], process: int, content: BinaryIO) -> memoryview:
+    def _answer(self, request: JsonMapping, process: int, content: BinaryIO) -> memoryview:
         """Returns the bytes of the shard that another process requests.
 
         The request states whether to download it first.
@@ -142,7 +144,7 @@ class ShardSet:
         """
         found: list[Listing] = []
 
-        def told() -> dict[str, Any]:
+        def told() -> JsonObject:
             found.append(list_shards(self._store, self._file, self.config, self._tokenizer))
             return {"items": [vars(item) for item in found[0].items], "index": found[0].index_sha256}
 
@@ -171,7 +173,7 @@ class ShardSet:
     def _tokenised(self, raw: RawShards) -> tuple[Shard, ...]:
         """Tokenises the files assigned to this process, and returns the shards of all processes."""
         todo = [name for name in raw.names if self._worker(name) == self._world.process]
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, JsonObject] = {}
         count, progress = len(todo), ProgressWarning()
         if self._world.process == 0:
             _log.warning("%s: its %d files are tokenised first, %d of them here", raw.url, len(raw.names), count)

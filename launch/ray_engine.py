@@ -249,7 +249,7 @@ class Engine(ABC):
             self._last_words[member.node] = line
             print(prefix + line, flush=True)
 
-    def _write(self, event: Event, attempt: EngineAttempt, **fields: Any) -> None:
+    def _write(self, event: Event, attempt: EngineAttempt, **fields: object) -> None:
         group = {} if attempt.group is None else {"group": attempt.group}
         self._events.write(event, attempt=attempt.number, attempt_id=attempt.coordinator, **group, **fields)
 

@@ -23,6 +23,7 @@ from jax import Array
 from configs.schema import GATED, DecoderConfig, ModelConfig
 from models.flash import flash_attention
 from sharding.context import Context
+from sharding.experts import Gather
 
 ALONE = Context()  # the device has whole rows
 
@@ -368,7 +369,7 @@ class Block(Attention):
         """Returns the layers of an entry of the stack: only this layer."""
         return [self]
 
-    def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Any) -> Array:
+    def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
         """Returns the layer's output, like `finish`."""
         del gather
         return self.finish(x_BTD, mixed_BTNH)

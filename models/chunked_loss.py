@@ -6,7 +6,6 @@ computed twice. Shapes: B batch, T positions, C positions of a chunk, D hidden.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ def sum_of_pieces(
         cut = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), -1, length, *x.shape[2:]), 1, 0), (x_BTD, rows))
         return [jax.tree.map(lambda x: x[0], cut), jax.tree.map(lambda x: x[1:], cut)]
 
-    def sum_dtype(param: Array) -> Any:
+    def sum_dtype(param: Array) -> jnp.dtype:
         """The parameter's dtype, or float32 for float16, which an unscaled sum over all positions may overflow."""
         return jnp.promote_types(param.dtype, jnp.bfloat16)
 
@@ -67,7 +66,7 @@ def sum_of_pieces(
         of_params, of_x_BCD = back(loss * 0 + 1)
         return (loss, jax.tree.map(lambda g: g.astype(jnp.float32), of_params)), of_x_BCD
 
-    def forward(params: PyTree, x_BTD: Array, rows: Rows) -> tuple[Array, Any]:
+    def forward(params: PyTree, x_BTD: Array, rows: Rows) -> tuple[Array, PyTree]:
         def add(sums: PyTree, piece: tuple[Array, Rows]) -> tuple[PyTree, Array]:
             more, of_x_BCD = gradients(params, piece)
             return jax.tree.map(jnp.add, sums, more), of_x_BCD
@@ -80,7 +79,7 @@ def sum_of_pieces(
             of_params = jax.tree.map(lambda g, p: g.astype(sum_dtype(p)), of_params, params)
         return loss, (of_params, of_x)
 
-    def backward(kept: Any, g: Array) -> tuple[PyTree, Array, None]:
+    def backward(kept: PyTree, g: Array) -> tuple[PyTree, Array, None]:
         of_params, of_x = kept
         of_params = None if frozen else jax.tree.map(lambda x, p: (g * x).astype(p.dtype), of_params, params)
         return of_params, (g * of_x).astype(x_BTD.dtype), None

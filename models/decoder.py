@@ -37,6 +37,7 @@ from models.model import Gather, GroupParams, Params
 from models.transformer import Embedding, Transformer
 from sharding.accumulation import length
 from sharding.context import Context
+from sharding.trees import PyTree
 
 
 class DecoderHead(nnx.Module):
@@ -115,8 +116,8 @@ class Decoder(Transformer):
         return angles_BTH, *super().layer_args(tokens_BT, segments_BT, context)[1:]
 
     def run_layers(
-        self, params: Params, x: Any, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
-    ) -> Any:
+        self, params: Params, x: PyTree, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
+    ) -> PyTree:
         """Returns `x` after all layers. Alternating layers also pass on the number of the next layer."""
         if not self.config.global_every:
             return super().run_layers(params, x, gather, *args, **how)
@@ -124,7 +125,7 @@ class Decoder(Transformer):
         before = stage * count if count % self.config.global_every else 0  # otherwise all stages begin alike
         return super().run_layers(params, (x, jnp.float32(before)), gather, *args, **how)[0]
 
-    def run_layer(self, values: GroupParams, x: Any, *args: Array | None, **how: Any) -> Any:
+    def run_layer(self, values: GroupParams, x: PyTree, *args: Array | None, **how: Any) -> PyTree:
         """Returns the output of an entry of the stack."""
         if not self.config.global_every:
             return super().run_layer(values, x, *args, **how)
@@ -162,7 +163,7 @@ class Decoder(Transformer):
         shape = (stacked, c.num_layers // stacked, batch, total, c.num_kv_heads, c.head_size)
         cache = jnp.zeros(shape, self.dtype) + zero.astype(self.dtype)
 
-        def layer(carry: tuple[Array, Array], inputs: tuple[GroupParams, Array, Array, Array]) -> Any:
+        def layer(carry: tuple[Array, Array], inputs: tuple[GroupParams, Array, Array, Array]) -> PyTree:
             (x_B1D, t), (values, number, *caches) = carry, inputs
             is_global, updated = self.is_global(number), []
             angles_11H = self.angles_of(self.angles(t[None, None]), is_global)
@@ -178,7 +179,7 @@ class Decoder(Transformer):
                 updated.append((keys_BSKH, values_BSKH))
             return (x_B1D, t), tuple(map(jnp.stack, zip(*updated, strict=True)))
 
-        def position(carry: tuple[Array, Array, Array], t: Array) -> Any:
+        def position(carry: tuple[Array, Array, Array], t: Array) -> PyTree:
             token_B, keys, values = carry
             x_B1D = embedding(token_B[:, None], t[None, None])
             inputs = params["layers"], jnp.arange(stacked), keys, values

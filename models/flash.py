@@ -11,17 +11,20 @@ blocks.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from sharding.experts import keep
+from sharding.trees import PyTree
 
+Function = TypeVar("Function", bound=Callable[..., PyTree])
 TENSOR = "tensor"  # the mesh axis that shards heads
 HEADS, LOGS, WHOLE = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR), PartitionSpec()
 BLOCK = 64  # queries or keys per block
@@ -59,7 +62,7 @@ def _forward(
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT)
 
 
-def _backward(causal: bool, cap: float, kept: tuple[Any, ...], d_out_BTNH: Array) -> tuple[Array | None, ...]:
+def _backward(causal: bool, cap: float, kept: tuple[Array, ...], d_out_BTNH: Array) -> tuple[Array | None, ...]:
     q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT = kept
     # sum over a row of p * dp: `delta` in the paper's algorithm 2
     delta_BNT = jnp.einsum("btnh,btnh->bnt", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
@@ -73,7 +76,7 @@ def _backward(causal: bool, cap: float, kept: tuple[Any, ...], d_out_BTNH: Array
 flash_attention.defvjp(_forward, _backward)
 
 
-def _on_own_heads(run: Callable[..., Any], specs: Sequence[PartitionSpec], out: Any) -> Callable[..., Any]:
+def _on_own_heads(run: Function, specs: Sequence[PartitionSpec], out: PyTree) -> Function:
     """Returns a function that each device of a mesh with `tensor` runs on its local heads.
 
     XLA cannot partition a kernel, and would gather all heads.
@@ -154,14 +157,17 @@ def _in_positions(window: Array | None, length: int) -> Array | None:
 
 
 def _call(
-    kernel: partial[None], grid: tuple[int, ...], inputs: list[Any], outputs: list[tuple[Any, tuple[int, ...], Any]]
-) -> Any:
+    kernel: partial[None],
+    grid: tuple[int, ...],
+    inputs: Sequence[pl.BlockSpec | None],
+    outputs: Sequence[tuple[pl.BlockSpec, tuple[int, ...], DTypeLike]],
+) -> Callable[..., PyTree]:
     """Returns a function of the arrays of `inputs`. Its results vary over the same mesh axes as the first input.
 
     The program's text has the kernel's name, e.g. `flash_queries_causal`, by which planner/kernels.py prices it.
     """
 
-    def run(*arrays: Array | None, interpret: bool) -> Any:
+    def run(*arrays: Array | None, interpret: bool) -> PyTree:
         varies = jax.typeof(arrays[0]).manual_axis_type  # pyright: ignore[reportAttributeAccessIssue]
         return pl.pallas_call(
             kernel,
@@ -178,7 +184,13 @@ def _call(
 
 
 def _scores(
-    q: Array, k: Array, rows: tuple[Any, Any], segments_ref: Any, window: Any, causal: bool, cap: float
+    q: Array,
+    k: Array,
+    rows: tuple[Array | int, Array | int],
+    segments_ref: Ref | None,
+    window: Array | None,
+    causal: bool,
+    cap: float,
 ) -> tuple[Array, Array | float]:
     """Returns base-2 logarithms of unnormalised weights, `[block, block]`, for the blocks that begin at `rows`.
 
@@ -202,14 +214,14 @@ def _scores(
     return s, slope
 
 
-def _seen(window: Any, num_blocks: int, block: int, causal: bool) -> tuple[Any, Any]:
+def _seen(window: Array | None, num_blocks: int, block: int, causal: bool) -> tuple[Array | int, Array | int]:
     """Returns the first block of keys that this block of queries sees, and the block after the last one."""
     i = pl.program_id(2)
     begin = 0 if window is None else jnp.maximum(i * block - window + 1, 0) // block
     return begin, i + 1 if causal else num_blocks
 
 
-def _seeing(window: Any, num_blocks: int, block: int, causal: bool) -> tuple[Any, Any]:
+def _seeing(window: Array | None, num_blocks: int, block: int, causal: bool) -> tuple[Array | int, Array | int]:
     """Returns the first block of queries that sees this block of keys, and the block after the last one."""
     i = pl.program_id(2)
     end = num_blocks if window is None else jnp.minimum(((i + 1) * block + window - 2) // block + 1, num_blocks)
@@ -217,7 +229,7 @@ def _seeing(window: Any, num_blocks: int, block: int, causal: bool) -> tuple[Any
 
 
 def _forward_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, window_ref: Any, out_ref: Any, log_ref: Any,
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, segments_ref: Ref | None, window_ref: Ref | None, out_ref: Ref, log_ref: Ref,
     *, block: int, causal: bool, cap: float
 ) -> None:  # fmt: skip
     first, window = pl.program_id(2) * block, None if window_ref is None else window_ref[...]
@@ -246,8 +258,8 @@ def _weights(s: Array, d_out: Array, v: Array, log: Array, delta: Array) -> tupl
 
 
 def _queries_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, window_ref: Any, d_out_ref: Any, log_ref: Any,
-    delta_ref: Any, dq_ref: Any, *, block: int, causal: bool, cap: float
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, segments_ref: Ref | None, window_ref: Ref | None, d_out_ref: Ref, log_ref: Ref,
+    delta_ref: Ref, dq_ref: Ref, *, block: int, causal: bool, cap: float
 ) -> None:  # fmt: skip
     first, window = pl.program_id(2) * block, None if window_ref is None else window_ref[...]
     q, d_out, log, delta = q_ref[...], d_out_ref[...], log_ref[...], delta_ref[...]
@@ -264,8 +276,8 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, segments_ref: Any, window_ref: Any, d_out_ref: Any, log_ref: Any,
-    delta_ref: Any, dk_ref: Any, dv_ref: Any, *, block: int, causal: bool, cap: float
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, segments_ref: Ref | None, window_ref: Ref | None, d_out_ref: Ref, log_ref: Ref,
+    delta_ref: Ref, dk_ref: Ref, dv_ref: Ref, *, block: int, causal: bool, cap: float
 ) -> None:  # fmt: skip
     first, window = pl.program_id(2) * block, None if window_ref is None else window_ref[...]
     k, v = k_ref[...], v_ref[...]

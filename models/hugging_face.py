@@ -22,6 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from compression.codecs import decode_matrices, encode_matrices
@@ -34,6 +36,7 @@ from runtime.files.paths import user_path
 from runtime.files.regular import open_regular
 from sharding.spec import ParamSpec, path_name
 from sharding.state import by_name
+from sharding.trees import PyTree
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -118,6 +121,7 @@ def spellings(architecture: Architecture, name: str) -> tuple[str, ...]:
 
 
 _File = tuple[Path, Any]  # with the handle of safetensors
+Spans = tuple[tuple[int, int], ...]  # start and stop in each dim
 
 
 class Weights:
@@ -177,10 +181,10 @@ class Weights:
 
         Parameters in blocks (models/lora.py) are encoded while they are read, a layer at a time.
         """
-        made: dict[Any, Any] = {}  # regions of one parameter, because several devices may hold the same region
+        made: dict[Spans, PyTree] = {}  # regions of one parameter, because several devices may hold the same region
         owner = ""
 
-        def load(at: Any, x: Any) -> jax.Array:
+        def load(at: KeyPath, x: jax.ShapeDtypeStruct) -> jax.Array:
             nonlocal owner
             path = path_name(at)
             before, owner = owner, path.rpartition("/")[0] if path.endswith(IN_BLOCKS) else path
@@ -212,7 +216,7 @@ class Weights:
             self._fill(out[number] if stacked else out, tensor, layer, bounds[stacked:])
         return out
 
-    def _stored(self, path: str, index: TensorSlice, dtype: Any, made: dict[Any, Any]) -> np.ndarray:
+    def _stored(self, path: str, index: TensorSlice, dtype: DTypeLike, made: dict[Spans, PyTree]) -> np.ndarray:
         """Returns a region of a parameter in its stored form. Codes and scales have their blocks along the last dim.
 
         `made` caches the values read and encoded for it.

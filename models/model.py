@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.extend.core import Primitive
 
 from configs.schema import ImageConfig, ModelConfig, TransformerConfig
 from models.lora import stored_specs, stored_values, used_values
@@ -29,7 +30,7 @@ from sharding.spec import ParamSpec
 from sharding.trees import Params, PyTree, Specs
 
 GroupParams = dict[str, PyTree]  # of one parameter group, or of one layer of a stack
-Module = TypeVar("Module", bound=nnx.Module)
+Module = TypeVar("Module", bound=nnx.Module, covariant=True)
 MASKED_LOGIT = -1e30
 
 
@@ -93,11 +94,11 @@ class Model(ABC):
         return jnp.dtype(self.config.compute_dtype)
 
     @abstractmethod
-    def make_groups(self) -> dict[str, ParameterGroup[Any]]:
+    def make_groups(self) -> dict[str, ParameterGroup[nnx.Module]]:
         """Returns the parameter groups by their top-level key."""
 
     @cached_property
-    def groups(self) -> dict[str, ParameterGroup[Any]]:
+    def groups(self) -> dict[str, ParameterGroup[nnx.Module]]:
         """The parameter groups by their top-level key."""
         return self.make_groups()
 
@@ -208,7 +209,7 @@ class Classifier(Model):
 CUDNN = "dot_product_attention_fwd"  # the primitive of jax.nn.dot_product_attention(implementation="cudnn")
 
 
-def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = False) -> Callable[..., Any]:
+def rematerialise(body: Callable[..., PyTree], policy: str, *, in_scan: bool = False) -> Callable[..., PyTree]:
     """Returns a layer whose backward pass recomputes values by `policy`. `in_scan`: it is the body of a scan.
 
     - `full` recomputes everything from the layer's inputs.
@@ -230,7 +231,7 @@ def rematerialise(body: Callable[..., Any], policy: str, *, in_scan: bool = Fals
             raise ValueError(f"model.remat = {policy!r}: choose one of full, dots, none")
 
 
-def _is_kept(primitive: Any, *args: Any, **how: Any) -> bool:
+def _is_kept(primitive: Primitive, *args: object, **how: object) -> bool:
     """Whether a value is a product with weights or cuDNN's attention.
 
     Experts mark their products, which are batched.

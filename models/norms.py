@@ -13,7 +13,6 @@ Shapes: B batch, H height, W width, C channels; G ghost batches of N rows.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +112,7 @@ def running_averages(averages: Statistics) -> Normalise:
     return normalise
 
 
-def averaging(loss: Array, averages: Any, sums: Any) -> Array:
+def averaging(loss: Array, averages: Statistics, sums: Statistics) -> Array:
     """Returns `loss`, a sum over the rows, and makes minus `sums` the gradient of the `averages`.
 
     The gradients are scaled like the loss: for the mean loss over a batch, they are minus the mean statistics of the
@@ -121,11 +120,11 @@ def averaging(loss: Array, averages: Any, sums: Any) -> Array:
     """
 
     @jax.custom_vjp
-    def with_averages(loss: Array, averages: Any, sums: Any) -> Array:
+    def with_averages(loss: Array, averages: Statistics, sums: Statistics) -> Array:
         del averages, sums
         return loss
 
-    def backward(sums: Any, gradient: Array) -> tuple[Array, Any, None]:
+    def backward(sums: Statistics, gradient: Array) -> tuple[Array, Statistics, None]:
         return gradient, jax.tree.map(lambda x: (-gradient * x).astype(x.dtype), sums), None
 
     with_averages.defvjp(lambda loss, averages, sums: (loss, sums), backward)

@@ -8,10 +8,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 from safetensors.numpy import save_file
 
 from configs.hugging_face import architecture_of
@@ -61,7 +61,7 @@ class Adapters:
     def load(self, abstract: Params) -> Params:
         """Returns the adapters, float32, with the shapes and shardings of `abstract` (jax.ShapeDtypeStructs)."""
 
-        def load(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.Array:
+        def load(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.Array:
             parent, _, name = path_name(path).rpartition("/")
             tensor = self._tensors[f"{parent}/weight"]
             names = [_name(tensor, layer, ENDS[ADAPTERS.index(name)]) for layer in tensor.layers]

@@ -20,7 +20,6 @@ Shapes: B batch, H height, W width, C channels, V classes (padded).
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +182,7 @@ class ResNet(Classifier):
 
     config: ResNetConfig
 
-    def make_groups(self) -> dict[str, ParameterGroup[Any]]:
+    def make_groups(self) -> dict[str, ParameterGroup[nnx.Module]]:
         """Returns the parameter groups by their top-level key, in the order of their use.
 
         `averages` is the last group.
@@ -228,8 +227,8 @@ class ResNet(Classifier):
                 continue
 
             def run(
-                values: GroupParams, x: Array, name: str = name, group: ParameterGroup[Any] = group
-            ) -> tuple[Array, Any]:
+                values: GroupParams, x: Array, name: str = name, group: ParameterGroup[nnx.Module] = group
+            ) -> tuple[Array, Statistics]:
                 norms = Norms(norm)
                 return group.module(gather(name, values), self.dtype)(x, norms), norms.seen
 

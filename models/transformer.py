@@ -1,7 +1,7 @@
 """Common bases of transformers: a scan over the stacked layers; for decoder and encoder, loss and FLOPs per token."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -30,6 +30,7 @@ from sharding.accumulation import scan_layers
 from sharding.context import Context
 from sharding.experts import context_of
 from sharding.pipeline import StagedLoss
+from sharding.trees import PyTree
 
 
 def with_attention(config: Config) -> ModelConfig:
@@ -90,7 +91,7 @@ class Stack(Model):
     """An embedding, a stack of layers and a head, each a parameter group. Subclasses name their modules."""
 
     config: TransformerConfig | ViTConfig
-    HEAD: ClassVar[Any]  # an nnx.Module, created from the config and a key
+    HEAD: ClassVar[Callable[..., nnx.Module]]  # made from the config and a key
 
     @abstractmethod
     def make_embedding(self, key: Array) -> nnx.Module:
@@ -100,7 +101,7 @@ class Stack(Model):
         """Returns an entry of the stack with new parameters."""
         return Block(BlockConfig.of(self.config), key)
 
-    def make_groups(self) -> dict[str, ParameterGroup[Any]]:
+    def make_groups(self) -> dict[str, ParameterGroup[nnx.Module]]:
         """Returns the parameter groups by their top-level key."""
         lora = self.config if isinstance(self.config, TransformerConfig) and self.config.lora_rank else None
 
@@ -122,8 +123,8 @@ class Stack(Model):
         return self.config.num_layers
 
     def run_layers(
-        self, params: Params, x: Any, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
-    ) -> Any:
+        self, params: Params, x: PyTree, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
+    ) -> PyTree:
         """Returns `x` after all layers, each gathered right before its use. `args` and `how` are passed to every layer.
 
         `x` is passed from layer to layer, an array `[B, T, D]` or a tree of arrays. `args` are float arrays. `stage` is
@@ -131,7 +132,7 @@ class Stack(Model):
         """
         del stage
 
-        def body(x: Any, values: GroupParams, *args: Array | None) -> Any:
+        def body(x: PyTree, values: GroupParams, *args: Array | None) -> PyTree:
             return self.run_layer(values, x, *args, **how)
 
         return scan_layers(
@@ -144,7 +145,7 @@ class Stack(Model):
             unroll=self.config.unroll,
         )
 
-    def run_layer(self, values: GroupParams, x: Any, *args: Array | None, **how: Any) -> Any:
+    def run_layer(self, values: GroupParams, x: PyTree, *args: Array | None, **how: Any) -> PyTree:
         """Returns the output of an entry of the stack with the gathered parameters `values` for the input `x`."""
         return self.module("layers", values)(x, *args, **how)
 
@@ -186,7 +187,7 @@ class Transformer(Stack):
         positions_BT = self.own_positions(tokens_BT, segments_BT, context)
         return self.module("embed", values)(tokens_BT, positions_BT, context)
 
-    def own_positions(self, tokens_BT: Array, segments_BT: Array | None, context: Context) -> Any:
+    def own_positions(self, tokens_BT: Array, segments_BT: Array | None, context: Context) -> PyTree:
         """Returns the `positions` of these tokens within their whole rows."""
         return context.own(self.positions(*context.whole((tokens_BT, segments_BT))))
 

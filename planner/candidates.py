@@ -123,7 +123,7 @@ def _key(extra: str) -> str:
     return KEPT.get(extra, f"{'sharding' if extra in SCOPES else 'compression'}.{extra}")
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """Returns the value of an extra, for the config."""
     with suppress(SyntaxError, ValueError):
         return literal_eval(text)

@@ -26,7 +26,7 @@ from absl import flags
 from configs import command_line
 from runtime.exit_codes import ExitCode
 from runtime.files.cache import cache_dir
-from sharding.mesh import MeshShape
+from sharding.mesh import Device, MeshShape
 
 if TYPE_CHECKING:
     from jax.stages import Lowered
@@ -139,10 +139,10 @@ def main(argv: Sequence[str]) -> int:
             add_estimate(os.environ, installed_plugins())
         if values.target == CPU:
             jax.config.update("jax_num_cpu_devices", values.nodes * values.devices_per_node)
-            devices: Sequence[Any] = jax.devices()
+            devices: Sequence[Device] = jax.devices()
         else:
             about = _target_config(values.target, values.memory_bytes)
-            topology: Any = topologies.get_topology_desc(
+            topology: object = topologies.get_topology_desc(
                 topology_name=values.target,
                 platform="cuda",
                 target_config=about,

@@ -4,7 +4,6 @@ The program is compiled for the cluster's devices and its schedule replayed. Wit
 counts as an H-th in each step.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -17,6 +16,7 @@ from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
 from planner.clusters import MEMORY_SHARE, Cluster, DeviceSpec, Network
 from planner.replay import Timeline, replay
+from runtime.files.json_objects import JsonMapping
 from sharding.hlo import Collective, behind_warm_up, program_collectives
 from sharding.hlo_program import Program, parse_program
 from training.batches import fitted
@@ -64,7 +64,7 @@ class Prediction:
         return sum(part.exposed_s for part in self.traffic)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Prediction":
+    def from_dict(cls, values: JsonMapping) -> "Prediction":
         """Returns the prediction of a JSON form."""
         parts = {
             "candidate": Candidate(**values["candidate"]),

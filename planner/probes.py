@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.clusters import Accelerator, Cluster
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonMapping
 
 
 def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) -> tuple[Cluster, str]:
@@ -51,7 +52,7 @@ def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) ->
     return replace(cluster, device=device, **changes, reached=reached), said
 
 
-def _measured(device: Accelerator, found: Mapping[str, Any]) -> tuple[Accelerator, dict[str, bool]]:
+def _measured(device: Accelerator, found: JsonMapping) -> tuple[Accelerator, dict[str, bool]]:
     """Returns the device with the figures of a probe's key `device`, and which figures were measured.
 
     If devices share a machine, its figures are the sum of all devices measured at once. A launch there mostly waits for

@@ -4,7 +4,6 @@ import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from configs.losses import rows_of, steps_to_loss
 from planner.day import Downtime, day_rows
@@ -347,14 +346,14 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     return facts
 
 
-def _memory(p: Prediction) -> dict[str, Any]:
+def _memory(p: Prediction) -> dict[str, object]:
     """Returns a bar of the memory for a program, and the part of each use."""
     parts = [(name, size, format_bytes(size), colour) for colour, (name, size) in enumerate(p.memory.parts.items())]
     used = f"{format_bytes(p.memory.total)} of the {format_bytes(p.memory.capacity)} that a program can have."
     return {"parts": parts, "whole": p.memory.capacity, "note": used}
 
 
-def _times(p: Prediction) -> dict[str, Any]:
+def _times(p: Prediction) -> dict[str, object]:
     """Returns a bar of the step's parts, and a table of hidden and exposed time."""
     parts: list[tuple[str, float, str, int | None]] = [("compute", p.compute_s, format_seconds(p.compute_s), None)]
     for part in sorted(p.traffic, key=lambda part: -part.exposed_s):

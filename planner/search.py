@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from configs.losses import dense_optimizer, rows_of, steps_to_loss
 from configs.schema import Config
@@ -35,6 +34,7 @@ from planner.candidates import (
 )
 from planner.predict import Machine, Prediction, ReplayableStep, compiled_step
 from planner.table import table_rows
+from sharding.mesh import Device
 from training import idle
 from training.batches import batches_of
 from training.experiment import Experiment, make_experiment
@@ -87,7 +87,7 @@ class _Option:
 def search(
     config: Config,
     machine: Machine,
-    devices: Sequence[Any],
+    devices: Sequence[Device],
     *,
     most: int,
     candidates: Sequence[Candidate] = (),
@@ -318,7 +318,7 @@ def _speed(option: _Option) -> tuple[float, int, float]:
 class _Options:
     """Turns candidates into options and counts them; `refused` has the reasons of illegal ones."""
 
-    def __init__(self, config: Config, machine: Machine, devices: Sequence[Any]) -> None:
+    def __init__(self, config: Config, machine: Machine, devices: Sequence[Device]) -> None:
         self.num_candidates, self.refused = 0, list[str]()
         self._config, self._machine, self._devices = config, machine, devices
         self._optimizer = dense_optimizer(config.to_dict())

@@ -21,6 +21,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from runtime.addresses import listen, own_address
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonMapping, JsonObject
 from runtime.handshake import Acceptor, connect
 
 WAIT_S = 0.25  # less than any allowed silence
@@ -29,7 +30,7 @@ _LINE_BYTES = 1 << 26  # longest line, which lists all pieces of a snapshot
 _HASHED_BYTES = 1 << 18  # bytes hashed at once, while they are in a cache
 
 # (request, requesting process, stream of the bytes after the request) -> bytes of the answer
-RequestHandler = Callable[[dict[str, Any], int, BinaryIO], memoryview]
+RequestHandler = Callable[[JsonObject, int, BinaryIO], memoryview]
 
 
 class PeerError(OSError):
@@ -102,7 +103,7 @@ class BlobService:
                 stream.write(content)
                 stream.flush()
 
-    def _answered(self, request: dict[str, Any], process: int, stream: Any) -> tuple[dict[str, Any], memoryview]:
+    def _answered(self, request: JsonObject, process: int, stream: Any) -> tuple[JsonObject, memoryview]:
         """Returns the header and the bytes of the answer."""
         try:
             content = self._answer(request, process, stream)
@@ -133,9 +134,7 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def get(
-        self, request: Mapping[str, Any], size: int, *, wait_s: float = inf, receive_s: float = inf
-    ) -> Iterator[bytes]:
+    def get(self, request: JsonMapping, size: int, *, wait_s: float = inf, receive_s: float = inf) -> Iterator[bytes]:
         """Yields the requested `size` bytes in blocks. PeerError if that fails or exceeds a time limit.
 
         `wait_s` limits the time until the answer begins, `receive_s` the time for its bytes.
@@ -155,7 +154,7 @@ class Connection:
             _check(found, expected)
 
     def get_whole(
-        self, request: Mapping[str, Any], size: int, progress: Callable[[], object] = lambda: None
+        self, request: Mapping[str, object], size: int, progress: Callable[[], object] = lambda: None
     ) -> memoryview:
         """Returns the requested `size` bytes, which are copied once. PeerError if that fails.
 
@@ -173,7 +172,7 @@ class Connection:
             _check(found, expected)
             return content
 
-    def ask(self, request: Mapping[str, Any], most: int, progress: Callable[[], object] = lambda: None) -> bytes:
+    def ask(self, request: JsonMapping, most: int, progress: Callable[[], object] = lambda: None) -> bytes:
         """Returns an answer of at most `most` bytes.
 
         PeerError if that fails. `progress` is called as in `get_whole`.
@@ -188,7 +187,7 @@ class Connection:
                 raise ConnectionError("it closed the connection")
             return answer
 
-    def put(self, request: Mapping[str, Any], contents: Iterable[memoryview]) -> None:
+    def put(self, request: JsonMapping, contents: Iterable[memoryview]) -> None:
         """Sends bytes after a request, and returns when the other process has read them. PeerError if that fails."""
         with self._explained():
             _say(self._stream, request)
@@ -203,7 +202,7 @@ class Connection:
             self._stream.close()
 
     def _announced(
-        self, request: Mapping[str, Any], size: int, wait_s: float, progress: Callable[[], object] = lambda: None
+        self, request: Mapping[str, object], size: int, wait_s: float, progress: Callable[[], object] = lambda: None
     ) -> int:
         """Requests `size` bytes, and returns their hash when the answer begins."""
         _say(self._stream, request)
@@ -212,7 +211,7 @@ class Connection:
             raise ConnectionError(f"it announces {answer['size']} bytes of {size}")
         return answer.get("xxh3", -1)
 
-    def _answer(self, wait_s: float = inf, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def _answer(self, wait_s: float = inf, progress: Callable[[], object] = lambda: None) -> JsonObject:
         until_s, check_progress = time.monotonic() + wait_s, Stall(self._stall_s)
         while line := self._stream.readline(_LINE_BYTES):
             answer = json_objects.parse(line, "its answer")
@@ -292,6 +291,6 @@ def _check(found: xxh3_64, expected: int) -> None:
         raise ConnectionError("the bytes that came do not match their hash")
 
 
-def _say(stream: Any, message: Mapping[str, Any]) -> None:
+def _say(stream: Any, message: JsonMapping) -> None:
     stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()

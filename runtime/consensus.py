@@ -9,13 +9,14 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from orbax.checkpoint import multihost
 
 from runtime.exit_codes import ResumableError
 
+Json = TypeVar("Json")  # a JSON value
 TIMEOUT_S = 86_400  # a large file to tokenise or a slow disk takes hours; the loss of a process ends the wait sooner
 _KINDS = {kind.__name__: kind for kind in (ValueError, OSError, ResumableError)}  # they determine the exit code
 _numbers = itertools.count()
@@ -38,7 +39,7 @@ def new_key(topic: str) -> AgreementKey:
     return AgreementKey(topic, next(_numbers))
 
 
-def broadcast(key: AgreementKey, answer: Callable[[], Any]) -> Any:
+def broadcast(key: AgreementKey, answer: Callable[[], Json]) -> Json:
     """Returns process 0's `answer()`, a JSON value, in every process. If `answer` raises, every process raises.
 
     The other processes raise ValueError, OSError or ResumableError if process 0 does, and RuntimeError with its text
@@ -63,7 +64,7 @@ def broadcast(key: AgreementKey, answer: Callable[[], Any]) -> Any:
     return value
 
 
-def all_gather(key: AgreementKey, value: Any) -> list[Any]:
+def all_gather(key: AgreementKey, value: object) -> list[Any]:
     """Returns the values (JSON) of all processes, in their order. A None costs no message to the store.
 
     The values stay in the store until the next all-gather with this topic.
@@ -71,7 +72,7 @@ def all_gather(key: AgreementKey, value: Any) -> list[Any]:
     return _gather(key, value, to_all=True)
 
 
-def gather(key: AgreementKey, value: Any) -> list[Any]:
+def gather(key: AgreementKey, value: object) -> list[Any]:
     """Returns the values (JSON) of all processes in their order in process 0, and an empty list in the others.
 
     In contrast to `all_gather`, large values neither go to every process nor stay in the store.
@@ -79,7 +80,7 @@ def gather(key: AgreementKey, value: Any) -> list[Any]:
     return _gather(key, value, to_all=False)
 
 
-def _gather(key: AgreementKey, value: Any, *, to_all: bool) -> list[Any]:
+def _gather(key: AgreementKey, value: object, *, to_all: bool) -> list[Any]:
     own = json.dumps(value)
     if jax.process_count() == 1:
         return [json.loads(own)]

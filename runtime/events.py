@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files import json_lines, locks, run_directory
+from runtime.files.json_objects import JsonObject
 
 _LOCK_S = 1.0  # a process stopped while it holds the lock must not block the others for longer
 
@@ -80,7 +81,7 @@ class EventReader:
     def __init__(self, workdir: Path) -> None:
         self._file, self._offset = workdir / run_directory.EVENTS, 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[JsonObject]:
         """Returns the events since the last call, with `time_s` (seconds since 1970) added."""
         with contextlib.suppress(OSError), self._file.open("rb") as file:  # no file yet, or no network
             if file.seek(0, os.SEEK_END) < self._offset:  # the file was deleted and created again
@@ -99,7 +100,7 @@ def _ends_a_line(descriptor: int) -> bool:
     return not size or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> JsonObject | None:
     """Returns the event of a line; None if the line is not an event."""
     content = json_lines.parsed(line)
     with contextlib.suppress(ValueError, TypeError, KeyError):

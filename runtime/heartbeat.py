@@ -33,6 +33,7 @@ import jax
 from runtime.descriptors import shortage
 from runtime.exit_codes import ExitCode
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonObject
 from runtime.phases import Phase
 
 _BEAT_S = 1.0
@@ -68,7 +69,7 @@ class PeerProcess:
             self.unsent += json.dumps(message).encode() + b"\n"
             self.unsent = self.unsent[self.connection.send(self.unsent, socket.MSG_DONTWAIT) :]
 
-    def receive(self) -> Iterator[dict[str, Any]]:
+    def receive(self) -> Iterator[JsonObject]:
         """Yields the messages that have arrived. Sets `gone` if the connection is closed."""
         try:
             data = self.connection.recv(1 << 20)
@@ -221,7 +222,7 @@ class Heartbeat:
             sys.stderr.write(f"warning: process {self._me} on {socket.gethostname()}: {said}\n")
             sys.stderr.flush()
 
-    def _take(self, peer: PeerProcess, message: dict[str, Any]) -> None:
+    def _take(self, peer: PeerProcess, message: JsonObject) -> None:
         self._steps |= message.get("steps", {})
         peer.doing = tuple(message.get("doing", peer.doing))
         peer.said_goodbye |= "goodbye" in message

@@ -23,12 +23,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from runtime import handshake
 from runtime.addresses import bind, host_and_port, listen, to_listen_at
 from runtime.exit_codes import ResumableError
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonObject
 from runtime.heartbeat import PeerProcess
 from runtime.launchers import Place, start_jax
 
@@ -218,13 +218,13 @@ def _introduce(connection: socket.socket, place: Place, run: str, token: Callabl
         raise OtherRunError(str(error)) from error
 
 
-def _hello(place: Place, run: str, error: str = "") -> dict[str, Any]:
+def _hello(place: Place, run: str, error: str = "") -> JsonObject:
     name = hashlib.sha256(run.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     text = error[:_ERROR_CHARACTERS] or None
     return {"run": name, "process": place.process, "processes": place.count, "error": text}
 
 
-def _problem(place: Place, run: str, theirs: Mapping[str, Any]) -> str:
+def _problem(place: Place, run: str, theirs: Mapping[str, object]) -> str:
     """Returns the reason why a process of the same run cannot join, or ""."""
     ours = _hello(place, run)
     if theirs.get("run") != ours["run"]:
@@ -289,11 +289,11 @@ def _connect(coordinator: str) -> socket.socket:
     return connection
 
 
-def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+def _send(connection: socket.socket, message: Mapping[str, object]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
+def _receive(connection: socket.socket) -> JsonObject:
     line = handshake.read_line(connection, time.monotonic() + _TRY_S, _HELLO_BYTES)
     return json_objects.parse(line, "a message", lenient=True)
 

@@ -26,7 +26,7 @@ from sharding.step import Timing, TrainState, updated
 from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
 # (group, number of the device in its mesh, layer, the device's shards of the sums): it must not wait, nor read them
-Hand = Callable[[str, ArrayLike, ArrayLike, Sequence[ArrayLike]], None]
+Hand = Callable[[str, jax.Array, jax.Array, Sequence[jax.Array]], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,13 @@ section `mesh` defines the devices. Prints a JSON list of messages, "" for a val
 
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 
 from configs import command_line
 from configs.schema import Config
+from runtime.files.json_objects import JsonMapping
 from training.experiment import make_experiment
 
 
@@ -28,7 +27,7 @@ def main() -> int:
     return 0
 
 
-def _config(request: Mapping[str, Any]) -> Config:
+def _config(request: JsonMapping) -> Config:
     """Returns the config of a request, with its devices in the section `mesh`."""
     argv = ["train.py", *request["argv"]]
     config = command_line.parse(argv)

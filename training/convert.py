@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import flags
@@ -37,6 +36,7 @@ from input_pipeline.chat_template import TEMPLATE_FILE, ChatTemplate
 from models import hugging_face, hugging_face_export, lora, peft
 from runtime.command_line import complain, make_folder, prepare_output
 from runtime.files import json_objects, run_directory
+from runtime.files.json_objects import JsonObject
 from runtime.files.paths import user_path
 from training.answer_ends import end_of_answers
 from training.devices import use_cpu_devices
@@ -153,7 +153,7 @@ def export_adapters(workdir: Path, folder: Path, *, step: int | None) -> None:
     print(f"{folder}: adapters of step {saved.step} of {workdir}")
 
 
-def _read(workdir: Path, step: int | None) -> tuple[SavedArrays, TransformerConfig, dict[str, Any]]:
+def _read(workdir: Path, step: int | None) -> tuple[SavedArrays, TransformerConfig, JsonObject]:
     """Returns a run's checkpoint, and its sections `model` and `data`."""
     saved = SavedArrays(workdir / run_directory.CHECKPOINTS, step)
     # only these two sections, because others may contain names that the run's --config registers
@@ -196,7 +196,7 @@ def _saved_name(path: str) -> str:
     return "params." + path.replace("/", ".")
 
 
-def _token_ids(weights: str) -> dict[str, Any]:
+def _token_ids(weights: str) -> JsonObject:
     """Returns the special-token ids, which end answers, from the config.json of the weights, if it exists."""
     file = user_path(weights) / CONFIG_FILE
     found = json_objects.read(file) if weights and file.is_file() else {}
@@ -204,7 +204,7 @@ def _token_ids(weights: str) -> dict[str, Any]:
     return {name: found[name] for name in names if found.get(name) is not None}
 
 
-def _generation(weights: str, token_ids: Mapping[str, Any], end: int | None) -> dict[str, Any]:
+def _generation(weights: str, token_ids: Mapping[str, object], end: int | None) -> JsonObject:
     """Returns the generation_config.json of the weights, or {}, with `end` added to the ids that end a text.
 
     A base model knows only the end of a document, while chats have taught it the end of an answer.

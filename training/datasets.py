@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -57,7 +56,7 @@ class Datasets:
 
 
 def load_datasets(
-    experiment: Experiment, workdir: Path, register: Callable[[AbstractContextManager[Any]], object]
+    experiment: Experiment, workdir: Path, register: Callable[[AbstractContextManager[object]], object]
 ) -> Datasets:
     """Loads both splits. ValueError if the model has too few ids or classes, or if the processes' data differ.
 

@@ -15,12 +15,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 
 from input_pipeline import ImageDataset, load
 from runtime.command_line import prepare_output
+from runtime.files.json_objects import JsonObject
 from training import trained
 from training.validation import Validator
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     return trained.program(argv, __doc__ or "", values, run)
 
 
-def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: bool = False) -> dict[str, Any]:
+def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: bool = False) -> dict[str, object]:
     """Returns the step, metrics by their keys in metrics.jsonl, and the perplexity of a causal model.
 
     `whole`: measures all data instead of the validation split. ValueError if the split differs from the run's.
@@ -60,7 +60,7 @@ def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: b
     return {"step": model.step, **found.scalars(), **causal}
 
 
-def _section(path: str | None) -> dict[str, Any]:
+def _section(path: str | None) -> JsonObject:
     """Returns the changes that a path makes to the section `data`."""
     if not path:
         return {}

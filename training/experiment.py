@@ -6,7 +6,6 @@ Used by train.py and planner/table.py; the code is the same for one process and 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +24,14 @@ from runtime.command_line import check_installed
 from runtime.consensus import all_gather, new_key
 from sharding.frozen import part_frozen, part_like
 from sharding.gradients import accumulated
-from sharding.mesh import find_nodes, make_mesh
+from sharding.mesh import Device, find_nodes, make_mesh
 from sharding.pipeline import StagedLoss, evaluated, through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
 from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
 from sharding.state import state_shardings
 from sharding.step import Timing, TrainState, build_eval_step, build_train_step, first_state, in_turn
-from sharding.trees import Params
+from sharding.trees import Batch, Means, Params, PyTree
 from training.batches import BatchLayout, batches_of
 from training.optimizer_chain import cut_of, make_chain
 from training.optimizers import follows_schedule, make_schedule
@@ -135,7 +134,7 @@ class Experiment:
         return Adapters(self.model, model.lora_weights)
 
     @property
-    def train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Means]]:
         """The function `step(state, batch) -> (state, metrics)`."""
         staged = self._staged
         micro_steps = partial(through_stages, staged) if staged else accumulated(self.model.objective)
@@ -200,7 +199,7 @@ class Experiment:
         """
         return jax.default_backend() != "cpu"
 
-    def block(self, results: Any) -> Any:
+    def block(self, results: PyTree) -> PyTree:
         """Returns the results of a step; waits for them first, unless steps may be dispatched ahead."""
         return results if self.dispatches_asynchronously else jax.block_until_ready(results)
 
@@ -216,7 +215,7 @@ class Experiment:
         return first_state(self.chain, *part_like(params, self.plan.placements))
 
 
-def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[Experiment] = ()) -> Experiment:
+def make_experiment(config: Config, devices: Sequence[Device] = (), like: Sequence[Experiment] = ()) -> Experiment:
     """Returns the parts of a run on all devices or those given, for programs other than train.py.
 
     The model is taken from the first experiment in `like` with an equal one, which is traced already. ValueError for
@@ -229,7 +228,7 @@ def make_experiment(config: Config, devices: Sequence[Any] = (), like: Sequence[
     return assemble(config, model, plan, make_chain(config, plan, model.trained_specs()))
 
 
-def lay_out(config: Config, devices: Sequence[Any]) -> tuple[Mesh, Layout]:
+def lay_out(config: Config, devices: Sequence[Device]) -> tuple[Mesh, Layout]:
     """Returns the mesh of `devices`, and the scopes of the config's strategy on it.
 
     ValueError for a strategy that these devices cannot have; WorldTooSmallError if more nodes would do.

@@ -5,7 +5,7 @@ dim per layer are sent unencoded, with the means: they must not share a scale wi
 """
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,9 +27,9 @@ class LayerGradients(NamedTuple):
     """Gradients of one layer, on one device, that the program has handed out."""
 
     name: str
-    device: Any
-    layer: Any
-    leaves: Any
+    device: jax.Array
+    layer: jax.Array
+    leaves: Sequence[jax.Array]
 
 
 class GradientUnits:
@@ -143,6 +143,6 @@ class GradientUnits:
         """Returns the gradients `[1, ...]` that a vector `f32 [N]` holds."""
         return self.flat.arrays(flat, self._ex.state_shapes.params)
 
-    def _hand(self, name: str, device: Any, layer: Any, leaves: Any) -> None:
+    def _hand(self, name: str, device: jax.Array, layer: jax.Array, leaves: Sequence[jax.Array]) -> None:
         """Takes gradients from the running program, in one of its threads: reading the arrays here may deadlock."""
         self._handed_out.put(LayerGradients(name, device, layer, leaves))

@@ -18,6 +18,7 @@ from elastic.snapshots import Snapshots
 from runtime.consensus import broadcast, new_key
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
+from runtime.files.json_objects import JsonObject
 from runtime.files.run_directory import PROFILE
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor
@@ -306,6 +307,6 @@ class CheckpointHook:
             self._run.checkpointer.save(step, state, data=self._data(step), config=self._config, metrics=best)
             self._run.supervisor.events.write(Event.CHECKPOINT_BEGUN, step=step)
 
-    def _data(self, step: int) -> dict[str, Any]:
+    def _data(self, step: int) -> JsonObject:
         """Returns the position in the data after a step."""
         return {"step": step, "seed": self._run.ex.config.seed, **self._run.fingerprints}

@@ -17,6 +17,7 @@ from input_pipeline import Dataset
 from input_pipeline.batches import UnitBatches
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
+from runtime.files.json_objects import JsonObject
 from runtime.files.run_directory import CHECKPOINTS, step_numbers
 from runtime.files.run_directory import REPLICAS as FOLDER
 from runtime.handshake import shared_token
@@ -314,7 +315,7 @@ def unit_warnings(ex: Experiment, work: Work, count: int) -> list[str]:
 def fingerprint(ex: Experiment, dataset: Dataset) -> str:
     """Returns a hash of all settings that replicas must have in common to compute gradients of one run."""
     values = ex.config.to_dict()
-    parts: dict[str, Any] = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}
+    parts: JsonObject = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}
     devices = [jax.device_count(), jax.process_count(), jax.devices()[0].device_kind]
     parts |= {"data": [parts["data"], dataset.fingerprint], "base": {**ex.base_fingerprint}, "devices": devices}
     parts |= {"versions": [jax.__version__, version("jaxlib")]}

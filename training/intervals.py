@@ -1,10 +1,13 @@
 """When the replicas of local SGD meet, where a config file registers a choice for it (`local_sgd.interval`)."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from configs.schema import LocalSGDConfig
 from sharding.step import TrainState
+from sharding.trees import Batch, Means
+
+StepFn = Callable[[TrainState, Batch], tuple[TrainState, Means]]
 
 
 class Meetings(Protocol):
@@ -15,7 +18,7 @@ class Meetings(Protocol):
         """The step of the last meeting; before the first meeting, the first step since a start."""
         ...
 
-    def __call__(self, step_fn: Callable[..., Any], state: TrainState, batch: Any, step: int) -> tuple[TrainState, Any]:
+    def __call__(self, step_fn: StepFn, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Means]:
         """Returns the results of `step_fn(state, batch)`, the step after `step` steps; may change the next meeting."""
         ...
 

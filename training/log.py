@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -112,7 +111,7 @@ def close_log(log: RunLog, experiment: Experiment, *, finished: bool, sample: st
     log.close("finished" if finished else "interrupted", sample=sample, mesh_png=mesh_png)
 
 
-def _collectives(step_fn: jax.stages.Compiled, shape: MeshShape) -> tuple[dict[str, Any], dict[str, int]]:
+def _collectives(step_fn: jax.stages.Compiled, shape: MeshShape) -> tuple[dict[str, object], dict[str, int]]:
     """Returns the content of collectives.json, and the bytes for the metrics: none, if the program cannot be read.
 
     XLA promises nothing about its text, so an error in reading it does not end the run.

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from configs import command_line
 from configs.register import unknown_names
@@ -14,7 +13,7 @@ CONFIG_FILE = "config_file"  # key of environment.json
 NEEDED = ("model", "data")  # sections of a run's config whose names a trained model needs
 
 
-def register_names(saved: Mapping[str, Any], workdir: Path, config_file: str) -> None:
+def register_names(saved: Mapping[str, object], workdir: Path, config_file: str) -> None:
     """Registers the names in a run's config: by `config_file`, or else by the file that the run's directory names.
 
     The latter is code, and the directory may come from a stranger, so the file must belong to this user and be outside

@@ -12,6 +12,8 @@ from xxhash import xxh3_128
 from sharding.step import TrainState
 from sharding.trees import GradsR, Means, PyTree
 
+LocalShard = Any  # a jax.Shard that has data
+
 
 def pending(state: TrainState) -> PyTree:
     """Returns the tree `[1, ...]` in the place of a state's pending gradients (`compression.delayed`)."""
@@ -36,16 +38,16 @@ def keeping_parameters(update: Callable[..., tuple[TrainState, Means]]) -> Calla
     return update_and_keep
 
 
-def local_shards(tree: PyTree) -> list[Any]:
+def local_shards(tree: PyTree) -> list[LocalShard]:
     """Returns the shards of a tree on this process' devices; of equal ones only one."""
     return [shard for leaf in jax.tree.leaves(tree) for shard in _unique(leaf)]
 
 
-def _unique(leaf: jax.Array) -> list[Any]:
+def _unique(leaf: jax.Array) -> list[LocalShard]:
     return [*{str(shard.index): shard for shard in leaf.addressable_shards}.values()]
 
 
-def local_size(leaf: Any) -> int:
+def local_size(leaf: jax.Array) -> int:
     """Returns the number of values in the `local_shards` of an array, by its shape."""
     places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
     return len({str(index) for index in places.values()}) * int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
@@ -66,7 +68,7 @@ def with_shards(state: TrainState, contents: Sequence[bytes | memoryview], *, co
     """
     remaining = iter(contents)
 
-    def content(shard: Any) -> np.ndarray:
+    def content(shard: LocalShard) -> np.ndarray:
         return np.frombuffer(next(remaining), shard.data.dtype).reshape(shard.data.shape)
 
     def replaced(leaf: jax.Array) -> jax.Array:
@@ -78,7 +80,7 @@ def with_shards(state: TrainState, contents: Sequence[bytes | memoryview], *, co
     return replace(jax.tree.map(replaced, state.checkpoint_state), frozen=state.frozen)
 
 
-def with_values(leaf: jax.Array, values: Callable[[Any], np.ndarray]) -> jax.Array:
+def with_values(leaf: jax.Array, values: Callable[[LocalShard], np.ndarray]) -> jax.Array:
     """Returns an array like `leaf` of `values(shard)`, which is called for each of its `local_shards`."""
     by_index = {str(shard.index): values(shard) for shard in _unique(leaf)}
     parts = [jax.device_put(by_index[str(shard.index)], shard.device) for shard in leaf.addressable_shards]

@@ -23,10 +23,12 @@ from elastic.tree import Restored, Source
 from runtime.consensus import broadcast, new_key
 from runtime.exit_codes import ResumableError
 from runtime.files import run_directory
+from runtime.files.json_objects import JsonObject
 from runtime.files.paths import user_path
 from runtime.progress import read_progress
 from sharding.scopes import WorldTooSmallError
 from sharding.step import TrainState
+from sharding.trees import PyTree
 from training.experiment import BASE, Experiment
 from training.metrics.run_files import RunFiles, read_run
 
@@ -46,9 +48,9 @@ class Start:
         return self.restored.step if self.restored else 0
 
     @property
-    def event(self) -> dict[str, Any]:
+    def event(self) -> JsonObject:
         """The fields of the event `restored`."""
-        fields: dict[str, Any] = {"step": self.step, "source": "nothing", "steps_again": self.steps_again}
+        fields: JsonObject = {"step": self.step, "source": "nothing", "steps_again": self.steps_again}
         if not self.restored:
             return fields
         fields["source"] = self.restored.source
@@ -142,7 +144,7 @@ def _has_finished(config: Config, workdir: Path, extends: bool) -> bool:
     return ended and (checkpoints / str(config.num_steps)).exists()
 
 
-def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path, *, extends: bool = False) -> None:
+def check_same_run(saved: Mapping[str, object], config: Config, workdir: Path, *, extends: bool = False) -> None:
     """Raises ValueError, naming the differences, if `saved` is the config of another run.
 
     `extends`: the run may have more steps than it had.
@@ -167,7 +169,7 @@ def check_same_run(saved: Mapping[str, Any], config: Config, workdir: Path, *, e
 
 
 def changed_keys(
-    saved: Mapping[str, Any], config: Mapping[str, Any], *, extends: bool = False
+    saved: Mapping[str, object], config: Mapping[str, object], *, extends: bool = False
 ) -> dict[str, tuple[Any, Any]]:
     """Returns the (old, new) values of the keys that differ but must not differ within one run.
 
@@ -181,12 +183,12 @@ def changed_keys(
     return changed
 
 
-def is_same_run(saved: Mapping[str, Any], config: Mapping[str, Any], *, extends: bool = False) -> bool:
+def is_same_run(saved: Mapping[str, object], config: Mapping[str, object], *, extends: bool = False) -> bool:
     """Whether two configs may belong to one run; `extends`: the second may have more steps."""
     return not changed_keys(saved, config, extends=extends)
 
 
-def restore_newest(abstract_state: Any, checkpointer: Checkpointer, snapshots: Snapshots) -> Restored | None:
+def restore_newest(abstract_state: PyTree, checkpointer: Checkpointer, snapshots: Snapshots) -> Restored | None:
     """Returns the newest step that verifies, with the shardings of `abstract_state`; None without any.
 
     A checkpoint is read only if it is newer than the snapshots in the nodes' memories, or if these cannot be fetched.
@@ -236,7 +238,7 @@ def _check_same_data(
             )
 
 
-def _remedy(saved: Mapping[str, Any], config: Config) -> str:
+def _remedy(saved: Mapping[str, object], config: Config) -> str:
     """Returns keys that may restore the data of a run that began before documents had a bos; "" for other runs."""
     has_documents = config.data.source != "chats" and config.data.tokenizer in ("hugging_face", "sentencepiece")
     if "data.add_bos" in flat(saved) or not has_documents:
@@ -247,7 +249,7 @@ def _remedy(saved: Mapping[str, Any], config: Config) -> str:
     )
 
 
-def check_same_base(saved: Mapping[str, Any], now: Mapping[str, str], workdir: Path) -> None:
+def check_same_base(saved: Mapping[str, object], now: Mapping[str, str], workdir: Path) -> None:
     """Raises ValueError if a run's adapters were trained with another base, by the hash in a checkpoint.
 
     Earlier versions saved none.

@@ -31,7 +31,7 @@ from sharding.step import TrainState, applied, build_train_step
 from sharding.trees import Batch, Means, Params, PyTree
 from training.experiment import Experiment
 from training.optimizer_chain import of_all_replicas
-from training.replica_state import local_shards, local_size, with_values
+from training.replica_state import LocalShard, local_shards, local_size, with_values
 
 LEAST_FALL = 0.02  # least decay of a moment between two syncs for bf16, which rounds by up to 0.4 %
 
@@ -68,7 +68,7 @@ class RoundUnits:
         return self._ex.chain
 
     @cached_property
-    def _shapes(self) -> tuple[Any, ...]:
+    def _shapes(self) -> tuple[PyTree, ...]:
         """The shapes of the arguments of a worker's step."""
         shapes = self._ex.state_shapes
         return worker_of(shapes), shapes.params, shapes.frozen, self._ex.batches.shapes
@@ -114,7 +114,7 @@ class RoundUnits:
         """Numbers of values in the encoded delta, the optimizer's state, and all unencoded arrays."""
         return [sum(map(local_size, part)) for part in self._parts(self._ex.state_shapes.opt_state)]
 
-    def _parts(self, local: LocalState) -> tuple[list[Any], list[Any], list[Any]]:
+    def _parts(self, local: LocalState) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """Returns the arrays of the encoded delta, of the inner optimizer's state, and the unencoded arrays."""
         are_vectors = jax.tree.leaves(self._ex.plan.map(lambda p: p.is_vector))
         drift = [*zip(are_vectors, jax.tree.leaves(local.drift.tree), strict=True)]
@@ -171,7 +171,7 @@ class _Values:
     def __init__(self, mean: np.ndarray) -> None:
         self._mean, self._at = mean, 0
 
-    def __call__(self, shard: Any) -> np.ndarray:
+    def __call__(self, shard: LocalShard) -> np.ndarray:
         """Returns the values of a shard; counters are rounded up."""
         data, start = shard.data, self._at
         self._at += data.size
@@ -189,7 +189,7 @@ def state_payload(config: Config) -> Payload:
     return LOSSLESS if is_exact else Payload(codec="bf16")
 
 
-def of_workers(local: Any) -> int:
+def of_workers(local: LocalState) -> int:
     """Returns how many values of the inner optimizers' states travel, of all replicas of a state."""
     return sum(x.size for x in _moments(local))
 
@@ -199,12 +199,12 @@ def worker_of(state: TrainState) -> TrainState:
     return replace(state, params={}, frozen={}, opt_state=state.opt_state._replace(outer=()))
 
 
-def _moments(local: LocalState) -> list[Any]:
+def _moments(local: LocalState) -> list[jax.Array]:
     """Returns the arrays of the inner optimizer's state, but its counters."""
     return [x for x in jax.tree.leaves(local.inner.tree) if not _is_counter(x)]
 
 
-def _is_counter(x: Any) -> bool:
+def _is_counter(x: jax.Array) -> bool:
     """Whether an array `[1, ...]` of a state is to travel without loss: a scalar, or integers."""
     return x.ndim == 1 or not jnp.issubdtype(x.dtype, jnp.floating)
 

@@ -1,7 +1,5 @@
 """Sampling of text from a trained decoder."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from input_pipeline.tokenizers import Tokenizer
 from sharding.gathers import auto_gather, layer_gather
 from sharding.mesh import inter_part
 from sharding.plan import run_manual
+from sharding.trees import Params
 from training.experiment import Experiment
 
 
@@ -41,10 +40,10 @@ class Continuation:
         }
         return np.asarray(self._run(params, batch, length=length).addressable_data(0))[0, 0]
 
-    def _sample(self, params: Any, batch: dict[str, jax.Array], length: int) -> jax.Array:
+    def _sample(self, params: Params, batch: dict[str, jax.Array], length: int) -> jax.Array:
         plan = self._experiment.plan
 
-        def sample(params: Any, batch: dict[str, jax.Array], gather: models.Gather) -> jax.Array:
+        def sample(params: Params, batch: dict[str, jax.Array], gather: models.Gather) -> jax.Array:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self._seed), batch["row"][0])
             how = {"length": length, "temperature": self._temperature}
             return self._model.generate(params, batch["prompt"][0], keys, gather, **how)[None]

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import flags
@@ -20,10 +19,13 @@ from elastic.saved_arrays import SavedArrays
 from input_pipeline.tokenizers import Tokenizer
 from runtime.command_line import complain
 from runtime.files import run_directory
+from runtime.files.json_objects import JsonMapping, JsonObject
 from runtime.files.paths import user_path
 from sharding.frozen import joined
+from sharding.mesh import Device
 from sharding.scopes import make_layout
 from sharding.spec import place_all
+from sharding.trees import Params
 from training.datasets import tokenizer_of
 from training.devices import use_compilation_cache
 from training.experiment import Experiment, make_experiment
@@ -41,9 +43,9 @@ class Trained:
 
     name: str  # for messages
     experiment: Experiment
-    params: Any
+    params: Params
     step: int | None  # step of the run; None without a run
-    data: Mapping[str, Any]  # the checkpoint's record of the run's data
+    data: JsonMapping  # the checkpoint's record of the run's data
 
     @property
     def config(self) -> Config:
@@ -63,8 +65,8 @@ def of_run(
     step: int | None = None,
     *,
     config_file: str = "",
-    data: Mapping[str, Any] = {},
-    devices: Sequence[Any] = (),
+    data: Mapping[str, object] = {},
+    devices: Sequence[Device] = (),
 ) -> Trained:
     """Returns the model of a run's checkpoint, the newest by default. `data` overrides values of that section.
 
@@ -80,10 +82,10 @@ def of_run(
     return Trained(name=str(workdir), experiment=experiment, params=params, step=saved.step, data=saved.data)
 
 
-def of_hugging_face(folder: Path, *, data: Mapping[str, Any] = {}, devices: Sequence[Any] = ()) -> Trained:
+def of_hugging_face(folder: Path, *, data: Mapping[str, object] = {}, devices: Sequence[Device] = ()) -> Trained:
     """Returns the model of a Hugging Face folder, with its tokenizer.json. ValueError if the folder has no model."""
     model = hugging_face.model(folder).to_dict()
-    values: dict[str, Any] = defaults(model["kind"]) | {"model": model}
+    values: JsonObject = defaults(model["kind"]) | {"model": model}
     values["data"] |= {"tokenizer": "hugging_face", "tokenizer_path": str(folder / TOKENIZER_FILE)}
     values["data"] |= {"seq_len": min(LONGEST, model["max_len"])}
     values["data"] |= {"objective": "masked" if model["kind"] == "encoder" else "causal"}
@@ -94,10 +96,10 @@ def of_hugging_face(folder: Path, *, data: Mapping[str, Any] = {}, devices: Sequ
     return Trained(name=str(folder), experiment=experiment, params=params, step=None, data={})
 
 
-def _experiment(saved: Mapping[str, Any], data: Mapping[str, Any], devices: Sequence[Any]) -> Experiment:
+def _experiment(saved: JsonMapping, data: JsonMapping, devices: Sequence[Device]) -> Experiment:
     """Returns the parts of a run like the saved one, on other devices."""
     kind, count = saved["model"]["kind"], len(devices or jax.devices())
-    values: dict[str, Any] = defaults(kind) | {name: saved[name] for name in KEPT}
+    values: JsonObject = defaults(kind) | {name: saved[name] for name in KEPT}
     values["data"] = {**values["data"], **data}
     # other values may not suit these devices; norms use running averages, because nothing is trained
     free = {"attention": "auto", "remat": "full", "unroll": False, "norm_rows": 1}
@@ -133,7 +135,7 @@ def new_flags() -> flags.FlagValues:
     return values
 
 
-def named(values: flags.FlagValues, *, data: Mapping[str, Any] = {}) -> Trained:
+def named(values: flags.FlagValues, *, data: Mapping[str, object] = {}) -> Trained:
     """Returns the model named by the flags."""
     use_compilation_cache()
     if bool(values.workdir) == bool(values.hugging_face):

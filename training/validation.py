@@ -92,7 +92,7 @@ class Validator:
 
     def _sums(
         self, evaluate: jax.stages.Compiled, params: object, source: TextDataset | ImageDataset
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Returns the sums of each batch, of which one at a time is on the devices."""
         ex, found = self._experiment, []
         size, threads = ex.batches.global_size, max(1, min(ex.config.data.prefetch, source.threads))

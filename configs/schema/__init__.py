@@ -46,6 +46,7 @@ from configs.schema.sections import (
     SampleConfig,
     ShardingConfig,
 )
+from runtime.files.json_objects import JsonMapping
 
 UTILISATION = "local_sgd.target_utilisation"  # is `local_sgd.interval=utilisation` today
 # keys of older versions that were settings; a config file that registers the method gives it its settings
@@ -199,7 +200,7 @@ class Config(Section):
         return flat(asdict(self))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
+    def from_dict(cls, values: JsonMapping) -> "Config":
         """Returns the config that nested dicts describe.
 
         ValueError for an unknown or missing key and for values that are not allowed.
@@ -209,12 +210,12 @@ class Config(Section):
         parts: dict[str, Any] = {name: section(**values[name]) for name, section in sections(kind).items()}
         return cls(**own, **parts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the config as nested dicts for JSON: tuples become lists."""
         return json.loads(json.dumps(asdict(self)))
 
 
-def check_names(values: Mapping[str, Any]) -> str:
+def check_names(values: Mapping[str, object]) -> str:
     """Returns the model kind of a config. ValueError for an unknown or missing key."""
     given = flat(values)
     if "model.kind" not in given:  # the other keys depend on it
@@ -282,7 +283,7 @@ def defaults(kind: str = "decoder") -> dict[str, Any]:
     return nested({name: declared.default for name, declared in known_keys(kind).items()} | {"model.kind": kind})
 
 
-def with_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(saved: JsonMapping) -> dict[str, Any]:
     """Returns a saved config, nested, in today's keys; missing keys are as in BEFORE, or have their defaults.
 
     ValueError if it is not a config.

@@ -9,7 +9,6 @@ Without these facts `Config` refuses the pairs that its keys show; `training.exp
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from configs.schema.keys import Section, keys_of
 from configs.schema.model import DecoderConfig
@@ -54,11 +53,11 @@ class Feature:
     said: str = ""  # in errors; "": the first key and its value
     instead: str = ""  # what does without it
 
-    def is_in(self, values: Mapping[str, Any]) -> bool:
+    def is_in(self, values: Mapping[str, object]) -> bool:
         """Whether a config has the feature; False if a fact is not known."""
         return all(key in values for key in self.keys) and self.has(*(values[key] for key in self.keys))
 
-    def in_words(self, values: Mapping[str, Any]) -> str:
+    def in_words(self, values: Mapping[str, object]) -> str:
         """Returns the name of the feature in an error."""
         return self.said or f"{self.keys[0]}={values[self.keys[0]]}"
 
@@ -247,7 +246,7 @@ class Rule:
         """Pairs of the feature and each other feature."""
         return [(FEATURES[self.one], FEATURES[other]) for other in self.others]
 
-    def complaint(self, values: Mapping[str, Any]) -> str:
+    def complaint(self, values: Mapping[str, object]) -> str:
         """Returns the error line if a config has the first feature and any of the others, else ""."""
         for pair in self.pairs:
             if all(feature.is_in(values) for feature in pair):
@@ -331,12 +330,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def complaint(values: Mapping[str, Any]) -> str:
+def complaint(values: Mapping[str, object]) -> str:
     """Returns the line of the first rule that a config breaks, its values and facts by name; "" if it breaks none."""
     return next((line for line in (rule.complaint(values) for rule in RULES) if line), "")
 
 
-def refuse(values: Mapping[str, Any]) -> None:
+def refuse(values: Mapping[str, object]) -> None:
     """Raises ValueError for a config, its values and facts by name, that breaks a rule."""
     if line := complaint(values):
         raise ValueError(line)

@@ -163,7 +163,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Returns `{"a.b": value}` as a nested dict."""
     out: dict[str, Any] = {}
     for name, value in values.items():
@@ -180,7 +180,7 @@ def _has_type(value: Any, wanted: Any) -> bool:
     return isinstance(value, int | float if wanted is float else wanted)
 
 
-def _is_choice(value: Any, choice: str | int) -> bool:
+def _is_choice(value: object, choice: str | int) -> bool:
     if isinstance(choice, str) and choice.endswith(NAME):
         prefix = choice.removesuffix(NAME) + ":"
         return value.startswith(prefix) and value != prefix

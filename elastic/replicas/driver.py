@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from elastic.replicas.sums import Piece, Status, StepSums
 from elastic.replicas.transport import SharedLock, Transport
 from runtime.blobs import PeerError
 from runtime.exit_codes import ResumableError
+from runtime.files.json_objects import JsonObject
 
 FETCHES = 5  # attempts to fetch the state
 LOOK_S = 0.02  # between two searches for a unit that a process of the replica needs
@@ -247,7 +248,7 @@ class Replicas:
         raise ResumableError("the other replicas do not send the state that this one needs")
 
     # ----------------------------------------------------------------------------------------------- answering threads
-    def answer(self, request: dict[str, Any], process: int, stream: BinaryIO) -> memoryview:
+    def answer(self, request: JsonObject, process: int, stream: BinaryIO) -> memoryview:
         """Answers a peer's request. LookupError if the requested data is missing; ValueError closes the connection."""
         del stream
         self._is_ready.wait()

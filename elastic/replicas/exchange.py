@@ -7,7 +7,7 @@ over its pieces, and for the totals of the other pieces. It sends as many bytes 
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from elastic.replicas.sums import TOTAL_IS_HERE, Node, Piece, Status, StepSums, 
 from elastic.replicas.transport import Link
 from runtime.blobs import RefusedError
 from runtime.exit_codes import ResumableError
+from runtime.files.json_objects import JsonObject
 
 KEPT_STEPS = 64  # most steps whose totals are kept for lagging peers
 CONNECTIONS = 2  # to each peer, for sums; the same number for totals
@@ -202,7 +203,7 @@ class SumExchange:
     def _fetch(self, link: Link, request: Request, sums: StepSums) -> None:
         """Receives the sum or total of a request. PeerError if the peer does not send it."""
         step, piece, node = request.step, request.piece, request.node
-        message: dict[str, Any] = {"op": "total", "step": step, "piece": piece}
+        message: JsonObject = {"op": "total", "step": step, "piece": piece}
         if node:
             message |= {"op": "sum", "lo": node[0], "hi": node[1]}
         size = 4 * self._pieces[piece].size if node and node[1] - node[0] > 1 else self._encoded_sizes[piece]
@@ -229,7 +230,7 @@ class SumExchange:
             sums.put_total(piece, content)
 
     # ----------------------------------------------------------------------------------------------- answering threads
-    def answer(self, request: dict[str, Any]) -> memoryview:
+    def answer(self, request: JsonObject) -> memoryview:
         """Answers `sum` and `total`. LookupError if the step is gone; ValueError for a malformed request."""
         op, step, piece = request["op"], request["step"], request["piece"]
         if type(step) is not int or type(piece) is not int or not 0 <= piece < len(self._pieces):

@@ -32,6 +32,7 @@ from runtime.blobs import BlobAddress, PeerError, StalledError
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
 from runtime.files import json_objects
+from runtime.files.json_objects import JsonObject
 
 AHEAD = 2  # least number of steps between the announcement of a joining replica and its first units
 ENTRY_S = 0.5  # longest time that peers may wait for a joining replica that is catching up
@@ -287,7 +288,7 @@ class Membership:
             why = str(error) or type(error).__name__
             self._log.write(Event.REPLICA_LOST, replica=peer.number, step=self.step, why=why)
 
-    def answer(self, request: dict[str, Any], process: int) -> memoryview:
+    def answer(self, request: JsonObject, process: int) -> memoryview:
         """Answers `self` with this replica's record, and `peer`, which brings the caller's record, with all records.
 
         ValueError for a record that does not describe a replica.

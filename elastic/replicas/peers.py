@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from runtime.blobs import BlobAddress
 from runtime.files import atomic, json_objects
+from runtime.files.json_objects import JsonMapping, JsonObject
 
 FILE_NAME = "address-{}.json"
 NEVER = 1 << 62  # a step
@@ -49,14 +50,16 @@ class Peer:
         """Returns the next version of the record, with some fields changed."""
         return replace(self, **changes, version=self.version + 1)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns the record as a JSON object."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: JsonMapping) -> Self:
         """Returns the record in a JSON object. ValueError if `as_dict` did not make it."""
-        kinds: dict[str, Any] = dict.fromkeys(("number", "port", "step", "first", "last", "version"), (int,))
+        kinds: dict[str, tuple[type, ...]] = dict.fromkeys(
+            ("number", "port", "step", "first", "last", "version"), (int,)
+        )
         kinds |= {"host": (str,), "run": (str,), "begun": (bool,), "rate": (int, float)}
         if not (
             isinstance(values, Mapping)

@@ -8,12 +8,12 @@ copy is dropped when all replicas that wanted it have it, are lost, or want anot
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 
 from elastic.replicas.transport import Link, SharedLock
 from runtime.blobs import BlobAddress
+from runtime.files.json_objects import JsonObject
 
 PASSED = "that step has passed"
 LEAVES = "this replica leaves"
@@ -35,7 +35,7 @@ class StateCopies:
             self._step = step
             return bool(self._wanted(step))
 
-    def at_step(self, step: int, arrays: Sequence[Any]) -> None:
+    def at_step(self, step: int, arrays: Sequence[object]) -> None:
         """Copies the wanted ones of `arrays`, the state after `step` steps on this process' devices."""
         with self._lock:
             self._step = step
@@ -72,7 +72,7 @@ class StateCopies:
             self._closed = True
             self._lock.notify_all()
 
-    def answer(self, request: dict[str, Any], replica: int) -> memoryview:
+    def answer(self, request: JsonObject, replica: int) -> memoryview:
         """Answers `copy` (a step and arrays) and `state` (the bytes of an array). LookupError if it is too late."""
         step = request["step"]
         with self._lock:

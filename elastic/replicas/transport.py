@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 
 from runtime.blobs import BlobAddress, BlobService, Connection, RequestHandler
+from runtime.files.json_objects import JsonMapping
 
 
 class SharedLock(threading.Condition):
@@ -36,12 +37,12 @@ class SharedLock(threading.Condition):
 class Link(Protocol):
     """A connection to a peer."""
 
-    def ask(self, request: Mapping[str, Any], most: int, progress: Callable[[], object] = lambda: None) -> bytes:
+    def ask(self, request: JsonMapping, most: int, progress: Callable[[], object] = lambda: None) -> bytes:
         """Returns an answer of at most `most` bytes; `progress` is called while the peer is not ready."""
         ...
 
     def get_whole(
-        self, request: Mapping[str, Any], size: int, progress: Callable[[], object] = lambda: None
+        self, request: Mapping[str, object], size: int, progress: Callable[[], object] = lambda: None
     ) -> memoryview:
         """Returns an answer of `size` bytes."""
         ...

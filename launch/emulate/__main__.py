@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launch.emulate import namespaces
 from launch.emulate.control import Control, ask, check_name
@@ -189,7 +188,7 @@ def texts_in_config(command: Sequence[str]) -> list[str]:
     return [value for values in parts for value in values if isinstance(value, str) and value]
 
 
-def perform(request: Any, job: ClusterJob, monitor: Monitor) -> str:
+def perform(request: object, job: ClusterJob, monitor: Monitor) -> str:
     """Executes a request and returns the answer. ValueError if it is malformed, or cannot be executed."""
     match request:
         case {"verb": "status"}:

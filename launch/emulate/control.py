@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runtime.files.json_objects import JsonObject
+
 ANSWER_S = 60.0
 REQUEST_S = 1.0
 REQUEST_BYTES = 1 << 20
@@ -32,7 +34,7 @@ def running() -> list[str]:
     return sorted({*re.findall(rf" @{PREFIX}(\S+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)})
 
 
-def ask(name: str | None, request: dict[str, Any]) -> str:
+def ask(name: str | None, request: JsonObject) -> str:
     """Returns the answer of the named emulation, or of the only running one.
 
     ValueError if it refuses or does not exist.

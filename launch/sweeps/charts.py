@@ -65,7 +65,7 @@ def sweep_chart(
     return Chart(series=series, x=x, y=y, x_name=x_name, label=label, legend=line_name, note=note)
 
 
-def axis_of(values: Sequence[Any]) -> Axis:
+def axis_of(values: Sequence[object]) -> Axis:
     """Returns the axis of a key's values: linear, logarithmic, or words in the order given."""
     labels = {number: text(value) for value in values if (number := as_number(value)) is not None}
     if any(as_number(value) is None for value in values):
@@ -78,7 +78,7 @@ def axis_of(values: Sequence[Any]) -> Axis:
     return replace(axis, position=lambda value: axis.position(as_number(value)))
 
 
-def as_number(value: Any) -> float | None:
+def as_number(value: object) -> float | None:
     """Returns a number, or the bits per second of a link rate (`200mbit`); None for anything else."""
     if isinstance(value, bool):
         return None
@@ -88,7 +88,7 @@ def as_number(value: Any) -> float | None:
     return float(rate[1]) * RATE_UNITS[rate[2]] if rate else None
 
 
-def _medians(members: Sequence[Point]) -> list[tuple[Any, float]]:
+def _medians(members: Sequence[Point]) -> list[tuple[object, float]]:
     """Returns the median at each x in order, NaN where a run diverged."""
     values: dict[Any, list[float]] = {}
     for point in sorted(members, key=lambda point: as_number(point.x) or 0.0):

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from launch.sweeps.plan import ROOT, Run, describe
 from launch.sweeps.records import is_finished
@@ -53,7 +52,7 @@ def _check_emulated(run: Run) -> None:
         raise ValueError(f"{describe(run.overrides) or 'the base config'}: {said}")
 
 
-def _devices(run: Run) -> dict[str, Any] | None:
+def _devices(run: Run) -> dict[str, object] | None:
     """Returns the numbers of nodes and of devices per node: zeros if the config sets them, None if they are unknown."""
     if run.emulate:
         return {name: int(run.emulate[name]) for name in ("nodes", "devices_per_node")}

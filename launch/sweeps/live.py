@@ -13,6 +13,7 @@ from rich.text import Text
 from launch.sweeps.pool import SweepJob
 from launch.sweeps.records import RunState, metric_text, record, tally
 from runtime.files import json_lines, run_directory
+from runtime.files.json_objects import JsonMapping
 from training.metrics.run_files import number
 from training.metrics.units import UNKNOWN, format_seconds
 
@@ -77,7 +78,7 @@ class Live:
             return f"{position} {when}, {self._metric} {self._number(job, {})}"
         return f"{position} {job.state}" + (f": {job.error}" if job.error else "")
 
-    def _number(self, job: SweepJob, row: Mapping[str, Any]) -> str:
+    def _number(self, job: SweepJob, row: JsonMapping) -> str:
         """Returns the metric: the latest value while the job runs, the value of the report once it has finished."""
         name = job.run.name
         if job.state == RunState.FINISHED and name not in self._final:
@@ -85,7 +86,7 @@ class Live:
         return metric_text(self._metric, self._final.get(name, number(row.get(self._metric))))
 
 
-def latest(run_dir: Path) -> Mapping[str, Any]:
+def latest(run_dir: Path) -> Mapping[str, object]:
     """Returns the latest value of each key in the last lines of `metrics.jsonl`.
 
     Cheap while the file is being written.

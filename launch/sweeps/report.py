@@ -34,7 +34,7 @@ def write_report(file: SweepFile, records: list[Record], workdir: Path) -> Path:
     return page
 
 
-def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[Any]]:
+def csv_rows(file: SweepFile, records: Sequence[Record]) -> list[list[object]]:
     """Returns a header and one row per run with all overridden keys and all headline numbers, unformatted."""
     keys = list(dict.fromkeys(key for record in records for key in record.run.overrides))
     metric = [] if file.metric in records[0].results else [file.metric]

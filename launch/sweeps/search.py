@@ -162,7 +162,7 @@ def search(
         return going.done() >= count, _records(going)
 
 
-def corners(distributions: Mapping[str, Any]) -> list[Overrides]:
+def corners(distributions: Mapping[str, object]) -> list[Overrides]:
     """Returns points with each end of each range and each option, to be checked before any run starts."""
     first = {key: _ends(distribution)[0] for key, distribution in distributions.items()}
     return [{**first, key: value} for key, found in distributions.items() for value in _ends(found)]

@@ -5,18 +5,20 @@ Plain `json.loads` lets a RecursionError through, accepts NaN, and keeps only th
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runtime.files.regular import open_regular
 
+JsonObject = dict[str, Any]  # keys and values as parsed: the reader of a value checks it
+JsonMapping = Mapping[str, Any]  # the same, only to be read
 _MOST_BYTES = 1 << 28  # file size; the index of a million token shards has about 200 MB
 _MOST_LEVELS = 100  # far below Python's limit, because the value is also written, compared and printed
 _MOST_DIGITS = 20  # digits of an integer: 64 bits and a sign
 
 
-def read(file: Path, *, lenient: bool = False) -> dict[str, Any]:
+def read(file: Path, *, lenient: bool = False) -> JsonObject:
     """Returns the object in a file. OSError if the file cannot be read, ValueError if it does not hold an object."""
     return parse(read_bytes(file), file, lenient=lenient)
 
@@ -30,7 +32,7 @@ def read_bytes(file: Path) -> bytes:
         return opened.read()
 
 
-def parse(content: bytes | str, where: object, *, lenient: bool = False) -> dict[str, Any]:
+def parse(content: bytes | str, where: object, *, lenient: bool = False) -> JsonObject:
     """Returns the object in `content`. ValueError, which begins with `where`, if it is not an object."""
     found = value(content, where, lenient=lenient)
     if not isinstance(found, dict):
@@ -61,7 +63,7 @@ def value(content: bytes | str, where: object, *, lenient: bool = False) -> Any:
     raise ValueError(f"{where} is not JSON: {why}")
 
 
-def _check_levels(found: Any) -> None:
+def _check_levels(found: object) -> None:
     """Raises RecursionError for a value with too many levels."""
     level = [found] if isinstance(found, dict | list) else []
     for _ in range(_MOST_LEVELS):
@@ -71,8 +73,8 @@ def _check_levels(found: Any) -> None:
         raise RecursionError
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique(pairs: Sequence[tuple[str, object]]) -> JsonObject:
+    found: JsonObject = {}
     for key, inner in pairs:
         if key in found:
             raise ValueError(f"the key {key[:40]!r} is there twice")

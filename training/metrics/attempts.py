@@ -1,14 +1,14 @@
 """The attempts of an elastic run, from `events.jsonl`: their times, numbers of nodes, and pauses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
-from typing import Any
 
 from runtime.events import Event
+from runtime.files.json_objects import JsonMapping
 from training.metrics.charts import Chart, Series, number_axis
-from training.metrics.run_files import JsonLine, series
+from training.metrics.run_files import series
 from training.metrics.units import UNKNOWN, format_count, format_seconds
 
 UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
@@ -29,7 +29,7 @@ class Attempt:
     end: str = ""
 
 
-def attempts_of(events: Sequence[Mapping[str, Any]], outcome: str = "") -> list[Attempt]:
+def attempts_of(events: Sequence[JsonMapping], outcome: str = "") -> list[Attempt]:
     """Returns the attempts that began, in order of time. `events` come from `runtime.events.EventReader`.
 
     `outcome` comes from the summary, because an attempt that writes its report has a summary but no recorded end yet.
@@ -73,7 +73,7 @@ def pauses(attempts: Sequence[Attempt]) -> list[float | None]:
     return found
 
 
-def goodput(attempts: Sequence[Attempt], rows: Sequence[JsonLine]) -> float | None:
+def goodput(attempts: Sequence[Attempt], rows: Sequence[JsonMapping]) -> float | None:
     """Returns the fraction of the time, from first start to last event, spent on steps that were not repeated.
 
     Metrics hold each step once, from its last execution. A row's step time counts for all steps since the previous row.

@@ -34,7 +34,7 @@ class Series:
     label: str
     colour: int
     line: Sequence[tuple[Any, float]] = ()
-    dots: Sequence[tuple[Any, float, str]] = ()
+    dots: Sequence[tuple[object, float, str]] = ()
     shift: float = 0.0
     hover: bool = False  # shows a dot only below the pointer
     faint: bool = False  # and is not in the legend

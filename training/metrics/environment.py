@@ -7,11 +7,12 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from runtime.files.json_objects import JsonMapping
 
 PACKAGES = (
     "jax",
@@ -28,7 +29,7 @@ PACKAGES = (
 GIT_TIMEOUT_S = 2.0
 
 
-def environment(extra: Mapping[str, Any], repository: str | Path | None = None) -> dict[str, Any]:
+def environment(extra: JsonMapping, repository: str | Path | None = None) -> dict[str, Any]:
     """Returns versions, git commit, command line, host and date, and `extra` (devices, mesh, ...).
 
     `repository` is a directory of the source code (default: the directory of this file). The commit is None

@@ -2,7 +2,6 @@
 
 import base64
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -19,7 +18,7 @@ PAGES.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
 PAGES.filters["class"] = lambda n: f"colour-{'fill' if n is None else n % len(palette.SERIES)}"
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """Returns the page of a template, a path relative to the root of the repository. Its values are escaped.
 
     Every page has `title`, `heading`, `badge` with its `mood` (good, warn or bad), `about` and `footer`.

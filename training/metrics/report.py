@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from runtime.command_line import OneLineParser, complain, prepare_output
 from runtime.events import Event
 from runtime.files import atomic, run_directory
+from runtime.files.json_objects import JsonMapping
 from runtime.files.paths import user_path
 from training.metrics.attempts import Attempt, attempts_of, attempts_rows, goodput, nodes_chart, span_s
 from training.metrics.charts import Chart, Curve, curve_chart
@@ -149,7 +149,7 @@ def charts_of(run: RunFiles) -> dict[str, Chart]:
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def facts_of(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def facts_of(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
     """Returns a nested dict flattened to (`a.b.c`, value) pairs."""
     facts: list[tuple[str, str]] = []
     for key, value in values.items():
@@ -180,7 +180,7 @@ def collective_table(run: RunFiles) -> list[tuple[str, ...]]:
     ]
 
 
-def _collective(entry: Mapping[str, Any]) -> list[str]:
+def _collective(entry: Mapping[str, object]) -> list[str]:
     payload, times = number(entry.get("payload_bytes")), number(entry.get("times"))
     return [
         *(_text(entry.get(key)) for key in ("name", "axes", "kind", "dtype")),
@@ -211,7 +211,7 @@ def collectives_note(run: RunFiles) -> str:
     return f"{said} Counted by this node's network interfaces, average per step: {counted}."
 
 
-def profile_text(event: Mapping[str, Any]) -> str:
+def profile_text(event: JsonMapping) -> str:
     """Returns the text of an event of a profile, with fields as in runtime/events.py."""
     first, last = event["step"], event["step"] + event["steps"] - 1
     times = [f"{format_seconds(event['step_s'])} a step"]
@@ -222,7 +222,7 @@ def profile_text(event: Mapping[str, Any]) -> str:
     return f"Profile of steps {first} to {last}: {', '.join(times)}."
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Returns a value as text: booleans as yes and no, lists with commas."""
     if isinstance(value, bool):
         return "yes" if value else "no"

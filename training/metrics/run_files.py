@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from runtime.command_line import one_line
 from runtime.events import EventReader
 from runtime.files import json_lines, run_directory
-from runtime.files.json_lines import JsonLine
+from runtime.files.json_objects import JsonMapping, JsonObject
 from runtime.files.regular import NotRegularError, read_regular
 from training.metrics.units import format_bytes, format_count, format_loss, format_percent, format_seconds
 
@@ -25,12 +25,12 @@ class RunFiles:
     """
 
     run_dir: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    collectives: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
-    rows: tuple[JsonLine, ...] = ()
-    events: tuple[dict[str, Any], ...] = ()  # with `time_s` added
+    config: JsonObject = field(default_factory=dict)
+    environment: JsonObject = field(default_factory=dict)
+    collectives: JsonObject = field(default_factory=dict)
+    summary: JsonObject = field(default_factory=dict)
+    rows: tuple[JsonMapping, ...] = ()
+    events: tuple[JsonObject, ...] = ()  # with `time_s` added
     sample: str | None = None
     mesh_png: bytes | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
@@ -153,13 +153,13 @@ def number(value: Any) -> float | None:
         return None
 
 
-def series(rows: Sequence[JsonLine], key: str) -> list[tuple[float, float]]:
+def series(rows: Sequence[JsonMapping], key: str) -> list[tuple[float, float]]:
     """Returns the (step, value) pairs of the rows that contain `key`."""
     pairs = ((number(row.get("step")), number(row.get(key))) for row in rows if key in row)
     return [(step, value) for step, value in pairs if step is not None and math.isfinite(step) and value is not None]
 
 
-def mean_over_steps(rows: Sequence[JsonLine], key: str) -> float | None:
+def mean_over_steps(rows: Sequence[JsonMapping], key: str) -> float | None:
     """Returns the mean over all steps of a value that each row has for the steps since the previous row, or None.
 
     The mean of a speed is the work of all these steps divided by their time.
@@ -188,7 +188,7 @@ def _read_bytes(path: Path, problems: dict[str, str]) -> bytes | None:
     return None
 
 
-def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
+def _read_object(path: Path, problems: dict[str, str]) -> JsonObject:
     data = _read_bytes(path, problems)
     if data is None:
         return {}
@@ -198,7 +198,7 @@ def _read_object(path: Path, problems: dict[str, str]) -> dict[str, Any]:
     return value or {}
 
 
-def _read_rows(path: Path, problems: dict[str, str]) -> tuple[JsonLine, ...]:
+def _read_rows(path: Path, problems: dict[str, str]) -> tuple[JsonMapping, ...]:
     """Returns the lines that are JSON objects.
 
     Other lines, for example truncated by a kill, are counted as a problem.
@@ -213,7 +213,7 @@ def _read_rows(path: Path, problems: dict[str, str]) -> tuple[JsonLine, ...]:
     return rows
 
 
-def _config_of_command(command: Any) -> str | None:
+def _config_of_command(command: object) -> str | None:
     """Returns `quickstart` of `train.py --config=configs/quickstart.py`, with its `:arg` if it has one."""
     found = re.search(r"--?config[= ](\S+)", str(command))
     path, colon, argument = found[1].partition(":") if found else ("", "", "")

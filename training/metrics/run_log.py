@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from runtime.exit_codes import ResumableError
 from runtime.files import atomic, run_directory
+from runtime.files.json_objects import JsonMapping, JsonObject
 from training.metrics.progress import RunProgress, print_summary
 from training.metrics.report import write_report
 from training.metrics.run_files import read_run
@@ -33,7 +34,7 @@ class RunLog:
         num_steps: int,
         log_every: int,
         timer: StepTimer,
-        files: Mapping[str, Mapping[str, Any]],
+        files: Mapping[str, JsonMapping],
         constants: Mapping[str, float],
         count_wire: bool,
         started_s: float,
@@ -188,7 +189,7 @@ class RunLog:
                 (self._run_dir / run_directory.SAMPLE).write_text(sample, encoding="utf-8")
             if mesh_png is not None:
                 (self._run_dir / run_directory.MESH).write_bytes(mesh_png)
-        run, summary = read_run(self._run_dir), dict[str, Any]()  # once, because the rows may take a gigabyte
+        run, summary = read_run(self._run_dir), JsonObject()  # once, because the rows may take a gigabyte
         for row in run.rows:  # the last value of each key, including earlier attempts
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
             summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # shards
@@ -253,7 +254,7 @@ IN_SUMMARY = {
 }
 
 
-def offline_wandb(run_dir: Path, config: Mapping[str, Any]) -> Any:
+def offline_wandb(run_dir: Path, config: Mapping[str, object]) -> object:
     """Returns a run of Weights & Biases in `run_dir/wandb`, which `wandb sync` sends. Attempts share a group."""
     import wandb  # optional
 
@@ -262,5 +263,5 @@ def offline_wandb(run_dir: Path, config: Mapping[str, Any]) -> Any:
     return wandb.init(mode="offline", dir=run_dir, settings=quiet, **about)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     atomic.replace(path, json.dumps(content, indent=2) + "\n")
