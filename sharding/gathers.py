@@ -75,7 +75,7 @@ def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: A
 
 def _as_gathered(plan: ShardingPlan, p: Placement, x: jax.Array) -> jax.Array:
     """Returns shards `[...]` in the dtype in which they travel."""
-    return x if p.frozen else x.astype(plan.compute_dtype)
+    return x.astype(plan.compute_dtype) if plan.casts and not p.frozen else x
 
 
 def reduce_scatter(plan: ShardingPlan, placements: Placements, grads: Grads) -> Grads:

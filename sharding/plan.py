@@ -34,6 +34,7 @@ class ShardingPlan:
     placements: Placements  # trained parameters
     frozen: Placements = dataclasses.field(default_factory=lambda: Placements({}))  # frozen parameters
     compute_dtype: jnp.dtype = FLOAT32
+    casts: bool = True  # parameters are gathered in the compute dtype; False: as they are stored
     reduce_dtype: DTypeLike | None = None  # dtype of the group reduce-scatter; None: the compute dtype
     gather_codecs: LevelCodecs = PLAIN  # for the micro-steps' gathers
     reduce_scatter_codecs: LevelCodecs = PLAIN
