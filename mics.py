@@ -8,7 +8,7 @@
 The p devices along `shard_axis`, joined by a fast network, are a partition group: together they hold one copy of the
 parameters and of the optimizer's state. The R groups along `replica_axis` are replicas, joined by a slow network. A
 step gathers the parameters inside the groups, and each of its micro-steps reduce-scatters its gradients there.
-Gradients cross the slow network once per step, in `all_reduce` (MiCS section 3.4).
+Gradients cross the slow network once per step, in `all_reduce` (MiCS section 3.4). examples/minimal.py is a whole loop.
 """
 
 from collections.abc import Callable

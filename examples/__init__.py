@@ -1,1 +1,1 @@
-"""Uses of the library that are not part of the core; the product imports none of them."""
+"""Loops that use mics.py, and methods that are not part of the core; the product imports none of them."""

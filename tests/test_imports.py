@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "runtime.files",
     "launch": "configs training.metrics runtime runtime.files",
     "train": EVERYTHING,
-    "examples": "configs sharding compression runtime",
+    "examples": "configs sharding compression compression.codecs mics runtime",
     "sweep": "configs launch runtime runtime.files",
     "lab": "",
     "lab.probe": "sharding models training.metrics runtime runtime.files",

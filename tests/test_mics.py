@@ -1,5 +1,6 @@
-"""mics.py: MiCS in loops of others. Losses of one device, and bytes of compiled programs."""
+"""mics.py: MiCS in loops of others. Losses of one device, bytes of compiled programs, and trainers that adopt it."""
 
+import re
 from functools import cache
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.running import ROOT
 
 import mics
 from compression.codecs import Blockwise
+from examples import minimal
 from sharding.hlo import Collective, read_collectives
 from sharding.mesh import MeshShape
 
@@ -243,3 +246,44 @@ def test_mistakes_are_one_line() -> None:
         with pytest.raises(ValueError, match=f"^{message}") as caught:
             mistake()
         assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------- examples that adopt it
+
+
+def without_mics(text: str) -> str:
+    """Returns the trainer before it adopted mics, by the marks of its lines."""
+    kept = [line for line in text.splitlines() if not line.endswith("  # +")]
+    return "\n".join(re.sub(r"^( *)# - ?", r"\1", line) for line in kept)
+
+
+def run_example(text: str, train: str) -> tuple[list[float], float]:
+    """Returns the losses of a trainer, and the bytes between nodes of its step."""
+    found: dict[str, Any] = {"__name__": "trainer", "__file__": str(ROOT / "examples" / "trainer.py")}
+    with jax.numpy_rank_promotion("allow"):
+        exec(text, found)
+        losses, lowered = eval(train, found)(STEPS)
+        step = lowered.compile()
+    return losses, sum(c.times * c.inter_bytes for c in between_nodes(step))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "train"), [("flax_nnx", "train"), ("plain_jax", "Trainer().train")])
+def test_a_trainer_adopts_mics_with_fewer_than_20_changed_lines(name: str, train: str) -> None:
+    """Added and removed lines together. Losses stay, and a step sends at most a quarter between nodes."""
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    assert 10 < len(re.findall(r"(?m)  # \+$|^ *# -", text)) < 20
+    before = without_mics(text)
+    assert "mics." not in before.partition('"""\n\n')[2]
+    old, new = run_example(before, train), run_example(text, train)
+    np.testing.assert_allclose(new[0], old[0], rtol=1e-5)
+    assert old[1] > 4 * new[1]
+
+
+@pytest.mark.slow
+def test_the_minimal_example_trains_and_sends_a_quarter_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        losses = minimal.main(10)
+    assert losses[-1] < losses[0] - 1
+    whole, _, sent = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", capsys.readouterr().out))
+    assert 3.8 < (2 * whole / 2 * 3 / 4) / sent < 4
