@@ -24,7 +24,7 @@ from input_pipeline.shard_index import Shard
 from input_pipeline.store import FETCHES, PATIENCE_S, StoreError
 from runtime.blobs import BlobAddress, Connection, PeerError, RefusedError
 
-Item = TypeVar("Item")
+Candidate = TypeVar("Candidate")
 THREADS = 4  # read-ahead threads
 CLOSE_S = 5.0  # time to wait for their end
 ASKED = 3  # number of nodes to ask for a copy, in addition to the node that would download the shard
@@ -62,7 +62,7 @@ class Counters:
         return {f"data_{name}": value for name, value in vars(self).items() if name != "lock"}
 
 
-def rendezvous(key: str, among: Sequence[Item]) -> list[Item]:
+def rendezvous(key: str, among: Sequence[Candidate]) -> list[Candidate]:
     """Returns `among` ordered by hashes with `key`. A node that leaves or joins changes only the keys assigned to it.
 
     Source: highest random weight, Thaler and Ravishankar 1998.
