@@ -457,7 +457,7 @@ def test_replicas_with_other_data_devices_or_versions_are_of_another_run(monkeyp
 
 def test_replicas_with_another_key_that_changes_bits_are_of_another_run() -> None:
     """The order of a sum is one; these sections have none."""
-    assert sections("decoder").keys() - {*SECTIONS} == {"checkpoint", "elastic", "eval", "sample"}
+    assert sections("decoder").keys() - {*SECTIONS} == {"checkpoint", "elastic", "eval", "profile", "sample"}
     data, found = cast(Any, SimpleNamespace(fingerprint="")), list[str]()
     for hierarchical in (True, False):
         config = gpu_decoder.get_config()
