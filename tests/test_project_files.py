@@ -49,3 +49,8 @@ def test_files_that_our_programs_name_exist() -> None:
     named = {(file, path) for file in files for path in name.findall(file.read_text())}
     assert len(named) > 100
     assert sorted(f"{file.relative_to(ROOT)}: {path}" for file, path in named if not (ROOT / path).exists()) == []
+
+
+def test_an_installation_has_every_program_of_the_root() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["py-modules"] == sorted(file.stem for file in ROOT.glob("*.py"))
