@@ -11,7 +11,7 @@ EVERYTHING := $(VENV)/dev-installed $(VENV)/moto/installed $(VENV)/h100/installe
 # Two workers compute, and for slow tests a third one waits; tests of a file share a worker (tests/support/suite.py).
 # A worker that dies is not replaced: xdist would give the test that it died in to the next one, and that again.
 WORKERS := 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20 -rs --max-worker-restart=0
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20 -rfEs --max-worker-restart=0
 
 # Each process of a test would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE

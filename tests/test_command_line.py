@@ -66,10 +66,10 @@ def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
     assert into_closed_pipe(*command.split()) == (0, "")
 
 
-# Programs that only our programs start, and programs that write a page of docs/.
-NOT_FOR_USERS = """launch/emulate/node_init.py launch/emulate/ray_nodes.py launch/ray_standby.py
+# Programs that only our programs start, programs that write a page of docs/, and trainers that users copy.
+OTHERS = """launch/emulate/node_init.py launch/emulate/ray_nodes.py launch/ray_standby.py
     launch/sweeps/ray_child.py training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py
-    configs/show.py input_pipeline/rendering.py"""
+    configs/show.py input_pipeline/rendering.py examples/flax_nnx.py examples/minimal.py examples/plain_jax.py"""
 
 
 def test_every_program_for_users_prepares_its_output() -> None:
@@ -79,7 +79,7 @@ def test_every_program_for_users_prepares_its_output() -> None:
     }
     programs = {str(path.relative_to(ROOT)): text for path, text in texts.items() if '__name__ == "__main__"' in text}
     left = {name for name, text in programs.items() if "prepare_output()" not in text}
-    assert left == set(NOT_FOR_USERS.split()) and len(programs) - len(left) >= 10
+    assert left == set(OTHERS.split()) and len(programs) - len(left) >= 10
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def test_sparse_loco_matches_numpy() -> None:
     assert statistics(state)["all_reduce_payload_bytes"] == claimed + vectors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUT_PARAMS[:3])
 def test_sparse_loco_result_plus_residual_is_the_sum_in_every_layout(layout: str) -> None:
     """Without decay; also where replicas inside a node share the work."""
@@ -143,6 +144,7 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
     return q
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=() if x == "mics(2)" else pytest.mark.slow) for x in LAYOUTS])
 def test_power_sgd_matches_numpy_in_every_layout(layout: str) -> None:
     """The factors belong to whole matrices for any sharding: two exact steps, then warm start and feedback.

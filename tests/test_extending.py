@@ -315,6 +315,7 @@ def test_a_model_that_cannot_be_sampled_says_so(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count(said) == 1 and not (tmp_path / "run" / "sample.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("corpus")
 def test_a_run_remembers_the_file_that_registered_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"data__source": "folder", "data__path": "corpus", "num_steps": 1}

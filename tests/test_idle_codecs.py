@@ -90,6 +90,7 @@ IN_ONE_NODE = dict(nodes=1, per_node=8, partition_size=2)
 ONE_REPLICA = dict(nodes=1, per_node=2, partition_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "where"),
     [

@@ -44,6 +44,7 @@ def test_new_adapters_change_nothing_at_first_and_only_they_are_kept(trained: Pa
     assert len(kept) == 14 and all(name.endswith(("lora_a", "lora_b")) and x.all() for name, x in kept.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mics", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same(strategy: str, trained: Path, tmp_path: Path) -> None:
     """Bit by bit on the same mesh, and on another one up to the order of additions."""

@@ -67,6 +67,7 @@ def test_killed_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capfd
     assert next(row["step"] for row in rows(run) if "snapshot_s" in row) == 4  # the snapshot of step 3
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_from_memory(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step that no snapshot was due at; it is in a checkpoint too, should the node go away."""
     memory, run = tmp_path / "memory", tmp_path / "run"

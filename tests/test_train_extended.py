@@ -19,6 +19,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short, long = (arguments(tmp_path, num_steps=steps) for steps in (10, 12))
     assert run_here(*short) == 0
