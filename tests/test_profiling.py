@@ -23,6 +23,7 @@ def test_exposed_is_the_part_of_the_collectives_without_compute() -> None:
     assert _collective_ns(spans[:3], BETWEEN) == (0, 0)
 
 
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # jax's, with Python 3.12
 def test_a_trace_has_the_collectives_of_both_levels(tmp_path: Path) -> None:
     """Of 2 nodes of 2 devices: a sum between nodes and a sum inside them; other programs in the trace do not count."""
     shape = MeshShape(replica_inter=2, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)

@@ -390,6 +390,7 @@ def test_the_hook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert f"\n10 {max(abs(x).max() for x in params)}\n" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # jax's, with Python 3.12
 def test_the_steps_that_the_config_names_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their trace has each step and the phases; the summary is printed, and in the report."""
     assert run_here(*arguments(tmp_path, profile__start=3, profile__steps=2)) == 0
