@@ -42,6 +42,8 @@ FLAGS = ROOT / "training" / "flags.py"  # the options of train.py
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
+# pages that take minutes: with the tests for releases only. The tutorial and fine-tuning, as long, run every time
+LONG = tuple(f"docs/{name}.md" for name in ("compression", "planner", "training", "experts", "weights"))
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")
 OUTPUT, DATA = "text", ("json", "bibtex")  # languages of blocks that are not commands
@@ -404,7 +406,14 @@ def run_page(page: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(not block.reason for block in blocks(page))])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.release] * (page in LONG))
+        for page in PAGES
+        if any(not block.reason for block in blocks(page))
+    ],
+)
 def test_the_blocks_of_a_page_run(page: str, copy: Path) -> None:
     if NEEDED and "-m launch.emulate" in (ROOT / page).read_text():
         pytest.skip(NEEDED)

@@ -162,7 +162,7 @@ def test_a_run_says_which_codecs_idle_on_its_devices() -> None:
     "keys",
     [
         dict(compression__all_reduce="int8"),
-        dict(compression__all_reduce="int8", local_sgd__inner_steps=2),
+        pytest.param(dict(compression__all_reduce="int8", local_sgd__inner_steps=2), marks=pytest.mark.release),
     ],
     ids=["int8", "local_sgd"],
 )
