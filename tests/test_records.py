@@ -70,7 +70,7 @@ def content(line: str) -> str:
     return json.dumps({key: value for key, value in json.loads(line).items() if key not in marks}, sort_keys=True)
 
 
-@pytest.mark.document
+@pytest.mark.release  # a clone may be shallow
 def test_every_measured_line_of_the_history_is_a_record_or_archived() -> None:
     """No commit has edited or deleted one; a line may get marks, and move to the archive."""
     archive = lzma.decompress(ARCHIVE.read_bytes()).decode().splitlines()
