@@ -57,8 +57,8 @@ class LoopPlan:
         renamed = lambda spec: PartitionSpec(*(names[axis] for axis in spec))
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, renamed(spec)), specs)
 
-    def grouped(self, tree: PyTree) -> Any:
-        """Returns the leaves of a tree like the parameters, `[...]` or `[R, ...]`, as the plan's group.
+    def grouped(self, tree: PyTree, lead: tuple[int, ...] = ()) -> Any:
+        """Returns the leaves of a tree like the parameters, with the dims `lead` before theirs, as the plan's group.
 
         ValueError for another number of leaves or other shapes. Containers may differ, because flax's optimizer removes
         each `nnx.Param`.
@@ -67,8 +67,11 @@ class LoopPlan:
         if len(leaves) != len(planned):
             raise ValueError(f"the plan has {len(planned)} parameters and this tree {len(leaves)}; make a plan of it")
         for (path, x), y in zip(leaves, planned):
-            if x.shape[x.ndim - y.ndim :] != y.shape:
-                raise ValueError(f"{path_name(path)} is {list(x.shape)}, in the plan {list(y.shape)}; make a new plan")
+            if x.shape != (*lead, *y.shape):
+                raise ValueError(
+                    f"{path_name(path)} is {list(x.shape)}, not {[*lead, *y.shape]}: all_reduce takes the gradients of "
+                    "value_and_grad and comes first in a chain; other parameters need a new plan"
+                )
         return {GROUP: [x for _, x in leaves]}
 
 
@@ -150,14 +153,16 @@ def value_and_grad(
 def all_reduce(plan: LoopPlan, codec: Codec | None = None) -> optax.GradientTransformation:
     """Returns the transform from gradients `[R, ...]` to their mean over R; it comes first in an optax chain.
 
-    Each device sends `2 (M/p) (R-1)/R` bytes along the replica axis, for M bytes of parameters. A codec
-    (compression/codecs.py) encodes tensors of two dims or more, and divides their bytes by its ratio. The state holds
-    the encoding errors of each replica in float32, which are added to its next gradients (arXiv 1901.09847). If a
-    gradient is not finite, neither is the mean, and the state stays as it was.
+    Each device sends `2 (M/p + W) (R-1)/R` bytes along the replica axis, for M bytes of divided parameters and W bytes
+    of parameters that each device has whole. A codec (compression/codecs.py) encodes tensors of two dims or more, and
+    divides their bytes by its ratio. The state holds the encoding errors of each replica in float32, which are added to
+    its next gradients (arXiv 1901.09847). If a gradient is not finite, neither is the mean, and this state stays as it
+    was. To skip such a step, put `optax.apply_if_finite` around the optimizer after this transform, not around both.
     """
     inner = plan.inner
     method = unless_not_finite(exchange(inner, codec))
     specs_R, specs = gradient_specs(inner), pspecs(inner.placements, inner.layout.optimizer)
+    lead = plan.mesh.devices.shape[:1]
 
     def specs_of(state: State) -> State:
         residual = replace(state.residual, tree=specs_R) if state.residual else ()
@@ -174,7 +179,7 @@ def all_reduce(plan: LoopPlan, codec: Codec | None = None) -> optax.GradientTran
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         del params
         in_specs, out_specs = (specs_R, specs_of(state)), (specs, specs_of(state))
-        mean, state = _on_inner_mesh(plan, method.update, in_specs, out_specs, plan.grouped(updates), state)
+        mean, state = _on_inner_mesh(plan, method.update, in_specs, out_specs, plan.grouped(updates, lead), state)
         return jax.tree.unflatten(jax.tree.structure(updates), mean[GROUP]), state
 
     return optax.GradientTransformation(init, update)

@@ -230,6 +230,7 @@ def test_mistakes_are_one_line() -> None:
         mesh, params, replica_axis=replica_axis, shard_axis="model"
     )
     run = mics.value_and_grad(lambda params, x: x.mean(), make(), micro_steps=2)
+    reduce = mics.all_reduce(make())
     mistakes = {
         "replica_axis=node, shard_axis=model: the mesh must have these two axes in": lambda: make(replica_axis="node"),
         "replica_axis=data, .* order, not model, data$": lambda: make(Mesh(mesh.devices.T, ("model", "data"))),
@@ -240,7 +241,9 @@ def test_mistakes_are_one_line() -> None:
         r"a batch array \[\] needs a multiple of 16 rows": lambda: run(params, jnp.ones(())),
         "the plan has 2 parameters and this tree 1; make a plan": lambda: run({"w": params["w"]}, jnp.ones(16)),
         "the plan has 2 parameters and this tree 0": lambda: mics.all_reduce(make()).init({}),
-        r"w is \[4, 3\], in the plan \[4, 2\]": lambda: run(params | {"w": jnp.ones((4, 3))}, jnp.ones(16)),
+        r"w is \[4, 3\], not \[4, 2\]: ": lambda: run(params | {"w": jnp.ones((4, 3))}, jnp.ones(16)),
+        r"b is \[4, 2\], not \[2\]: ": lambda: run(jax.tree.map(lambda x: jnp.stack([x] * 4), params), jnp.ones(16)),
+        r"b is \[2\], not \[4, 2\]: all_reduce takes": lambda: reduce.update(params, reduce.init(params)),
     }
     for message, mistake in mistakes.items():
         with pytest.raises(ValueError, match=f"^{message}") as caught:
