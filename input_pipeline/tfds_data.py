@@ -26,10 +26,9 @@ def source(name: str, data_dir: str, split: str) -> TextSource:
     `_range_of` defines the splits. The text is the feature `text`, or else the only text feature.
     Raises ValueError for a data set that TFDS does not know or cannot prepare or read, or without train or text.
     """
-    check_installed("tensorflow_datasets", f"data.source=tfds:{name}", "tfds")
+    builder = _prepared_builder(name, data_dir)
     import tensorflow_datasets as tfds
 
-    builder = _prepared_builder(name, data_dir)
     feature = _only_feature(name, builder.info.features, "text", tfds.features.Text)
     tfds_split, start, stop = _range_of(name, builder.info.splits, split)
     folder = Path(builder.data_dir)
@@ -60,10 +59,9 @@ class TfdsImages:
     threads = 16  # reading and decoding release Python's global lock
 
     def __init__(self, name: str, data_dir: str, split: str) -> None:
-        check_installed("tensorflow_datasets", f"data.source=tfds:{name}", "tfds")
+        builder = _prepared_builder(name, data_dir)
         import tensorflow_datasets as tfds
 
-        builder = _prepared_builder(name, data_dir)
         features = builder.info.features
         self._image = _only_feature(name, features, "image", tfds.features.Image)
         self._label = _only_feature(name, features, "label", tfds.features.ClassLabel)
@@ -94,6 +92,7 @@ class TfdsImages:
 
 def _prepared_builder(name: str, data_dir: str) -> Any:
     """Returns the builder of a prepared data set. ValueError if TFDS does not know it or cannot prepare it."""
+    check_installed("tensorflow_datasets", f"data.source=tfds:{name}", "tfds")
     import tensorflow_datasets as tfds
 
     where = str(user_path(data_dir)) if data_dir else None

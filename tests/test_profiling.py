@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape, find_nodes, make_mesh
-from training.profiling import BETWEEN, COMPUTE, INSIDE, _collective_ns, collective_times, start_trace
+from training.profiling import BETWEEN, COMPUTE, INSIDE, _collective_ns, _kinds, collective_times, start_trace
 
 
 def test_exposed_is_the_part_of_the_collectives_without_compute() -> None:
@@ -21,6 +22,24 @@ def test_exposed_is_the_part_of_the_collectives_without_compute() -> None:
     assert _collective_ns(spans, BETWEEN) == (20, 10)
     assert _collective_ns(spans, INSIDE) == (3, 3)
     assert _collective_ns(spans[:3], BETWEEN) == (0, 0)
+
+
+def test_a_custom_call_is_compute_unless_it_calls_a_computation() -> None:
+    """On GPUs most matrix products are calls of a library."""
+    program = parse_program("""HloModule jit_step
+
+%inside (p: f32[4]) -> f32[4] {
+  ROOT %p = f32[4]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %gemm.1 = f32[4]{0} custom-call(%x), custom_call_target="__cublas$gemm"
+  ROOT %call.1 = f32[4]{0} call(%gemm.1), to_apply=%inside
+}
+""")
+    kinds = _kinds(program, MeshShape(replica_inter=1, shard_inter=1, replica_intra=1, shard_intra=1, tensor=1))
+    assert kinds["gemm.1"] == COMPUTE and "call.1" not in kinds
 
 
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # jax's, with Python 3.12

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from sharding.hlo import CALLS, collective_of
-from sharding.hlo_program import Program, parse_program
+from sharding.hlo_program import Instruction, Program, parse_program
 from sharding.mesh import MeshShape
 
 BETWEEN, INSIDE = "between nodes", "inside nodes"
@@ -44,13 +44,18 @@ def collective_times(folder: Path, hlo_text: str, shape: MeshShape, steps: int) 
 
 def _kinds(program: Program, shape: MeshShape) -> dict[str, str]:
     """Returns the kind of each operation of a program, by its name, without loops, calls and halves of pairs."""
+
+    def holds_others(instruction: Instruction) -> bool:
+        """Whether the trace also has the operations inside; a matrix product of a GPU's library is a custom-call."""
+        return instruction.opcode == "while" or (instruction.opcode in CALLS and bool(instruction.calls))
+
     kinds: dict[str, str] = {}
     for computation in program.computations.values():
         for instruction in computation.instructions:
             collective = collective_of(instruction, computation, program, shape)
             if collective:
                 kinds[instruction.name] = BETWEEN if collective.inter_bytes else INSIDE
-            elif instruction.opcode not in ("while", *CALLS) and not instruction.opcode.endswith(("-start", "-done")):
+            elif not (holds_others(instruction) or instruction.opcode.endswith(("-start", "-done"))):
                 kinds[instruction.name] = COMPUTE
     return kinds
 
