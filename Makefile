@@ -1,7 +1,11 @@
-PYTHON ?= python3
+# The newest tested Python that can make environments. A shim of pyenv may start none, so pyenv's own folder is searched too.
+ifndef PYTHON
+PYTHON := $(shell for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12.*/bin/python3.12 python3.11 python3; \
+	do "$$python" -c 'import ensurepip, venv' 2>/dev/null && echo "$$python" && break; done)
+endif
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The versions tested together with the environment's Python, if it has some of its own; else those of Python 3.11.
+# The versions tested together with the environment's Python: Python 3.11 has some of its own.
 VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt) requirements/constraints.txt)
 DEV := $(patsubst %,requirements/%.txt,dev kubernetes shards tfds vision)
@@ -34,7 +38,7 @@ test-gpu: $(VENV)/dev-installed $(VENV)/gpu-installed  ## on a machine with an N
 		tests/test_codecs.py::test_stochastic_rounding_is_unbiased \
 		tests/test_models_flash.py::test_values_and_gradients_are_those_of_xla
 
-test-jax: $(VENV)/dev-installed  ## with another jax: make test-jax PYTHON=python3.12 VENV=.venv-py312
+test-jax: $(VENV)/dev-installed  ## with another jax: make test-jax PYTHON=python3.11 VENV=.venv-py311
 	$(PYTEST) -m "jax and not slow and not release and not gpu"
 
 test-all: test test-slow
@@ -72,13 +76,14 @@ docs: $(VENV)/docs/installed  ## the pages and an API reference as a site: site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
 constraints: $(VENV)/dev-installed  ## writes the installed versions down as the tested ones
-	(echo "# The versions that are tested together ($$($(BIN)/python -V)). Regenerate: make constraints"; $(BIN)/pip freeze) > $(CONSTRAINTS)
+	(echo "# The versions that are tested together ($$($(BIN)/python -V | cut -d. -f1,2)). Regenerate: make constraints"; $(BIN)/pip freeze) > $(CONSTRAINTS)
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .coverage*
 
 $(VENV)/installed: requirements.txt $(CONSTRAINTS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@test -n "$(PYTHON)" || { echo "there is no python3 that can make environments: install Python 3.12 with venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
 	touch $@

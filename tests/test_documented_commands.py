@@ -198,7 +198,7 @@ def test_make_takes_the_versions_tested_with_the_python_of_the_environment(tmp_p
         (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {version}\n")
         (tmp_path / folder / "python").chmod(0o700)
     show = ["make", "--no-print-directory", "--eval=show: ; @echo $(CONSTRAINTS)", "show"]
-    for venv, chosen in (("", "constraints-py312.txt"), ("new", "constraints.txt")):
+    for venv, chosen in (("", "constraints.txt"), ("new", "constraints-py311.txt")):
         words = [f"VENV={tmp_path / venv}", f"PYTHON={tmp_path / 'another' / 'python'}"]
         done = subprocess.run([*show, *words], cwd=ROOT, check=True, timeout=60, capture_output=True, text=True)
         assert done.stdout == f"requirements/{chosen}\n"
