@@ -187,12 +187,12 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
 
     Thread(target=compile_all, daemon=True).start()
     while not done:
-        # the last buffer file is written: the files read here are complete
-        for report in dumped.glob(f"*.{MODULE}.*-memory-usage-report.txt"):
-            program = str(report).removesuffix("-memory-usage-report.txt")
-            arguments, temporaries = buffer_bytes(Path(f"{program}-buffer-assignment.txt").read_text())
-            text = Path(f"{program}.txt").read_text()
-            return {"text": text, "argument_bytes": arguments, "temporary_bytes": temporaries}
+        # XLA of jax 0.10 and 0.12 writes the options after the program and its buffers, so these files are complete
+        for _ in dumped.glob(f"*.{MODULE}.debug_options"):
+            for assignment in dumped.glob(f"*.{MODULE}.*-buffer-assignment.txt"):
+                arguments, temporaries = buffer_bytes(assignment.read_text())
+                text = Path(str(assignment).replace("-buffer-assignment.txt", ".txt")).read_text()
+                return {"text": text, "argument_bytes": arguments, "temporary_bytes": temporaries}
         time.sleep(POLL_S)
     (whole,) = done
     if isinstance(whole, Exception):
@@ -207,7 +207,9 @@ def buffer_bytes(assignment: str) -> tuple[int, int]:
 
     ValueError if the text has none.
     """
-    found = re.findall(r"^allocation \d+: size (\d+), (parameter|preallocated-temp)\b", assignment, re.MULTILINE)
+    found = re.findall(
+        r"^allocation \d+: size (\d+), (?:page \d+, )?(parameter|preallocated-temp)\b", assignment, re.MULTILINE
+    )
     if not found:
         raise ValueError("XLA wrote a buffer assignment without allocations; its format is another one")
     sums = dict.fromkeys(("parameter", "preallocated-temp"), 0)

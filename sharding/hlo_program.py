@@ -9,7 +9,7 @@ tuples of outer loops.
 import operator
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -19,6 +19,7 @@ _NAME = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _TENSOR = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{[^}]*\})?")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_ELEMENT = re.compile(r"#\d+")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _CALLS = ("to_apply", "calls", "called_computations", "branch_computations", "true_computation", "false_computation")
 _KNOWN = re.compile(r'known_trip_count\\?"?:\s*\{\\?"?n\\?"?:\\?"?(\d+)')
@@ -174,8 +175,32 @@ def parse_program(text: str) -> Program:
             found[current].append(_instruction(line))
     if not entry:
         raise ValueError("the text is no compiled HLO module: it has no ENTRY computation")
-    computations = {name: Computation(name, tuple(instructions)) for name, instructions in found.items()}
+    computations = {name: Computation(name, tuple(_with_elements(read))) for name, read in found.items()}
     return Program(computations=computations, entry=computations[entry])
+
+
+def _with_elements(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Yields instructions, with a get-tuple-element before the first that reads an element of a tuple by name.
+
+    XLA of jax 0.12 writes `%name#2` for that element, and XLA of jax 0.10 an instruction.
+    """
+    results = {instruction.name: instruction.result for instruction in instructions}
+    for instruction in instructions:
+        for operand in instruction.operands:
+            for end in (found.end() for found in _ELEMENT.finditer(operand)):
+                name = operand[:end]
+                if name not in results:
+                    whole, _, index = name.rpartition("#")
+                    results[name] = results[whole][int(index)]
+                    yield Instruction(
+                        name=name,
+                        opcode="get-tuple-element",
+                        result=results[name],
+                        operands=(whole,),
+                        literal="",
+                        written_attributes=f"index={index}",
+                    )
+        yield instruction
 
 
 def _instruction(line: str) -> Instruction:

@@ -1,5 +1,7 @@
 """The parser of compiled programs: every spelling of replica groups, loops, asynchronous pairs, bytes by network."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharding.hlo import as_report, behind_warm_up, bytes_per_step, program_collectives, read_collectives
-from sharding.hlo_program import Site, parse_program, trip_count
+from sharding.hlo_program import ArrayType, Site, parse_program, trip_count
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 
 SHAPE = MeshShape(replica_inter=2, shard_inter=2, replica_intra=1, shard_intra=2, tensor=1)
@@ -256,6 +258,46 @@ FUSED = "ROOT %f = pred[] fusion(%j), kind=kLoop, calls=%fused_compare"
 BY_TWO = "%next = s32[] fusion(%i), kind=kLoop, calls=%fused_add"
 
 
+def with_named_elements(text: str) -> str:
+    """Returns a module as XLA of jax 0.12 writes it: `%b#1` in place of an instruction that reads an element of %b."""
+    computations = text.split("\n}")
+    for n, computation in enumerate(computations):
+        for name, whole, index in re.findall(
+            r"\n  %([\w.]+) = \S+ get-tuple-element\(%(\w+)\), index=(\d)", computation
+        ):
+            line = rf"\n  %{name} = \S+ get-tuple-element.*"
+            computations[n] = re.sub(rf"%{name}\b", f"%{whole}#{index}", re.sub(line, "", computations[n]))
+    return "\n}".join(computations)
+
+
+def test_an_element_of_a_tuple_may_be_named_by_its_number() -> None:
+    text = with_named_elements(program(limit=PASSED))
+    assert "compare(%c#1, %c#2)" in text and "get-tuple-element(%b)" not in text
+    body = parse_program(text).computations["body"]
+    assert [(i.name, i.opcode, i.operands) for i in body.instructions] == [
+        ("b", "parameter", ()),
+        ("one", "constant", ()),
+        ("b#1", "get-tuple-element", ("b",)),
+        ("next", "add", ("b#1", "one")),
+        ("b#0", "get-tuple-element", ("b",)),
+        ("b#2", "get-tuple-element", ("b",)),
+        ("r", "tuple", ("b#0", "next", "b#2")),
+    ]
+    assert body.by_name["b#0"].result == ArrayType("f32", (8,)) and body.by_name["b#2"].index == 2
+
+
+def test_an_element_of_a_tuple_in_a_tuple_may_be_named() -> None:
+    text = """HloModule m
+
+ENTRY %main (p: (s32[], (f32[8], s32[2]))) -> f32[8] {
+  %p = (s32[], (f32[8]{0}, s32[2]{0})) parameter(0)
+  ROOT %c = f32[8]{0} copy(%p#1#0)
+}
+"""
+    inner, outer = parse_program(text).entry.instructions[2], parse_program(text).entry.instructions[1]
+    assert (outer.name, inner.operands, inner.result) == ("p#1", ("p#1",), ArrayType("f32", (8,)))
+
+
 def test_trip_counts(subtests: pytest.Subtests) -> None:
     for changes, trips in [
         ({}, 7),
@@ -281,6 +323,7 @@ def test_trip_counts(subtests: pytest.Subtests) -> None:
     ]:
         with subtests.test(changes=changes, trips=trips):
             assert count(program(**changes)) == trips
+            assert count(with_named_elements(program(**changes))) == trips
 
 
 def test_a_loop_that_cannot_be_counted_is_named(subtests: pytest.Subtests) -> None:

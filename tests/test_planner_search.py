@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -412,6 +413,8 @@ allocation 3: size 7000, preallocated-temp:
 
 def test_bytes_of_a_buffer_assignment() -> None:
     assert compiling.buffer_bytes(ASSIGNMENT) == (430, 7000)
+    of_jax_0_12 = re.sub(r": size (\d+), ", r": size \1, page 0, ", ASSIGNMENT)
+    assert compiling.buffer_bytes(of_jax_0_12) == (430, 7000)
     with pytest.raises(ValueError, match="its format is another one"):
         compiling.buffer_bytes("BufferAssignment:\n")
 
