@@ -14,7 +14,17 @@ from math import prod
 
 import numpy as np
 
-from sharding.hlo_program import ArrayType, Computation, Instruction, Program, Site, parse_program, tensors, trip_count
+from sharding.hlo_program import (
+    ArrayType,
+    Computation,
+    Instruction,
+    Program,
+    Site,
+    Type,
+    parse_program,
+    tensors,
+    trip_count,
+)
 from sharding.mesh import MeshShape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -148,7 +158,7 @@ def collective_of(
     if kind not in KINDS:
         return None
     arrays = tensors(instruction.result)
-    if kind != instruction.opcode and kind != "all-reduce":  # (operands, results, context)
+    if kind != instruction.opcode and _has_operands(instruction.result, kind):  # (operands, results, context)
         real = [array for array in arrays if array != CONTEXT] or arrays
         arrays = real[len(real) // 2 :]
     groups = _groups(instruction, kind, shape.num_devices)
@@ -170,6 +180,12 @@ def collective_of(
         times=1,
         loop_depth=0,
     )
+
+
+def _has_operands(result: Type, kind: str) -> bool:
+    """Whether the result of a started collective contains its operands. An all-reduce's does from jax 0.12 on."""
+    nested = isinstance(result, tuple) and any(isinstance(part, tuple) for part in result)
+    return nested or kind != "all-reduce"
 
 
 def _name_of_parts(instruction: Instruction, computation: Computation, program: Program) -> str:

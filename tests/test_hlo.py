@@ -104,6 +104,9 @@ def test_what_gpus_start_counts_by_its_results(subtests: pytest.Subtests) -> Non
             "f32",
             20,
         ),
+        ("(f32[3], f32[2,2]) all-reduce-start(%x, %y), replica_groups=%s", "f32", 7),
+        ("((f32[7]), f32[7]) all-reduce-start(%x), replica_groups=%s", "f32", 7),
+        ("((f32[3], f32[4]), (f32[3], f32[4])) all-reduce-start(%x, %y), replica_groups=%s", "f32", 7),
         ("(f32[3], f32[2,2], /*index=2*/f32[]) all-reduce(%x, %y, %z), replica_groups=%s", "f32", 8),
         ("(f32[8], f32[8], u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}", "f32", 8),
     ]:
