@@ -191,7 +191,9 @@ def _with_elements(instructions: Sequence[Instruction]) -> Iterator[Instruction]
                 name = operand[:end]
                 if name not in results:
                     whole, _, index = name.rpartition("#")
-                    results[name] = results[whole][int(index)]
+                    parts = results[whole]
+                    assert isinstance(parts, tuple)
+                    results[name] = parts[int(index)]
                     yield Instruction(
                         name=name,
                         opcode="get-tuple-element",
