@@ -219,12 +219,10 @@ def all_reduce(plan: LoopPlan, codec: Codec | None = None) -> optax.GradientTran
         return jax.tree.map(lambda _: REPLICATED, state)._replace(residual=residual)
 
     def init(params: PyTree) -> State:
-        @jax.jit  # so that no device holds the errors of all replicas
-        def first_state(params: Params) -> State:
-            state: Any = method.init(params)
-            return jax.device_put(state, plan.on_mesh(specs_of(state)))
-
-        return first_state(plan.grouped(params))
+        grouped: Any = plan.grouped(params)
+        shapes: Any = jax.eval_shape(method.init, grouped)
+        # so that no device holds the errors of all replicas
+        return jax.jit(method.init, out_shardings=plan.on_mesh(specs_of(shapes)))(grouped)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         del params

@@ -155,6 +155,16 @@ def test_a_codec_encodes_matrices_and_keeps_each_replica_s_errors() -> None:
     assert any(np.any(x) for x in jax.tree.leaves(after[0].residual))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_no_device_holds_the_errors_of_all_replicas_at_the_start(kind: AxisType) -> None:
+    plan = plan_on(make_mesh(kind=kind))
+    state: Any = mics.all_reduce(plan, Blockwise(bits=8, block=256)).init(
+        jax.device_put(first_params(), plan.shardings())
+    )
+    residuals = jax.tree.leaves(state.residual)
+    assert residuals and all(x.sharding.shard_shape(x.shape)[0] == 1 for x in residuals)
+
+
 def test_gradients_that_are_not_finite_leave_the_errors_as_they_were() -> None:
     step, params, state, batch = with_codec()
     _, state, _ = step(params, state, batch)
