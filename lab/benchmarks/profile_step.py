@@ -68,7 +68,11 @@ def joined(spans: Iterable[Span], kind: str, start_ns: float) -> list[tuple[floa
 
 def picture(line: Line, *, is_dark: bool) -> Figure:
     """Returns the picture of a step."""
-    lanes = {f"node {i // 2}, device {i % 2}": kinds for i, kinds in enumerate(line["devices"])}
+    label = lambda kind: kind if kind == COMPUTE else f"collectives {kind}"
+    lanes = {
+        f"node {i // 2}, device {i % 2}": {label(kind): spans for kind, spans in kinds.items()}
+        for i, kinds in enumerate(line["devices"])
+    }
     return draw_timelines(lanes, f"seconds from the start of step {line['step']}", is_dark=is_dark)
 
 
