@@ -45,8 +45,8 @@ FORMAT: dict[str, Any] = {
         "mesh": dict,
         "step_time_s": NUMBER,
         "step_times_s": list,
-        "tokens_per_s": (*NUMBER, type(None)),  # null: examples are images
-        "examples_per_s": NUMBER,
+        "tokens_per_s": (*NUMBER, type(None)),  # null for images
+        "examples_per_s": (*NUMBER, type(None)),  # null for text
         "intra_bytes": NUMBER,
         "inter_bytes": NUMBER,
         "losses": list,
