@@ -107,7 +107,7 @@ def make_plan(
     """Returns the plan of a tree of parameters: arrays, or their shapes from `jax.eval_shape`.
 
     A parameter is divided on its largest dim that the size of `shard_axis` divides. Without such a dim each device
-    has all of it. The first dim of parameters below one of `stacks`, such as `layers` or `decoder/layers`, stays whole,
+    has all of it. The first dim of parameters below any of `stacks`, such as `layers` or `decoder/layers`, stays whole,
     so that a loop over layers `[L, ...]` can gather each one (`gather`). ValueError for a mesh with other axes, for
     parameters that are not floats, and for a stack that is missing.
     """

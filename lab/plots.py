@@ -13,7 +13,7 @@ from runtime.files.palette import FILL, GRID, INK, SERIES, SERIES_ON_DARK, SOFT
 DPI = 120
 MISSING = "not measured"
 TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 2}}  # over lines
-OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so nothing cuts it
+OUTSIDE = "outside upper center"  # a legend in this place is laid out with the axes, so nothing cuts it
 
 
 def exactly(value: float | None) -> Range | None:
