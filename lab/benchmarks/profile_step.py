@@ -1,4 +1,4 @@
-"""Traces a step of the quickstart, and records what each of its devices does when.
+"""Traces a step of the quickstart, and records the times of compute and collectives of each device.
 
     python -m lab.benchmarks.profile_step
 
@@ -55,7 +55,7 @@ def traced(run: RunFiles) -> list[list[Span]]:
 
 
 def joined(spans: Iterable[Span], kind: str, start_ns: float) -> list[tuple[float, float]]:
-    """Returns the (start, end) in seconds of the spans of a kind, where those with less than GAP_S between are one."""
+    """Returns the (start, end) in seconds of the spans of a kind, and joins spans with less than GAP_S between them."""
     found: list[tuple[float, float]] = []
     for start, end in sorted((a, b) for a, b, of in spans if of == kind):
         first, last = round((start - start_ns) / 1e9, 5), round((end - start_ns) / 1e9, 5)
