@@ -11,8 +11,8 @@ step gathers the parameters inside the groups, and each of its micro-steps reduc
 Gradients cross the slow network once per step, in `all_reduce` (MiCS section 3.4). examples/minimal.py is a whole loop.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,17 +25,19 @@ from compression.all_reduce import unless_not_finite
 from compression.exchange import exchange
 from compression.statistics import State
 from configs.schema import ShardingConfig
+from sharding.accumulation import values_of
 from sharding.coded import Codec
 from sharding.experts import Gather
+from sharding.gathers import gather_tree
 from sharding.gradients import PlainLoop, accumulated, per_replica, times_replicas
 from sharding.mesh import make_mesh
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
-from sharding.scopes import make_layout
+from sharding.scopes import LAYER, make_layout
 from sharding.spec import Placement, path_name, pspecs
 from sharding.trees import Batch, GradsR, Means, Params, Placements, PyTree
 
 GROUP = "params"  # the only group of parameters of an inner plan
-RowsLoss = Callable[[PyTree, PyTree], jax.Array]  # (whole parameters, rows `[n, ...]`) -> the mean over the rows, `[]`
+RowsLoss = Callable[[PyTree, PyTree], Any]  # (parameters, rows `[n, ...]`) -> the mean over the rows `[]`, or with aux
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,79 +77,127 @@ class LoopPlan:
         return {GROUP: [x for _, x in leaves]}
 
 
-def make_plan(mesh: Mesh, params: PyTree, *, replica_axis: str, shard_axis: str) -> LoopPlan:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Divided:
+    """A device's shard of a parameter, in a loss that calls `gather`."""
+
+    shard: jax.Array  # `[...]`
+    dim: int | None = field(metadata={"static": True})  # the divided dim, from the end: loops take the first dim away
+
+    @classmethod
+    def of(cls, shard: jax.Array, p: Placement) -> "Divided":
+        """Returns the shard `[...]` of a parameter, or the parameter if each device has all of it."""
+        return cls(shard=shard, dim=None if p.dim is None else p.dim - p.ndim)
+
+    def placement(self) -> Placement:
+        """Returns the placement of the parameter, or of the layer that a loop took out of a stack.
+
+        ValueError for a stack that was divided between layers.
+        """
+        ndim = self.shard.ndim
+        if self.dim is not None and ndim + self.dim < 0:
+            raise ValueError("a stack of layers was divided between layers; name it in make_plan(..., stacks=...)")
+        return Placement(dim=None if self.dim is None else ndim + self.dim, tensor_dim=None, ndim=ndim)
+
+
+def make_plan(
+    mesh: Mesh, params: PyTree, *, replica_axis: str, shard_axis: str, stacks: Sequence[str] = ()
+) -> LoopPlan:
     """Returns the plan of a tree of parameters: arrays, or their shapes from `jax.eval_shape`.
 
     A parameter is divided on its largest dim that the size of `shard_axis` divides. Without such a dim each device
-    has all of it. ValueError for a mesh with other axes, and for parameters that are not floats.
+    has all of it. The first dim of parameters below any of `stacks`, such as `layers` or `decoder/layers`, stays whole,
+    so that a loop over layers `[L, ...]` can gather each one (`gather`). ValueError for a mesh with other axes, for
+    parameters that are not floats, and for a stack that is missing.
     """
     if mesh.axis_names != (replica_axis, shard_axis):
         raise ValueError(
             f"replica_axis={replica_axis}, shard_axis={shard_axis}: the mesh must have these two axes in this order, "
             f"not {', '.join(map(str, mesh.axis_names))}"
         )
-    for path, x in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{path_name(path)} is {x.dtype} and has no gradient; make a plan of the floats alone")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    named = [(path_name(path), x) for path, x in jax.tree.leaves_with_path(shapes)]
+    _check_parameters(named, stacks)
     num_replicas, num_shards = mesh.devices.shape
     config = ShardingConfig(strategy="hsdp", gather="step")
     layout = make_layout(config, num_nodes=num_replicas, devices_per_node=num_shards)
     inner = ShardingPlan(
         mesh=make_mesh(layout.shape, mesh.devices.tolist()),
         layout=layout,
-        placements=Placements({GROUP: [_place(x.shape, num_shards) for x in jax.tree.leaves(params)]}),
+        placements=Placements({GROUP: [_place(x.shape, num_shards, _is_below(name, stacks)) for name, x in named]}),
         casts=False,
         reduce_dtype=jnp.float32,
     )
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     return LoopPlan(mesh=mesh, shapes=shapes, inner=inner)
 
 
 def value_and_grad(
-    loss: RowsLoss, plan: LoopPlan, *, micro_steps: int = 1
-) -> Callable[[PyTree, PyTree], tuple[jax.Array, PyTree]]:
+    loss: RowsLoss, plan: LoopPlan, *, micro_steps: int = 1, has_aux: bool = False, loss_gathers: bool = False
+) -> Callable[[PyTree, PyTree], tuple[Any, PyTree]]:
     """Returns `f(params, batch) -> (loss [], gradients [R, ...])`; only the loss crosses the replica axis.
 
     The batch is a pytree of arrays `[rows, ...]`, divided over all devices, and on each device over the micro-steps.
-    All parameters `[...]` are gathered once. Each micro-step calls `loss` with them and its rows. The result is the
-    mean over all micro-steps of all devices. They have equal numbers of rows, so that it is the mean over all rows if
-    `loss` is a mean over rows. If `loss` divides by a sum of weights, each micro-step of a device divides by a separate
-    sum. Gradients are summed in float32, and returned in the dtypes of the parameters. Their mean over R, which
-    `all_reduce` takes, is the gradient of the result. ValueError for rows that devices times micro-steps do not divide,
-    and for parameters that the plan does not have.
+    All parameters `[...]` are gathered once, or by the loss (`loss_gathers`: it gets them `Divided`, and calls
+    `gather`). Each micro-step calls `loss` with them and its rows. The result is the mean over all micro-steps of all
+    devices. They have equal numbers of rows, so that it is the mean over all rows if `loss` is a mean over rows. If
+    `loss` divides by a sum of weights, each micro-step of a device divides by a separate sum. Gradients are summed in
+    float32, and returned in the dtypes of the parameters. Their mean over R, which `all_reduce` takes, is the gradient
+    of the result. With `has_aux`, `loss` returns (loss, aux), a pytree of floats, and `f` returns ((loss, aux),
+    gradients), where aux is a mean like the loss. ValueError for rows that devices times micro-steps do not divide, and
+    for parameters that the plan does not have.
     """
-    inner, layout = plan.inner, plan.inner.layout
-    parts = layout.shape.num_devices * micro_steps
-    in_specs = pspecs(inner.placements, layout.parameters), PartitionSpec(layout.row_axes)
+    if micro_steps < 1:
+        raise ValueError(f"micro_steps={micro_steps} must be 1 or more")
+    inner = plan.inner
+    if loss_gathers:
+        inner = replace(inner, layout=replace(inner.layout, gather=LAYER))
+    parts = inner.layout.shape.num_devices * micro_steps
+    in_specs = pspecs(inner.placements, inner.layout.parameters), PartitionSpec(inner.layout.row_axes)
     out_specs = REPLICATED, gradient_specs(inner)
 
-    def value_and_gradients(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def value_and_gradients(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
         structure = jax.tree.structure(params)
-        for x in jax.tree.leaves(batch):
-            if not x.ndim or x.shape[0] % parts:
-                raise ValueError(
-                    f"a batch array {list(x.shape)} needs a multiple of {parts} rows: {layout.shape.num_devices} "
-                    f"devices times {micro_steps} micro-steps"
-                )
+        _check_rows(batch, inner.layout.shape.num_devices, micro_steps)
 
-        def objective(params: Params, micro: Batch, gather: Gather) -> tuple[jax.Array, Means]:
+        def objective(params: Params, micro: Batch, gather: Gather) -> tuple[jax.Array, PyTree]:
             del gather
-            return loss(jax.tree.unflatten(structure, params[GROUP]), micro["rows"]), {}
+            leaves = values_of(params[GROUP])
+            if loss_gathers:
+                leaves = [Divided.of(x, p) for x, p in zip(leaves, inner.placements[GROUP])]
+            out = loss(jax.tree.unflatten(structure, leaves), micro["rows"])
+            value, aux = out if has_aux else (out, {})
+            _check_aux(aux)
+            return value, {"aux": aux}
 
-        def on_device(params: Params, rows: PyTree) -> tuple[jax.Array, GradsR]:
+        def on_device(params: Params, rows: PyTree) -> tuple[Means, GradsR]:
             rows = jax.tree.map(lambda x: x.reshape(micro_steps, -1, *x.shape[1:]), rows)
             batch = {"rows": rows, "weights": jnp.ones(micro_steps)}  # one weight per part
             grads, means = accumulated(objective)(inner, params, batch, jnp.float32(parts), PlainLoop())
             grads_R = times_replicas(inner, per_replica(inner, grads))
             grads_R = jax.tree.map(lambda g, x: g.astype(x.dtype), grads_R, params)
-            return lax.psum(means["loss"], layout.varying_axes), grads_R
+            return lax.psum(means, inner.layout.varying_axes), grads_R
 
         # without the check, autodiff sums nothing over replicas, and loops of the loss may start with plain zeros
         run = jax.shard_map(on_device, mesh=inner.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        value, grads_R = _on_inner_mesh(plan, run, in_specs, out_specs, plan.grouped(params), batch)
+        means, grads_R = _on_inner_mesh(plan, run, in_specs, out_specs, plan.grouped(params), batch)
+        value = (means["loss"], means["aux"]) if has_aux else means["loss"]
         return value, jax.tree.unflatten(structure, grads_R[GROUP])
 
     return value_and_gradients
+
+
+def gather(plan: LoopPlan, tree: PyTree) -> PyTree:
+    """Returns the whole parameters `[...]` of a part of the tree that a loss with `loss_gathers` gets, such as a layer.
+
+    The backward pass reduce-scatters their gradients. `jax.checkpoint` around the layer and its gather frees the whole
+    parameters after use, and gathers them again in the backward pass. ValueError for a layer of a stack that
+    `make_plan` does not know, and for parameters that are whole.
+    """
+    shards, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Divided))
+    if not all(isinstance(x, Divided) for x in shards):
+        raise ValueError("gather takes parameters as a loss gets them from value_and_grad(..., loss_gathers=True)")
+    return structure.unflatten(gather_tree(plan.inner, [x.placement() for x in shards], [x.shard for x in shards]))
 
 
 def all_reduce(plan: LoopPlan, codec: Codec | None = None) -> optax.GradientTransformation:
@@ -169,12 +219,10 @@ def all_reduce(plan: LoopPlan, codec: Codec | None = None) -> optax.GradientTran
         return jax.tree.map(lambda _: REPLICATED, state)._replace(residual=residual)
 
     def init(params: PyTree) -> State:
-        @jax.jit  # so that no device holds the errors of all replicas
-        def first_state(params: Params) -> State:
-            state: Any = method.init(params)
-            return jax.device_put(state, plan.on_mesh(specs_of(state)))
-
-        return first_state(plan.grouped(params))
+        grouped: Any = plan.grouped(params)
+        shapes: Any = jax.eval_shape(method.init, grouped)
+        # so that no device holds the errors of all replicas
+        return jax.jit(method.init, out_shardings=plan.on_mesh(specs_of(shapes)))(grouped)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         del params
@@ -194,7 +242,45 @@ def _on_inner_mesh(plan: LoopPlan, function: Callable[..., Any], in_specs: Any, 
     return jax.device_put(out, plan.on_mesh(out_specs))
 
 
-def _place(shape: tuple[int, ...], num_shards: int) -> Placement:
+def _is_below(name: str, stacks: Sequence[str]) -> bool:
+    return any(f"{name}/".startswith(f"{stack}/") for stack in stacks)
+
+
+def _check_parameters(named: Sequence[tuple[str, jax.ShapeDtypeStruct]], stacks: Sequence[str]) -> None:
+    """ValueError for no parameters, for parameters that are not floats, and for a missing stack."""
+    if not named:
+        raise ValueError("the tree of parameters is empty; pass the arrays that the loss gets")
+    for name, x in named:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} is {x.dtype} and has no gradient; make a plan of the floats alone")
+    for stack in stacks:
+        if not any(_is_below(name, [stack]) for name, _ in named):
+            raise ValueError(f"stacks: {stack} has no parameters; the first parameter is {named[0][0]}")
+
+
+def _check_rows(batch: PyTree, num_devices: int, micro_steps: int) -> None:
+    """ValueError for a batch without rows, and for arrays whose rows cannot be divided."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+    parts = num_devices * micro_steps
+    for shape in shapes:
+        if not shape or not shape[0] or shape[0] % parts:
+            raise ValueError(
+                f"a batch array {list(shape)} needs a multiple of {parts} rows: {num_devices} devices times "
+                f"{micro_steps} micro-steps"
+            )
+    if len(counts := sorted({shape[0] for shape in shapes})) != 1:
+        found = " and ".join(map(str, counts)) if counts else "no arrays"
+        raise ValueError(f"a batch needs arrays with the same number of rows, and has {found}")
+
+
+def _check_aux(aux: PyTree) -> None:
+    """ValueError for auxiliary results of which no mean can be taken."""
+    for path, x in jax.tree.leaves_with_path(aux):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise ValueError(f"aux {path_name(path)} is {jnp.result_type(x)}; return a float, a mean over the rows")
+
+
+def _place(shape: tuple[int, ...], num_shards: int, is_stacked: bool) -> Placement:
     """Returns the placement of a parameter: divided on its largest dim that `num_shards` divides, or whole."""
-    dims = [dim for dim, size in enumerate(shape) if size % num_shards == 0]
+    dims = [dim for dim, size in enumerate(shape) if size % num_shards == 0 and dim >= is_stacked]
     return Placement(dim=max(dims, key=shape.__getitem__, default=None), tensor_dim=None, ndim=len(shape))

@@ -25,6 +25,7 @@ from lab.benchmarks import (
     overlap_table,
     planner_errors,
     planner_records,
+    profile_step,
     published_steps,
     replica_events,
     starts,
@@ -49,6 +50,8 @@ CHARTS: dict[str, Callable[[Records], Figure]] = {
     "replica_events": lambda x: replica_events.picture(x.lines("replica_events")),
     "time_to_loss": lambda x: time_to_loss_table.picture(x.lines("time_to_loss")),
     "planner_curves": lambda _: planner_records.curves(),
+    "profile": lambda x: profile_step.picture(x.line("profile_step"), is_dark=False),
+    "profile_dark": lambda x: profile_step.picture(x.line("profile_step"), is_dark=True),
 }
 
 

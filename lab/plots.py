@@ -1,4 +1,4 @@
-"""The charts of the pages: grouped bars with values and ranges, and stacked bars."""
+"""The charts of the pages: grouped bars with values and ranges, stacked bars, and timelines."""
 
 import io
 import re
@@ -8,12 +8,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lab.records import Range
-from runtime.files.palette import FILL, GRID, INK, SERIES, SERIES_ON_DARK
+from runtime.files.palette import FILL, GRID, INK, SERIES, SERIES_ON_DARK, SOFT
 
 DPI = 120
 MISSING = "not measured"
 TEXT = {"fontsize": 8, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 2}}  # over lines
-OUTSIDE = "outside upper center"  # a legend there is laid out with the axes, so nothing cuts it
+OUTSIDE = "outside upper center"  # a legend in this place is laid out with the axes, so nothing cuts it
 
 
 def exactly(value: float | None) -> Range | None:
@@ -87,6 +87,30 @@ def draw_headline(values: Mapping[str, float], title: str, *, is_dark: bool) -> 
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.spines[:].set_visible(False)
+    return figure
+
+
+def draw_timelines(
+    lanes: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], title: str, *, is_dark: bool
+) -> Figure:
+    """Returns the figure of one lane per label, the first on top, with the (start, end) of each kind of work in it.
+
+    At most three kinds: the first is background, and the others are series.
+    """
+    ground, ink, series, fill = ("none", GRID, SERIES_ON_DARK, SOFT) if is_dark else ("white", INK, SERIES, FILL)
+    figure = Figure(figsize=(9, 0.3 * len(lanes) + 1.3), facecolor=ground, layout="constrained")
+    axes = figure.add_subplot(facecolor="none")
+    for row, kinds in enumerate(lanes.values()):
+        for (kind, spans), colour in zip(kinds.items(), (fill, *series), strict=False):
+            widths = [(start, end - start) for start, end in spans]
+            axes.broken_barh(widths, (row - 0.4, 0.8), color=colour, linewidth=0, label=None if row else kind)
+    axes.set_yticks(range(len(lanes)), list(lanes), color=ink)
+    axes.invert_yaxis()
+    axes.margins(x=0, y=0.02)
+    axes.set_xlabel(title, color=ink)
+    axes.tick_params(colors=ink, length=0)
+    axes.spines[:].set_visible(False)
+    figure.legend(loc=OUTSIDE, ncols=3, frameon=False, labelcolor=ink)
     return figure
 
 

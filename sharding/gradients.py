@@ -225,8 +225,8 @@ def before_micro_steps(plan: ShardingPlan, params: Params) -> tuple[Params, Grad
 
 
 def _means(loss: jax.Array, aux: Means) -> Means:
-    """Returns the loss and the sums over the micro-steps of the auxiliary metrics, `[accum]` each."""
-    return {"loss": loss} | jax.tree.map(jnp.sum, aux)
+    """Returns the loss and the sums over the micro-steps of the auxiliary metrics, `[accum, ...]` each."""
+    return {"loss": loss} | jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)
 
 
 def tied(plan: ShardingPlan, gathered: Params, i: jax.Array) -> Params:

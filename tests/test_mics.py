@@ -155,6 +155,16 @@ def test_a_codec_encodes_matrices_and_keeps_each_replica_s_errors() -> None:
     assert any(np.any(x) for x in jax.tree.leaves(after[0].residual))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_no_device_holds_the_errors_of_all_replicas_at_the_start(kind: AxisType) -> None:
+    plan = plan_on(make_mesh(kind=kind))
+    state: Any = mics.all_reduce(plan, Blockwise(bits=8, block=256)).init(
+        jax.device_put(first_params(), plan.shardings())
+    )
+    residuals = jax.tree.leaves(state.residual)
+    assert residuals and all(x.sharding.shard_shape(x.shape)[0] == 1 for x in residuals)
+
+
 def test_gradients_that_are_not_finite_leave_the_errors_as_they_were() -> None:
     step, params, state, batch = with_codec()
     _, state, _ = step(params, state, batch)
@@ -224,6 +234,21 @@ def test_a_parameter_is_divided_on_its_largest_dim_and_arrives_whole_in_its_dtyp
     assert value.shape == () and grads_R["tall"].shape == (4, 8, 4) and grads_R["tall"].dtype == jnp.bfloat16
 
 
+def test_aux_is_a_mean_over_the_rows_and_leaves_the_gradients_as_they_are() -> None:
+    """`[columns]` and a scalar, of devices and micro-steps; with the same loss and gradients as without."""
+    plan, (params, batch) = plan_on(make_mesh()), (first_params(), first_batch())
+
+    def with_aux(params: Any, batch: Any) -> Any:
+        return loss_of(params, batch), {"columns": batch["x"].mean(0), "scale": params["scale"]}
+
+    run = jax.jit(mics.value_and_grad(with_aux, plan, micro_steps=MICRO_STEPS, has_aux=True))
+    (value, aux), grads_R = run(params, batch)
+    plain = jax.jit(mics.value_and_grad(loss_of, plan, micro_steps=MICRO_STEPS))(params, batch)
+    jax.tree.map(np.testing.assert_array_equal, (value, grads_R), plain)
+    np.testing.assert_allclose(aux["columns"], batch["x"].mean(0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(aux["scale"], 1.0, rtol=1e-6)
+
+
 def test_mistakes_are_one_line() -> None:
     mesh, params = make_mesh(), {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
     make = lambda mesh=mesh, params=params, replica_axis="data": mics.make_plan(
@@ -231,6 +256,7 @@ def test_mistakes_are_one_line() -> None:
     )
     run = mics.value_and_grad(lambda params, x: x.mean(), make(), micro_steps=2)
     reduce = mics.all_reduce(make())
+    with_count = mics.value_and_grad(lambda params, x: (x.mean(), {"correct": len(x)}), make(), has_aux=True)
     mistakes = {
         "replica_axis=node, shard_axis=model: the mesh must have these two axes in": lambda: make(replica_axis="node"),
         "replica_axis=data, .* order, not model, data$": lambda: make(Mesh(mesh.devices.T, ("model", "data"))),
@@ -239,6 +265,14 @@ def test_mistakes_are_one_line() -> None:
             params, {"x": jnp.ones((24, 3))}
         ),
         r"a batch array \[\] needs a multiple of 16 rows": lambda: run(params, jnp.ones(())),
+        r"a batch array \[0, 3\] needs a multiple of 16 rows": lambda: run(params, jnp.ones((0, 3))),
+        "a batch needs arrays with the same number of rows, and has 16 and 32$": lambda: run(
+            params, {"x": jnp.ones((16, 3)), "y": jnp.ones(32)}
+        ),
+        "a batch needs arrays with the same number of rows, and has no arrays$": lambda: run(params, {}),
+        "micro_steps=0 must be 1 or more$": lambda: mics.value_and_grad(loss_of, make(), micro_steps=0),
+        "the tree of parameters is empty": lambda: make(params={}),
+        "aux correct is int32; return a float": lambda: jax.eval_shape(with_count, params, jnp.ones(8)),
         "the plan has 2 parameters and this tree 1; make a plan": lambda: run({"w": params["w"]}, jnp.ones(16)),
         "the plan has 2 parameters and this tree 0": lambda: mics.all_reduce(make()).init({}),
         r"w is \[4, 3\], not \[4, 2\]: ": lambda: run(params | {"w": jnp.ones((4, 3))}, jnp.ones(16)),

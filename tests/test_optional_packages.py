@@ -3,6 +3,7 @@
 import ast
 import gzip
 import importlib.util
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -80,13 +81,28 @@ def test_nothing_imports_an_optional_package_before_it_is_needed() -> None:
                 assert not first & optional, f"{file.relative_to(ROOT)}, line {node.lineno}"
 
 
+def extras() -> dict[str, list[str]]:
+    """Returns the files of each extra of the package."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    return {name: extra["file"] for name, extra in settings["optional-dependencies"].items()}
+
+
+def test_the_extras_are_those_that_the_page_lists_and_their_files_exist() -> None:
+    listed = re.search(r"\(extras: ([^)]+)\)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert listed and sorted(re.findall(r"\w+", listed[1])) == sorted(extras())
+    assert all((ROOT / file).exists() for files in extras().values() for file in files)
+
+
+def test_the_tpu_extra_is_the_tested_jax_with_its_runtime() -> None:
+    tested = (ROOT / "requirements" / "constraints-py312.txt").read_text()
+    (version,) = re.findall(r"(?m)^jax==(.+)$", tested)
+    assert f"\njax[tpu]=={version}\n" in (ROOT / "requirements" / "tpu.txt").read_text()
+
+
 def test_every_optional_package_has_an_extra_and_is_no_requirement() -> None:
     """pip's extras and make's targets read the same files."""
     required = (ROOT / "requirements.txt").read_text().lower()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"][
-        "optional-dependencies"
-    ]
-    files = {path for extra in extras.values() for path in extra["file"]}
+    files = {path for extra in extras().values() for path in extra}
     for name, packages in OPTIONAL.items():
         listed = (ROOT / "requirements" / f"{name}.txt").read_text()
         assert f"requirements/{name}.txt" in files

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lab.benchmarks.profile_step import joined, picture
 from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 from training.profiling import BETWEEN, COMPUTE, INSIDE, _collective_ns, _kinds, collective_times, start_trace
@@ -22,6 +23,22 @@ def test_exposed_is_the_part_of_the_collectives_without_compute() -> None:
     assert _collective_ns(spans, BETWEEN) == (20, 10)
     assert _collective_ns(spans, INSIDE) == (3, 3)
     assert _collective_ns(spans[:3], BETWEEN) == (0, 0)
+
+
+def test_a_record_joins_near_spans_of_a_kind_and_the_picture_has_a_lane_per_device() -> None:
+    ms = 10**6  # ns
+    spans = [
+        (5 * ms, 6 * ms, COMPUTE),
+        (6.4 * ms, 8 * ms, COMPUTE),
+        (9 * ms, 9.5 * ms, COMPUTE),
+        (8 * ms, 9 * ms, INSIDE),
+    ]
+    lane = {kind: joined(spans, kind, 5 * ms) for kind in (COMPUTE, INSIDE, BETWEEN)}
+    assert lane == {COMPUTE: [(0, 0.003), (0.004, 0.0045)], INSIDE: [(0.003, 0.004)], BETWEEN: []}
+    (axes,) = picture({"devices": [lane] * 4, "step": 3}, is_dark=False).axes
+    assert [label.get_text() for label in axes.get_yticklabels()][1::2] == ["node 0, device 1", "node 1, device 1"]
+    bars = [collection.get_paths() for collection in axes.collections]
+    assert [len(paths) for paths in bars] == 4 * [2, 1, 0]
 
 
 def test_a_custom_call_is_compute_unless_it_calls_a_computation() -> None:

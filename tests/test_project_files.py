@@ -35,7 +35,7 @@ def test_the_citation_has_the_version_and_the_paper() -> None:
 
 def test_templates_have_the_fields_that_a_code_host_reads() -> None:
     templates = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.md"))
-    assert [path.stem for path in templates] == ["bug", "question"]
+    assert [path.stem for path in templates] == ["bug", "question", "result"]
     for path in templates:
         _, header, body = path.read_text().split("---\n", 2)
         assert {*yaml.safe_load(header)} == {"name", "about", "title", "labels"} and body.strip(), path.name

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -29,10 +30,7 @@ def collective_times(folder: Path, hlo_text: str, shape: MeshShape, steps: int) 
     over the devices of this process. `hlo_text` is the compiled step, which ran `steps` times on devices that form a
     mesh of `shape`. A level without collectives in the trace is left out.
     """
-    program = parse_program(hlo_text)
-    module = hlo_text.removeprefix("HloModule ").partition(",")[0]
-    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
-    devices = _spans(files[-1], module, _kinds(program, shape))
+    devices = device_spans(folder, hlo_text, shape)
     times: dict[str, dict[str, float]] = {}
     for level in (BETWEEN, INSIDE):
         found = [_collective_ns(spans, level) for spans in devices]
@@ -40,6 +38,13 @@ def collective_times(folder: Path, hlo_text: str, shape: MeshShape, steps: int) 
             means = (sum(ns) / len(devices) / steps / 1e9 for ns in zip(*found, strict=True))
             times[level] = dict(zip(("total_s", "exposed_s"), means))
     return times
+
+
+def device_spans(folder: Path, hlo_text: str, shape: MeshShape) -> list[list[Span]]:
+    """Returns the operations of a compiled step in the newest trace in `folder`, device by device."""
+    module = hlo_text.removeprefix("HloModule ").partition(",")[0]
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
+    return _spans(files[-1], module, _kinds(parse_program(hlo_text), shape))
 
 
 def _kinds(program: Program, shape: MeshShape) -> dict[str, str]:
@@ -62,7 +67,7 @@ def _kinds(program: Program, shape: MeshShape) -> dict[str, str]:
 
 def _spans(file: Path, module: str, kinds: Mapping[str, str]) -> list[list[Span]]:
     """Returns the operations of a module, device by device."""
-    devices: dict[tuple[str, object], list[Span]] = defaultdict(list)
+    devices: dict[tuple[str, Any], list[Span]] = defaultdict(list)
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for event in (event for line in plane.lines for event in line.events):
             stats = dict(event.stats)
@@ -70,7 +75,7 @@ def _spans(file: Path, module: str, kinds: Mapping[str, str]) -> list[list[Span]
             if kind and stats.get("hlo_module") == module:
                 device = plane.name, stats.get("device_ordinal")  # CPU devices share a plane
                 devices[device].append((event.start_ns, event.start_ns + event.duration_ns, kind))
-    return list(devices.values())
+    return [devices[device] for device in sorted(devices, key=lambda device: (device[0], device[1] or 0))]
 
 
 def _collective_ns(spans: Iterable[Span], level: str) -> tuple[float, float]:
