@@ -187,12 +187,8 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
 
     Thread(target=compile_all, daemon=True).start()
     while not done:
-        # the last buffer file is written: the files read here are complete
-        for report in dumped.glob(f"*.{MODULE}.*-memory-usage-report.txt"):
-            program = str(report).removesuffix("-memory-usage-report.txt")
-            arguments, temporaries = buffer_bytes(Path(f"{program}-buffer-assignment.txt").read_text())
-            text = Path(f"{program}.txt").read_text()
-            return {"text": text, "argument_bytes": arguments, "temporary_bytes": temporaries}
+        if program := dumped_program(dumped):
+            return program
         time.sleep(POLL_S)
     (whole,) = done
     if isinstance(whole, Exception):
@@ -200,6 +196,21 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
     memory = whole.memory_analysis()
     sizes = {"argument_bytes": memory.argument_size_in_bytes, "temporary_bytes": memory.temp_size_in_bytes}
     return {"text": whole.as_text() or "", **sizes}
+
+
+def dumped_program(folder: Path) -> dict[str, str | int] | None:
+    """Returns XLA's dump: the scheduled program, and the bytes of its arguments and temporaries. None if incomplete.
+
+    XLA writes the buffer files before the program. Up to jax 0.11 the report is the last file.
+    """
+    for report in folder.glob(f"*.{MODULE}.*-memory-usage-report.txt"):
+        name = str(report).removesuffix("-memory-usage-report.txt")
+        program = Path(f"{name}.txt")
+        text = program.read_text() if program.exists() else ""
+        if "\nENTRY " in text and text.rstrip().endswith("\n}"):  # the last computation ends
+            arguments, temporaries = buffer_bytes(Path(f"{name}-buffer-assignment.txt").read_text())
+            return {"text": text, "argument_bytes": arguments, "temporary_bytes": temporaries}
+    return None
 
 
 def buffer_bytes(assignment: str) -> tuple[int, int]:

@@ -67,6 +67,22 @@ def test_folder_that_cannot_be_removed_yet_costs_no_program(monkeypatch: pytest.
     assert (step.text, step.temporary_bytes) == ("HloModule step", 2)
 
 
+def test_a_dump_is_read_once_its_program_is_whole(tmp_path: Path) -> None:
+    """XLA of jax 0.12 creates all buffer files at the same time, and the program last."""
+    text = "HloModule jit_step\n\n%sum (a: f32[]) -> f32[] {\n}\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[]\n}\n\n"
+    name = f"module_0001.{compiler.MODULE}.gpu_after_optimizations"
+    buffers = "allocation 0: size 8, parameter 0\nallocation 1: size 4, preallocated-temp\n"
+    (tmp_path / f"{name}-memory-usage-report.txt").touch()
+    (tmp_path / f"{name}-buffer-assignment.txt").touch()
+    assert compiler.dumped_program(tmp_path) is None
+    (tmp_path / f"{name}-buffer-assignment.txt").write_text(buffers)
+    for end in range(len(text.rstrip())):
+        (tmp_path / f"{name}.txt").write_text(text[:end])
+        assert compiler.dumped_program(tmp_path) is None
+    (tmp_path / f"{name}.txt").write_text(text)
+    assert compiler.dumped_program(tmp_path) == {"text": text, "argument_bytes": 8, "temporary_bytes": 4}
+
+
 @pytest.mark.slow
 @needs_wheels
 @pytest.mark.parametrize(
