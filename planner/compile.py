@@ -218,7 +218,8 @@ def buffer_bytes(assignment: str) -> tuple[int, int]:
 
     ValueError if the text has none.
     """
-    found = re.findall(r"^allocation \d+: size (\d+), (parameter|preallocated-temp)\b", assignment, re.MULTILINE)
+    allocation = r"^allocation \d+: size (\d+), (?:page \d+, )?(parameter|preallocated-temp)\b"  # jax 0.12 has pages
+    found = re.findall(allocation, assignment, re.MULTILINE)
     if not found:
         raise ValueError("XLA wrote a buffer assignment without allocations; its format is another one")
     sums = dict.fromkeys(("parameter", "preallocated-temp"), 0)

@@ -71,7 +71,7 @@ def test_a_dump_is_read_once_its_program_is_whole(tmp_path: Path) -> None:
     """XLA of jax 0.12 creates all buffer files at the same time, and the program last."""
     text = "HloModule jit_step\n\n%sum (a: f32[]) -> f32[] {\n}\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[]\n}\n\n"
     name = f"module_0001.{compiler.MODULE}.gpu_after_optimizations"
-    buffers = "allocation 0: size 8, parameter 0\nallocation 1: size 4, preallocated-temp\n"
+    buffers = "allocation 0: size 8, parameter 0\nallocation 1: size 4, page 0, preallocated-temp:\n"
     (tmp_path / f"{name}-memory-usage-report.txt").touch()
     (tmp_path / f"{name}-buffer-assignment.txt").touch()
     assert compiler.dumped_program(tmp_path) is None
