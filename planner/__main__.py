@@ -130,7 +130,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     if config.mesh.stages > 1:
         raise ValueError(
             f"mesh.stages={config.mesh.stages}: the planner does not price pipelines; set mesh.stages=1, or see "
-            "docs/pipelines.md"
+            "docs/strategies.md"
         )
     if config.sharding.replicas == "independent":
         raise ValueError(
