@@ -43,7 +43,9 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
 # pages that take minutes: with the tests for releases only. The tutorial and fine-tuning, as long, run every time
-LONG = tuple(f"docs/{name}.md" for name in ("compression", "planner", "training", "strategies", "weights", "results/planner"))
+LONG = tuple(
+    f"docs/{name}.md" for name in ("compression", "planner", "results/planner", "strategies", "training", "weights")
+)
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")
 OUTPUT, DATA = "text", ("json", "bibtex")  # languages of blocks that are not commands

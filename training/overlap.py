@@ -23,9 +23,9 @@ OVERLAP: tuple[dict[str, OptionValue], ...] = (
     # Buffers live longer.
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     # number of collectives in flight at the same time (default: 1), so that a gather does not wait for the replica
-    # all-reduce. It needs the buffers of all four. On jax 0.10.2's one stream they run one after the other; with
-    # xla_gpu_experimental_enable_collective_multi_streaming its text still names one stream, so the replay cannot show a
-    # gain, and XLA keeps collectives apart whose groups have two devices in common (openxla/xla#19026, #40656).
+    # all-reduce. It needs the buffers of all four. On jax 0.10.2's one stream they run one after the other. With
+    # xla_gpu_experimental_enable_collective_multi_streaming its text still names one stream, so the replay cannot show
+    # a gain, and XLA keeps collectives apart whose groups have two devices in common (openxla/xla#19026, #40656).
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
     # the estimate: a model of the network from bytes and the numbers of ESTIMATE
     {"xla_gpu_enable_analytical_sol_latency_estimator": True},
