@@ -270,7 +270,6 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
         "--search": "--search --compile=1",
     },
     "docs/results/planner.md": {"--compile=8": "--compile=1"},
-    "docs/strategies.md": {"--nodes=8": "--nodes=2", "mpt.py:7b": "mpt.py:125m"},
     "docs/sweeps.md": {"--search=30": "--search=2"},
     "docs/training.md": {"=FOLDER": "=bucket/raw", "DIR": "runs/first"},
     "docs/tutorial.md": {
