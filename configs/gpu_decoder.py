@@ -4,7 +4,7 @@
 
 Hardware: NVIDIA GPUs with bfloat16; 1.3b on one GPU wants 80 GB. A step has the rows of one micro-step on 8 GPUs.
 Synthetic tokens, so that nothing is downloaded: this is for speed, not for what is learned. 124m, 350m and 1.3b
-ran on one H100 (docs/gpu.md). Not run yet on 8; by the planner (lab/benchmarks/planner_configs.py):
+ran on one H100 (docs/results/gpu.md). Not run yet on 8; by the planner (lab/benchmarks/planner_configs.py):
 
     124m: 1 p4d.24xlarge (8 GPUs), 2.16 GB of 38.1 GB a GPU, 102 ms a step, $0.03 for its 50 steps on demand
     350m: 1 p4d.24xlarge (8 GPUs), 4.08 GB of 38.1 GB a GPU, 152 ms a step, $0.05 for its 50 steps on demand

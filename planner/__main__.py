@@ -6,7 +6,7 @@
 The real train step is compiled for the cluster's GPUs (none is needed) and its schedule replayed on the cluster's
 links. `--strategy=mics(8),zero3` compares strategies, `--search` looks for the best, `--nodes=1,2,4,8` shows how a run
 scales, `--spot_trace=FILE` its cost on spot nodes. The emulated cluster is predicted from the program
-compiled for CPUs. docs/planner.md has the errors of predictions.
+compiled for CPUs. docs/results/planner.md has the errors of predictions.
 Exit codes: 0 done; 2 bad configuration, or nothing fits.
 """
 
@@ -130,7 +130,7 @@ def _question(argv: Sequence[str], values: flags.FlagValues) -> Question:
     if config.mesh.stages > 1:
         raise ValueError(
             f"mesh.stages={config.mesh.stages}: the planner does not price pipelines; set mesh.stages=1, or see "
-            "docs/pipelines.md"
+            "docs/strategies.md"
         )
     if config.sharding.replicas == "independent":
         raise ValueError(

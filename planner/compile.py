@@ -176,8 +176,8 @@ def main(argv: Sequence[str]) -> int:
 def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> dict[str, str | int]:
     """Returns a step's scheduled program, and the bytes of its arguments and temporaries.
 
-    They come from the dump that XLA writes before machine code. XLA writes its options once more after these files, so
-    they are complete when the options are newer. If XLA writes no dump, the whole compilation gives the program.
+    They come from the dump that XLA writes before machine code. If it writes none, they come from the whole
+    compilation.
     """
     done: list[Any] = []
 
@@ -194,12 +194,8 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
 
     Thread(target=compile_all, daemon=True).start()
     while not done:
-        for text in dumped.glob(f"*.{MODULE}.*_gpu_after_optimizations.txt"):
-            assignment = Path(str(text).removesuffix(".txt") + "-buffer-assignment.txt")
-            newest = dumped / f"{text.name.partition(MODULE)[0]}{MODULE}.debug_options"
-            if _is_newer(newest, text) and _is_newer(newest, assignment):
-                arguments, temporaries = buffer_bytes(assignment.read_text())
-                return {"text": text.read_text(), "argument_bytes": arguments, "temporary_bytes": temporaries}
+        if program := dumped_program(dumped):
+            return program
         time.sleep(POLL_S)
     (whole,) = done
     if isinstance(whole, Exception):
@@ -207,6 +203,21 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
     memory = whole.memory_analysis()
     sizes = {"argument_bytes": memory.argument_size_in_bytes, "temporary_bytes": memory.temp_size_in_bytes}
     return {"text": whole.as_text() or "", **sizes}
+
+
+def dumped_program(folder: Path) -> dict[str, str | int] | None:
+    """Returns the program and the bytes in XLA's dump, or None while XLA writes it.
+
+    XLA of jax 0.10 and 0.12 writes its options once more after these files: they are complete when the options are
+    newer.
+    """
+    for text in folder.glob(f"*.{MODULE}.*_gpu_after_optimizations.txt"):
+        assignment = Path(str(text).removesuffix(".txt") + "-buffer-assignment.txt")
+        options = folder / f"{text.name.partition(MODULE)[0]}{MODULE}.debug_options"
+        if _is_newer(options, text) and _is_newer(options, assignment):
+            arguments, temporaries = buffer_bytes(assignment.read_text())
+            return {"text": text.read_text(), "argument_bytes": arguments, "temporary_bytes": temporaries}
+    return None
 
 
 def _is_newer(last: Path, first: Path) -> bool:

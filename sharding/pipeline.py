@@ -7,6 +7,9 @@ So only forwards fill the pipeline, S - 1 ticks; only backwards empty it, S - 1 
 both, for A micro-batches. A stage keeps the inputs of `2 S - 3` micro-batches at most, however large A is; the first
 one has its rows as input.
 
+A step therefore gathers every layer of a stage 3 (A + S - 1) times, reduce-scatters it A + S - 1 times, and computes as
+much as 5 (A + S - 1) forward passes (`model.remat=full`); without a pipeline these are 2 A, A and 4 A.
+
 A stage without a micro-batch in a tick runs on any available input, because the time is lost anyway. The first stage
 runs on the nearest micro-batch, the others on zeros, on an old input or on the output of an idle neighbour. This adds
 nothing to the gradients, because the cotangents of these outputs are zeros. Everything here runs inside a `shard_map`

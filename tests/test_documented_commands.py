@@ -43,7 +43,9 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
 # pages that take minutes: with the tests for releases only. The tutorial and fine-tuning, as long, run every time
-LONG = tuple(f"docs/{name}.md" for name in ("compression", "planner", "training", "experts", "weights"))
+LONG = tuple(
+    f"docs/{name}.md" for name in ("compression", "planner", "results/planner", "strategies", "training", "weights")
+)
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")
 OUTPUT, DATA = "text", ("json", "bibtex")  # languages of blocks that are not commands
@@ -265,9 +267,9 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
     "docs/planner.md": {
         "--nodes=16": "--nodes=2",
         "--nodes=8,16": "--nodes=1,2",
-        "--search --compile=8": "--search",
         "--search": "--search --compile=1",
     },
+    "docs/results/planner.md": {"--compile=8": "--compile=1"},
     "docs/sweeps.md": {"--search=30": "--search=2"},
     "docs/training.md": {"=FOLDER": "=bucket/raw", "DIR": "runs/first"},
     "docs/tutorial.md": {

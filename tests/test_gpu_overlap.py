@@ -170,7 +170,7 @@ def test_bert_10b_fits_16_gpus_with_a_quarter_more_temporaries_at_most(changes: 
 def test_bert_10b_exposes_what_the_page_says_with_a_quarter_more_temporaries(
     name: str, rate: str, exposed: float
 ) -> None:
-    """On 16 nodes of 8 H100, replayed: a row of docs/gpu.md is measured again, with and without overlap."""
+    """On 16 nodes of 8 H100, replayed: a row of docs/results/gpu.md is measured again, with and without overlap."""
     keys = [{"case": name, "overlap": overlap, "rate": rate} for overlap in (True, False)]
     code = "import json, sys; from lab.benchmarks import compiled, overlap_table as o; "
     code += "compiled.start_devices(o.NODES * o.DEVICES); "

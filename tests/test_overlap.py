@@ -1,5 +1,6 @@
 """A step compiled for devices that are not here: once, replayed at any rate, and refused in one line."""
 
+import os
 import dataclasses
 import errno
 import json
@@ -65,6 +66,26 @@ def test_folder_that_cannot_be_removed_yet_costs_no_program(monkeypatch: pytest.
         patched.setattr("os.rmdir", is_not_empty)
         step = compiler.compile_step(CONFIG, nodes=1, devices_per_node=1, target="cpu")
     assert (step.text, step.temporary_bytes) == ("HloModule step", 2)
+
+
+def test_a_dump_is_read_once_its_program_is_whole(tmp_path: Path) -> None:
+    """XLA writes the options several times, the last time after the program and its buffers."""
+    program, options = (
+        tmp_path / "m_1.jit_step.sm_9.0a_gpu_after_optimizations.txt",
+        tmp_path / "m_1.jit_step.debug_options",
+    )
+    assignment = tmp_path / "m_1.jit_step.sm_9.0a_gpu_after_optimizations-buffer-assignment.txt"
+    sizes = "allocation 0: size 8, parameter 0\nallocation 1: size 4, page 0, preallocated-temp:\n"
+    for at_s, (file, text) in enumerate([(options, ""), (assignment, sizes), (program, "HloModule jit_step")]):
+        file.write_text(text)
+        os.utime(file, (at_s, at_s))
+        assert compiler.dumped_program(tmp_path) is None
+    os.utime(options, (3, 3))
+    assert compiler.dumped_program(tmp_path) == {
+        "text": "HloModule jit_step",
+        "argument_bytes": 8,
+        "temporary_bytes": 4,
+    }
 
 
 @pytest.mark.slow

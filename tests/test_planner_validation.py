@@ -93,7 +93,7 @@ def test_every_published_step_was_predicted_and_a_third_chose_rates() -> None:
 def test_steps_that_ran_are_not_refused_and_those_held_back_are_predicted() -> None:
     """The aims: a mean error of 10 %, nine of ten within 20 %, no bias beyond 4 %; but one, all that ran surely fit.
 
-    That one may: it lacks 1.5 % of what a plan gives programs, and the whole device has more (docs/planner.md).
+    That one may: it lacks 1.5 % of what a plan gives programs, and the whole device has more (docs/results/planner.md).
     """
     needs = sorted(line["memory_bytes"] / line["capacity_bytes"] for line in recorded(published_steps.RESULTS))
     assert needs[-2] <= 1 < needs[-1] < 1.02 < 1 / clusters.MEMORY_SHARE

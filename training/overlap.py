@@ -3,7 +3,7 @@
 The options are passed to the compilation, not through XLA_FLAGS. A flag in XLA_FLAGS that the installed XLA does not
 know aborts the process, and the variable would have to be set before the platform of the run is known. The exception is
 ESTIMATE, because XLA reads this map only from XLA_FLAGS. A flag that the user sets in XLA_FLAGS takes precedence over
-the option here. docs/gpu.md lists the effect and the cost of each option.
+the option here. docs/results/gpu.md has the calculated effect of all, and the options that did not help.
 """
 
 import os
@@ -19,10 +19,13 @@ OptionValue = str | bool
 # The options in their order. If an option has several names, the first name that the installed XLA knows is used.
 # Tried on XLA for GPUs of jax 0.10.2, 0.11.0 and 0.12.0.1; only jax 0.12.0.1 has the name `pipeline_all_gather`.
 OVERLAP: tuple[dict[str, OptionValue], ...] = (
-    # schedules starts early and dones late, by an estimate of the ops between them; without it a start is at its done
+    # schedules starts early and dones late, by an estimate of the ops between them; without it a start is at its done.
+    # Buffers live longer.
     {"xla_gpu_enable_latency_hiding_scheduler": True},
     # number of collectives in flight at the same time (default: 1), so that a gather does not wait for the replica
-    # all-reduce
+    # all-reduce. It needs the buffers of all four. On jax 0.10.2's one stream they run one after the other. With
+    # xla_gpu_experimental_enable_collective_multi_streaming its text still names one stream, so the replay cannot show
+    # a gain, and XLA keeps collectives apart whose groups have two devices in common (openxla/xla#19026, #40656).
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
     # the estimate: a model of the network from bytes and the numbers of ESTIMATE
     {"xla_gpu_enable_analytical_sol_latency_estimator": True},
