@@ -88,7 +88,7 @@ def make_plan(mesh: Mesh, params: PyTree, *, replica_axis: str, shard_axis: str)
         )
     for path, x in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{path_name(path)} is {x.dtype} and has no gradient; make a plan of the floats alone")
+            raise ValueError(f"{path_name(path)} is {x.dtype} and has no gradient; plan only the arrays of floats")
     num_replicas, num_shards = mesh.devices.shape
     config = ShardingConfig(strategy="hsdp", gather="step")
     layout = make_layout(config, num_nodes=num_replicas, devices_per_node=num_shards)
