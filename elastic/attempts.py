@@ -46,7 +46,7 @@ class Attempts:
         if not all(isinstance(number, int) for one in self.extended for number in asdict(one).values()):
             raise ValueError(f"extended is {self.extended!r}")
 
-    def discarded(self, history: tuple[int, ...], step: int) -> bool:
+    def has_discarded(self, history: tuple[int, ...], step: int) -> bool:
         """Whether `step`, saved by an earlier attempt, is not in the run's past any more.
 
         `history` is the `began_at` of that attempt. The run discarded the step if a later attempt began before it, or
