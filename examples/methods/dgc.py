@@ -16,15 +16,16 @@ import optax
 from jax import lax
 
 from compression.all_reduce import AllReduceMethod, Setup
-from compression.exchange import by_groups, to_optimizer_scope
+from compression.exchange import by_groups, to_optimizer_scope, transform
 from compression.primitives import not_finite
-from compression.statistics import Sent, State
+from compression.statistics import Sent
 from sharding.collectives import all_gather_chunks
 from sharding.in_step_exchange import Exchange
 from sharding.plan import ShardingPlan
 from sharding.replicas import PerReplica
 from sharding.spec import Placement
-from sharding.trees import GradsR, Params, PyTree, Shards
+from sharding.step import AllReduce
+from sharding.trees import Grads, GradsR, Params, PyTree, Shards
 
 
 def largest(plan: ShardingPlan, density: float) -> Exchange:
@@ -54,23 +55,24 @@ def largest(plan: ShardingPlan, density: float) -> Exchange:
 
 def build(setup: Setup, density: float) -> optax.GradientTransformation:
     """Returns the transform; its state is the exchange's, and the velocities `[R, ...]`."""
-    all_reduce = by_groups(setup.plan, largest(setup.plan, density))
+    return of_velocities(by_groups(setup.plan, largest(setup.plan, density)), setup.optimizer.momentum)
 
-    def init(params: Params) -> tuple[State, PerReplica]:
+
+def of_velocities(all_reduce: AllReduce, momentum: float) -> optax.GradientTransformation:
+    """Returns the transform that sends velocities instead of gradients, and clears them where they were sent."""
+
+    def init(params: Params) -> PyTree:
         state = all_reduce.init(params)
         return state, PerReplica(state.residual.tree, combine="mean", label="velocity")
 
-    def update(
-        grads_R: GradsR, states: tuple[State, PerReplica], params: Params | None = None
-    ) -> tuple[PyTree, tuple[State, PerReplica]]:
-        del params
-        state, velocity = states
-        moved_R = jax.tree.map(lambda u, g: setup.optimizer.momentum * u + g, velocity.tree, grads_R)
-        mean, state = all_reduce.update(moved_R, state)
-        masked_R = jax.tree.map(lambda u, unsent: jnp.where(unsent == 0, 0, u), moved_R, state.residual.tree)
-        return mean, (state, replace(velocity, tree=masked_R))
+    def update(updates: GradsR, state: PyTree, params: Params | None = None) -> tuple[Grads, PyTree]:
+        exchanged, velocity = state
+        moved_R = jax.tree.map(lambda u, g: momentum * u + g, velocity.tree, updates)
+        mean, exchanged = all_reduce.update(moved_R, exchanged, params)
+        masked_R = jax.tree.map(lambda u, unsent: jnp.where(unsent == 0, 0, u), moved_R, exchanged.residual.tree)
+        return mean, (exchanged, replace(velocity, tree=masked_R))
 
-    return optax.GradientTransformation(init, update)
+    return transform(init, update)
 
 
 def method(sparsity: float = 0.99) -> AllReduceMethod:
