@@ -3,8 +3,8 @@
     u <- momentum u + g; v <- v + u / R    u: this replica's velocity; v: its residual, the unsent values
     send the largest |v| of each tensor's shard; u, v <- 0 where a value was sent; the mean is the sum of all sent
 
-An index and a value take 8 bytes. The method replaces SGD with momentum, without clipping. The paper also has a warm-up
-of the sparsity and local clipping.
+An index and a value take 8 bytes. The method replaces SGD with momentum, without clipping. The paper also clips
+locally, and raises the sparsity in a warm-up.
 """
 
 from collections.abc import Sequence
