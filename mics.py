@@ -252,7 +252,7 @@ def _check_parameters(named: Sequence[tuple[str, jax.ShapeDtypeStruct]], stacks:
         raise ValueError("the tree of parameters is empty; pass the arrays that the loss gets")
     for name, x in named:
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} is {x.dtype} and has no gradient; make a plan of the floats alone")
+            raise ValueError(f"{name} is {x.dtype} and has no gradient; plan only the arrays of floats")
     for stack in stacks:
         if not any(_is_below(name, [stack]) for name, _ in named):
             raise ValueError(f"stacks: {stack} has no parameters; the first parameter is {named[0][0]}")

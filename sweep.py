@@ -188,7 +188,7 @@ def run_here(sweep: Sweep, launch: Launcher, workers: int) -> int:
         jobs = run_all(sweep.runs, workers=workers, workdir=sweep.workdir, show=live.show, launch=launch)
     report(sweep, [record(job.run, job.state, job.error, sweep.file.metric) for job in jobs])
     if left(jobs):
-        print(f"stopped with {len(left(jobs))} of {len(jobs)} runs to do; run the same command again to go on")
+        print(f"stopped with {len(left(jobs))} of {len(jobs)} runs to do; run the same command again to resume")
         return ExitCode.RESUMABLE
     return 1 if any(job.state == RunState.FAILED for job in jobs) else 0
 
@@ -210,7 +210,7 @@ def run_search(sweep: Sweep, launch: Launcher, workers: int) -> int:
     if records:
         report(sweep, records)
     if not enough:
-        print("stopped; run the same command again to go on")
+        print("stopped; run the same command again to resume")
         return ExitCode.RESUMABLE
     return 1 if any(r.state == RunState.FAILED for r in records) else 0
 

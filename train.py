@@ -193,7 +193,7 @@ def run(
         snapshots.end(finished=finished)
         close_log(log, ex, finished=finished, sample=sample)
         if not finished:
-            log.say(f"stopped at step {step}; run the same command again to go on")
+            log.say(f"stopped at step {step}; run the same command again to resume")
         supervisor.stopped(step, finished=finished)
     return finished
 

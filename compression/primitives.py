@@ -85,7 +85,10 @@ def _exchange_encoded(
     key: jax.Array,
     found: Results,
 ) -> list[Sent]:
-    """Adds the results of the shards `[...]` of `members`, all cut by `cut_by`; returns each collective's counts."""
+    """Exchanges the shards `[...]` of `members`, all cut by `cut_by`, and puts the results into `found`.
+
+    Returns the counts of each collective.
+    """
     layout = plan.layout
     # if the optimizer's scope is wider, each device gets only its chunk of the sum
     scatters = bool(layout.optimizer_beyond_gradients) and placements[members[0]].dim is not None

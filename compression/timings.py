@@ -41,7 +41,7 @@ class ExactByGroup:
     exchange: Exchange
 
     def inputs(self, state: PyTree) -> Mapping[str, PyTree]:
-        """Returns the fields of a loop that keeps and counts nothing."""
+        """Returns the arguments of an ExchangeInLastMicroStep (or EachMicroStep) without residuals and counts."""
         del state
         return {"exchange": self.exchange, "num_counts": 0, "done": jnp.zeros((), jnp.int32), "kept": None}
 
@@ -59,7 +59,7 @@ class CodedByGroup:
     exchange: Exchange
 
     def inputs(self, state: State) -> Mapping[str, PyTree]:
-        """Returns the fields of a loop, with the residuals `[R, ...]` if the method has any."""
+        """Returns the arguments of an ExchangeInLastMicroStep, with the residuals `[R, ...]` if the method has any."""
         kept_R = state.residual.tree if state.residual else None
         return {"exchange": self.exchange, "num_counts": len(Sent._fields), "done": state.step, "kept": kept_R}
 

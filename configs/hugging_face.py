@@ -197,7 +197,7 @@ def _mistral(values: JsonMapping) -> JsonMapping:
     """Returns our keys of rotary positions and windows, which all layers have: transformers ignores `layer_types`."""
     windows = _windows({**values, "layer_types": None})
     if values.get("layer_types") and _windows(values) != windows:
-        raise ValueError("layer_types is not supported beside another sliding_window: all layers of mistral have it")
+        raise ValueError("layer_types is not supported with another sliding_window: all layers of mistral have it")
     return {**_rope(values), **windows}
 
 

@@ -30,7 +30,10 @@ OPTIMIZERS = {"sgd": (4096, 1.6, 13), "lars": (16_384, 25.0, 4)}  # batch, learn
 
 
 def get_config(arg: str = "sgd") -> ConfigDict:
-    """Returns the config of ResNet-50: stages of 3, 4, 6 and 3 bottlenecks, images of 224 x 224."""
+    """Returns the config of ResNet-50: stages of 3, 4, 6 and 3 bottlenecks, images of 224 x 224.
+
+    `arg` is the optimizer, a key of OPTIMIZERS.
+    """
     batch, learning_rate, num_batches = base.chosen(arg, OPTIMIZERS, __file__)
     epoch = NUM_IMAGES // batch
     config = base.get_config()

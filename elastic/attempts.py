@@ -46,10 +46,11 @@ class Attempts:
         if not all(isinstance(number, int) for one in self.extended for number in asdict(one).values()):
             raise ValueError(f"extended is {self.extended!r}")
 
-    def have_left(self, history: tuple[int, ...], step: int) -> bool:
-        """Whether the run has discarded a step of an attempt whose `began_at` was `history`.
+    def has_discarded(self, history: tuple[int, ...], step: int) -> bool:
+        """Whether `step`, saved by an earlier attempt, is not in the run's past any more.
 
-        It has if a later attempt began before that step, or if an older copy replaced the run's directory.
+        `history` is the `began_at` of that attempt. The run discarded the step if a later attempt began before it, or
+        if an older copy replaced the run's directory.
         """
         began_after = self.began_at[len(history) :]
         return history != self.began_at[: len(history)] or any(began < step for began in began_after)

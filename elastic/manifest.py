@@ -328,5 +328,5 @@ def _check(folder: Path, file: File) -> None:
 def _unreadable(path: Path | str, error: OSError) -> UnreadableError:
     return UnreadableError(
         f"{path} cannot be read ({error.strerror}), and may be undamaged; run again when it can be read, or move the "
-        "folder of its step away to go on from an older one"
+        "folder of its step away to resume from an older one"
     )

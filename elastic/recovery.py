@@ -80,7 +80,7 @@ def find(
             for number in range(len(snapshot.pieces)):  # a snapshot without pieces proves nothing
                 copy = Copy(process=process, snapshot=snapshot, number=number)
                 by_step[snapshot.step, snapshot.history].append(copy)
-    by_step = {key: found for key, found in by_step.items() if not attempts.have_left(key[1], key[0])}
+    by_step = {key: found for key, found in by_step.items() if not attempts.has_discarded(key[1], key[0])}
     known = max([attempts.saved, *(copies[0].snapshot.saved for copies in by_step.values())])
     for step, history in sorted(by_step, reverse=True):
         copies = by_step[step, history]

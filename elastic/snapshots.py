@@ -311,7 +311,7 @@ class Snapshots:
                 "elastic.memory_dir to another RAM disk"
             )
             self._report(
-                f"warning: the snapshot of step {step} in {where} failed: {error}; training goes on with checkpoints "
+                f"warning: the snapshot of step {step} in {where} failed: {error}; training continues with checkpoints "
                 f"alone until {until}"
             )
 

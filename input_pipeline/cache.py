@@ -121,5 +121,5 @@ def explained(folder: Path) -> Iterator[None]:
             raise
         raise OSError(
             f"the data cache {folder} cannot be used ({error.strerror}): set {ENVIRONMENT_KEY} to a writable folder "
-            "with free space, or data.cache_gb to what shards may take there"
+            "with free space, or data.cache_gb to the GB that shards may take there"
         ) from error

@@ -79,7 +79,7 @@ class Patience:
                     if broken == BROKEN:
                         raise StoreAwayError(
                             f"{url}: {BROKEN} answers broke off, each after more than {_ANSWERED_S:g} s ({error}); "
-                            "a proxy that ends connections? the same command tries again"
+                            "does a proxy limit the time of a connection? the same command tries again"
                         ) from None
                     pause_s = min(error.pause_s, self._patience_s) + backoff_s(failures)
                     self._failed(request, url, error, begun_s, pause_s)
@@ -103,7 +103,7 @@ class Patience:
             if now_s - since_s > patience_s:
                 raise StoreAwayError(
                     f"{url}: the store has been away for {now_s - since_s:.0f} s ({reason}); the same command "
-                    "goes on when it is back"
+                    "resumes when it is back"
                 )
             if now_s - since_s + pause_s >= SAY_AFTER_S and not self._logged_since_s:
                 self._logged_since_s = since_s

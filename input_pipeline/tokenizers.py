@@ -267,7 +267,8 @@ class HuggingFace(Tokenizer):
         for token, number in zip(found.tokens, found.ids, strict=True):
             if number >= self.num_ids:
                 raise ValueError(
-                    f"{token!r} has the id {number}, not below model.vocab_size; leave it out, or raise that"
+                    f"{token!r} has the id {number}, not below model.vocab_size; remove the token, or raise "
+                    "model.vocab_size"
                 )
         return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
 

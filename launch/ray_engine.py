@@ -70,7 +70,7 @@ class Engine(ABC):
                 self._begin()
         if self._code not in (None, ExitCode.RESUMABLE):
             return self._code
-        say("stopped; the same command goes on")
+        say("stopped; run the same command again to resume")
         return ExitCode.RESUMABLE
 
     def _note_signal(self, *_: object) -> None:

@@ -57,7 +57,7 @@ def sum_of_pieces(
         return lax.scan(add, of_piece(params, *first), others)[0]
 
     def gradients(params: PyTree, piece: tuple[Array, Rows]) -> tuple[PyTree, Array]:
-        """Returns the loss, and its gradients with respect to `x_BCD` and (float32, unless frozen) the parameters."""
+        """Returns (loss, float32 gradients of the parameters; none if frozen), and the gradient of `x_BCD`."""
         x_BCD, rows_BC = piece
         if frozen:
             loss, back = jax.vjp(lambda x: of_piece(params, x, rows_BC), x_BCD)

@@ -317,7 +317,7 @@ def _places(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not an index: its weight_map is of type {type(places).__name__}")
     for name, place in places.items():
         if not isinstance(place, str) or Path(place).name != place or "\0" in place:
-            raise ValueError(f"{path} says that {name} is in {place!r}, which is no name of a file beside it")
+            raise ValueError(f"{path} says that {name} is in {place!r}, which is not the name of a file in its folder")
     return places
 
 

@@ -119,7 +119,7 @@ class Candidate:
 
 
 def _key(extra: str) -> str:
-    """Returns the config key of an extra."""
+    """Returns the config key that an extra sets, such as `compression.all_reduce` for `all_reduce`."""
     return KEPT.get(extra, f"{'sharding' if extra in SCOPES else 'compression'}.{extra}")
 
 

@@ -102,7 +102,7 @@ def _styled(axes: Axes, title: str, below: str, label: str = "", grid: str = "bo
 
 
 def _brackets(timeline: Timeline) -> dict[Bar, int]:
-    """Returns the iterations that represent several, each with its row, above the iterations inside it."""
+    """Returns the bars of repeated iterations, with the row of each: a loop is above the loops inside it."""
     rows: dict[Bar, int] = {}
     repeated = [interval for interval in timeline.intervals if interval.lane == REPEATED]
     for one in sorted(repeated, key=lambda interval: interval.end_s - interval.start_s):

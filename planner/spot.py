@@ -66,7 +66,7 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise ValueError(f"--spot_trace={path} cannot be read ({error.strerror}); {FORMAT}") from error
     except UnicodeError as error:
-        raise ValueError(f"--spot_trace={path} cannot be read (it is no text); {FORMAT}") from error
+        raise ValueError(f"--spot_trace={path} cannot be read (it is not text); {FORMAT}") from error
     except ValueError as error:
         raise ValueError(f"--spot_trace={path}: {error}; {FORMAT}") from error
     changes = [CapacityChange(*points[0])]
@@ -86,14 +86,14 @@ def _points(text: str) -> list[tuple[float, int]]:
             seconds, nodes = row
             points.append((float(seconds), int(nodes)))
         except ValueError:
-            raise ValueError(f"{','.join(row)!r} is no line of seconds,nodes") from None
+            raise ValueError(f"{','.join(row)!r} is not a line of seconds,nodes") from None
         if not isfinite(points[-1][0]) or points[-1][1] < 0:
-            raise ValueError(f"{','.join(row)!r} is no line of seconds,nodes")
+            raise ValueError(f"{','.join(row)!r} is not a line of seconds,nodes")
     times = [time_s for time_s, _ in points]
     if len(points) < 2 or times[0] != 0 or any(b <= a for a, b in pairwise(times)):
         raise ValueError("seconds must begin at 0 and increase, in two lines at least")
     if points[-1][1] != points[-2][1]:
-        raise ValueError("the last line ends the trace, with the nodes of the line before")
+        raise ValueError("the last line only ends the trace: it must repeat the number of nodes of the line before")
     return points
 
 

@@ -33,5 +33,5 @@ def shortage() -> str:
     return (
         f"{used} of {limit} file descriptors are in use{sockets}; the run ends when there are none. Do strangers "
         "connect to gloo's port, which keeps one for each? Close the port to them, or raise `ulimit -Hn` "
-        "(docs/security.md)"
+        "(docs/clusters.md)"
     )

@@ -287,7 +287,7 @@ class Heartbeat:
             if verdict.with_stacks:
                 faulthandler.dump_traceback()
             then = (
-                "; the same command goes on from memory or the newest checkpoint"
+                "; the same command resumes from memory or the newest checkpoint"
                 if verdict.code == ExitCode.RESUMABLE
                 else ""
             )

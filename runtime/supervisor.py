@@ -190,7 +190,7 @@ def supervise(
         try:
             return supervisor.end(ExitCode.FINISHED if run(supervisor) else ExitCode.RESUMABLE)
         except KeyboardInterrupt:
-            print("stopped at once; run the same command again to go on from the newest checkpoint", file=sys.stderr)
+            print("stopped at once; run the same command again to resume from the newest checkpoint", file=sys.stderr)
             return supervisor.end(ExitCode.RESUMABLE, "it was stopped at once")
         except Exception as error:
             return supervisor.fail(error, expected)

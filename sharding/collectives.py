@@ -64,7 +64,7 @@ def ring_reduce_scatter(x: jax.Array, axes: Axes) -> jax.Array:
 
     It replaces `lax.psum_scatter`, which gloo (CPUs of several processes) implements by recursive halving and doubling.
     Two nodes of four devices then send a third more than the formula, the link is idle during additions, and inside a
-    node it takes ten times as long (docs/emulation.md).
+    node it takes ten times as long (docs/results/emulated_links.md).
     """
     size, index = lax.axis_size(axes), lax.axis_index(axes)
     # `ppermute` numbers devices in the mesh's order, and from jax 0.11 on accepts its axes in no other order.

@@ -99,7 +99,7 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
         if len(ordered) % devices_per_node:
             here = "1 device; 1 does" if len(ordered) == 1 else f"{len(ordered)} devices; {divisors(len(ordered))} do"
             more = (
-                f"; mesh.num_cpu_devices={devices_per_node} plays more devices on one CPU process"
+                f"; mesh.num_cpu_devices={devices_per_node} simulates more devices in one CPU process"
                 if len(ordered) < devices_per_node
                 else ""
             )

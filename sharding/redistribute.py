@@ -149,9 +149,10 @@ class Sharing:
 
 
 def _sharing(plan: ShardingPlan, p: Placement, *, each: bool) -> Sharing:
-    """Returns how the devices share the work on tensors of a placement. Each device works on the experts that it holds.
+    """Returns which axes shard tensors of a placement, and which axes inside a node replicate them.
 
-    With `each`, replicas hold no copies of each other's tensors.
+    The devices that hold copies divide the work on them. Shards of experts are neither: each device works on its own.
+    With `each`, tensors differ between replicas, so that replicas hold no copies.
     """
     layout = plan.layout
     tensor = ("tensor",) if p.tensor_dim is not None else ()

@@ -64,8 +64,8 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
             return REPLICATED
         if x.shape[dim] % degree:
             raise ValueError(
-                f"{path_name(path)} {list(x.shape)} cannot be cut into {degree} shards in dim {dim}; cut a dim that "
-                f"{degree} divides, or None"
+                f"{path_name(path)} {list(x.shape)} cannot be cut into {degree} shards in dim {dim}; let the "
+                f"optimizer's `cut` return a dim that {degree} divides, or None for a whole copy on each device"
             )
         return PartitionSpec(*[None] * dim, layout.optimizer)
 

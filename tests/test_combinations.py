@@ -113,7 +113,7 @@ PAIRS = [
 SIZES = (
     "must lie within the scope",
     "does not divide the 1 node",
-    "images are no documents",
+    "images are not documents",
 )  # keys that examples made for other pairs lack
 
 

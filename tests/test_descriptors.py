@@ -39,6 +39,6 @@ def test_a_shortage_is_said(limits: tuple[int, int]) -> None:
         while not (said := shortage()):  # numbers below may have been free
             assert held.enter_context(socket.socket()).fileno() <= 0.9 * limit + 1
     counts = re.match(r"(\d+) of (\d+) file descriptors are in use, (\d+) of them for connections; the run", said)
-    assert counts and said.endswith("(docs/security.md)")
+    assert counts and said.endswith("(docs/clusters.md)")
     used, most, connections = map(int, counts.groups())
     assert most == limit and 0.9 * limit < used <= 0.9 * limit + 2 and 0.7 * limit < connections < used

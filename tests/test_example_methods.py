@@ -13,7 +13,7 @@ from support.tables import every_row
 from configs import command_line
 from configs.schema import SETTINGS, Config, flat, nested
 from configs.schema.own import OWN
-from examples.methods import demo, power_sgd, sparse_loco, utilisation
+from examples.methods import demo, dgc, power_sgd, sparse_loco, utilisation
 from training.experiment import make_experiment
 from training.resume import Start, check_same_run
 
@@ -106,6 +106,7 @@ def test_a_run_with_a_target_of_utilisation_goes_on_with_it() -> None:
         (lambda: sparse_loco.method(sparsity=0.0), "sparsity=0.0 must be"),
         (lambda: demo.method(decay=1.1), "sparsity=0.999 must be between 0 and 1, and decay=1.1 from 0 to 1"),
         (lambda: demo.method(decay=-0.1), "decay=-0.1 from 0 to 1"),
+        (lambda: dgc.method(sparsity=1.0), "sparsity=1.0 of DGC must be between 0 and 1"),
         (lambda: utilisation.Utilisation(0.0), "target=0.0 of Utilisation must be between 0 and 1"),
         (lambda: utilisation.Utilisation(1.0), "target=1.0 of Utilisation must be"),
     ],

@@ -1,4 +1,4 @@
-"""PowerSGD, SparseLoCo and DeMo against their algorithms in numpy, step by step, and the bytes that they send."""
+"""PowerSGD, SparseLoCo, DeMo and DGC against their algorithms in numpy, step by step, and the bytes that they send."""
 
 from typing import Any
 
@@ -14,6 +14,7 @@ from support.tables import every_row
 
 from compression.exchange import by_groups
 from compression.statistics import statistics
+from examples.methods import dgc
 from examples.methods.demo import by_frequency, from_blocks, to_blocks
 from examples.methods.power_sgd import power_sgd
 from examples.methods.sparse_loco import Chunks, sparse
@@ -103,6 +104,55 @@ def test_demo_matches_numpy() -> None:
             assert sure.mean() > 0.9
     for name, residual in named(state.residual.tree).items():
         np.testing.assert_allclose(residual, kept.get(name, 0 * residual), atol=2e-6)
+
+
+def test_dgc_matches_numpy() -> None:
+    """Twenty steps of four workers (algorithm 4 of the paper, without clipping); bytes are as claimed."""
+    plan = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
+    setup = workload.setup(plan, "none")
+    out, (state, velocity) = run(plan, dgc.build(setup, 0.1), 20)
+    zeros = {name: np.zeros_like(g) for name, g in named(gradients(plan, 0)[1]).items()}
+    u_R, v_R = zeros, {name: np.zeros_like(g) for name, g in zeros.items()}
+    for step in range(20):
+        for name, g in named(gradients(plan, step)[1]).items():
+            u_R[name] = setup.optimizer.momentum * u_R[name] + g
+            v_R[name] += u_R[name] / 4
+            wanted = np.zeros(g[0].size)
+            for u, v in zip(u_R[name].reshape(4, -1), v_R[name].reshape(4, -1), strict=True):  # views
+                places = np.argsort(-np.abs(v))[: max(1, round(v.size * 0.1))]
+                wanted[places] += v[places]
+                u[places] = v[places] = 0
+            np.testing.assert_allclose(out[step][name], wanted.reshape(g[0].shape), atol=2e-6, err_msg=name)
+    assert set(named(velocity.tree)) == set(u_R)
+    for name, u in named(velocity.tree).items():
+        np.testing.assert_allclose(u, u_R[name], atol=2e-6)
+    sizes = [p.size for p in jax.tree.leaves(workload.params("tensors"))]
+    sent = 8 * sum(max(1, round(size * 0.1)) for size in sizes)
+    assert statistics(state)["all_reduce_payload_bytes"] == sent
+    text = jax.jit(dgc.build(setup, 0.1).update).lower(gradients(plan, 0)[0], (state, velocity)).compile().as_text()
+    gathers = [c for c in hlo.read_collectives(text or "", plan.layout.shape) if c.kind == "all-gather"]
+    assert {c.dtype for c in gathers} == {"f32", "s32"} and sum(c.inter_bytes for c in gathers) == 3 * sent
+
+
+@pytest.mark.parametrize("layout", ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mics(2)", "zero1"))])
+def test_dgc_result_plus_residual_is_the_mean_in_every_layout(layout: str) -> None:
+    """A step with a bad value changes nothing."""
+    plan = workload.plan("tensors", **LAYOUTS[layout])
+    tx = dgc.method(sparsity=0.9).transform(workload.setup(plan, "none"))
+    params, (grads_R, whole) = workload.params("tensors"), gradients(plan, 0)
+    update = jitted_update(tx)
+    mean, after = update(grads_R, tx.init(params))
+    jax.tree.map(
+        lambda m, kept_R, g_R: np.testing.assert_allclose(m + np.asarray(kept_R).sum(0), g_R.mean(0), atol=1e-6),
+        mean,
+        after[0].residual.tree,
+        whole,
+    )
+    leaves, tree = jax.tree.flatten(grads_R)
+    bad = tree.unflatten([leaves[0].at[(1,) + (0,) * (leaves[0].ndim - 1)].set(jnp.nan), *leaves[1:]])
+    mean, same = update(bad, after)
+    assert not np.isfinite(optax.tree.norm(mean))
+    jax.tree.map(np.testing.assert_array_equal, same, after)
 
 
 @pytest.mark.slow

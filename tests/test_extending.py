@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import runpy
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,10 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from support import workload
-from support.exchanging import LAYOUTS, gradients, jitted_update
 from support.extending_page import LISTINGS
 from support.running import ROOT, arrays, manifest, rows, run_here, stop_after
 from support.tables import check_rows
@@ -28,7 +24,6 @@ from launch.emulate import __main__ as emulate
 from launch.sweeps.plan import plan
 from planner import __main__ as planner
 from planner import compile as compiling
-from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
 from training import convert, evaluate, generate, trained
 from training.experiment import make_experiment
@@ -144,15 +139,6 @@ def a_method(workdir: Path) -> None:
         assert voted == pytest.approx(round(voted), rel=1e-6) and num_params / 4 < voted <= num_params
 
 
-def a_method_with_a_state(workdir: Path) -> None:
-    # values and places of 1 % cross nodes; momenta are in the checkpoint, of each replica its own
-    coded = [c for c in all_reduce(workdir) if c["kind"] == "all-gather"]
-    assert {c["dtype"] for c in coded} == {"f32", "s32"}
-    assert all(0.01 <= row["all_reduce_fraction_sent"] < 0.02 for row in rows(workdir))
-    found = {name: x for name, x in arrays(workdir, 3).items() if ".velocity." in name}
-    assert found and all(len(x) == 4 and np.abs(x).max() > 0 for x in found.values())
-
-
 def a_strategy(workdir: Path) -> None:
     sharding = Config.from_dict(json.loads((workdir / "config.json").read_text())).sharding
     by_hand = ShardingConfig(strategy="custom", parameters="node", gradients="node", optimizer="all")
@@ -191,7 +177,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "A tokenizer": a_tokenizer,
     "A codec": a_codec,
     "A method of the replica all-reduce": a_method,
-    "A method with a state": a_method_with_a_state,
     "A strategy": a_strategy,
     "An optimizer": an_optimizer,
     "A schedule": a_schedule,
@@ -207,7 +192,6 @@ RUNS: dict[tuple[str, ...], dict[str, Any]] = {
         "sample__prompt": "the",
     },
     ("A method of the replica all-reduce",): {},
-    ("A method with a state",): {},
     ("A strategy",): {},
 }
 # A config file with the changes of each file to the quickstart's config.
@@ -247,58 +231,6 @@ def test_a_listing_trains_and_what_it_defines_is_used(titles: tuple[str, ...], t
     assert train(LISTINGS[titles[0]] if len(titles) == 1 else TOGETHER.format(files=files), "run", **RUNS[titles]) == 0
     for title in titles:
         CHECKS[title](tmp_path / "run")
-
-
-def listed_dgc(tmp_path: Path, workers: ShardingPlan) -> Any:
-    """Returns the listing's transform, which sends a tenth."""
-    (tmp_path / "mine.py").write_text(LISTINGS["A method with a state"].replace("SPARSITY = 0.99", "SPARSITY = 0.9"))
-    runpy.run_path(str(tmp_path / "mine.py"))
-    return OWN["all_reduce"]["dgc"].transform(workload.setup(workers, "none"))
-
-
-@pytest.mark.parametrize("layout", ["tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mics(2)", "zero1"))])
-def test_the_listed_dgc_keeps_what_it_does_not_send_in_every_layout(layout: str, tmp_path: Path) -> None:
-    """Sent and kept values add up to the velocities' mean; a step with a bad value changes nothing."""
-    workers = workload.plan("tensors", **LAYOUTS[layout])
-    tx = listed_dgc(tmp_path, workers)
-    params, (grads_R, whole) = workload.params("tensors"), gradients(workers, 0)
-    update = jitted_update(tx)
-    mean, after = update(grads_R, tx.init(params))
-    jax.tree.map(
-        lambda m, kept_R, g_R: np.testing.assert_allclose(m + np.asarray(kept_R).sum(0), g_R.mean(0), atol=1e-6),
-        mean,
-        after[0].residual.tree,
-        whole,
-    )
-    leaves, tree = jax.tree.flatten(grads_R)
-    bad = tree.unflatten([leaves[0].at[(1,) + (0,) * (leaves[0].ndim - 1)].set(jnp.nan), *leaves[1:]])
-    mean, same = update(bad, after)
-    assert not np.isfinite(optax.tree.norm(mean))
-    jax.tree.map(np.testing.assert_array_equal, same, after)
-
-
-def test_the_listed_dgc_matches_numpy(tmp_path: Path) -> None:
-    """Twenty steps of four workers (algorithm 4 of the paper, without clipping)."""
-    workers = workload.plan("tensors", nodes=4, per_node=1, strategy="ddp")
-    tx = listed_dgc(tmp_path, workers)
-    momentum = OptimizerConfig().momentum
-    state, update = tx.init(workload.params("tensors")), jitted_update(tx)
-    velocity = unsent = jax.tree.map(lambda p: np.zeros((4, *p.shape)), workload.params("tensors"))
-    for step in range(20):
-        grads_R, whole = gradients(workers, step)
-        mean, state = update(grads_R, state)
-        velocity = jax.tree.map(lambda u, g: momentum * u + g, velocity, whole)
-        unsent = jax.tree.map(lambda v, u: v + u / 4, unsent, velocity)
-
-        def check(got: jax.Array, v_R: np.ndarray, u_R: np.ndarray) -> None:
-            wanted = np.zeros(got.size)
-            for v, u in zip(v_R.reshape(4, -1), u_R.reshape(4, -1), strict=True):  # views
-                places = np.argsort(-np.abs(v))[: max(1, round(v.size * 0.1))]
-                wanted[places] += v[places]
-                v[places] = u[places] = 0
-            np.testing.assert_allclose(got, wanted.reshape(got.shape), atol=2e-6)
-
-        jax.tree.map(check, mean, unsent, velocity)
 
 
 @pytest.mark.slow

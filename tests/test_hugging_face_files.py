@@ -295,7 +295,11 @@ DAMAGE: list[tuple[str, Harm, str]] = [
     ("gpt2", removed(SECOND), f"index.json names {SECOND}, which is not there$"),
     ("gpt2", cut(SECOND), "00002-of-00003.safetensors is damaged"),
     ("gpt2", written(INDEX, "{}"), "index.json is not an index: its weight_map is of type NoneType$"),
-    ("gpt2", written(INDEX, '{"weight_map": {"a": "../b"}}'), "says that a is in '../b', which is no name of a file"),
+    (
+        "gpt2",
+        written(INDEX, '{"weight_map": {"a": "../b"}}'),
+        "says that a is in '../b', which is not the name",
+    ),
     ("gpt2", lambda f: shutil.copy(f / FIRST, f / THIRD), f"that transformer.* is in {THIRD}, which does not have it$"),
 ]
 

@@ -187,7 +187,7 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "model.rotary_factor=0.0 must be above 0"),
         ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported; 1"),
         ("mistral", {"sliding_window": "4"}, "model.window='4' must be a whole number"),
-        ("mistral", {"layer_types": MIXED}, "layer_types is not supported beside another sliding_window: all"),
+        ("mistral", {"layer_types": MIXED}, "layer_types is not supported with another sliding_window: all"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; False is"),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported in which"),
         ("gemma2", {"layer_types": 3}, "layer_types is 3, not a list of full_attention and sliding_attention"),

@@ -75,7 +75,7 @@ def test_convert_in_and_out_again_is_bit_by_bit(tmp_path: Path, capsys: pytest.C
     args = flags("gpt2", model__weights="")
     command = ["convert", f"--from_hugging_face={folder}", f"--out={workdir}", *args]
     assert run_convert(*command) == 0
-    assert "train.py goes on from there" in capsys.readouterr().out
+    assert "train.py continues from there" in capsys.readouterr().out
     assert run_convert(*command) == 2
     assert "holds checkpoints already; choose another --out" in capsys.readouterr().err
 

@@ -40,7 +40,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"objective": "classify"}, "'classify' does not fit data.source='stdlib_text'; set data.objective to 'causal' or"),
     (IMAGES | {"objective": "causal"}, "does not fit data.source='digits'; set data.objective to 'classify'"),
     (IMAGES | {"channels": 4}, "data.channels=4 must be 1 or 3"),
-    (IMAGES | {"packing": "documents"}, "data.packing='documents': images are no documents"),
+    (IMAGES | {"packing": "documents"}, "data.packing='documents': images are not documents"),
     (IMAGES | mixed("1 stdlib_text"), "data.mixture is of text"),
     ({"packing": "document"}, "data.packing=document is not known; one of stream, documents, whole; did you"),
     ({"packing": "whole", "source": "synthetic"}, "data.packing='whole': the tokens of data.source='synthetic' are no"),

@@ -409,7 +409,7 @@ def test_special_tokens_that_a_model_lacks_do_not_count(tmp_path: Path) -> None:
     assert isinstance(ours, HuggingFace) and ours.num_ids == 260
     assert ours.decode(ours.encode("<image_soft_token>")) == "<image_soft_token>"  # text
     with pytest.raises(
-        ValueError, match=r"\A'<image_soft_token>' has the id 260, not below model.vocab_size; leave it"
+        ValueError, match=r"\A'<image_soft_token>' has the id 260, not below model.vocab_size; remove the token"
     ):
         ours.encode_template("the <image_soft_token>")
     assert make_tokenizer("hugging_face", path, 259).num_ids == 260  # an ordinary token

@@ -89,7 +89,7 @@ def test_another_base_than_that_of_the_adapters_is_one_line(tmp_path: Path, caps
     values["model.layers.1.mlp.up_proj.weight"][0, 5] += 1
     save_file(values, folder / WEIGHTS)
     capsys.readouterr()
-    message = f"{workdir} trained adapters beside other weights: the files in its model.weights have changed since"
+    message = f"{workdir} trained adapters of other weights: the files in its model.weights have changed since"
     programs = [
         lambda: train(workdir, num_steps=3, model__weights=folder),
         lambda: run_convert("convert", f"--to_hugging_face={tmp_path / 'out'}", f"--workdir={workdir}"),

@@ -230,7 +230,7 @@ def test_an_error_of_the_sink_is_one_warning(
         log.step(step, {"loss": 1.0})
     log.close("finished")
     out = capsys.readouterr().out
-    warning = "warning: sink=wandb failed (RuntimeError: the disk of wandb); the run goes on without it\n"
+    warning = "warning: sink=wandb failed (RuntimeError: the disk of wandb); the run continues without it\n"
     assert out.count("warning") == 1 and warning in out and sink.calls == calls
     assert read_run(tmp_path).outcome == "finished" and (tmp_path / "report.html").exists()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,9 +1,9 @@
 """A step compiled for devices that are not here: once, replayed at any rate, and refused in one line."""
 
-import os
 import dataclasses
 import errno
 import json
+import os
 import subprocess
 from pathlib import Path
 

@@ -52,6 +52,16 @@ def test_the_architecture_page_names_every_package_and_files_that_exist() -> Non
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_architecture_page_names_functions_that_exist() -> None:
+    """Each name in brackets after a file is defined in it."""
+    named = re.findall(r"`([\w/]+\.py)`\s\((`[^)]+`)\)", (DOCS / "architecture.md").read_text())
+    assert len(named) > 30
+    for file, names in named:
+        tree = ast.parse((ROOT / file).read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert {*re.findall(r"\w+", names)} <= defined, file
+
+
 # Keys that only programs of another kind than the step write, such as summary.json's, are not in the table.
 WRITERS = {
     "training/metrics/throughput.py": {"step_time_s", "mfu"},

@@ -156,11 +156,11 @@ def test_a_trace_of_a_file(tmp_path: Path) -> None:
         ("time,nodes\n0,1\n", "the first line is not seconds,nodes"),
         ("seconds,nodes\n0,4\n", "seconds must begin at 0 and increase, in two lines at least"),
         ("seconds,nodes\n5,4\n6,4\n", "seconds must begin at 0"),
-        ("seconds,nodes\n0,4\n9,3\n", "the last line ends the trace"),
+        ("seconds,nodes\n0,4\n9,3\n", "the last line only ends the trace"),
         ("seconds,nodes\n0,4\n9,3\n9,4\n", "seconds must begin at 0 and increase"),
-        ("seconds,nodes\n0,4\n9,-1\n", "is no line of seconds,nodes"),
-        ("seconds,nodes\n0,4\nnan,1\n", "is no line of seconds,nodes"),
-        ("seconds,nodes\n0,many\n9,1\n", "'0,many' is no line"),
+        ("seconds,nodes\n0,4\n9,-1\n", "is not a line of seconds,nodes"),
+        ("seconds,nodes\n0,4\nnan,1\n", "is not a line of seconds,nodes"),
+        ("seconds,nodes\n0,many\n9,1\n", "'0,many' is not a line"),
     ],
 )
 def test_a_bad_trace_is_refused(content: str, message: str, tmp_path: Path) -> None:

@@ -151,7 +151,10 @@ def test_the_error_of_a_bad_choice_type_or_number_names_the_key() -> None:
         ({"optimizer.nam": "sgd"}, "optimizer.nam is not a key; the nearest is optimizer.name"),
         ({"modell": {}}, "modell is not a key; the nearest is model"),
         *(
-            ({"model.kind": kind}, rf"^model.kind={kind} stands beside .*kind=decoder; .* base.model\('{kind}'\)$")
+            (
+                {"model.kind": kind},
+                rf"^the model section has model.kind={kind} and .*kind=decoder; .* base.model\('{kind}'\)$",
+            )
             for kind in ("resnet", "moe")
         ),
         ({"model.num_experts": 8}, r"not a key of model.kind=decoder, but of moe; .* base.model\('moe'\)$"),

@@ -281,8 +281,8 @@ def test_devices_per_node_groups_devices_by_process_and_id() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"mesh\.devices_per_node=3 does not divide the 8 devices; 1, 2, 4, 8 do"):
         find_nodes(devices, 3)
-    alone = "mesh.devices_per_node=8 does not divide the 1 device; 1 does; mesh.num_cpu_devices=8 plays more devices"
-    with pytest.raises(ValueError, match=f"^{alone} on one CPU process$"):
+    alone = "mesh.devices_per_node=8 does not divide the 1 device; 1 does; mesh.num_cpu_devices=8 simulates more"
+    with pytest.raises(ValueError, match=f"^{alone} devices in one CPU process$"):
         find_nodes(devices[:1], 8)
 
 

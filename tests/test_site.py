@@ -43,8 +43,8 @@ def test_the_site_has_every_page_and_loads_nothing_from_other_hosts(copy: Path) 
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
-        ("docs/glossary.md", "[gone](gone.md)\n", "gone.md"),
-        ("docs/glossary.md", "[gone](concepts.md#gone)\n", "#gone"),
+        ("docs/emulation.md", "[gone](gone.md)\n", "gone.md"),
+        ("docs/emulation.md", "[gone](concepts.md#gone)\n", "#gone"),
         ("docs/unlinked.md", "# Not in the index\n", "unlinked.md"),
         ("docs/README.md", "- [Gone](../configs/gone.py)\n", "configs/gone.py"),
     ],

@@ -99,7 +99,7 @@ def test_answers_that_break_off_after_minutes_are_not_the_store_being_away() -> 
     """A file may come for many minutes, and the connection break more than once; but not always."""
     assert Store(*[(600.0, AwayError("half"))] * 4).read() == "content"
     store = Store(*[(300.0, AwayError("half"))] * 9)
-    with pytest.raises(StoreAwayError, match=r"5 answers broke off, each after more than 60 s .half.; a proxy"):
+    with pytest.raises(StoreAwayError, match=r"5 answers broke off, each after more than 60 s .half.; does a proxy"):
         store.read()
     assert len(store.errors) == 4
 

@@ -83,7 +83,7 @@ def test_ctrl_c_is_passed_on_once_and_waited_for(number: signal.Signals, tmp_pat
     assert [(name, seed) for name, seed, _ in events(tmp_path)][2:] == [
         (event, WAITS) for event in ("start", "signal", "end")
     ]
-    assert "stopped with 2 of 3 runs to do; run the same command again to go on\n" in out
+    assert "stopped with 2 of 3 runs to do; run the same command again to resume\n" in out
     assert "3 runs: 1 waiting, 1 finished, 1 stopped." in (tmp_path / "runs" / "results.md").read_text()
     process = start_sweep(tmp_path, config)
     out, _ = process.communicate(timeout=TIMEOUT_S)

@@ -212,7 +212,7 @@ def test_signal_stops_and_the_same_command_resumes(
     assert captured.err.count("\n") == 1 and captured.err.startswith("stopped at once")
     assert run_here(*args, hooks=[stop_after(6, number)]) == RESUMABLE
     assert signal.getsignal(number) == handler
-    assert "stopped at step 6; run the same command again to go on" in capsys.readouterr().out
+    assert "stopped at step 6; run the same command again to resume" in capsys.readouterr().out
     assert len(losses(tmp_path)) == 6
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "interrupted"
     assert run_here(*args) == 0

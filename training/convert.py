@@ -106,7 +106,7 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
     make_folder(workdir, "--out")
     with Checkpointer(directory, config.checkpoint, is_same_run=is_same_run) as checkpointer:
         checkpointer.save(0, state.checkpoint_state, data={"step": 0, "seed": config.seed}, config=config.to_dict())
-    print(f"{workdir} starts from {folder}: {experiment.model.num_params} parameters; train.py goes on from there")
+    print(f"{workdir} starts from {folder}: {experiment.model.num_params} parameters; train.py continues from there")
 
 
 def export_run(workdir: Path, folder: Path, *, step: int | None, max_file_bytes: int) -> None:

@@ -63,7 +63,7 @@ def use_cpu_devices(count: int) -> None:
     if count > MOST_CPU_DEVICES:
         raise ValueError(
             f"mesh.num_cpu_devices={count} is more than a process can run; set it to {MOST_CPU_DEVICES} at most "
-            "(python -m planner plays larger clusters)"
+            "(python -m planner simulates larger clusters)"
         )
     _keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")

@@ -61,7 +61,7 @@ def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: b
 
 
 def _section(path: str | None) -> JsonObject:
-    """Returns the changes that a path makes to the section `data`."""
+    """Returns the keys of the section `data` that `--path` sets."""
     if not path:
         return {}
     changed = {"mixture": "", "pattern": "", "path": path}

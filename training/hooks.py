@@ -201,7 +201,7 @@ class Report:
             raise NonFiniteError(
                 f"{in_a_row:.0f} updates in a row were not finite, the last at step {step}; the parameters "
                 f"are as before them. Lower optimizer.learning_rate or set optimizer.clip_norm, in another --workdir; "
-                f"or, if it is the data of these steps, go on past them with a larger optimizer.max_skipped"
+                f"or, if it is the data of these steps, skip them with a larger optimizer.max_skipped"
             )
 
 
@@ -297,7 +297,7 @@ class CheckpointHook:
             raise ResumableError(
                 f"{checkpointer.directory.parent} was deleted or moved during the run: its metrics and earlier "
                 f"checkpoints are gone{f', step {step} is saved there again' if saved else ''}; run the same command "
-                "again to go on"
+                "again to resume"
             )
 
     def _save(self, step: int, state: TrainState, metrics: Metrics) -> None:

@@ -40,7 +40,7 @@ def _collectives(compression: CompressionConfig, layout: Layout) -> Iterator[str
 
 
 def _replica_all_reduce(config: Config, layout: Layout) -> Iterator[str]:
-    """Yields the lines about the replica all-reduce."""
+    """Yields a warning for each setting of the replica all-reduce that exchanges nothing here."""
     if config.sharding.replicas == "independent":  # their exchanges are not in the program
         return
     all_reduce = config.compression.all_reduce

@@ -69,7 +69,7 @@ class Independent:
     """
 
     def __init__(self, ex: Experiment, supervisor: Supervisor, *, number: int, workdir: Path) -> None:
-        """`number` is this replica's among the ones of the run in `workdir`. Nothing is compiled or connected yet."""
+        """`number` is the number of this replica in the run of `workdir`. Nothing is compiled or connected yet."""
         self._ex, self._supervisor, self._number, self._workdir = ex, supervisor, number, workdir
         self._gradients = GradientUnits(ex)
         self._work: Work = RoundUnits(ex) if ex.config.local_sgd.inner_steps else self._gradients

@@ -16,18 +16,21 @@ LocalShard = Any  # a jax.Shard that has data
 
 
 def pending(state: TrainState) -> PyTree:
-    """Returns the tree `[1, ...]` in the place of a state's pending gradients (`compression.delayed`)."""
+    """Returns the field of the state that holds the pending gradients `[1, ...]` of `compression.delayed`.
+
+    Between the update and the next step it holds the parameters before the update instead (`keeping_parameters`).
+    """
     return state.all_reduce.waiting.tree
 
 
 def with_pending(state: TrainState, tree: PyTree) -> TrainState:
-    """Returns the state with `tree` in the place of its pending gradients."""
+    """Returns the state with `tree` in the field of the pending gradients."""
     all_reduce = state.all_reduce
     return replace(state, all_reduce=all_reduce._replace(waiting=replace(all_reduce.waiting, tree=tree)))
 
 
 def keeping_parameters(update: Callable[..., tuple[TrainState, Means]]) -> Callable[..., tuple[TrainState, Means]]:
-    """Returns an update by its argument's gradients, which leaves the given parameters in the place of pending ones."""
+    """Returns an update by given gradients, after which the field of the pending gradients has the old parameters."""
 
     def update_and_keep(state: TrainState, grads_R: GradsR, means: Means) -> tuple[TrainState, Means]:
         before = jax.tree.map(lambda p: p[None], state.params)

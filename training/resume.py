@@ -256,7 +256,7 @@ def check_same_base(saved: Mapping[str, object], now: Mapping[str, str], workdir
     """
     if BASE in now and saved.get(BASE, now[BASE]) != now[BASE]:
         raise ValueError(
-            f"{workdir} trained adapters beside other weights: the files in its model.weights have changed since; "
+            f"{workdir} trained adapters of other weights: the files in its model.weights have changed since; "
             "put the old ones back"
         )
 

@@ -129,7 +129,7 @@ class RoundUnits:
 
     @property
     def unit_layout(self) -> list[Piece]:
-        """The pieces of a unit."""
+        """The size and payload of each piece of a unit."""
         compression = self._ex.config.compression
         payload = Payload(codec=compression.all_reduce, block=compression.block)
         each = zip(self._bounds, (payload, state_payload(self._ex.config), LOSSLESS), strict=True)

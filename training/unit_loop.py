@@ -98,7 +98,7 @@ class UnitLoop:
                 yield unit
 
     def compute(self, step: Step, unit: int, state: TrainState) -> None:
-        """Computes a unit of a step, and puts its pieces."""
+        """Computes a work unit, and hands its pieces to the step as they become complete."""
         started_s, waited_s = time.perf_counter(), self.wait_s
         for piece, values in self.work.pieces(state, self._batches(step.number, unit)):
             step.put(unit, piece, values)
@@ -169,9 +169,9 @@ class LateStep:
 class DelayedUpdate:
     """The sums of a step are exchanged during the next step, and update the state then (`compression.delayed`).
 
-    Between two steps these gradients are not here. In their place the state has the parameters by which they are
-    computed, so that the units of a lost replica can be computed again. `completed` puts the gradients there. The other
-    methods are as in `AtOnce`.
+    Between two steps the state does not hold these gradients. Their field has the parameters by which they are
+    computed, so that the units of a lost replica can be computed again. `completed` replaces them by the gradients. The
+    other methods are as in `AtOnce`.
     """
 
     def __init__(self, loop: UnitLoop, work: GradientUnits) -> None:

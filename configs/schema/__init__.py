@@ -225,8 +225,8 @@ def check_names(values: Mapping[str, object]) -> str:
     for other in model_sections():
         if kind in model_sections() and own != _of_model(known) and own == _of_model(known_keys(other)):
             raise ValueError(
-                f"model.kind={kind} stands beside the keys of model.kind={other}; a config file chooses the kind, by "
-                f"config.model = base.model({kind!r})"
+                f"the model section has model.kind={kind} and the keys of model.kind={other}; a config file chooses "
+                f"the kind, by config.model = base.model({kind!r})"
             )
     for name in given:
         if name not in known:
@@ -242,7 +242,7 @@ def _of_model(names: Iterable[str]) -> set[str]:
 
 
 def unknown_key(name: str, kind: str) -> str:
-    """Returns what is wrong with a key that model.kind=`kind` does not have: others may have it."""
+    """Returns the message for an unknown key: its new name, the model kinds that have it, or the nearest key."""
     if name in RENAMED:
         return f"{name} is not a key any more; it is {RENAMED[name]} now"
     if name in GONE:

@@ -131,7 +131,7 @@ class DataConfig(Section, name="data"):
                 raise ValueError(f"data.{name}={found!r}: data.source='chats' needs data.{name}={value!r}, {why}")
         if self.packing != "stream" and (self.objective == "classify" or self.source == "synthetic"):
             what = "images" if self.objective == "classify" else "the tokens of data.source='synthetic'"
-            raise ValueError(f"data.packing={self.packing!r}: {what} are no documents; set data.packing='stream'")
+            raise ValueError(f"data.packing={self.packing!r}: {what} are not documents; set data.packing='stream'")
         if self.packing == "whole" and self.source == "shards":
             raise ValueError("data.packing='whole' needs all text at once: with data.source='shards' use 'documents'")
 

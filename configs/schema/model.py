@@ -350,7 +350,7 @@ def require(holds: bool, name: str, value: object, fix: str) -> None:
 
 
 def require_heads(hidden: int, num_heads: int) -> None:
-    """Raises a one-line ValueError, which names the nearest number that would, unless the heads divide `hidden`."""
+    """Raises ValueError, with the nearest number of heads that fits, unless `num_heads` divides `hidden`."""
     divisors = [n for n in range(1, hidden + 1) if hidden % n == 0]
     nearest = min(divisors, key=lambda n: abs(n - num_heads))
     fix = f"heads must divide model.hidden = {hidden}; the nearest divisor is {nearest}"

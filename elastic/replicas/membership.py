@@ -173,7 +173,7 @@ class Membership:
         reasons = self._greet_all(addresses)
         if other := self._foreign:
             raise ValueError(
-                f"replica {other.number} at {other.host} trains by another config, on other data, beside other frozen "
+                f"replica {other.number} at {other.host} trains by another config, on other data, with other frozen "
                 "weights, on other devices (more, fewer or of another kind) or with another version of jax; give all "
                 "the same, or another --workdir"
             )

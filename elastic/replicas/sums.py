@@ -231,9 +231,9 @@ class StepSums:
         )
 
     def _compute_units(self, node: Node, piece: int) -> None:
-        """Adds to the units to compute each unit of a node whose piece is neither here nor under way.
+        """Schedules each unit of a node whose `piece` is neither here nor being computed.
 
-        The value of a unit that was added to its neighbour's is no longer here, though other pieces of the unit may
+        A unit's value that was added to its neighbour's is here as a part of their sum. Other pieces of the unit may
         still be under way.
         """
         for unit in range(*node):

@@ -19,11 +19,12 @@ from importlib import import_module
 from ml_collections import ConfigDict
 
 from configs.register import register
-from examples.methods import demo, power_sgd, sparse_loco, utilisation
+from examples.methods import demo, dgc, power_sgd, sparse_loco, utilisation
 
 register("all_reduce", "power_sgd", power_sgd.method(rank=2))
 register("all_reduce", "sparse_loco", sparse_loco.method(sparsity=0.984, decay=0.95))
 register("all_reduce", "demo", demo.method(sparsity=0.984, decay=0.999))
+register("all_reduce", "dgc", dgc.method(sparsity=0.99))
 register("interval", "utilisation", utilisation.Utilisation(target=0.95))
 
 

@@ -3,8 +3,8 @@
     python -m lab.probe [--out=runs/probe] [--sizes=1k,64k,1m,16m]
 
 Start it as train.py is started: once per process, by SLURM, Open MPI, Kubernetes, `launch.emulate`, or with
-`--coordinator`, `--num_processes` and `--process_id`. Process 0 prints tables and writes `probe.json` (its keys are in
-docs/clusters.md), which `python -m planner --probe` takes, and `probe.png` of the links.
+`--coordinator`, `--num_processes` and `--process_id`. Process 0 prints tables and writes `probe.json`, whose
+keys lab/probe/report.py lists and which `python -m planner --probe` takes, and `probe.png` of the links.
 """
 
 import argparse

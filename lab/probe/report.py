@@ -1,4 +1,15 @@
-"""The output of the probe: a table, `probe.json` for the planner, and a plot."""
+"""The output of the probe: a table, `probe.json` for the planner, and a plot.
+
+The keys of `probe.json`:
+
+- `device`: `devices`, `dtype`, and rates of one device, null where not measured: `products_flops_per_s`,
+  `attention_flops_per_s` (by kernel, `forward` and `backward`), `memory_bandwidth`, `launch_s`, `functions_per_s`,
+  `copies_to_host_bytes_per_s`; also `failed`, and `measurements` with `times_s` and `spread`
+- `levels.LEVEL`: `group_size`, `devices_per_link`, `best` (the collective of highest bandwidth), and
+  `collectives.NAME`: `alpha_s`, `beta_s_per_byte`, `bandwidth_bytes_per_s`, `worst_error` (the largest relative error)
+- `measurements`: one per level, collective and size (`Measurement` in lab/probe/measure.py)
+- `environment`: command, commit, versions, devices
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -50,7 +61,7 @@ def fits_text(fits: Fits) -> str:
 def record(
     device: Mapping[str, Any], measured: Sequence[Measurement], fits: Fits, environment: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of probe.json; docs/clusters.md explains its keys."""
+    """Returns the content of probe.json."""
     levels: dict[str, Any] = {}
     for level in dict.fromkeys(m.level for m in measured):
         group = next(m for m in measured if m.level == level)

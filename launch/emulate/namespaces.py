@@ -105,7 +105,7 @@ def signal_all(init: int, number: int) -> None:
 
 
 def processes() -> list[int]:
-    """Returns the processes of this machine."""
+    """Returns the ids of all processes of this machine."""
     return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
 
 

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 
 from configs.schema.own import OWN
-from examples.methods import demo, power_sgd, sparse_loco
+from examples.methods import demo, dgc, power_sgd, sparse_loco
 from examples.methods.utilisation import Utilisation
 
-METHODS = {method.name: method for method in (power_sgd.method(rank=2), sparse_loco.method(0.984), demo.method(0.9))}
+METHODS = {
+    method.name: method
+    for method in (power_sgd.method(rank=2), sparse_loco.method(0.984), demo.method(0.9), dgc.method(0.9))
+}
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ class RunLog:
         except Exception as error:
             self._sink = None
             why = " ".join(f"{type(error).__name__}: {error}".split())
-            self.say(f"warning: sink=wandb failed ({why}); the run goes on without it")
+            self.say(f"warning: sink=wandb failed ({why}); the run continues without it")
 
 
 # key of metrics.jsonl: key of summary.json
