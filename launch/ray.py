@@ -5,7 +5,7 @@ With `sharding.replicas=independent` each node has a separate group, which start
     python -m launch.ray --min_nodes=1 --max_nodes=4 [--nodes_per_group=1] -- python train.py --workdir=... ...
 
 Exit codes: 0 finished; 75 stopped but resumable (SIGTERM, Ctrl-C); 2 a mistake; 1 or the program's exit code: an error.
-docs/elasticity_engines.md describes the parts.
+docs/elasticity.md describes the parts.
 """
 
 import argparse

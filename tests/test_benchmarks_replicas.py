@@ -1,4 +1,4 @@
-"""The numbers of docs/replicas.md by hand: steps and events."""
+"""The numbers of docs/results/replicas_measured.md by hand: steps and events."""
 
 from typing import Any
 

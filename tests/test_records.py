@@ -3,6 +3,7 @@
 import json
 import lzma
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -86,6 +87,22 @@ def test_every_measured_line_of_the_history_is_a_record_or_archived() -> None:
         if not {*map(content, git(ROOT, "cat-file", "blob", blob).splitlines())} <= today
     }
     assert len(blobs) > 50 and not lost
+
+
+def dates(file: Path) -> str:
+    """Returns the days and the names of the oldest and the newest commit of a record's lines, as pages have them."""
+    commits = {line["commit"] for line in recorded(file) if COMMIT_LOST not in line}
+    times = git(ROOT, "log", "--no-walk", "--format=%ct %cs %H", *commits).splitlines()
+    days = [f"{day} ({commit[:7]})" for _, day, commit in map(str.split, sorted(times))]
+    return " to ".join(dict.fromkeys([days[0], days[-1]]))
+
+
+@pytest.mark.document
+def test_pages_date_their_records() -> None:
+    """The lists at the start of pages of results."""
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "results").glob("*.md"))
+    dated = dict(re.findall(r"(?m)^- `(\w+)\.jsonl`: (.*)$", text))
+    assert dated == {name: dates(MEASURED / f"{name}.jsonl") for name in dated} and "accuracy" in dated
 
 
 def test_a_derived_line_stands_once() -> None:

@@ -13,7 +13,7 @@ HEAD = """# Config
 Every key, written by `python -m configs.schema > docs/config.md`. A config file sets `config.batch.global_size = 64`,
 the command line `--config.batch.global_size=64`. A value has the default's type, and is never NaN. Starred keys may
 change when a run [resumes](training.md#a-run). Methods that send fewer bytes may cost loss ([which
-do](compression.md#what-is-free)).
+do](results/compression_accuracy.md#which-methods-are-free)).
 """
 
 COMBINATIONS = """## What does not go together

@@ -200,7 +200,7 @@ def choice(lines: Sequence[Line]) -> str:
     heads = [
         "f32 / rest",
         "link here",
-        "choose",
+        "our fastest",
         "seconds to the loss",
         "PyTorch's fastest",
         "seconds",
