@@ -1,4 +1,4 @@
-"""Records the planner's examples and curves, which lab/pages.py shows in docs/planner.md and docs/fine_tuning.md.
+"""Records the planner's examples and curves, which lab/pages.py shows in docs/planner.md and docs/results/.
 
     python -m lab.benchmarks.planner_records [--only=curves]
 
