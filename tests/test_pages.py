@@ -52,6 +52,11 @@ def test_the_architecture_page_names_every_package_and_files_that_exist() -> Non
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_page_of_configs_names_every_config() -> None:
+    files = {path.name for path in (ROOT / "configs").glob("*.py") if "\ndef get_config(" in path.read_text()}
+    assert len(files) > 15 and {*re.findall(r"`(\w+\.py)", (DOCS / "configs.md").read_text())} == files
+
+
 # Keys that only programs of another kind than the step write, such as summary.json's, are not in the table.
 WRITERS = {
     "training/metrics/throughput.py": {"step_time_s", "mfu"},
