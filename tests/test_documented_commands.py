@@ -284,7 +284,7 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
     "docs/training.md": {"=FOLDER": "=bucket/raw", "--workdir=DIR": "--workdir=runs/first"},
     "docs/tutorial.md": {
         "lab.probe  ": "lab.probe --sizes=1k,64k ",
-        "runs/emulated": "runs/emulated --config.num_steps=2000",
+        "runs/emulated": "runs/emulated --config.num_steps=1000",
         "runs/elastic": "runs/elastic --config.num_steps=150",
     },
 }
