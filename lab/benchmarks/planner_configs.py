@@ -92,17 +92,12 @@ def cost_of(line: Line) -> str:
 
 def table() -> str:
     """Returns the valid lines as a table of Markdown, for docs/configs.md."""
-    rows = [
-        (
-            f"`{line['config']}`",
-            f"{line['nodes']} {line['cluster']}",
-            format_bytes(line["memory_bytes"]),
-            format_seconds(line["step_s"]),
-            cost_of(line),
-        )
-        for line in lines()
-    ]
-    return markdown(("config", "nodes", "memory of a GPU", "step", "cost of its steps"), rows)
+    rows = []
+    for line in lines():
+        need = f"{line['nodes']} {line['cluster']}, {format_bytes(line['memory_bytes'])}"
+        cost = ", ".join(filter(None, (format_seconds(line["step_s"]), cost_of(line))))
+        rows.append((f"`{line['config']}`", need, cost))
+    return markdown(("config", "nodes, memory of a GPU", "step, all steps"), rows)
 
 
 if __name__ == "__main__":
