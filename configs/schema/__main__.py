@@ -22,14 +22,14 @@ Each pair is refused in one line with the reason and a remedy. Others can be com
 With one replica (`zero2`, `zero3`, or a group of all devices) the method of the replica all-reduce
 [idles](elasticity.md). A remedy "in a new run" names a key that a resumed run may not change.
 """
-SIGNS = {"at least": "≥", "at most": "≤", "above": ">", "below": "<", " and ": ", ", "from ": ""}
+SIGNS = {"at least ": "≥", "at most ": "≤", "above ": ">", "below ": "<", " and ": ", ", "from ": ""}
 
 
 def page() -> str:
     """Returns the page: one table per section; keys that several models share are listed once."""
     parts = [HEAD, table("Keys without a section", "", keys_of(Config))]
     for name, section in sections("").items():
-        parts += _models() if name == "model" else [table(f"`{name}`", _about(section), keys_of(section))]
+        parts += _models() if name == "model" else [table(f"`{name}`", "", keys_of(section))]
     return "\n".join([*parts, COMBINATIONS, combinations.table(), ""])
 
 
