@@ -4,8 +4,8 @@
     python -m planner --config=configs/fine_tune.py:llama_70b --cluster=p4d.24xlarge --nodes=2
 
 DIR holds weights and tokenizer as Hugging Face publishes them; a name has the sizes alone, for a plan. Each node holds
-a copy of the frozen model over its GPUs; adapters alone cross the network between nodes. docs/fine_tuning.md leads from
-weights to a running job. Hardware: nodes whose GPUs have bfloat16.
+a copy of the frozen model over its GPUs; adapters alone cross the network between nodes. docs/hugging_face.md leads
+from weights to a running job. Hardware: nodes whose GPUs have bfloat16.
 Not run yet on GPUs; by the planner (lab/benchmarks/planner_configs.py):
 
     llama_8b: 1 p4d.24xlarge (8 GPUs), 6.65 GB of 38.1 GB a GPU, 8.51 s a step, $26 for its 500 steps on demand

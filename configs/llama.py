@@ -11,7 +11,7 @@ Not run yet; by the planner (lab/benchmarks/planner_configs.py):
     70b: 4 p5.48xlarge (32 GPUs), 64.0 GB of 76.4 GB a GPU, 18.8 s a step, $1,147 for its 1,000 steps on demand
 
 Without weights the sizes are enough for a plan; a run that starts from a published checkpoint reads it from DIR
-(docs/weights.md), or takes every size from there, in its own config file: `config.model = hugging_face.model(DIR)`.
+(docs/hugging_face.md), or takes every size from there, in its own config: `config.model = hugging_face.model(DIR)`.
 """
 
 from ml_collections import ConfigDict

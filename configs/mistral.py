@@ -9,7 +9,7 @@ Hardware: nodes of 8 GPUs with bfloat16 and 80 GB. Not run yet; by the planner (
     7b: 1 p5.48xlarge (8 GPUs), 20.5 GB of 76.4 GB a GPU, 7.99 s a step, $122 for its 1,000 steps on demand
 
 Without weights the sizes are enough for a plan; a run that starts from a published checkpoint reads it from DIR
-(docs/weights.md), or takes every size from there, in its own config file: `config.model = hugging_face.model(DIR)`.
+(docs/hugging_face.md), or takes every size from there, in its own config: `config.model = hugging_face.model(DIR)`.
 """
 
 from ml_collections import ConfigDict

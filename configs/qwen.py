@@ -10,7 +10,7 @@ Hardware: nodes of 8 GPUs with bfloat16 and 80 GB. Not run yet; by the planner (
     8b: 1 p5.48xlarge (8 GPUs), 26.0 GB of 76.4 GB a GPU, 8.93 s a step, $137 for its 1,000 steps on demand
 
 Without weights the sizes are enough for a plan; a run that starts from a published checkpoint reads it from DIR
-(docs/weights.md), or takes every size from there, in its own config file: `config.model = hugging_face.model(DIR)`.
+(docs/hugging_face.md), or takes every size from there, in its own config: `config.model = hugging_face.model(DIR)`.
 """
 
 from ml_collections import ConfigDict

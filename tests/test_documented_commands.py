@@ -42,10 +42,8 @@ FLAGS = ROOT / "training" / "flags.py"  # the options of train.py
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
-# pages that take minutes: with the tests for releases only. The tutorial and fine-tuning, as long, run every time
-LONG = tuple(
-    f"docs/{name}.md" for name in ("compression", "planner", "results/planner", "strategies", "training", "weights")
-)
+# pages that take minutes: with the tests for releases only. The tutorial and Hugging Face, as long, run every time
+LONG = tuple(f"docs/{name}.md" for name in ("compression", "planner", "results/planner", "strategies", "training"))
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")
 OUTPUT, DATA = "text", ("json", "bibtex")  # languages of blocks that are not commands
@@ -163,9 +161,8 @@ def mistakes(block: Block) -> Iterator[str]:
 
 
 def files_of(page: str) -> dict[str, str]:
-    """Returns the texts of the files that a page shows, or takes from another page, by their names."""
-    pages = ("docs/weights.md", page) if page == "docs/data.md" else (page,)
-    return {block.file: block.text for each in pages for block in blocks(each) if block.file}
+    """Returns the texts of the files that a page shows, by their names."""
+    return {block.file: block.text for block in blocks(page) if block.file}
 
 
 def test_every_block_is_of_a_known_kind_and_names_what_exists() -> None:
@@ -244,6 +241,10 @@ SWEEP = """
 sweep_batch = lambda: zip_(over("batch.global_size", (16, 32)), over("num_steps", (20, 10)))
 sweep_lr = lambda: over("optimizer.learning_rate", (1e-3,))
 """
+CHATS_ON_CPU = (
+    "--config.num_steps=3 --config.optimizer.warmup_steps=0 --config.batch.global_size=8 --config.data.seq_len=128 "
+    "--config.model.compute_dtype=float32"
+)
 FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements here, in this order
     "": {
         "--config=...": "--config=configs/quickstart.py",
@@ -251,11 +252,14 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
         "configs/X.py": "configs/quickstart.py",
         "s3://BUCKET": "bucket",
         "HOST:PORT --num_processes=N --process_id=I": "localhost:29411 --num_processes=1 --process_id=0",
-        "/shared/runs/fine_tune": "runs/try",
     },
     "docs/clusters.md": {"[--sizes=1k,64k,1m,16m]": "--sizes=1k,64k"},
     "docs/compression.md": {".inner_steps=25": ".inner_steps=20"},
-    "docs/data.md": {"s3://BUCKET/FOLDER": "bucket/raw"},
+    "docs/data.md": {
+        "=FOLDER": "=bucket/raw",
+        "s3://BUCKET/FOLDER": "bucket/raw",
+        "runs/chat --config": f"runs/chat {CHATS_ON_CPU} --config",
+    },
     "docs/emulation.md": {
         "launch.emulate --nodes": "launch.emulate --name=documented --nodes",
         " ctl [--name=NAME]": " ctl",
@@ -263,7 +267,13 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
         "-- PROGRAM": "-- true",
         "runs/four": "runs/four --config.num_steps=2000",  # so that it still runs when a node is lost
     },
-    "docs/fine_tuning.md": {"SMALL_DIR": "DIR"},
+    "docs/hugging_face.md": {
+        "configs/X.py": "mine.py:DIR",
+        "--config=... ": "--config=configs/quickstart.py --config.model.vocab_size=300 ",
+        "--to_hugging_face=DIR --workdir=WORKDIR": "--to_hugging_face=runs/merged --workdir=runs/converted",
+        "--to_peft=DIR --workdir=WORKDIR": "--to_peft=runs/peft --workdir=runs/fine_tune",
+        "WORKDIR": "runs/converted",
+    },
     "docs/planner.md": {
         "--nodes=16": "--nodes=2",
         "--nodes=8,16": "--nodes=1,2",
@@ -271,18 +281,11 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
     },
     "docs/results/planner.md": {"--compile=8": "--compile=1"},
     "docs/sweeps.md": {"--search=30": "--search=2"},
-    "docs/training.md": {"=FOLDER": "=bucket/raw", "DIR": "runs/first"},
+    "docs/training.md": {"=FOLDER": "=bucket/raw", "--workdir=DIR": "--workdir=runs/first"},
     "docs/tutorial.md": {
         "lab.probe  ": "lab.probe --sizes=1k,64k ",
-        "runs/emulated": "runs/emulated --config.num_steps=2000",
+        "runs/emulated": "runs/emulated --config.num_steps=1000",
         "runs/elastic": "runs/elastic --config.num_steps=150",
-    },
-    "docs/weights.md": {
-        "configs/X.py": "mine.py:DIR",
-        "--config=... ": "--config=configs/quickstart.py --config.model.vocab_size=300 ",
-        "--to_hugging_face=DIR": "--to_hugging_face=runs/merged",
-        "--to_peft=DIR --workdir=WORKDIR": "--to_peft=runs/peft --workdir=runs/adapters",
-        "WORKDIR": "runs/converted",
     },
 }
 # `make train` runs; other targets, which install or run tests, are only looked up.

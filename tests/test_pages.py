@@ -62,6 +62,11 @@ def test_the_architecture_page_names_functions_that_exist() -> None:
         assert {*re.findall(r"\w+", names)} <= defined, file
 
 
+def test_the_page_of_configs_names_every_config() -> None:
+    files = {path.name for path in (ROOT / "configs").glob("*.py") if "\ndef get_config(" in path.read_text()}
+    assert len(files) > 15 and {*re.findall(r"`(\w+\.py)", (DOCS / "configs.md").read_text())} == files
+
+
 # Keys that only programs of another kind than the step write, such as summary.json's, are not in the table.
 WRITERS = {
     "training/metrics/throughput.py": {"step_time_s", "mfu"},
@@ -83,7 +88,8 @@ WRITERS = {
 
 def test_the_table_of_metrics_has_the_keys_that_the_code_writes() -> None:
     """And no others: each key of the table is a string of the code, or made of one."""
-    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"(?m)^\| (`.*?) \|", (DOCS / "metrics.md").read_text()))))
+    section = (DOCS / "training.md").read_text().partition("\n## Metrics\n")[2]
+    table = set(re.findall(r"`(\w+)`", "".join(re.findall(r"(?m)^\| (`.*?) \|", section))))
     for file, keys in WRITERS.items():
         strings = {n.value for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.Constant)}
         assert keys <= strings, f"{file}: {keys - strings}"

@@ -81,7 +81,7 @@ def test_finished_run_is_complete_and_not_repeated(
     assert last < first - 0.5
     found = rows(workdir)
     assert all(row.keys() >= KEYS for row in found)
-    documented = (ROOT / "docs" / "metrics.md").read_text()
+    documented = (ROOT / "docs" / "training.md").read_text().partition("\n## Metrics\n")[2]
     assert all(f"`{key}`" in documented for row in found for key in row)
     assert all(row.keys() >= {"step_time_s", "tokens_per_s"} for row in found[1:])
     assert [row["step"] for row in found if "validation_loss" in row] == [5, 10]

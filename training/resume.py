@@ -245,7 +245,7 @@ def _remedy(saved: Mapping[str, object], config: Config) -> str:
         return ""
     return (
         "an earlier version began this run: set data.add_bos=never, and data.eos_token to the token that ended its "
-        "documents (docs/weights.md#tokenizers), or "
+        "documents (docs/hugging_face.md#tokenizers), or "
     )
 
 

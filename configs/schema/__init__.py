@@ -72,10 +72,10 @@ BEFORE = {"data.add_bos": "never"}  # behaviour of versions without these keys, 
 class Config(Section):
     """The whole config: top-level keys and sections."""
 
-    seed: int = key(0, "seed of the parameters, the order of examples and every random draw", least=0, most=2**63 - 1)
+    seed: int = key(0, "seed of parameters, order of examples and random draws", least=0, most=2**63 - 1)
     num_steps: int = key(
         100,
-        "optimizer steps of the run and of the learning rate's schedule; only --extend raises it",
+        "optimizer steps of the run and its schedule; --extend raises it",
         least=1,
         most=2**31 - 1,  # the step in the state is an int32
         unit="steps",

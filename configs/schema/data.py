@@ -27,32 +27,25 @@ class DataConfig(Section, name="data"):
     source: str = key("stdlib_text", "where examples come from", choices=SOURCES, topics=("source",))
     path: str = key(
         "",
-        "folder: of the text files; shards: folder or s3://, gs://, http(s):// URL; chats: file, or folder, of JSON "
-        "lines; tfds: data_dir, or the default",
+        "folder: of text; shards: folder or s3, gs, http(s) URL; chats: file or folder of JSON lines; tfds: data_dir",
         resumable=True,
     )
-    mixture: str = key(
-        "", "several text sources in place of source and path: WEIGHT SOURCE[:PATH], separated by commas"
-    )
-    pattern: str = key(
-        "", "folder, shards: glob of files below data.path; empty for all (shards: of a known format)", resumable=True
-    )
+    mixture: str = key("", "several text sources: WEIGHT SOURCE[:PATH], separated by commas")
+    pattern: str = key("", "folder, shards: glob of files below path; empty for all", resumable=True)
     text_field: str = key("text", "shards: field or column of the text", resumable=True)
     shuffle_shards: int = key(4, "shards: files whose windows are shuffled together", least=1, unit="files")
-    cache_gb: float = key(
-        0.0, "shards: disk space of a node for token shards; 0 for no limit", least=0, unit="GB", resumable=True
-    )
+    cache_gb: float = key(0.0, "shards: disk space of a node; 0: no limit", least=0, unit="GB", resumable=True)
     tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))
-    tokenizer_path: str = key("", "vocabulary file of sentencepiece or tiktoken, or tokenizer.json", resumable=True)
+    tokenizer_path: str = key("", "vocabulary file, or tokenizer.json", resumable=True)
     add_bos: str = key(
         "auto",
-        "whether documents and prompts begin with the tokenizer's bos token; auto: as its files say",
+        "begin documents with the tokenizer's bos token; auto: as its files say",
         choices=("auto", "always", "never"),
         resumable=True,
     )
     eos_token: str = key(
         "",
-        "hugging_face: token that ends a document; by default the eos_token of tokenizer_config.json",
+        "hugging_face: token that ends a document; default: by tokenizer_config.json",
         resumable=True,
     )
     seq_len: int = key(256, "tokens of a text example", least=1, unit="tokens")
@@ -61,7 +54,7 @@ class DataConfig(Section, name="data"):
     )
     packing: str = key(
         "stream",
-        "rows of text: windows of the token stream; the same with attention within documents; whole documents, padded",
+        "rows: windows of the token stream; with attention within documents; whole documents, padded",
         choices=("stream", "documents", "whole"),
     )
     mask_rate: float = key(0.15, "masked: share of tokens to predict", above=0, most=1)
@@ -69,10 +62,10 @@ class DataConfig(Section, name="data"):
     channels: int = key(1, "classify: 1 for grey, 3 for colour", choices=(1, 3))
     augment: str = key(
         "none",
-        "classify: random crops (ImageNet) or shifts (CIFAR), half of them mirrored",
+        "classify: random crops (ImageNet) or shifts (CIFAR), and mirroring",
         choices=("none", "crop_flip", "shift_flip"),
     )
-    prefetch: int = key(4, "batches prepared in the background; 0 for none", least=0, unit="batches", resumable=True)
+    prefetch: int = key(4, "batches prepared in the background", least=0, unit="batches", resumable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

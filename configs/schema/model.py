@@ -13,10 +13,8 @@ KIND = "kind of model; decides the other keys"
 KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
 GATED = ("swiglu", "geglu")  # activations of one product that multiply another
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
-ACTIVATION = "activation; gelu, and that in geglu, is the tanh approximation"
-UNROLL = (
-    "the layers stand in the program one after the other: fewer copies on GPUs, slow to compile; not with full remat"
-)
+ACTIVATION = "activation; gelu and geglu use the tanh approximation"
+UNROLL = "write out the loop over layers: fewer copies on GPUs, slow to compile; not with remat=full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +26,12 @@ class ModelConfig(Section, name="model"):
     kind: str = key("decoder", KIND, choices=KINDS, topics=("model",))
     compute_dtype: str = key(
         "float32",
-        "dtype of activations and gathered parameters; parameters are stored in float32; float16 scales the loss",
+        "dtype of activations and gathered parameters, which are stored in float32",
         choices=("float32", "bfloat16", "float16"),
     )
     remat: str = key(
         "full",
-        "what is recomputed: layers; all but products, convolutions, kernels' attention, experts' tokens; nothing",
+        "full: recompute layers; dots: keep products, convolutions, attention, experts' tokens; none: keep all",
         choices=("full", "dots", "none"),
         resumable=True,
     )
@@ -50,27 +48,27 @@ class TransformerConfig(ModelConfig):
     vocab_multiple: int = key(128, "pads the embedding to a multiple of this", least=1)
     max_len: int = key(256, "longest sequence; rows of learned positions", least=1, unit="tokens")
     num_layers: int = key(4, "number of layers", least=1)
-    hidden: int = key(128, "residual width; a multiple of num_heads, unless these have a head_dim", least=1)
+    hidden: int = key(128, "residual width; a multiple of num_heads, unless head_dim is set", least=1)
     intermediate: int = key(512, "MLP width", least=1)
     num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
         "auto",
-        "attention kernel; auto: on GPUs in bfloat16 cuDNN, or pallas, our own, for packed documents; else XLA",
+        "attention kernel; auto: on GPUs in bfloat16 cudnn, for packed documents pallas; else xla",
         choices=("auto", "xla", "cudnn", "pallas"),
         resumable=True,
     )
     unroll: bool = key(False, UNROLL, resumable=True)
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
     weights: str = key("", "folder of a Hugging Face checkpoint from which a new run starts")
-    lora_rank: int = key(0, "rank of LoRA's adapters, beside frozen parameters; 0: all are trained", least=0)
+    lora_rank: int = key(0, "rank of LoRA adapters on frozen parameters; 0: train all parameters", least=0)
     lora_alpha: float = key(16.0, "adapters count lora_alpha / lora_rank", above=0, below=math.inf)
-    lora_targets: str = key("query key value out gate up down", "matrices of a layer that have adapters, with spaces")
+    lora_targets: str = key("query key value out gate up down", "matrices with adapters, separated by spaces")
     lora_base: str = key(
         "compute",
-        f"how frozen layers' matrices are stored: in compute_dtype, or in blocks of {COLUMNS} with 8 or 4 bits (QLoRA)",
+        f"storage of frozen matrices: compute_dtype, or blocks of {COLUMNS} with 8 or 4 bits (QLoRA)",
         choices=("compute", *BASES),
     )
-    lora_weights: str = key("", "folder of adapters in PEFT's layout from which a new run starts")
+    lora_weights: str = key("", "folder of PEFT adapters from which a new run starts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,36 +134,36 @@ class DecoderConfig(TransformerConfig):
     rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=math.inf)
     rotary_scaling: str = key(
         "none",
-        "rotary: frequencies for longer sequences; all divided by rotary_factor, or the low ones alone (Llama 3.1)",
+        "rotary: divide all frequencies by rotary_factor, or the low ones (Llama 3.1)",
         choices=("none", "linear", "llama3"),
     )
     rotary_factor: float = key(1.0, "rotary_scaling: divisor of frequencies", above=0, below=math.inf)
     rotary_low: float = key(
-        1.0, "llama3: frequencies of fewer turns in rotary_original_len are divided", above=0, below=math.inf
+        1.0, "llama3: divide frequencies of fewer turns in rotary_original_len", above=0, below=math.inf
     )
-    rotary_high: float = key(4.0, "llama3: those of more turns stay", above=0, below=math.inf)
-    rotary_original_len: int = key(8192, "llama3: length of sequences before the scaling", least=1, unit="tokens")
-    window: int = key(0, "positions that one attends to, itself and those before it; 0: all", least=0, unit="tokens")
-    global_every: int = key(0, "with window: each layer of a multiple of this number attends to all; 0: none", least=0)
+    rotary_high: float = key(4.0, "llama3: keep frequencies of more turns", above=0, below=math.inf)
+    rotary_original_len: int = key(8192, "llama3: longest sequence before the scaling", least=1, unit="tokens")
+    window: int = key(0, "positions that a token attends to, with its own; 0: all", least=0, unit="tokens")
+    global_every: int = key(0, "with window: every n-th layer attends to all positions; 0: none", least=0)
     rotary_local_base: float = key(
-        0.0, "with global_every: base in the layers with a window, without scaling; 0: rotary_base", least=0
+        0.0, "with global_every: unscaled base in layers with a window; 0: rotary_base", least=0
     )
-    qk_norm: bool = key(False, "norms of the queries and keys of each head")
-    query_scalar: int = key(0, "scores are divided by its square root; 0: the size of a head", least=0)
-    attention_cap: float = key(0.0, "scores s become cap tanh(s / cap); 0: stay", least=0)
-    logit_cap: float = key(0.0, "the same of the head's logits", least=0)
+    qk_norm: bool = key(False, "norms of queries and keys per head")
+    query_scalar: int = key(0, "divide attention scores by its square root; 0: the size of a head", least=0)
+    attention_cap: float = key(0.0, "attention scores s become cap tanh(s / cap); 0: no cap", least=0)
+    logit_cap: float = key(0.0, "the same for logits", least=0)
     norm: str = key(
         "rms",
-        "LayerNorm, RMSNorm, or RMSNorm whose scales begin at 0 and are added to 1 (Gemma)",
+        "LayerNorm, RMSNorm, or RMSNorm with scales added to 1 (Gemma)",
         choices=("layer", "rms", "rms_1p"),
     )
-    post_norm: bool = key(False, "norms behind attention and MLP, too")
+    post_norm: bool = key(False, "additional norms after attention and MLP")
     activation: str = key("swiglu", ACTIVATION, choices=("gelu", "gelu_exact", *GATED))
-    scale_embedding: bool = key(False, "embeddings are multiplied by the square root of hidden")
+    scale_embedding: bool = key(False, "multiply embeddings by the square root of hidden")
     tied_head: bool = key(True, "the head shares the embedding's weights")
-    use_bias: bool = key(False, "linear layers and norms have biases")
-    attention_bias: bool = key(False, "attention has biases even without use_bias")
-    qkv_bias: bool = key(False, "queries, keys and values have biases even without those")
+    use_bias: bool = key(False, "biases in linear layers and norms")
+    attention_bias: bool = key(False, "biases in attention without use_bias")
+    qkv_bias: bool = key(False, "biases of queries, keys and values without these two")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,15 +199,11 @@ class MoeConfig(DecoderConfig):
     kind: str = key("moe", KIND, choices=KINDS, topics=("model",))
     num_experts: int = key(8, "experts of a layer; a multiple of the devices of sharding.experts", least=1)
     experts_per_token: int = key(2, "experts of a token: 1 (Switch) or 2 (GShard)", choices=(1, 2))
-    moe_every: int = key(1, "experts in every layer, or in every second", choices=(1, 2))
-    capacity_factor: float = key(
-        1.25, "an expert's room: this times an even share of a row's tokens", above=0, below=math.inf
-    )
+    moe_every: int = key(1, "experts in every layer or every second", choices=(1, 2))
+    capacity_factor: float = key(1.25, "room of an expert, in even shares of a row's tokens", above=0, below=math.inf)
     balance_loss: float = key(0.01, "weight of the loss that balances experts", least=0)
     z_loss: float = key(0.001, "weight of the loss on the router's logits", least=0)
-    max_dropped: float = key(
-        0.2, "warn once if steps drop a larger share of tokens' choices", least=0, most=1, resumable=True
-    )
+    max_dropped: float = key(0.2, "warn once if a larger share of choices is dropped", least=0, most=1, resumable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,7 +238,7 @@ class EncoderConfig(TransformerConfig):
     vocab_size: int = key(257, "token ids, with the mask's", least=1)
     norm_first: bool = key(
         True,
-        "norms before attention and MLP, and a final one; False: behind them, and on the embedding (BERT, RoBERTa)",
+        "norms before attention and MLP, and at the end; False: after them and the embedding (BERT)",
     )
     activation: str = key("gelu", ACTIVATION, choices=("gelu", "gelu_exact"))
     position_offset: int = key(0, "row of the first token's position (RoBERTa: 2)", least=0)
@@ -272,8 +266,8 @@ class ResNetConfig(ImageConfig):
     """A ResNet that classifies images."""
 
     kind: str = key("resnet", KIND, choices=KINDS, topics=("model",))
-    stem: str = key("conv3", "first layers: for ImageNet, for small images", choices=("conv7_pool", "conv3"))
-    version: str = key("1", "stride of a bottleneck in the first 1x1 or the 3x3 convolution", choices=("1", "1.5"))
+    stem: str = key("conv3", "first layers, for ImageNet or small images", choices=("conv7_pool", "conv3"))
+    version: str = key("1", "bottleneck's stride in the 1x1 or 3x3 convolution", choices=("1", "1.5"))
     block: str = key("basic", "kind of residual block", choices=("basic", "bottleneck"))
     stage_blocks: tuple[int, ...] = key((1, 1, 1), "number of blocks per stage")
     width: int = key(16, "channels of the first stage; each later stage doubles them", least=1)
@@ -282,7 +276,7 @@ class ResNetConfig(ImageConfig):
     norm_groups: int = key(8, "group: groups of channels; a divisor of width", least=1)
     norm_rows: int = key(
         8,
-        "batch: consecutive rows of the global batch that are normalised together; a divisor of batch.micro_size",
+        "batch: consecutive rows that are normalised together; a divisor of batch.micro_size",
         least=1,
         unit="rows",
     )

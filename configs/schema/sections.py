@@ -17,7 +17,7 @@ OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "adafactor", "muon")
 class BatchConfig(Section, name="batch"):
     """The number of rows (sequences or images) per step, and per device and micro-step."""
 
-    global_size: int = key(32, "rows per step, independent of the number of devices", least=1, unit="rows")
+    global_size: int = key(32, "rows per step, for any number of devices", least=1, unit="rows")
     micro_size: int = key(4, "rows per device and micro-step, at most", least=1, unit="rows", resumable=True)
 
 
@@ -25,15 +25,9 @@ class BatchConfig(Section, name="batch"):
 class MeshConfig(Section, name="mesh", resumable=True):
     """The devices and their arrangement."""
 
-    num_cpu_devices: int = key(
-        0, "virtual CPU devices of each process; 0 keeps the platform's devices", least=0, unit="devices"
-    )
-    devices_per_node: int = key(
-        0, "devices per node; 0 derives the nodes from the processes' host names", least=0, unit="devices"
-    )
-    context: int = key(
-        1, "devices inside a node that share rows, and take a part of their positions each", least=1, unit="devices"
-    )
+    num_cpu_devices: int = key(0, "virtual CPU devices per process; 0: the platform's devices", least=0, unit="devices")
+    devices_per_node: int = key(0, "devices per node; 0: nodes by host names", least=0, unit="devices")
+    context: int = key(1, "devices inside a node that divide the positions of a row", least=1, unit="devices")
     tensor: int = key(1, "tensor-parallel devices inside a node", least=1, unit="devices")
     stages: int = key(1, "pipeline stages, each of whole nodes", least=1)
 
@@ -44,38 +38,42 @@ class ShardingConfig(Section, name="sharding", resumable=True):
 
     strategy: str = key(
         "mics",
-        "three scopes by name; custom takes them from the keys below",
+        "three scopes by name; custom: from the next three keys",
         choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "custom"),
         topics=("strategy",),
     )
-    partition_size: int = key(0, "mics: devices that hold one copy of the model state", least=0, unit="devices")
+    partition_size: int = key(0, "mics: devices that hold one model state", least=0, unit="devices")
     parameters: str | int = key("", "custom: scope of the parameters (none, node, all or a number of devices)")
     gradients: str | int = key("", "custom: scope of the gradients")
     optimizer: str | int = key("", "custom: scope of the optimizer state")
     experts: str | int = key(
         "none",
-        "scope over which experts are divided, within the parameters': tokens travel to them; none: they are gathered",
+        "scope over which experts are divided, so that tokens travel; none: experts are gathered",
     )
-    gather: str = key("layer", "how long gathered parameters live", choices=("layer", "node", "micro_step", "step"))
+    gather: str = key(
+        "layer",
+        "lifetime of gathered parameters; node: a micro-step between nodes, a layer inside them",
+        choices=("layer", "node", "micro_step", "step"),
+    )
     overlap: str = key(
         "auto",
-        "overlap gathers, the group reduce-scatter and the replica all-reduce with compute; auto: where they can be",
+        "overlap the collectives with compute; auto: where possible",
         choices=("auto", "on", "off"),
     )
     replicas: str = key(
         "one_world",
-        "independent: each partition group is a run of train.py of its own, with --group; they come and go",
+        "independent: each partition group is a separate train.py --group, and can join or leave",
         choices=("one_world", "independent"),
     )
     shares: int = key(
         0,
-        "independent: equal parts of a step's rows, that the replicas divide among them; 0: of one micro-step each",
+        "independent: work units of a step; 0: one per micro-step",
         least=0,
         unit="parts",
     )
     reduce_dtype: str = key(
         "compute",
-        "dtype of the group reduce-scatter's sums on GPUs: model.compute_dtype or float32; CPUs always sum in float32",
+        "dtype of the group reduce-scatter on GPUs; CPUs sum in float32",
         choices=("compute", "float32"),
     )
 
@@ -105,8 +103,8 @@ class ShardingConfig(Section, name="sharding", resumable=True):
 class AblationConfig(Section, name="ablation", resumable=True):
     """Baselines that show the gain from a part of MiCS (docs/results/papers/mics.md)."""
 
-    hierarchical: bool = key(True, "gather between nodes first, then inside each node; False: in one collective")
-    two_hop: bool = key(True, "average replicas once per step; False: all-reduce in every micro-step")
+    hierarchical: bool = key(True, "gather between nodes, then inside; False: in one collective")
+    two_hop: bool = key(True, "average replicas once per step; False: in every micro-step")
     partitioner: str = key(
         "manual", "manual: shard_map; auto: XLA's partitioner on the same shardings", choices=("manual", "auto")
     )
@@ -122,7 +120,7 @@ class CompressionConfig(Section, name="compression"):
 
     all_reduce: str = key(
         "none",
-        "method for gradients between replicas",
+        "method or codec of the replica all-reduce",
         choices=ALL_REDUCE,
         topics=("all_reduce", "codec"),
     )
@@ -156,16 +154,12 @@ class LocalSGDConfig(Section, name="local_sgd"):
         least=0,
         unit="steps",
     )
-    outer_learning_rate: float = key(
-        0.7, "learning rate of the outer Nesterov SGD (DiLoCo); 1 for plain averaging", above=0
-    )
-    outer_momentum: float = key(0.9, "its momentum; 0 for plain averaging", least=0, below=1)
-    streaming: bool = key(
-        False, "exchange 1/inner_steps of each tensor in every step, during the compute (Streaming DiLoCo)"
-    )
+    outer_learning_rate: float = key(0.7, "outer Nesterov SGD (DiLoCo); 1: plain averaging", above=0)
+    outer_momentum: float = key(0.9, "its momentum; 0: plain averaging", least=0, below=1)
+    streaming: bool = key(False, "exchange 1/inner_steps of each tensor in every step (Streaming DiLoCo)")
     interval: str = key(
         "fixed",
-        "steps between exchanges: always inner_steps; a registered choice: from 2 to inner_steps",
+        "steps between exchanges: inner_steps; a registered choice: 2 to inner_steps",
         choices=("fixed",),
         topics=("interval",),
     )
@@ -179,21 +173,22 @@ class OptimizerConfig(Section, name="optimizer"):
     learning_rate: float = key(1e-3, "peak learning rate", above=0, below=math.inf)
     schedule: str = key(
         "cosine",
-        "schedule after the warm-up; quadratic: the square of the share of steps left; wsd: the peak until "
-        "decay_fraction of all steps is left, then linear",
+        "schedule after the warm-up; quadratic: the square of the steps left; wsd: linear in the last decay_fraction",
         choices=("constant", "linear", "cosine", "quadratic", "wsd"),
         topics=("schedule",),
     )
     warmup_steps: int = key(10, "steps of the linear warm-up to the peak", least=0, unit="steps")
-    final_fraction: float = key(0.1, "learning rate of the last step, as a share of the peak", least=0)
-    decay_fraction: float = key(0.1, "wsd: share of all steps with a falling learning rate", above=0, most=1)
+    final_fraction: float = key(0.1, "last learning rate, as a share of the peak", least=0)
+    decay_fraction: float = key(0.1, "wsd: share of steps with a falling rate", above=0, most=1)
     momentum: float = key(0.9, "sgd, lars, muon: momentum", least=0, below=1)
     b1: float = key(0.9, "adamw, lamb, muon: decay of the first moment", least=0, below=1)
     b2: float = key(0.95, "adamw, lamb, muon: decay of the second moment", least=0, below=1)
     eps: float = key(1e-8, "adamw, lamb, muon: added to the denominator", above=0, below=math.inf)
-    weight_decay: float = key(0.1, "weight decay of matrices; biases, norms and positions have none", least=0)
-    clip_norm: float = key(1.0, "global norm of clipped gradients; 0 for no clipping", least=0)
-    max_skipped: int = key(10, "consecutive non-finite updates that end the run", least=1, unit="steps", resumable=True)
+    weight_decay: float = key(0.1, "weight decay of matrices, not of biases, norms, positions", least=0)
+    clip_norm: float = key(1.0, "global norm of clipped gradients; 0: no clipping", least=0)
+    max_skipped: int = key(
+        10, "consecutive non-finite gradients that end the run", least=1, unit="steps", resumable=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +197,8 @@ class CheckpointConfig(Section, name="checkpoint", resumable=True):
 
     every: int = key(100, "steps between checkpoints; 0: only at the end and when interrupted", least=0, unit="steps")
     keep_last: int = key(2, "newest checkpoints to keep", least=1, unit="checkpoints")
-    keep_every: int = key(0, "also keep steps that are multiples of this; 0 for none", least=0, unit="steps")
-    keep_best: int = key(0, "also keep this many with the lowest validation loss", least=0, unit="checkpoints")
+    keep_every: int = key(0, "also keep multiples of this; 0: none", least=0, unit="steps")
+    keep_best: int = key(0, "also keep the best by validation loss", least=0, unit="checkpoints")
 
 
 AUTOMATIC, SNAPSHOT_SHARE = -1, 0.02  # snapshot_every: as many as cost under that share of the time
@@ -213,13 +208,11 @@ AUTOMATIC, SNAPSHOT_SHARE = -1, 0.02  # snapshot_every: as many as cost under th
 class ElasticConfig(Section, name="elastic", resumable=True):
     """Time-outs after which a process counts as lost, and snapshots in the nodes' memory."""
 
-    silence_s: float = key(
-        30.0, "silence of a process that ends the run (jax itself aborts after 100 s)", least=1, most=60, unit="s"
-    )
-    stall_s: float = key(600.0, "time without progress that ends the run; inf for no limit", least=1, unit="s")
+    silence_s: float = key(30.0, "silence of a process that ends the run", least=1, most=60, unit="s")
+    stall_s: float = key(600.0, "time without progress that ends the run; inf: no limit", least=1, unit="s")
     snapshot_every: int = key(
         AUTOMATIC,
-        f"steps between snapshots in memory; -1: as many as cost under {100 * SNAPSHOT_SHARE:g} % of the time; 0: none",
+        f"steps between snapshots in memory; -1: as many as take under {100 * SNAPSHOT_SHARE:g} % of the time",
         least=-1,
         unit="steps",
     )
@@ -241,11 +234,11 @@ class SampleConfig(Section, name="sample", resumable=True):
     prompt: str = key("def ", "text to continue")
     length: int = key(
         200,
-        "tokens to sample, for each of which the parameters are gathered, between nodes too; 0 for no sample",
+        "tokens to sample; each gathers all parameters; 0: no sample",
         least=0,
         unit="tokens",
     )
-    temperature: float = key(0.7, "sampling temperature; 0 always takes the most likely token", least=0)
+    temperature: float = key(0.7, "sampling temperature; 0: the most likely token", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

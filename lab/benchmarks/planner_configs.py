@@ -3,9 +3,9 @@
     python -m lab.benchmarks.planner_configs [--only=llama]
 
 Each row of lab/benchmarks/planner_configs.csv has a line in results/derived/planner_configs.jsonl, which becomes
-invalid when the config changes. The docstrings in configs/ hold `text` of the lines (tests/test_planner_configs.py).
-XLA for GPUs is needed (`make .venv/h100/installed`); a program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a
-config has no plan, for example because it does not fit; 2 no config has such a name.
+invalid when the config changes. The docstrings in configs/ hold `text` of the lines (tests/test_planner_configs.py),
+docs/configs.md their `table`. XLA for GPUs is needed (`make .venv/h100/installed`); a program takes 10 to 60 s on 2
+cores. Exit codes: 0 done; 1 a config has no plan, for example because it does not fit; 2 no config has such a name.
 """
 
 import shlex
@@ -19,6 +19,7 @@ from lab.benchmarks.runner import ROOT, Key, options_of, program, rows_of, run_m
 from lab.records import DERIVED, Line, recorded, replace
 from planner.clusters import CLUSTERS
 from planner.report import from_json
+from runtime.files.pages import markdown
 from training.metrics.units import format_bytes, format_seconds
 
 RESULTS = DERIVED / "planner_configs.jsonl"
@@ -77,10 +78,26 @@ def text(line: Line) -> str:
     nodes = f"{line['nodes']} {line['cluster']} ({line['devices']} GPUs)"
     memory = f"{format_bytes(line['memory_bytes'])} of {format_bytes(line['capacity_bytes'])} a GPU"
     parts = [f"{argument or file.removesuffix('.py')}: {nodes}", memory, f"{format_seconds(line['step_s'])} a step"]
-    if price := CLUSTERS[line["cluster"]].on_demand:
-        usd = price * line["nodes"] * line["num_steps"] * line["step_s"] / 3600
-        parts.append(f"${usd:,.{0 if usd >= 10 else 2}f} for its {line['num_steps']:,} steps on demand")
+    if cost := cost_of(line):
+        parts.append(f"{cost} for its {line['num_steps']:,} steps on demand")
     return ", ".join(parts)
+
+
+def cost_of(line: Line) -> str:
+    """Returns the cost of all steps on demand, such as `$98`, at today's price; "" for a cluster without a price."""
+    price = CLUSTERS[line["cluster"]].on_demand
+    usd = (price or 0) * line["nodes"] * line["num_steps"] * line["step_s"] / 3600
+    return f"${usd:,.{0 if usd >= 10 else 2}f}" if price else ""
+
+
+def table() -> str:
+    """Returns the valid lines as a table of Markdown, for docs/configs.md."""
+    rows = []
+    for line in lines():
+        need = f"{line['nodes']} {line['cluster']}, {format_bytes(line['memory_bytes'])}"
+        cost = ", ".join(filter(None, (format_seconds(line["step_s"]), cost_of(line))))
+        rows.append((f"`{line['config']}`", need, cost))
+    return markdown(("config", "nodes, memory of a GPU", "step, all steps"), rows)
 
 
 if __name__ == "__main__":

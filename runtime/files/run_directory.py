@@ -6,7 +6,7 @@ from pathlib import Path
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 COLLECTIVES = "collectives.json"  # collectives of the compiled step
-METRICS = "metrics.jsonl"  # one line per logged step; docs/metrics.md
+METRICS = "metrics.jsonl"  # one line per logged step; docs/training.md#metrics
 TENSORBOARD = "tensorboard"  # the same data for TensorBoard
 CHECKPOINTS = "checkpoints"
 EVENTS = "events.jsonl"  # events of all attempts, and of the engine that starts them
