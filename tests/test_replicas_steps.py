@@ -224,6 +224,17 @@ def test_a_member_whose_peers_no_longer_have_the_totals_takes_their_state(
         check_step(joins, 0)
 
 
+def test_a_member_about_to_enter_begins_where_all_others_leave(make: Make) -> None:
+    """It has all that they did, and waits for nobody."""
+    leaves, joins = make(0), make(1)
+    joins.members.tell(first=9)
+    for number in range(2):
+        check_step(leaves, number)
+    leaves.members.tell(step=2, last=1)
+    check_step(joins, 2)
+    assert joins.members.me.first == 2
+
+
 def test_a_member_that_was_behind_and_is_alone_goes_on_from_its_own_step(make: Make) -> None:
     alone = make(0)
     alone.members.tell(first=5)
