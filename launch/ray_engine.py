@@ -114,12 +114,14 @@ class Engine(ABC):
         for index, member in enumerate(members):
             ranks = [f"--coordinator={coordinator}", f"--num_processes={len(members)}", f"--process_id={index}"]
             member.start(self._number, [*ranks, *options])
+        now_s = time.monotonic()
         attempt = EngineAttempt(
             number=self._number,
             nodes=nodes,
             group=group,
             coordinator=coordinator,
-            event_s=self._event_s if group is None else time.monotonic(),
+            event_s=self._event_s if group is None else now_s,
+            started_s=now_s,
             progress=self._failures[group].progress(),
         )
         self._attempts.append(attempt)

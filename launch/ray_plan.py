@@ -65,12 +65,12 @@ class EngineAttempt:
     group: int | None  # number of an independent replica
     coordinator: str  # HOST:PORT of process 0; unique to the attempt
     event_s: float  # time of the event that led to this attempt
+    started_s: float
     progress: StepProgress  # the metrics' state before its first step
     codes: dict[str, int | None] = field(default_factory=dict)
     why_stopped: str = ""  # reason of the stop request; empty without one
     kill_at_s: float = float("inf")
     killed_s: float = float("inf")
-    started_s: float = field(default_factory=time.monotonic)
     has_stepped: bool = False  # the metrics have a step of this attempt
     is_settled: bool = False  # it has stepped, or has run so long that a new node need not wait for a step
 

@@ -53,6 +53,7 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.slow  # processes that wait for each other, at a port
 def test_strangers_are_sent_away_from_the_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan does not become a process of the run, and does not block the processes, even if it waits."""
     monkeypatch.setattr(rendezvous, "_LOOK_S", 0.01)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import pytest
+from support.failing import fails
 from support.running import ROOT, arguments, arrays, compiling_nothing, losses, rows, run_here, stop_after
 from support.suite import sampled
 
@@ -293,15 +294,13 @@ def test_a_replica_that_is_asked_to_stop_saves_without_its_peers_hashes(monkeypa
     assert one.state_for_checkpoint(SimpleNamespace(checkpoint_state="state")) == "state"
 
 
-def test_a_delayed_step_whose_sums_do_not_come_is_not_saved() -> None:
-    """Its state lacks them; the state that peers save has them."""
-    one = replica()
-
-    def completed(state: object) -> None:
-        raise StoppedError
-
-    one._timing = SimpleNamespace(completed=completed)
+@pytest.mark.parametrize("error", [StoppedError, BehindError])
+def test_a_delayed_step_whose_sums_do_not_come_is_not_saved(error: type[Exception]) -> None:
+    """Its state lacks them, and the state that peers save has them. It may notice only now that it is behind."""
+    one = replica(members=SimpleNamespace(tell=lambda **last: None), copies=SimpleNamespace(close=lambda: None))
+    one._timing = SimpleNamespace(completed=fails(error))
     assert one.state_for_checkpoint(None) is None
+    one.end(3, None)
 
 
 @pytest.mark.parametrize(
@@ -474,18 +473,6 @@ def test_who_takes_the_others_state_does_not_hold_two() -> None:
     new = with_shards(state, contents, consume=True)
     assert np.asarray(new.params["w"]).tolist() == [1, 2, 3, 4]
     assert state.params["w"].is_deleted()
-
-
-def test_one_that_is_behind_saves_nothing_and_goes_on() -> None:
-    """Delayed, it is then that it may notice it."""
-
-    def behind(state: object) -> None:
-        raise BehindError
-
-    one = replica(members=SimpleNamespace(tell=lambda **last: None), copies=SimpleNamespace(close=lambda: None))
-    one._timing = SimpleNamespace(completed=behind)
-    assert one.state_for_checkpoint(None) is None
-    one.end(3, None)
 
 
 def test_one_that_leaves_saves_before_it_waits_for_the_others() -> None:

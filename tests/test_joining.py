@@ -100,6 +100,7 @@ def test_all_meet_and_get_a_free_port_for_jax(port: int, tmp_path: Path, monkeyp
     close(*met)
 
 
+@pytest.mark.slow  # threads that wait for each other
 def test_a_run_never_touches_another_one_at_its_port(port: int, tmp_path: Path) -> None:
     """Process 0 of the second run names the remedy; its process 1 is not admitted, with a token or without one."""
     first, second = run_of(tmp_path / "first"), run_of(tmp_path / "second")

@@ -3,20 +3,18 @@
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.replica_loop import NUM_UNITS, PATIENCE_S, TOKEN, Loop, started, trained
+from support.replica_loop import NUM_UNITS, TOKEN, Loop, trained
 from xxhash import xxh3_64_intdigest
 
 from elastic.replicas import driver
 from elastic.replicas.peers import Peer, write_address
 from runtime.addresses import listen
-from runtime.blobs import Connection, PeerError
 from runtime.exit_codes import ResumableError
 from runtime.handshake import Acceptor
 
@@ -118,27 +116,3 @@ def test_bad_answers_of_parameters_or_a_state_are_not_taken(
         with pytest.raises(ResumableError, match="the other replicas do not send the state"):
             loop.replicas.fetch_state([160])
     loop.replicas.close()
-
-
-def test_bad_requests_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    loops = started(tmp_path, 2)
-    waiting, asked = threading.Event(), threading.Event()
-    loops[0].before_unit = lambda step, unit: (waiting.set(), asked.wait(PATIENCE_S)) if step == 1 else None
-    for loop in loops:
-        loop.go()
-    assert waiting.wait(PATIENCE_S)
-    address = loops[0].replicas.members.me.address
-    for request in ({}, {"op": "total", "step": 0, "piece": -1}, {"op": "copy", "step": None, "arrays": [0]}):
-        connection = Connection(address, TOKEN, "replicas 0", 7, silence_s=20)
-        with connection, pytest.raises(PeerError):
-            connection.ask(request, 0)
-    far = Connection(address, TOKEN, "replicas 0", 7, silence_s=20)  # waits for a step that never comes
-    with pytest.raises(PeerError, match="has not answered in time"):
-        next(far.get({"op": "total", "step": 1 << 60, "piece": 0}, 1, wait_s=0))
-    far.close()
-    for token, purpose in (("b" * 64, "replicas 0"), (TOKEN, "replicas 1")):
-        with pytest.raises(PeerError, match="closed the connection"):
-            Connection(address, token, purpose, 1, silence_s=20)
-    asked.set()
-    for loop in loops:
-        loop.end()

@@ -34,6 +34,13 @@ def start(folder: Path, number: int, said: list[str]) -> Replicas:
     return Replicas(folder=folder, transport=transport, num_units=NUM_UNITS, pieces=[Piece(SIZE, LOSSLESS)], log=log)
 
 
+def begin(members: list[Replicas]) -> None:
+    for member in members:
+        assert not member.members.meet(0)
+    for member in members:
+        member.members.enter(0)
+
+
 class Flips:
     """One flipped bit at a time: the next one when all take part again, and the last one has been found."""
 
@@ -85,7 +92,7 @@ def train(replicas: Replicas, steps: int, flips: Flips) -> np.ndarray:
     return params
 
 
-@pytest.mark.parametrize("flips", [8, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [8, pytest.param(1000, marks=pytest.mark.release)])
 def test_no_flipped_bit_is_left_standing(flips: int, tmp_path: Path) -> None:
     draw, period = random.Random(0), 10 * COMPARED_EVERY  # in which a replica is found, and takes part again
     steps = (flips + 1) * period
@@ -97,10 +104,7 @@ def test_no_flipped_bit_is_left_standing(flips: int, tmp_path: Path) -> None:
 
     said: list[list[str]] = [[] for _ in range(MEMBERS)]
     members = [start(tmp_path, number, said[number]) for number in range(MEMBERS)]
-    for member in members:
-        assert not member.members.meet(0)
-    for member in members:
-        member.members.enter(0)
+    begin(members)
     found: dict[int, np.ndarray] = {}
 
     def run(number: int) -> None:
@@ -118,16 +122,19 @@ def test_no_flipped_bit_is_left_standing(flips: int, tmp_path: Path) -> None:
     assert len(named) >= flips
 
 
-def test_of_two_that_differ_the_first_is_right(tmp_path: Path) -> None:
-    said: list[list[str]] = [[], []]
-    members = [start(tmp_path, number, said[number]) for number in range(2)]
-    for member in members:
-        assert not member.members.meet(0)
-    for member in members:
-        member.members.enter(0)
-    with ThreadPoolExecutor(2) as pool:
-        found = [*pool.map(lambda member, digest: member.compare(0, digest), members, ("a", "b"))]
+@pytest.mark.parametrize(("digests", "are_right", "first"), [("ab", [True, False], 0), ("baa", [False, True, True], 1)])
+def test_the_majority_is_right_or_else_the_first(
+    digests: str, are_right: list[bool], first: int, tmp_path: Path
+) -> None:
+    """Of those that are right the lowest saves them. The others that differ are named."""
+    said: list[list[str]] = [[] for _ in digests]
+    members = [start(tmp_path, number, said[number]) for number in range(len(digests))]
+    begin(members)
+    with ThreadPoolExecutor(len(digests)) as pool:
+        found = [*pool.map(lambda member, digest: member.compare(0, digest), members, digests)]
     for member in members:
         member.close()
-    assert found == [True, False]
-    assert said == [["replica 1 has other parameters after step 0: it takes those of the others"], []]
+    assert found == are_right and [member.is_first for member in members] == [n == first for n in range(len(digests))]
+    wrong = are_right.index(False)
+    line = f"replica {wrong} has other parameters after step 0: it takes those of the others"
+    assert said == [[line] * (number != wrong) for number in range(len(digests))]

@@ -72,10 +72,7 @@ def test_the_processes_of_a_member_join_at_the_same_step(
     for rank, loop in enumerate(there):
         loop.before_unit = lambda step, unit: step == 6 and joined.wait(PATIENCE_S)
         loop.before_step = partial(knows, loop)
-        answer = loop.replicas.copies.answer
-        loop.replicas.copies.answer = lambda request, member, rank=rank, answer=answer: (
-            asked.add(rank) or answer(request, member)
-        )
+        loop.note_copies(asked, rank)
         loop.go()
     until(lambda: min(loop.replicas.members.me.step for loop in there) == 6)
     joins = [loop.go() for loop in make(1, joins=True, steps=14)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.in_process import HOST, InProcess, Network, OneAtATime, Service
-from support.replica_loop import NUM_UNITS, SIZES, compute, pieces_of, summed, totals
+from support.replica_loop import NUM_UNITS, SIZES, check_step, compute, pieces_of, summed, totals
 
 from elastic.replicas import driver, exchange, membership
 from elastic.replicas.driver import BehindError, Replicas
@@ -46,17 +46,11 @@ def make(tmp_path: Path, network: Network, monkeypatch: pytest.MonkeyPatch) -> I
         one.close()
 
 
-def step(member: Replicas, number: int, codec: str = "none") -> None:
-    """Does a step, and checks its totals."""
-    found = summed(member, number, lambda step, unit: compute(step, number, unit))
-    assert found.tobytes() == totals(number, codec)
-
-
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4"])
 def test_a_member_alone_has_the_totals(codec: str, make: Make) -> None:
     alone = make(0, codec)
     for number in range(3):
-        step(alone, number, codec)
+        check_step(alone, number, codec)
     assert alone.count == 1 and alone.is_first and alone.exchange.sent_bytes == 0
 
 
@@ -85,7 +79,7 @@ def test_each_peer_is_asked_from_the_step_after_it_was_met(make: Make, monkeypat
             here.members.lose(there.members.me, PeerError("a cut link"))
             there.members.tell()
             here.members.seek(1)
-        step(here, number)
+        check_step(here, number)
         assert asked == expected
 
 
@@ -100,7 +94,7 @@ def test_the_units_of_a_peer_that_is_lost_in_a_step_are_computed_here(make: Make
 
 def test_what_others_get_is_counted(make: Make, network: Network) -> None:
     alone = make(0)
-    step(alone, 0)
+    check_step(alone, 0)
     link = network.transport(7).connect(alone.members.me.address)
     link.get_whole({"op": "total", "step": 0, "piece": 0}, 4 * SIZES[0])
     assert alone.exchange.sent_bytes == 4 * SIZES[0]
@@ -110,7 +104,7 @@ def test_what_others_get_is_counted(make: Make, network: Network) -> None:
 
 def test_bad_requests_are_refused(make: Make, network: Network) -> None:
     alone = make(0)
-    step(alone, 0)
+    check_step(alone, 0)
     alone.copies.at_step(1, [])  # without copies of the state after step 0
     link = network.transport(7).connect(alone.members.me.address)
     requests: list[dict[str, Any]] = [{}, {"op": []}, {"op": "other", "step": 0, "piece": 0}]
@@ -124,7 +118,7 @@ def test_bad_requests_are_refused(make: Make, network: Network) -> None:
     for request in requests:
         with pytest.raises(PeerError):
             link.ask(request, 0)
-    step(alone, 1)
+    check_step(alone, 1)
 
 
 # ------------------------------------------------------------------------------------------------- the end of a wait
@@ -194,7 +188,7 @@ def test_a_second_member_of_a_number_does_not_begin(make: Make, network: Network
     with pytest.raises(ValueError, match="replica 0 runs at host:1 already"):
         make(0)
     assert [*network.answers] == [1] and read_address(tmp_path, 0, 0) == first.members.me.address
-    step(first, 0)
+    check_step(first, 0)
 
 
 def test_a_closed_member_answers_none_and_leaves_no_address(make: Make, network: Network, tmp_path: Path) -> None:
@@ -213,9 +207,9 @@ def test_a_member_whose_state_is_older_than_all_others_takes_theirs(make: Make) 
     other, joins = make(0), make(1)
     joins.members.tell(first=NEVER)
     other.members.enter(5)
-    step(other, 5)
+    check_step(other, 5)
     with pytest.raises(BehindError):
-        step(joins, 0)
+        check_step(joins, 0)
 
 
 def test_a_member_whose_peers_no_longer_have_the_totals_takes_their_state(
@@ -225,15 +219,26 @@ def test_a_member_whose_peers_no_longer_have_the_totals_takes_their_state(
     other, joins = make(0), make(1)
     joins.members.tell(first=NEVER)
     for number in range(3):
-        step(other, number)
+        check_step(other, number)
     with pytest.raises(BehindError, match="no longer have the totals of step 0"):
-        step(joins, 0)
+        check_step(joins, 0)
+
+
+def test_a_member_about_to_enter_begins_where_all_others_leave(make: Make) -> None:
+    """It has all that they did, and waits for nobody."""
+    leaves, joins = make(0), make(1)
+    joins.members.tell(first=9)
+    for number in range(2):
+        check_step(leaves, number)
+    leaves.members.tell(step=2, last=1)
+    check_step(joins, 2)
+    assert joins.members.me.first == 2
 
 
 def test_a_member_that_was_behind_and_is_alone_goes_on_from_its_own_step(make: Make) -> None:
     alone = make(0)
     alone.members.tell(first=5)
-    step(alone, 2)
+    check_step(alone, 2)
 
 
 def test_few_totals_are_kept_for_a_member_that_does_not_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +246,7 @@ def test_few_totals_are_kept_for_a_member_that_does_not_go_on(make: Make, monkey
     trains, hangs = make(0), make(1)
     hangs.members.tell(first=NEVER)
     for number in range(9):
-        step(trains, number)
+        check_step(trains, number)
     assert [*trains.exchange._sums] == [6, 7, 8]
 
 

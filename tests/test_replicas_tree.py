@@ -74,7 +74,7 @@ def test_the_order_of_the_tree_matters_to_the_bits() -> None:
     assert carried(values).tobytes() != sum(values[1:], values[0]).tobytes()
 
 
-@given(num_units=st.integers(1, 40))
+@given(num_units=st.integers(1, 24))
 @settings(derandomize=True, max_examples=25, deadline=None, database=None)
 def test_the_nodes_of_a_tree(num_units: int) -> None:
     root = (0, num_units)

@@ -62,6 +62,7 @@ def test_shards_leave_the_store_once_for_four_nodes(web, tmp_path, monkeypatch):
         assert [one.tiers.counters.store_hits for one in sets] == [downloads[node] for node in nodes]
 
 
+@pytest.mark.slow  # threads of three nodes, twice
 def test_files_of_documents_are_tokenised_once_by_all_nodes(raw, tmp_path, monkeypatch):
     once = {f"/{name}": 1 for name in TEXTS}
     with opened(settings(raw.url), caches(tmp_path, 3), monkeypatch) as sets:

@@ -129,13 +129,6 @@ def test_a_save_is_not_changed_by_donation_after_it_returned(tmp_path: Path) -> 
     assert restored.data == {"step": [1]}
 
 
-def test_nothing_there_restores_none(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "new" / "dir", KEEP_ALL) as checkpointer:
-        assert checkpointer.restore(abstract(small_state(0))) is None
-        assert (checkpointer.steps(), checkpointer.latest_step()) == ([], None)
-    assert latest_config(tmp_path / "new" / "dir") is None
-
-
 def test_retention_keeps_last_every_and_best(tmp_path: Path) -> None:
     """The newer of two equal losses is better; a missing loss or NaN is never the best."""
     losses = {1: float("nan"), 2: 1.0, 3: 2.0, 4: 5.0, 5: 2.0, 7: 3.5, 8: 3.6, 9: float("nan"), 10: 3.7, 11: 3.8}

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from support.running import (
     start,
     start_together,
     steps_logged,
+    stop_after,
     wait_until,
 )
 
@@ -31,7 +33,7 @@ GLOO = re.compile(r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number o
 
 @pytest.fixture(scope="module")
 def by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process with 8 devices: the losses do not depend on their number (tests/test_train_elsewhere.py)."""
+    """A run of one process with 8 devices: the losses do not depend on their number."""
     workdir = tmp_path_factory.mktemp("by_one")
     assert run_here(*arguments(workdir)) == 0
     return workdir
@@ -50,6 +52,16 @@ def check_silent(outcomes: list[tuple[int, str, str]]) -> None:
     """Process 0 alone prints; gloo's C++ threads do too, in pieces, in the middle of each other's lines."""
     for _, out, _ in outcomes:
         assert GLOO.sub("", out).strip(" 0123456789\n") == ""
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_strategy_and_then_on_fewer_devices(tmp_path: Path, by_one: Path) -> None:
+    zero3 = arguments(tmp_path, sharding__strategy="zero3", sharding__partition_size=0)
+    assert run_here(*arguments(tmp_path), hooks=[stop_after(4)]) == RESUMABLE
+    assert run_here(*zero3, hooks=[stop_after(7)]) == RESUMABLE
+    code, _, err = finish(start([*zero3, "--config.mesh.num_cpu_devices=2"]))[0]
+    assert code == 0, err
+    np.testing.assert_allclose(losses(tmp_path), losses(by_one), **SAME)
 
 
 @pytest.mark.slow
@@ -132,7 +144,7 @@ def test_signals_are_forwarded_to_jax_as_sigterm(joined: bool, monkeypatch: pyte
 
 
 def test_a_process_alone_is_asked_to_stop(subtests: pytest.Subtests) -> None:
-    """At once if it has not begun to train; then it saves first."""
+    """At once if it has not begun to train, or by a second Ctrl-C; else it saves first."""
     for number in [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]:
         with subtests.test(number=number):
             with PreemptionHandler(), pytest.raises(KeyboardInterrupt):
@@ -141,3 +153,5 @@ def test_a_process_alone_is_asked_to_stop(subtests: pytest.Subtests) -> None:
                 assert not preemption.requested()
                 signal.raise_signal(number)
                 assert preemption.requested()
+                with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext():
+                    signal.raise_signal(number)

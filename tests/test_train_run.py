@@ -45,6 +45,7 @@ from training import devices, memory
 from training.experiment import Experiment
 from training.hooks import every
 from training.metrics.report import profile_text
+from training.resume import Start
 
 RESUMABLE = 75
 KEYS = {
@@ -148,6 +149,7 @@ def test_programs_are_cached_where_jax_is_told_to(tmp_path: Path, monkeypatch: p
             jax.config.update(name, value)
 
 
+@pytest.mark.slow
 def test_lost_report_of_a_finished_run_is_recreated(tmp_path: Path, undisturbed: Path) -> None:
     """A run killed after its last checkpoint has nothing to train, but its report and sample are still to be made."""
     args = arguments(tmp_path)
@@ -220,24 +222,14 @@ def test_signal_stops_and_the_same_command_resumes(
     check_same_end(tmp_path, undisturbed)
 
 
-def test_second_ctrl_c_stops_immediately(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = arguments(tmp_path)
-    assert run_here(*args, hooks=[stop_after(6, signal.SIGINT)] * 2) == RESUMABLE
-    assert capsys.readouterr().err.startswith("stopped at once; run the same command again")
-    assert run_here(*args) == 0
-    assert "resumed at step 5 of 10" in capsys.readouterr().out
-    check_same_end(tmp_path, undisturbed)
-
-
-def test_restart_without_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restart_without_checkpoint_is_reported() -> None:
     """Its steps are done again, from the first on."""
-    assert run_here(*arguments(tmp_path), hooks=[stop_after(4)]) == RESUMABLE
-    done = losses(tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints")
-    assert run_here(*arguments(tmp_path)) == 0
-    said = f"starting again at step 0 of 10 in {tmp_path}: no checkpoint and no snapshot is left; steps done again: "
-    assert f"{said}{len(done)}\n" in capsys.readouterr().out
-    assert losses(tmp_path)[: len(done)] == done
+    said = {logged: Start(restored=None, logged=logged).described(10, Path("runs/x")) for logged in (0, 4)}
+    lost = "no checkpoint and no snapshot is left; steps done again: 4"
+    assert said == {
+        0: "starting at step 0 of 10 in runs/x",
+        4: f"starting again at step 0 of 10 in runs/x: {lost}",
+    }
 
 
 def test_a_run_that_has_begun_waits_for_more_memory(

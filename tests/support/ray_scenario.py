@@ -1,10 +1,10 @@
-"""An engine of launch.ray with simulated agents that follow a scenario: no Ray, no processes."""
+"""An engine of launch.ray with simulated agents that follow a scenario: no Ray, no processes, a clock of turns."""
 
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from launch.ray_agent import News
 from launch.ray_engine import ReplicaGroups, RestartingEngine
 from launch.ray_plan import Limits
 
+TURN_S, MOST_TURNS = 0.005, 10_000
 SHORT = ("STOP_S", "LAST_S", "FAILED_S", "KILL_S", "STARTING_S")
 Scenario = Callable[["Members"], Iterator[object]]
 
@@ -26,7 +27,7 @@ class Member:
     cluster: "Members"
     answers: bool = True
     has_begun: bool = True  # its agent has; else nothing is known of it
-    added_s: float = field(default_factory=time.monotonic)
+    added_s: float = 0.0
     is_leaving: bool = False
     ignores: bool = False  # signals
     attempt: int = 0  # the newest, and how it ended; None if it runs
@@ -93,13 +94,13 @@ class Members:
         self.dropped: list[str] = []
         self.warmed = 0
         self.metrics, self.checkpoints = workdir / "metrics.jsonl", workdir / "checkpoints"
-        self._kind = kind
+        self._kind, self.now_s, self._turns_left = kind, 1000.0, MOST_TURNS
         for host in hosts:
             self.join(host)
-        self._scenario, self._story_s = scenario(self), time.monotonic()  # when it last told something
+        self._scenario = scenario(self)
 
     def join(self, host: str) -> None:
-        self.by_node[host] = self._kind(host, self)
+        self.by_node[host] = self._kind(host, self, added_s=self.now_s)
 
     def end_all(self, code: int) -> None:
         for member in self.by_node.values():
@@ -111,12 +112,11 @@ class Members:
             file.write(f'{{"step": {step}}}\n')
 
     def turn(self) -> list[Member]:
+        self.now_s += TURN_S
+        self._turns_left -= 1
+        assert self._turns_left, "the scenario waits, or the engine goes on after its end"
         if next(self._scenario, "over") == "over":
-            assert time.monotonic() < self._story_s + 60, "the engine goes on after the end of the scenario"
             self.end_all(0)
-            time.sleep(0.005)
-        else:
-            self._story_s = time.monotonic()
         return [member for member in self.by_node.values() if member.has_begun]
 
     def is_going(self, member: Member) -> bool:
@@ -169,6 +169,7 @@ def run_scenario(
     engine = kind(members, limits, workdir, max_failures=max_failures)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_engine, "time", SimpleNamespace(monotonic=lambda: members.now_s))
         for name, time_s in (dict.fromkeys(SHORT, 0.05) | {"STOP_S": 0.5} | times_s).items():
             patch.setattr(ray_engine, name, time_s)
         try:
@@ -196,10 +197,7 @@ def story(hosts: str, *, code: int = 0, says: str = "", **options: Any) -> Calla
 
 def until(condition: Callable[[], object]) -> Iterator[None]:
     """Lets turns pass until something is so."""
-    deadline_s = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
         yield
 
 

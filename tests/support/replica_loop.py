@@ -67,6 +67,12 @@ def summed(
     return step.totals()
 
 
+def check_step(replicas: Replicas, number: int, codec: str = "none") -> None:
+    """Does a step, and checks its totals."""
+    found = summed(replicas, number, lambda step, unit: compute(step, number, unit))
+    assert found.tobytes() == totals(number, codec), number
+
+
 class Gone(Exception):
     """A replica that ends in the middle of a step."""
 
@@ -99,14 +105,14 @@ class Loop:
         stall_s: float = inf,
         **processes: Any,
     ) -> None:
-        """`processes`: `process` and `agree` if the replica has several processes."""
+        """`processes`: `process` and `agree` if the replica has several processes, and `progress`."""
         self.number, self.codec, self.steps, self.delay = number, codec, steps, delay
         self.computed: dict[int, list[int]] = {}
         self.fetched: list[int] = []
         self.before_unit: Callable[[int, int], object] = lambda step, unit: None  # may raise Gone
         self.before_step: Callable[[int], object] = lambda step: None
         self.log = Recorded()
-        self.blocks: list[None] = []  # blocks of the peers' state
+        self.blocks: list[None] = []  # each call while it waits for a peer's hash or state
         self.error: BaseException | None = None
         self.replicas = Replicas(
             folder=folder,
@@ -120,9 +126,8 @@ class Loop:
             num_units=NUM_UNITS,
             pieces=pieces_of(codec),
             delay=delay,
-            progress=lambda: self.blocks.append(None),
             log=self.log,
-            **processes,
+            **{"progress": lambda: self.blocks.append(None)} | processes,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -132,6 +137,11 @@ class Loop:
         if not joins:
             self.replicas.members.enter(0)
         return self
+
+    def note_copies(self, asked: set[int], name: int) -> None:
+        """Adds a name to `asked` when a peer asks this replica for its state."""
+        answer = self.replicas.copies.answer
+        self.replicas.copies.answer = lambda request, member: asked.add(name) or answer(request, member)
 
     def go(self) -> "Loop":
         self._thread.start()
