@@ -90,12 +90,6 @@ def test_how_many_times_fewer_bytes_a_run_sends() -> None:
 # ---------------------------------------------------------------------------------------------------- elasticity
 
 
-def test_losses_are_the_same_until_a_step() -> None:
-    assert same_until([2.0, 4.0, 8.0, 1.0], [2.0, 4.00002, 8.8, 1.0]) == (3, pytest.approx(5e-6))
-    assert same_until([2.0, 4.0], [2.0, 4.0]) == (None, 0.0)
-    assert same_until([2.0], [3.0]) == (1, 0.0)
-
-
 # ----------------------------------------------------------------------------------------------------- the planner
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.our_files import our_files
+from support.refusals import refused
 from support.running import ROOT
 from support.tables import every_row
 
@@ -141,10 +142,9 @@ def test_a_place_that_is_read_only(
     monkeypatch.setattr(Path, "open", refuse_to_write)
     monkeypatch.setattr(sweep, "check_runs", lambda runs: None)  # which reads them, and starts a process for it
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it has begun"))
-    assert program([*command.split(), f"{option}={tmp_path / 'there'}"]) == 2
-    said = capsys.readouterr()
-    message = f"{tmp_path / 'there'} cannot be made (Read-only file system); choose another {option}"
-    assert (said.out, said.err) == ("", f"error: {message}\n")
+    words = [*command.split(), f"{option}={tmp_path / 'there'}"]
+    line = refused(capsys, lambda: program(words), is_silent=True)
+    assert line == f"{tmp_path / 'there'} cannot be made (Read-only file system); choose another {option}"
 
 
 def test_folders_and_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +182,8 @@ def test_an_empty_path_is_a_mistake(
     program: Callable[[list[str]], int], command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As of an unset variable: it is not the folder in which the command was given."""
-    assert program([*command.split(), f"{option}="]) == 2
-    assert capsys.readouterr().err == f"error: argument {option}: it names nothing; give a path, or leave it out\n"
+    line = refused(capsys, lambda: program([*command.split(), f"{option}="]))
+    assert line == f"argument {option}: it names nothing; give a path, or leave it out"
 
 
 def test_a_config_file_that_changes_within_a_second_is_read_again(

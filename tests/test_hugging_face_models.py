@@ -7,6 +7,7 @@ computes them again.
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from safetensors.numpy import load_file, save_file
 from support.hugging_face_folders import changed, loaded, our_logits, section
 from support.hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, reference
 from support.running import ROOT
-from support.tables import check_rows, every_row
+from support.tables import check_rows, every_row, raised
+from support.workload import whole
 
 import models
 from configs import command_line, hugging_face
-from configs.schema import DecoderConfig, EncoderConfig, TransformerConfig
+from configs.schema import DecoderConfig, EncoderConfig
 from models.block import exact_gelu
 from models.hugging_face import Weights
 from models.hugging_face_export import write
@@ -32,17 +34,29 @@ from training.optimizers import is_matrix
 
 
 @every_row("name", MODELS)
-def test_logits_equal_transformers(name: str) -> None:
-    theirs = reference(name)
-    assert np.abs(theirs["logits"]).max() > 1
-    np.testing.assert_allclose(our_logits(FOLDER / name, theirs["tokens"]), theirs["logits"], atol=1e-5)
+def test_logits_and_loss_equal_transformers(name: str) -> None:
+    """The loss is worked out from its logits, for random targets and weights."""
+    theirs, rng = reference(name), np.random.default_rng(1)
+    wanted, tokens = theirs["logits"].astype(np.float64), theirs["tokens"].astype(np.int32)
+    targets, weights = rng.integers(0, VOCAB, tokens.shape), rng.uniform(0, 2, tokens.shape)
+    batch: Any = {"tokens": tokens, "targets": targets.astype(np.int32), "weights": weights.astype(np.float32)}
+    model, params = loaded(FOLDER / name, section(FOLDER / name))
+    logits, loss = jax.jit(lambda p: (model.logits(p, tokens, whole), model.loss(p, batch, whole)))(params)
+    assert np.abs(wanted).max() > 1
+    np.testing.assert_allclose(logits[..., :VOCAB], wanted, atol=1e-5)
+    assert logits.shape[-1] > VOCAB and np.all(logits[..., VOCAB:] < -1e20)
+    losses = np.log(np.exp(wanted).sum(-1)) - np.take_along_axis(wanted, targets[..., None], -1)[..., 0]
+    assert (loss.shape, loss.dtype) == ((), np.float32)
+    np.testing.assert_allclose(loss, np.sum(weights * losses), rtol=1e-5)
 
 
-def test_tables_of_positions_and_token_types_are_no_matrices() -> None:
-    """They get neither weight decay nor Muon's orthogonalisation."""
+def test_tables_are_no_matrices_and_attention_alone_may_have_biases() -> None:
+    """Positions and token types get neither weight decay nor Muon's orthogonalisation."""
     embed = models.build(section(FOLDER / "bert")).param_specs()["embed"]
     assert {"token", "position", "token_type"} < embed.keys()
     assert [name for name in ("token", "position", "token_type") if is_matrix(embed[name])] == ["token"]
+    layers = models.build(DecoderConfig(attention_bias=True)).param_specs()["layers"]
+    assert [name for name in layers if "bias" in layers[name]] == ["key", "out", "query", "value"]
 
 
 @every_row("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -119,9 +133,10 @@ def test_what_is_written_is_the_same_model(
     name: str, changes: dict[str, Any], told: dict[str, Any], tmp_path: Path
 ) -> None:
     model = models.build(replace(section(FOLDER / name), weights="", **changes))
-    params = jax.jit(model.init)(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda spec: rng.normal(0, 0.2, spec.shape).astype(np.float32), model.param_specs())
     values, tokens = by_name(params), reference(name)["tokens"].astype(np.int32)
-    write(model, tmp_path, lambda path: np.asarray(values[path]))
+    write(model, tmp_path, values.__getitem__)
     found = json.loads((tmp_path / "config.json").read_text())
     assert {key: found[key] for key in told} == told
     assert isinstance(model, models.Decoder)
@@ -130,34 +145,21 @@ def test_what_is_written_is_the_same_model(
 
 
 def test_models_without_a_counterpart_are_one_line(tmp_path: Path) -> None:
-    # one base that is scaled has no counterpart
-    config = replace(section(FOLDER / "gemma3"), weights="", rotary_local_base=0.0)
-    with pytest.raises(ValueError, match="Gemma3ForCausalLM needs model.rotary_local_base=500.0$"):
-        hugging_face.architecture_of(config)
-
-    # windows of no size are one line
+    """One base that is scaled, windows of no size, another kind of model, and models of no architecture."""
+    one_base = replace(section(FOLDER / "gemma3"), weights="", rotary_local_base=0.0)
     file = changed(FOLDER / "gemma3", tmp_path / "gemma3") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sliding_window": None}))
-    with pytest.raises(ValueError, match=r"config.json has no sliding_window$"):
-        hugging_face.read(file.parent)
-
-    # another kind of model is one line
-    with pytest.raises(ValueError, match="model.kind='encoder', but 'decoder' there"):
-        Weights(models.build(EncoderConfig()), FOLDER / "gpt2")
-
-    # models without a counterpart say what is missing
-    def check(config: TransformerConfig, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            hugging_face.architecture_of(config)
-
-    check_rows(
-        [
-            (DecoderConfig(norm="layer"), "LlamaForCausalLM needs model.norm='rms'"),
-            (EncoderConfig(), "BertForMaskedLM needs model.norm_first=False, model.token_types=1"),
-            (EncoderConfig(norm_first=False, position_offset=2), "RobertaForMaskedLM needs .*model.token_types=1"),
-        ],
-        check,
-    )
+    counterpart = lambda config: lambda: hugging_face.architecture_of(config)
+    encoder = models.build(EncoderConfig())
+    rows: list[tuple[Callable[[], object], str]] = [
+        (counterpart(one_base), "Gemma3ForCausalLM needs model.rotary_local_base=500.0"),
+        (lambda: hugging_face.read(file.parent), "config.json has no sliding_window"),
+        (lambda: Weights(encoder, FOLDER / "gpt2"), "model.kind='encoder', but 'decoder' there"),
+        (counterpart(DecoderConfig(norm="layer")), "LlamaForCausalLM needs model.norm='rms'"),
+        (counterpart(EncoderConfig()), "BertForMaskedLM needs model.norm_first=False, model.token_types=1"),
+        (counterpart(EncoderConfig(norm_first=False, position_offset=2)), "model.token_types=1"),
+    ]
+    check_rows(rows, lambda action, message: raised(action).index(message))
 
 
 def test_the_config_file_on_the_page_takes_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:

@@ -3,68 +3,66 @@
 import hashlib
 import logging
 import os
+import tempfile
 import threading
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from support.failing import fails, no_locks
 from support.shard_texts import own_cache  # noqa: F401 (a fixture)
+from support.tables import raised
 from support.text_streams import settings, text_of
 
 from input_pipeline import cache, load, shard_index, stdlib_text, streams
-from input_pipeline.dataset import SPLITS, Split
+from input_pipeline.dataset import SPLITS
 from input_pipeline.tokenizers import Bytes
 
-# Names that each alone would be put into the validation split.
+# Each alone would be put into the validation split.
 HELD_OUT_NAMES = [name for name in map(str, range(99)) if hashlib.sha256(name.encode()).hexdigest() < "0c"][:2]
+SEEN = ("a", "b.txt", "c/a.txt", "c/e f.md", *HELD_OUT_NAMES)
+HIDDEN = (".hidden", ".git/b.txt", "c/.d/e.txt")
+contents = st.builds(
+    lambda text, more: 20 * text + more * text[:1], st.text("x\r\né\N{SNAKE}", max_size=4), st.integers(0, 9)
+)
 
 
-def test_folder_is_split_by_file_with_stable_assignment(corpus):
-    def expected(split: Split) -> bytes:
-        names = sorted(path.name for path in corpus.iterdir() if not path.name.startswith("."))
-        held_out = [name for name in names if int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < 0.05 * 2**64]
-        assert 0 < len(held_out) < 10
-        chosen = [name for name in names if (name in held_out) == (split == "validation")]
-        return b"".join((corpus / name).read_bytes() + b"\0" for name in chosen)
-
-    for more in ((), ("new one.md", "zz.py"), (".hidden",)):
-        for name in more:
-            (corpus / name).write_text(f"{name}\r\n")
-        assert text_of(settings(corpus), "train") == expected("train")
-        assert text_of(settings(corpus), "validation") == expected("validation")
-        both = {name.name: name.read_bytes() for name in corpus.iterdir() if not name.name.startswith(".")}
-        assert text_of(settings(corpus), "all") == b"".join(both[name] + b"\0" for name in sorted(both))
-
-
-def test_subfolders_are_read_but_not_hidden_or_empty_files(tmp_path):
-    for name in ("c/a.txt", ".git/b.txt", "c/.d/e.txt", "b.txt"):
-        (tmp_path / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "corpus" / name).write_text(name)
-    (tmp_path / "corpus" / "empty.txt").touch()
-    both = text_of(settings(tmp_path / "corpus"), "train") + text_of(settings(tmp_path / "corpus"), "validation")
-    assert sorted(both.split(b"\0")) == [b"", b"b.txt", b"c/a.txt"]
-
-
-def test_both_splits_of_two_or_more_files_are_not_empty(tmp_path):
-    for number, names in enumerate([("a", "b"), ("b", "c", "d"), HELD_OUT_NAMES]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for name in names:
-            (folder / name).write_text(name)
-        streams = [text_of(settings(folder), split) for split in SPLITS]
-        assert all(streams) and sorted(b"".join(streams).split(b"\0")[:-1]) == [name.encode() for name in names]
-
-
-def test_single_file_is_split_between_characters(tmp_path):
-    (tmp_path / "one").mkdir()
-    for length in range(30, 40):  # wherever 95 % falls in the four bytes of a character
-        (tmp_path / "one" / "a.txt").write_text("x" * (length % 7) + "\N{SNAKE}" * length)
-        train, validation = (text_of(settings(tmp_path / "one"), split)[:-1] for split in SPLITS)
-        assert train + validation == (tmp_path / "one" / "a.txt").read_bytes()
-        assert train.decode() and validation.decode()
-        assert text_of(settings(tmp_path / "one"), "all") == train + validation + b"\0"
-        assert abs(len(validation) - 0.05 * len(train + validation)) <= 4
+@hypothesis.settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(texts=st.dictionaries(st.sampled_from([*SEEN, *HIDDEN]), contents, min_size=1))
+def test_files_are_split_by_the_hashes_of_their_names(texts: dict[str, str]) -> None:
+    """Hidden and empty files do not count. A single file is cut between two characters, wherever 95 % falls."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in texts.items():
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / name).write_bytes(text.encode())
+        found = lambda split: text_of(settings(folder), split)
+        counted = sorted(name for name, text in texts.items() if text and name in SEEN)
+        stream = lambda names: b"".join(texts[name].encode() + b"\0" for name in names)
+        if not counted:
+            assert "has no text files" in raised(lambda: found("train"))
+            return
+        assert found("all") == stream(counted)
+        train, validation = map(found, SPLITS)
+        if len(counted) == 1:
+            train, validation = train[:-1], validation[:-1]
+            assert train + validation + b"\0" == stream(counted) and train.decode() and validation.decode()
+            assert abs(len(validation) - 0.05 * len(train + validation)) <= 4
+            return
+        shares = {name: int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) / 2**64 for name in counted}
+        held_out = [name for name in counted if shares[name] < 0.05] or [min(shares, key=lambda name: shares[name])]
+        if len(held_out) == len(counted):
+            held_out.remove(max(shares, key=lambda name: shares[name]))  # neither split is empty
+        assert train == stream(name for name in counted if name not in held_out)
+        assert validation == stream(held_out)
 
 
 def test_stdlib_text_has_each_source_and_topic_in_one_split():

@@ -1,18 +1,25 @@
-"""Throughput, wire counters, environment and number formatting, against independent values."""
+"""Throughput, wire counters, environment and number formatting; progress and summary in a terminal and in a file."""
 
+import io
 import json
 import math
 import subprocess
 import sys
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from support.failing import fails
+from support.repositories import commit
 from support.tables import every_row
 
+from training.metrics import progress as progress_module
 from training.metrics.environment import environment
+from training.metrics.progress import RunProgress, print_summary
+from training.metrics.run_files import read_run
 from training.metrics.throughput import StepTimer, peak_flops
 from training.metrics.units import format_bytes, format_count, format_seconds
 from training.metrics.wire import WireCounter
@@ -115,20 +122,12 @@ def test_wire_counter_is_none_where_it_cannot_know(tmp_path: Path) -> None:
     assert counter.delta() is None
 
 
-def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *identity, "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 def test_environment_with_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # environment has the commit and whether files changed
-    git(tmp_path, "init")
     (tmp_path / "a.py").write_text("1")
-    git(tmp_path, "add", "a.py")
-    git(tmp_path, "commit", "-m", "a")
+    name = commit(tmp_path)
     clean = environment({"mesh": {"tensor": 2}, "cpu_count": 3}, repository=tmp_path)
-    assert clean["git_commit"] == git(tmp_path, "rev-parse", "HEAD") and clean["git_dirty"] is False
+    assert clean["git_commit"] == name and clean["git_dirty"] is False
     (tmp_path / "a.py").write_text("2")
     assert environment({}, repository=tmp_path)["git_dirty"] is True
     assert clean["mesh"] == {"tensor": 2} and clean["cpu_count"] == 3
@@ -159,3 +158,112 @@ def test_readable_numbers() -> None:
     assert [format_count(x) for x in (3, 12.5, 12_345, 999_600, 3.21e6, 4e9, math.inf)] == [
         "3", "12.5", "12,345", "1.00 M", "3.21 M", "4.00 G", "inf",
     ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- progress and summary
+
+
+SCALARS = {
+    "loss": 2.34567,
+    "tokens_per_s": 81234.0,
+    "step_time_s": 0.118,
+    "collective_intra_bytes": 4_400_000,
+    "collective_inter_bytes": 1_650_000,
+    "data_wait_s": 0.002,
+    "all_reduce_payload_bytes": 52_800,
+    "all_reduce_ratio": 31.03,
+}
+SHOWN = (
+    "between nodes 1.65 MB  replica all-reduce 31 times smaller",
+    "2.3457",
+    "81,234",
+    "118 ms",
+    "inside nodes 4.40 MB",
+)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(progress_module.time, "monotonic", lambda: self.now)
+
+
+def test_a_file_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a file gets plain lines every ten seconds and at both ends
+    clock, file = Clock(monkeypatch), io.StringIO()
+    shown = RunProgress(100, 0, Console(file=file, width=40))
+    for step in range(1, 101):
+        clock.now += 0.5
+        shown.update(step, SCALARS)
+        if step == 50:
+            shown.print("checkpoint of step 50 [bold]saved[/bold]")
+    shown.close()
+    text = file.getvalue()
+    lines = text.splitlines()
+    assert "checkpoint of step 50 [bold]saved[/bold]" in lines
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == [
+        f"{step}/100" for step in (1, 21, 41, 61, 81, 100)
+    ]
+    assert not [character for character in text if ord(character) < 32 and character != "\n"]
+    assert all(part in lines[1] for part in SHOWN) and lines[1].endswith("ETA 40 s")  # 79 steps of half a second
+
+    # close shows a run that stopped between two lines
+    clock, file = Clock(monkeypatch), io.StringIO()
+    shown = RunProgress(100, 40, Console(file=file))
+    for step in (41, 42, 43):
+        clock.now += 1
+        shown.update(step, {"loss": step})
+    shown.close()
+    shown.close()
+    assert [line.split()[:2] for line in file.getvalue().splitlines()] == [["step", "41/100"], ["step", "43/100"]]
+
+
+def test_a_terminal_gets_a_live_bar_redrawn_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(monkeypatch), io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, color_system=None, _environ={"TERM": "xterm"})
+    with closing(RunProgress(1000, 0, console)) as shown:
+        draws = 0
+        for step in range(1, 101):
+            clock.now += 0.1
+            before = len(file.getvalue())
+            shown.update(step, SCALARS)
+            draws += len(file.getvalue()) > before
+        assert 19 <= draws <= 21  # 10 seconds
+        shown.print("hello")
+    text = file.getvalue()
+    assert all(part in text for part in SHOWN)
+    assert "step 100/1000" in text and "10%" in text and "ETA 1m 30s" in text and "hello" in text
+    assert "\x1b[?25l" in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_what_is_printed_into_a_pipe_is_plain_and_says_what_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as some build machines set it: rich takes the pipe for a terminal
+    with closing(RunProgress(2)) as shown:
+        shown.update(1, SCALARS)
+        shown.update(2, SCALARS)
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) == 2 and "\x1b" not in text
+    monkeypatch.delenv("FORCE_COLOR")
+    times = ((1, 9), (2, 0.5), (3, 0.2))
+    rows = [json.dumps({"step": step, "step_time_s": time}) for step, time in times]
+    summary = {"final_loss": 1.5, "exit_reason": "finished", "wall_time_s": 3905}
+    for name, content in (
+        ("config.json", json.dumps({"name": "[red]small"})),
+        ("metrics.jsonl", "\n".join(rows)),
+        ("summary.json", json.dumps(summary)),
+    ):
+        (tmp_path / name).write_text(content)
+    print_summary(read_run(tmp_path))
+    out = capsys.readouterr().out
+    assert [" ".join(line.split()) for line in out.splitlines() if line.strip(" ─")] == [
+        "[red]small",
+        "outcome finished",
+        "training loss 1.5000 at the last step",
+        "steps 3",
+        "step time 3.23 s average",
+        "wall time 1h 05m of the last attempt",
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,16 +52,15 @@ def test_a_row_that_cannot_be_written_ends_the_run_but_a_replica_for_a_while_onl
         log.step(3, {"loss": 1.0})
         raise ValueError("an error before")
     assert "No space left on device" in failure.value.__notes__[0]  # it hides none
-    monkeypatch.setattr(run_log.MetricsWriter, "__init__", no_room)
-    with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):  # when it starts again
-        make_log(tmp_path, may_join=may_join)
-
-
-def test_a_report_without_room_ends_a_replica_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(run_log.MetricsWriter, "__init__", no_room)
+        with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):  # when it starts again
+            make_log(tmp_path, may_join=may_join)
+    monkeypatch.undo()
     monkeypatch.setattr(run_log, "write_report", no_room)
-    log = make_log(tmp_path, may_join=True)
+    log = make_log(tmp_path, may_join=may_join)
     log.step(1, {"loss": 1.0})
-    with pytest.raises(ResumableError, match=f"cannot write to {tmp_path}: No space left on device"):
+    with pytest.raises(error, match=f"cannot write to {tmp_path}: No space left on device"):
         log.close("interrupted")
 
 
@@ -126,26 +126,24 @@ def test_a_run_says_what_a_step_costs_on_average(
     assert (seconds, sizes) == (pytest.approx(20 * timed), pytest.approx(3200))
 
 
-def test_the_first_step_of_an_attempt_has_a_row(tmp_path: Path) -> None:
-    """Attempts between two rows of `log_every` would seem to do no step, and their engine would give up."""
-    logs = [make_log(tmp_path, start_step=after, num_steps=1000, log_every=500) for after in (0, 60)]
-    for log, first in zip(logs, (1, 61), strict=True):
-        for step in range(first, first + 3):
-            log.step(step, {"loss": 1.0})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    for log in logs:
-        log.close("interrupted")
-    assert [json.loads(line)["step"] for line in lines] == [1, 61]
-
-
-def test_a_step_that_does_not_come_has_its_row_in_the_next_that_does(tmp_path: Path) -> None:
-    """Some runs come every 4 steps only, and are to log every 5."""
-    log = make_log(tmp_path, start_step=20, num_steps=1000, log_every=5)
-    for step in range(24, 61, 4):
+@every_row(
+    ("start", "steps", "log_every", "logged"),
+    [
+        (0, (1, 2, 3), 500, [1]),  # else an attempt between two rows would seem to do no step
+        (60, (61, 62, 63), 500, [61]),
+        (20, range(24, 61, 4), 5, [24, 28, 32, 36, 40, 48, 52, 56]),  # some runs come every 4 steps only
+    ],
+    isolated=True,
+)
+def test_the_first_step_has_a_row_and_a_step_that_does_not_come_has_its_in_the_next(
+    start: int, steps: Sequence[int], log_every: int, logged: list[int], tmp_path: Path
+) -> None:
+    log = make_log(tmp_path, start_step=start, num_steps=1000, log_every=log_every)
+    for step in steps:
         log.step(step, {"loss": 1.0})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     log.close("interrupted")
-    assert [json.loads(line)["step"] for line in lines] == [24, 28, 32, 36, 40, 48, 52, 56]
+    assert [json.loads(line)["step"] for line in lines] == logged
 
 
 def test_rows_are_on_the_disk_before_a_step_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.failing import no_room
 from support.running import arguments, rows, run_here
+from support.tables import every_row
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
@@ -116,23 +117,20 @@ def test_tensorboard_has_keys_values_and_steps(tmp_path: Path) -> None:
     assert math.isnan(found[2, "loss"])
 
 
-@pytest.mark.slow
-def test_a_step_imports_nothing(tmp_path: Path) -> None:
-    """Others wait for the first step of a replica that joins, and where torch is installed TensorBoard imports it."""
-    program = (
-        "import sys; from training.metrics.writer import MetricsWriter; "
-        f"writer = MetricsWriter({str(tmp_path)!r}); before = {{*sys.modules}}; "
-        "writer.write(1, {'loss': 1.0}); print({*sys.modules} - before)"
-    )
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
+AHEAD = "[one.join() for one in threading.enumerate() if one.name == 'tensorboard']"
+IMPORTS_NOTHING = {  # what comes before, and what imports nothing then
+    "a step": ("made = writer.MetricsWriter(FOLDER)", "made.write(1, {'loss': 1.0})"),
+    "a writer": (f"writer.import_ahead(); {AHEAD}", "writer.MetricsWriter(FOLDER)"),
+}
 
 
 @pytest.mark.slow
-def test_tensorboard_is_imported_ahead(tmp_path: Path) -> None:
+@every_row(("before", "action"), IMPORTS_NOTHING.values())
+def test_what_others_wait_for_imports_nothing(before: str, action: str, tmp_path: Path) -> None:
+    """They wait for the first step of a replica that joins, and where torch is installed TensorBoard imports it."""
     program = (
-        "import sys, threading; from training.metrics import writer; writer.import_ahead(); "
-        "[thread.join() for thread in threading.enumerate() if thread.name == 'tensorboard']; before = {*sys.modules}; "
-        f"writer.MetricsWriter({str(tmp_path)!r}); print({{*sys.modules}} - before)"
+        f"import sys, threading; from training.metrics import writer; FOLDER = {str(tmp_path)!r}; {before}; "
+        f"known = {{*sys.modules}}; {action}; print({{*sys.modules}} - known)"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 

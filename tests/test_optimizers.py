@@ -102,39 +102,29 @@ def test_operands_of_muons_products_are_bfloat16_and_products_float32(
 # -------------------------------------------------------------------------------- schedules, clipping, the guard
 
 
-def formula_rates(peak: float, final: float, warmup: int, num_steps: int, schedule: str) -> list[float]:
-    """The learning rate of each step from the definitions."""
-    rates = []
+def formula_rates(schedule: str, warmup: int, fraction: float, num_steps: int) -> list[float]:
+    """The learning rate of each step from the definitions, from 0.5 at the peak to 0.1 at the end."""
+    rates, decaying = [], num_steps - 1 - warmup
+    fall = min(max(round(fraction * num_steps), 1), decaying)  # wsd falls in a share of all steps, after the warm-up
     for step in range(num_steps):
-        done = (step - warmup) / (num_steps - 1 - warmup) if step > warmup else 0.0
-        falling = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-        steps_left = num_steps - 1 - step  # of wsd the last tenth of all steps falls
-        falling |= {"quadratic": (1 - done) ** 2, "wsd": min(1.0, steps_left / max(round(num_steps / 10), 1))}
-        falling = falling[schedule]
-        after = peak * falling if schedule == "constant" else final + (peak - final) * falling
-        rates.append(peak * (step + 1) / warmup if step < warmup else after)
+        done = (step - warmup) / decaying if step > warmup else 0.0
+        left = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "quadratic": (1 - done) ** 2}
+        left |= {"constant": 1.0, "wsd": min(1.0, (num_steps - 1 - step) / fall)}
+        rates.append(0.5 * (step + 1) / warmup if step < warmup else 0.1 + 0.4 * left[schedule])
     return rates
 
 
-@every_row("schedule", ["constant", "linear", "cosine", "quadratic", "wsd"])
-@every_row("warmup", [0, 1, 10])
-def test_schedules_match_their_formulas(schedule: str, warmup: int) -> None:
-    config = optimizer_config("adamw", schedule=schedule, warmup_steps=warmup, learning_rate=0.5, final_fraction=0.2)
-    rates = [float(make_schedule(config, 40)(step)) for step in range(40)]
-    np.testing.assert_allclose(rates, formula_rates(0.5, 0.1, warmup, 40, schedule), rtol=1e-5)
-    assert rates[0] == pytest.approx(0.5 / max(warmup, 1))
-    assert rates[warmup] == pytest.approx(0.5)
-    assert rates[-1] == pytest.approx(0.5 if schedule == "constant" else 0.1)
-
-
-@every_row(("fraction", "falling"), [(0.5, 20), (1.0, 29), (0.001, 1)])
-def test_wsd_falls_in_a_share_of_all_steps_but_not_before_the_warmup_ends(fraction: float, falling: int) -> None:
-    config = optimizer_config(
-        "adamw", schedule="wsd", warmup_steps=10, learning_rate=0.5, final_fraction=0.2, decay_fraction=fraction
-    )
-    rates = np.array([make_schedule(config, 40)(step) for step in range(10, 40)])
-    np.testing.assert_allclose(rates[: 30 - falling], 0.5, rtol=1e-5)
-    np.testing.assert_allclose(rates[29 - falling :], np.linspace(0.5, 0.1, falling + 1), rtol=1e-5)
+@every_row(
+    ("schedule", "fraction"),
+    [("constant", 0.1), ("linear", 0.1), ("cosine", 0.1), ("quadratic", 0.1)]
+    + [("wsd", fraction) for fraction in (0.1, 0.5, 1.0, 0.001)],
+)
+def test_schedules_match_their_formulas(schedule: str, fraction: float) -> None:
+    changes: dict[str, Any] = {"learning_rate": 0.5, "final_fraction": 0.2, "decay_fraction": fraction}
+    for warmup in (0, 1, 10):
+        config = optimizer_config("adamw", schedule=schedule, warmup_steps=warmup, **changes)
+        rates = jax.vmap(make_schedule(config, 40))(jnp.arange(40))
+        np.testing.assert_allclose(rates, formula_rates(schedule, warmup, fraction, 40), rtol=1e-5)
 
 
 def test_warmup_longer_than_the_run_is_rejected() -> None:

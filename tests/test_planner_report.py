@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.parsed_page import EVIL, PIXEL, Page
 from support.planning import FILE, WORDS, one_row, own_cache, recorded_plan, small  # noqa: F401 (fixture)
+from support.refusals import refused
 from support.running import IGNORED
 
 from configs import losses
@@ -188,8 +189,8 @@ def test_the_program_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert f"page: {file}" in capsys.readouterr().out
     page = Page(file.read_text())
     assert "mics(2)" in page.text and FILE in page.text and page.tags.count("img") == 1
-    assert planner.main(["planner", *WORDS, "--html=/nowhere/plan.html"]) == 2
-    assert "choose another --html" in capsys.readouterr().err
+    wrong = ["planner", *WORDS, "--html=/nowhere/plan.html"]
+    assert "choose another --html" in refused(capsys, lambda: planner.main(wrong))
 
 
 def test_the_legend_of_the_recorded_curves_is_inside_the_picture() -> None:

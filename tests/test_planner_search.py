@@ -16,6 +16,7 @@ import pytest
 from support.failing import fails
 from support.planning import machine, one_row, own_cache, recorded_plan, small  # noqa: F401 (fixture)
 from support.running import IGNORED
+from support.suite import sampled
 
 from configs import losses
 from planner import clusters
@@ -109,17 +110,9 @@ def cluster_with(memory_bytes: float) -> Machine:
     return machine(replace(clusters.EMULATED, device=device))
 
 
-def test_a_search_proposes_only_what_fits() -> None:
-    check_search(random.Random(0))
-
-
-@pytest.mark.release
-def test_a_search_proposes_only_what_fits_with_other_seeds() -> None:
-    for seed in range(1, 10):
-        check_search(random.Random(seed))
-
-
-def check_search(draw: random.Random) -> None:
+@pytest.mark.parametrize("seed", sampled(range(10), 0))
+def test_a_search_proposes_only_what_fits(seed: int) -> None:
+    draw = random.Random(seed)
     here = machine(
         replace(clusters.EMULATED, device=replace(clusters.CPU, memory_bytes=8 * 10 ** draw.uniform(5, 6.5)))
     )

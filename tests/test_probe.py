@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from support.emulating import EMULATED
 from support.ports import free_port
+from support.refusals import refused
 from support.running import ROOT, XLA_FLAGS, finish
+from support.tables import every_row, raised
 
 from lab.probe import __main__ as probe
 from lab.probe import device, measure, report
@@ -185,18 +187,19 @@ def test_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys
 BAD_SIZES = "give two sizes or more, one of 64k at least, such as 1k,64k,16m"
 
 
-def test_bad_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
-    for flag, message in [
+@every_row(
+    ("flag", "message"),
+    [
         *((f"--sizes={x}", f"--sizes={x}: {BAD_SIZES}") for x in ("64k", "", "64k,2q", "0,64k", "-1k,64k", "1k,2k")),
         ("--size=1k,64k,x", "unrecognized arguments: --size=1k,64k,x; did you mean --sizes?"),
         ("--devices_per_node=-2", "--devices_per_node=-2 must be 0 or more"),
         ("--devices_per_node=3", "mesh.devices_per_node=3 does not divide the 8 devices; 1, 2, 4, 8 do"),
         ("--num_processes=2", "--coordinator, --num_processes and --process_id belong together; give all three"),
         ("--out=Makefile/x", "Makefile/x cannot be made (Not a directory); choose another --out"),
-    ]:
-        with subtests.test(flag=flag, message=message):
-            assert probe.main([f"--out={tmp_path}", flag]) == 2
-            assert capsys.readouterr().err == f"error: {message}\n"
+    ],
+)
+def test_bad_flags(flag: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, lambda: probe.main([f"--out={tmp_path}", flag])) == message
 
 
 @pytest.mark.slow
@@ -362,15 +365,27 @@ def test_devices_of_one_machine_share_what_all_reached(tmp_path: Path) -> None:
     assert (one.functions_per_s, one.launch_s) == pytest.approx((1.5e8, 0))
 
 
-def test_what_is_no_rate_is_refused(tmp_path: Path) -> None:
-    for value, why in (
-        (-1.0, "a rate or a time of it is -1.0"),
-        (0, "a rate or a time of it is 0"),
-        ("fast", "its form"),
-    ):
-        file = probe_json(tmp_path, MEASURED, "NVIDIA H100", memory_bandwidth=value)
-        with pytest.raises(ValueError, match=rf"is not a file that lab.probe wrote \({why}"):
-            with_probe(CLUSTERS["p5.48xlarge"], file)
+LEVEL = {"alpha_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "group_size": 8, "devices_per_link": 1}
+CPU = {"device_kind": "cpu"}
+REFUSED: list[tuple[dict[str, Any] | str, str]] = [
+    ({"levels": {"intra": LEVEL}, "environment": {"device_kind": "H200"}}, "of kind 'H200', but --cluster=emulated"),
+    ({"levels": {"intra": LEVEL}}, "on nodes of 8 devices, but those of --cluster=emulated have 2; give --devices_pe"),
+    ({"levels": {"intra": {}}}, " is not a file that lab.probe wrote (it has no alpha_s)"),
+    ({"levels": {"inter": LEVEL | {"bandwidth_bytes_per_s": 0}}}, "wrote (a rate or a time of it is 0)"),
+    ({"levels": {"inter": LEVEL | {"alpha_s": -1}}}, "wrote (a rate or a time of it is -1)"),
+    ({"levels": {}, "device": {"memory_bandwidth": -1.5}}, "wrote (a rate or a time of it is -1.5)"),
+    ({"levels": {}, "device": {"memory_bandwidth": "fast"}}, "wrote (its form is another)"),
+    ({}, "wrote (it has no levels)"),
+    ("[]", "wrote (it is not a JSON object, but of type list)"),
+    ("rate", "wrote (it is not JSON: Expecting value: line 1 column 1 (char 0))"),
+]
+
+
+@every_row(("content", "message"), REFUSED)
+def test_what_is_no_probe_of_the_cluster_is_refused(content: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "probe.json"
+    file.write_text(content if isinstance(content, str) else json.dumps({"environment": CPU} | content))
+    assert message in raised(lambda: with_probe(CLUSTERS["emulated"], file))
 
 
 # --------------------------------------------------------------------------------------------- several processes

@@ -2,12 +2,11 @@
 
 import json
 import lzma
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from support.repositories import commit, git, without_variables  # noqa: F401 (a fixture)
 
 from lab import pages, records
 from lab.records import (
@@ -26,7 +25,6 @@ from lab.records import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-ME = ("-c", "user.name=a", "-c", "user.email=a@b")
 DERIVED_KEYS = {  # the keys by which a line is found
     "agreement": ["processes"],
     "compiled": ["kind", "name", "devices", "accum", "strategy"],
@@ -40,24 +38,12 @@ DERIVED_KEYS = {  # the keys by which a line is found
 }
 
 
-def git(root: Path, *words: str) -> str:
-    """Returns the output of git."""
-    return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True).stdout
-
-
-def commit(root: Path) -> str:
-    """Returns the name of a new commit of everything in a repository."""
-    git(root, "add", "-A")
-    git(root, *ME, "commit", "-q", "--allow-empty", "-m", "x")
-    return git(root, "rev-parse", "HEAD").strip()
-
-
 # ------------------------------------------------------------------------------------------------ the records here
 
 
 def test_a_line_names_a_commit_of_the_history_or_is_marked_as_lost() -> None:
     """Skipped in an unpacked archive and in a shallow clone, which lack the history."""
-    if not (ROOT / ".git").exists() or git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "true":
+    if not (ROOT / ".git").exists() or git(ROOT, "rev-parse", "--is-shallow-repository") == "true":
         pytest.skip("no history")
     history = {*git(ROOT, "rev-list", "HEAD").split()}
     lines = [(file.name, line) for file in RESULTS.glob("*/*.jsonl") for line in recorded(file)]
@@ -78,7 +64,7 @@ def test_every_measured_line_of_the_history_is_a_record_or_archived() -> None:
     today = {*map(content, archive)}.union(
         *(map(content, file.read_text().splitlines()) for file in MEASURED.iterdir())
     )
-    assert git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "false", "git fetch --unshallow"
+    assert git(ROOT, "rev-parse", "--is-shallow-repository") == "false", "git fetch --unshallow"
     versions = git(ROOT, "rev-list", "--objects", "--full-history", "HEAD", "--", str(MEASURED.relative_to(ROOT)))
     blobs = [entry.partition(" ") for entry in versions.splitlines() if entry.endswith(".jsonl")]
     lost = {
@@ -114,17 +100,15 @@ def test_a_derived_line_stands_once() -> None:
 # ------------------------------------------------------------------------------------------------- lab.records
 
 
+@pytest.mark.usefixtures("no_repository_around")
 def test_a_new_line_is_refused_unless_its_commit_is_an_ancestor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rebase during a run removes the commit that the run was started at; the refused line is in the message."""
-    for name in [name for name in os.environ if name.startswith("GIT_")]:
-        monkeypatch.delenv(name)
     root = tmp_path / "repository"
     monkeypatch.setattr(records, "RESULTS", root / "lab" / "benchmarks" / "results")
     file, elsewhere = records.RESULTS / "measured" / "new.jsonl", tmp_path / "new.jsonl"
     file.parent.mkdir(parents=True)
-    git(root, "init", "-q")
     first, rebased = commit(root), commit(root)
     git(root, "reset", "-q", "--hard", first)
     for write in (add, lambda file, line: put(file, line, ["seconds"])):

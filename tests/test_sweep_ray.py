@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.refusals import refused
 from support.sweeping import FAILS, WAITS, events, run_sweep, seeds, start_sweep, started, sweep_file, wait_for
 
 pytestmark = [
@@ -67,7 +68,6 @@ def test_a_run_ends_with_its_actor_and_starts_again(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), "--ray=127.0.0.1:1") == 2
-    error = capsys.readouterr().err
-    assert re.fullmatch(r"error: --ray=127.0.0.1:1: no Ray cluster there \(.+\); `ray start` makes one, .*\n", error)
+    line = refused(capsys, lambda: run_sweep(tmp_path, sweep_file(tmp_path, seeds(0)), "--ray=127.0.0.1:1"))
+    assert re.fullmatch(r"--ray=127.0.0.1:1: no Ray cluster there \(.+\); `ray start` makes one, .*", line)
     assert started(tmp_path) == []

@@ -3,7 +3,10 @@
 import json
 import math
 import shutil
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,13 +16,15 @@ from support.chat_cases import CHATML, template, write_chats, write_tokenizer
 from support.hugging_face_folders import flags, our_logits
 from support.hugging_face_reference import FOLDER
 from support.planning import small
+from support.refusals import refused
 from support.running import ROOT, arguments, rows, run_here
-from support.tables import check_rows
+from support.tables import check_rows, every_row
 from support.tokenizer_files import tokenizer_json, with_image_token
 
-from configs import digits
+from configs import base, digits
+from configs.schema import DataConfig
 from elastic.saved_arrays import SavedArrays
-from input_pipeline import index
+from input_pipeline import index, load
 from input_pipeline.chat_template import ChatTemplate
 from input_pipeline.chats import encode, messages_of
 from input_pipeline.tokenizers import HuggingFace
@@ -27,6 +32,7 @@ from training import convert, evaluate, generate, trained
 from training.datasets import tokenizer_of
 from training.experiment import make_experiment
 from training.sampling import Continuation, Sampler
+from training.validation import Validator
 
 CHANGES: dict[str, Any] = {
     "data__source": "chats",
@@ -234,11 +240,7 @@ def test_an_answer_ends_at_its_first_special_token(folder: Path, monkeypatch: py
 
 
 def error_of(capsys: pytest.CaptureFixture[str], program: Any, *args: str) -> str:
-    capsys.readouterr()
-    assert program.main(["program", *args]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
-    return err.removeprefix("error: ").strip()
+    return refused(capsys, lambda: program.main(["program", *args]))
 
 
 def test_mistakes_are_one_line(run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,3 +295,52 @@ def test_help_shows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prompts=FILE" in generated(capsys, "--help")
     page = (ROOT / "docs" / "training.md").read_text()
     assert "python -m training.generate" in page and "python -m training.evaluate" in page
+
+
+# ---------------------------------------------------------------------- a validation, given the sums of its batches
+
+
+def experiment_of(config: DataConfig, evaluate: Callable[[dict[str, np.ndarray]], Any]) -> Any:
+    """Returns one with batches of 4 rows."""
+    same = lambda x: x
+    return SimpleNamespace(
+        batches=SimpleNamespace(global_size=4, local_rows=range(4), to_devices=same),
+        config=SimpleNamespace(data=config),
+        block=same,
+        compile_eval_step=lambda: lambda params, batch: evaluate(batch),
+    )
+
+
+def data_config(**changes: Any) -> DataConfig:
+    return DataConfig(**base.get_config().data.to_dict() | dict(source="synthetic", seq_len=16) | changes)
+
+
+@every_row("objective", ["causal", "masked"])
+def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective: str) -> None:
+    """Bytes are the tokens here; a masked model's loss is of the masked ones alone, and says nothing of the text."""
+    data = load(config := data_config(objective=objective), "validation", 0)
+    sums = iter([{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}])
+    result = Validator(experiment_of(config, lambda batch: next(sums)), data, 2)({})
+    assert result.loss == pytest.approx(8 / 5)
+    bits = 8 / 5 / np.log(2)
+    if objective == "causal":
+        assert result.scalars()["validation_bits_per_byte"] == pytest.approx(bits)
+        assert result.message == f"validation loss 1.6000 nats per token, {bits:.4f} bits per byte"
+    else:
+        assert "validation_bits_per_byte" not in result.scalars()
+        assert result.message == "validation loss 1.6000 nats per masked token"
+
+
+def test_a_batch_is_gone_before_the_next_one_is_measured() -> None:
+    """They are read anew each time: a split of images takes more than a device has."""
+    held: list[weakref.ref[np.ndarray]] = []
+
+    def sums(batch: dict[str, np.ndarray]) -> dict[str, np.float32]:
+        assert not any(one() is not None for one in held)
+        held.append(weakref.ref(tokens := batch["tokens"]))
+        return {"loss": np.float32(tokens.sum()), "weight": np.float32(tokens.size)}
+
+    data = load(config := data_config(), "validation", 0)
+    validator = Validator(experiment_of(config, sums), data, 3)
+    wanted = np.mean([data[i]["tokens"] for i in range(12)])
+    assert [validator({}).loss for _ in range(2)] == [pytest.approx(wanted)] * 2 and len(held) == 6

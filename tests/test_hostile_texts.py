@@ -1,19 +1,25 @@
-"""Chat templates of strangers: each that loops, grows or nests without limit is one line, and the next one works."""
+"""Chat templates and packed files of strangers: each that loops, grows or nests without limit is one line."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
-from input_pipeline import rendering
+from input_pipeline import rendering, shard_formats
 from input_pipeline.chat_template import CONFIG_FILE, MOST_BYTES, TEMPLATE_FILE, ChatTemplate
 from input_pipeline.rendering import Renderer
+from input_pipeline.shard_formats import MOST_RATIO, documents
 
 LATE, LARGE, DEEP = "it takes more than 0.3 s", "it needs more than 1024 MiB of memory", "it is nested too deeply"
 LOOP = "{% for _ in range(99999) %}"
@@ -101,3 +107,53 @@ def test_a_file_that_holds_no_template_is_one_line(tmp_path: Path) -> None:
         (folder / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{folder}[^\n]*{why}[^\n]*\Z"):
             ChatTemplate(folder / "tokenizer.json")
+
+
+# ------------------------ packed files: kilobytes never become gigabytes in memory, and honest files are read whole
+
+
+MOST = 1 << 20
+
+
+def packed(path: Path, kind: str, content: bytes) -> Path:
+    with pa.output_stream(str(path), compression={"gz": "gzip", "zst": "zstd"}[kind]) as file:
+        file.write(content)
+    return path
+
+
+def test_a_packed_file_unpacks_to_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_formats, "MOST_UNPACKED_BYTES", MOST)
+    for kind in ("gz", "zst"):
+        check_is_limited(tmp_path, kind)
+
+
+def check_is_limited(tmp_path: Path, kind: str) -> None:
+    many = packed(tmp_path / f"many.jsonl.{kind}", kind, b'{"text": "a"}\n' * (MOST // 7))
+    long, whole = (packed(tmp_path / f"{size}.txt.{kind}", kind, b"a" * size) for size in (MOST + 1, MOST))
+    count = 0
+    for file in (many, long):
+        assert file.stat().st_size * MOST_RATIO < MOST * 2
+        with pytest.raises(ValueError, match=rf"^{file.name} .*unpacks to more than 1 MiB and 100 times its size"):
+            for _ in documents(file, file.name, "text"):
+                count += 1
+    assert 0 < count <= MOST // 14
+    assert [len(text) for text in documents(whole, whole.name, "text")] == [MOST]
+    text = np.random.default_rng(0).integers(97, 123, 2 * MOST, dtype=np.uint8).tobytes()  # far above the limit
+    honest = packed(tmp_path / f"honest.txt.{kind}", kind, text)
+    assert [*documents(honest, honest.name, "text")] == [text.decode()]
+
+
+def test_a_column_of_parquet_unpacks_to_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_formats, "MOST_UNPACKED_BYTES", MOST)
+
+    def write(name: str, texts: list[str], **options: Any) -> Path:
+        content = io.BytesIO()
+        parquet.write_table(pa.table({"text": texts, "other": texts}), content, compression="zstd", **options)
+        (tmp_path / name).write_bytes(content.getvalue())
+        return tmp_path / name
+
+    bomb = write("bomb.parquet", ["a" * MOST, "b" * MOST], use_dictionary=False)
+    with pytest.raises(ValueError, match=r"^bomb.parquet .*'text' unpacks to more than 1 MiB and 100 times its size"):
+        next(documents(bomb, bomb.name, "text"))
+    equal = write("equal.parquet", ["a" * 1000] * 9000)  # one text in a dictionary
+    assert sum(text == "a" * 1000 for text in documents(equal, equal.name, "text")) == 9000
