@@ -13,18 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from configs.schema.codecs import CODED
 from runtime.files.json_objects import JsonMapping
 
 FILE = Path(__file__).with_name("losses.csv")
 PAGE = "docs/results/compression_accuracy.md"
 TASKS, SEEDS = ("text", "digits"), 3  # seeds per task of a free method; fewer seeds alone prove nothing
 WITHIN = 1.005  # times the dense run's last loss: counts as equally low
-# keys with a codec, besides the replica all-reduce's
-CODED = tuple(
-    f"{collective}_{level}"
-    for collective in ("reduce_scatter", "all_gather", "experts")
-    for level in ("inter", "intra")
-)
 DELAYED, INNER_STEPS, OPTIMIZER = "compression.delayed=True", "local_sgd.inner_steps", "optimizer.name"
 OUTER_STEP = ("local_sgd.outer_learning_rate", "local_sgd.outer_momentum")
 NO_FEEDBACK = "compression.error_feedback=False"

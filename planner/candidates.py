@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.losses import CODED as NOT_ALL_REDUCE
 from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
 from configs.schema import Config, LocalSGDConfig, MeshConfig
+from configs.schema.codecs import CODED, COLLECTIVES, LEVELS
 from configs.schema.sections import ALL_REDUCE, CODECS, METHODS
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
 
@@ -19,13 +19,7 @@ WIDTHS = {"none": "no devices", "node": "a node", "all": "all devices"}
 # value.
 KEPT = {"delayed": "compression.delayed", "inner_steps": "local_sgd.inner_steps", "remat": "model.remat"}
 KEPT |= {key.partition(".")[2]: key for key in OUTER_STEP} | {"optimizer.name": "optimizer.name"}
-CODED = ("all_reduce", *NOT_ALL_REDUCE)
-CODED_TRAFFIC = {  # names in the output of the traffic that a codec's key encodes
-    "all_gather": "gathers",
-    "reduce_scatter": "group reduce-scatter",
-    "all_reduce": "replica all-reduce",
-    "experts": "tokens to experts",
-}
+ENCODED = ("all_reduce", *CODED)
 # the outer step of local SGD, unless an extra sets another one: DiLoCo's has a higher loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
 OTHER_REMAT = {"full": "dots", "dots": "full"}
@@ -94,7 +88,7 @@ class Candidate:
         """Returns the keys and values that turn a config into this candidate."""
         keys: dict[str, Any] = {"sharding.gather": self.gather, "batch.micro_size": self.micro_size}
         keys |= {"sharding.strategy": self.strategy, "sharding.partition_size": self.partition_size}
-        extras = dict.fromkeys(CODED, "none") | self.pairs
+        extras = dict.fromkeys(ENCODED, "none") | self.pairs
         if self.strategy == "mics" and "optimizer" in extras:
             keys |= {"sharding.strategy": "custom", "sharding.partition_size": 0}
             extras |= dict.fromkeys(SCOPES[:2], str(self.partition_size))
@@ -102,7 +96,7 @@ class Candidate:
             keys |= {f"sharding.{name}": "" for name in SCOPES}
         # The warm-up belongs to the config's method, and the candidate's may be another one. Registered methods may
         # read it.
-        if extras["all_reduce"] not in METHODS and {extras[key] for key in CODED} <= {*ALL_REDUCE}:
+        if extras["all_reduce"] not in METHODS and {extras[key] for key in ENCODED} <= {*ALL_REDUCE}:
             keys["compression.warmup_steps"] = 0
         if extras.get("inner_steps") == "0":
             keys |= {f"local_sgd.{key}": value for key, value in vars(LocalSGDConfig()).items()}
@@ -141,13 +135,13 @@ def _in_words(key: str, value: str) -> str:
     if key in KEPT:
         words = {"delayed": "replica all-reduce delayed", "inner_steps": f"averaged every {value} steps"}
         return words.get(key, f"{key.rpartition('.')[0] or key.replace('_', ' ')} {value}")
-    where = {"_inter": " between nodes", "_intra": " inside nodes"}.get(key[-6:], "")
-    return f"{CODED_TRAFFIC[key.removesuffix(key[-6:]) if where else key]}{where} in {value}"
+    collective, _, level = key.rpartition("_")
+    return f"{f'{COLLECTIVES[collective]} {LEVELS[level]}' if key in CODED else 'replica all-reduce'} in {value}"
 
 
 def of_config(config: Config) -> Candidate:
     """Returns the candidate that a config describes."""
-    sharding, codecs = config.sharding, {key: getattr(config.compression, key) for key in CODED}
+    sharding, codecs = config.sharding, {key: getattr(config.compression, key) for key in ENCODED}
     return Candidate(
         strategy=sharding.strategy,
         partition_size=sharding.partition_size,
@@ -159,7 +153,7 @@ def of_config(config: Config) -> Candidate:
 
 def _joined(extras: Mapping[str, str]) -> str:
     """Returns extras as text for a name, without codecs `none`."""
-    return "+".join(f"{key}={value}" for key, value in extras.items() if key not in CODED or value != "none")
+    return "+".join(f"{key}={value}" for key, value in extras.items() if key not in ENCODED or value != "none")
 
 
 def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
@@ -173,10 +167,10 @@ def of_strategies(words: Sequence[str], config: Config) -> list[Candidate]:
         for extra in filter(None, extras.split("+")):
             key, _, value = extra.partition("=")
             scopes = SCOPES if word == "custom" else ("optimizer",) if word.startswith("mics") else ()
-            if key not in (*CODED, *KEPT, *scopes) or not value:
+            if key not in (*ENCODED, *KEPT, *scopes) or not value:
                 raise ValueError(
-                    f"--strategy={whole}: {extra} is not KEY=VALUE of {', '.join((*CODED, *KEPT))}, of mics' optimizer "
-                    f"or of custom's {', '.join(SCOPES)}; such as mics(8)+all_reduce=int8 or "
+                    f"--strategy={whole}: {extra} is not KEY=VALUE of {', '.join((*ENCODED, *KEPT))}, of mics' "
+                    f"optimizer or of custom's {', '.join(SCOPES)}; such as mics(8)+all_reduce=int8 or "
                     "custom+parameters=node+gradients=node+optimizer=all"
                 )
         names = {*STRATEGIES, "custom"} if extras else {*STRATEGIES}
@@ -252,7 +246,7 @@ INT8 = Change(codec=CODECS.index("int8"))
 
 def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Candidate]]:
     """Yields changes of a candidate's result, not all of them legal. The config's own settings stay."""
-    is_coded = bool({*CODED} & {*candidate.pairs})
+    is_coded = bool({*ENCODED} & {*candidate.pairs})
     is_timed = config.compression.delayed or config.local_sgd.inner_steps > 0
     seen = [candidate.change]
     for codec, name in [*enumerate(CODECS)][: 1 if is_coded else None]:
@@ -263,7 +257,7 @@ def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Cand
                     seen.append(changed.change)
                     yield Change(codec=codec, timing=timing), changed
     for setting in settings_to_loss(dense_optimizer(config.to_dict())):
-        extras = {extra: setting[_key(extra)] for extra in (*CODED, *KEPT) if _key(extra) in setting}
+        extras = {extra: setting[_key(extra)] for extra in (*ENCODED, *KEPT) if _key(extra) in setting}
         changed = candidate.with_extras({k: value for k, value in extras.items() if AVERAGES.get(k) != value})
         if changed.change == setting and setting not in seen:  # else it has keys without an extra
             yield Change(recorded=_joined(extras)), changed

@@ -11,7 +11,8 @@ from support.four_nodes import BASE, config, of_kind
 from support.running import ROOT
 
 from configs.schema import DecoderConfig, flat, may_change
-from configs.schema.combinations import CODED, FEATURES, RULES, Facts, table
+from configs.schema.codecs import CODED
+from configs.schema.combinations import FEATURES, RULES, Facts, table
 from configs.schema.own import OWN
 from models import Decoder, chunked_loss
 from training.experiment import make_experiment
@@ -90,7 +91,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 RULED = {(rule.one, other): rule for rule in RULES for other in rule.others}
 ALL = EXAMPLES | {"adapters": {"model.lora_rank": 2}}  # which no rule names
 ALIKE = {
-    *(key.partition(".")[2] for key in CODED if key.endswith("_intra")),
+    *(key for key in CODED if key.endswith("_intra")),
     "clipping",
     "flat",
     "float32 sums",

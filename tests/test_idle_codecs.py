@@ -137,10 +137,7 @@ LINES: list[tuple[dict[str, Any], int, list[str]]] = [  # keys, devices of nodes
     (
         {"compression.reduce_scatter_inter": "int8", "sharding.strategy": "zero3", "sharding.partition_size": 0},
         2,
-        [
-            "compression.reduce_scatter_inter=int8 idles: on these devices there are no group reduce-scatters "
-            "between nodes"
-        ],
+        ["compression.reduce_scatter_inter=int8 idles: these devices have no group reduce-scatter between nodes"],
     ),
 ]
 

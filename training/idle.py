@@ -8,15 +8,10 @@ from collections.abc import Iterator
 
 from compression.methods import method_named
 from configs.schema import CompressionConfig, Config
+from configs.schema.codecs import COLLECTIVES, LEVELS
 from sharding.coded import levels
 from sharding.mesh import inter_part
 from sharding.scopes import Layout
-
-COLLECTIVES = {
-    "all_gather": "all-gathers",
-    "reduce_scatter": "group reduce-scatters",
-    "experts": "tokens sent to experts",
-}
 
 
 def described(config: Config, layout: Layout) -> list[str]:
@@ -33,10 +28,10 @@ def _collectives(compression: CompressionConfig, layout: Layout) -> Iterator[str
             for whole in wholes
             for axes in levels(whole, hierarchical=layout.hierarchical)
         }
-        for level, where in {"inter": "between nodes", "intra": "inside nodes only"}.items():
+        for level, where in LEVELS.items():
             codec = getattr(compression, f"{key}_{level}")
             if codec != "none" and level not in crossed:
-                yield f"compression.{key}_{level}={codec} idles: on these devices there are no {name} {where}"
+                yield f"compression.{key}_{level}={codec} idles: these devices have no {name} {where}"
 
 
 def _replica_all_reduce(config: Config, layout: Layout) -> Iterator[str]:

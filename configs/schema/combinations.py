@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from configs.schema.codecs import CODED, LEVELS
 from configs.schema.keys import Section, keys_of
 from configs.schema.model import DecoderConfig
 from configs.schema.own import OWN
@@ -105,9 +106,6 @@ SECTIONS = {
         ShardingConfig,
     )
 }
-LEVELS = {"inter": "between nodes", "intra": "inside nodes only"}
-COLLECTIVES = {"all_gather": "gathers", "reduce_scatter": "group reduce-scatter", "experts": "tokens sent to experts"}
-CODED = tuple(f"compression.{name}_{level}" for name in COLLECTIVES for level in LEVELS)
 FEATURES: dict[str, Feature] = {
     "independent": _of("sharding.replicas", "independent", "one_world"),
     "shares": _other_than("sharding.shares", 0, "`sharding.shares` above 0"),
@@ -170,7 +168,7 @@ FEATURES: dict[str, Feature] = {
     "warm-up": _other_than("compression.warmup_steps", 0, "`compression.warmup_steps` above 0"),
     "no warm-up": _of("compression.warmup_steps", 0, "15 to 20 % of num_steps"),
     "no user of a warm-up": Feature(
-        keys=("compression.all_reduce", *CODED),
+        keys=("compression.all_reduce", *(f"compression.{key}" for key in CODED)),
         has=lambda *chosen: chosen[0] not in METHODS and {*chosen}.isdisjoint({*OWN["codec"], *OWN["all_reduce"]}),
         shown="a replica all-reduce by another method than `one_bit_adam`",
         instead="set compression.all_reduce=one_bit_adam",
@@ -228,8 +226,8 @@ FEATURES: dict[str, Feature] = {
     ),
 }
 for _key in CODED:
-    FEATURES[_key.partition(".")[2]] = _other_than(
-        _key, "none", "a codec of gathers, of the group reduce-scatter or of tokens"
+    FEATURES[_key] = _other_than(
+        f"compression.{_key}", "none", "a codec of gathers, of the group reduce-scatter or of tokens"
     )
 
 
