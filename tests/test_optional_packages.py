@@ -94,7 +94,7 @@ def test_the_extras_are_those_that_the_page_lists_and_their_files_exist() -> Non
 
 
 def test_the_tpu_extra_is_the_tested_jax_with_its_runtime() -> None:
-    tested = (ROOT / "requirements" / "constraints-py312.txt").read_text()
+    tested = (ROOT / "requirements" / "constraints.txt").read_text()
     (version,) = re.findall(r"(?m)^jax==(.+)$", tested)
     assert f"\njax[tpu]=={version}\n" in (ROOT / "requirements" / "tpu.txt").read_text()
 
