@@ -45,9 +45,15 @@ def plans_of(name: str) -> list[Plan]:
 
 
 def example() -> str:
-    """Returns the plan of the search, without its notes, as a page shows it."""
+    """Returns the plan of the search, without its notes."""
     (plan,) = plans_of("example")
     return indented(plan_text(replace(plan, notes=())))
+
+
+def short_example() -> str:
+    """Returns the first list of the search, and the memory and time of its best step."""
+    (plan,) = plans_of("example")
+    return indented(plan_text(replace(plan, notes=(), changed=(), optimizer="", day=(), helps={}, counts=None)))
 
 
 def to_loss() -> str:
