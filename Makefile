@@ -84,7 +84,7 @@ clean:
 $(VENV)/installed: requirements.txt $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "there is no python3 that can make environments: install Python 3.12 with venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mics-jax needs Python 3.11 or newer: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)  # an environment keeps its Python
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
 	touch $@
 

@@ -165,9 +165,7 @@ def value_and_grad(
             leaves = values_of(params[GROUP])
             if loss_gathers:
                 leaves = [Divided.of(x, p) for x, p in zip(leaves, inner.placements[GROUP])]
-            out = loss(jax.tree.unflatten(structure, leaves), micro["rows"])
-            value, aux = out if has_aux else (out, {})
-            _check_aux(aux)
+            value, aux = _value_and_aux(loss(jax.tree.unflatten(structure, leaves), micro["rows"]), has_aux)
             return value, {"aux": aux}
 
         def on_device(params: Params, rows: PyTree) -> tuple[Means, GradsR]:
@@ -253,6 +251,8 @@ def _check_parameters(named: Sequence[tuple[str, jax.ShapeDtypeStruct]], stacks:
     for name, x in named:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} is {x.dtype} and has no gradient; plan only the arrays of floats")
+    if isinstance(stacks, str):
+        raise ValueError(f"stacks={stacks!r} must be a list of names")
     for stack in stacks:
         if not any(_is_below(name, [stack]) for name, _ in named):
             raise ValueError(f"stacks: {stack} has no parameters; the first parameter is {named[0][0]}")
@@ -273,11 +273,20 @@ def _check_rows(batch: PyTree, num_devices: int, micro_steps: int) -> None:
         raise ValueError(f"a batch needs arrays with the same number of rows, and has {found}")
 
 
-def _check_aux(aux: PyTree) -> None:
-    """ValueError for auxiliary results of which no mean can be taken."""
+def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and its auxiliary results. ValueError for other results, and for aux that has no mean."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError("has_aux=True: the loss must return (loss, aux)")
+    value, aux = out if has_aux else (out, {})
+    if not isinstance(value, jax.Array) or value.shape:
+        raise ValueError("the loss must return a scalar, or with has_aux=True the tuple (scalar, aux)")
     for path, x in jax.tree.leaves_with_path(aux):
-        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            raise ValueError(f"aux {path_name(path)} is {jnp.result_type(x)}; return a float, a mean over the rows")
+        if not isinstance(x, (jax.Array, float)) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            name = f"aux {path_name(path)}" if path else "aux"
+            raise ValueError(
+                f"{name} must be a float, a mean over the rows, and is {getattr(x, 'dtype', type(x).__name__)}"
+            )
+    return value, aux
 
 
 def _place(shape: tuple[int, ...], num_shards: int, is_stacked: bool) -> Placement:

@@ -208,20 +208,20 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
 def dumped_program(folder: Path) -> dict[str, str | int] | None:
     """Returns the program and the bytes in XLA's dump, or None while XLA writes it.
 
-    XLA of jax 0.10 and 0.12 writes its options once more after these files: they are complete when the options are
-    newer.
+    XLA of jax 0.10 and 0.12 writes its options once more after these files: they are complete when the options are not
+    older.
     """
     for text in folder.glob(f"*.{MODULE}.*_gpu_after_optimizations.txt"):
         assignment = Path(str(text).removesuffix(".txt") + "-buffer-assignment.txt")
         options = folder / f"{text.name.partition(MODULE)[0]}{MODULE}.debug_options"
-        if _is_newer(options, text) and _is_newer(options, assignment):
+        if _is_not_older(options, text) and _is_not_older(options, assignment):
             arguments, temporaries = buffer_bytes(assignment.read_text())
             return {"text": text.read_text(), "argument_bytes": arguments, "temporary_bytes": temporaries}
     return None
 
 
-def _is_newer(last: Path, first: Path) -> bool:
-    """Whether both files exist and `last` was written after `first`."""
+def _is_not_older(last: Path, first: Path) -> bool:
+    """Whether both files exist and `last` was not written before `first`."""
     try:
         return last.stat().st_mtime_ns >= first.stat().st_mtime_ns
     except FileNotFoundError:

@@ -20,7 +20,6 @@ from sharding.hlo_program import (
     Instruction,
     Program,
     Site,
-    Type,
     parse_program,
     tensors,
     trip_count,
@@ -158,7 +157,8 @@ def collective_of(
     if kind not in KINDS:
         return None
     arrays = tensors(instruction.result)
-    if kind != instruction.opcode and _has_operands(instruction.result, kind):  # (operands, results, context)
+    # (operands, results, context); an all-reduce's start has its operands from jax 0.12 on
+    if kind != instruction.opcode and (kind != "all-reduce" or len(arrays) > len(instruction.operands)):
         real = [array for array in arrays if array != CONTEXT] or arrays
         arrays = real[len(real) // 2 :]
     groups = _groups(instruction, kind, shape.num_devices)
@@ -180,12 +180,6 @@ def collective_of(
         times=1,
         loop_depth=0,
     )
-
-
-def _has_operands(result: Type, kind: str) -> bool:
-    """Whether the result of a started collective contains its operands. An all-reduce's does from jax 0.12 on."""
-    nested = isinstance(result, tuple) and any(isinstance(part, tuple) for part in result)
-    return nested or kind != "all-reduce"
 
 
 def _name_of_parts(instruction: Instruction, computation: Computation, program: Program) -> str:

@@ -191,8 +191,9 @@ def _with_elements(instructions: Sequence[Instruction]) -> Iterator[Instruction]
                 name = operand[:end]
                 if name not in results:
                     whole, _, index = name.rpartition("#")
-                    parts = results[whole]
-                    assert isinstance(parts, tuple)
+                    parts = results.get(whole, ())
+                    if not isinstance(parts, tuple) or int(index) >= len(parts):
+                        raise ValueError(f"{instruction} reads %{name}, which the compiled program does not have")
                     results[name] = parts[int(index)]
                     yield Instruction(
                         name=name,

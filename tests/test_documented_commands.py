@@ -203,6 +203,22 @@ def test_make_takes_the_versions_tested_with_the_python_of_the_environment(tmp_p
         assert done.stdout == f"requirements/{chosen}\n"
 
 
+def test_make_keeps_the_python_of_an_environment(tmp_path: Path) -> None:
+    """A newer Python would leave two in it: one as `python`, one as `pip`."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("python", "echo 311"), ("pip", ":"), ("newer", '[ "$1" != -m ] || echo made another')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o700)
+    make = ["make", "--silent", f"VENV={tmp_path}", f"PYTHON={tmp_path / 'bin' / 'newer'}", f"{tmp_path}/installed"]
+    done = subprocess.run(make, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True)
+    assert (tmp_path / "installed").exists() and "made another" not in done.stdout
+    (tmp_path / "installed").unlink()
+    (tmp_path / "bin" / "python").unlink()
+    assert (
+        "made another" in subprocess.run(make, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True).stdout
+    )
+
+
 def test_every_config_of_the_compiled_record_is_accepted() -> None:
     for cell in compiled.cells():
         compiled.config_of(cell)

@@ -128,6 +128,9 @@ def test_what_cannot_be_read_is_an_error(subtests: pytest.Subtests) -> None:
         (module(all_reduce("V2{4,2}")), r"%all-reduce.1 = all-reduce\(p\) has replica groups that cannot be read"),
         (module("%x = f32[8] add(%p"), r"cannot be read: %x = f32\[8\] add\(%p"),
         ("module @jit_step {}", "no ENTRY"),
+        (module("%p = (f32[8]) parameter(0)", "%x = f32[8] copy(%p#1)"), r"%x = copy\(p#1\) reads %p#1, which"),
+        (module("%p = f32[8] parameter(0)", "%x = f32[8] copy(%p#0)"), "reads %p#0, which"),
+        (module("%x = f32[8] copy(%q#0)"), "reads %q#0, which"),
     ]:
         with subtests.test(text=text, said=said), pytest.raises(ValueError, match=said):
             read_collectives(text, SHAPE)

@@ -1,6 +1,7 @@
 """mics.py: MiCS in loops of others. Losses of one device, bytes of compiled programs, and trainers that adopt it."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -256,7 +257,11 @@ def test_mistakes_are_one_line() -> None:
     )
     run = mics.value_and_grad(lambda params, x: x.mean(), make(), micro_steps=2)
     reduce = mics.all_reduce(make())
-    with_count = mics.value_and_grad(lambda params, x: (x.mean(), {"correct": len(x)}), make(), has_aux=True)
+
+    def returned(out: Callable[[jax.Array], Any], has_aux: bool = True) -> Any:
+        run = mics.value_and_grad(lambda params, x: out(x), make(), has_aux=has_aux)
+        return jax.eval_shape(run, params, jnp.ones(8))
+
     mistakes = {
         "replica_axis=node, shard_axis=model: the mesh must have these two axes in": lambda: make(replica_axis="node"),
         "replica_axis=data, .* order, not model, data$": lambda: make(Mesh(mesh.devices.T, ("model", "data"))),
@@ -272,7 +277,16 @@ def test_mistakes_are_one_line() -> None:
         "a batch needs arrays with the same number of rows, and has no arrays$": lambda: run(params, {}),
         "micro_steps=0 must be 1 or more$": lambda: mics.value_and_grad(loss_of, make(), micro_steps=0),
         "the tree of parameters is empty": lambda: make(params={}),
-        "aux correct is int32; return a float": lambda: jax.eval_shape(with_count, params, jnp.ones(8)),
+        "aux correct must be a float, a mean over the rows, and is int$": lambda: returned(
+            lambda x: (x.mean(), {"correct": len(x)})
+        ),
+        "aux must be a float, .* and is int32$": lambda: returned(lambda x: (x.mean(), jnp.argmax(x))),
+        "has_aux=True: the loss must return": lambda: returned(lambda x: x.mean()),
+        "the loss must return a scalar": lambda: returned(lambda x: (x.mean(), x.max()), has_aux=False),
+        "the loss must return a scalar, or": lambda: returned(lambda x: x, has_aux=False),
+        "stacks='w' must be a list of names$": lambda: mics.make_plan(
+            mesh, params, replica_axis="data", shard_axis="model", stacks="w"
+        ),
         "the plan has 2 parameters and this tree 1; make a plan": lambda: run({"w": params["w"]}, jnp.ones(16)),
         "the plan has 2 parameters and this tree 0": lambda: mics.all_reduce(make()).init({}),
         r"w is \[4, 3\], not \[4, 2\]: ": lambda: run(params | {"w": jnp.ones((4, 3))}, jnp.ones(16)),
