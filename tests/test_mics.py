@@ -277,10 +277,10 @@ def test_mistakes_are_one_line() -> None:
         "a batch needs arrays with the same number of rows, and has no arrays$": lambda: run(params, {}),
         "micro_steps=0 must be 1 or more$": lambda: mics.value_and_grad(loss_of, make(), micro_steps=0),
         "the tree of parameters is empty": lambda: make(params={}),
-        "aux correct must be a float, a mean over the rows, and is int$": lambda: returned(
+        "aux correct must be a float, a mean over the rows, and is int": lambda: returned(
             lambda x: (x.mean(), {"correct": len(x)})
         ),
-        "aux must be a float, .* and is int32$": lambda: returned(lambda x: (x.mean(), jnp.argmax(x))),
+        "aux must be a float, .* and is int32": lambda: returned(lambda x: (x.mean(), jnp.argmax(x))),
         "has_aux=True: the loss must return": lambda: returned(lambda x: x.mean()),
         "the loss must return a scalar": lambda: returned(lambda x: (x.mean(), x.max()), has_aux=False),
         "the loss must return a scalar, or": lambda: returned(lambda x: x, has_aux=False),
