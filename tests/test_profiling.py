@@ -89,5 +89,5 @@ def test_a_trace_has_the_collectives_of_both_levels(tmp_path: Path) -> None:
     assert {*times(tmp_path / "inside", inside.as_text() or "")} == {INSIDE}
     other = (both.as_text() or "").replace("HloModule jit_step", "HloModule jit_other")
     assert times(tmp_path / "both", other) == {}
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match=r"none has no trace \(\*\.xplane\.pb\); set profile\.start"):
         times(tmp_path / "none", both.as_text() or "")

@@ -41,9 +41,16 @@ def collective_times(folder: Path, hlo_text: str, shape: MeshShape, steps: int) 
 
 
 def device_spans(folder: Path, hlo_text: str, shape: MeshShape) -> list[list[Span]]:
-    """Returns the operations of a compiled step in the newest trace in `folder`, device by device."""
+    """Returns the operations of a compiled step in the newest trace in `folder`, device by device.
+
+    ValueError without a trace.
+    """
     module = hlo_text.removeprefix("HloModule ").partition(",")[0]
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        raise ValueError(
+            f"{folder} has no trace (*.xplane.pb); set profile.start to a step of the run, and run it again"
+        )
     return _spans(files[-1], module, _kinds(parse_program(hlo_text), shape))
 
 
