@@ -1,13 +1,15 @@
 """examples/methods/config.py: its choices and refusals, and saved runs whose methods were part of the core."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from support.examples import METHODS, example_methods  # noqa: F401 (fixture)
 from support.four_nodes import config as config_with
-from support.running import ROOT
+from support.running import ROOT, arguments, arrays, check_same_end, rows, run_here, stop_after
 from support.tables import every_row
 
 from configs import command_line
@@ -121,3 +123,38 @@ def test_demo_refuses_a_wider_optimizer_state() -> None:
     changes = {"compression.all_reduce": "demo", "optimizer.name": "sgd", "sharding.partition_size": 0}
     with pytest.raises(ValueError, match=r"^compression.all_reduce=demo needs gradients and optimizer state in one sc"):
         make_experiment(config_with(changes | {"sharding.strategy": "zero1"}))
+
+
+# ------------------------------------------------------------------------------------------------------- a whole run
+@pytest.mark.slow
+def test_dgc_trains_and_resumes_with_the_velocities_of_each_replica(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values and places of 1 % cross nodes; it takes the place of SGD, and of no other optimizer."""
+
+    def train(name: str, stop: int = 0, optimizer: str = "sgd") -> int:
+        OWN["all_reduce"].clear()  # as in another process
+        OWN["interval"].clear()
+        keys = {"compression__all_reduce": "dgc", "optimizer__name": optimizer}
+        words = arguments(tmp_path / name, **keys)[1:]
+        return run_here(f"{FILE}:quickstart", *words, hooks=[stop_after(stop)] if stop else [])
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert train("whole") == 0
+    found = json.loads((whole / "collectives.json").read_text())["collectives"]
+    sent = [one for one in found if one["axes"] == ["replica_inter"] and one["kind"] == "all-gather"]
+    assert {one["dtype"] for one in sent} == {"f32", "s32"}
+
+    assert train("resumed", stop=6) == 75
+    kept = {name: x for name, x in arrays(resumed, 6).items() if ".velocity." in name}
+    assert kept and all(len(x) == 4 and np.abs(x).max() > 0 for x in kept.values())
+    assert all(np.any(x[0] != x[1]) for x in kept.values())
+    shards = [x[0].size // 2 for x in kept.values()]  # of the two devices of a node
+    fraction = sum(max(1, round(size / 100)) for size in shards) / sum(shards)
+    assert [row["all_reduce_fraction_sent"] for row in rows(whole)] == pytest.approx([fraction] * 10, rel=1e-5)
+    capsys.readouterr()
+    assert train("resumed") == 0
+    assert "resumed at step 6 of 10" in capsys.readouterr().out
+    check_same_end(resumed, whole)
+    assert train("other", optimizer="adamw") == 2
+    assert "set optimizer.name=sgd" in capsys.readouterr().err

@@ -6,18 +6,17 @@ import jax
 import numpy as np
 import pytest
 from support import workload
+from support.numpy_models import STYLES, small
 from support.overlapping import losses as losses_overlapped
 from support.suite import SLOW, sampled
 from support.workload import STRATEGIES
 
 import models
-from configs.schema import MODELS
 
 ROWS = [(4, 1, 4), (1, 4, 4), (4, 4, 1)]  # lengths of the documents of each row
-GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "use_bias": True}
 CASES = [
-    ("decoder", GPT2),
-    ("decoder", {"num_kv_heads": 2}),
+    ("decoder", STYLES["gpt2"]),
+    ("decoder", STYLES["llama_grouped"]),
     ("decoder", workload.FLAGS),
     ("encoder", {}),
 ]
@@ -28,8 +27,7 @@ CASES = [
 )
 def test_documents_of_a_row_are_as_alone(kind: str, style: dict[str, Any]) -> None:
     """Logits, loss and gradients, against runs of the model on each document by itself."""
-    section = dict(num_layers=2, hidden=16, intermediate=40, num_heads=4, vocab_size=11, vocab_multiple=8, max_len=9)
-    model = models.build(MODELS[kind](**section | style))
+    model = small(kind, **style)
     assert isinstance(model, models.Decoder | models.Encoder)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.normal(0.1, 0.4, s.shape).astype(np.float32), model.param_specs())

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from support.numpy_models import layer, norm
 from support.numpy_resnet import random_params
 from support.workload import whole
 
@@ -24,27 +25,6 @@ def images(model: models.ViT, rows: int = 3) -> np.ndarray:
     return np.random.default_rng(1).normal(size=(rows, side, side, model.config.channels)).astype(np.float32)
 
 
-def norm(x: np.ndarray, p: Params) -> np.ndarray:
-    x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
-
-
-def linear(x: np.ndarray, p: Params) -> np.ndarray:
-    return x @ p["weight"] + p["bias"]
-
-
-def layer(x: np.ndarray, p: Params, num_heads: int) -> np.ndarray:
-    """Attention and an MLP with the approximate GELU, for one image's tokens `[T, D]`."""
-    y, heads = norm(x, p["attention_norm"]), []
-    queries, keys, values = (np.split(linear(y, p[name]), num_heads, axis=1) for name in ("query", "key", "value"))
-    for q, k, v in zip(queries, keys, values, strict=True):
-        weights = np.exp(q @ k.T / np.sqrt(q.shape[1]))
-        heads.append(weights / weights.sum(-1, keepdims=True) @ v)
-    x = x + linear(np.concatenate(heads, axis=1), p["out"])
-    up = linear(norm(x, p["mlp_norm"]), p["up"])
-    return x + linear(0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))), p["down"])
-
-
 def reference(params: Params, image: np.ndarray, c: ViTConfig) -> np.ndarray:
     """Returns the logits of one image, patch by patch."""
     p, side = params["embed"], c.patch_size
@@ -54,9 +34,9 @@ def reference(params: Params, image: np.ndarray, c: ViTConfig) -> np.ndarray:
     x = x + p["position"]
     for i in range(c.num_layers):
         values = jax.tree.map(lambda x, i=i: x[i], params["layers"])
-        x = layer(x, values, c.num_heads)
+        x = layer(x, values, c.num_heads, c.num_heads, "layer", False, False)
     head = params["head"]
-    return linear(norm(x[0], head["norm"]), head["linear"])[: c.num_classes]
+    return (norm(x[0], head["norm"], "layer") @ head["linear"]["weight"] + head["linear"]["bias"])[: c.num_classes]
 
 
 def test_logits_match_numpy() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from configs import mics_paper
 from lab import pages
 from lab.benchmarks import compiled, full_scale
 from lab.paper import published, replays, sharding, tables, throughput, traffic
-from lab.paper.published import Cell
+from lab.paper.published import Cell, Comparison
 from lab.paper.replays import Replay, Shape, zero2_bytes, zero3_bytes
 from lab.records import Records, is_recorded, read_records, recorded
 from planner import clusters
@@ -71,6 +71,23 @@ def test_our_configs_have_the_structure_of_table_1() -> None:
 # ------------------------------------------------------------------------------------------------- how ours are scored
 
 
+@pytest.mark.parametrize(
+    ("paper", "ours", "points", "text"),
+    [
+        (2.0, 1.9, False, "-5.0%"),
+        (46.6, 46.7, True, "+0.1 points"),
+        (0.0, 0.0, False, "none"),
+        (0.0, 1.0, False, "-"),
+        (2.0, 2.00001, False, "0.0%"),
+        (None, 1.0, False, "-"),
+        (1.0, None, False, "-"),
+    ],
+)
+def test_difference_is_relative_or_in_points(paper: float | None, ours: float | None, points: bool, text: str) -> None:
+    cell = Cell(row="x", published=paper, ours=ours)
+    assert Comparison(title="", cells=[cell], points=points).difference(cell) == text
+
+
 def test_scores_by_hand() -> None:
     some = cells(a=(10.0, 12.0), b=(5.0, 4.0), c=(None, 3.0), d=(1.0, None))
     assert published.mean_off(some) == pytest.approx(0.2)
@@ -98,6 +115,18 @@ def test_compiled_bytes_match_the_formulas(name: str, rel: float, but: dict[str,
     for cell in found:
         loose = next((bound for word, bound in but.items() if word in cell.row), rel)
         assert cell.ours == pytest.approx(cell.published, rel=loose, abs=1e-4), cell.name
+
+
+def test_three_calls_counts_collectives_per_micro_step(records: Records) -> None:
+    def calls(name: str) -> Sequence[int]:
+        return [traffic.step(records, name, accum=4).calls(kind) for kind in traffic.KINDS]
+
+    # 8 layers gathered twice, embedding and head once, in each of 4 micro-steps; scattered once each; the replica
+    # all-reduce is in the loop over 7 layers, and once of the last with all that is no layer
+    assert (calls("ddp"), calls("zero3 flat")) == ([0, 0, 8], [4 * 18, 4 * 10, 0])
+    lines = traffic.calls(records).splitlines()
+    assert lines[2] == "| ddp | 0 | 0 | 8 | 1.00 | 1.00 |"
+    assert lines[9].startswith("| mics(2) | 72 | 40 | 8 |") and lines[9].endswith("| 0.86 |")  # 2 x 3/4 of halves / 7/4
 
 
 # ------------------------------------------------------------------------------------------------------- the losses

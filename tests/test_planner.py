@@ -459,6 +459,7 @@ BAD = {
     "--failures=nan": "^--failures=nan: give the nodes that fail, of each in a day, such as 0.01$",
     "--price=nan": "^--price=nan: give what an hour of a node costs, such as 55.04$",
     "--xla_flags=foo": "^--xla_flags: foo is no flag; give --NAME=VALUE, several with spaces between$",
+    f"--probe={ROOT}/Makefile": r"^--probe=/.*/Makefile is not a file that lab\.probe wrote \(it is not JSON",
     "--spot_trace=nothere.csv": r"--spot_trace=nothere\.csv cannot be read \(No such file or directory\); give a CSV",
     "--config=quickstar.py": r"^--config=quickstar.py: .* no such file; did you mean configs/quickstart.py\?$",
 }

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("node, node, all", "mics4, tensor 2")
+QUICK = ("node, node, all", "mics4, tensor 2", "adafactor")
 PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
 
 
@@ -51,6 +51,7 @@ def test_the_table_and_the_drawing_are_those_of_a_real_state(layout: str) -> Non
     experiment = make_experiment(typed(tiny_config(**LAYOUTS[layout])))
     state = experiment.init_state()
     check_bytes(experiment, state)
+    check_formula(experiment)
     check_drawing(experiment, state)
     check_picture(experiment)
 
@@ -92,6 +93,34 @@ def test_what_each_replica_keeps_by_itself_counts_once() -> None:
     for row in rows:
         assert row.device_bytes[2] == 4 * row.device_bytes[0] and row.whole_bytes[2] == 4 * row.whole_bytes[0]
     assert rest.spec == ("whole in every replica",) and 0 < rest.whole_bytes[2] < 100
+
+
+# what each optimizer keeps for a matrix of a layer and for a bias, in copies of the parameter
+COPIES = {"adamw": (2, 2), "lamb": (2, 2), "muon": (1, 2), "adafactor": (0, 1)}
+
+
+def check_formula(experiment: Experiment) -> None:
+    config = experiment.config
+    shards = {"none": 1, "node": config.mesh.devices_per_node, "all": 8, config.sharding.partition_size: None}
+    words = {
+        "ddp": ("none",) * 3, "zero1": ("none", "none", "all"), "zero2": ("none", "all", "all"), "zero3": ("all",) * 3,
+        "hsdp": ("node",) * 3, "custom": ("node", "node", "all"),
+    }  # fmt: skip
+    tensor = config.mesh.tensor
+    if config.sharding.strategy == "mics":
+        p, g, o = (config.sharding.partition_size // tensor,) * 3
+    else:
+        p, g, o = (shards[word] for word in words[config.sharding.strategy])
+    matrix, vector = COPIES[config.optimizer.name]
+    rows = {row.name: row for row in table.table_rows(experiment)}
+    size = 4 * config.model.num_layers * config.model.hidden * config.model.intermediate
+    up = size // tensor  # Megatron's column split
+    assert rows["layers/up/weight"].device_bytes == (up // p, up // g, matrix * up // o)
+    bias = 4 * config.model.num_layers * config.model.intermediate  # vectors are not split over tensor
+    assert rows["layers/up/bias"].device_bytes == (bias // p, bias // g, vector * bias // o)
+    assert rows["layers/up/weight"].whole_bytes == (size, size, matrix * size)
+    if config.optimizer.name == "adafactor":  # a row and a column for each matrix of a layer
+        assert rows[table.REST].device_bytes[2] > 4 * config.model.num_layers * (config.model.hidden * 3)
 
 
 def check_drawing(experiment: Experiment, state: Any) -> None:

@@ -1,37 +1,17 @@
-"""Replicas in threads, over loopback: the bits of one for any number, whichever join, leave, are lost or meet again.
-
-Each checks the totals of every step, as all do in support/replica_loop.py.
-"""
+"""Replicas in threads, over loopback: the same bits for any number of replicas, also if replicas join and leave."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.replica_loop import (
-    NUM_UNITS,
-    PATIENCE_S,
-    STATE_BYTES,
-    STEPS,
-    TOKEN,
-    Gone,
-    Loop,
-    check_step,
-    pieces_of,
-    started,
-    trained,
-)
+from support.replica_loop import NUM_UNITS, PATIENCE_S, STATE_BYTES, STEPS, TOKEN, Gone, Loop, started, trained
 from support.waiting import until
 
 from elastic.replicas import driver, exchange, membership
-from elastic.replicas.driver import Replicas
 from elastic.replicas.peers import FILE_NAME, NEVER
-from elastic.replicas.sums import StepSums
-from elastic.replicas.transport import Sockets
-from runtime import blobs
 from runtime.blobs import Connection, PeerError
 
 pytestmark = pytest.mark.slow  # threads that wait for each other
@@ -43,56 +23,13 @@ def late(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-# ------------------------------------------------------------------------------------------ deaths, leaves and rates
-DIES, LEAVES = "dies", "leaves"
-FATES: list[tuple[int, str, dict[int, tuple[str, int, int]]]] = [  # of replicas: in which step, after how many units
-    (3, "none", {}),
-    (2, "bf16", {}),
-    (4, "int4", {}),
-    (3, "none", {2: (DIES, 2, 0)}),
-    (3, "int8", {2: (DIES, 2, 1)}),
-    (4, "none", {0: (DIES, 1, 0), 2: (DIES, 3, 0), 3: (DIES, 3, 0)}),
-    (3, "none", {0: (LEAVES, 2, 2)}),
-]
-
-
-@pytest.mark.parametrize(("count", "codec", "fates"), FATES)
-def test_all_have_the_bits_of_one_whoever_dies_or_leaves(
-    count: int, codec: str, fates: dict[int, tuple[str, int, int]], late: int, tmp_path: Path
-) -> None:
-    steps = STEPS + 2 * late  # so much later all know of a loss when they begin a step
-    loops = started(tmp_path, count, codec, steps, late)
-    for number, (fate, at, units) in fates.items():
-        if fate == LEAVES:
-            leave_after(loops[number], at)
-        else:
-            loops[number].before_unit = dies_at(loops[number], at, units)
+@pytest.mark.parametrize(("count", "codec"), [(3, "none"), (2, "bf16"), (4, "int4")])
+def test_any_number_of_replicas_has_the_bits_of_one(count: int, codec: str, late: int, tmp_path: Path) -> None:
+    loops = started(tmp_path, count, codec, delay=late)
     trained(loops)
-    for step in range(steps):
-        computed = [loop.computed.get(step, []) for loop in loops]
-        assert {unit for units in computed for unit in units} == {*range(NUM_UNITS)}
-        if not fates:  # none computes what another one does
-            assert sum(map(len, computed)) == NUM_UNITS and max(map(len, computed)) - min(map(len, computed)) <= 1
-    stays = [loop for loop in loops if loop.number not in fates]
-    assert sorted(unit for loop in stays for unit in loop.computed[steps - 1]) == [*range(NUM_UNITS)]
-    died = {number for number, (fate, *_) in fates.items() if fate == DIES}
-    for loop in stays:
-        lost = [about for event, about in loop.log.events if event == "replica_lost"]
-        assert {about["replica"] for about in lost} & {*fates} == died and loop.replicas.count == len(stays)
-        assert all(about["step"] in range(fates[n][1] - late - 1, steps) for about in lost if (n := about["replica"]))
-
-
-def dies_at(loop: Loop, at: int, units: int) -> Callable[[int, int], None]:
-    def die(step: int, unit: int) -> None:
-        if step == at and len(loop.computed.get(at, [])) == units:
-            raise Gone
-
-    return die
-
-
-def leave_after(loop: Loop, last: int) -> None:
-    loop.steps = last + 1
-    loop.before_step = lambda step: loop.replicas.members.tell(last=last) if step == last else None
+    for step in range(STEPS):
+        assert sorted(unit for loop in loops for unit in loop.computed.get(step, [])) == [*range(NUM_UNITS)]
+        assert all(len(loop.computed[step]) == len(loops[0].computed[step]) for loop in loops if count != 4)
 
 
 def test_faster_replicas_compute_more_units(tmp_path: Path) -> None:
@@ -103,16 +40,51 @@ def test_faster_replicas_compute_more_units(tmp_path: Path) -> None:
     assert [[len(loop.computed[step]) for loop in loops] for step in range(STEPS)] == [[1, 3, 2]] * STEPS
 
 
-# ------------------------------------------------------------------------------------------------------------- joins
-def end_soon(new: Loop, *others: Loop) -> None:
-    """Lets all end three steps after the first in which a new one takes part: the others cannot be further."""
+@pytest.mark.parametrize(("units_before_death", "codec"), [(0, "none"), (1, "int8")])
+def test_others_finish_the_step_in_which_one_is_lost(
+    units_before_death: int, codec: str, late: int, tmp_path: Path
+) -> None:
+    steps = STEPS + 2 * late  # so much later all know of the loss when they begin a step
+    loops = started(tmp_path, 3, codec, steps, late)
 
-    def end(step: int, unit: int) -> None:
-        for loop in (*others, new):
-            loop.steps = min(loop.steps, step + 3)
+    def die(step: int, unit: int) -> None:
+        if step == 2 and len(loops[2].computed.get(2, [])) == units_before_death:
+            raise Gone
 
-    new.before_unit = end
-    new.go()
+    loops[2].before_unit = die
+    trained(loops)
+    assert sorted(loops[2].computed) == [0, 1, 2][: 2 + units_before_death]
+    survivors = [loop.computed for loop in loops[:2]]
+    assert {unit for computed in survivors for unit in computed[2]} | {*loops[2].computed.get(2, [])} == {
+        *range(NUM_UNITS)
+    }
+    assert [len(computed[steps - 1]) for computed in survivors] == [3, 3]
+    for loop in loops[:2]:
+        assert len([e for e, _ in loop.log.events if e == "replica_lost"]) == 1 and loop.replicas.count == 2
+        assert any(a["step"] in range(1 - late, 3) for e, a in loop.log.events if e == "replica_lost")
+
+
+def test_all_but_one_may_be_lost(late: int, tmp_path: Path) -> None:
+    loops = started(tmp_path, 4, delay=late)
+    for number in (0, 2, 3):
+
+        def die(step: int, unit: int, at: int = 1 + number) -> None:
+            if step == min(at, 3):
+                raise Gone
+
+        loops[number].before_unit = die
+    trained(loops)
+    assert sorted(loops[1].computed[3]) == [*range(NUM_UNITS)]
+
+
+def test_one_that_leaves_is_not_lost(late: int, tmp_path: Path) -> None:
+    loops = started(tmp_path, 3, delay=late)
+    loops[0].steps = 3
+    loops[0].before_step = lambda step: loops[0].replicas.members.tell(last=2) if step == 2 else None
+    trained(loops)
+    for loop in loops[1:]:
+        assert len(loop.computed[2]) == 2 and len(loop.computed[3]) == 3
+        assert not [fields for event, fields in loop.log.events if event == "replica_lost" and fields["replica"] == 0]
 
 
 def test_one_that_joins_takes_the_state_from_all_others(
@@ -129,11 +101,20 @@ def test_one_that_joins_takes_the_state_from_all_others(
     for loop in loops:
         loop.before_unit = lambda step, unit: joined.wait(PATIENCE_S) if step == 6 else None
         loop.before_step = lambda step, loop=loop: has_met(loop) if step == 9 else None
-        loop.note_copies(asked, loop.number)
+        answer = loop.replicas.copies.answer
+        loop.replicas.copies.answer = lambda request, member, number=loop.number, answer=answer: (
+            asked.add(number) or answer(request, member)
+        )
         loop.go()
     until(lambda: min(loop.replicas.members.me.step for loop in loops) >= 6 - late)
     new = Loop(tmp_path, 2, steps=NEVER, delay=late).start(joins=True)
-    end_soon(new, *loops)
+
+    def end(step: int, unit: int) -> None:
+        for loop in (*loops, new):
+            loop.steps = min(loop.steps, step + 3)  # the others cannot be further: this one computes a part of it
+
+    new.before_unit = end
+    new.go()
     until(lambda: asked == {0, 1})
     joined.set()
     for loop in (*loops, new):
@@ -144,26 +125,55 @@ def test_one_that_joins_takes_the_state_from_all_others(
     assert [[len(loop.computed[step]) for loop in (*loops, new)] for step in range(first, first + 3)] == [[2, 2, 2]] * 3
 
 
-@pytest.mark.parametrize(("slow", "fetches"), [("totals", 1), ("state", 2)])
-def test_one_that_joins_over_a_slow_link_takes_part(
-    slow: str, fetches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_that_gets_the_totals_slower_than_the_others_train_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets totals slower than its peer trains, or its state slower than the peer keeps totals: it is waited for."""
-    monkeypatch.setattr(*((membership, "PATIENCE_S", 0.05) if slow == "totals" else (exchange, "KEPT_STEPS", 4)))
+    """As over a slow link, with a member that exchanges with no peer: it would lag indefinitely."""
+    monkeypatch.setattr(membership, "PATIENCE_S", 0.05)
     (alone,) = started(tmp_path, 1, steps=NEVER)
     alone.before_step = lambda step: time.sleep(0.02)
     alone.go()
     until(lambda: alone.replicas.members.me.step >= 6)
     new = Loop(tmp_path, 1, steps=NEVER).start(joins=True)
-    owner, name, pause_s = (new.replicas.exchange, "_fetch", 0.1) if slow == "totals" else (driver, "fetch_copies", 0.5)
-    fetch = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: (fetch(*args), time.sleep(pause_s))[0])
-    end_soon(new, alone)
+    fetch = new.replicas.exchange._fetch  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(new.replicas.exchange, "_fetch", lambda *args: time.sleep(0.1) or fetch(*args))
+
+    def end(step: int, unit: int) -> None:
+        for loop in (alone, new):
+            loop.steps = min(loop.steps, step + 3)
+
+    new.before_unit = end
+    new.go()
     for loop in (alone, new):
         loop.end()
-    assert len(new.fetched) == fetches and alone.steps == new.steps
-    assert slow == "totals" or min(new.computed) == new.fetched[1], "a third fetch would not help either"
+    assert len(new.fetched) == 1 and alone.steps == new.steps
     assert [len(loop.computed[new.steps - 1]) for loop in (alone, new)] == [3, 3]
+
+
+def test_one_that_needs_the_state_a_second_time_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fetch takes longer than the steps that the others keep: a third fetch would not help either."""
+    monkeypatch.setattr(exchange, "KEPT_STEPS", 4)
+    (alone,) = started(tmp_path, 1, steps=NEVER)
+    alone.before_step = lambda step: time.sleep(0.01)
+    alone.go()
+    until(lambda: alone.replicas.members.me.step >= 6)
+    new, fetch = Loop(tmp_path, 1, steps=NEVER).start(joins=True), driver.fetch_copies
+
+    def slowly(*args: Any) -> Any:
+        found = fetch(*args)
+        time.sleep(0.5)
+        return found
+
+    def end(step: int, unit: int) -> None:
+        for loop in (alone, new):
+            loop.steps = min(loop.steps, step + 3)
+
+    monkeypatch.setattr(driver, "fetch_copies", slowly)
+    new.before_unit = end
+    new.go()
+    for loop in (alone, new):
+        loop.end()
+    assert len(new.fetched) == 2 and min(new.computed) == new.fetched[1]
 
 
 def test_one_that_starts_anew_under_its_number_is_not_waited_for(late: int, tmp_path: Path) -> None:
@@ -217,111 +227,3 @@ def test_closing_ends_what_waits(tmp_path: Path) -> None:
         loop.end()
     other.go().end()
     assert sorted(other.computed[0]) == [*range(NUM_UNITS)]
-
-
-# ------------------------------------------------------------------------- members that lose each other, and are there
-@pytest.mark.parametrize("apart", [0, 2, 4])
-def test_members_that_meet_again_share_the_work_again(
-    apart: int, late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many steps are between them, in the midst of which the cut link heals."""
-    monkeypatch.setattr(membership, "SEEK_S", 0.05)
-    is_cut, healed, connect = threading.Event(), threading.Event(), Sockets.connect
-
-    def reach(*to: Any) -> Connection:
-        if is_cut.is_set():
-            raise PeerError("a cut link")
-        return connect(*to)
-
-    monkeypatch.setattr(Sockets, "connect", reach)
-    loops = started(tmp_path, 2, steps=NEVER, delay=late)
-    is_cut.set()
-    for loop, other in (loops, loops[::-1]):
-        loop.replicas.members.lose(other.replicas.members.me, PeerError("a cut link"))
-    arrived = [threading.Event(), threading.Event()]
-    for loop, stop in zip(loops, (2 + apart, 2), strict=True):
-
-        def share(step: int, number: int, stop: int = stop, at: threading.Event = arrived[loop.number]) -> None:
-            time.sleep(0.01)
-            if step == stop and not at.is_set():
-                at.set()
-                healed.wait(PATIENCE_S)
-
-        loop.before_unit = share
-        loop.go()
-    assert all(at.wait(PATIENCE_S) for at in arrived)
-    is_cut.clear()
-    until(lambda: all(loop.replicas.members.peers for loop in loops))
-    healed.set()
-
-    def is_shared() -> bool:
-        one, two = (loop.computed.copy() for loop in loops)
-        done = [step for step in one.keys() & two.keys() if step + 1 in one.keys() & two.keys()]
-        return any(len(one[step]) == len(two[step]) == NUM_UNITS // 2 for step in done)
-
-    until(is_shared)
-    for loop in loops:
-        loop.steps = 0  # it leaves after this step
-    for loop in loops:
-        loop.end()
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replicas]]:
-    """Makes members whose steps the test does."""
-    monkeypatch.setattr(membership, "SEEK_S", 0.05)
-    made: list[Loop] = []
-
-    def member(number: int, **how: Any) -> Replicas:
-        made.append(Loop(tmp_path, number, **how).start())
-        return made[-1].replicas
-
-    yield member
-    for loop in made:
-        loop.replicas.close()
-
-
-def test_waiting_for_what_others_say_of_a_step_is_no_hang(
-    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may validate, or save, before it. And of a step's sums: `agree` is called for each look."""
-    monkeypatch.setattr(blobs, "WAIT_S", 0.02)
-    asked, looked = threading.Semaphore(0), threading.Semaphore(0)
-    waits = make(0, progress=asked.release, agree=lambda value: (looked.release(), [value])[1])
-    other = make(1)
-    with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(lambda: (waits.compare(0, "a"), check_step(waits, 0))[0])
-        assert all(asked.acquire(timeout=60) for _ in range(3))
-        assert other.compare(0, "a")
-        while looked.acquire(blocking=False):
-            pass
-        assert all(looked.acquire(timeout=60) for _ in range(20))
-        check_step(other, 0)
-        assert training.result(60)
-
-
-def test_nobody_waits_for_a_step_that_another_one_skips(
-    make: Callable[..., Replicas], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else what asks it for totals would hang on that step, and ask for none of those in which it takes part again.
-
-    What it owes of the step is divided as soon as it says that it takes no part.
-    """
-    monkeypatch.setattr(exchange, "CONNECTIONS", 1)
-    stays, skips = make(0), make(1)
-    begun = StepSums(NUM_UNITS, pieces_of("none"), skips._lock)
-    skips.exchange._sums[0] = begun  # and it will not end it
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(check_step, stays, 0)
-        until(lambda: begun.is_requested(1))
-        skips.members.tell(first=NEVER, begun=False)
-        first.result(60)
-        monkeypatch.setattr("elastic.replicas.driver.fetch_copies", lambda *_: {0: memoryview(b"")})
-        fetched = skips.fetch_state([0])
-        assert fetched is not None and skips.members._looked is not None
-        assert skips.members._looked[1] == fetched[0], "the steps that it skipped would count as its own"
-        (at, _) = fetched
-        skips.members.enter(at)
-        rest = pool.submit(lambda: [check_step(stays, number) for number in range(1, at + 1)])
-        check_step(skips, at)
-        rest.result(30)

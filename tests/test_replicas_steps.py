@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -233,6 +234,28 @@ def test_a_member_about_to_enter_begins_where_all_others_leave(make: Make) -> No
     leaves.members.tell(step=2, last=1)
     check_step(joins, 2)
     assert joins.members.me.first == 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_last_one_that_leaves_waits_for_those_about_to_enter(
+    count: int, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until each has what it did, one step after each look; if a peer stays, that one can send it."""
+    leaves, *joiners = (make(number) for number in range(1 + count))
+    for number, joins in enumerate(joiners):
+        joins.members.tell(first=9 + number)
+    for number in range(2):
+        check_step(leaves, number)
+    turns = iter([(joins, number) for joins in joiners for number in range(2)])
+    a_turn_later = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: check_step(*next(turns)))
+    monkeypatch.setattr(membership, "time", a_turn_later)
+    leaves.members.leave(2)
+    assert not [*turns]
+
+    stays = make(8)
+    stays.members.tell(step=2, begun=True)
+    joiners[0].members.tell(step=0)
+    leaves.members.leave(2)
 
 
 def test_a_member_that_was_behind_and_is_alone_goes_on_from_its_own_step(make: Make) -> None:

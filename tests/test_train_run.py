@@ -222,6 +222,16 @@ def test_signal_stops_and_the_same_command_resumes(
     check_same_end(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
+def test_second_ctrl_c_stops_immediately(tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(tmp_path)
+    assert run_here(*args, hooks=[stop_after(6, signal.SIGINT)] * 2) == RESUMABLE
+    assert capsys.readouterr().err.startswith("stopped at once; run the same command again")
+    assert run_here(*args) == 0
+    assert "resumed at step 5 of 10" in capsys.readouterr().out
+    check_same_end(tmp_path, undisturbed)
+
+
 def test_restart_without_checkpoint_is_reported() -> None:
     """Its steps are done again, from the first on."""
     said = {logged: Start(restored=None, logged=logged).described(10, Path("runs/x")) for logged in (0, 4)}
@@ -230,6 +240,19 @@ def test_restart_without_checkpoint_is_reported() -> None:
         0: "starting at step 0 of 10 in runs/x",
         4: f"starting again at step 0 of 10 in runs/x: {lost}",
     }
+
+
+@pytest.mark.slow
+def test_restart_after_deleted_checkpoints_does_all_steps_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(*arguments(tmp_path), hooks=[stop_after(4)]) == RESUMABLE
+    done = losses(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert run_here(*arguments(tmp_path)) == 0
+    said = f"starting again at step 0 of 10 in {tmp_path}: no checkpoint and no snapshot is left; steps done again: "
+    assert f"{said}{len(done)}\n" in capsys.readouterr().out
+    assert losses(tmp_path)[: len(done)] == done
 
 
 def test_a_run_that_has_begun_waits_for_more_memory(
