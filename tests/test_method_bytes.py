@@ -60,7 +60,7 @@ def dense_bytes(replicas: int) -> float:
 @every_row("replicas", [2, 4])
 def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block(replicas: int) -> None:
     """To all nodes, and nothing else; of 64 of 4096 values it is as many times less than in f32 as the page says."""
-    times, sparsity = claimed(r"between R nodes (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)")
+    times, sparsity = claimed(r"Between R nodes it sends (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)")
     bits, scales = claimed(r"`1 - sparsity` of the values at (\d+) bits each, and (\d+) bytes per block")
     plan = plan_of(replicas)
     method = demo.method(sparsity=sparsity)
@@ -91,7 +91,7 @@ def test_one_bit_adam_sends_a_bit_for_each_value_behind_its_warm_up(replicas: in
     moved = sum(c.inter_bytes for c in coded)
     assert moved == 2 * (replicas - 1) / replicas * SIZE * (1 / 8 + 4 / block)
     assert sum(c.payload_bytes for c in others) == IS_FINITE
-    least, most = claimed(r"with such a warm-up it sends ([\d.]+) to ([\d.]+) times less than f32")
+    least, most = claimed(r"A whole run then sends ([\d.]+) to ([\d.]+) times less than float32")
     short, long = (share / 100 for share in claimed(r"warm-up (\d+) to (\d+) % of the steps"))
     ratios = [1 / (share + (1 - share) * moved / dense_bytes(replicas)) for share in (long, short)]
     assert least <= ratios[0] < ratios[1] and round(ratios[1], 1) == most
