@@ -60,7 +60,9 @@ def dense_bytes(replicas: int) -> float:
 @every_row("replicas", [2, 4])
 def test_demo_sends_13_bits_for_each_value_and_8_bytes_for_each_block(replicas: int) -> None:
     """To all nodes, and nothing else; of 64 of 4096 values it is as many times less than in f32 as the page says."""
-    times, sparsity = claimed(r"Between R nodes it sends (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)")
+    times, sparsity = claimed(
+        r"Between R nodes it sends (\d+)/R times fewer bytes at a sparsity of ([\d.]+) \(64 of 4096\)"
+    )
     bits, scales = claimed(r"`1 - sparsity` of the values at (\d+) bits each, and (\d+) bytes per block")
     plan = plan_of(replicas)
     method = demo.method(sparsity=sparsity)
