@@ -42,8 +42,10 @@ FLAGS = ROOT / "training" / "flags.py"  # the options of train.py
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another terminal after step "
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
-# pages that take minutes: with the tests for releases only. The tutorial and Hugging Face, as long, run every time
-LONG = tuple(f"docs/{name}.md" for name in ("compression", "planner", "results/planner", "strategies", "training"))
+# pages that take minutes: with the tests for releases only. Hugging Face, as long, runs every time
+LONG = tuple(
+    f"docs/{name}.md" for name in ("compression", "planner", "results/planner", "strategies", "training", "tutorial")
+)
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")
 OUTPUT, DATA = "text", ("json", "bibtex")  # languages of blocks that are not commands
