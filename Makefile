@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := $(firstword $(wildcard requirements/constraints-py$(VERSION).txt) requirements/constraints.txt)
 DEV := $(patsubst %,requirements/%.txt,dev kubernetes shards tfds vision)
-EVERYTHING := $(VENV)/dev-installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/ray-installed \
+EVERYTHING := $(VENV)/dev-installed $(VENV)/moto/installed $(VENV)/h100/installed $(VENV)/tpu/installed $(VENV)/ray-installed \
 	$(VENV)/optuna-installed $(VENV)/wandb-installed $(VENV)/hugging-face-installed
 
 # Two workers compute, and for slow tests a third one waits; tests of a file share a worker (tests/support/suite.py).
@@ -20,7 +20,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-r
 # Each process of a test would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train gpu test test-gpu test-jax test-pages test-slow test-all test-release slurm coverage lint format docs \
+.PHONY: train gpu tpu test test-gpu test-jax test-pages test-slow test-all test-release slurm coverage lint format docs \
 	constraints clean
 
 train: $(VENV)/installed  ## trains the quickstart: a byte-level model on 8 virtual devices, 4 nodes of 2
@@ -30,6 +30,8 @@ gpu: $(VENV)/gpu-installed  ## jax with CUDA, on a machine with NVIDIA GPUs (doc
 
 test: $(VENV)/dev-installed  ## the quick tests: no network, no other processes, at most 5 minutes on 2 cores
 	$(PYTEST)
+
+tpu: $(VENV)/tpu-installed  ## jax with libtpu, on a TPU VM (docs/tpu.md)
 
 test-gpu: $(VENV)/dev-installed $(VENV)/gpu-installed  ## on a machine with an NVIDIA GPU: what it computes, beside a CPU (docs/gpu.md)
 	JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
@@ -124,4 +126,8 @@ $(VENV)/moto/installed: requirements/moto.txt | $(VENV)/installed  ## an S3 serv
 
 $(VENV)/h100/installed: requirements/h100.txt | $(VENV)/installed  ## XLA for GPUs, 0.5 GB: it compiles without one
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/h100 -r $<
+	touch $@
+
+$(VENV)/tpu/installed: requirements/libtpu.txt | $(VENV)/installed  ## XLA for TPUs, 0.5 GB: it compiles without one
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/tpu -r $<
 	touch $@
