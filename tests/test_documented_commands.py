@@ -44,7 +44,11 @@ NOT_RUN, BY, FILE, BESIDE = "not run here: ", "run by ", "file: ", "in another t
 KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the first ends with \d+")
 # pages that take minutes: with the tests for releases only. Hugging Face, as long, runs every time
 LONG = tuple(
-    f"docs/{name}.md" for name in ("compression", "planner", "results/planner", "strategies", "training", "tutorial")
+    f"docs/{name}.md"
+    for name in (
+        *("compression", "elasticity", "extending", "gpu", "planner", "results/planner", "strategies", "training"),
+        "tutorial",
+    )
 )
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails
 FENCE, MARKER = re.compile(r" *```(\w*)$"), re.compile(r"<!-- (.+) -->$")

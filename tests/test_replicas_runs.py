@@ -69,7 +69,10 @@ def disturb(run: Run, kind: str, victim: int, chance: random.Random) -> None:
     ("codec", "how", "kinds"),
     [
         ("none", {}, ("freeze", "kill_joining")),
-        ("bf16", {"local_sgd__inner_steps": 2, "checkpoint__every": 16}, ("leave", "freeze")),
+        pytest.param(
+            *("bf16", {"local_sgd__inner_steps": 2, "checkpoint__every": 16}, ("leave", "freeze")),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("none", {"compression__delayed": True}, ("kill", "leave"), marks=pytest.mark.slow),
         *(pytest.param(x, {}, KINDS, marks=pytest.mark.slow) for x in ("bf16", "int8")),
     ],

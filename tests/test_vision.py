@@ -86,7 +86,11 @@ LARGE = SMALL | {"data__image_size": 32, "sharding__partition_size": 2, "data__p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "changes"), [("resnet110", SMALL | {"local_sgd__inner_steps": 3}), ("resnet50:lars", LARGE)]
+    ("name", "changes"),
+    [
+        ("resnet110", SMALL | {"local_sgd__inner_steps": 3}),
+        pytest.param("resnet50:lars", LARGE, marks=pytest.mark.release),
+    ],
 )
 def test_a_run_of_the_config_trains_and_validates(
     name: str, changes: dict[str, Any], data_dir: Path, tmp_path: Path
