@@ -94,9 +94,11 @@ def test_the_extras_are_those_that_the_page_lists_and_their_files_exist() -> Non
 
 
 def test_the_tpu_extra_is_the_tested_jax_with_its_runtime() -> None:
-    tested = (ROOT / "requirements" / "constraints.txt").read_text()
-    (version,) = re.findall(r"(?m)^jax==(.+)$", tested)
-    assert f"\njax[tpu]=={version}\n" in (ROOT / "requirements" / "tpu.txt").read_text()
+    listed = (ROOT / "requirements" / "tpu.txt").read_text()
+    for constraints, python in (("constraints-py311", '< "3.12"'), ("constraints", '>= "3.12"')):
+        tested = (ROOT / "requirements" / f"{constraints}.txt").read_text()
+        (version,) = re.findall(r"(?m)^jax==(.+)$", tested)
+        assert f"\njax[tpu]=={version}; python_version {python}\n" in listed
 
 
 def test_every_optional_package_has_an_extra_and_is_no_requirement() -> None:
