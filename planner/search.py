@@ -12,37 +12,30 @@ with records (configs/losses.py) is compared by the estimated time to the loss o
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 
-from configs.losses import dense_optimizer, rows_of, steps_to_loss
 from configs.schema import Config
-from planner.bounds import SLACK, Bounds, bounds
+from planner.bounds import SLACK
 from planner.candidates import (
     INT8,
-    NO_CHANGE,
     Candidate,
     Change,
-    all_candidates,
     canonical,
-    changes,
-    exact_variants,
     legal_groups,
     of_config,
 )
+from planner.options import Option, Options, Strategy
 from planner.predict import Machine, Prediction, ReplayableStep, compiled_step
 from planner.table import table_rows
 from sharding.mesh import Device
-from training import idle
-from training.batches import batches_of
-from training.experiment import Experiment, make_experiment
-from training.memory import Memory, state_bytes
+from training.experiment import Experiment
+from training.memory import Memory
 from training.metrics.units import format_bytes, format_seconds
 
 AT_ONCE = 2  # concurrent compilations, each in a separate process with one core and 1 GB
-Strategy = tuple[str, int]  # name, and devices of a partition group
 WHY = ("too_large", "too_slow", "no_gain", "from_cache")
 GAIN = 0.95  # a change of the result must take at most this fraction of a step's estimate
 NUM_INT8 = 2  # number of strategies compiled with int8, regardless of its estimated gain
@@ -74,16 +67,6 @@ class FittingCandidates:
     counts: CandidateCounts
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Option:
-    candidate: Candidate
-    experiment: Experiment
-    bounds: Bounds
-    change: Change
-    is_recorded: bool = True  # whether a record has the change's cost in loss
-    steps: float | None = 1.0  # steps to the loss of the config's run, divided by its steps; None: unknown, or never
-
-
 def search(
     config: Config,
     machine: Machine,
@@ -101,10 +84,10 @@ def search(
     depend on the cache. Named candidates are all examined. `count` is called with the number done. ValueError if none
     fits, with a config that would fit.
     """
-    options = _Options(config, machine, devices)
+    options = Options(config, machine, devices)
     with ThreadPoolExecutor(AT_ONCE) as pool:
 
-        def begin(option: _Option) -> Future[ReplayableStep]:
+        def begin(option: Option) -> Future[ReplayableStep]:
             return pool.submit(compile_one, option.candidate, option.experiment, machine)
 
         here = machine.nodes, machine.cluster.devices_per_node
@@ -122,7 +105,7 @@ def search(
         )
         found.refused += options.refused
         count(0, found.most)
-        running: deque[tuple[_Option, Future[ReplayableStep]]] = deque()
+        running: deque[tuple[Option, Future[ReplayableStep]]] = deque()
         while True:
             while len(running) < AT_ONCE and (chosen := found.chosen([option for option, _ in running])):
                 running.append((chosen, begun.pop(chosen.candidate, None) or begin(chosen)))
@@ -140,14 +123,14 @@ class _Search:
     """The options that wait, and facts learned from compiled ones. Without `is_search` everything is compiled."""
 
     def __init__(
-        self, machine: Machine, options: Sequence[_Option], *, own: Candidate, most: int, is_search: bool
+        self, machine: Machine, options: Sequence[Option], *, own: Candidate, most: int, is_search: bool
     ) -> None:
         self.refused: list[str] = []
         self.compiled, self.most = 0, most
         self._machine, self._own, self._is_search = machine, own, is_search
         self._options, self._waiting = options, [*options]
-        self._steps: list[tuple[_Option, Prediction, ReplayableStep]] = []  # options that fit, or may fit
-        self._failed: list[tuple[_Option, Memory]] = []
+        self._steps: list[tuple[Option, Prediction, ReplayableStep]] = []  # options that fit, or may fit
+        self._failed: list[tuple[Option, Memory]] = []
         self._errors: list[ValueError] = []  # of programs refused by XLA
         self._more: dict[str, float] = {}  # largest ratio of a strategy's needed to its estimated memory
         self._slower: dict[Strategy, float] = {}  # largest ratio of a step's time to its estimate
@@ -156,9 +139,9 @@ class _Search:
             self._discard("too_large", [o for o in options if o.bounds.least_bytes > machine.capacity])
             self._discard("no_gain", self._without_gain())
 
-    def chosen(self, running: Sequence[_Option]) -> _Option | None:
+    def chosen(self, running: Sequence[Option]) -> Option | None:
         """Returns the next program to compile, if any, and discards options that need not be compiled."""
-        best_s = min((prediction.step_s for option, prediction, _ in self._steps if _is_exact(option)), default=inf)
+        best_s = min((prediction.step_s for option, prediction, _ in self._steps if option.is_exact), default=inf)
         if self._is_search:
             slow = [o for o in self._waiting if o.bounds.least_s * (o.steps or 1.0) > SLACK * best_s]
             large = [o for o in self._waiting if _cannot_fit(o.candidate, self._failed, self._machine.capacity)]
@@ -175,7 +158,7 @@ class _Search:
         self._waiting.remove(option)
         return option
 
-    def add(self, option: _Option, step: ReplayableStep) -> str:
+    def add(self, option: Option, step: ReplayableStep) -> str:
         """Takes a compiled program; returns the line to print."""
         memory, name = step.memory(), option.candidate.name
         self.compiled += 1
@@ -187,15 +170,15 @@ class _Search:
                 return _too_large(option.candidate, memory, self._machine)
         prediction = step.prediction()
         self._steps.append((option, prediction, step))
-        if _is_exact(option):
+        if option.is_exact:
             slower = prediction.step_s / option.bounds.estimate_s
-            self._slower[_strategy(option)] = max(self._slower.get(_strategy(option), 1.0), slower)
+            self._slower[option.strategy] = max(self._slower.get(option.strategy, 1.0), slower)
         return f"{option.candidate}: {format_seconds(prediction.step_s)}"
 
-    def _tried(self) -> list[_Option]:
+    def _tried(self) -> list[Option]:
         return [option for option, *_ in (*self._steps, *self._failed)]
 
-    def refuse(self, option: _Option, error: ValueError) -> str:
+    def refuse(self, option: Option, error: ValueError) -> str:
         """Takes a program that XLA refuses; returns the line to print."""
         self._errors.append(error)
         self.refused.append(f"{option.candidate}: {error}")
@@ -204,14 +187,14 @@ class _Search:
     def result(self, num_candidates: int) -> FittingCandidates:
         """Returns the result. ValueError if no candidate with the config's result fits."""
         exact, changed = (
-            sorted([(p, step) for o, p, step in self._steps if _is_exact(o) is wanted], key=_by_speed)
+            sorted([(p, step) for o, p, step in self._steps if o.is_exact is wanted], key=_by_speed)
             for wanted in (True, False)
         )
         if not exact:
             if self._errors and not self._failed:
                 raise self._errors[0]
-            options = [option for option in self._options if _is_exact(option)]
-            failed = [pair for pair in self._failed if _is_exact(pair[0])]
+            options = [option for option in self._options if option.is_exact]
+            failed = [pair for pair in self._failed if pair[0].is_exact]
             raise ValueError(_nothing_fits(self._machine, options, failed, self._is_search))
         counts = CandidateCounts(
             candidates=num_candidates,
@@ -229,11 +212,11 @@ class _Search:
             counts=counts,
         )
 
-    def _discard(self, why: str, options: Sequence[_Option]) -> None:
+    def _discard(self, why: str, options: Sequence[Option]) -> None:
         self._seen[why] += len(options)
         self._waiting = [option for option in self._waiting if option not in options]
 
-    def _order(self, running: Sequence[_Option]) -> Callable[[_Option], tuple[float, ...]]:
+    def _order(self, running: Sequence[Option]) -> Callable[[Option], tuple[float, ...]]:
         """Returns a sort key: the config, exact candidates for half of all programs, changes, other exact candidates.
 
         Exact candidates that should fit come first, then the best MiCS and the best of the config's strategy, so that
@@ -243,52 +226,52 @@ class _Search:
         changes of one kind. Ties: lowest estimated time, fewest extras, smallest memory.
         """
         tried = [*self._tried(), *running]
-        enough = sum(map(_is_exact, tried)) >= self.most - self.most // 2
-        favoured: list[_Option] = []
+        enough = sum(option.is_exact for option in tried) >= self.most - self.most // 2
+        favoured: list[Option] = []
         for is_one in (lambda one: True, lambda one: one.is_mics, lambda one: one.name == self._own.name):
-            group = [o for o in self._waiting if _is_exact(o) and is_one(o.candidate) and self._should_fit(o)]
-            if not any(_is_exact(o) and is_one(o.candidate) and o.candidate != self._own for o in tried) and group:
-                favoured.append(min(group, key=_speed))
+            group = [o for o in self._waiting if o.is_exact and is_one(o.candidate) and self._should_fit(o)]
+            if not any(o.is_exact and is_one(o.candidate) and o.candidate != self._own for o in tried) and group:
+                favoured.append(min(group, key=lambda option: option.speed))
 
-        def key(option: _Option) -> tuple[float, ...]:
+        def key(option: Option) -> tuple[float, ...]:
             if option.candidate == self._own:
-                return (0, 0, 0, *_speed(option))
+                return (0, 0, 0, *option.speed)
             fits, first = self._should_fit(option), option in favoured
-            if _is_exact(option):
-                return (3 if enough else 1, not fits, not first, *_speed(option))
+            if option.is_exact:
+                return (3 if enough else 1, not fits, not first, *option.speed)
             if option.change == INT8:
-                estimate_s, *others = _speed(option)
-                return (2, not fits, 0, estimate_s * self._slower.get(_strategy(option), 1.0), *others)
+                estimate_s, *others = option.speed
+                return (2, not fits, 0, estimate_s * self._slower.get(option.strategy, 1.0), *others)
             unsure = not option.is_recorded, not option.change.is_pure
-            return (2, not fits, 1, not option.steps, option.candidate.has_other_optimizer, *unsure, *_speed(option))
+            return (2, not fits, 1, not option.steps, option.candidate.has_other_optimizer, *unsure, *option.speed)
 
         return key
 
-    def _should_fit(self, option: _Option) -> bool:
+    def _should_fit(self, option: Option) -> bool:
         return option.bounds.estimate_bytes * self._more.get(option.candidate.name, 1.0) <= self._machine.capacity
 
-    def _without_gain(self) -> list[_Option]:
+    def _without_gain(self) -> list[Option]:
         """Returns the options whose change is not worth it: it is faster elsewhere, or a milder change is as fast.
 
         A change that reaches the loss is compared only with milder ones that reach it, too. int8 stays with each
         strategy, because estimates count traffic as hidden that the programs of some strategies expose.
         """
         fit = [option for option in self._waiting if self._should_fit(option)]
-        exact_s = min((option.bounds.estimate_s for option in fit if _is_exact(option)), default=inf)
-        gains = [option for option in fit if _is_exact(option) or _speed(option)[0] < GAIN * exact_s]
-        best: dict[Change, _Option] = {}
-        for option in sorted(gains, key=lambda option: (not option.is_recorded, _speed(option))):
+        exact_s = min((option.bounds.estimate_s for option in fit if option.is_exact), default=inf)
+        gains = [option for option in fit if option.is_exact or option.speed[0] < GAIN * exact_s]
+        best: dict[Change, Option] = {}
+        for option in sorted(gains, key=lambda option: (not option.is_recorded, option.speed)):
             best.setdefault(option.change, option)
         kept: list[Change] = []
         for change in sorted(best, key=lambda change: (change.codec + change.timing, change.codec)):
             one, milder = best[change], [best[other] for other in kept if other.is_milder(change)]
-            if all(_speed(one)[0] < GAIN * _speed(other)[0] for other in milder if other.steps or not one.steps):
+            if all(one.speed[0] < GAIN * other.speed[0] for other in milder if other.steps or not one.steps):
                 kept.append(change)
-        int8: dict[Strategy, _Option] = {}
-        for option in sorted((o for o in fit if o.change == INT8), key=lambda o: (not o.is_recorded, _speed(o))):
-            int8.setdefault(_strategy(option), option)
+        int8: dict[Strategy, Option] = {}
+        for option in sorted((o for o in fit if o.change == INT8), key=lambda o: (not o.is_recorded, o.speed)):
+            int8.setdefault(option.strategy, option)
         stay = [*int8.values(), *(best[change] for change in kept if change != INT8)]
-        return [option for option in self._waiting if not _is_exact(option) and option not in stay]
+        return [option for option in self._waiting if not option.is_exact and option not in stay]
 
 
 def _too_large(candidate: Candidate, memory: Memory, machine: Machine) -> str:
@@ -303,94 +286,7 @@ def _by_speed(found: tuple[Prediction, ReplayableStep]) -> tuple[bool, bool, flo
     return not found[0].memory.fits, found[0].candidate.has_other_optimizer, found[0].step_s
 
 
-def _strategy(option: _Option) -> Strategy:
-    return option.candidate.strategy, option.candidate.partition_size
-
-
-def _is_exact(option: _Option) -> bool:
-    return option.change == NO_CHANGE
-
-
-def _speed(option: _Option) -> tuple[float, int, float]:
-    return option.bounds.estimate_s * (option.steps or 1.0), len(option.candidate.pairs), option.bounds.least_bytes
-
-
-class _Options:
-    """Turns candidates into options and counts them; `refused` has the reasons of illegal ones."""
-
-    def __init__(self, config: Config, machine: Machine, devices: Sequence[Device]) -> None:
-        self.num_candidates, self.refused = 0, list[str]()
-        self._config, self._machine, self._devices = config, machine, devices
-        self._optimizer = dense_optimizer(config.to_dict())
-        self._states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy, micro-batch and remat
-        self._experiments: dict[tuple[str, str], Experiment] = {}  # without the micro-batch
-
-    def made(self, candidates: Iterable[Candidate], change: Change = NO_CHANGE) -> list[_Option]:
-        """Returns the legal candidates with their bounds."""
-        options: list[_Option] = []
-        for candidate in candidates:
-            self.num_candidates += 1
-            try:
-                experiment = self._experiment(candidate)
-                if change != NO_CHANGE and (lines := idle.described(experiment.config, experiment.plan.layout)):
-                    raise ValueError(lines[0])
-                key = candidate.with_extras({"remat": ""}).name
-                self._states[key] = self._states.get(key) or state_bytes(experiment)
-                found = bounds(experiment, self._machine.cluster, self._states[key])
-            except ValueError as error:
-                self.refused.append(f"{candidate.name}: {error}")
-                continue
-            option = _Option(candidate=candidate, experiment=experiment, bounds=found, change=change)
-            if change != NO_CHANGE:
-                recorded = rows_of(candidate.change, self._optimizer)
-                option = replace(option, is_recorded=bool(recorded), steps=steps_to_loss(recorded))
-            options.append(option)
-        return options
-
-    def of_search(self, mine: Candidate, own: Sequence[_Option]) -> list[_Option]:
-        """Returns the config's own (`mine`), every strategy, and variants and changes of each one's best policy."""
-        config, machine = self._config, self._machine
-        every = all_candidates(config, machine.nodes, machine.cluster.devices_per_node)
-        options = [*own, *self.made(candidate for candidate in every if candidate != mine)]
-        by_name: dict[str, list[_Option]] = {}
-        for option in options:
-            by_name.setdefault(option.candidate.name, []).append(option)
-        more: list[_Option] = []
-        for alike in by_name.values():
-            fit = {option: option.bounds.estimate_bytes <= machine.capacity for option in alike}
-            best = min(alike, key=lambda option: (not fit[option], *_speed(option)))
-            for option in alike:
-                if option.candidate.gather == best.candidate.gather:
-                    more += self.made(exact_variants(option.candidate, config, fits=fit[option]))
-            for change, candidate in changes(best.candidate, config) if machine.nodes > 1 else ():
-                more += self.made([candidate], change)
-        return options + more
-
-    def check(self, options: list[_Option]) -> list[_Option]:
-        """Returns the options. ValueError if the list is empty."""
-        if not options:
-            first = self.refused[0]
-            raise ValueError(
-                first.partition(": ")[2] if self.num_candidates == 1 else f"no candidate is legal; {first}"
-            )
-        return options
-
-    def _experiment(self, candidate: Candidate) -> Experiment:
-        """Returns the experiment of a candidate. ValueError if it is not legal."""
-        key, per_node = (candidate.name, candidate.gather), self._machine.cluster.devices_per_node
-        mesh = replace(self._config.mesh, num_cpu_devices=0, devices_per_node=per_node)
-        if candidate.strategy == "mics" and not candidate.partition_size:
-            legal = ", ".join(map(str, legal_groups(self._machine.nodes, per_node, mesh)))
-            raise ValueError(f"--strategy={candidate.name}: groups have a device or more; sizes that divide: {legal}")
-        config = replace(candidate.applied(self._config), mesh=mesh)
-        if key not in self._experiments:
-            self._experiments[key] = make_experiment(config, self._devices, [*self._experiments.values()])
-        one = self._experiments[key]
-        batches, num_shares = batches_of(config, one.plan)
-        return replace(one, config=config, batches=batches, num_shares=num_shares)
-
-
-def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], capacity: float) -> bool:
+def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[Option, Memory]], capacity: float) -> bool:
     """Whether failed programs show that a candidate does not fit: the same with fewer rows, or a line through two.
 
     Memory does not grow faster with few rows than with many, so the line is a lower bound.
@@ -406,7 +302,7 @@ def _cannot_fit(candidate: Candidate, failed: Sequence[tuple[_Option, Memory]], 
 
 
 def _nothing_fits(
-    machine: Machine, options: Sequence[_Option], failed: Sequence[tuple[_Option, Memory]], is_search: bool
+    machine: Machine, options: Sequence[Option], failed: Sequence[tuple[Option, Memory]], is_search: bool
 ) -> str:
     """Returns the error for a config that does not fit: needed memory, available memory, and remedies."""
     needs = [(memory.total, "", option) for option, memory in failed]

@@ -89,10 +89,10 @@ class Compiler:
 
 def only(monkeypatch: pytest.MonkeyPatch, candidates: Sequence[Candidate], *, with_changes: bool = False) -> None:
     """Makes these the only strategies that a search looks at."""
-    monkeypatch.setattr("planner.search.all_candidates", lambda *_: candidates)
-    monkeypatch.setattr("planner.search.exact_variants", lambda *_, **__: [])
+    monkeypatch.setattr("planner.options.all_candidates", lambda *_: candidates)
+    monkeypatch.setattr("planner.options.exact_variants", lambda *_, **__: [])
     if not with_changes:
-        monkeypatch.setattr("planner.search.changes", lambda *_: [])
+        monkeypatch.setattr("planner.options.changes", lambda *_: [])
 
 
 def estimate(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Experiment], tuple[float, float]]) -> None:
@@ -102,7 +102,7 @@ def estimate(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Experiment], tu
         least_s, estimate_s = seconds(one)
         return Bounds(state_bytes=1, least_bytes=1, estimate_bytes=1, least_s=least_s, estimate_s=estimate_s)
 
-    monkeypatch.setattr("planner.search.bounds", estimated)
+    monkeypatch.setattr("planner.options.bounds", estimated)
 
 
 def cluster_with(memory_bytes: float) -> Machine:
@@ -170,7 +170,7 @@ def test_the_configs_own_program_is_compiled_while_the_others_are_made(monkeypat
         assert begun.wait(timeout=30)
         return [own]
 
-    monkeypatch.setattr("planner.search.all_candidates", others)
+    monkeypatch.setattr("planner.options.all_candidates", others)
     found = search(small(), machine(), jax.devices(), most=1, compile_one=compile_one)
     assert compiler.made == [own] and found.counts.compiled == 1
 
