@@ -124,6 +124,9 @@ def test_an_option_that_gives_no_record_is_refused_before_training(
     started = commands(monkeypatch)
     assert community.main([f"--config={config}", f"--keys={keys}"]) == 2
     assert re.fullmatch(f"error: {message}.*\n", capsys.readouterr().err)
+    assert community.main(["--sizes=1k"]) == 2 and capsys.readouterr().err.startswith(
+        "error: --sizes=1k: give two sizes"
+    )
     assert not started
 
 

@@ -342,6 +342,7 @@ def test_mistakes_are_one_line_and_make_nothing(
 def test_options_are_checked_without_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     """As sweep.py does before the first run."""
     assert main(["emulate", *SIZE, "--rate=1gbit", "--check"]) == 0
+    assert capsys.readouterr().out == "the options are right\n"
     assert main(["emulate", *SIZE, "--rate=1gb", "--check"]) == 2
     assert capsys.readouterr().err.startswith("error: --rate=1gb: give a number")
 

@@ -37,6 +37,7 @@ from lab.benchmarks.runner import (
     train,
     trainer,
 )
+from lab.probe.__main__ import parse_sizes
 from lab.records import RESULTS
 from runtime.files import atomic, run_directory
 from runtime.launchers import FROM_ENVIRONMENT, find_place, virtual_devices
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not about["git_commit"]:
         raise ValueError("the record names the commit: run this in a clone of the repository")
     check_code(about["git_commit"])
+    parse_sizes(options.sizes)
     overrides = overrides_of(options.config, options.keys)
     mesh = config_of(options.config, overrides).mesh
     workdir = WORKDIR / "community"

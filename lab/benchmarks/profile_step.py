@@ -44,14 +44,20 @@ def measured(key: Key) -> dict[str, Any]:
 
 
 def traced(run: RunFiles) -> list[list[Span]]:
-    """Returns the spans of each device in a run's trace. Compiles the step again, to know the kinds of operations."""
+    """Returns the spans of each device in a run's trace. Compiles the step again, to know the kinds of operations.
+
+    ValueError if the trace has no operation of the step.
+    """
     settings = quickstart.get_config()
     settings.update_from_flattened_dict(KEYS)
     config = base.typed(settings)
     use_devices(config)
     experiment = make_experiment(config)
     text = experiment.compile_train_step().as_text() or ""
-    return device_spans(run.run_dir / "profile", text, experiment.plan.layout.shape)
+    spans = device_spans(run.run_dir / "profile", text, experiment.plan.layout.shape)
+    if not any(spans):
+        raise ValueError(f"{run.run_dir / 'profile'} has no operation of step {STEP}; run the benchmark again")
+    return spans
 
 
 def joined(spans: Iterable[Span], kind: str, start_ns: float) -> list[tuple[float, float]]:

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         options, links, command = parse(argv[1:])
         if options.check:
+            print("the options are right")
             return 0
         program = check_program(command)
         make_folder(options.workdir, "--workdir")
