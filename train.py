@@ -3,9 +3,9 @@
     python train.py --config=configs/quickstart.py --workdir=runs/quickstart [--config.a.b=value ...]
     python train.py [--config=configs/quickstart.py] --help    # the flags, and every key of the config
 
-On several machines, start it once per process: SLURM, Open MPI and Kubernetes are recognised, or give `--coordinator`,
-`--num_processes` and `--process_id`. Exit codes: 0 finished; 75 stopped but resumable (run the same command again);
-2 a mistake in the config, the flags, the data or the work directory; 1 anything else.
+On several machines, start it once per process: SLURM, Open MPI, Kubernetes and Cloud TPU are recognised, or give
+`--coordinator`, `--num_processes` and `--process_id`. Exit codes: 0 finished; 75 stopped but resumable (run the same
+command again); 2 a mistake in the config, the flags, the data or the work directory; 1 anything else.
 
 `run` is the story of a run. Signals, other processes, errors and exit codes are in runtime/supervisor.py, a step in
 training/world.py, and the work between two steps in training/hooks.py.

@@ -1,7 +1,7 @@
 """Finds the place of this process in its run: by flags, by three environment variables, or by a launcher's variables.
 
-The launchers are SLURM, Open MPI and Kubernetes. `runtime/rendezvous.py` then connects the processes, and `start_jax`
-joins them in jax.
+The launchers are SLURM, Open MPI, Cloud TPU and Kubernetes. `runtime/rendezvous.py` then connects the processes, and
+`start_jax` joins them in jax.
 """
 
 import os
@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 
-# Only these classes know the variables of mpirun and of a Job's pods. Tried with jax 0.10.2 and 0.12.0.1.
-from jax._src.clusters import K8sCluster, OmpiCluster
+# Only these classes know the variables of mpirun, of TPU hosts and of a Job's pods. Tried with jax 0.10.2 and 0.12.0.1.
+from jax._src.clusters import ClusterEnv, GceTpuCluster, GkeTpuCluster, K8sCluster, OmpiCluster
 
 from runtime.addresses import host_and_port
 from runtime.exit_codes import ResumableError
@@ -27,6 +28,7 @@ OPEN_MPI, OPEN_MPI_SIZE = "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"  # Ope
 SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_PROCID")  # set by srun
 SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # number of tasks in a step; in a step or a job
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # set for an indexed Job or a JobSet
+MULTISLICE = "MEGASCALE_"  # libtpu joins the slices of a run if it sees variables with this prefix
 PORT_VARIABLE = "JAX_COORDINATOR_PORT"  # for launchers that set no port
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # for any other launcher
 # Ports above the range that Linux gives to connections. jax takes the same range.
@@ -42,6 +44,7 @@ class Address:
     process_id: int | None = None
 
 
+T = TypeVar("T")
 FROM_ENVIRONMENT = Address()  # use the three variables, or detect the launcher
 
 
@@ -107,7 +110,23 @@ def find_launcher() -> str | None:
             f"`srun python train.py ...` starts {tasks} processes of one run",
             file=sys.stderr,
         )
+    if _tpu_cluster():
+        return "Cloud TPU"
     return "Kubernetes" if KUBERNETES_INDEX in os.environ else None
+
+
+def leave_other_slices() -> None:
+    """Makes the TPU slice of this process a world of its own. Call it before any use of jax's devices.
+
+    ValueError if the metadata of the VM, which libtpu reads too, joins it with other slices.
+    """
+    for name in [name for name in os.environ if name.startswith(MULTISLICE)]:
+        del os.environ[name]
+    if _tpu_cluster() is GceTpuCluster and _ask("Cloud TPU", GceTpuCluster._get_num_slices) > 1:
+        raise ValueError(
+            "this slice was requested together with others (--node-count), so that libtpu joins them; "
+            "with sharding.replicas=independent request each slice by itself (docs/tpu.md)"
+        )
 
 
 def virtual_devices() -> int:
@@ -193,18 +212,44 @@ def _open_mpi_place() -> Place:
 
 
 def _kubernetes_place() -> Place:
-    try:
+    def place() -> tuple[str, int, int]:
         if not K8sCluster.is_env_present():
             raise ValueError("no KUBERNETES_SERVICE_HOST, or no package kubernetes: make .venv/kubernetes-installed")
-        coordinator = K8sCluster.get_coordinator_address(JAX_PATIENCE_S, os.environ.get(PORT_VARIABLE))
-        count, process = K8sCluster.get_process_count(), K8sCluster.get_process_id()
-    except Exception as error:  # any type: from the Kubernetes client, urllib3 or jax
+        return _place_by_jax(K8sCluster)
+
+    return _launched("Kubernetes", *_ask("Kubernetes", place))
+
+
+def _cloud_tpu_place() -> Place | None:
+    """Returns the place of a TPU host; None if it is the only one. Process 0 is the first host of the first slice."""
+    cluster = _tpu_cluster()
+    assert cluster
+    place = _launched("Cloud TPU", *_ask("Cloud TPU", lambda: _place_by_jax(cluster)))
+    return place if place.count > 1 else None
+
+
+def _tpu_cluster() -> type[ClusterEnv] | None:
+    """Returns jax's class for the hosts of TPU slices, on GKE or on GCE; None if this process uses no TPU."""
+    if jax.config.jax_platforms == "cpu":
+        return None
+    return next((kind for kind in (GkeTpuCluster, GceTpuCluster) if _ask("Cloud TPU", kind.is_env_present)), None)
+
+
+def _place_by_jax(cluster: type[ClusterEnv]) -> tuple[str, int, int]:
+    coordinator = cluster.get_coordinator_address(JAX_PATIENCE_S, os.environ.get(PORT_VARIABLE))
+    return coordinator, cluster.get_process_count(), cluster.get_process_id()
+
+
+def _ask(launcher: str, question: Callable[[], T]) -> T:
+    """Returns the answer of jax's class for a launcher. ValueError if it has none."""
+    try:
+        return question()
+    except Exception as error:  # any type: from the Kubernetes client, requests, urllib3 or jax
         reason = str(error) or type(error).__name__
         raise ValueError(
-            f"Kubernetes started this process, but does not say how to join the others ({reason}); "
+            f"{launcher} started this process, but does not say how to join the others ({reason}); "
             "give --coordinator, --num_processes and --process_id"
         ) from error
-    return _launched("Kubernetes", coordinator, count, process)
 
 
 def _launched(
@@ -222,8 +267,9 @@ def _launched(
     )
 
 
-_PLACES: dict[str, Callable[[], Place]] = {
+_PLACES: dict[str, Callable[[], Place | None]] = {
     "SLURM": _slurm_place,
     "Open MPI": _open_mpi_place,
+    "Cloud TPU": _cloud_tpu_place,
     "Kubernetes": _kubernetes_place,
 }

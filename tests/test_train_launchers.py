@@ -1,23 +1,30 @@
 """How the processes of one run find each other: SLURM, Open MPI, Kubernetes; and the hosts that they are on."""
 
 import json
+import os
 import shlex
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
 from support import emulating
 from support.emulating import EMULATED
 from support.running import TRAIN, XLA_FLAGS, arguments, finish, free_port, losses, start
+from support.tables import every_row
 
+from configs import command_line
 from runtime import launchers
 from sharding import mesh
+from training import groups
 
+INDEPENDENT = [f"--config.sharding.{key}" for key in ("replicas=independent", "strategy=zero3", "partition_size=0")]
 SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 CLEARED = (
     *(
@@ -35,6 +42,8 @@ CLEARED = (
         "SLURM_STEP_ID",
         "KUBERNETES_SERVICE_HOST",
     ),
+    *("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_ADDRESSES_PATH"),
+    *("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_PORT"),
 )
 STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "rack[0-1]n[2-3]", "SLURM_PROCID": "1", "SLURM_LOCALID": "3"}
 SRUN = {**STEP, "SLURM_NTASKS": "2"}
@@ -136,6 +145,93 @@ def test_unreachable_kubernetes_is_an_error(monkeypatch: pytest.MonkeyPatch, sub
                 ValueError, match=r"^Kubernetes started this process, .*; give --coordinator, --num_proc"
             ):
                 launchers.find_place(launchers.FROM_ENVIRONMENT)
+
+
+# GKE sets the variables of a pod; on GCE the metadata of the VM has them.
+POD = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "b-0,b-1,b-2,b-3", "TPU_SKIP_MDS_QUERY": "true"}
+SLICE = {"MEGASCALE_COORDINATOR_ADDRESS": "a-0:8080", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}
+VM = {"agent-worker-number": "1", "worker-network-endpoints": "x:1:10.0.0.4,x:2:10.0.0.5", "tpu-env": "ZONE: 'z'"}
+VM_OF_TWO = VM | {"tpu-env": "".join(f"{name}: '{value}'\n" for name, value in SLICE.items())}
+
+
+@pytest.fixture
+def tpu_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A host with TPUs, by jax; the metadata of the VM, empty at first, without a server."""
+    metadata: dict[str, str] = {}
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(
+        cloud_tpu_cluster, "get_metadata", lambda key: (metadata.get(key, "Not Found"), 200 if key in metadata else 404)
+    )
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1")
+    platforms = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", "tpu,cpu")
+    yield metadata
+    jax.config.update("jax_platforms", platforms)
+
+
+NOT_SAID, JOINED = "Cloud TPU started this process, but does not say", "this slice was requested together with others"
+# The variables, the metadata, and the coordinator, number of processes and process in one world, and as a replica.
+TPU_HOSTS: list[tuple[dict[str, str], dict[str, str], Any, Any]] = [
+    (POD | SLICE, {}, ("a-0:8482", 8, 5), ("b-0:8482", 4, 1)),
+    (POD, {}, ("b-0:8482", 4, 1), ("b-0:8482", 4, 1)),
+    (POD | {"JOB_COMPLETION_INDEX": "1"}, {}, ("b-0:8482", 4, 1), ("b-0:8482", 4, 1)),
+    (POD | SLICE | {"JAX_COORDINATOR_PORT": "5000"}, {}, ("a-0:5000", 8, 5), ("b-0:5000", 4, 1)),
+    (POD | SLICE | GIVEN, {}, ("head:29400", 3, 2), ("head:29400", 3, 2)),
+    ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}, {}, None, None),  # a slice of one host
+    ({}, {}, None, None),
+    ({}, VM, ("10.0.0.4:8482", 2, 1), ("10.0.0.4:8482", 2, 1)),
+    ({}, VM_OF_TWO, ("a-0:8482", 4, 3), JOINED),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, {}, NOT_SAID, NOT_SAID),
+]
+
+
+def place_or_error(*before: Callable[[], None]) -> Any:
+    """Returns (coordinator, number of processes, process), None for a process that is alone, or an error's start."""
+    try:
+        for prepare in before:
+            prepare()
+        place = launchers.find_place(launchers.FROM_ENVIRONMENT)
+    except ValueError as error:
+        return next((start for start in (NOT_SAID, JOINED) if str(error).startswith(start)), str(error))
+    return place and (place.coordinator, place.count, place.process)
+
+
+@every_row(("variables", "metadata", "world", "replica"), TPU_HOSTS)
+def test_the_place_of_a_tpu_host(
+    variables: dict[str, str],
+    metadata: dict[str, str],
+    world: Any,
+    replica: Any,
+    tpu_host: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one world over all slices; and of an independent replica, whose slice libtpu must not join with others."""
+    tpu_host.clear()
+    tpu_host.update(metadata)
+    with monkeypatch.context() as environment:
+        for name, value in variables.items():
+            environment.setenv(name, value)
+        assert place_or_error() == world
+        assert place_or_error(launchers.leave_other_slices) == replica
+        assert not [name for name in os.environ if name.startswith("MEGASCALE")]
+
+
+def test_virtual_devices_on_a_tpu_host_are_one_process(
+    tpu_host: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tpu_host.update(VM)
+    assert launchers.find_launcher() == "Cloud TPU"
+    jax.config.update("jax_platforms", "cpu")
+    assert launchers.find_launcher() is None
+
+
+def test_a_slice_among_several_has_a_replica_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    independent = command_line.parse(["train.py", "--config=configs/quickstart.py", *INDEPENDENT])
+    with pytest.raises(ValueError, match=r"^no --group: .* a TPU slice among several has one\)$"):
+        groups.number(independent, None)
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "3")
+    assert groups.number(independent, None) == 3 and groups.number(independent, 7) == 7
 
 
 def check_joined(workdir: Path, outcomes: list[tuple[int, str, str]]) -> None:

@@ -12,12 +12,12 @@ from runtime.consensus import broadcast, new_key
 from runtime.files.run_directory import REPLICAS as FOLDER
 from runtime.handshake import shared_token
 
-VARIABLE = "SLURM_ARRAY_TASK_ID"
+VARIABLES = ("SLURM_ARRAY_TASK_ID", "MEGASCALE_SLICE_ID")  # the second: of a TPU slice among several
 WAIT_S, LOOK_S = 90.0, 2.0  # for the previous attempt: `launch/ray_standby.py` kills an orphaned one after 60 s
 
 
 def number(config: Config, given: int | None) -> int | None:
-    """Returns the replica's number: `--group`, or the index of a task in an array of SLURM; None in one world.
+    """Returns the replica's number: `--group`, or the index of a SLURM array's task or a TPU slice; None in one world.
 
     ValueError if a replica has no number, or if one world has a number.
     """
@@ -25,12 +25,13 @@ def number(config: Config, given: int | None) -> int | None:
         if given is not None:
             raise ValueError(f"--group={given} is only read with --config.sharding.replicas=independent")
         return None
-    found = os.environ.get(VARIABLE, "") if given is None else str(given)
+    by_launcher = (os.environ[name] for name in VARIABLES if name in os.environ)
+    found = next(by_launcher, "") if given is None else str(given)
     if found.isdecimal():
         return int(found)
     raise ValueError(
         f"{f'--group={found}' if found else 'no --group'}: with sharding.replicas=independent each replica is started "
-        f"by itself, with a number of its own from 0 on (a task of an array of SLURM has one)"
+        f"by itself, with a number of its own from 0 on (a task of a SLURM array or a TPU slice among several has one)"
     )
 
 

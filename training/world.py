@@ -137,6 +137,11 @@ class ReplicaWorld(_Program):
         super().__init__(config, run_dir / REPLICAS / str(number), run_dir / CHECKPOINTS, supervisor)
         self._run_dir, self.replica, self._number = run_dir, number, number
 
+    def join(self, address: launchers.Address) -> None:
+        """Joins the other processes of this replica. A TPU slice must not join the other replicas' slices."""
+        launchers.leave_other_slices()
+        super().join(address)
+
     def is_finished(self, *, extends: bool) -> bool:
         """False, because a replica of a finished run restores the last step, and then has no step to do."""
         return False
