@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.accumulation import Accumulating, AccumulationRule, Index, values_of
+from sharding.accumulation import Accumulating, AccumulationRule, Index, at, length, values_of
 from sharding.collectives import vary
 from sharding.experts import Gather
 from sharding.frozen import joined, part_like
@@ -33,6 +33,7 @@ from sharding.spec import Placement
 from sharding.trees import Batch, Grads, GradsR, Means, Params, Placements, PyTree
 
 Value = TypeVar("Value")
+Entry = TypeVar("Entry")
 # the weighted sums over the rows given, of the loss and of the auxiliary metrics
 Loss = Callable[[Params, Batch, Gather], tuple[jax.Array, Means]]
 # (group, its placements, its sums, a micro-step's gradients, layer) -> the sums after it
@@ -65,7 +66,20 @@ class PlainLoop:
     def run(self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items) -> tuple[Carry, Means]:
         """Returns the sums of the gradients and of the losses, and auxiliary metrics `[accum]`."""
         del plan
-        return lax.scan(micro_step, carry, items)
+        return scan_micro_steps(micro_step, carry, items)
+
+
+def scan_micro_steps(
+    step: Callable[[Value, Entry], tuple[Value, Means]], carry: Value, items: Entry
+) -> tuple[Value, Means]:
+    """Returns `lax.scan(step, carry, items)` for items `[accum, ...]`, without a loop around a single micro-step.
+
+    With such a loop XLA for TPUs computes the forward pass twice.
+    """
+    if length(items) != 1:
+        return lax.scan(step, carry, items)
+    carry, aux = step(carry, at(items, 0))
+    return carry, jax.tree.map(lambda x: x[None], aux)
 
 
 def run_last(micro_step: MicroStep, carry: Carry, items: Items, aux: Means) -> tuple[tuple[PyTree, jax.Array], Means]:
@@ -299,5 +313,5 @@ def _automatic(loss: Loss, plan: ShardingPlan, params: Params, batch: Batch, tot
         return jax.tree.map(jnp.add, carry, (plan.constrain(grads, scope), value)), aux
 
     zeros = plan.constrain(jax.tree.map(jnp.zeros_like, trained), scope)
-    (grads, value), aux = lax.scan(micro_step, (zeros, jnp.zeros(())), dict(batch))
+    (grads, value), aux = scan_micro_steps(micro_step, (zeros, jnp.zeros(())), dict(batch))
     return grads, _means(value, aux)

@@ -31,6 +31,7 @@ from sharding.gradients import (
     replica_parameters,
     run_last,
     run_on_own_rows,
+    scan_micro_steps,
     times_replicas,
 )
 from sharding.pieces import cut, is_in_part, joined, part_of, with_part
@@ -102,7 +103,7 @@ class ExchangeInLastMicroStep:
     ) -> tuple[tuple[Exchanged[Grads], jax.Array], Means]:
         """Returns the results of the exchange, the loss, and auxiliary metrics `[accum]`."""
         first_items = jax.tree.map(lambda x: x[:-1], items)
-        (grads, value), aux = lax.scan(micro_step, carry, first_items)
+        (grads, value), aux = scan_micro_steps(micro_step, carry, first_items)
         last_step = partial(micro_step, add=partial(self._add_and_exchange, plan))
         first_sums = {
             name: GroupSums(
@@ -196,7 +197,7 @@ class ExchangeInEachMicroStep:
             for name, group in grads.items()
         }
         step = partial(micro_step, add=partial(self._add_and_exchange_piece, plan))
-        (sums, value), aux = lax.scan(step, (first_sums, value), items)
+        (sums, value), aux = scan_micro_steps(step, (first_sums, value), items)
         if kept is not None:
             kept = joined(plan.stacks, {name: group.kept for name, group in sums.items()}, kept)
         mean = joined(plan.stacks, {name: group.pending for name, group in sums.items()}, pending)
@@ -220,7 +221,7 @@ class ExchangeInEachMicroStep:
         self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items, kept: PyTree, pending: PyTree
     ) -> tuple[Carry, Means, list[PyTree], dict[str, jax.Array]]:
         """Runs the micro-steps, and then the exchange of the due part of each tensor."""
-        carry, aux = lax.scan(micro_step, carry, items)
+        carry, aux = scan_micro_steps(micro_step, carry, items)
         mean, kept_after, counts = {}, {}, {}
         for name, group in pending.items():
             placements, key = used_placements(plan, name, plan.placements), _key(name, self.done)

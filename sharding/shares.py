@@ -19,7 +19,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from sharding.accumulation import Index, at, length
-from sharding.gradients import Carry, Items, MicroStep, MicroSteps, add_gradients, replica_parameters, run_last
+from sharding.gradients import (
+    Carry,
+    Items,
+    MicroStep,
+    MicroSteps,
+    add_gradients,
+    replica_parameters,
+    run_last,
+    scan_micro_steps,
+)
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
 from sharding.spec import Placement, is_placement, pspecs
 from sharding.step import Timing, TrainState, updated
@@ -41,7 +50,7 @@ class GradientCallback:
 
     def run(self, plan: ShardingPlan, micro_step: MicroStep, carry: Carry, items: Items) -> tuple[Carry, Means]:
         """Returns the sums of the gradients and of the losses, and auxiliary metrics `[accum]`."""
-        carry, aux = lax.scan(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
+        carry, aux = scan_micro_steps(micro_step, carry, jax.tree.map(lambda x: x[:-1], items))
         return run_last(partial(micro_step, add=partial(self._add_and_hand, plan)), carry, items, aux)
 
     def _add_and_hand(
