@@ -6,7 +6,7 @@ devices per node. Five axes always exist. `stage` exists with a pipeline, `conte
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
+from sharding.torus import boxes, in_boxes
 from sharding.trees import Axes
 
 Device = Any  # a jax.Device, whose module has no types
@@ -91,10 +92,14 @@ class MeshShape:
 def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[list[Device]]:
     """Returns the devices of each node, with nodes in the order of their first process.
 
-    Processes on the same host form a node. `devices_per_node` (0: not given) overrides that, so that one process with 8
-    virtual devices can simulate 4 nodes of 2. ValueError if the nodes differ in size.
+    A TPU slice is a node. On other platforms processes on the same host form a node. `devices_per_node` (0: not given)
+    overrides that, so that one process with 8 virtual devices can simulate 4 nodes of 2. ValueError if the nodes differ
+    in size.
     """
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    if ordered[0].platform == "tpu":
+        slices = _grouped(ordered, [getattr(device, "slice_index", 0) for device in ordered])  # one slice has no index
+        return _equal([box for devices in slices for box in boxes(devices, devices_per_node or len(devices))])
     if devices_per_node:
         if len(ordered) % devices_per_node:
             here = "1 device; 1 does" if len(ordered) == 1 else f"{len(ordered)} devices; {divisors(len(ordered))} do"
@@ -106,15 +111,37 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
             raise ValueError(f"mesh.devices_per_node={devices_per_node} does not divide the {here}{more}")
         return [ordered[i : i + devices_per_node] for i in range(0, len(ordered), devices_per_node)]
     hosts = _host_of_process()
-    nodes: dict[bytes, list[Device]] = {}
-    for device in ordered:
-        nodes.setdefault(hosts[device.process_index], []).append(device)
-    sizes = {len(node) for node in nodes.values()}
+    return _equal(_grouped(ordered, [hosts[device.process_index] for device in ordered]))
+
+
+def _grouped(devices: Sequence[Device], keys: Sequence[Hashable]) -> list[list[Device]]:
+    """Returns the devices of each key."""
+    groups: dict[Hashable, list[Device]] = {}
+    for device, key in zip(devices, keys, strict=True):
+        groups.setdefault(key, []).append(device)
+    return list(groups.values())
+
+
+def _equal(nodes: list[list[Device]]) -> list[list[Device]]:
+    """Returns the nodes. ValueError if they differ in size."""
+    sizes = {len(node) for node in nodes}
     if len(sizes) > 1:
         raise ValueError(
             f"the nodes have {sorted(sizes)} devices; every node needs as many (or set mesh.devices_per_node)"
         )
-    return list(nodes.values())
+    return nodes
+
+
+def in_torus_order(nodes: Sequence[Sequence[Device]], shape: MeshShape) -> list[list[Device]]:
+    """Returns the devices of each node in an order in which, on TPUs, a group of devices is a box of the slice's torus.
+
+    The groups are partition groups, and in them devices that share rows, and tensor groups. ValueError if one cannot be
+    a box.
+    """
+    if nodes[0][0].platform != "tpu":
+        return [list(node) for node in nodes]
+    row = shape.context * shape.tensor
+    return [in_boxes(node, (shape.shard_intra * row, row, shape.tensor)) for node in nodes]
 
 
 def make_mesh(shape: MeshShape, nodes: Sequence[Sequence[Device]]) -> Mesh:

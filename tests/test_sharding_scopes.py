@@ -271,6 +271,7 @@ def test_tensor_axis_shards_the_tensor_dims() -> None:
 class Device:
     id: int
     process_index: int = 0
+    platform: str = "cpu"
 
 
 def test_devices_per_node_groups_devices_by_process_and_id() -> None:

@@ -24,7 +24,7 @@ from runtime.command_line import check_installed
 from runtime.consensus import all_gather, new_key
 from sharding.frozen import part_frozen, part_like
 from sharding.gradients import accumulated
-from sharding.mesh import Device, find_nodes, make_mesh
+from sharding.mesh import Device, find_nodes, in_torus_order, make_mesh
 from sharding.pipeline import StagedLoss, evaluated, through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
@@ -243,7 +243,7 @@ def lay_out(config: Config, devices: Sequence[Device]) -> tuple[Mesh, Layout]:
         tensor=config.mesh.tensor,
         stages=config.mesh.stages,
     )
-    return make_mesh(layout.shape, nodes), layout
+    return make_mesh(layout.shape, in_torus_order(nodes, layout.shape)), layout
 
 
 def make_plan(config: Config, model: models.Model, mesh: Mesh, layout: Layout) -> ShardingPlan:

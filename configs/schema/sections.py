@@ -26,7 +26,7 @@ class MeshConfig(Section, name="mesh", resumable=True):
     """The devices and their arrangement."""
 
     num_cpu_devices: int = key(0, "virtual CPU devices per process; 0: the platform's devices", least=0, unit="devices")
-    devices_per_node: int = key(0, "devices per node; 0: nodes by host names", least=0, unit="devices")
+    devices_per_node: int = key(0, "devices per node; 0: nodes are hosts, or TPU slices", least=0, unit="devices")
     context: int = key(1, "devices inside a node that divide the positions of a row", least=1, unit="devices")
     tensor: int = key(1, "tensor-parallel devices inside a node", least=1, unit="devices")
     stages: int = key(1, "pipeline stages, each of whole nodes", least=1)
