@@ -48,6 +48,7 @@ class BlockConfig:
     qkv_bias: bool = True
     qk_norm: bool = False
     query_scalar: int = 0
+    rotary_attention: float = 1.0
     attention_cap: float = 0.0
     window: int = 0
     causal: bool = False
@@ -176,15 +177,27 @@ def scaled_frequencies(c: DecoderConfig) -> Array:
     `linear` divides them by the factor (Chen et al. 2023, arXiv 2306.15595). `llama3` divides frequencies with fewer
     than `low` turns within the original length and keeps frequencies with more than `high` turns. Between these two it
     interpolates linearly in the number of turns (Llama 3.1, arXiv 2407.21783; its reference code's `apply_scaling`).
+    `yarn` interpolates linearly in the number of the dim, between the whole dims around these two (Peng et al. 2023,
+    arXiv 2309.00071, section 3.2 and its reference code).
     """
     whole = rotary_frequencies(c.head_size, c.rotary_base)
     if c.rotary_scaling == "none":
         return whole
     if c.rotary_scaling == "linear":
         return whole / c.rotary_factor
-    turns = c.rotary_original_len * whole / (2 * math.pi)
-    kept = jnp.clip((turns - c.rotary_low) / (c.rotary_high - c.rotary_low), 0, 1)
+    if c.rotary_scaling == "yarn":
+        high, low = (_dim_of_turns(c, turns) for turns in (c.rotary_high, c.rotary_low))
+        first, last = max(math.floor(high), 0), min(math.ceil(low), c.head_size - 1)
+        kept = 1 - jnp.clip((jnp.arange(len(whole)) - first) / max(last - first, 0.001), 0, 1)
+    else:
+        turns = c.rotary_original_len * whole / (2 * math.pi)
+        kept = jnp.clip((turns - c.rotary_low) / (c.rotary_high - c.rotary_low), 0, 1)
     return (1 - kept) * whole / c.rotary_factor + kept * whole
+
+
+def _dim_of_turns(c: DecoderConfig, turns: float) -> float:
+    """Returns the index in `[H/2]` of the frequency that makes `turns` turns within the original length."""
+    return c.head_size * math.log(c.rotary_original_len / (turns * 2 * math.pi)) / (2 * math.log(c.rotary_base))
 
 
 def rotary_angles(positions_BT: Array, frequencies: Array) -> Array:
@@ -322,13 +335,15 @@ class Attention(nnx.Module):
     def queries_keys_values(self, x_BTD: Array, angles_BTH: Array | None) -> tuple[Array, Array, Array]:
         """Returns the rotated queries `[B, T, N, H]` and keys `[B, T, K, H]`, and the values `[B, T, K, H]`.
 
-        Queries are scaled so that the division of scores by `sqrt(H)` amounts to a division by `sqrt(query_scalar)`.
+        Queries are scaled so that the division of scores by `sqrt(H)` amounts to a division by `sqrt(query_scalar)`,
+        and to a multiplication by the square of `rotary_attention`.
         """
         c = self.config
         y_BTD = self.attention_norm(x_BTD) if c.norm_first else x_BTD
         q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, c.head_size) for f in (self.query, self.key, self.value))
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
-        q = q * (c.head_size / c.query_scalar) ** 0.5 if c.query_scalar else q
+        scale = (c.head_size / (c.query_scalar or c.head_size)) ** 0.5 * c.rotary_attention**2
+        q = q if scale == 1 else q * scale
         return rotate(q, angles_BTH), rotate(k, angles_BTH), v
 
     def attend(self, x_BTD: Array, mixed_BTNH: Array) -> tuple[Array, Array]:

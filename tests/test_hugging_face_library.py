@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import chat_cases, hugging_face_reference
 from support.hugging_face_folders import flags, our_logits, run_convert, tensors_of
-from support.hugging_face_reference import FOLDER, LINEAR, MODELS, batch_loss, example, loss_of, make, reference
+from support.hugging_face_reference import FOLDER, LINEAR, MODELS, YARN, batch_loss, example, loss_of, make, reference
 from support.running import losses, run_here
 from support.suite import sampled
 
@@ -23,6 +23,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 24, "activation_function": "gelu"}),
     "llama all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "llama linear": ("llama3", {"rope_parameters": LINEAR, "head_dim": 4}),
+    "yarn defaults": ("yarn", {"rope_parameters": YARN | dict(beta_fast=None, beta_slow=None, attention_factor=None)}),
     "mistral without a window": ("mistral", {"sliding_window": None, "rope_parameters": None}),
     "qwen3 biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),

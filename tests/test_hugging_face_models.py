@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.hugging_face_folders import changed, loaded, our_logits, section
-from support.hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, reference
+from support.hugging_face_reference import FOLDER, LINEAR, MODELS, VOCAB, YARN, reference
 from support.running import ROOT
 from support.tables import check_rows, every_row, raised
 from support.workload import whole
@@ -178,14 +178,28 @@ def test_config_json_of_older_versions(tmp_path: Path) -> None:
     assert config == replace(section(FOLDER / "llama"), weights=config.weights)
 
 
+def test_defaults_of_yarn(tmp_path: Path) -> None:
+    """As in transformers: 32 turns, 1 turn, and the attention factor of the paper or of two scales (DeepSeek)."""
+    rope = {key: x for key, x in YARN.items() if key not in ("beta_fast", "beta_slow", "attention_factor")}
+    found = section(changed(FOLDER / "yarn", tmp_path / "a", rope_parameters=rope))
+    assert isinstance(found, DecoderConfig)
+    assert (found.rotary_low, found.rotary_high) == (1, 32)
+    assert found.rotary_attention == pytest.approx(1.1386, abs=1e-4)
+    scales = rope | {"mscale": 2.0, "mscale_all_dim": 1.0}
+    found = section(changed(FOLDER / "yarn", tmp_path / "b", rope_parameters=scales))
+    assert isinstance(found, DecoderConfig)
+    assert found.rotary_attention == pytest.approx(1.2773 / 1.1386, abs=1e-4)
+
+
 @every_row(
     ("name", "changes", "message"),
     [
         ("llama", {"model_type": "mamba"}, "'mamba' is not supported; one of gpt2, .*, gemma3_text, bert, roberta is"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; 'silu' is"),
         ("llama", {"head_dim": 8}, "model.head_dim=0, but 8 there"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn' are not supported; default, linear and llama3"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' are not supported; default, .* and yarn"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor"),
+        ("yarn", {"rope_parameters": YARN | {"truncate": False}}, "truncate=False is not supported; true is"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "model.rotary_factor=0.0 must be above 0"),
         ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported; 1"),
         ("mistral", {"sliding_window": "4"}, "model.window='4' must be a whole number"),

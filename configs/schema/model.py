@@ -134,15 +134,16 @@ class DecoderConfig(TransformerConfig):
     rotary_base: float = key(10_000.0, "rotary: base of the frequencies (rope_theta)", above=1, below=math.inf)
     rotary_scaling: str = key(
         "none",
-        "rotary: divide all frequencies by rotary_factor, or the low ones (Llama 3.1)",
-        choices=("none", "linear", "llama3"),
+        "rotary: divide all frequencies by rotary_factor, or the low ones (llama3: Llama 3.1; yarn: YaRN)",
+        choices=("none", "linear", "llama3", "yarn"),
     )
     rotary_factor: float = key(1.0, "rotary_scaling: divisor of frequencies", above=0, below=math.inf)
     rotary_low: float = key(
-        1.0, "llama3: divide frequencies of fewer turns in rotary_original_len", above=0, below=math.inf
+        1.0, "llama3, yarn: divide frequencies of fewer turns in rotary_original_len", above=0, below=math.inf
     )
-    rotary_high: float = key(4.0, "llama3: keep frequencies of more turns", above=0, below=math.inf)
-    rotary_original_len: int = key(8192, "llama3: longest sequence before the scaling", least=1, unit="tokens")
+    rotary_high: float = key(4.0, "llama3, yarn: keep frequencies of more turns (YaRN: 32)", above=0, below=math.inf)
+    rotary_original_len: int = key(8192, "llama3, yarn: longest sequence before the scaling", least=1, unit="tokens")
+    rotary_attention: float = key(1.0, "yarn: factor of rotated queries and keys", above=0, below=math.inf)
     window: int = key(0, "positions that a token attends to, with its own; 0: all", least=0, unit="tokens")
     global_every: int = key(0, "with window: every n-th layer attends to all positions; 0: none", least=0)
     rotary_local_base: float = key(
@@ -174,8 +175,15 @@ class DecoderConfig(TransformerConfig):
         require(even, "num_heads", self.num_heads, fix)
         fix = f"it must be above model.rotary_low = {self.rotary_low}"
         require(
-            self.rotary_scaling != "llama3" or self.rotary_high > self.rotary_low, "rotary_high", self.rotary_high, fix
+            self.rotary_scaling not in ("llama3", "yarn") or self.rotary_high > self.rotary_low,
+            "rotary_high",
+            self.rotary_high,
+            fix,
         )
+        is_yarn = self.positions == "rotary" and self.rotary_scaling == "yarn"
+        fix = "only rotary_scaling = 'yarn' scales queries and keys, in all layers alike; set it to 1"
+        scaled = is_yarn and not self.rotary_local_base
+        require(scaled or self.rotary_attention == 1, "rotary_attention", self.rotary_attention, fix)
         fix = "without model.window all layers attend to all; set model.window too"
         require(not self.global_every or self.window > 0, "global_every", self.global_every, fix)
         fix = "only with model.global_every have layers different positions; set model.rotary_base"

@@ -6,6 +6,7 @@ writes tests/data/hugging_face again, with requirements/hugging-face.txt. The qu
 tests/test_hugging_face_library.py compares them with the installed transformers.
 """
 
+import math
 import os
 import sys
 import warnings
@@ -31,6 +32,8 @@ PLAIN = dict(rope_type="default", rope_theta=500.0)
 LINEAR = dict(rope_type="linear", rope_theta=500.0, factor=2.0)
 LLAMA_3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, original_max_position_embeddings=32)
 LLAMA_3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=10)
+YARN |= dict(beta_fast=2.0, beta_slow=0.5, attention_factor=0.1 * math.log(4) + 1)
 GEMMA = OF_LLAMA | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=12)
 GEMMA_2 = dict(use_bidirectional_attention=False, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 GEMMA_3 = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
@@ -42,6 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", NO_IDS | GPT_2),
     "llama": ("LlamaForCausalLM", LLAMA | dict(rope_parameters=PLAIN)),
     "llama3": ("LlamaForCausalLM", OF_LLAMA | dict(head_dim=8, rope_parameters=LLAMA_3)),
+    "yarn": ("Qwen3ForCausalLM", OF_LLAMA | dict(head_dim=16, rope_parameters=YARN)),
     "mistral": ("MistralForCausalLM", OF_LLAMA | dict(sliding_window=5, rope_parameters=LINEAR)),
     "qwen2": ("Qwen2ForCausalLM", OF_LLAMA | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3ForCausalLM", OF_LLAMA | dict(head_dim=8)),
