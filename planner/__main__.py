@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from configs import command_line
 from configs.losses import dense_optimizer
 from configs.schema import Config, TransformerConfig
-from planner import compile as compiling
+from planner import targets
 from planner.candidates import of_config, of_strategies
 from planner.day import losses, snapshot_interval
 from planner.independent import independent_text
@@ -117,12 +117,12 @@ def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValue
 def _answer(question: Question, nodes: int) -> Answer:
     """Returns the plan for a number of nodes. ValueError if nothing fits them."""
     cluster = question.cluster
-    is_there = not cluster.is_gpu or compiling.WHEELS.exists()
+    is_there = not cluster.is_gpu or targets.WHEELS.exists()
     machine = Machine(
         cluster=cluster,
         nodes=nodes,
         config_words=question.words,
-        target=cluster.device.target if is_there else compiling.CPU,
+        target=cluster.device.target if is_there else targets.CPU,
         xla_flags=question.xla_flags,
         is_quick=question.is_search and cluster.is_gpu and is_there,
     )
@@ -178,7 +178,7 @@ def _stand_ins(step: ReplayableStep) -> list[str]:
     if compression.warmup_steps:
         first = f"the first {compression.warmup_steps:,} exchanges, which send more"
         notes.append(f"compression.all_reduce={compression.all_reduce}: priced as behind its warm-up, {first}")
-    can_fuse = machine.target != compiling.CPU and machine.cluster.device.attention
+    can_fuse = machine.target != targets.CPU and machine.cluster.device.attention
     if not (can_fuse and isinstance(model, TransformerConfig)):
         return notes
     if machine.attention(config) == "xla" != model.attention:

@@ -1,9 +1,9 @@
-"""Compiles the train step of a config for GPUs, on a machine without GPUs, or for virtual CPU devices.
+"""Compiles the train step of a config for GPUs, on a machine without GPUs, for TPUs, or for virtual CPU devices.
 
-XLA for GPUs must be installed (`make .venv/h100/installed`). It runs in a separate process, because with the CUDA
-plug-in in its path jax looks for a GPU. The process ends as soon as XLA has written the scheduled program and its
-buffers, because machine code is not needed. Results are kept in a cache folder, by the input of XLA: the lowered step,
-its options, target and version. Lowering takes three seconds, compiling a step of 10 B parameters twenty.
+XLA for them must be installed (`make .venv/h100/installed`, `make .venv/tpu/installed`) and runs in a separate process
+(planner/targets.py). The process ends as soon as XLA has written the scheduled program and its buffers, because machine
+code is not needed. Results are kept in a cache folder, by the input of XLA: the lowered step, its options, target and
+version. Lowering takes three seconds, compiling a step of 10 B parameters for GPUs twenty, for TPUs ten.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from configs import command_line
+from planner.targets import CPU, TARGETS, is_installed
 from runtime.exit_codes import ExitCode
 from runtime.files.cache import cache_dir
-from sharding.mesh import Device, MeshShape
+from sharding.mesh import MeshShape
 
 if TYPE_CHECKING:
     from jax.stages import Lowered
 
+    from training.experiment import Experiment
+
 ROOT = Path(__file__).resolve().parent.parent
-WHEELS = ROOT / ".venv" / "h100"
-TARGETS = {name: Path(__file__).with_name(f"{name}_target_config.txt") for name in ("h100", "a100")}
-CPU = "cpu"  # name of the CPU target
 POLL_S = 0.02
 MODULE = "jit_step"  # XLA's name of the step
 # Without these flags XLA spends most of its time on tiles of kernels that it might fuse into norms. With them BERT
@@ -49,7 +49,7 @@ FAST = "--xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"  # no LLV
 class CompiledStep:
     """A train step: its program's text, its mesh, and the bytes that it needs on one device."""
 
-    text: str
+    text: str  # "" if XLA refused the program, which needs too much memory
     shape: MeshShape
     argument_bytes: int  # state and batch
     temporary_bytes: int
@@ -70,22 +70,25 @@ def compile_step(
     target: str = "h100",
     memory_bytes: float = 0,
 ) -> CompiledStep:
-    """Returns the step of a config, given as `--config=FILE` and its overrides, for nodes of a target: a GPU, or cpu.
+    """Returns the step of a config, given as `--config=FILE` and its overrides, for nodes of a target (TARGETS).
 
-    With `memory_bytes` the target has this much memory. ValueError for a bad config or a program that XLA refuses.
-    RuntimeError if XLA for GPUs is needed and not installed.
+    With `memory_bytes` a GPU has this much memory. ValueError for a bad config or a program that XLA refuses, but a
+    program that needs more memory than a TPU has is returned without text. RuntimeError if XLA for the target is needed
+    and not installed.
     """
-    if target != CPU and not WHEELS.exists():
-        raise RuntimeError("XLA for GPUs is not installed: make .venv/h100/installed")
+    hardware = TARGETS[target]
+    if not is_installed(hardware):
+        raise RuntimeError(hardware.missing)
     cache_folder().mkdir(parents=True, exist_ok=True)
     # a process that XLA started may still write there when the folder is removed
     with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as out:
-        paths = [*([] if target == CPU else [WHEELS]), ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [hardware.packages, ROOT, os.environ.get("PYTHONPATH")]
         dump = "" if target == CPU else f"--xla_dump_to={out} --xla_dump_hlo_module_re=^{MODULE}$"
         # TMPDIR: leftovers of XLA's process are deleted with this folder
         variables = {
             **os.environ,
-            "PYTHONPATH": ":".join(map(str, paths)),
+            **hardware.variables,
+            "PYTHONPATH": ":".join(map(str, filter(None, paths))),
             "XLA_FLAGS": f"{FAST} {dump} {xla_flags}",
             "TMPDIR": out,
         }
@@ -121,7 +124,6 @@ def _why(said: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Writes `step.json` into the folder of `--out`: the mesh, and the cache file of the program."""
     import jax
-    from jax.experimental import topologies
 
     from training.experiment import make_experiment
     from training.overlap import add_estimate, installed_plugins
@@ -129,28 +131,18 @@ def main(argv: Sequence[str]) -> int:
     values = command_line.new_flags()
     flags.DEFINE_integer("nodes", 1, "nodes of the cluster", flag_values=values, lower_bound=1)
     flags.DEFINE_integer("devices_per_node", 8, "devices of each node", flag_values=values, lower_bound=1)
-    flags.DEFINE_enum("target", "h100", [*TARGETS, CPU], "what to compile for", flag_values=values)
+    flags.DEFINE_enum("target", "h100", [*TARGETS], "what to compile for", flag_values=values)
     flags.DEFINE_integer("memory_bytes", 0, "memory of a GPU; 0 for the target's own", flag_values=values)
     flags.DEFINE_string("out", ".", "folder for what is said of the program", flag_values=values)
     try:
         config = command_line.parse(argv, values)
-        out, about = Path(values.out), ""  # description of the target
+        out = Path(values.out)
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_traceback_in_locations_limit", 0)  # line numbers of our code are not part of the program
         if config.sharding.overlap != "off":
             add_estimate(os.environ, installed_plugins())
-        if values.target == CPU:
-            jax.config.update("jax_num_cpu_devices", values.nodes * values.devices_per_node)
-            devices: Sequence[Device] = jax.devices()
-        else:
-            about = _target_config(values.target, values.memory_bytes)
-            topology: object = topologies.get_topology_desc(
-                topology_name=values.target,
-                platform="cuda",
-                target_config=about,
-                topology=f"1x{values.nodes}x{values.devices_per_node}",
-            )
-            devices = topology.devices
+        about = TARGETS[values.target].describe(values.memory_bytes)
+        devices = TARGETS[values.target].devices(values.nodes, values.devices_per_node, about)
         experiment = make_experiment(config, devices)
         lowered = experiment.lower_train_step()
         options = experiment.compiler_options(pipelined=experiment.plan.overlap)
@@ -161,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         kept = cache_folder() / f"{key}.json"
         from_cache = kept.exists()
         if not from_cache:
-            program = _compiled(lowered, options, out)
+            program = _compiled(experiment, lowered, options, out)
             (out / kept.name).write_text(json.dumps(program))
             os.replace(out / kept.name, kept)
     except (ValueError, OSError, RuntimeError) as error:
@@ -173,11 +165,13 @@ def main(argv: Sequence[str]) -> int:
     os._exit(ExitCode.FINISHED)  # XLA may still write machine code
 
 
-def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> dict[str, str | int]:
+def _compiled(
+    experiment: "Experiment", lowered: "Lowered", options: Mapping[str, Any], dumped: Path
+) -> dict[str, str | int]:
     """Returns a step's scheduled program, and the bytes of its arguments and temporaries.
 
     They come from the dump that XLA writes before machine code. If it writes none, they come from the whole
-    compilation.
+    compilation. XLA for TPUs refuses a program that needs too much memory, and only says how much.
     """
     done: list[Any] = []
 
@@ -199,7 +193,12 @@ def _compiled(lowered: "Lowered", options: Mapping[str, Any], dumped: Path) -> d
         time.sleep(POLL_S)
     (whole,) = done
     if isinstance(whole, Exception):
-        raise whole
+        if not (needed := needed_bytes(str(whole))):
+            raise whole
+        from training.memory import state_bytes
+
+        parameters, _, optimizer = state_bytes(experiment)
+        return {"text": "", "argument_bytes": parameters + optimizer, "temporary_bytes": needed}
     memory = whole.memory_analysis()
     sizes = {"argument_bytes": memory.argument_size_in_bytes, "temporary_bytes": memory.temp_size_in_bytes}
     return {"text": whole.as_text() or "", **sizes}
@@ -211,13 +210,19 @@ def dumped_program(folder: Path) -> dict[str, str | int] | None:
     XLA of jax 0.10 and 0.12 writes its options once more after these files: they are complete when the options are not
     older.
     """
-    for text in folder.glob(f"*.{MODULE}.*_gpu_after_optimizations.txt"):
+    for text in folder.glob(f"*.{MODULE}.*after_optimizations.txt"):
         assignment = Path(str(text).removesuffix(".txt") + "-buffer-assignment.txt")
-        options = folder / f"{text.name.partition(MODULE)[0]}{MODULE}.debug_options"
-        if _is_not_older(options, text) and _is_not_older(options, assignment):
+        written = [*folder.glob(f"{text.name.partition(MODULE)[0]}{MODULE}.*debug_options")]  # TPUs: with XLA's version
+        if written and all(_is_not_older(written[0], file) for file in (text, assignment)):
             arguments, temporaries = buffer_bytes(assignment.read_text())
             return {"text": text.read_text(), "argument_bytes": arguments, "temporary_bytes": temporaries}
     return None
+
+
+def needed_bytes(refusal: str) -> int:
+    """Returns the bytes of temporaries for which XLA refuses a program for TPUs; 0 for another refusal."""
+    found = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM", refusal)
+    return round(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)) if found else 0
 
 
 def _is_not_older(last: Path, first: Path) -> bool:
@@ -242,12 +247,6 @@ def buffer_bytes(assignment: str) -> tuple[int, int]:
     for size, kind in found:
         sums[kind] += int(size)
     return sums["parameter"], sums["preallocated-temp"]
-
-
-def _target_config(target: str, memory_bytes: int) -> str:
-    """Returns XLA's description of a GPU, with another memory if one is given."""
-    text = TARGETS[target].read_text()
-    return re.sub(r"device_memory_size: \d+", f"device_memory_size: {memory_bytes}", text) if memory_bytes else text
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from configs.schema import Config, DecoderConfig, ImageConfig, TransformerConfig
 from configs.schema.own import OWN
 from planner import compile as compiling
+from planner import targets
 from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
 from planner.clusters import MEMORY_SHARE, Cluster, DeviceSpec, Network
@@ -119,7 +120,7 @@ class Machine:
             "devices_per_node": self.cluster.devices_per_node,
             "xla_flags": self.xla_flags,
             "target": self.target,
-            "memory_bytes": 0 if self.target == compiling.CPU else self.cluster.device.memory_bytes,
+            "memory_bytes": 0 if self.target == targets.CPU else self.cluster.device.memory_bytes,
         }
 
     def attention(self, config: Config) -> str:
@@ -138,7 +139,7 @@ class Machine:
             return model.attention
         is_cut = config.ablation.partitioner == "auto"  # by XLA, which cannot cut this kernel
         can_stand_in = not is_cut and model.takes_flash(config.data.seq_len, config.mesh.tensor)
-        return "pallas" if gpu.attention and self.target != compiling.CPU and can_stand_in else "xla"
+        return "pallas" if gpu.attention and self.target != targets.CPU and can_stand_in else "xla"
 
     def device(self, config: Config) -> DeviceSpec:
         """Returns the device of a replay. A GPU's step that was compiled for CPUs computes in f32.
@@ -146,7 +147,7 @@ class Machine:
         For models/flash.py its measured rate is used, if any. Otherwise it computes seven products in the backward pass
         where a library computes five. Kernels count all pairs of a causal mask, and windows reduce them to a fraction.
         """
-        foreign = self.target == compiling.CPU and self.cluster.is_gpu
+        foreign = self.target == targets.CPU and self.cluster.is_gpu
         device = self.cluster.compute(self.num_devices, HLO_DTYPES[config.model.compute_dtype] if foreign else "")
         if not (isinstance(config.model, TransformerConfig) and device.attention):
             return device

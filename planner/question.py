@@ -11,8 +11,7 @@ from absl import flags
 
 from configs import command_line
 from configs.schema import Config
-from planner import clusters, probes
-from planner import compile as compiling
+from planner import clusters, probes, targets
 from planner.table import MOST_DEVICES
 from runtime.command_line import check_file
 from runtime.files.paths import user_path
@@ -175,7 +174,7 @@ def _notes(cluster: clusters.Cluster, *, is_search: bool) -> list[str]:
     notes = [
         "XLA for GPUs is not installed (make .venv/h100/installed): priced from the program compiled for CPUs, which "
         "overlaps nothing, has other temporaries and names no streams; less exact"
-    ] * (not compiling.WHEELS.exists())
+    ] * (not targets.WHEELS.exists())
     memory = f"{format_bytes(cluster.usable_bytes(1))} of {format_bytes(cluster.device.memory_bytes)}"
     return [
         *notes,

@@ -158,7 +158,7 @@ def run_elsewhere(file: Path, _: Path, keys: Any, measure: Any, *, again: bool) 
 def test_without_xla_for_gpus_it_is_an_error_of_one_line_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("planner.compile.WHEELS", tmp_path / "none")
+    monkeypatch.setattr("planner.targets.WHEELS", tmp_path / "none")
     monkeypatch.setattr(compiled, "start_devices", lambda count: None)  # this process has its own
     monkeypatch.setattr(compiled, "run_missing", partial(run_elsewhere, tmp_path / "overlap.jsonl"))
     assert overlap_table.main(["--only=1.3 B, zero3"]) == 1 and overlap_table.main(["--only=zero4"]) == 2

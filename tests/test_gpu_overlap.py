@@ -10,7 +10,8 @@ from support.compiling import SMALL
 from support.running import ROOT
 from support.suite import sampled
 
-from planner.compile import WHEELS, CompiledStep, compile_step
+from planner.compile import CompiledStep, compile_step
+from planner.targets import WHEELS
 from sharding.hlo import LABELS, Collective, bytes_per_step, read_collectives
 from sharding.hlo_program import Computation, Instruction, parse_program
 

@@ -12,7 +12,8 @@ from support.suite import sampled
 from compression.chosen_codecs import make_codec
 from configs import base
 from configs.schema import CompressionConfig
-from planner.compile import WHEELS, compile_step
+from planner.compile import compile_step
+from planner.targets import WHEELS
 from sharding.hlo import Collective, read_collectives
 from sharding.mesh import INTER_AXES
 

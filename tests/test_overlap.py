@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from planner import compile as compiler
+from planner import targets
 from planner.clusters import find_cluster, with_rate
 from planner.replay import replay
 from sharding.hlo import bytes_per_step, read_collectives
 from sharding.hlo_program import parse_program
 
-needs_wheels = pytest.mark.skipif(not compiler.WHEELS.exists(), reason="make .venv/h100/installed")
+needs_wheels = pytest.mark.skipif(not targets.WHEELS.exists(), reason="make .venv/h100/installed")
 CONFIG = ["--config=tests/support/compiling.py"]
 
 

@@ -16,7 +16,8 @@ import pytest
 from support.running import arguments, run_here
 from support.tables import every_row
 
-from planner.compile import WHEELS, compile_step
+from planner.compile import compile_step
+from planner.targets import WHEELS
 from training.experiment import make_experiment
 from training.optimizers import guarded
 from training.overlap import (

@@ -21,7 +21,7 @@ from configs.schema import Config
 from configs.schema.own import OWN
 from examples.methods.utilisation import Utilisation
 from planner import __main__ as program
-from planner import clusters
+from planner import clusters, targets
 from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
 from planner.pictures import COLOURS, draw, draw_curves
@@ -348,7 +348,7 @@ def test_the_interval_that_a_target_of_utilisation_chooses(
 def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compiling, "WHEELS", tmp_path / "missing")
+    monkeypatch.setattr(targets, "WHEELS", tmp_path / "missing")
     code, out, _ = run(capsys, *WORDS, "--cluster=p3dn.24xlarge", "--nodes=1", "--config.model.compute_dtype=bfloat16")
     assert code == 0
     assert "make .venv/h100/installed" in out and "less exact" in out and "V100" in out and "$/Gtoken" in out
@@ -532,7 +532,7 @@ def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+@pytest.mark.skipif(not targets.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
 @pytest.mark.parametrize("cluster", sampled(["p5.48xlarge", "p3dn.24xlarge"], "p5.48xlarge"))
 def test_programs_for_gpus(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--devices_per_node=2", "--nodes=4", "--config.model.compute_dtype=bfloat16", f"--cluster={cluster}")

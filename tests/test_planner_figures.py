@@ -22,8 +22,8 @@ from lab.records import Line, read_records, recorded
 from planner import clusters, rates
 from planner.bounds import bounds
 from planner.clusters import CLUSTERS
-from planner.compile import WHEELS
 from planner.rates import MissingRateError, Rates
+from planner.targets import WHEELS
 from training.experiment import make_experiment
 
 ROWS = rates.rows()

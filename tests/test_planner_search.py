@@ -19,7 +19,7 @@ from support.running import IGNORED
 from support.suite import sampled
 
 from configs import losses
-from planner import clusters
+from planner import clusters, targets
 from planner import compile as compiling
 from planner.bounds import Bounds, bounds
 from planner.candidates import Candidate, all_candidates, of_config, of_strategies
@@ -413,7 +413,7 @@ def test_bytes_of_a_buffer_assignment() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compiling.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
+@pytest.mark.skipif(not targets.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
 def test_the_program_before_machine_code_is_that_of_the_whole_compilation() -> None:
     """Without a dump no program can be read before the end."""
     gpu = machine(clusters.CLUSTERS["p5.48xlarge"], nodes=2)

@@ -11,7 +11,7 @@ from configs import base, quickstart
 from configs.losses import RecordedLoss
 from configs.schema import Config
 from lab.benchmarks.planner_records import RECORDS
-from planner import clusters
+from planner import clusters, targets
 from planner import compile as compiling
 from planner.candidates import Candidate, of_config
 from planner.predict import Machine, ReplayableStep, compiled_step
@@ -42,7 +42,7 @@ def small(**changes: Any) -> Config:
 
 
 def machine(cluster: clusters.Cluster = clusters.EMULATED, nodes: int = 4) -> Machine:
-    return Machine(cluster=cluster, nodes=nodes, config_words=WORDS, target=compiling.CPU)
+    return Machine(cluster=cluster, nodes=nodes, config_words=WORDS, target=targets.CPU)
 
 
 def experiment(candidate: Candidate) -> Experiment:
