@@ -45,7 +45,7 @@ from runtime.command_line import print_to_stderr
 from runtime.consensus import all_gather, barrier, broadcast, new_key
 from runtime.files.json_objects import JsonObject
 from runtime.handshake import shared_token
-from sharding.mesh import Device
+from sharding.mesh import Device, slice_of
 from sharding.trees import PyTree
 
 _HOST = "pinned_host"  # page-locked: devices copy to it on their own
@@ -128,7 +128,11 @@ class Snapshots:
         wanted = tree.flatten_abstract(abstract_state)
         arrays, leaves = {path: x.abstract for path, x in wanted.items()}, [x.leaf for x in wanted.values()]
         own = owned_shards(self._me, self._nodes, arrays, leaves)
-        senders = [i for i in range(len(self._nodes)) if len(set(self._nodes)) > 1 and self._partner(i) == self._me]
+        senders = [
+            i
+            for i in range(len(self._nodes))
+            if len(set(self._nodes)) > 1 and partner_process(i, self._nodes) == self._me
+        ]
         copies = [x for i in senders for x in owned_shards(i, self._nodes, arrays, leaves) if x.is_only_copy]
         sizes = [sum(owned.piece.size for owned in part) for part in (own, copies)]
         return Needs(
@@ -238,20 +242,14 @@ class Snapshots:
         if count > 1:
             self._service = BlobService(PURPOSE, answers, process=self._me, count=count, token=self._token)
         address = vars(self._service.address) if self._service else {}
-        told = all_gather(new_key("nodes"), {"node": self._folder.identity, "address": address})
-        self._nodes = [said["node"] for said in told]
+        own = {"host": self._folder.identity, "slice": slice_of(jax.local_devices()[0]), "address": address}
+        told = all_gather(new_key("nodes"), own)
+        hosts = [said["host"] for said in told]
+        self._nodes = lost_together(hosts, [said["slice"] for said in told])
         self._addresses = [BlobAddress(**said["address"]) for said in told] if self._service else []
-        self._reader = self._nodes.index(self._nodes[self._me])
+        self._reader = hosts.index(hosts[self._me])
         if self._service:
-            answers.copies_of = frozenset(i for i in range(count) if self._partner(i) == self._me)
-
-    def _partner(self, process: int) -> int:
-        """The process that keeps copies for `process`, on the partner of its node."""
-        nodes = list(dict.fromkeys(self._nodes))
-        mine = self._nodes[process]
-        other = nodes[partner(nodes.index(mine), len(nodes))]
-        of_node = {node: [i for i, there in enumerate(self._nodes) if there == node] for node in (mine, other)}
-        return of_node[other][of_node[mine].index(process) % len(of_node[other])]
+            answers.copies_of = frozenset(i for i in range(count) if partner_process(i, self._nodes) == self._me)
 
     def _load(self, found: Found, abstract_state: PyTree, turn: int) -> Restored | None:
         """Returns the state of a step in memory; None, with a report, if a process cannot fetch its part in a turn."""
@@ -284,7 +282,9 @@ class Snapshots:
             self._folder.describe(snapshot)
             only_copies = [number for number, owned in enumerate(self._owned) if owned.is_only_copy]
             if only_copies:
-                with connect(self._addresses[self._partner(self._me)], self._token, self._me) as connection:
+                with connect(
+                    self._addresses[partner_process(self._me, self._nodes)], self._token, self._me
+                ) as connection:
                     send_copy(connection, self._folder, snapshot, only_copies)
         self._pace.cost(time.perf_counter() - begun_s)
 
@@ -335,6 +335,11 @@ class OwnedShard:
     piece: StoredRegion
     device: Device  # of this process that holds the region
     is_only_copy: bool  # no other node holds this region
+
+
+def lost_together(hosts: Sequence[str], slices: Sequence[int]) -> list[str]:
+    """Returns the node of each process: its TPU slice, which is lost as a whole, or its host if there is one slice."""
+    return [f"slice {number}" for number in slices] if len(set(slices)) > 1 else list(hosts)
 
 
 def owned_shards(
@@ -421,3 +426,11 @@ def partner(node: int, count: int) -> int:
     """
     first = max(0, count - 3) if count % 2 else count  # of the last three
     return node ^ 1 if node < first else first + (node - first + 1) % (count - first)
+
+
+def partner_process(process: int, nodes: Sequence[str]) -> int:
+    """Returns the process that keeps copies for `process`, on the partner of its node. `nodes`: of each process."""
+    names = list(dict.fromkeys(nodes))
+    other = names[partner(names.index(nodes[process]), len(names))]
+    mine, others = ([i for i, node in enumerate(nodes) if node == name] for name in (nodes[process], other))
+    return others[mine.index(process) % len(others)]

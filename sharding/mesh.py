@@ -98,7 +98,7 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
     """
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     if ordered[0].platform == "tpu":
-        slices = _grouped(ordered, [getattr(device, "slice_index", 0) for device in ordered])  # one slice has no index
+        slices = _grouped(ordered, [slice_of(device) for device in ordered])
         return _equal([box for devices in slices for box in boxes(devices, devices_per_node or len(devices))])
     if devices_per_node:
         if len(ordered) % devices_per_node:
@@ -112,6 +112,11 @@ def find_nodes(devices: Sequence[Device], devices_per_node: int = 0) -> list[lis
         return [ordered[i : i + devices_per_node] for i in range(0, len(ordered), devices_per_node)]
     hosts = _host_of_process()
     return _equal(_grouped(ordered, [hosts[device.process_index] for device in ordered]))
+
+
+def slice_of(device: Device) -> int:
+    """Returns the number of a device's TPU slice; 0 for the only slice, which has no number, and on other platforms."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def _grouped(devices: Sequence[Device], keys: Sequence[Hashable]) -> list[list[Device]]:

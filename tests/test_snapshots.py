@@ -28,7 +28,7 @@ from configs.schema.sections import AUTOMATIC
 from elastic.manifest import Leaf
 from elastic.memory_files import MemoryFolder
 from elastic.recovery import Copy, Found, load
-from elastic.snapshots import Pace, Snapshots, owned_shards, partner
+from elastic.snapshots import Pace, Snapshots, lost_together, owned_shards, partner, partner_process
 from elastic.transfer import PURPOSE, Answers
 from runtime.addresses import own_address
 from runtime.blobs import BlobService, PeerError
@@ -327,6 +327,27 @@ def test_what_a_node_holds_is_kept_once_and_shared_out() -> None:
     assert sum(by_device.values()) == groups * whole
     assert all(size == pytest.approx(whole / 4, rel=0.1) for size in by_device.values()), by_device
     assert not any(shard.is_only_copy for of_process in owned for shard in of_process)
+
+
+@pytest.mark.parametrize("held", ["in each slice", "over all slices"])
+def test_copies_of_a_tpu_slice_are_on_another_slice(held: str) -> None:
+    """Two slices of two hosts of two devices: a slice is lost with all its hosts, whose copies are thus elsewhere."""
+    nodes = lost_together([f"host {process}" for process in range(4)], [0, 0, 1, 1])
+    assert [partner_process(process, nodes) for process in range(4)] == [2, 3, 0, 1]
+    device_type = namedtuple("device_type", ("id", "process_index"))
+    chunks = 4 if held == "in each slice" else 8
+    indices = {device_type(i, i // 2): (slice(i % chunks, i % chunks + 1),) for i in range(8)}
+    sharding = SimpleNamespace(devices_indices_map=lambda shape: indices)
+    arrays: Any = {"x": SimpleNamespace(sharding=sharding, dtype=np.dtype(np.float32))}
+    leaves = [Leaf(path="x", shape=(chunks,), dtype="float32")]
+    owned = [shard for process in range(4) for shard in owned_shards(process, nodes, arrays, leaves)]
+    assert len(owned) == 8 and {shard.is_only_copy for shard in owned} == {chunks == 8}
+
+
+def test_hosts_of_the_only_slice_are_nodes() -> None:
+    hosts = ["a", "a", "b", "b"]
+    assert lost_together(hosts, [0, 0, 0, 0]) == hosts
+    assert [partner_process(process, hosts) for process in range(4)] == [2, 3, 0, 1]
 
 
 def test_which_nodes_may_be_lost() -> None:
