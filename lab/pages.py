@@ -78,6 +78,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "events of replicas": lambda: replica_events.table(of("replica_events")),
         "random events of replicas": lambda: replica_events.random_table(of("replica_events")),
         "plans of configs": planner_configs.table,
+        "clusters": planner_configs.clusters_table,
         "a search": planner_records.short_example,
         "a whole search": planner_records.example,
         "ways to a loss": planner_records.to_loss,

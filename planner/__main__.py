@@ -28,7 +28,7 @@ from configs.schema import Config, TransformerConfig
 from planner import targets
 from planner.candidates import of_config, of_strategies
 from planner.day import losses, snapshot_interval
-from planner.independent import independent_text
+from planner.independent import independent_prediction, independent_text
 from planner.pictures import draw, draw_curves
 from planner.predict import Machine, Prediction, ReplayableStep, what_helps
 from planner.question import Question, command_flags, question_of
@@ -144,7 +144,10 @@ def _answer(question: Question, nodes: int) -> Answer:
         found = search(config, machine, devices, most=question.most, candidates=candidates, say=say, count=count)
     best, step = found.steps[0]
     unit = "images" if best.tokens_per_s is None else "sequences"
-    size = f"{format_count(step.experiment.model.num_params)} parameters, {config.batch.global_size:,} {unit} a step"
+    size = f"{format_count(step.experiment.model.num_params)} parameters"
+    if isinstance(model := config.model, TransformerConfig):
+        size += f" ({model.num_layers} layers of {model.hidden:,})"
+    size += f", {config.batch.global_size:,} {unit} a step"
     link = format_bytes(8 * cluster.node_bandwidth).replace("B", "bit")
     where = f"{cluster.name} ({machine.num_devices} x {cluster.device.name}, {link}/s a node)"
     padding = _padding(config, [prediction for prediction, _ in found.steps], machine.num_devices)
@@ -160,6 +163,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         unit=unit,
         predictions=tuple(prediction for prediction, _ in shown),
         changed=tuple(prediction for prediction, _ in found.changed),
+        replicas=independent_prediction(step, best),
         helps=what_helps(step),
         day=losses(step, best.step_s),
         steps=config.num_steps,

@@ -13,6 +13,7 @@ from math import inf
 
 from planner.rates import MissingRateError, Rates, rows
 from training.metrics.throughput import peak_flops
+from training.metrics.units import format_bytes
 
 GBIT = 1e9 / 8  # bytes/s
 # Overlap of training systems: the compiled program's schedule; gathers and scatters of the neighbouring layers during
@@ -157,6 +158,12 @@ class Cluster:
     spot: float | None = None
     hides: str = SCHEDULE  # which communication overlaps with kernels
 
+    def __str__(self) -> str:
+        """The name with devices, link and price: `p4d.24xlarge (8 x A100-40GB, 400 Gbit/s, 21.96 $/h)`."""
+        link = format_bytes(8 * self.node_bandwidth).replace("B", "bit")
+        price = [] if self.on_demand is None else [f"{self.on_demand:.2f} $/h"]
+        return f"{self.name} ({', '.join([f'{self.devices_per_node} x {self.device.name}', f'{link}/s', *price])})"
+
     @property
     def is_gpu(self) -> bool:
         """Whether its devices are GPUs. Otherwise they are emulated."""
@@ -212,7 +219,8 @@ def find_cluster(name: str) -> Cluster:
         return _node(name, Rates(rows()))  # names the missing figure
     near = [known for known in CLUSTERS if known.startswith(name.lower())] if name else []
     near = near or get_close_matches(name.lower(), CLUSTERS, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(CLUSTERS)}"
+    listed = map(str, [CLUSTERS[known] for known in near] or CLUSTERS.values())
+    hint = f"did you mean {' or '.join(listed)}?" if near else f"there are {', '.join(listed)}"
     raise ValueError(f"--cluster={name} is not known; {hint}")
 
 
@@ -227,8 +235,8 @@ def with_devices(cluster: Cluster, devices_per_node: int) -> Cluster:
 
 
 def with_rate(cluster: Cluster, rate_bits: float) -> Cluster:
-    """Returns the cluster with another link bandwidth per node, in bits per second. Its prices are then unknown."""
-    return replace(cluster, node_bandwidth=rate_bits / 8, on_demand=None, spot=None)
+    """Returns the cluster with another link bandwidth per node, in bits per second, at the same price."""
+    return replace(cluster, node_bandwidth=rate_bits / 8)
 
 
 def with_system(cluster: Cluster, system: str) -> Cluster:

@@ -5,13 +5,13 @@ memory that is not pinned, and sent during the last backward pass. Their totals 
 (training/gradient_units.py). The program with callbacks compiles only on its own devices, so it is not replayed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema.codecs import TABLE
 from configs.schema.combinations import complaint
 from elastic.replicas.payloads import PIECES
 from planner.bounds import forward_share
-from planner.predict import ReplayableStep
+from planner.predict import Prediction, ReplayableStep, StepTraffic
 from training.metrics.units import format_bytes, format_seconds
 from training.round_units import of_workers, state_payload
 
@@ -69,6 +69,33 @@ def independent(step: ReplayableStep, shares: int = 1) -> IndependentStep | None
         sent_bytes=sent_bytes,
         sending_s=sending_s,
         hidden_s=hidden_s,
+    )
+
+
+def independent_prediction(step: ReplayableStep, one_world: Prediction) -> Prediction | None:
+    """Returns the prediction of the same step with independent replicas, or None if they cannot be separate."""
+    if (found := independent(step)) is None:
+        return None
+    others = tuple(part for part in one_world.traffic if part.name != "replica_all_reduce")
+    exposed_s = found.step_s - one_world.compute_s - sum(part.exposed_s for part in others)
+    local = max(1, step.experiment.config.local_sgd.inner_steps)
+    sending = StepTraffic(
+        name="replica_all_reduce", level="inter", busy_s=max(exposed_s, found.sending_s / local), exposed_s=exposed_s
+    )
+    gathered = sum(c.inter_bytes * c.times for c in step.collectives if c.label != "replica_all_reduce")
+    more = found.step_s / one_world.step_s
+    return replace(
+        one_world,
+        candidate=one_world.candidate.with_extras({"replicas": "independent"}),
+        inter_bytes=gathered + found.sent_bytes / step.machine.cluster.devices_per_node,
+        traffic=(*others, sending),
+        step_s=found.step_s,
+        rows_per_s=one_world.rows_per_s / more,
+        tokens_per_s=one_world.tokens_per_s and one_world.tokens_per_s / more,
+        flops_per_device=one_world.flops_per_device / more,
+        mfu=one_world.mfu / more,
+        usd_on_demand=one_world.usd_on_demand and one_world.usd_on_demand * more,
+        usd_spot=one_world.usd_spot and one_world.usd_spot * more,
     )
 
 

@@ -4,13 +4,13 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import Path
 
 from absl import flags
 
 from configs import command_line
-from configs.schema import Config
+from configs.schema import Config, TransformerConfig
 from planner import clusters, probes, targets
 from planner.table import MOST_DEVICES
 from runtime.command_line import check_file
@@ -21,6 +21,8 @@ LOOKED_AT = 6  # programs compiled by a search, unless --compile sets their numb
 DEFAULT = "p4d.24xlarge"  # cluster
 QUICK = "a search compiles what fits without fused norms: quicker, its steps 1 to 2 % longer than --strategy plans them"
 RATE = {"mbit": 1e6, "gbit": 1e9}
+TOKENS = {"M": 1e6, "B": 1e9, "T": 1e12}
+DECODER = Path(__file__).resolve().parent.parent / "configs" / "decoder.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,11 @@ class Question:
 def command_flags(argv: Sequence[str]) -> flags.FlagValues:
     """Returns the flags of the planner, not yet parsed."""
     values = command_line.new_flags()
-    names = f"one of {', '.join(clusters.CLUSTERS)} ({DEFAULT}, unless it is given)"
+    listing = "\n      ".join(map(str, clusters.CLUSTERS.values()))
+    names = f"one of these ({DEFAULT}, unless it is given):\n      {listing}"
     texts = {
+        "model": "in place of --config: a size of configs/decoder.py, such as 13b or layers=40,hidden=5120,heads=40",
+        "tokens": "of the run, such as 10B, in place of the config's number of steps",
         "strategy": "strategies to compare: mics(8),zero3,hsdp+all_reduce=int8",
         "probe": "probe.json of lab.probe: measured devices and links",
         "rate": "of each node's link, such as 25gbit, if not the cluster's",
@@ -75,7 +80,11 @@ def command_flags(argv: Sequence[str]) -> flags.FlagValues:
 
 def question_of(argv: Sequence[str], values: flags.FlagValues) -> Question:
     """Returns the question. ValueError if it cannot be answered."""
+    argv = _with_config(argv)
     config = command_line.parse(argv, values)
+    if values.tokens:
+        argv = [*argv, f"--config.num_steps={_num_steps(values.tokens, config)}"]
+        config = command_line.parse(argv, values)
     if config.mesh.stages > 1:
         raise ValueError(
             f"mesh.stages={config.mesh.stages}: the planner does not price pipelines; set mesh.stages=1, or see "
@@ -86,7 +95,7 @@ def question_of(argv: Sequence[str], values: flags.FlagValues) -> Question:
             "sharding.replicas=independent: the planner compiles the step of one world, and says beside it what "
             "independent replicas take; set sharding.replicas=one_world"
         )
-    for name in ("strategy", "probe", "rate", "storage", "png", "html", "spot_trace"):
+    for name in ("strategy", "probe", "rate", "storage", "png", "html", "spot_trace", "tokens"):
         value = values[name].value
         if value is not None and not value.strip(", "):
             raise ValueError(f"--{name}= is empty; give a value, or leave it out")
@@ -118,7 +127,7 @@ def question_of(argv: Sequence[str], values: flags.FlagValues) -> Question:
     hidden = "all traffic that they last for" if cluster.hides == clusters.ALL else "no traffic"
     habits = "" if system == "ours" else f"priced as {system} runs it: kernels hide {hidden}"
     return Question(
-        name=command_line.config_name(values),
+        name=_name(argv, values),
         config=config,
         words=tuple(command_line.words_of_config(argv)),
         cluster=cluster,
@@ -133,6 +142,31 @@ def question_of(argv: Sequence[str], values: flags.FlagValues) -> Question:
         ),
         is_quiet=values.json or not values.search,
     )
+
+
+def _with_config(argv: Sequence[str]) -> list[str]:
+    """Returns the words with `--config=configs/decoder.py:13b` in the place of `--model=13b`."""
+    words = [f"--config={DECODER}:{word.partition('=')[2]}" if word.startswith("--model=") else word for word in argv]
+    if words != [*argv] and any(word.startswith("--config=") for word in argv):
+        raise ValueError("--model is a decoder of --config=configs/decoder.py; leave out one of the two")
+    return words
+
+
+def _num_steps(tokens: str, config: Config) -> int:
+    """Returns the steps of a run over `tokens`, such as 10B."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", tokens)
+    if not match or not float(match[1]):
+        raise ValueError(f"--tokens={tokens}: give a number and M, B or T, such as 10B")
+    if not isinstance(config.model, TransformerConfig):
+        raise ValueError(f"--tokens={tokens}: the config trains on images; set config.num_steps")
+    return ceil(float(match[1]) * TOKENS[match[2]] / (config.batch.global_size * config.data.seq_len))
+
+
+def _name(argv: Sequence[str], values: flags.FlagValues) -> str:
+    """Returns the name of the user's model: the size, or the config's name with the changed keys of its model."""
+    changed = [word.partition("model.")[2] for word in command_line.words_of_config(argv)[1:] if ".model." in word]
+    name = command_line.config_name(values).removeprefix(f"{DECODER.stem}-")
+    return f"{name} with {', '.join(changed)}" if changed else name
 
 
 def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.losses import rows_of, steps_to_loss
-from planner.day import Downtime, day_rows
+from planner.day import DAY_S, Downtime, day_rows
 from planner.predict import TOKENS, Prediction, StepTraffic
 from planner.replay import NAMES
 from planner.search import CandidateCounts
@@ -75,6 +75,7 @@ class Plan:
     error_bar: str  # errors of predicted steps
     notes: tuple[str, ...]
     changed: tuple[Prediction, ...] = ()  # steps of a search that change the result
+    replicas: Prediction | None = None  # the fastest step with independent replicas
     day: tuple[Downtime, ...] = ()  # losses of a day, for the first prediction
     steps: int = 0  # steps of the config's run
     optimizer: str = ""  # the run's optimizer, if it averages gradients in every step without a codec
@@ -98,6 +99,7 @@ def from_json(text: str) -> list[Plan]:
         counts = CandidateCounts(**values["counts"]) if values["counts"] else None
         changed = tuple(Prediction.from_dict(p) for p in values.get("changed", ()))
         read = {"predictions": predictions, "changed": changed, "counts": counts, "notes": tuple(values["notes"])}
+        read["replicas"] = Prediction.from_dict(values["replicas"]) if values.get("replicas") else None
         read["day"] = tuple(Downtime(**loss) for loss in values.get("day", ()))
         plans.append(Plan(**{**values, **read}))
     return plans
@@ -113,7 +115,7 @@ def plan_text(plan: Plan) -> str:
     about = _wrapped(f"{best.candidate}: a device's memory, and what a step of {step_s} is spent on")
     blocks = [
         _wrapped(plan.title),
-        "\n".join(_folded(candidate_rows(plan))),
+        "\n".join([*_folded(candidate_rows(plan)), "", *_wrapped(run_text(plan)).splitlines()]),
         "\n".join([CHANGED, *_folded(changed_rows(plan)), _wrapped(about_loss(plan))]) if plan.changed else "",
         to_loss_text(plan),
         _wrapped(plan.error_bar),
@@ -128,12 +130,25 @@ def plan_text(plan: Plan) -> str:
 
 def candidate_rows(plan: Plan) -> list[Sequence[str]]:
     """Returns a row for each prediction, below the names of the columns. Without a price it has no costs."""
-    slow = all(p.flops_per_device < 1e11 for p in plan.predictions)
-    cells = {name: [cell(p) for p in plan.predictions] for name, cell in COLUMNS.items()}
+    predictions = [*plan.predictions, *([plan.replicas] if plan.replicas else [])]
+    slow = all(p.flops_per_device < 1e11 for p in predictions)
+    cells = {name: [cell(p) for p in predictions] for name, cell in COLUMNS.items()}
     del cells["TFLOP/s" if slow else "GFLOP/s"]
     shown = {name.replace("rows", plan.unit): column for name, column in cells.items() if any(column)}
-    numbers = map(str, range(1, len(plan.predictions) + 1))
-    return [["", *shown], *zip(numbers, *shown.values(), strict=True)]
+    numbers = [*map(str, range(1, len(plan.predictions) + 1)), ""]
+    return [["", *shown], *zip(numbers, *shown.values(), strict=False)]
+
+
+def run_text(plan: Plan) -> str:
+    """Returns a line with the steps, tokens, days and dollars of the config's run, with the fastest step."""
+    best, seconds = plan.best, plan.steps * plan.best.step_s
+    if not seconds:
+        return ""
+    tokens = [] if best.tokens_per_s is None else [f"{format_count(best.tokens_per_s * seconds)} tokens"]
+    whole_s = seconds / max(1e-9, 1 - sum(loss.day_s for loss in plan.day) / DAY_S)
+    with_losses = [f"{format_seconds(whole_s)} with what a day loses besides"] * bool(plan.day)
+    facts = [f"{plan.steps:,} steps", *tokens, f"{format_seconds(seconds)} of steps", *with_losses]
+    return f"the run: {', '.join([*facts, *filter(None, [_price(best, whole_s)])])}"
 
 
 def changed_rows(plan: Plan) -> list[Sequence[str]]:
@@ -312,6 +327,7 @@ def plan_page(
         facts=_tiles(plan),
         scaling=scaling_rows(plans, nodes) if len(plans) > 1 else None,
         candidates=candidate_rows(plan),
+        run=run_text(plan),
         changed=changed_rows(plan) if plan.changed else None,
         about_loss=about_loss(plan),
         to_loss=to_loss_rows(plan),

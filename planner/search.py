@@ -147,7 +147,8 @@ class _Search:
             large = [o for o in self._waiting if _cannot_fit(o.candidate, self._failed, self._machine.capacity)]
             self._discard("too_large", large)
             self._discard("too_slow", [option for option in slow if option not in large])
-            if sum(option.change == INT8 for option in [*self._tried(), *running]) >= NUM_INT8:
+            fit = [option for option, *_ in self._steps]
+            if sum(option.change == INT8 for option in [*fit, *running]) >= NUM_INT8:
                 self._discard("no_gain", [option for option in self._waiting if option.change == INT8])
         # one program per strategy at a time: its memory corrects the others' estimates
         names = {option.candidate.name for option in running}

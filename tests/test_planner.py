@@ -26,6 +26,7 @@ from planner import compile as compiling
 from planner.candidates import of_config, of_strategies
 from planner.pictures import COLOURS, draw, draw_curves
 from planner.predict import Machine, ReplayableStep, compiled_step, what_helps
+from planner.question import Question, command_flags, question_of
 from planner.replay import NAMES, REPEATED, Bar, Timeline, Use, replay
 from planner.report import from_json, scaling_rows, to_json
 from planner.spot import UsableNodes, other_strategies, world_of
@@ -439,7 +440,7 @@ def test_the_cost_on_spot_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 BAD = {
     "--strategy=zero3+gather=int8": r"gather=int8 is not KEY=VALUE of all_reduce, .* as mics\(8\)\+all_reduce=int8",
     "--strategy=zero3+parameters=node": "parameters=node is not KEY=VALUE",
-    "--cluster=p4d": r"--cluster=p4d is not known; did you mean p4d\.24xlarge or p4de\.24xlarge\?",
+    "--cluster=p4d": r"--cluster=p4d is not known; did you mean p4d\.24xlarge \(8 x A100-40GB, .*\) or p4de\.24xlarge",
     "--cluster=tpu": r"--cluster=tpu is not known; there are p3dn\.24xlarge",
     "--nodes=two": "give one number from 1 on, or several",
     "--strategy=fsdp": r"--strategy=fsdp is not a strategy; there are ddp, .* such as mics\(8\)",
@@ -466,6 +467,8 @@ BAD = {
     "--xla_flags=foo": "^--xla_flags: foo is no flag; give --NAME=VALUE, several with spaces between$",
     f"--probe={ROOT}/Makefile": r"^--probe=/.*/Makefile is not a file that lab\.probe wrote \(it is not JSON",
     "--spot_trace=nothere.csv": r"--spot_trace=nothere\.csv cannot be read \(No such file or directory\); give a CSV",
+    "--tokens=many": "^--tokens=many: give a number and M, B or T, such as 10B$",
+    "--model=13b": "^--model is a decoder of --config=configs/decoder.py; leave out one of the two$",
     "--config=quickstar.py": r"^--config=quickstar.py: .* no such file; did you mean configs/quickstart.py\?$",
 }
 
@@ -509,8 +512,30 @@ def test_rows_of_padding_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mics(2), micro-batch 3, gather layer: a device's memory" in out
 
 
+def test_a_model_of_the_users_own_sizes_for_its_tokens() -> None:
+    """10 B tokens in steps of 1024 rows of 4096."""
+
+    def asked(*words: str) -> Question:
+        argv = ["planner", *words, "--tokens=10B"]
+        return question_of(argv, command_flags(argv))
+
+    sizes = "layers=4,hidden=512,heads=4,vocab=1000"
+    own = asked(f"--model={sizes}", "--config.model.num_kv_heads=2")
+    assert own.name == f"{sizes} with num_kv_heads=2" and asked("--model=13b").name == "13b"
+    assert own.config.num_steps == 2385 and own.config.model.vocab_size == 1000  # pyright: ignore
+    assert own.words[0].endswith(f"configs/decoder.py:{sizes}") and own.words[-1] == "--config.num_steps=2385"
+    with pytest.raises(ValueError, match=r"^--tokens=10B: the config trains on images; set config\.num_steps$"):
+        asked(f"--config={ROOT}/configs/resnet50.py")
+    with pytest.raises(ValueError, match="layers=4 lacks hidden, heads, such as layers=40,hidden=5120,heads=40"):
+        asked("--model=layers=4")
+    with pytest.raises(ValueError, match="heads=x is not a size of a decoder; give layers, hidden, "):
+        asked("--model=layers=4,heads=x")
+
+
 def test_other_nodes_than_the_clusters_have_no_price() -> None:
     whole = clusters.find_cluster("p5.48xlarge")
+    assert str(whole) == "p5.48xlarge (8 x H100, 3.20 Tbit/s, 55.04 $/h)"
+    assert clusters.with_rate(whole, 25e9).on_demand == whole.on_demand
     assert clusters.with_devices(whole, 8) == whole and whole.on_demand
     part = clusters.with_devices(whole, 2)
     assert (part.devices_per_node, part.on_demand, part.spot) == (2, None, None)

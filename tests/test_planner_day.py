@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 from support.examples import example_methods  # noqa: F401 (fixture)
-from support.planning import experiment, machine, small
+from support.planning import experiment, machine, recorded_plan, small
 from support.running import IGNORED
 from support.tables import every_row
 
@@ -18,8 +18,8 @@ from planner import clusters, day
 from planner.bounds import forward_share
 from planner.candidates import of_config, of_strategies
 from planner.day import Downtime, day_rows, losses
-from planner.independent import PAGE, independent, independent_text
-from planner.predict import ReplayableStep
+from planner.independent import PAGE, independent, independent_prediction, independent_text
+from planner.predict import ReplayableStep, StepTraffic
 from planner.replay import Timeline, Use
 from planner.spot import FROM_CHECKPOINT_S, LEFT_S
 from training.experiment import make_experiment
@@ -123,6 +123,8 @@ UNPINNED = 1e9  # bytes/s, which 8 devices share
 class Replayed(ReplayableStep):
     """A step with a made-up replay: 4 s of compute, 2 s of gathers, 3 s of replica all-reduce."""
 
+    collectives = cast(Any, ())
+
     def timeline(self, *_: object) -> Timeline:
         uses = {("gather", "intra"): Use(2, 2.0, 2.0), ("replica_all_reduce", "inter"): Use(1, 3.0, 3.0)}
         return Timeline(step_s=9.0, compute_s=4.0, uses=uses, intervals=(), streams=0)
@@ -153,6 +155,15 @@ def test_a_node_sends_its_part_of_an_all_reduce_beside_the_last_backward_pass(st
     copies_s = 8 * values / 2 / (UNPINNED / 8)
     without = slow.timeline().step_s - slow.timeline().use("replica_all_reduce").exposed_s
     assert found.step_s == pytest.approx(without + found.sending_s - found.hidden_s + copies_s)
+    traffic = tuple(
+        StepTraffic(name=n, level="", busy_s=x, exposed_s=x) for n, x in (("gather", 2), ("replica_all_reduce", 3))
+    )
+    world = replace(recorded_plan().best, compute_s=4.0, step_s=9.0, traffic=traffic)
+    row = independent_prediction(slow, world)
+    assert row and row.candidate.name.endswith("+replicas=independent") and row.step_s == found.step_s
+    assert row.step_s == pytest.approx(row.compute_s + row.exposed_s)
+    assert row.tokens_per_s and world.tokens_per_s
+    assert row.tokens_per_s * row.step_s == pytest.approx(world.tokens_per_s * world.step_s)
     (text,) = independent_text(slow, slow.timeline().step_s, 1)
     assert "less than in one world" in text
     (text,) = independent_text(slow, found.step_s / 2, 1)

@@ -15,6 +15,7 @@ from lab.benchmarks.planner_records import RECORDS, curves
 from planner import __main__ as planner
 from planner import clusters
 from planner.candidates import of_strategies
+from planner.day import DAY_S, Downtime
 from planner.predict import Prediction
 from planner.rates import rows
 from planner.report import (
@@ -24,6 +25,7 @@ from planner.report import (
     from_json,
     plan_page,
     plan_text,
+    run_text,
     scaling_rows,
     scaling_text,
     time_rows,
@@ -50,6 +52,21 @@ def test_json_comes_back() -> None:
     text = RECORDS["example"].read_text()
     plans = from_json(text)
     assert to_json(plans) + "\n" == text and plans[0].counts and plans[0].changed and plans[0].day
+
+
+def test_a_plan_has_the_steps_tokens_time_and_cost_of_the_run() -> None:
+    plan = replace(example(), steps=1000, day=())
+    best = replace(plan.best, step_s=36.0, tokens_per_s=1e6, usd_on_demand=100.0)
+    lost = Downtime(name="checkpoints", times=2.0, each_s=DAY_S / 4, about="")
+    plan = replace(plan, predictions=(best,), replicas=replace(best, step_s=72.0))
+    assert run_text(plan) == "the run: 1,000 steps, 36.0 G tokens, 10h 00m of steps, 3,600 $"
+    with_losses = (
+        "the run: 1,000 steps, 36.0 G tokens, 10h 00m of steps, 20h 00m with what a day loses besides, 7,200 $"
+    )
+    assert run_text(replace(plan, day=(lost,))) == with_losses
+    free = replace(plan, predictions=(replace(best, usd_on_demand=None),))
+    assert run_text(free) == "the run: 1,000 steps, 36.0 G tokens, 10h 00m of steps"
+    assert [row[0] for row in candidate_rows(plan)] == ["", "1", ""] and "1m 12s" in candidate_rows(plan)[2]
 
 
 def test_tables_fit_120_columns() -> None:

@@ -320,6 +320,15 @@ def test_the_two_best_strategies_are_priced_with_int8_and_another_optimizer_come
     assert order == [(AVERAGES, 10), (INT8, 23.6), (INT8, 38.0), (MUON, 10)]  # the config's optimizer first
 
 
+def test_int8_that_does_not_fit_is_priced_with_another_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, of_strategies(["zero3", "mics(4)", "mics(2)", "ddp"], small()), with_changes=True)
+    monkeypatch.setattr("planner.candidates.TIMINGS", ({},))
+    estimate(monkeypatch, lambda one: (0.0, 1.0 if one.config.compression.all_reduce in ("none", "int8") else 2.0))
+    compiler = Compiler(total=lambda candidate: 1e13 if candidate.change == INT8 else 1.0)
+    search(small(), machine(), jax.devices(), most=20, compile_one=compiler)
+    assert sum(change == INT8 for change in compiler.changes) == 3  # of mics(2), mics(4) and ddp
+
+
 def test_a_change_that_reaches_the_loss_is_discarded_only_for_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both changes take 1.398 * 1.1 = 1.54 s, more than the 1.4 of one alone, which never gets there."""
     only(monkeypatch, [], with_changes=True)

@@ -51,6 +51,16 @@ def values_of(name: str) -> dict[str, Any]:
     return flat(command_line.parse(["planner", f"--config={ROOT}/configs/{name}"]).to_dict())
 
 
+def clusters_table() -> str:
+    """Returns the planner's clusters with their devices, links and prices."""
+    rows = []
+    for name, cluster in CLUSTERS.items():
+        link = format_bytes(8 * cluster.node_bandwidth).replace("B", "bit")
+        price = "" if cluster.on_demand is None else f"${cluster.on_demand:.2f}"
+        rows.append([f"`{name}`", f"{cluster.devices_per_node} x {cluster.device.name}", f"{link}/s", price])
+    return markdown(["cluster", "devices of a node", "link of a node", "an hour of a node"], rows)
+
+
 def planned(key: Key) -> dict[str, Any]:
     """Returns the values of a line. RuntimeError with the planner's message if it finds no plan."""
     (plan,) = from_json(started([sys.executable, *shlex.split(key["command"])[1:], "--json"]))
