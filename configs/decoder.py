@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from configs import base
 
-TOKENS = 2**22  # of a step
+TOKENS = 2**22  # per step
 
 
 @dataclass(frozen=True, kw_only=True)
