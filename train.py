@@ -32,7 +32,7 @@ from training.devices import use_compilation_cache, use_devices
 from training.experiment import Experiment, assemble, lay_out, make_plan
 from training.hooks import CheckpointHook, Hook, NonFiniteError, Periodic, Profile, Report, RunContext, Validate, every
 from training.log import advice, announced, close_log, make_log, prepare_log, say
-from training.memory import check_fits, check_step_fits
+from training.memory import check_fits, check_step_fits, one_line_if_too_large
 from training.optimizer_chain import make_chain
 from training.sampling import Sampler
 from training.validation import Validator
@@ -121,10 +121,11 @@ def run(
     supervisor.enter(Phase.PREPARING)
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
     prepare_log()
-    with announced("compiling the step", say):
-        train_step = world.compile()
-    supervisor.enter(Phase.COMPARING)
+    compares = partial(supervisor.enter, Phase.COMPARING)
     with resume.retry_if_world_too_small(workdir):
+        with announced("compiling the step", say), one_line_if_too_large(ex, compares):
+            train_step = world.compile()
+        compares()
         needs = snapshots.needs(ex.state_shapes.checkpoint_state)
         memory = check_step_fits(ex, train_step, needs, restored=state is not None)
     supervisor.enter(Phase.LOADING if ex.has_weights else Phase.PREPARING)

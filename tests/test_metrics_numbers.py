@@ -68,6 +68,7 @@ def test_step_timer_against_numpy() -> None:
     [
         *((kind, None) for kind in ("cpu", "", "NVIDIA T400", "Radeon", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")),
         ("NVIDIA H100 80GB HBM3", 989.5),
+        *(("TPU v5 lite", 197), ("TPU v5", 459), ("TPU v6 lite", 918), ("TPU7x", 1153.5)),  # as jax names them
         ("NVIDIA H100 PCIe", 756.5),
         ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA H200", 989.5),

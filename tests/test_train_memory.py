@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,6 +196,33 @@ def test_a_gpu_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.check_step_fits(ex, step, replace(needs, kept=500), restored=False)
     for other in (replace(needs, kept=500, is_in_memory=False), replace(needs, kept=500, there=200)):
         assert memory.check_step_fits(ex, step, other, restored=False)
+
+
+def test_a_tpu_counts_its_own_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of a product of three matrices in bfloat16, compiled for TPU v5e by jax 0.10.2."""
+    sizes = SimpleNamespace(
+        argument_size_in_bytes=67_108_864, temp_size_in_bytes=67_270_144, peak_memory_in_bytes=167_772_160
+    )
+    assert memory.temporary_bytes(sizes, "tpu") == 167_772_160 - 67_108_864
+    assert memory.temporary_bytes(sizes, "gpu") == 67_270_144
+
+
+def test_a_step_that_the_compiler_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the message of XLA for TPUs, which compiles nothing that exceeds a device."""
+
+    def refuse(text: str) -> Callable[[], None]:
+        def compile_train_step() -> None:
+            raise jax.errors.JaxRuntimeError(text)
+
+        return compile_train_step
+
+    oom = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM (33.54G exceeds 15.75G)"
+    args = arguments(tmp_path / "run", batch__micro_size=2)
+    assert run_here(*args, make=changed(compile_train_step=refuse(f"{oom}.\nSee https://openxla.org"))) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: the step cannot be compiled: {oom}; try a batch.micro_size below 2; or sharding.")
+    assert run_here(*args, make=changed(compile_train_step=refuse("INTERNAL: another"))) == 1
+    assert "JaxRuntimeError: INTERNAL: another" in capsys.readouterr().err
 
 
 def test_a_restored_state_is_in_the_memory_that_is_taken_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,11 @@ def test_what_stays_idle_is_said_at_the_start(
     assert gpus == "this machine's GPUs stay idle; to train on them set it and mesh.devices_per_node to 0"
     assert padding.startswith("4 of 16 rows of a step are padding: the batch has 12, and 8 devices take 2 in ")
     config = command_line.parse(["train.py", *args[:1]])
-    assert devices.unused_gpus(config)
+    assert devices.unused_accelerators(config)
+    (tmp_path / "nvidia0").rename(tmp_path / "accel0")
+    assert "this machine's TPUs stay idle" in devices.unused_accelerators(config)[0]
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    assert not devices.unused_gpus(config)
+    assert not devices.unused_accelerators(config)
 
 
 def test_programs_are_cached_where_jax_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

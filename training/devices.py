@@ -14,7 +14,8 @@ from training.overlap import add_estimate, installed_plugins
 
 MOST_CPU_DEVICES = 1024  # per process: jax starts threads for each, and 100,000 devices make a machine unresponsive
 SPARE_THREADS = 1  # XLA:CPU's threads in addition to one per device; further threads spin while they wait for work
-DEVICES = Path("/dev")  # the driver's GPUs are listed there
+DEVICES = Path("/dev")  # the drivers' accelerators are listed there
+ACCELERATORS = {"nvidia[0-9]*": "GPUs", "accel[0-9]*": "TPUs", "vfio/[0-9]*": "TPUs"}
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # constants of glibc's malloc.h
 
 
@@ -38,15 +39,16 @@ def use_devices(config: Config) -> Config:
     return config
 
 
-def unused_gpus(config: Config) -> list[str]:
-    """Returns a line if a config's virtual devices leave this machine's GPUs idle.
+def unused_accelerators(config: Config) -> list[str]:
+    """Returns a line if a config's virtual devices leave this machine's GPUs or TPUs idle.
 
     No line if a launcher requested this.
     """
     count = config.mesh.num_cpu_devices
-    if not count or launchers.virtual_devices() or not any(DEVICES.glob("nvidia[0-9]*")):
+    kinds = [kind for names, kind in ACCELERATORS.items() if any(DEVICES.glob(names))]
+    if not count or launchers.virtual_devices() or not kinds:
         return []
-    about = "this machine's GPUs stay idle; to train on them set it and mesh.devices_per_node to 0"
+    about = f"this machine's {kinds[0]} stay idle; to train on them set it and mesh.devices_per_node to 0"
     return [f"mesh.num_cpu_devices={count}: {about}"]
 
 

@@ -15,7 +15,7 @@ from runtime.files import run_directory
 from sharding import drawing, hlo
 from sharding.mesh import MeshShape
 from training import idle
-from training.devices import unused_gpus
+from training.devices import unused_accelerators
 from training.experiment import Experiment
 from training.metrics.environment import environment
 from training.metrics.run_log import RunLog
@@ -95,7 +95,7 @@ def advice(experiment: Experiment) -> list[str]:
     """Returns lines about settings that waste devices, have no effect on them, or raise the loss."""
     config = experiment.config
     return [
-        *unused_gpus(config),
+        *unused_accelerators(config),
         *experiment.batches.described,
         *idle.described(config, experiment.plan.layout),
         *losses.described(config.to_dict(), defaults()),

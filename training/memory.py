@@ -6,10 +6,12 @@ The state is checked before anything is compiled, the compiled step and the snap
 import re
 import shlex
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -147,11 +149,12 @@ def check_step_fits(
     if analysis is None:
         return []
     on_cpus = _on_cpus(experiment)
+    temporaries = temporary_bytes(analysis, experiment.plan.mesh.devices.flat[0].platform)
     capacity = inf if on_cpus else memory_per_device() or inf
     arguments = analysis.argument_size_in_bytes
     if experiment.config.sharding.replicas == "independent":  # a share's program does not take the optimizer state
         arguments += state_bytes(experiment)[2]
-    held = memory_of(experiment, arguments, analysis.temp_size_in_bytes, capacity)
+    held = memory_of(experiment, arguments, temporaries, capacity)
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in held.parts.items())
     if not held.fits:
         raise WorldTooSmallError(
@@ -171,6 +174,35 @@ def check_step_fits(
         lines.append(f"snapshots take {format_bytes(most)} of a host's memory: one as a page-locked copy{two}")
         lines += _of_room(experiment, snapshots, is_new=not restored)
     return lines
+
+
+def temporary_bytes(analysis: Any, platform: str) -> int:
+    """Returns the bytes of a device's memory that a program takes besides its arguments, by jax's memory analysis.
+
+    XLA for TPUs counts more than HBM as temporaries; the peak is of HBM alone.
+    """
+    if platform == "tpu":
+        return max(0, analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes)
+    return analysis.temp_size_in_bytes
+
+
+@contextmanager
+def one_line_if_too_large(experiment: Experiment, compares: Callable[[], object]) -> Iterator[None]:
+    """Raises WorldTooSmallError if the compiler refuses a step that needs more memory than a device has, as on TPUs.
+
+    `compares` is called before, for the phase of the process.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        if "RESOURCE_EXHAUSTED" not in reason:
+            raise
+        compares()
+        parameters, gradients, optimizer = state_bytes(experiment)
+        state = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+        advice = _less(experiment, Memory(**state, temporaries=0, batch=0, capacity=inf))
+        raise WorldTooSmallError(f"the step cannot be compiled: {reason}; try {advice}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

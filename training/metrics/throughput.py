@@ -25,6 +25,10 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("V100-PCIE", 112e12),
     ("V100", 125e12),
     ("T4", 65e12),
+    ("TPU V5 LITE", 197e12),
+    ("TPU V5", 459e12),  # v5p
+    ("TPU V6 LITE", 918e12),
+    ("TPU7X", 1153.5e12),  # a device is half of a chip
 )
 
 
