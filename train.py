@@ -136,6 +136,7 @@ def run(
         with announced("reading the frozen parameters", say):
             state = replace(state, frozen=ex.frozen_params())
     supervisor.enter(Phase.PREPARING)
+    data.write_skipped(workdir)
     log = make_log(ex, data.train, workdir, start.step, train_step, started_s, options.config_file)
     with log, checkpointer, snapshots, world:
         resumed = start.described(config.num_steps, workdir, may_join=world.is_awaited)

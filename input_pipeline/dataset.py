@@ -60,7 +60,7 @@ def _load_text(
         windows = opened.windows(split)
     else:
         source = _text_source(config, split)
-        stream = streams.tokenised(source, tokenizer)
+        stream = streams.tokenised(source, tokenizer, config.skip_bad)
         if config.packing == "whole":
             windows = packing.WholeDocuments(stream, config.seq_len, config.objective, tokenizer)
         else:

@@ -2,14 +2,16 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from input_pipeline.shard_formats import matches
+from input_pipeline.shard_formats import Document, matches
 from input_pipeline.streams import TextSource
 from runtime.files.paths import user_path
 
 RULE = "folder, without byte order marks"  # definition of a document; a change gives other tokens for the same files
+_NAMED_SPLIT = re.compile(r"(?:^|/)(train|validation|valid|dev|test)\w*-\d+-of-\d+[-\w]*\.parquet$", re.IGNORECASE)
 VALIDATION_SHARE = 0.05  # fraction of the files (or of the bytes of a single file)
 
 
@@ -33,10 +35,12 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
     whole = is_single or split == "all"
     chosen = [name for name in names if whole or (name in held_out) == (split == "validation")]
 
-    def documents() -> Iterator[str]:
-        for name in chosen:
-            text = read_text(root / name)
-            yield _part_of(text, split) if is_single else text
+    def read(name: str) -> str:
+        text = read_text(root / name)
+        return _part_of(text, split) if is_single else text
+
+    def documents() -> Iterator[Document]:
+        yield from (Document("", name, read) for name in chosen)  # errors of `read` name the file
 
     return TextSource(
         name=f"data.path {root}",
@@ -73,6 +77,19 @@ def validation_names(names: list[str]) -> set[str]:
     by_hash = sorted(names, key=_share)
     below = [name for name in by_hash if _share(name) < VALIDATION_SHARE]
     return set(below[: len(names) - 1] or by_hash[:1])
+
+
+def named_splits(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the files of training and of validation, as the names of Hugging Face's `datasets` say.
+
+    An example of such a name is train-00000-of-00002.parquet. If one file has it, files of a split `test` are in
+    neither list. Validation is empty if no name determines it.
+    """
+    splits = {name: found[1].lower() if (found := _NAMED_SPLIT.search(name)) else "" for name in names}
+    if "train" not in splits.values():
+        return [*names], []
+    held_out = [name for name, split in splits.items() if split.startswith(("valid", "dev"))]
+    return [name for name, split in splits.items() if split in ("", "train")], held_out
 
 
 def _share(name: str) -> float:

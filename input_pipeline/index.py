@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class Windows(abc.ABC):
     bytes_per_token: float
     filled = 1.0  # fraction of the positions that hold tokens; the other positions have weight 0
     summary = ""  # a line for the user, or ""
+    skipped: Sequence[str] = ()  # place and fault of each broken document that was left out
 
     @abc.abstractmethod
     def __len__(self) -> int: ...

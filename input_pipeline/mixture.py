@@ -96,6 +96,7 @@ class MixedDataset:
         self.bytes_per_token = sum(part.share * part.examples.bytes_per_token for part in self.parts)
         self.filled = sum(part.share * part.examples.filled for part in self.parts)
         self.summary = "; ".join(filter(None, (part.examples.summary for part in self.parts)))
+        self.skipped = [line for part in self.parts for line in part.examples.skipped]
         self._order = Order(weights, first.seed)
         settings = [[str(weight / total), one.fingerprint] for weight, one in zip(weights, examples, strict=True)]
         self.fingerprint = hashlib.sha256(json.dumps(["mixture", settings]).encode()).hexdigest()

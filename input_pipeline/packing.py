@@ -73,7 +73,7 @@ class WholeDocuments(PackedRows):
     def __init__(self, stream: streams.Stream, seq_len: int, objective: str, tokenizer: Tokenizer) -> None:
         self._tokens, self._separator = np.asarray(stream.tokens), tokenizer.separator
         self._step, length = seq_len, seq_len + (objective == "causal")
-        self.bytes_per_token = stream.bytes_per_token
+        self.bytes_per_token, self.skipped = stream.bytes_per_token, stream.skipped
         rule = f"{FORMAT} {stream.sha256} {tokenizer.identity} {seq_len} {length}"
         super().__init__(hashlib.sha256(rule.encode()).hexdigest(), length)
 

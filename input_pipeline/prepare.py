@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 from configs.schema import DataConfig
 from configs.schema.mixture import refuse_secrets
+from input_pipeline.bad_documents import check
 from input_pipeline.cache import explained
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache, mapped
@@ -27,11 +28,11 @@ from runtime.exit_codes import ExitCode, ResumableError
 from runtime.files.cache import cache_dir
 
 # keys of `data` that are options here
-KEYS = ("pattern", "tokenizer", "tokenizer_path", "add_bos", "eos_token", "text_field")
+KEYS = ("pattern", "tokenizer", "tokenizer_path", "add_bos", "eos_token", "text_field", "skip_bad")
 
 
-def prepare(config: DataConfig, out: str) -> int:
-    """Writes the token shards of `config` and their index to `out`, and returns the number of shards."""
+def prepare(config: DataConfig, out: str) -> ShardIndex:
+    """Writes the token shards of `config` and their index to `out`, and returns the index."""
     refuse_secrets("--out", out)
     try:
         target = open_store(out)
@@ -51,14 +52,15 @@ def prepare(config: DataConfig, out: str) -> int:
         listing = list_shards(source, file, config, tokenizer)
         if listing.index:
             raise ValueError(f"--path={config.path} is a prepared set already: train on it, or copy its files")
-        raw = RawShards(source, listing.items, tokenizer, config.text_field, cache)
+        raw = RawShards(source, listing.items, tokenizer, config, cache)
         shards, progress = [], ProgressWarning()
         for name in raw.names:
             shards.append(_stored(raw, name, target, cache))
+            check([line for shard in shards for line in shard.skipped], config.skip_bad)
             progress.say("%s: %d of %d files are in %s", source.url, len(shards), len(raw.names), out)
         index = ShardIndex(tokenizer=tokenizer.identity, shards=tuple(shards))
         target.put(INDEX_FILE, (json.dumps(index.as_json(), indent=1) + "\n").encode())
-        return len(shards)
+        return index
 
 
 def _place(store: Store) -> str:
@@ -98,18 +100,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", required=True, help="the files: data.path")
     parser.add_argument("--out", required=True, help="where the token shards go: a folder, s3:// or gs://")
     for name in KEYS:
-        parser.add_argument(f"--{name}", default=getattr(DataConfig(), name), help=f"as data.{name}")
+        default = getattr(DataConfig(), name)
+        parser.add_argument(f"--{name}", default=default, type=type(default), help=f"as data.{name}")
     prepare_output()
     try:
         options = parser.parse_args(argv)
         refuse_secrets("--path", options.path)
         config = DataConfig(source="shards", path=options.path, **{name: getattr(options, name) for name in KEYS})
-        count = prepare(config, options.out)
+        index = prepare(config, options.out)
     except (ValueError, OSError, ResumableError) as error:
         asked = re.sub(rf"\bdata\.({'|'.join(['path', *KEYS])})\b", r"--\1", str(error))  # options, not keys
         print(f"error: {printable(asked)}", file=sys.stderr)
         return ExitCode.RESUMABLE if isinstance(error, ResumableError) else ExitCode.BAD_INPUT
-    print(f"{count} token shards and {INDEX_FILE} are in {options.out}")
+    skipped = sum(len(shard.skipped) for shard in index.shards)
+    about = f"; {skipped} broken documents were skipped, {INDEX_FILE} names them" if skipped else ""
+    print(f"{len(index.shards)} token shards and {INDEX_FILE} are in {options.out}{about}")
     return ExitCode.FINISHED
 
 

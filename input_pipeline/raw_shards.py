@@ -9,6 +9,8 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
+from configs.schema import DataConfig
+from input_pipeline.bad_documents import BadDocuments
 from input_pipeline.shard_cache import ShardCache
 from input_pipeline.shard_formats import documents, format_of
 from input_pipeline.shard_index import FORMAT, Shard, ShardIndex, shards_of, write_tokens
@@ -21,9 +23,9 @@ class RawShards:
     """Files of documents in a store, available as token shards."""
 
     def __init__(
-        self, store: Store, items: Sequence[Item], tokenizer: Tokenizer, text_field: str, cache: ShardCache
+        self, store: Store, items: Sequence[Item], tokenizer: Tokenizer, config: DataConfig, cache: ShardCache
     ) -> None:
-        self._store, self._tokenizer, self._text_field, self._cache = store, tokenizer, text_field, cache
+        self._store, self._tokenizer, self._config, self._cache = store, tokenizer, config, cache
         self._items = {item.name: item for item in items}
         self._folder = cache.folder / "entries"
         self.url, self.names = store.url, sorted(self._items)
@@ -32,7 +34,8 @@ class RawShards:
     def _key_of(self, name: str) -> str:
         """Returns a hash that changes with the tokens of a file."""
         item = self._items[name]
-        what = [FORMAT, self._store.url, name, item.size, item.version, self._tokenizer.identity, self._text_field]
+        what = [FORMAT, self._store.url, name, item.size, item.version, self._tokenizer.identity]
+        what.append(self._config.text_field)
         what += ["without a byte order mark"] * (format_of(name) == "txt")
         return sha256(json.dumps(what).encode()).hexdigest()
 
@@ -78,7 +81,8 @@ class RawShards:
             for _ in range(FETCHES):
                 came = self._store.fetch(name, raw)
                 if came.size == listed.size and came.version in ("", listed.version):
-                    return write_tokens(documents(raw, name, self._text_field), self._tokenizer, to, name)
+                    texts, bad = documents(raw, name, self._config.text_field), BadDocuments(self._config.skip_bad)
+                    return write_tokens(texts, self._tokenizer, to, name, bad)
                 said = f"{came.size} bytes, version {came.version!r}"
             raise StoreError(
                 f"{self.url}/{name} came with {said}, {FETCHES} times, but had {listed.size} bytes, version "

@@ -1,34 +1,62 @@
-"""Files of documents ("shards"): array_record, parquet, JSON lines and plain text, recognised by their file names."""
+"""Files of documents: array_record, parquet, JSON and plain text, recognised by their file names."""
 
 import contextlib
-import gzip
 import io
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from input_pipeline.unpacking import MOST_RATIO, UNPACKERS, most_unpacked, opened
 from runtime.command_line import check_installed
 from runtime.files import json_objects
 
-# ends of file names; TFDS appends `-00000-of-00010`; .gz and .zst files are decompressed while they are read
+_PACKED = "(" + "|".join(re.escape(ending) for ending in UNPACKERS) + ")?"
+# ends of file names in lower case; TFDS appends `-00000-of-00010`
 _FORMATS = {
     "array_record": re.compile(r"\.array_record(-\d+-of-\d+)?$"),
     "parquet": re.compile(r"\.parquet$"),
-    "jsonl": re.compile(r"\.jsonl(\.gz|\.zst)?$"),
-    "txt": re.compile(r"\.txt(\.gz|\.zst)?$"),
+    "json": re.compile(rf"\.(jsonl|ndjson|json){_PACKED}$"),
+    "txt": re.compile(rf"\.txt{_PACKED}$"),
 }
-KNOWN = ".array_record, .parquet, .jsonl, .txt (the last two also with .gz or .zst)"
+OF_CHATS = ("parquet", "json")  # formats of conversations
+KNOWN = f".array_record, .parquet, .jsonl, .ndjson, .json, .txt (the last four also with {', '.join(UNPACKERS)})"
+_NO_DOCUMENTS = re.compile(r"(^|/)(index|config|dataset_infos?|dataset_dict|state)\.json$")  # which describe a data set
 _RECORDS = 256  # records per read
-# A compressed file may decompress to this size, or to this multiple of its size. Text is compressed to a tenth, rarely
-# to a fiftieth.
-MOST_UNPACKED_BYTES = 64 << 20
-MOST_RATIO = 100
+_CHARACTERS = 1 << 20  # per read of a JSON list
+_MOST_CHARACTERS = 1 << 28  # of an element of a JSON list
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document that is not parsed yet."""
+
+    place: str  # its file, and its line, row or record
+    content: Any  # bytes, a text, or the fields of a row
+    parse: Callable[[Any], Any]
+
+    def read(self) -> Any:
+        """Returns the parsed document. ValueError if it is broken."""
+        return self.parse(self.content)
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the unparsed document."""
+        content = self.content
+        if not isinstance(content, bytes):
+            content = json.dumps(content, sort_keys=True, default=str).encode()
+        return sha256(content.strip()).hexdigest()
 
 
 def format_of(name: str) -> str:
-    """Returns the format of a file by its name, "" if unknown."""
-    return next((kind for kind, ending in _FORMATS.items() if ending.search(name)), "")
+    """Returns the format of a file by its name, "" if it is unknown or the file describes a data set."""
+    if _NO_DOCUMENTS.search(name.lower()):
+        return ""
+    return next((kind for kind, ending in _FORMATS.items() if ending.search(name.lower())), "")
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -36,130 +64,160 @@ def matches(name: str, pattern: str) -> bool:
     return not pattern or PurePosixPath(name).match(pattern)
 
 
-def documents(path: Path, name: str, text_field: str) -> Iterator[str]:
-    """Yields the documents of a file in the format given by its `name`. ValueError names the unreadable part."""
+def documents(path: Path, name: str, text_field: str) -> Iterator[Document]:
+    """Yields the documents of a file, whose values are texts, in the format given by its `name`.
+
+    ValueError names the file and its unreadable part.
+    """
+    for document in records(path, name, [text_field]):
+        yield Document(document.place, document.content, partial(_text_of, text_field, document.parse))
+
+
+def records(path: Path, name: str, columns: Sequence[str] | None = None) -> Iterator[Document]:
+    """Yields the records of a file, whose values are mappings, or bytes for plain text.
+
+    Only parquet reads nothing but the `columns`, by default all. ValueError names the file and its unreadable part.
+    """
     kind = format_of(name)
     if not kind:
         raise ValueError(f"{name} matches data.pattern, but its format is not known; known are {KNOWN}")
-    if kind == "parquet" or name.endswith(".zst"):
+    if kind == "parquet" or name.lower().endswith(".zst"):
         check_installed("pyarrow", name, "shards")
     count = 0
     try:
-        for text in _READERS[kind](path, name, text_field):
-            if not isinstance(text, str):
-                raise ValueError(f"{text_field!r} is of type {type(text).__name__}, and no text")
+        for place, content, parse in _READERS[kind](path, columns, name):
             count += 1
-            yield text
+            yield Document(f"{name}, {place}" if place else name, content, parse)
     except Exception as error:  # damaged files can raise any exception
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said += "" if isinstance(error, ValueError) else "; the file is damaged: fetch or write it again"
         raise ValueError(f"{name} cannot be read as {kind}: after {count} documents: {said}") from error
 
 
-def _array_record(path: Path, name: str, text_field: str) -> Iterator[object]:
+_Raw = Iterator[tuple[str, Any, Callable[[Any], Any]]]  # place in the file, content, parser
+
+
+def _text_of(text_field: str, parse: Callable[[Any], Any], content: Any) -> str:
+    """Returns the text of a record."""
+    record = parse(content)
+    text = record if isinstance(record, bytes) else _field(record, text_field)
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    if not isinstance(text, str):
+        raise ValueError(f"{text_field!r} is of type {type(text).__name__}, and no text")
+    return text
+
+
+def _array_record(path: Path, columns: Sequence[str] | None, name: str) -> _Raw:
     from array_record.python.array_record_module import ArrayRecordReader
 
     with contextlib.closing(ArrayRecordReader(str(path))) as reader:
         count = reader.num_records()
         for start in range(0, count, _RECORDS):
-            for record in reader.read(range(start, min(start + _RECORDS, count))):
-                yield _text_of_record(record, text_field)
+            for number, record in enumerate(reader.read(range(start, min(start + _RECORDS, count))), start + 1):
+                yield f"record {number}", record, _of_json if record.startswith(b"{") else _of_example
 
 
-def _text_of_record(record: bytes, text_field: str) -> Any:
-    """Returns the text of a record, which is a JSON object or a tf.train.Example (as TFDS writes)."""
-    if record.startswith(b"{"):
-        return _field(json_objects.value(record, "a record", lenient=True), text_field)
+def _of_example(record: bytes) -> Mapping[str, bytes]:
+    """Returns the fields of a tf.train.Example (as TFDS writes)."""
     check_installed("tensorflow_datasets", "a tf.train.Example", "tfds")
     from tensorflow_datasets.proto import tf_example_pb2
 
     example: Any = tf_example_pb2
-    features = example.Example.FromString(record).features.feature
-    return b"".join(_field(features, text_field).bytes_list.value).decode()
+    try:
+        features = example.Example.FromString(record).features.feature
+    except Exception as error:
+        raise ValueError("it is neither a JSON object nor a tf.train.Example") from error
+    return {name: b"".join(value.bytes_list.value) for name, value in features.items()}
 
 
-def _parquet(path: Path, name: str, text_field: str) -> Iterator[object]:
+def _parquet(path: Path, columns: Sequence[str] | None, name: str) -> _Raw:
     from pyarrow import parquet, types
 
     kinds = {field.name: field.type for field in parquet.read_schema(path)}
-    if types.is_nested(kind := _field(kinds, text_field)):
-        raise ValueError(f"{text_field!r} is of type {kind}, and no text")
-    with parquet.ParquetFile(path, read_dictionary=[text_field]) as file:  # it must be a column, not nested
-        _check_unpacked(file.metadata, text_field)
-        for batch in file.iter_batches(_RECORDS, columns=[text_field]):
-            for value in batch.column(0):  # not a list of all values, which may repeat a large value many times
-                yield value.as_py()
+    for column in columns or ():
+        if types.is_nested(kind := _field(kinds, column)):
+            raise ValueError(f"{column!r} is of type {kind}, and no text")
+    with parquet.ParquetFile(path, read_dictionary=columns and [*columns]) as file:
+        _check_unpacked(file.metadata, columns or list(kinds))
+        number = 0
+        for batch in file.iter_batches(_RECORDS, columns=columns and [*columns]):
+            for row in range(batch.num_rows):  # not a list of all rows, which may repeat a large value many times
+                number += 1
+                values = {key: batch.column(key)[row].as_py() for key in batch.schema.names}
+                yield f"row {number}", values, _without_nulls if columns is None else _same
 
 
-def _check_unpacked(metadata: Any, column: str) -> None:
-    """Raises ValueError if a column of a parquet file declares a larger uncompressed size than text can have."""
+def _check_unpacked(metadata: Any, columns: Sequence[str]) -> None:
+    """Raises ValueError if columns of a parquet file declare a larger uncompressed size than text can have."""
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for part in (group.column(i) for i in range(group.num_columns)):
-            most = _most_unpacked(part.total_compressed_size)
-            if part.path_in_schema == column and part.total_uncompressed_size > most:
+            most, column = most_unpacked(part.total_compressed_size), part.path_in_schema.partition(".")[0]
+            if column in columns and part.total_uncompressed_size > most:
                 raise ValueError(f"{column!r} unpacks to more than {most >> 20} MiB and {MOST_RATIO} times its size")
 
 
-def _jsonl(path: Path, name: str, text_field: str) -> Iterator[object]:
-    with _opened(path, name) as file:
-        for line in file:
-            if line.strip():
-                yield _field(json_objects.value(line, "a line", lenient=True), text_field)
+def _same(value: Any) -> Any:
+    return value
 
 
-def _txt(path: Path, name: str, text_field: str) -> Iterator[str]:
-    with _opened(path, name) as file:
-        yield file.read().decode("utf-8-sig")  # without a byte order mark
+def _without_nulls(value: Any) -> Any:
+    """Returns a value of parquet without the nulls of fields that other rows have."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-_READERS = {"array_record": _array_record, "parquet": _parquet, "jsonl": _jsonl, "txt": _txt}
+def _json(path: Path, columns: Sequence[str] | None, name: str) -> _Raw:
+    """Yields the lines of a file that are not blank, or the elements of a file that is one list."""
+    with opened(path, name) as file:
+        if file.peek().removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+            with io.TextIOWrapper(file, "utf-8-sig") as texts:
+                for number, element in enumerate(_elements(texts), start=1):
+                    yield f"element {number}", element, _of_json
+        else:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"line {number}", line, _of_json
+
+
+def _of_json(content: bytes | str) -> Any:
+    return json_objects.value(content, "it", lenient=True)
+
+
+def _elements(file: io.TextIOWrapper) -> Iterator[str]:
+    """Yields the elements of a JSON list, of which only a part is in memory. ValueError if the list is broken."""
+    decoder, gap = json.JSONDecoder(), re.compile(r"\s*,?\s*")
+    text, at, size = file.read(_CHARACTERS).lstrip()[1:], 0, _CHARACTERS
+    while True:
+        at = found.end() if (found := gap.match(text, at)) else at
+        if text[at : at + 1] == "]":
+            if (text[at + 1 :] + file.read(_CHARACTERS)).strip():
+                raise ValueError("it continues after the end of its list")
+            return
+        try:
+            end = decoder.raw_decode(text, at)[1]
+        except json.JSONDecodeError as error:  # or the element is not read completely
+            more = file.read(size) if size < _MOST_CHARACTERS else ""
+            if not more:
+                raise ValueError(f"its list is broken or does not end: {error.msg}") from error
+            text, at, size = text[at:] + more, 0, 2 * size
+            continue
+        yield text[at:end]
+        at, size = end, _CHARACTERS
+
+
+def _txt(path: Path, columns: Sequence[str] | None, name: str) -> _Raw:
+    with opened(path, name) as file:
+        yield "", file.read(), _same
+
+
+_READERS = {"array_record": _array_record, "parquet": _parquet, "json": _json, "txt": _txt}
 
 
 def _field(row: object, text_field: str) -> Any:
     """Returns the text of a document. ValueError if the field is missing."""
     if not isinstance(row, Mapping) or text_field not in row:
-        there = ", ".join(sorted(row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        there = ", ".join(sorted(row)) or "{}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise ValueError(f"it has no field {text_field!r} (data.text_field), only {there}")
     return row[text_field]
-
-
-def _opened(path: Path, name: str) -> io.BufferedReader:
-    """Returns a file of bytes, decompressed while it is read."""
-    if name.endswith(".gz"):
-        stream: Any = gzip.GzipFile(path)
-    elif name.endswith(".zst"):
-        import pyarrow
-
-        stream = pyarrow.input_stream(str(path), compression="zstd")
-    else:
-        return path.open("rb")
-    return io.BufferedReader(_Unpacked(stream, _most_unpacked(path.stat().st_size)))
-
-
-def _most_unpacked(size: int) -> int:
-    """Returns the largest decompressed size for a compressed file of `size` bytes."""
-    return max(MOST_UNPACKED_BYTES, MOST_RATIO * size)
-
-
-class _Unpacked(io.RawIOBase):
-    """The content of a compressed file. ValueError where it is longer than text can be."""
-
-    def __init__(self, stream: Any, most: int) -> None:
-        self._stream, self._most, self._count = stream, most, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = self._stream.readinto(buffer)
-        self._count += count
-        if self._count > self._most:
-            raise ValueError(
-                f"it unpacks to more than {self._most >> 20} MiB and {MOST_RATIO} times its size; if it is yours, "
-                "unpack it first"
-            )
-        return count

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from input_pipeline.bad_documents import BadDocuments
+from input_pipeline.shard_formats import Document
 from input_pipeline.tokenizers import Tokenizer, utf8
 from runtime.command_line import printable
 from runtime.files.json_objects import JsonObject
@@ -48,10 +50,11 @@ class Shard:
     text_bytes: int  # size of the UTF-8 text; a separator counts as one byte
     dtype: str
     sha256: str  # hash of the token shard's file
+    skipped: tuple[str, ...] = ()  # place and fault of each broken document that was left out
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that an index may contain, but no shard can have."""
-        texts, numbers = (self.name, self.dtype, self.sha256), (self.num_tokens, self.text_bytes)
+        texts, numbers = (self.name, self.dtype, self.sha256, *self.skipped), (self.num_tokens, self.text_bytes)
         if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
             raise ValueError(f"shard {self.name!r} has values of other types")
         if not _SHA256.fullmatch(self.sha256) or self.dtype not in ("<u2", "<u4") or self.num_tokens < 0:
@@ -94,15 +97,17 @@ class ShardIndex:
 
 def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
     """Returns the shards that JSON objects describe, by name. ValueError or TypeError if an object is not a shard."""
-    shards = [Shard(**row) for row in rows]
+    shards = [Shard(**row | {"skipped": tuple(row.get("skipped", ()))}) for row in rows]
     twice = [name for name, count in Counter(shard.name for shard in shards).items() if count > 1]
     if twice:
         raise ValueError(f"it lists {twice[0]!r} twice")
     return tuple(sorted(shards, key=lambda shard: shard.name))
 
 
-def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str, size_bytes: int = 0) -> Shard:
-    """Writes the tokens of all texts that are not empty, each followed by a separator.
+def write_tokens(
+    documents: Iterable[Document], tokenizer: Tokenizer, to: Path, name: str, bad: BadDocuments, size_bytes: int = 0
+) -> Shard:
+    """Writes the tokens of all texts that are not empty, each followed by a separator. `bad` skips broken ones.
 
     Logs the progress of `name` every few seconds, relative to about `size_bytes` (0: unknown).
     """
@@ -110,17 +115,24 @@ def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, to: Path, name: str
     digest, num_tokens, text_bytes, progress = hashlib.sha256(), 0, 0, ProgressWarning()
     of = f" of {size_bytes / 1e6:.1f}" if size_bytes else ""
     with open(to, "wb") as file:
-        for number, text in enumerate(texts):
-            if not text:
+        for document in documents:
+            text, size, ids = "", 0, np.empty(0, dtype)
+            with bad.skipping(document.place):
+                if text := document.read():
+                    size, ids = len(utf8(text)), tokenizer.document(text)
+            if not len(ids):
                 continue
-            try:
-                size, ids = len(utf8(text)), tokenizer.document(text)
-            except ValueError as error:
-                raise ValueError(f"{name}: document {number}, counted from 0: {error}") from error
             payload = ids.astype(dtype).tobytes()
             file.write(payload)
             digest.update(payload)
             num_tokens += len(ids)
             text_bytes += size + 1
             progress.say("%s: %.1f%s MB of text are tokenised", name, text_bytes / 1e6, of)
-    return Shard(name=name, num_tokens=num_tokens, text_bytes=text_bytes, dtype=dtype.str, sha256=digest.hexdigest())
+    return Shard(
+        name=name,
+        num_tokens=num_tokens,
+        text_bytes=text_bytes,
+        dtype=dtype.str,
+        sha256=digest.hexdigest(),
+        skipped=tuple(bad.lines),
+    )

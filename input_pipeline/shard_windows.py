@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from input_pipeline import index
-from input_pipeline.folder import VALIDATION_SHARE, validation_names
+from input_pipeline.folder import VALIDATION_SHARE, named_splits, validation_names
 from input_pipeline.shard_index import Shard
 from input_pipeline.shard_tiers import OpenShards
 
@@ -32,13 +32,22 @@ class TokenRange:
 
 
 def parts(shards: tuple[Shard, ...], split: str) -> list[TokenRange]:
-    """Returns the parts of a split: whole shards by name, or the first 95 % or last 5 % of a single shard."""
+    """Returns the parts of a split: whole shards by name, or the first 95 % or last 5 % of a single shard.
+
+    The split `all` has every shard completely.
+    """
     whole = [TokenRange(shard=shard, start=0, stop=shard.num_tokens) for shard in shards]
+    if split == "all":
+        return whole
+    trained, validated = named_splits([shard.name for shard in shards])
+    if validated:
+        return [part for part in whole if part.shard.name in (validated if split == "validation" else trained)]
+    whole = [part for part in whole if part.shard.name in trained]
     if len(whole) == 1:
         (only,) = whole
         cut = round(only.stop * (1 - VALIDATION_SHARE))
         return [replace(only, stop=cut) if split == "train" else replace(only, start=cut)]
-    held_out = validation_names([shard.name for shard in shards])
+    held_out = validation_names(trained)
     return [part for part in whole if (part.shard.name in held_out) == (split == "validation")]
 
 

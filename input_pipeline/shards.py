@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, TypeVar
 
 from configs.schema import DataConfig
+from input_pipeline.bad_documents import check
 from input_pipeline.cache import explained
 from input_pipeline.patience import StoreAwayError
 from input_pipeline.raw_shards import RawShards
 from input_pipeline.shard_cache import ShardCache
-from input_pipeline.shard_index import ProgressWarning, Shard, ShardIndex
+from input_pipeline.shard_index import ProgressWarning, Shard, ShardIndex, shards_of
 from input_pipeline.shard_listing import Listing, list_shards, read_index, split_file
 from input_pipeline.shard_tiers import PURPOSE, OpenShards, Peers, Tiers, maker_of, rendezvous
 from input_pipeline.shard_windows import ShardWindows, TokenRange, parts
@@ -75,6 +76,7 @@ class ShardSet:
         `was_reached`: the store is known to exist, so it is waited for.
         """
         self.config, self._world, self._was_reached = config, world, was_reached
+        self.skipped: Sequence[str] = ()  # broken documents of files that the run tokenises
         self.needed_bytes = 0  # cache size for two blocks of every split that is read
         self._tokenizer = tokenizer or tokenizer_for(config)
         self._held = ExitStack()
@@ -103,9 +105,11 @@ class ShardSet:
         self._nodes, addresses = self._meet()
         listing = self._list()
         if listing.index is None:
-            self._raw = RawShards(self._store, listing.items, self._tokenizer, config.text_field, self.cache)
+            self._raw = RawShards(self._store, listing.items, self._tokenizer, config, self.cache)
             self.tiers = Tiers(self.cache, self._raw.download, lambda shard: f"{self._store.url}/{shard.name}")
             self.index = self._indexed(self._raw)
+            self.skipped = [line for shard in self.index.shards for line in shard.skipped]
+            check(self.skipped, config.skip_bad)
         else:
             fetched = lambda shard, to: self._store.fetch(shard.file, to).size
             self.tiers = Tiers(self.cache, fetched, lambda shard: f"{self._store.url}/{shard.file}")
@@ -197,7 +201,7 @@ class ShardSet:
                 raise (StoreAwayError if worst["is_away"] else StoreError)(worst["error"])
             found |= {row["name"]: row for said in told for row in said["done"]}
             if not any(said["left"] for said in told):
-                return tuple(Shard(**found[name]) for name in raw.names)
+                return shards_of([found[name] for name in raw.names])
 
     def _worker(self, name: str) -> int:
         """Returns the process that tokenises a file: a process of the first node in rendezvous order."""
@@ -213,6 +217,7 @@ class ShardSet:
         opened = OpenShards(self.tiers, most=2 * config.shuffle_shards)
         of = parts(self.index.shards, split)
         windows = ShardWindows(of, config.seq_len, config.objective, config.shuffle_shards, opened)
+        windows.skipped = self.skipped
         if len(windows) == 0:
             tokens = sum(shard.num_tokens for shard in self.index.shards)
             raise ValueError(

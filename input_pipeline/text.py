@@ -15,6 +15,7 @@ class StreamWindows(index.Windows):
 
     def __init__(self, stream: streams.Stream, seq_len: int, objective: str) -> None:
         self.content, self.bytes_per_token = stream.sha256, stream.bytes_per_token
+        self.skipped = stream.skipped
         self._tokens, self._seq_len = np.asarray(stream.tokens), seq_len
         self._overlap = int(objective == "causal")
         self._length = index.num_windows(len(stream.tokens), seq_len, objective)
@@ -49,7 +50,7 @@ class TextDataset:
         self.bytes_per_token = windows.bytes_per_token  # average over the split, for bits per byte
         self._windows, self._objective, self._mask_rate = windows, config.objective, config.mask_rate
         self._packs, self._pads = config.packing != "stream", config.packing == "whole"
-        self.filled, self.summary = windows.filled, windows.summary
+        self.filled, self.summary, self.skipped = windows.filled, windows.summary, windows.skipped
         settings = {
             "content": windows.content,
             "tokenizer": self.identity_of(tokenizer),

@@ -1,7 +1,10 @@
 """Chat templates and packed files of strangers: each that loops, grows or nests without limit is one line."""
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import signal
 import subprocess
 import sys
@@ -16,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from input_pipeline import rendering, shard_formats
+from input_pipeline import rendering, unpacking
 from input_pipeline.chat_template import CONFIG_FILE, MOST_BYTES, TEMPLATE_FILE, ChatTemplate
 from input_pipeline.rendering import Renderer
-from input_pipeline.shard_formats import MOST_RATIO, documents
+from input_pipeline.shard_formats import documents
+from input_pipeline.unpacking import MOST_RATIO
 
 LATE, LARGE, DEEP = "it takes more than 0.3 s", "it needs more than 1024 MiB of memory", "it is nested too deeply"
 LOOP = "{% for _ in range(99999) %}"
@@ -116,14 +120,17 @@ MOST = 1 << 20
 
 
 def packed(path: Path, kind: str, content: bytes) -> Path:
-    with pa.output_stream(str(path), compression={"gz": "gzip", "zst": "zstd"}[kind]) as file:
-        file.write(content)
+    if kind == "zst":
+        with pa.output_stream(str(path), compression="zstd") as file:
+            file.write(content)
+    else:
+        path.write_bytes({"gz": gzip, "bz2": bz2, "xz": lzma}[kind].compress(content))
     return path
 
 
 def test_a_packed_file_unpacks_to_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_formats, "MOST_UNPACKED_BYTES", MOST)
-    for kind in ("gz", "zst"):
+    monkeypatch.setattr(unpacking, "MOST_UNPACKED_BYTES", MOST)
+    for kind in ("gz", "zst", "bz2", "xz"):
         check_is_limited(tmp_path, kind)
 
 
@@ -137,14 +144,14 @@ def check_is_limited(tmp_path: Path, kind: str) -> None:
             for _ in documents(file, file.name, "text"):
                 count += 1
     assert 0 < count <= MOST // 14
-    assert [len(text) for text in documents(whole, whole.name, "text")] == [MOST]
+    assert [len(one.read()) for one in documents(whole, whole.name, "text")] == [MOST]
     text = np.random.default_rng(0).integers(97, 123, 2 * MOST, dtype=np.uint8).tobytes()  # far above the limit
     honest = packed(tmp_path / f"honest.txt.{kind}", kind, text)
-    assert [*documents(honest, honest.name, "text")] == [text.decode()]
+    assert [one.read() for one in documents(honest, honest.name, "text")] == [text.decode()]
 
 
 def test_a_column_of_parquet_unpacks_to_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_formats, "MOST_UNPACKED_BYTES", MOST)
+    monkeypatch.setattr(unpacking, "MOST_UNPACKED_BYTES", MOST)
 
     def write(name: str, texts: list[str], **options: Any) -> Path:
         content = io.BytesIO()
@@ -156,4 +163,4 @@ def test_a_column_of_parquet_unpacks_to_a_limited_size(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match=r"^bomb.parquet .*'text' unpacks to more than 1 MiB and 100 times its size"):
         next(documents(bomb, bomb.name, "text"))
     equal = write("equal.parquet", ["a" * 1000] * 9000)  # one text in a dictionary
-    assert sum(text == "a" * 1000 for text in documents(equal, equal.name, "text")) == 9000
+    assert sum(one.read() == "a" * 1000 for one in documents(equal, equal.name, "text")) == 9000

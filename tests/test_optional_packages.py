@@ -37,7 +37,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def documents(path: Path) -> list[str]:
-    return list(shard_formats.documents(path, path.name, "text"))
+    return [document.read() for document in shard_formats.documents(path, path.name, "text")]
 
 
 def test_a_missing_package_is_one_line_with_the_remedy(without: Callable[[str], None], tmp_path: Path) -> None:

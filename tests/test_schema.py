@@ -57,6 +57,7 @@ MAY_CHANGE = (
         "optimizer.max_skipped",
         "data.prefetch",
         "data.path",
+        "data.skip_bad",
         *("data.tokenizer_path", "data.add_bos", "data.eos_token"),
     ),
     *("data.pattern", "data.text_field", "data.cache_gb"),

@@ -9,10 +9,12 @@ import jax
 
 from configs.schema import Config
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
+from input_pipeline.bad_documents import check
 from input_pipeline.dataset import SPLITS
 from input_pipeline.shards import ShardProcesses, ShardSet, check_room
 from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.consensus import all_gather, new_key
+from runtime.files import atomic, run_directory
 from runtime.handshake import shared_token
 from training import answer_ends
 from training.experiment import Experiment
@@ -38,15 +40,28 @@ class Datasets:
         return None if isinstance(self.train, ImageDataset) else self.train.tokenizer
 
     @property
+    def skipped(self) -> list[str]:
+        """Place and fault of each broken document that is left out."""
+        both = (data.skipped for data in (self.train, self.validation) if not isinstance(data, ImageDataset))
+        return [*dict.fromkeys(line for lines in both for line in lines)]  # splits may share their files
+
+    @property
     def fingerprints(self) -> Mapping[str, str]:
         """Hashes of both, by their names in checkpoints."""
         return {"fingerprint": self.train.fingerprint, "validation_fingerprint": self.validation.fingerprint}
+
+    def write_skipped(self, workdir: Path) -> None:
+        """Writes the places and faults of the skipped documents, in one process, if documents were skipped."""
+        if jax.process_index() == 0 and self.skipped:
+            atomic.replace(workdir / run_directory.SKIPPED, "".join(f"{line}\n" for line in self.skipped))
 
     def described(self, num_examples: int) -> list[str]:
         """Returns lines for the user on a run of so many examples: how often a mixture repeats each source."""
         if isinstance(self.train, ImageDataset):
             return []
         lines = [self.train.epochs(num_examples)] if isinstance(self.train, MixedDataset) else []
+        if skipped := self.skipped:
+            lines.append(f"broken documents that are skipped: {len(skipped)}, named in {run_directory.SKIPPED}")
         if self.train.filled < 1:
             lines.append(f"rows of whole documents: {self.train.filled:.2%} of the positions hold tokens")
         assert not isinstance(self.validation, ImageDataset)
@@ -77,7 +92,9 @@ def load_datasets(
     if shards:
         check_room(shards)
     _check(experiment, train, validation)
-    return Datasets(train=train, validation=validation, shards=shards)
+    datasets = Datasets(train=train, validation=validation, shards=shards)
+    check(datasets.skipped, config.data.skip_bad)
+    return datasets
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

@@ -33,6 +33,7 @@ class DataConfig(Section, name="data"):
     mixture: str = key("", "several text sources: WEIGHT SOURCE[:PATH], separated by commas")
     pattern: str = key("", "folder, shards: glob of files below path; empty for all", resumable=True)
     text_field: str = key("text", "shards: field or column of the text", resumable=True)
+    skip_bad: int = key(0, "broken documents that may be skipped", least=0, unit="documents", resumable=True)
     shuffle_shards: int = key(4, "shards: files whose windows are shuffled together", least=1, unit="files")
     cache_gb: float = key(0.0, "shards: disk space of a node; 0: no limit", least=0, unit="GB", resumable=True)
     tokenizer: str = key("bytes", "tokenizer of text", choices=TOKENIZERS, topics=("tokenizer",))

@@ -9,6 +9,7 @@ COLLECTIVES = "collectives.json"  # collectives of the compiled step
 METRICS = "metrics.jsonl"  # one line per logged step; docs/training.md#metrics
 TENSORBOARD = "tensorboard"  # the same data for TensorBoard
 CHECKPOINTS = "checkpoints"
+SKIPPED = "skipped_documents.txt"  # broken documents that data.skip_bad left out
 EVENTS = "events.jsonl"  # events of all attempts, and of the engine that starts them
 ATTEMPTS = "attempts.json"
 PROFILE = "profile"  # traces of `profile.start`
