@@ -12,6 +12,7 @@ from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingI
 
 ROOT = Path(__file__).parents[1]
 HOME, INDEX, CHANGES = "README.md", "docs/README.md", "CHANGELOG.md"
+RECORDS = "lab/benchmarks/results/community/README.md"
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 PAGE, PICTURE = ".md", ".png"
 
@@ -19,7 +20,7 @@ PAGE, PICTURE = ".md", ".png"
 def on_files(files: Files, config: Any) -> Files:
     """Returns the theme's files, all pages and pictures, other files that pages link to, and the API reference."""
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    pages = [HOME, "CONTRIBUTING.md", CHANGES, *files_of_docs(PAGE)]
+    pages = [HOME, "CONTRIBUTING.md", CHANGES, RECORDS, *files_of_docs(PAGE)]
     paths = [*pages, *files_of_docs(PICTURE), *files_of_docs(".css"), *files_of_docs(".js")]
     ours = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in paths]
     sources = [linked_source(path, config) for path in linked_sources(pages)]
