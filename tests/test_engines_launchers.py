@@ -20,7 +20,7 @@ from planner import clusters
 
 JOBSET = ROOT / "launch" / "kubernetes" / "jobset.yaml"
 REPLICAS = JOBSET.with_name("replicas.yaml")
-TPU, TPU_REPLICAS = JOBSET.with_name("tpu.yaml"), JOBSET.with_name("tpu_replicas.yaml")
+TPU = JOBSET.with_name("tpu.yaml")
 HOSTS = ("one", "two", "three")
 
 # Substitutes for SLURM's commands: `srun` starts two tasks with their variables and returns the highest of their codes.
@@ -161,15 +161,21 @@ def manifest(file: Path) -> dict[str, Any]:
     return yaml.safe_load(file.read_text().replace("GROUP", "3"))  # as its first lines have it
 
 
+def replica_on_tpus(group: int) -> dict[str, Any]:
+    """Returns the manifest that the first lines of the file for TPUs make of it for a replica."""
+    (loop,) = re.findall(r"(?m)^#     for group in 0 1; do\n(?:#  .*\n)+", TPU.read_text())
+    script = re.sub(r"(?m)^# ", "", loop).replace("kubectl apply --server-side -f -", "cat").replace("0 1", f"{group}")
+    return yaml.safe_load(subprocess.run(["bash", "-c", script], cwd=ROOT, check=True, capture_output=True).stdout)
+
+
 @pytest.fixture(params=[JOBSET, REPLICAS], ids=lambda file: file.stem)
 def jobset(request: pytest.FixtureRequest) -> dict[str, Any]:
     return manifest(request.param)
 
 
-@every_row("file", [JOBSET, REPLICAS, TPU, TPU_REPLICAS])
-def test_jobset_has_known_fields_only(file: Path) -> None:
+@every_row("jobset", [manifest(JOBSET), manifest(REPLICAS), manifest(TPU), replica_on_tpus(1)])
+def test_jobset_has_known_fields_only(jobset: dict[str, Any]) -> None:
     """By the models that Kubernetes, and for what is around its Jobs Kubeflow, generate from the published schemas."""
-    jobset = manifest(file)
     for job in jobset["spec"]["replicatedJobs"]:
         client.V1JobTemplateSpec.model_validate(job["template"])  # strict: types, required fields, none unknown
         job["template"] = {}
@@ -213,24 +219,24 @@ def test_jobset_fits_together(jobset: dict[str, Any]) -> None:
     assert Path(environment["MICS_JAX_CACHE"]["value"]).is_relative_to(paths["runs"])  # a pod's own ends with it
 
 
-@every_row("file", [REPLICAS, TPU_REPLICAS])
-def test_each_replica_has_a_number_and_a_jobset(file: Path) -> None:
+def test_each_replica_has_a_number_and_a_jobset() -> None:
     """The manifests that `sed` makes for two groups differ only in the JobSet's name and in `--group`."""
-    (loop,) = re.findall(rf"sed \"s/(\w+)/\$group/\" launch/kubernetes/{file.name}", file.read_text())
-    made = [re.sub(loop, group, yaml.safe_dump(yaml.safe_load(file.read_text()))).splitlines() for group in "03"]
-    differ = [(one.strip(" -"), two.strip(" -")) for one, two in zip(*made, strict=True) if one != two]
-    assert sorted(differ) == [("group=0", "group=3"), ("name: mics-0", "name: mics-3")]
-    flags = [line.strip(" -") for line in made[0]]
-    assert "config.sharding.replicas=independent" in flags and "workdir=/runs/mics" in flags
+    (loop,) = re.findall(r"sed \"s/(\w+)/\$group/\" launch/kubernetes/replicas.yaml", REPLICAS.read_text())
+    made = [re.sub(loop, group, yaml.safe_dump(yaml.safe_load(REPLICAS.read_text()))).splitlines() for group in "03"]
+    for first, second in (made, [yaml.safe_dump(replica_on_tpus(group)).splitlines() for group in (0, 3)]):
+        differ = [(one.strip(" -"), two.strip(" -")) for one, two in zip(first, second, strict=True) if one != two]
+        assert sorted(differ) == [("group=0", "group=3"), ("name: mics-0", "name: mics-3")]
+        flags = [line.strip(" -") for line in first]
+        assert "config.sharding.replicas=independent" in flags and "workdir=/runs/mics" in flags
 
 
-@every_row(("file", "slices"), [(TPU, 2), (TPU_REPLICAS, 1)])
-def test_a_tpu_jobset_fits_together(file: Path, slices: int) -> None:
+@every_row(("jobset", "slices"), [(manifest(TPU), 2), (replica_on_tpus(1), 1)])
+def test_a_tpu_jobset_fits_together(jobset: dict[str, Any], slices: int) -> None:
     """Whole slices, restarts as on GPUs, and a bucket that holds the checkpoints and the compiled programs.
 
     GKE's variables give a process its place (test_train_launchers.py); ours would replace them.
     """
-    spec, on_gpus = manifest(file)["spec"], manifest(JOBSET)["spec"]
+    spec, on_gpus = jobset["spec"], manifest(JOBSET)["spec"]
     (replicated,), (gpu_replicated,) = spec["replicatedJobs"], on_gpus["replicatedJobs"]
     job, gpu_job = replicated["template"]["spec"], gpu_replicated["template"]["spec"]
     pod, gpu_pod = job["template"]["spec"], gpu_job["template"]["spec"]
@@ -247,11 +253,11 @@ def test_a_tpu_jobset_fits_together(file: Path, slices: int) -> None:
     assert not any(name.startswith(("JAX_", "TPU_", "MEGASCALE_")) for name in environment)
     (volume,), (mount,) = pod["volumes"], container["volumeMounts"]
     (workdir,) = (word.partition("=")[2] for word in container["command"] if word.startswith("--workdir="))
-    config = command_line.parse(["train.py", *command_line.words_of_config(container["command"][1:])])
     assert volume["name"] == mount["name"] and volume["csi"]["driver"] == "gcsfuse.csi.storage.gke.io"
     assert all(Path(path).is_relative_to(mount["mountPath"]) for path in (workdir, environment["MICS_JAX_CACHE"]))
     assert "file-mode=0600" in volume["csi"]["volumeAttributes"]["mountOptions"]
+    config = command_line.parse(["train.py", *command_line.words_of_config(container["command"][1:])])
     assert config.mesh.num_cpu_devices == config.mesh.devices_per_node == 0
     assert config.batch.global_size == 2 * chips * config.batch.micro_size
-    # a folder of gcsfuse is another run after each mount, and replicas take no snapshots
-    assert config.elastic.snapshot_every == 0 or "--group=3" in container["command"]
+    assert config.elastic.snapshot_every == 0  # a folder of gcsfuse is another run after each mount
+    assert (config.sharding.replicas == "independent") == ("--group=1" in container["command"]) == (slices == 1)
