@@ -117,7 +117,7 @@ def _answer_all(argv: Sequence[str], question: Question, values: flags.FlagValue
 def _answer(question: Question, nodes: int) -> Answer:
     """Returns the plan for a number of nodes. ValueError if nothing fits them."""
     cluster = question.cluster
-    is_there = not cluster.is_gpu or targets.WHEELS.exists()
+    is_there = not cluster.is_gpu or targets.is_installed(targets.TARGETS[cluster.device.target])
     machine = Machine(
         cluster=cluster,
         nodes=nodes,

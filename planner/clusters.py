@@ -11,16 +11,19 @@ from difflib import get_close_matches
 from functools import partial
 from math import inf
 
+from planner.links import Network
 from planner.rates import MissingRateError, Rates, rows
+from planner.targets import TARGETS, GpuTarget
 from training.metrics.throughput import peak_flops
 from training.metrics.units import format_bytes
 
 GBIT = 1e9 / 8  # bytes/s
 # Overlap of training systems: the compiled program's schedule; gathers and scatters of the neighbouring layers during
-# every layer's kernels (FSDP's prefetching, Zhao et al. 2023, arXiv 2304.11277, 3.3); or nothing
-SCHEDULE, ALL, NOTHING = "schedule", "all", "nothing"
-SYSTEMS = {"ours": SCHEDULE, "fsdp": ALL, "deepspeed": NOTHING}
-MEMORY_SHARE = 0.90  # of a device's memory is for the program (a choice); the rest is for CUDA, NCCL and fragments
+# every layer's kernels (FSDP's prefetching, Zhao et al. 2023, arXiv 2304.11277, 3.3); nothing; or the schedule, except
+# between nodes (MaxText's data parallelism between slices)
+SCHEDULE, ALL, NOTHING, INSIDE = "schedule", "all", "nothing", "schedule inside nodes"
+SYSTEMS = {"ours": SCHEDULE, "fsdp": ALL, "deepspeed": NOTHING, "maxtext": INSIDE}
+MEMORY_SHARE = 0.90  # share of a device's memory for the program (a choice); the rest is for CUDA, NCCL and fragments
 
 
 # ------------------------------------------------------------------------------------------- inputs of a replay
@@ -45,6 +48,7 @@ class DeviceSpec:
     memory_bandwidth: float  # bytes/s that kernels reach
     functions_per_s: float = inf  # values of exp, tanh and the like; GPUs compute them while they wait for memory
     launch_s: float = 0.0  # added to every kernel
+    prefetches: bool = False  # whether copies run during kernels; readers of a copy count as readers of memory
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s with a dtype. An unlisted dtype has the slowest dtype's peak."""
@@ -57,32 +61,6 @@ class DeviceSpec:
     def matmul_rate(self, dtype: str) -> float:
         """Returns the FLOP/s that products of a dtype reach."""
         return self.matmul_fraction * self.peak(dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """The two levels of the network. Bandwidths are reached by rings, in one direction."""
-
-    devices_per_node: int
-    intra_bandwidth: float  # bytes/s that a device sends inside its node
-    intra_latency_s: float  # latency per message
-    node_bandwidth: float  # bytes/s that a node sends to the others, shared by its devices
-    inter_latency_s: float  # latency per message
-    all_to_all_fraction: float = 1.0  # fraction of a node's bandwidth that an all-to-all reaches
-    # Fractions of a node's bandwidth that an all-reduce along trees reaches with 64 bytes, 128, 256, ... Larger sizes
-    # use the last entry. Empty: all-reduces use rings only.
-    tree_fractions: tuple[float, ...] = ()
-
-    def transfer_s(self, level: str, sent_bytes: float) -> float:
-        """Returns the seconds of the bytes alone, if each device sends `sent_bytes` on a level ("inter" or "intra")."""
-        if level == "inter":
-            return sent_bytes * self.devices_per_node / self.node_bandwidth
-        return sent_bytes / self.intra_bandwidth
-
-    def tree_fraction(self, payload_bytes: int) -> float:
-        """Returns the entry of `tree_fractions` for an array of `payload_bytes`."""
-        power = max(0, (payload_bytes // 64).bit_length() - 1)
-        return self.tree_fractions[min(power, len(self.tree_fractions) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +100,7 @@ class Accelerator(DeviceSpec):
     name: str
     target: str  # target of its compiled program: a100, h100 or cpu
     memory_bytes: float
+    usable_share: float = MEMORY_SHARE  # share of the memory for a program
     link_bandwidth: float  # bytes/s of all its links inside a node, in one direction
     flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, if measured
     copy_bandwidth: float  # bytes/s from the device to pinned memory of its host
@@ -166,8 +145,8 @@ class Cluster:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether its devices are GPUs. Otherwise they are emulated."""
-        return self.device.target != "cpu"
+        """Whether its devices are GPUs. Otherwise they are TPUs, or emulated."""
+        return isinstance(TARGETS[self.device.target], GpuTarget)
 
     @property
     def error_bar(self) -> ErrorBar:
@@ -176,7 +155,7 @@ class Cluster:
 
     def usable_bytes(self, num_devices: int) -> float:
         """Returns the bytes for a program on each of `num_devices` devices."""
-        return MEMORY_SHARE * self.device.memory_bytes / (num_devices if self.device.is_shared else 1)
+        return self.device.usable_share * self.device.memory_bytes / (num_devices if self.device.is_shared else 1)
 
     def network(self) -> Network:
         """Returns the links with the bandwidths that collectives reach."""
@@ -191,7 +170,7 @@ class Cluster:
         )
 
     def compute(self, num_devices: int, dtype: str = "") -> DeviceSpec:
-        """Returns the performance of one of `num_devices` devices.
+        """Returns the performance of each of `num_devices` devices.
 
         With `dtype` all products take the time of that dtype, because a program for CPUs has f32 in place of a GPU's
         bf16.

@@ -53,6 +53,7 @@ class CompiledStep:
     shape: MeshShape
     argument_bytes: int  # state and batch
     temporary_bytes: int
+    places: tuple[tuple[int, ...], ...] = ()  # coordinates of a node's TPU devices: x, y, z, number in the chip
     from_cache: bool = field(default=False, compare=False)
 
     @property
@@ -99,7 +100,8 @@ def compile_step(
             raise ValueError(_why(done.stderr))
         answer = json.loads((Path(out) / "step.json").read_text())
         program = json.loads(Path(answer["program"]).read_text())
-    return CompiledStep(**program, shape=MeshShape(**answer["mesh"]), from_cache=answer["from_cache"])
+    about = {"shape": MeshShape(**answer["mesh"]), "places": tuple(map(tuple, answer["places"]))}
+    return CompiledStep(**program, **about, from_cache=answer["from_cache"])
 
 
 def cache_folder() -> Path:
@@ -159,8 +161,11 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.BAD_INPUT
-    mesh = experiment.plan.layout.shape.sizes
-    (out / "step.json").write_text(json.dumps({"mesh": mesh, "program": str(kept), "from_cache": from_cache}))
+    shape = experiment.plan.layout.shape
+    node = experiment.plan.mesh.devices.flat[: shape.devices_per_node]
+    places = [(*device.coords, device.core_on_chip) for device in node if device.platform == "tpu"]
+    answer = {"mesh": shape.sizes, "places": places, "program": str(kept), "from_cache": from_cache}
+    (out / "step.json").write_text(json.dumps(answer))
     sys.stderr.flush()
     os._exit(ExitCode.FINISHED)  # XLA may still write machine code
 

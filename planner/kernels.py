@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import prod
 
 from planner.clusters import DeviceSpec, Product
+from sharding.hlo import KINDS
 from sharding.hlo_program import ArrayType, Computation, Instruction, Program, Type, num_bytes, tensors
 
 NO_KERNELS = """
@@ -17,6 +18,7 @@ NO_KERNELS = """
 """
 FREE = frozenset(NO_KERNELS.split())
 _RENAMING = ("bitcast", "reshape")  # the same bytes under another name
+_OF_TRANSFERS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"')
 _PRODUCTS = ("dot", "convolution", "custom-call")
 # products over all pairs of positions in a library's kernels, and in ours (which compute the scores and their
 # gradients twice in the backward pass: seven products)
@@ -153,6 +155,8 @@ def _read_bytes(value: Instruction, computation: Computation, program: Program) 
     whole, read = num_bytes(value.result), 0.0
     for user in computation.users.get(value.name, ()):
         first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        if user.opcode in KINDS or user.attributes.get("custom_call_target", "") in _OF_TRANSFERS:
+            continue  # the network moves them
         if user.opcode in ("slice", "dynamic-slice", "gather") and first:
             read += num_bytes(user.result)
         elif user.opcode in ("dynamic-update-slice", "scatter") and first:
@@ -178,7 +182,7 @@ def _written_bytes(value: Instruction, computation: Computation) -> float:
         return num_bytes(_type(computation, value.operands[1]))
     if value.opcode == "scatter":
         return num_bytes(_type(computation, value.operands[-1]))
-    return 0.0 if value.opcode == "parameter" else num_bytes(value.result)
+    return 0.0 if value.opcode == "parameter" or value.opcode in KINDS else num_bytes(value.result)
 
 
 def _type(computation: Computation, name: str) -> Type:

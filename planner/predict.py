@@ -15,7 +15,8 @@ from planner import compile as compiling
 from planner import targets
 from planner.bounds import HLO_DTYPES, flops_per_row
 from planner.candidates import Candidate
-from planner.clusters import MEMORY_SHARE, Cluster, DeviceSpec, Network
+from planner.clusters import Cluster, DeviceSpec
+from planner.links import Network
 from planner.replay import Timeline, replay
 from runtime.files.json_objects import JsonMapping
 from sharding.hlo import Collective, behind_warm_up, program_collectives
@@ -99,7 +100,7 @@ class Machine:
     @property
     def device_bytes(self) -> float:
         """All memory of each device. A larger program certainly does not fit."""
-        return self.capacity / MEMORY_SHARE
+        return self.capacity / self.cluster.device.usable_share
 
     def fitted(self, config: Config) -> Config:
         """Returns the config with the micro-batch of each device, which names candidates."""
@@ -120,7 +121,9 @@ class Machine:
             "devices_per_node": self.cluster.devices_per_node,
             "xla_flags": self.xla_flags,
             "target": self.target,
-            "memory_bytes": 0 if self.target == targets.CPU else self.cluster.device.memory_bytes,
+            "memory_bytes": self.cluster.device.memory_bytes
+            if self.cluster.is_gpu and self.target != targets.CPU
+            else 0,
         }
 
     def attention(self, config: Config) -> str:
@@ -180,8 +183,8 @@ class ReplayableStep:
     def timeline(self, device: DeviceSpec | None = None, network: Network | None = None) -> Timeline:
         """Returns the replay, by default on the cluster's device and network."""
         device = device or self.machine.device(self.experiment.config)
-        cluster = self.machine.cluster
-        return replay(self.program, self.compiled.shape, device, network or cluster.network(), cluster.hides)
+        network = (network or self.machine.cluster.network()).placed(self.compiled.places)
+        return replay(self.program, self.compiled.shape, device, network, self.machine.cluster.hides)
 
     def seconds(self, timeline: Timeline) -> float:
         """Returns the seconds of a step, or their mean if replicas do not sync in every step."""

@@ -11,7 +11,7 @@ from absl import flags
 
 from configs import command_line
 from configs.schema import Config, TransformerConfig
-from planner import clusters, probes, targets
+from planner import clusters, probes, slices, targets
 from planner.table import MOST_DEVICES
 from runtime.command_line import check_file
 from runtime.files.paths import user_path
@@ -171,7 +171,7 @@ def _name(argv: Sequence[str], values: flags.FlagValues) -> str:
 
 def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
     """Returns the cluster with the flags' overlap, links and nodes, and a line about measured figures."""
-    cluster, measured = clusters.find_cluster(values.cluster), ""
+    cluster, measured = slices.find_cluster(values.cluster), ""
     if values.devices_per_node:
         cluster = clusters.with_devices(cluster, values.devices_per_node)
     if values.probe:

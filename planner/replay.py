@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isclose
 
-from planner.clusters import ALL, NOTHING, SCHEDULE, DeviceSpec, Network
+from planner.clusters import ALL, INSIDE, NOTHING, SCHEDULE, DeviceSpec
 from planner.kernels import FREE, kernel_s
-from planner.links import level_seconds
+from planner.links import Network
 from sharding.hlo import KINDS, Collective, collective_of
 from sharding.hlo_program import Computation, Instruction, Program, Site, trip_count
+from sharding.hlo_tpu import CARRIED, DONE, START, fused_collective, send_of
 from sharding.mesh import MeshShape
 
 LEVELS = ("inter", "intra")
@@ -81,7 +82,8 @@ class Timeline:
 def replay(program: Program, shape: MeshShape, device: DeviceSpec, network: Network, hides: str = SCHEDULE) -> Timeline:
     """Returns the timeline of one execution of `program` on a mesh of `shape`.
 
-    `hides` is the communication that kernels hide: as in the program's SCHEDULE, NOTHING, or ALL that fits into them.
+    `hides` is the communication that kernels hide: as in the program's SCHEDULE, NOTHING, ALL that fits into them, or
+    the schedule INSIDE nodes only.
     ValueError names an unsupported instruction: a loop without a trip count, a done without its start, a send.
     """
     if network.devices_per_node != shape.devices_per_node:
@@ -134,7 +136,7 @@ class _Step:
     """An instruction with its constant properties."""
 
     instruction: Instruction
-    what: str  # kernel, collective, start, done, passed, call-start, or an opcode
+    what: str  # kernel, carrier (a kernel with a transfer in flight), collective, start, done, passed, call-start, ...
     seconds: float = 0.0
     collective: Collective | None = None
     stream: str = ""  # the collective's stream
@@ -155,18 +157,20 @@ class _Machine:
         for step in self._steps_of(site.computation):
             instruction, what = step.instruction, step.what
             handle: _Handle = None
-            if what == "kernel":
+            if what in ("kernel", "carrier"):
                 self._kernel(step)
+                if what == "carrier":
+                    handle = next((held[name] for name in instruction.operands if name in held), None)
             elif what in ("start", "collective"):
                 handle = self._transfer(step)
-                if self._waits(what == "collective"):
+                if self._waits(what == "collective", handle.key[1]):
                     self.wait(handle)
                 handle = handle if what == "start" else None
             elif what == "done":
                 handle = held.get(instruction.operands[0])
                 if not isinstance(handle, _Transfer):
                     raise ValueError(f"{instruction} waits for something that no instruction before it started")
-                if self._waits(True):
+                if self._waits(True, handle.key[1]):
                     self.wait(handle)
                 handle = None
             elif what == "parameter":
@@ -190,9 +194,9 @@ class _Machine:
                 held[instruction.name] = handle
         return held.get(site.computation.root.name) if site.computation.root else None
 
-    def _waits(self, in_schedule: bool) -> bool:
-        """Whether the kernels wait for a collective, given whether they do `in_schedule`."""
-        return {SCHEDULE: in_schedule, NOTHING: True, ALL: False}[self._hides]
+    def _waits(self, in_schedule: bool, level: str) -> bool:
+        """Whether the kernels wait for a collective on a level, given whether they do `in_schedule`."""
+        return {SCHEDULE: in_schedule, NOTHING: True, ALL: False, INSIDE: in_schedule or level == "inter"}[self._hides]
 
     def wait(self, transfer: _Handle) -> None:
         """Moves the clock to the end of a transfer. The exposed time belongs to the transfers on the link."""
@@ -242,7 +246,7 @@ class _Machine:
         """Enqueues a collective on its stream and on the levels that it uses."""
         state, collective = self.state, step.collective
         assert collective
-        seconds = level_seconds(collective, self._network)
+        seconds = self._network.level_seconds(collective)
         level = max(LEVELS, key=lambda level: seconds[level])
         used = [level for level in LEVELS if seconds[level]]
         queues = [queue for queue in (*used, step.stream) if queue]
@@ -346,14 +350,36 @@ class _Machine:
         found = [collective_of(inside, called, self._program, self._shape) for inside in kernels]
         return found[0] if len(found) == 1 else None
 
+    def _is_prefetch(self, instruction: Instruction, computation: Computation) -> bool:
+        """Whether an instruction starts or awaits a copy, which another engine of the device makes."""
+        if instruction.opcode in ("async-update", "async-done"):
+            start = computation.by_name.get(instruction.operands[0])
+            return start is not None and self._is_prefetch(start, computation)
+        is_copy = instruction.opcode == "async-start" and self._started(instruction) is None
+        return is_copy or instruction.opcode in ("copy-start", "copy-done")
+
     def _step(self, instruction: Instruction, computation: Computation) -> _Step | None:
         """Returns the step of an instruction, or None if it does nothing."""
         opcode = instruction.opcode
-        if opcode in ("send", "recv"):
-            raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
+        fused = fused_collective(instruction, self._program)
+        part = fused.part if fused else ""
+        if part == CARRIED:
+            seconds = kernel_s(instruction, computation, self._program, self._device)
+            return _Step(instruction, "carrier", seconds)
+        if part == DONE:
+            return _Step(instruction, "done")
+        if opcode in ("recv", "send-done"):
+            return None  # a send starts the transfer, and recv-done waits for it
+        if opcode == "recv-done":
+            send = send_of(instruction, computation)
+            return _Step(replace(instruction, operands=(send.name,) if send else instruction.operands), "done")
         collective = collective_of(instruction, computation, self._program, self._shape) or self._started(instruction)
+        if opcode == "send" and not collective:
+            raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
+        if self._device.prefetches and self._is_prefetch(instruction, computation):
+            return None
         if collective:
-            what = "start" if opcode.endswith("-start") else "collective"
+            what = "start" if opcode.endswith("-start") or opcode == "send" or part == START else "collective"
             return _Step(instruction, what, collective=collective, stream=_stream(instruction))
         if opcode.endswith("-start") and opcode.removesuffix("-start") in ASYNCHRONOUS:
             return _Step(instruction, "call-start")

@@ -1,7 +1,7 @@
 """The hardware that a train step can be compiled for without having it: GPUs, TPU slices, virtual CPU devices.
 
-XLA for a kind of hardware is a folder of packages beside the others. It is in the path of the process that compiles
-only, because jax looks for the hardware at its start where it finds them.
+XLA for a kind of hardware is a separate folder of packages. Only the process that compiles has it in its path, because
+jax looks for the hardware at its start where it finds them.
 """
 
 import re
@@ -122,7 +122,7 @@ class GpuTarget:
 class TpuTarget:
     """Slices of a TPU generation; a node is a slice."""
 
-    name: str  # of the generation in libtpu
+    name: str  # the generation in libtpu
     shapes: Mapping[int, str]  # topology by the chips of a slice
     devices_per_chip: int = 1
     missing: str = "XLA for TPUs is not installed: make .venv/tpu/installed"
@@ -134,11 +134,11 @@ class TpuTarget:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What libtpu would ask a TPU VM for."""
+        """The answers of a TPU VM to libtpu's questions."""
         return NO_TPU
 
     def describe(self, memory_bytes: int) -> str:
-        """Returns libtpu's version, which is no plug-in that jax lists; the memory of a TPU is fixed."""
+        """Returns libtpu's version, because jax does not list it as a plug-in; the memory of a TPU is fixed."""
         return ", ".join(sorted(path.name for path in LIBTPU.glob("libtpu-*")))
 
     def shape(self, chips: int) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 XLA's text is the only public source. A module can write replica groups in three ways (`{{0,2},{1,3}}`,
 `[4,2]<=[8]T(1,0)`, `mesh['a'=4,'b'=2] {'a'}`). It can put collectives into loops (multiplied here by the trip count),
-called computations and asynchronous pairs.
+called computations and asynchronous pairs. For TPUs it puts them into fusions as well, and between slices it writes
+`send` and `recv` of the Megascale runtime (sharding/hlo_tpu.py).
 """
 
 import re
@@ -24,9 +25,9 @@ from sharding.hlo_program import (
     tensors,
     trip_count,
 )
+from sharding.hlo_tpu import KINDS, START, WHOLE, fused_collective, slice_transfer
 from sharding.mesh import MeshShape
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # named scopes of the step
 LABELS = (
     "gather",
@@ -41,7 +42,7 @@ LABELS += ("experts", "context")
 WARM_UP = "warm_up"  # named scope of the operations that the replica all-reduce runs only in its first steps
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = ArrayType("u32", ())  # an additional result of a started collective-permute
-NOT_REPORTED = ("label", "loop_depth", "num_elements", "group_size", "group_nodes")
+NOT_REPORTED = ("label", "loop_depth", "num_elements", "group", "group_nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,15 @@ class Collective:
     payload_bytes: int
     inter_bytes: float
     intra_bytes: float
-    group_size: int  # number of devices per group
-    group_nodes: int  # number of their nodes
+    group: tuple[int, ...]  # devices of the first group, by their numbers in the mesh
+    group_nodes: int  # number of nodes of a group
     times: int  # executions per step
     loop_depth: int
+
+    @property
+    def group_size(self) -> int:
+        """The number of devices per group."""
+        return len(self.group)
 
 
 def read_collectives(hlo_text: str, shape: MeshShape) -> list[Collective]:
@@ -153,6 +159,15 @@ def collective_of(
     instruction: Instruction, computation: Computation, program: Program, shape: MeshShape
 ) -> Collective | None:
     """Returns the collective that an instruction of `computation` runs or starts, once; None for other instructions."""
+    if instruction.opcode == "send":
+        return _between_slices(instruction, computation, shape)
+    if fused := fused_collective(instruction, program):
+        inside = fused.instruction
+        groups = _groups(inside, inside.opcode, shape.num_devices)
+        name = inside.op_name or instruction.op_name or _name_of_parts(instruction, computation, program)
+        chunks = len(groups[0]) if inside.opcode == "reduce-scatter" else 1
+        found = _collective(fused.kind, name, tensors(inside.result), chunks, groups, shape)
+        return found if fused.part in (START, WHOLE) else None
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -162,20 +177,37 @@ def collective_of(
         real = [array for array in arrays if array != CONTEXT] or arrays
         arrays = real[len(real) // 2 :]
     groups = _groups(instruction, kind, shape.num_devices)
-    size = len(groups[0])
-    factor = size if kind == "reduce-scatter" else 1  # its result is one chunk
-    payload = factor * sum(array.num_bytes for array in arrays)
+    name = instruction.op_name or _name_of_parts(instruction, computation, program)
+    return _collective(kind, name, arrays, len(groups[0]) if kind == "reduce-scatter" else 1, groups, shape)
+
+
+def _between_slices(send: Instruction, computation: Computation, shape: MeshShape) -> Collective | None:
+    """Returns the collective that a `send` starts, if any. XLA loses its name, and the axes tell what it is for."""
+    transfer, devices = slice_transfer(send, computation), range(shape.devices_per_node)
+    if transfer is None:
+        return None
+    groups = [[node * len(devices) + i for node in nodes] for nodes in transfer.groups for i in devices]
+    chunks = len(groups[0]) if transfer.kind == "reduce-scatter" else 1
+    found = _collective(transfer.kind, "", tensors(transfer.received.result)[:1], chunks, groups, shape)
+    return replace(found, label="replica_all_reduce" if found.axes == ("replica_inter",) else "")
+
+
+def _collective(
+    kind: str, name: str, arrays: Sequence[ArrayType], chunks: int, groups: Sequence[Sequence[int]], shape: MeshShape
+) -> Collective:
+    """Returns a collective whose payload is `chunks` times these arrays."""
+    payload = chunks * sum(array.num_bytes for array in arrays)
     inter, intra = _sent(kind, payload, groups, shape)
     return Collective(
         kind=kind,
-        label=_label(instruction.op_name or _name_of_parts(instruction, computation, program)),
+        label=_label(name),
         axes=_axes(groups, shape),
         dtype=max(arrays, key=lambda array: array.num_elements).dtype if arrays else "",
-        num_elements=factor * sum(array.num_elements for array in arrays),
+        num_elements=chunks * sum(array.num_elements for array in arrays),
         payload_bytes=round(payload),
         inter_bytes=inter,
         intra_bytes=intra,
-        group_size=size,
+        group=tuple(groups[0]),
         group_nodes=max(len({device // shape.devices_per_node for device in group}) for group in groups),
         times=1,
         loop_depth=0,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")  # of source lines, above the computations
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _NAME = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -160,23 +161,47 @@ def num_bytes(result: Type) -> float:
 
 
 def parse_program(text: str) -> Program:
-    """Returns the program of a module's text. ValueError names an instruction that cannot be read."""
+    """Returns the program of a module's text. ValueError names an instruction, or a line, that cannot be read."""
     found: dict[str, list[Instruction]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        header = None if line.startswith((" ", "HloModule")) else _HEADER.match(line)
-        if header:
+    entry, current, is_table = "", "", False
+    for line in _whole_lines(text):
+        if current and " = " in line:
+            found[current].append(_instruction(line))
+        elif current and line.startswith("}"):
+            current = ""
+        elif not current and (header := _HEADER.match(line)):
             current = header.group(2)
             found[current] = []
             entry = current if header.group(1) else entry
-        elif line.startswith("}"):
-            current = None
-        elif current and " = " in line:
-            found[current].append(_instruction(line))
+        elif not line.strip():
+            is_table = False
+        elif line in _TABLES:
+            is_table = True
+        elif current or not (is_table or line.startswith("HloModule")):
+            raise ValueError(f"a line of the compiled program cannot be read: {line.strip()[:120]}")
     if not entry:
         raise ValueError("the text is no compiled HLO module: it has no ENTRY computation")
+    if current:
+        raise ValueError(f"the text of the compiled program ends inside the computation {current}")
     computations = {name: Computation(name, tuple(_with_elements(read))) for name, read in found.items()}
     return Program(computations=computations, entry=computations[entry])
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """Yields the lines of a text, with the attributes of an instruction, in which Mosaic breaks lines, in one line."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        whole = line
+        while line.startswith("  ") and _is_open(whole) and (more := next(lines, None)) is not None:
+            whole += more
+        yield whole
+
+
+def _is_open(line: str) -> bool:
+    """Returns whether brackets of an instruction continue on the next line."""
+    if line.count("{") == line.count("}"):  # quick, and right unless a quoted text has one of a pair
+        return False
+    return sum({"{": 1, "}": -1}.get(token.group(), 0) for token in _TOKEN.finditer(line)) > 0
 
 
 def _with_elements(instructions: Sequence[Instruction]) -> Iterator[Instruction]:

@@ -127,7 +127,8 @@ def test_what_cannot_be_read_is_an_error(subtests: pytest.Subtests) -> None:
     for text, said in [
         (module(all_reduce("V2{4,2}")), r"%all-reduce.1 = all-reduce\(p\) has replica groups that cannot be read"),
         (module("%x = f32[8] add(%p"), r"cannot be read: %x = f32\[8\] add\(%p"),
-        ("module @jit_step {}", "no ENTRY"),
+        ("module @jit_step {}", "a line of the compiled program cannot be read: module @jit_step"),
+        ("HloModule jit_step", "no ENTRY"),
         (module("%p = (f32[8]) parameter(0)", "%x = f32[8] copy(%p#1)"), r"%x = copy\(p#1\) reads %p#1, which"),
         (module("%p = f32[8] parameter(0)", "%x = f32[8] copy(%p#0)"), "reads %p#0, which"),
         (module("%x = f32[8] copy(%q#0)"), "reads %q#0, which"),

@@ -20,9 +20,9 @@ from lab.benchmarks.names import strategy_keys
 from lab.benchmarks.runner import Key
 from lab.paper.replays import BUCKET, INSIDE_BYTES_PER_S, LINK_BYTES_PER_S, LINK_LATENCY_S, P3DN, PAPER, PLANNER
 from lab.records import DERIVED
-from planner.clusters import CLUSTERS, Network, with_system
+from planner.clusters import CLUSTERS, with_system
+from planner.links import Network
 from planner.predict import ReplayableStep
-from planner.replay import level_seconds
 from sharding.hlo import Collective
 
 RESULTS = DERIVED / "full_scale.jsonl"
@@ -90,10 +90,10 @@ def ring_s(kind: str, size: int, gpus: int, network: Network) -> float:
     nodes = gpus // network.devices_per_node
     crossing = nodes / gpus if nodes > 1 else 0.0
     one = Collective(
-        kind=kind, label="", axes=(), dtype="", num_elements=size, payload_bytes=size, group_size=gpus,
+        kind=kind, label="", axes=(), dtype="", num_elements=size, payload_bytes=size, group=tuple(range(gpus)),
         group_nodes=nodes, inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent, times=1, loop_depth=0,
     )  # fmt: skip
-    return max(level_seconds(one, network).values())
+    return max(network.level_seconds(one).values())
 
 
 def _round(value: float) -> float:

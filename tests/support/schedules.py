@@ -2,7 +2,8 @@
 
 from math import isclose
 
-from planner.clusters import SCHEDULE, DeviceSpec, Network
+from planner.clusters import SCHEDULE, DeviceSpec
+from planner.links import Network
 from planner.replay import Timeline, replay
 from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape
