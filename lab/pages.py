@@ -84,7 +84,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "ways to a loss": planner_records.to_loss,
         "a run on spot nodes": planner_records.spot,
         "adapters of 70 B": planner_records.adapters,
-        "errors on published steps": lambda: published_steps.summary(of("published_steps")),
+        "errors on published steps": lambda: published_steps.summary(published_steps.groups(of("published_steps"))),
         "errors of the planner": lambda: planner_errors.summary(sessions),
         "a GPU by the planner": lambda: planner_errors.gpu_table(of("planner_gpu")),
         "a GPU beside PyTorch": lambda: gpu.table(of("gpu")),

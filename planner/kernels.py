@@ -23,6 +23,8 @@ _PRODUCTS = ("dot", "convolution", "custom-call")
 # products over all pairs of positions in a library's kernels, and in ours (which compute the scores and their
 # gradients twice in the backward pass: seven products)
 ATTENTION = {"forward": 2, "backward": 5, "queries": 2, "keys": 3}
+SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # the same in jax's splash kernels for TPUs
+FUSED = 1  # further products of the last one, if it computes the gradients of queries as well
 FUNCTIONS = """
     exponential exponential-minus-one log log-plus-one logistic tanh erf power sine cosine tan cbrt
 """
@@ -60,12 +62,12 @@ def products(instruction: Instruction, computation: Computation, program: Progra
     left, right = operands
     assert isinstance(left, ArrayType) and isinstance(right, ArrayType)
     target = instruction.attributes.get("custom_call_target", "").strip('"')
-    found = _attention(instruction, target, left) or _product(instruction, target, left, right, result)
+    found = _attention(instruction, computation, target, left) or _product(instruction, target, left, right, result)
     return [found] if found and found.flops else []
 
 
-def _attention(instruction: Instruction, target: str, queries: ArrayType) -> Product | None:
-    """Returns the products of an attention kernel over pairs of positions: cuDNN's, or a kernel of models/flash.py.
+def _attention(instruction: Instruction, computation: Computation, target: str, queries: ArrayType) -> Product | None:
+    """Returns the products of an attention kernel over pairs of positions: cuDNN's, splash, or one of models/flash.py.
 
     With a causal mask half of the pairs count.
     """
@@ -77,10 +79,27 @@ def _attention(instruction: Instruction, target: str, queries: ArrayType) -> Pro
     elif name := re.search(r'name = "flash_(\w+?)(_causal)?"', config):
         batch, length, heads, head = queries.dims
         pairs, part, is_causal, dtype = [batch, heads, length, length], name[1], bool(name[2]), queries.dtype
+    elif found := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", instruction.name):
+        return _splash(instruction, found[1], computation)
     else:
         return None
     flops = 2 * ATTENTION[part] * (0.5 if is_causal else 1) * prod(pairs) * head if pairs else 0
     return Product(dtype=dtype, flops=flops, part="forward" if part == "forward" else "backward")
+
+
+def _splash(instruction: Instruction, part: str, computation: Computation) -> Product:
+    """Returns the products of a splash kernel. Its first arrays of floats are queries and keys, `[..., N, T, H]`.
+
+    Integers before them tell which blocks a mask leaves: half of the pairs, for a causal one.
+    """
+    arrays = [array for name in instruction.operands for array in tensors(_type(computation, name))]
+    queries, keys = [array for array in arrays if array.dtype[0] in "fb"][:2]
+    products = SPLASH[part] + FUSED * (
+        part == "dkv" and 'use_fused_bwd_kernel\\": true' in instruction.written_attributes
+    )
+    is_masked = arrays[0] is not queries
+    flops = 2 * products * (0.5 if is_masked else 1) * queries.num_elements * keys.dims[-2]
+    return Product(dtype=queries.dtype, flops=flops, part="forward" if part == "fwd" else "backward")
 
 
 def _product(

@@ -302,8 +302,13 @@ def _axes(groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[str, ...]:
 
 
 def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[float, float]:
-    """Returns the bytes that a device sends between nodes and inside its node, averaged over all devices."""
+    """Returns the bytes that a device sends between nodes and inside its node, averaged over all devices.
+
+    A program for several TPU slices lists the groups of its own slice only.
+    """
     inter = intra = 0.0
+    per_node = shape.devices_per_node
+    devices = per_node * len({device // per_node for group in groups for device in group})
     for group in groups:
         size = len(group)
         if kind == "collective-permute":
@@ -313,7 +318,7 @@ def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: Mes
         else:  # a ring over the group in its order
             edges = zip(group, [*group[1:], group[0]], strict=True)
             per_edge = payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
-        crosses = [a // shape.devices_per_node != b // shape.devices_per_node for a, b in edges if a != b]
+        crosses = [a // per_node != b // per_node for a, b in edges if a != b]
         inter += sum(crosses) * per_edge
         intra += (len(crosses) - sum(crosses)) * per_edge
-    return inter / shape.num_devices, intra / shape.num_devices
+    return inter / devices, intra / devices

@@ -133,6 +133,12 @@ def test_a_fused_reduce_and_slice_is_a_reduce_scatter() -> None:
     assert replayed(*lines, more=more).use("reduce-scatter").busy_s == 10
 
 
+def test_a_program_for_several_slices_lists_the_groups_of_its_own() -> None:
+    shape = MeshShape(replica_inter=4, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
+    (found,) = read("%g = u8[10] all-gather(%p), replica_groups={{0,1}}, dimensions={0}", shape=shape)
+    assert (found.inter_bytes, found.intra_bytes) == (0, 5)
+
+
 # ------------------------------------------------------------------------------- between slices
 
 

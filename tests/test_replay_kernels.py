@@ -5,6 +5,7 @@ from typing import Any
 from support.tables import every_row
 
 from planner.kernels import moved_bytes, products
+from planner.kernels import products as of_kernel
 from sharding.hlo_program import Program, parse_program
 
 
@@ -150,3 +151,35 @@ def test_a_strided_convolution_costs_the_same_in_all_directions(result: str, ope
 def test_products_are_found_inside_fusions() -> None:
     dot = "ROOT %d = f32[10,10] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
     assert flops(f"f32[10,10] {FUSION}", fused(dot)) == [("f32", 20_000)]
+
+
+@every_row(
+    ("name", "masked", "fused", "products"),
+    [
+        ("splash_mha_fwd_residuals", True, False, 2),
+        ("splash_mha_fwd_residuals", False, False, 2),
+        ("splash_mqa_dq_no_residuals", True, False, 3),
+        ("splash_mha_dkv_no_residuals", True, False, 4),
+        ("splash_mha_dkv_no_residuals", True, True, 5),
+    ],
+)
+def test_splash_kernels_count_the_pairs_that_a_mask_leaves(name: str, masked: bool, fused: bool, products: int) -> None:
+    """4 heads of 8, 16 positions; a causal mask leaves half. A kernel of both gradients has one more product."""
+    operands = f"{'%blocks, %blocks, ' * masked}%heads, %heads, %heads, %sums"
+    metadata = f'"x":"{{\\"use_fused_bwd_kernel\\": {str(fused).lower()}}}"'
+    text = f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (heads: bf16[4,16,8]) -> bf16[4,16,8] {{
+  %heads = bf16[4,16,8] parameter(0)
+  %blocks = s8[1,2,2] parameter(1)
+  %sums = f32[4,16] parameter(2)
+  ROOT %{name}.7 = bf16[4,16,8] custom-call({operands}), custom_call_target="tpu_custom_call", \
+frontend_attributes={{kernel_metadata={{
+{metadata}
+}}}}
+}}
+"""
+    program = parse_program(text)
+    (found,) = of_kernel(program.entry.by_name[f"{name}.7"], program.entry, program)
+    assert found.flops == 2 * products * 4 * 16 * 16 * 8 / (2 if masked else 1)
+    assert (found.dtype, found.part) == ("bf16", "forward" if "fwd" in name else "backward")

@@ -4,8 +4,8 @@
 
 Each row of lab/benchmarks/planner_configs.csv has a line in results/derived/planner_configs.jsonl, which becomes
 invalid when the config changes. The docstrings in configs/ hold `text` of the lines (tests/test_planner_figures.py),
-docs/configs.md their `table`. XLA for GPUs is needed (`make .venv/h100/installed`); a program takes 10 to 60 s on 2
-cores. Exit codes: 0 done; 1 a config has no plan, for example because it does not fit; 2 no config has such a name.
+docs/configs.md their `table`. XLA for GPUs and TPUs is needed (`make .venv/h100/installed .venv/tpu/installed`); a
+program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a config has no plan, for example because it does not fit; 2 no config has such a name.
 """
 
 import shlex
@@ -19,6 +19,7 @@ from lab.benchmarks.runner import ROOT, Key, options_of, program, rows_of, run_m
 from lab.records import DERIVED, Line, recorded, replace
 from planner.clusters import CLUSTERS
 from planner.report import from_json
+from planner.slices import find_cluster
 from runtime.files.pages import markdown
 from training.metrics.units import format_bytes, format_seconds
 
@@ -85,8 +86,9 @@ def lines() -> list[Line]:
 def text(line: Line) -> str:
     """Returns a line as the docstring of its config has it, with today's price."""
     file, _, argument = line["config"].partition(":")
-    nodes = f"{line['nodes']} {line['cluster']} ({line['devices']} GPUs)"
-    memory = f"{format_bytes(line['memory_bytes'])} of {format_bytes(line['capacity_bytes'])} a GPU"
+    kind = "GPU" if find_cluster(line["cluster"]).is_gpu else "TPU"
+    nodes = f"{line['nodes']} {line['cluster']} ({line['devices']} {kind}s)"
+    memory = f"{format_bytes(line['memory_bytes'])} of {format_bytes(line['capacity_bytes'])} a {kind}"
     parts = [f"{argument or file.removesuffix('.py')}: {nodes}", memory, f"{format_seconds(line['step_s'])} a step"]
     if cost := cost_of(line):
         parts.append(f"{cost} for its {line['num_steps']:,} steps on demand")
@@ -95,7 +97,7 @@ def text(line: Line) -> str:
 
 def cost_of(line: Line) -> str:
     """Returns the cost of all steps on demand, such as `$98`, at today's price; "" for a cluster without a price."""
-    price = CLUSTERS[line["cluster"]].on_demand
+    price = find_cluster(line["cluster"]).on_demand
     usd = (price or 0) * line["nodes"] * line["num_steps"] * line["step_s"] / 3600
     return f"${usd:,.{0 if usd >= 10 else 2}f}" if price else ""
 

@@ -13,9 +13,8 @@ such a name.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from statistics import fmean, median
 from typing import Any
 
@@ -79,13 +78,16 @@ def compiled(cell: Key) -> ReplayableStep:
 
 def replayed(cell: Key) -> dict[str, Any]:
     """Returns the line of a row: published and replayed seconds per step, and memory per device."""
-    step = compiled(cell)
-    ours = replace(step, machine=replace(step.machine, cluster=cluster_of(cell, "ours")))
+    return compared(compiled(cell), published_s(cell), cluster_of(cell, "ours"))
+
+
+def compared(step: ReplayableStep, published: float, ours: Cluster) -> dict[str, Any]:
+    """Returns the published and replayed seconds of a step, with our overlap too, and the memory per device."""
     memory = step.memory()
     return {
-        "published_s": published_s(cell),
+        "published_s": published,
         "predicted_s": step.timeline().step_s,
-        "ours_s": ours.timeline().step_s,
+        "ours_s": replace(step, machine=replace(step.machine, cluster=ours)).timeline().step_s,
         "memory_bytes": memory.total,
         "capacity_bytes": memory.capacity,
         "num_params": step.experiment.model.num_params,
@@ -98,33 +100,32 @@ def choose() -> int:
     chosen = [cell for cell in cells() if cell["chose_rates"]]
     start_devices(max(cell["gpus"] for cell in chosen))
     for gpu in ("a100", "h100"):
-        print(nearest(gpu, [cell for cell in chosen if cell["gpu"].startswith(gpu)]))
+        cells_of = [cell for cell in chosen if cell["gpu"].startswith(gpu)]
+        print(nearest(gpu, [(compiled(cell), published_s(cell)) for cell in cells_of], (0.6, 0.3)))
     return 0
 
 
-def nearest(gpu: str, cells: Sequence[Key]) -> str:
-    """Returns the fractions of the peak rate for which the steps of some rows come nearest to the published times.
+def nearest(name: str, steps: Sequence[tuple[ReplayableStep, float]], start: Sequence[float]) -> str:
+    """Returns the fractions of the peak rate for which some steps come nearest to their published seconds.
 
-    Errors are relative; errors beyond 3 % count less than their square (soft L1).
+    They are of products and of attention; with one of them in `start`, attention keeps its own. Errors are relative;
+    errors beyond 3 % count less than their square (soft L1).
     """
-    load = lru_cache(maxsize=None)(lambda i: compiled(cells[i]))
 
     def errors(logs: np.ndarray) -> list[float]:
-        products, attention = np.exp(logs)
+        products, *attention = np.exp(logs)
         found = []
-        for i, cell in enumerate(cells):
-            device = load(i).machine.device(load(i).experiment.config)
-            rates = {"matmul_fraction": products, "attention": dict.fromkeys(("forward", "backward"), attention)}
-            timeline = load(i).timeline(replace(device, **rates))
-            found.append(timeline.step_s / published_s(cell) - 1)
+        for step, published in steps:
+            device = step.machine.device(step.experiment.config)
+            rates = {part: attention[0] for part in ("forward", "backward") if attention} or device.attention
+            timeline = step.timeline(replace(device, matmul_fraction=products, attention=rates))
+            found.append(timeline.step_s / published - 1)
         return found
 
-    best = least_squares(errors, np.log([0.6, 0.3]), loss="soft_l1", f_scale=0.03, diff_step=0.02)
-    products, attention = np.exp(best.x)
+    best = least_squares(errors, np.log(start), loss="soft_l1", f_scale=0.03, diff_step=0.02)
+    shares = ", ".join(f"{what} {share:.3f}" for what, share in zip(("products", "attention"), np.exp(best.x)))
     mean = fmean(map(abs, errors(best.x)))
-    return (
-        f"{gpu}: products {products:.3f}, attention {attention:.3f} of the peak; mean error of {len(cells)}: {mean:.1%}"
-    )
+    return f"{name}: {shares} of the peak; mean error of {len(steps)}: {mean:.1%}"
 
 
 # ----------------------------------------------------------------------------------------- the content of pages
@@ -146,10 +147,10 @@ def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
     return found | {"chose the rates": [line for line in lines if line["chose_rates"]]}
 
 
-def summary(lines: Sequence[Line]) -> str:
+def summary(groups: Mapping[str, Sequence[Line]]) -> str:
     """Returns how near the predictions of each group are."""
     rows = []
-    for label, group in groups(lines).items():
+    for label, group in groups.items():
         errors = [error(line, "published_s") for line in group]
         if errors:
             sizes = [fmean(map(abs, errors)), median(map(abs, errors)), quantile(errors, 0.9)]

@@ -1,0 +1,36 @@
+"""Decoders for TPU slices: MaxText's `:16b`, `:32b` and `:64b`, and Llama 3.1's `:llama_8b` and `:llama_70b`.
+
+python -m planner --config=configs/tpu_decoder.py:16b --cluster=v5e-256 --nodes=4
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+MODELS = {  # layers, hidden, intermediate, heads, heads of keys, tokens of a row, vocabulary, rows of a chip, chips
+    "16b": (32, 4096, 28672, 64, 64, 2048, 32000, 6, 4 * 256),
+    "32b": (32, 8192, 28672, 64, 64, 2048, 32000, 4, 2 * 256),
+    "64b": (64, 8192, 28672, 64, 64, 2048, 32000, 2, 256),
+    "llama_8b": (32, 4096, 14336, 32, 8, 8192, 128256, 3, 8),
+    "llama_70b": (80, 8192, 28672, 64, 8, 8192, 128256, 2, 64),
+}
+ROTARY = {"rotary_base": 500_000.0, "rotary_scaling": "llama3", "rotary_factor": 8.0}
+
+
+def get_config(arg: str = "16b") -> ConfigDict:
+    """Returns the config of a size: FSDP inside a slice, a replica per slice. ValueError for an unknown one."""
+    layers, hidden, intermediate, heads, kv_heads, length, vocab, rows, chips = base.chosen(arg, MODELS, __file__)
+    config = base.get_config()
+    config.num_steps = 1000
+    config.model.update({"compute_dtype": "bfloat16", "vocab_size": vocab, "max_len": length, "tied_head": False})
+    config.model.update({"num_layers": layers, "hidden": hidden, "intermediate": intermediate, "remat": "full"})
+    config.model.update({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128})
+    if arg.startswith("llama"):
+        config.model.update(ROTARY)
+    config.data.update({"source": "synthetic", "seq_len": length})
+    config.batch.update({"global_size": rows * chips, "micro_size": rows})
+    config.sharding.update({"strategy": "hsdp", "partition_size": 0})
+    config.optimizer.update({"learning_rate": 1e-4, "warmup_steps": 100})
+    config.elastic.snapshot_every = 0
+    base.for_timing(config)
+    return config
