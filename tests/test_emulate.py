@@ -31,6 +31,8 @@ from support.waiting import until
 
 from launch.emulate import control, namespaces
 from launch.emulate.__main__ import main
+from launch.emulate.delay_line import DelayQueue
+from launch.emulate.delays import DelayLine
 from launch.emulate.links import Links
 from runtime.progress import StepProgress, read_progress
 
@@ -397,3 +399,36 @@ def test_a_latency_is_above_the_queue_of_the_rate() -> None:
     assert Links(rate="8mbit").leaving("eth0") == [f"qdisc replace dev eth0 root {tbf}"]
     lifted = replace(links, rate="none").leaving("eth0")
     assert lifted == ["qdisc replace dev eth0 root noqueue", netem]  # without the tbf that was there
+
+
+def test_a_delay_line_keeps_the_order_and_bounds_its_memory() -> None:
+    queue = DelayQueue(0.02, 0.01, 0.0, max_bytes=1000)
+    frames = [bytes([i]) * 100 for i in range(12)]
+    for i, frame in enumerate(frames):
+        queue.put(frame, 0.001 * i)
+    assert not [*queue.pop_due(0.0099)] and 0 < (queue.wait_s(0.0099) or 0) < 0.03
+    times, out = [], list[bytes]()
+    for now_ms in range(10, 50):
+        for frame in queue.pop_due(now_ms / 1000):
+            times.append(now_ms)
+            out.append(frame)
+    assert out == frames[:10]  # 1000 bytes
+    assert all(10 + i <= time <= 31 + i for i, time in enumerate(times)) and len(set(times)) >= 3
+    assert queue.wait_s(0.05) is None
+    queue.put(frames[11], 0.05)  # again with space
+    assert [*queue.pop_due(0.09)] == [frames[11]]
+
+
+def test_a_delay_line_loses_the_fraction() -> None:
+    queue = DelayQueue(0.0, 0.0, 0.1)
+    for _ in range(10_000):
+        queue.put(b"frame", 0.0)
+    assert len([*queue.pop_due(0.0)]) == pytest.approx(9000, abs=150)  # 5 sigma
+
+
+@every_row("links", [{"rate": "none"}, {"rate": "2gbit"}, {"rate": "1gbit", "latency": "0.5s"}])
+def test_a_delay_line_refuses_what_it_cannot_carry(links: dict[str, str]) -> None:
+    line = DelayLine(0)
+    assert line.leaving(fast := Links(rate="1gbit", latency="100ms")) == fast.arriving("eth0")
+    with pytest.raises(ValueError, match=f"--rate={links['rate']}: this kernel has no netem"):
+        line.leaving(Links(**{"latency": "20ms"} | links))

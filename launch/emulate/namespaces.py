@@ -23,6 +23,10 @@ WITHOUT_ROOT = ["unshare", "--user", "--map-root-user"]
 libc = ctypes.CDLL(None, use_errno=True)
 
 
+class MissingQdiscError(ValueError):
+    """The kernel lacks the module of a `tc` command."""
+
+
 def missing_tool() -> str | None:
     """Returns a message about a missing tool; None if all are installed."""
     for tool, package in TOOLS.items():
@@ -75,10 +79,29 @@ def start_in(
         return _start(lambda: libc.setns(namespace.fileno(), NEW_PID), [*enter, *command], env=dict(env), **outputs)
 
 
+def start_in_network(init: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts a program in the network of a node, with the files of this machine; its stdout is a pipe.
+
+    It is a child of this process and ends with the node.
+    """
+    enter = ["nsenter", f"--net=/proc/{init}/ns/net", "--", *command]
+    with open(f"/proc/{init}/ns/pid") as namespace:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        return _start(lambda: libc.setns(namespace.fileno(), NEW_PID), enter, **pipes)
+
+
+def set_tcp(init: int, settings: Mapping[str, str]) -> None:
+    """Writes settings of TCP (files of /proc/sys/net/ipv4) in the network of a node. ValueError if it cannot."""
+    writes = [f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items()]
+    shell = start_in(init, ["sh", "-c", " && ".join(writes)], os.environ, subprocess.PIPE)
+    if said := shell.communicate()[0].decode().strip():
+        raise ValueError(f"this machine cannot set the buffers of TCP: {said}")
+
+
 def configure(network: str, tool: str, commands: Sequence[str]) -> None:
     """Passes commands of `ip`, `tc` or `bridge` to a network, given by its file.
 
-    ValueError contains their error output.
+    ValueError contains their error output; MissingQdiscError if the kernel lacks a qdisc.
     """
     answer = subprocess.run(
         ["nsenter", f"--net={network}", "--", shutil.which(tool, path=SEARCH) or tool, "-batch", "-"],
@@ -90,7 +113,7 @@ def configure(network: str, tool: str, commands: Sequence[str]) -> None:
     if answer.returncode:
         said = " ".join(answer.stderr.split())
         if "qdisc kind is unknown" in said:
-            raise ValueError(f"this kernel cannot limit or delay links: it lacks sch_tbf or sch_netem ({said})")
+            raise MissingQdiscError(f"this kernel cannot limit links: it lacks sch_tbf ({said})")
         raise ValueError(f"`{tool} {'; '.join(commands)}`: {said}")
 
 

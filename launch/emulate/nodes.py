@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from launch.emulate import namespaces
-from launch.emulate.links import MTU_BYTES, Links
+from launch.emulate.delays import Delay, NetemDelay, find_delay
+from launch.emulate.links import MTU_BYTES, TCP_BUFFERS, Links
 from runtime.files import locks
 
 MAX_NODES = 254  # addresses of a /24
@@ -73,6 +74,7 @@ class EmulatedCluster:
         by_links = {path.absolute() for path in named} - real
         self._shared = sorted(real) + sorted(by_links)  # parents first, and targets before their links
         self._hosts = self.workdir / "hosts"
+        self._delay: Delay = NetemDelay()
 
     def __enter__(self) -> "EmulatedCluster":
         self.workdir.mkdir(parents=True, exist_ok=True)
@@ -84,6 +86,7 @@ class EmulatedCluster:
             self._hosts.write_text("127.0.0.1 localhost\n")
             self._switch = namespaces.new_node("switch", self._hosts, [])
             undo.callback(self._close)
+            self._delay = find_delay(self._switch.pid, self.links)
             bridge = [f"link add br0 mtu {MTU_BYTES} type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
             namespaces.configure(self._switch_network, "ip", bridge)
             for _ in range(self._num_nodes):
@@ -121,6 +124,7 @@ class EmulatedCluster:
         cable = f"address {_mac(number)} mtu {MTU_BYTES} netns {node.init.pid} type veth peer name p{number}"
         port = f"link set p{number} mtu {MTU_BYTES} master br0 addrgenmode none up"
         namespaces.configure(self._switch_network, "ip", [f"link add eth0 {cable}", port])
+        self._delay.connect(number, _mac(number), node.links)
         # Permanent neighbours: a dead node is silent, as behind a real switch, instead of "unreachable".
         others = [
             f"neigh add {self.address(i)} lladdr {_mac(i)} dev eth0 nud permanent"
@@ -129,7 +133,9 @@ class EmulatedCluster:
         ]
         up = [f"addr add {self.address(number)}/24 dev eth0", "link set lo up", "link set eth0 addrgenmode none up"]
         namespaces.configure(node.network, "ip", [*up, *others])
-        self._limit(node)
+        if any(node.links.delay()):
+            namespaces.set_tcp(node.init.pid, TCP_BUFFERS)
+        self._limit(node, node.links)
 
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None, log: IO[bytes] | int = -1
@@ -151,8 +157,9 @@ class EmulatedCluster:
 
     def slow(self, node: int, rate: str) -> None:
         """Sets another rate for a node's link, in both directions."""
-        self.nodes[node].links = replace(self.nodes[node].links, rate=rate)
-        self._limit(self.nodes[node])
+        links = replace(self.nodes[node].links, rate=rate)
+        self._limit(self.nodes[node], links)
+        self.nodes[node].links = links
 
     def kill(self, node: int) -> None:
         """Kills all processes of a node at once (SIGKILL). Its kernel stays alive and closes their connections."""
@@ -195,13 +202,14 @@ class EmulatedCluster:
 
     def _set_port(self, node: int, state: int) -> None:
         # Not `ip link set down`, which the node would detect.
-        namespaces.configure(self._switch_network, "bridge", [f"link set dev p{node} state {state}"])
+        states = [f"link set dev {port} state {state}" for port in self._delay.ports(node)]
+        namespaces.configure(self._switch_network, "bridge", states)
 
-    def _limit(self, node: EmulatedNode) -> None:
+    def _limit(self, node: EmulatedNode, links: Links) -> None:
         """Sets the rate limits at both ends of a link. The switch limits the traffic to the node."""
         ends = (
-            (node.network, node.links.leaving("eth0")),
-            (self._switch_network, node.links.arriving(f"p{node.number}")),
+            (node.network, self._delay.leaving(links)),
+            (self._switch_network, links.arriving(f"p{node.number}")),
         )
         for network, commands in ends:
             namespaces.configure(network, "tc", commands)
@@ -216,6 +224,7 @@ class EmulatedCluster:
                 if process.stdout:
                     process.stdout.close()
             os.close(node.network_fd)
+        self._delay.close()
         self._switch.wait(END_S)
         self.nodes.clear()
 
