@@ -200,3 +200,54 @@ def test_pytorchs_run_is_ours_up_to_rounding(tmp_path: Path) -> None:
         assert len(values[0]) == (6 if key == "loss" else 2)
         np.testing.assert_allclose(*values, rtol=2e-5)
     assert json.loads(options)["mode"] == "ddp"
+
+
+ALL_PEERS = """
+import json, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.init_process_group = dist.destroy_process_group = lambda *_: None  # one group for all runs
+sys.path.insert(0, "lab/benchmarks")
+from pytorch_on_text import main
+for options in json.load(open(sys.argv[1])):
+    main(options)
+"""
+
+
+@IGNORED
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
+def test_the_loss_of_each_pytorch_method_falls(tmp_path: Path) -> None:
+    """On two processes, for two intervals of local SGD. Post-local SGD begins with the steps of dense SGD."""
+    small = {"num_steps": 160, "model.num_layers": 1, "model.hidden": 32, "model.intermediate": 128, "data.seq_len": 16}
+    small |= {"model.num_heads": 2, "model.num_kv_heads": 2, "model.max_len": 16, "optimizer.warmup_steps": 2}
+    small |= {"batch.global_size": 8, "batch.micro_size": 1, "eval.num_batches": 2}
+    peers = {name: method for name, method in METHODS.items() if method.peer and "long" not in name}
+    words = bench.peer_words(next(iter(peers.values())), tmp_path, TASK | small | {"data.source": "synthetic"})
+    with np.load(tmp_path / "data.npz") as file:
+        data = dict(file)
+    runs = []
+    for name, method in peers.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        steps = max(20, 2 * method.inner_steps)
+        np.savez(folder / "data.npz", **data | {key: data[key][:steps] for key in ("tokens", "rates")})
+        own = {"data": str(folder / "data.npz"), "out": str(folder), "validate_every": steps // 2}
+        own["dense_steps"] = min(4, method.dense_steps)  # of 20
+        runs.append(json.loads(words[1]) | (method.peer or {}) | own)
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    (tmp_path / "peers.py").write_text(ALL_PEERS)
+    two = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    command = [sys.executable, *two, str(tmp_path / "peers.py"), str(tmp_path / "runs.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = {name: [row["loss"] for row in json_lines.read(tmp_path / name / "metrics.jsonl")] for name in peers}
+    for name, values in losses.items():
+        assert np.isfinite(values).all() and np.mean(values[-5:]) < values[0] - 0.05, (name, values)
+    dense = losses["pytorch ddp"]
+    for hook in ("ddp, bf16", "ddp, fp16", "ddp, fp8", "hsdp, bf16"):
+        assert losses[f"pytorch {hook}"] != dense
+        np.testing.assert_allclose(losses[f"pytorch {hook}"], dense, rtol=0.02)
+    post_local = losses["pytorch local SGD, 10 steps, after dense steps, fp16"]
+    np.testing.assert_allclose(post_local[:5], dense[:5], rtol=1e-5)
+    assert post_local[6:] != dense[6:]

@@ -4,10 +4,10 @@
 
 One process per device, configured by torchrun's variables, on gloo. `mode`: ddp, with its `hook` if one is named; hsdp
 (FSDP2, sharded inside a node); local_sgd, which averages the parameters after every `inner_steps` steps, with `half` by
-their changes in fp16. Fused AdamW with our defaults, without clipping; with `muon` PyTorch's Muon, with a `momentum`,
-for the blocks' matrices. The file has `tokens` [steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates`
-[steps], times `times_rate`, and the parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as
-train.py's.
+their changes in fp16, and in the first `dense_steps` the gradients of each step (post-local SGD). Fused AdamW with our
+defaults, without clipping; with `muon` PyTorch's Muon, with a `momentum`, for the blocks' matrices. The file has
+`tokens` [steps, rows, T + 1], `validation` [rows, T + 1], the learning `rates` [steps], times `times_rate`, and the
+parameters by their names here. A line of FOLDER/metrics.jsonl is a step's, as train.py's.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pytorch_peer import Decoder, add_hook, own_device, sent_bytes, shard  # in this folder
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 DECAY = 0.1  # of matrices: no norms, no positions
@@ -64,27 +65,34 @@ def main(options: dict[str, Any]) -> None:
     rows = tokens.shape[1] // world  # each device's are neighbours, as in ours
     model: Any = Decoder(options["sizes"] | {"low_precision": False}, dots=False, stored=True, bias=False).to(device)
     model.load_state_dict({name: torch.from_numpy(value) for name, value in data.items()})
-    mode, inner = options["mode"], options["inner_steps"]
+    mode, inner, dense_steps = options["mode"], options["inner_steps"], options["dense_steps"]
     if mode != "local_sgd":
         model = shard(model, mode, device, kept=False, is_low=False, hook=options["hook"])
-        add_hook(model, options["hook"], rank=options["rank"], start=max(2, options["dense_steps"]))
+        add_hook(model, options["hook"], rank=options["rank"], start=max(2, dense_steps))
+    elif dense_steps:
+        model = shard(model, "ddp", device, kept=False, is_low=False)
+        alone, _ = dist.new_subgroups(1)
+        state = post_localSGD_hook.PostLocalSGDState(None, alone, dense_steps, post_local_gradient_allreduce=False)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     optimizers = optimizers_of(model, muon=options["muon"], momentum=options["momentum"])
 
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
         return model(rows[:, :-1].long(), rows[:, 1:].long())
 
-    synced = [p.detach().clone() for p in model.parameters()] if options["half"] else []
+    synced = list[torch.Tensor]()
     out = Path(options["out"]) / "metrics.jsonl"
     last_s, sent = time.perf_counter(), sent_bytes()
     for step in range(1, len(tokens) + 1):
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = options["times_rate"] * float(rates[step - 1])
+        if options["half"] and step == dense_steps + 1:
+            synced = [p.detach().clone() for p in model.parameters()]
         loss = loss_of(tokens[step - 1, rank * rows : (rank + 1) * rows])
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if inner and step % inner == 0:
+        if inner and step > dense_steps and step % inner == 0:
             if options["half"]:
                 average_changes(model, synced)
             else:

@@ -1,8 +1,8 @@
 """Our decoders in PyTorch, for lab/benchmarks/steps.py and lab/benchmarks/gpu.py: DDP, or FSDP2, full or hybrid.
 
     python -m launch.emulate --nodes=4 --devices_per_node=2 --processes_per_node=2 --rate=1gbit \
-        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] [fp16|fp8|power_sgd] \
-        [accum=1] [steps=3] [skipped=1]
+        -- PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py ddp|hsdp|zero3 [kept] [dots] \
+        [bf16|fp16|fp8|power_sgd] [accum=1] [steps=3] [skipped=1]
     PYTHON_WITH_TORCH lab/benchmarks/pytorch_peer.py zero3 kept '{"layers": 12, "hidden": 768, "heads": 12, ...}'
 
 One process per device, configured by torchrun's variables. Without sizes, on gloo: configs/standard.py's workload (8
@@ -10,12 +10,13 @@ layers of 512, f32, AdamW, activation checkpointing, one sequence per device, 4 
 all-reduces between nodes at the last micro-step only, like MiCS. With sizes, of configs/gpu_decoder.py: parameters in
 f32 and compute in bf16, tied head, fused AdamW, gradients clipped to norm 1, torch.compile on GPUs (on a CPU it runs
 uncompiled, to try the program). `kept`: layers stay gathered for the backward pass; `dots`: products with weights are
-stored for it; `fp16` and `power_sgd` (rank 4, from step 2 on): DDP's hooks; `fp8`: the hook below. AdamW is fused and
-glibc keeps freed memory, as in train.py. Tokens are random. Rank 0 prints one line: RESULT and a JSON object.
+stored for it; `bf16`, `fp16` and `power_sgd` (rank 4, from step 2 on): DDP's hooks, and for FSDP2 `bf16` is its
+`reduce_dtype`; `fp8`: the hook below. AdamW is fused and glibc keeps freed memory, as in train.py. Tokens are random.
+Rank 0 prints one line: RESULT and a JSON object.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportPrivateImportUsage=false, reportReturnType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # PyTorch is only compared with; it is not a dependency and has a separate environment.
 
 import ctypes
@@ -41,7 +42,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 STANDARD = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 256, "seq_len": 256, "rows": 1, "accum": 4, "steps": 3}
 STANDARD |= {"skipped": 1, "low_precision": False}
 PRODUCTS = [torch.ops.aten.mm.default]
-HOOKS = ("fp16", "fp8", "power_sgd")
+HOOKS = ("bf16", "fp16", "fp8", "power_sgd")
 ONE_BUCKET = ("fp8", "power_sgd")  # with several, callbacks start collectives in different orders, which gloo confuses
 FP8 = torch.float8_e4m3fn
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")  # in an emulated node
@@ -100,7 +101,7 @@ class Decoder(nn.Module):
 def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_low: bool, hook: str = "") -> nn.Module:
     """Returns the model under DDP, with buckets for a hook that `add_hook` adds later, or FSDP2.
 
-    `kept` layers stay gathered for the backward pass.
+    `kept` layers stay gathered for the backward pass. With the hook `bf16` FSDP2 reduces gradients in bfloat16.
     """
     if mode == "ddp":
         bucket_mb = 1000 if hook in ONE_BUCKET else None
@@ -111,15 +112,22 @@ def shard(model: nn.Module, mode: str, device: torch.device, *, kept: bool, is_l
     else:
         mesh = init_device_mesh(device.type, (world,))
     dtype = torch.bfloat16 if is_low else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.bfloat16 if hook == "bf16" else dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not kept)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def add_hook(model: Any, name: str, *, rank: int = 4, start: int = 2) -> None:
-    """Makes DDP's gradients travel as the hook `name` sends them, power_sgd from step `start` on; "" for none."""
-    if name == "fp16":
+    """Makes DDP's gradients travel as the hook `name` sends them, power_sgd from step `start` on; "" for none.
+
+    FSDP2 needs no hook.
+    """
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return
+    if name == "bf16":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif name == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "fp8":
         model.register_comm_hook(None, fp8_hook)
@@ -139,7 +147,7 @@ def fp8_decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.view(FP8).float() * scales
 
 
-def fp8_hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def fp8_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket in float8 on the wire: an all-to-all of parts, means in float32, an all-gather of these."""
     world, values = dist.get_world_size(), bucket.buffer()
     parts = F.pad(values, (0, -len(values) % world)).view(world, -1)

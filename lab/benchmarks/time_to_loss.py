@@ -217,7 +217,8 @@ def peer_words(method: Method, folder: Path, keys: Overrides) -> list[str]:
     np.savez(data, **arrays)
     sizes = {"layers": config.model.num_layers, "hidden": config.model.hidden, "heads": config.model.num_heads}
     sizes |= {"vocab": config.model.padded_vocab, "seq_len": config.data.seq_len}
-    options = {"data": str(data), "out": str(folder), "sizes": sizes, "validate_every": config.eval.every}
+    validate_every = math.lcm(config.eval.every, method.inner_steps)  # after averages: the ranks differ before
+    options = {"data": str(data), "out": str(folder), "sizes": sizes, "validate_every": validate_every}
     return ["lab/benchmarks/pytorch_on_text.py", json.dumps({**options, **(method.peer or {})})]
 
 

@@ -3,54 +3,35 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Protocol
 
 from launch.emulate import namespaces
 from launch.emulate.delay_line import MAX_QUEUE_BYTES
 from launch.emulate.links import MTU_BYTES, Links
 
 PROGRAM = Path(__file__).with_name("delay_line.py")
-MAX_RATE = 1e9  # bit/s; one stream was measured to reach 97 % of it, with 0.2 cores
-
-
-class Delay(Protocol):
-    """Delays the packets that leave a node."""
-
-    def connect(self, number: int, mac: str, links: Links) -> None:
-        """Prepares the link of a new node, after its port p{number} of the switch."""
-
-    def leaving(self, links: Links) -> list[str]:
-        """Returns the `tc` commands for eth0 in the node. ValueError if the delay cannot hold at this rate."""
-        ...
-
-    def ports(self, number: int) -> list[str]:
-        """Returns the ports of the switch that a node's packets pass."""
-        ...
-
-    def close(self) -> None:
-        """Waits for the end of the programs, which end with the switch."""
+MAX_RATE = 1e9  # bit/s; one stream was measured to reach 97 % of it
 
 
 class NetemDelay:
-    """The kernel delays packets in the node."""
+    """The kernel delays the packets that leave a node, in the node."""
 
     def connect(self, number: int, mac: str, links: Links) -> None:
-        """Does nothing."""
+        """Prepares the link of a new node, which enters the switch at port p{number}."""
 
     def leaving(self, links: Links) -> list[str]:
-        """Returns the commands for latency, loss and rate; without netem for a link without latency and loss."""
+        """Returns the `tc` commands for eth0 in the node. ValueError if the delay cannot hold at this rate."""
         return links.leaving("eth0")
 
     def ports(self, number: int) -> list[str]:
-        """Returns the port of the node."""
+        """Returns the ports of the switch that a node's packets pass."""
         return [f"p{number}"]
 
     def close(self) -> None:
-        """Does nothing."""
+        """Waits for the end of the programs, which the kernel ends with the switch."""
 
 
-class DelayLine:
-    """A program per node delays packets in the switch (delay_line.py).
+class DelayLine(NetemDelay):
+    """A program per node delays the packets that leave it, in the switch (delay_line.py).
 
     The kernel redirects each packet that enters port p{N} to the TAP device d{N}, the program returns it after the
     latency, and the bridge then forwards it. Packets to node N go to p{N} directly.
@@ -64,8 +45,7 @@ class DelayLine:
         """Starts the program, and inserts its device between the port and the bridge."""
         port, tap = self.ports(number)
         command = [sys.executable, "-I", "-S", str(PROGRAM), tap, *map(str, links.delay())]
-        program = namespaces.start_in_network(self._switch, command)
-        self._programs.append(program)
+        self._programs.append(program := namespaces.start_in_network(self._switch, command))
         assert program.stdout
         with program.stdout as output:
             if (line := output.readline()) != b"ready\n":
@@ -80,7 +60,7 @@ class DelayLine:
             namespaces.configure(f"/proc/{self._switch}/ns/net", tool, commands)
 
     def leaving(self, links: Links) -> list[str]:
-        """Returns the commands for the rate, which holds before the delay. ValueError above the line's limits."""
+        """Returns the commands for the rate, to which the node is limited before the delay."""
         latency_s, jitter_s, _ = links.delay()
         if links.rate_bits() > min(MAX_RATE, 8 * MAX_QUEUE_BYTES / (latency_s + jitter_s + 1e-9)):
             raise ValueError(
@@ -94,12 +74,12 @@ class DelayLine:
         return [f"p{number}", f"d{number}"]
 
     def close(self) -> None:
-        """Waits for the end of the programs, which the kernel kills with the switch."""
+        """Waits for the end of the programs."""
         for program in self._programs:
             program.wait()
 
 
-def find_delay(switch: int, links: Links) -> Delay:
+def find_delay(switch: int, links: Links) -> NetemDelay:
     """Returns netem, or a delay line if the links have a latency or loss and the kernel has no netem."""
     try:
         if any(links.delay()):  # on a device that nothing uses

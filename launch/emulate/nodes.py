@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from launch.emulate import namespaces
-from launch.emulate.delays import Delay, NetemDelay, find_delay
+from launch.emulate.delays import NetemDelay, find_delay
 from launch.emulate.links import MTU_BYTES, TCP_BUFFERS, Links
 from runtime.files import locks
 
@@ -74,7 +74,7 @@ class EmulatedCluster:
         by_links = {path.absolute() for path in named} - real
         self._shared = sorted(real) + sorted(by_links)  # parents first, and targets before their links
         self._hosts = self.workdir / "hosts"
-        self._delay: Delay = NetemDelay()
+        self._delay = NetemDelay()
 
     def __enter__(self) -> "EmulatedCluster":
         self.workdir.mkdir(parents=True, exist_ok=True)
