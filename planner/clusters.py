@@ -23,6 +23,11 @@ GBIT = 1e9 / 8  # bytes/s
 # between nodes (MaxText's data parallelism between slices)
 SCHEDULE, ALL, NOTHING, INSIDE = "schedule", "all", "nothing", "schedule inside nodes"
 SYSTEMS = {"ours": SCHEDULE, "fsdp": ALL, "deepspeed": NOTHING, "maxtext": INSIDE}
+HIDDEN = {  # the same as a plan says it
+    ALL: "all traffic that they last for",
+    NOTHING: "no traffic",
+    INSIDE: "the program's traffic inside nodes, and none between them",
+}
 MEMORY_SHARE = 0.90  # share of a device's memory for the program (a choice); the rest is for CUDA, NCCL and fragments
 
 

@@ -46,6 +46,7 @@ def command_flags(argv: Sequence[str]) -> flags.FlagValues:
     """Returns the flags of the planner, not yet parsed."""
     values = command_line.new_flags()
     listing = "\n      ".join(map(str, clusters.CLUSTERS.values()))
+    listing += f"\n      or TPU slices by their chips: {slices.EXAMPLES}"
     names = f"one of these ({DEFAULT}, unless it is given):\n      {listing}"
     texts = {
         "model": "in place of --config: a size of configs/decoder.py, such as 13b or layers=40,hidden=5120,heads=40",
@@ -63,7 +64,8 @@ def command_flags(argv: Sequence[str]) -> flags.FlagValues:
     flags.DEFINE_string("cluster", DEFAULT, names, flag_values=values)
     about = "nodes of the cluster (one, unless it is given); several with commas between"
     flags.DEFINE_list("nodes", ["1"], about, flag_values=values)
-    about = "whose habits to price: ours, the program's schedule; fsdp, which hides all it can; deepspeed, nothing"
+    about = "whose habits to price: ours, the program's schedule; fsdp, which hides all it can; deepspeed, nothing; "
+    about += "maxtext, nothing between TPU slices"
     flags.DEFINE_enum("as", "ours", [*clusters.SYSTEMS], about, flag_values=values)
     flags.DEFINE_boolean("search", False, "look for the best", flag_values=values)
     about = f"programs that a search looks at ({LOOKED_AT}, unless it is given)"
@@ -124,7 +126,7 @@ def question_of(argv: Sequence[str], values: flags.FlagValues) -> Question:
     system = str(values["as"].value)
     lacks_it = cluster.device.name == "V100" and config.model.compute_dtype == "bfloat16"
     no_bfloat16 = clusters.NO_BFLOAT16_NOTE if lacks_it else ""
-    hidden = "all traffic that they last for" if cluster.hides == clusters.ALL else "no traffic"
+    hidden = clusters.HIDDEN.get(cluster.hides, "")
     habits = "" if system == "ours" else f"priced as {system} runs it: kernels hide {hidden}"
     return Question(
         name=_name(argv, values),
@@ -172,6 +174,8 @@ def _name(argv: Sequence[str], values: flags.FlagValues) -> str:
 def _cluster(values: flags.FlagValues) -> tuple[clusters.Cluster, str]:
     """Returns the cluster with the flags' overlap, links and nodes, and a line about measured figures."""
     cluster, measured = slices.find_cluster(values.cluster), ""
+    if values.devices_per_node and isinstance(cluster, slices.SliceCluster):
+        raise ValueError(f"--devices_per_node is for GPUs; --cluster={cluster.name} names the chips of a slice")
     if values.devices_per_node:
         cluster = clusters.with_devices(cluster, values.devices_per_node)
     if values.probe:

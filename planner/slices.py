@@ -1,6 +1,5 @@
 """TPU slices as nodes of a cluster: `v5e-256` is a slice of 256 chips. planner/rates.csv has the figures."""
 
-import re
 from dataclasses import dataclass
 
 from planner import clusters
@@ -12,7 +11,9 @@ from training.metrics.throughput import peak_flops
 
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}  # names of devices in jax
 NEVER_RAN = "TPUs: priced from the compiled program; nothing of this project has run on one"
+FAILURES = "no rate of failures of TPU slices is known; --failures gives one"
 OF_CORES = "v5p-{chips} and tpu7x-{chips} count chips here; Google's names count cores, of which a chip has two"
+EXAMPLES = "v5e-256, v5p-64, v6e-8, tpu7x-64"
 WHOLE_RING = 16  # chips along an axis that is a ring, in a slice of two axes
 ERRORS = clusters.ErrorBar(half_within=0.05, nine_of_ten_within=0.15, of="no published step yet", built_with=False)
 CUBE = 4  # in a slice of three axes all are rings if each is a multiple of this
@@ -46,8 +47,13 @@ class SliceCluster(Cluster):
 
 def find_cluster(name: str) -> Cluster:
     """Returns the cluster with that name, such as `v6e-256` or `p5.48xlarge`. ValueError with the nearest names."""
-    match = re.fullmatch(rf"({'|'.join(TPUS)})-(\d+)", name)
-    return slice_cluster(match[1], int(match[2]), Rates(rows())) if match else clusters.find_cluster(name)
+    kind, _, chips = name.partition("-")
+    if kind not in TPUS:
+        return clusters.find_cluster(name)
+    if not chips.isdecimal():
+        sizes = ", ".join(map(str, TPUS[kind].shapes))
+        raise ValueError(f"--cluster={name}: give the chips of a slice, such as {kind}-64; there are {sizes}")
+    return slice_cluster(kind, int(chips), Rates(rows()))
 
 
 def slice_cluster(kind: str, chips: int, rates: Rates) -> SliceCluster:
@@ -70,7 +76,7 @@ def slice_cluster(kind: str, chips: int, rates: Rates) -> SliceCluster:
         prefetches=True,
         copy_bandwidth=copy,
         unpinned_bandwidth=copy,
-        note="; ".join([NEVER_RAN, *[OF_CORES.format(chips=chips)] * (len(sides) == CUBE - 1)]),
+        note="; ".join([NEVER_RAN, FAILURES, *[OF_CORES.format(chips=chips)] * (len(sides) == CUBE - 1)]),
     )
     on_demand, spot = rates.get("on demand", kind), rates.get("spot", kind)
     return SliceCluster(
@@ -83,7 +89,6 @@ def slice_cluster(kind: str, chips: int, rates: Rates) -> SliceCluster:
         inter_latency_s=rates("latency between nodes", "NCCL"),
         reached=Reached(intra=rates("links reached", "TPU")),
         storage_bandwidth=rates("storage", "GPU nodes"),
-        failures=0.0,
         on_demand=on_demand and chips * on_demand,
         spot=spot and chips * spot,
         sides=sides,

@@ -103,7 +103,7 @@ def test_each_config_has_a_plan_of_it_as_it_is() -> None:
 def test_a_docstring_has_the_plans_of_its_file_or_what_came_of_a_run(file: Any) -> None:
     of = [line for line in recorded(planner_configs.RESULTS) if line["config"].partition(":")[0] == file.name]
     about = ast.get_docstring(ast.parse(file.read_text())) or ""
-    said = re.findall(r"^ +(\S+: \d+ \S+ \(\d+ GPUs\), .*)$", about, re.MULTILINE)
+    said = re.findall(r"^ +(\S+: \d+ \S+ \([\d,]+ [GT]PUs\), .*)$", about, re.MULTILINE)
     assert sorted(said) == sorted(map(planner_configs.text, of))
     assert of or "Expected" in about or file.name == "base.py"
 

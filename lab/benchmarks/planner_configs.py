@@ -4,8 +4,9 @@
 
 Each row of lab/benchmarks/planner_configs.csv has a line in results/derived/planner_configs.jsonl, which becomes
 invalid when the config changes. The docstrings in configs/ hold `text` of the lines (tests/test_planner_figures.py),
-docs/configs.md their `table`. XLA for GPUs and TPUs is needed (`make .venv/h100/installed .venv/tpu/installed`); a
-program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a config has no plan, for example because it does not fit; 2 no config has such a name.
+docs/configs.md their `table`. XLA for GPUs and for TPUs is needed (`make .venv/h100/installed .venv/tpu/installed`); a
+program takes 10 to 60 s on 2 cores. Exit codes: 0 done; 1 a config has no plan, for example because it does not fit; 2
+no config has such a name.
 """
 
 import shlex
