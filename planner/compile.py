@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.02
 MODULE = "jit_step"  # XLA's name of the step
 # Without these flags XLA spends most of its time on tiles of kernels that it might fuse into norms. With them BERT
-# 10B's steps are 1 % longer, and its memory up to a third larger.
+# 10B's steps are 1 % longer, and need up to a third more memory. If that is too much, XLA rematerialises until the
+# program fits, and the step differs more from the real one, in both directions.
 QUICK = "--xla_disable_hlo_passes=triton-softmax-rewriter"
 # XLA of jax 0.12 cannot choose tiles for some products in float32 without a GPU. Then cuBLAS computes all products.
 NO_TILES = "Failed to get configs"

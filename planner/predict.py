@@ -85,7 +85,7 @@ class Machine:
     config_words: tuple[str, ...]  # --config=FILE and the overrides of the command line
     target: str  # a100, h100 or cpu
     xla_flags: str = ""
-    is_quick: bool = False  # whether programs that fit without fused norms are good enough
+    is_quick: bool = False  # whether programs are compiled without fused norms (planner.compile.QUICK)
 
     @property
     def num_devices(self) -> int:
@@ -119,7 +119,7 @@ class Machine:
             "config": (*self.config_words, *(f"--config.{key}={value}" for key, value in keys.items())),
             "nodes": self.nodes,
             "devices_per_node": self.cluster.devices_per_node,
-            "xla_flags": self.xla_flags,
+            "xla_flags": f"{compiling.QUICK} {self.xla_flags}".strip() if self.is_quick else self.xla_flags,
             "target": self.target,
             "memory_bytes": self.cluster.device.memory_bytes
             if self.cluster.is_gpu and self.target != targets.CPU
@@ -262,14 +262,15 @@ def _share_seen(model: TransformerConfig, length: int) -> float:
 
 
 def compiled_step(candidate: Candidate, experiment: Experiment, machine: Machine) -> ReplayableStep:
-    """Compiles the step of a candidate, or reads it from the cache. Compiles again if it was quick and does not fit."""
-    if machine.is_quick:
-        flags = f"{compiling.QUICK} {machine.xla_flags}".strip()
-        step = compiled_step(candidate, experiment, replace(machine, xla_flags=flags, is_quick=False))
-        if step.memory().fits:
-            return step
+    """Compiles the step of a candidate, or reads it from the cache.
+
+    A quick program that does not fit although XLA rematerialises is compiled again with all kernels.
+    """
     compiled = compiling.compile_step(**machine.request(candidate, experiment.config))
-    return ReplayableStep(candidate=candidate, experiment=experiment, machine=machine, compiled=compiled)
+    step = ReplayableStep(candidate=candidate, experiment=experiment, machine=machine, compiled=compiled)
+    if machine.is_quick and not step.memory().fits:
+        return compiled_step(candidate, experiment, replace(machine, is_quick=False))
+    return step
 
 
 def what_helps(step: ReplayableStep) -> dict[str, float]:

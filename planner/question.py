@@ -19,7 +19,10 @@ from training.metrics.units import format_bytes
 
 LOOKED_AT = 6  # programs compiled by a search, unless --compile sets their number
 DEFAULT = "p4d.24xlarge"  # cluster
-QUICK = "a search compiles what fits without fused norms: quicker, its steps 1 to 2 % longer than --strategy plans them"
+QUICK = (
+    "the two best strategies are compiled as a run compiles them, all other rows without fused norms, for speed: "
+    "their steps are 1 to 2 % longer, or where memory is tight up to a fifth longer or a tenth shorter"
+)
 RATE = {"mbit": 1e6, "gbit": 1e9}
 TOKENS = {"M": 1e6, "B": 1e9, "T": 1e12}
 DECODER = Path(__file__).resolve().parent.parent / "configs" / "decoder.py"

@@ -4,7 +4,8 @@ The search proposes only candidates that fit. Candidates that the user names are
 them. A candidate is discarded before compilation if it is illegal, if it needs too much memory (by a bound, or because
 a smaller program did not fit), or if the bound on its time is above the best step so far. The others are compiled in
 the order of their estimated times, those estimated to fit first. A strategy has one program in compilation at a time,
-because its memory corrects the estimates of the next ones.
+because its memory corrects the estimates of the next ones. Programs for GPUs are quick ones (planner.compile.QUICK);
+the two best that have the config's result are compiled again with all kernels.
 
 Candidates that change the result of a step form a second list: int8 between nodes with the two best strategies first,
 then each other change with its fastest strategy, unless a milder change is as fast. Another optimizer is last. A change
@@ -38,6 +39,7 @@ from training.metrics.units import format_bytes, format_seconds
 AT_ONCE = 2  # concurrent compilations, each in a separate process with one core and 1 GB
 WHY = ("too_large", "too_slow", "no_gain", "from_cache")
 GAIN = 0.95  # a change of the result must take at most this fraction of a step's estimate
+NUM_EXACT = 2  # best candidates with the config's result that are compiled with all kernels
 NUM_INT8 = 2  # number of strategies compiled with int8, regardless of its estimated gain
 
 
@@ -110,13 +112,19 @@ def search(
             while len(running) < AT_ONCE and (chosen := found.chosen([option for option, _ in running])):
                 running.append((chosen, begun.pop(chosen.candidate, None) or begin(chosen)))
             if not running:
-                return found.result(options.num_candidates)
+                break
             option, done = running.popleft()  # the oldest, so that the choice does not depend on speed
             if isinstance(error := done.exception(), ValueError):
                 say(found.refuse(option, error))
             else:
                 say(found.add(option, done.result()))
             count(found.compiled, found.most)
+        exactly = replace(machine, is_quick=False)
+        while machine.is_quick and (chosen := found.best_quick()):
+            again = [(o, pool.submit(compile_one, o.candidate, o.experiment, exactly)) for o in chosen]
+            for option, done in again:
+                found.exchange(option, done.result())
+    return found.result(options.num_candidates)
 
 
 class _Search:
@@ -175,6 +183,19 @@ class _Search:
             slower = prediction.step_s / option.bounds.estimate_s
             self._slower[option.strategy] = max(self._slower.get(option.strategy, 1.0), slower)
         return f"{option.candidate}: {format_seconds(prediction.step_s)}"
+
+    def best_quick(self) -> list[Option]:
+        """Returns the options among the best NUM_EXACT whose programs are quick ones."""
+        exact = sorted((entry for entry in self._steps if entry[0].is_exact), key=lambda entry: _by_speed(entry[1:]))
+        return [option for option, _, step in exact[:NUM_EXACT] if step.machine.is_quick]
+
+    def exchange(self, option: Option, step: ReplayableStep) -> None:
+        """Takes the program of an option with all kernels, in the place of its quick one."""
+        self._steps = [entry for entry in self._steps if entry[0] is not option]
+        if step.memory().fits:
+            self._steps.append((option, step.prediction(), step))
+        else:
+            self._failed.append((option, step.memory()))
 
     def _tried(self) -> list[Option]:
         return [option for option, *_ in (*self._steps, *self._failed)]

@@ -74,13 +74,13 @@ class Compiler:
         self._total, self._seconds, self._capacity = total, seconds, capacity
         self._like = recorded_plan().best
 
-    def __call__(self, candidate: Candidate, *_: Any) -> Any:
+    def __call__(self, candidate: Candidate, _: Any, machine: Machine) -> Any:
         self.made.append(candidate)
         parts = dict.fromkeys(("parameters", "gradients", "optimizer", "batch"), 0.0)
         memory = Memory(**parts, temporaries=self._total(candidate), capacity=self._capacity)
         prediction = replace(self._like, candidate=candidate, memory=memory, step_s=self._seconds(candidate))
         compiled = SimpleNamespace(from_cache=False)
-        return SimpleNamespace(compiled=compiled, memory=lambda: memory, prediction=lambda: prediction)
+        return SimpleNamespace(compiled=compiled, machine=machine, memory=lambda: memory, prediction=lambda: prediction)
 
     @property
     def changes(self) -> list[dict[str, str]]:
@@ -164,7 +164,7 @@ def test_the_configs_own_program_is_compiled_while_the_others_are_made(monkeypat
 
     def compile_one(candidate: Candidate, *_: Any) -> Any:
         begun.set()
-        return compiler(candidate)
+        return compiler(candidate, *_)
 
     def others(*_: Any) -> list[Candidate]:
         assert begun.wait(timeout=30)
@@ -206,7 +206,7 @@ def test_what_a_search_looks_at_does_not_depend_on_which_program_is_ready_first(
 
         def compile_one(candidate: Candidate, *_: Any) -> Any:
             time.sleep(0.1 * (len(compiler.made) % 2 == slow))
-            return compiler(candidate)
+            return compiler(candidate, *_)
 
         found = search(small(batch__global_size=64), here, jax.devices(), most=10, compile_one=compile_one)
         return {*compiler.made}, found
@@ -259,6 +259,29 @@ def test_the_best_mics_and_the_configs_strategy_are_looked_at_with_their_best_mi
     search(config, machine(), jax.devices(), most=4, compile_one=compiler)
     found = {(candidate.name, candidate.micro_size) for candidate in compiler.made}
     assert found == {("ddp", 1), ("ddp", 4), ("zero3", 4), ("mics(2)", 4)}
+
+
+def test_the_two_best_are_compiled_exactly_until_both_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick programs of mics(4) and ddp are too fast; when they are exact, zero3 is among the best."""
+    names = ["mics(4)", "ddp", "zero3", "mics(2)"]
+    only(monkeypatch, of_strategies(names, small()))
+    quick, exact = dict(zip(names, (1.0, 1.1, 1.2, 1.4))), dict(zip(names, (1.3, 1.15, 1.25, 9.9)))
+    compiler = Compiler()
+
+    def compile_one(candidate: Candidate, ex: Experiment, machine: Machine) -> Any:
+        made = compiler(candidate, ex, machine)
+        prediction = replace(made.prediction(), step_s=(quick if machine.is_quick else exact)[candidate.name])
+        return SimpleNamespace(**vars(made) | {"prediction": lambda: prediction})
+
+    found = search(small(), replace(machine(), is_quick=True), jax.devices(), most=9, compile_one=compile_one)
+    assert [(p.candidate.name, p.step_s) for p, _ in found.steps] == [
+        ("ddp", 1.15),
+        ("zero3", 1.25),
+        ("mics(4)", 1.3),
+        ("mics(2)", 1.4),
+    ]
+    assert [step.machine.is_quick for _, step in found.steps] == [False, False, False, True]
+    assert found.counts.compiled == 4
 
 
 # ---------------------------------------------------------------------------------------- changes of the result
@@ -389,7 +412,7 @@ def test_what_xla_refuses_does_not_end_a_search() -> None:
         def compile_one(candidate: Candidate, *_: Any) -> Any:
             if candidate.name in refused:
                 raise ValueError(f"XLA cannot compile {candidate.name}")
-            return compiler(candidate)
+            return compiler(candidate, *_)
 
         return search(small(), machine(), jax.devices(), most=3, candidates=every, compile_one=compile_one)
 
