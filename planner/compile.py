@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from configs import command_line
+from planner.clusters import MEMORY_SHARE
 from planner.targets import CPU, TARGETS, is_installed
 from runtime.exit_codes import ExitCode
 from runtime.files.cache import cache_dir
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from jax.stages import Lowered
 
     from training.experiment import Experiment
+    from training.overlap import GpuMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.02
@@ -148,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
         devices = TARGETS[values.target].devices(values.nodes, values.devices_per_node, about)
         experiment = make_experiment(config, devices)
         lowered = experiment.lower_train_step()
-        options = experiment.compiler_options(pipelined=experiment.plan.overlap)
+        options = experiment.train_options(_planned_memory(experiment, about))
         users_flags = os.environ["XLA_FLAGS"].replace(values.out, "")
         given = [lowered.as_text(debug_info=True), str(options), users_flags, about]
         versions = [jax.__version__, version("jaxlib"), str(sorted(installed_plugins()))]
@@ -169,6 +171,16 @@ def main(argv: Sequence[str]) -> int:
     (out / "step.json").write_text(json.dumps(answer))
     sys.stderr.flush()
     os._exit(ExitCode.FINISHED)  # XLA may still write machine code
+
+
+def _planned_memory(experiment: "Experiment", about: str) -> "GpuMemory | None":
+    """Returns the memory of a GPU that XLA's description `about` gives; None for other devices."""
+    from training.overlap import GpuMemory
+
+    if not (found := re.search(r"device_memory_size: (\d+)", about)):
+        return None
+    whole = float(found[1])
+    return GpuMemory(device_bytes=whole, run_bytes=MEMORY_SHARE * whole, argument_bytes=experiment.argument_bytes)
 
 
 def _compiled(

@@ -20,8 +20,8 @@ from training.metrics.units import format_bytes
 LOOKED_AT = 6  # programs compiled by a search, unless --compile sets their number
 DEFAULT = "p4d.24xlarge"  # cluster
 QUICK = (
-    "the two best strategies are compiled as a run compiles them, all other rows without fused norms, for speed: "
-    "their steps are 1 to 2 % longer, or where memory is tight up to a fifth longer or a tenth shorter"
+    "without fused norms, for speed: steps are 1 to 2 % longer than with --strategy, and differ more where memory is "
+    "tight; the two best strategies are compiled exactly if their memory is tight"
 )
 RATE = {"mbit": 1e6, "gbit": 1e9}
 TOKENS = {"M": 1e6, "B": 1e9, "T": 1e12}

@@ -4,8 +4,9 @@ The search proposes only candidates that fit. Candidates that the user names are
 them. A candidate is discarded before compilation if it is illegal, if it needs too much memory (by a bound, or because
 a smaller program did not fit), or if the bound on its time is above the best step so far. The others are compiled in
 the order of their estimated times, those estimated to fit first. A strategy has one program in compilation at a time,
-because its memory corrects the estimates of the next ones. Programs for GPUs are quick ones (planner.compile.QUICK);
-the two best that have the config's result are compiled again with all kernels.
+because its memory corrects the estimates of the next ones. Programs for GPUs are quick ones (planner.compile.QUICK),
+whose steps are 1 to 2 % too long unless XLA had to rematerialise. Therefore the two best that have the config's result
+are compiled again with all kernels if their memory is nearly full.
 
 Candidates that change the result of a step form a second list: int8 between nodes with the two best strategies first,
 then each other change with its fastest strategy, unless a milder change is as fast. Another optimizer is last. A change
@@ -39,7 +40,8 @@ from training.metrics.units import format_bytes, format_seconds
 AT_ONCE = 2  # concurrent compilations, each in a separate process with one core and 1 GB
 WHY = ("too_large", "too_slow", "no_gain", "from_cache")
 GAIN = 0.95  # a change of the result must take at most this fraction of a step's estimate
-NUM_EXACT = 2  # best candidates with the config's result that are compiled with all kernels
+NUM_EXACT = 2  # best candidates with the config's result that are compiled with all kernels if they are tight
+TIGHT = 0.85  # fraction of the capacity above which XLA may have rematerialised a quick program
 NUM_INT8 = 2  # number of strategies compiled with int8, regardless of its estimated gain
 
 
@@ -185,9 +187,10 @@ class _Search:
         return f"{option.candidate}: {format_seconds(prediction.step_s)}"
 
     def best_quick(self) -> list[Option]:
-        """Returns the options among the best NUM_EXACT whose programs are quick ones."""
+        """Returns the options among the best NUM_EXACT whose programs are quick ones and tight."""
         exact = sorted((entry for entry in self._steps if entry[0].is_exact), key=lambda entry: _by_speed(entry[1:]))
-        return [option for option, _, step in exact[:NUM_EXACT] if step.machine.is_quick]
+        tight = TIGHT * self._machine.capacity
+        return [o for o, p, step in exact[:NUM_EXACT] if step.machine.is_quick and p.memory.total > tight]
 
     def exchange(self, option: Option, step: ReplayableStep) -> None:
         """Takes the program of an option with all kernels, in the place of its quick one."""

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.planning import small
 from support.running import arguments, run_here
 from support.tables import every_row
 
@@ -23,12 +26,15 @@ from training.optimizers import guarded
 from training.overlap import (
     ESTIMATE,
     EXACT,
+    MEMORY_LIMIT,
     ON_CPUS,
     OVERLAP,
     PIPELINING,
+    GpuMemory,
     add_estimate,
     flag_names,
     is_known,
+    memory_of_run,
     users_xla_flags,
     xla_options,
 )
@@ -36,7 +42,7 @@ from training.overlap import (
 ALL = (*OVERLAP, *PIPELINING)
 SCHEDULER, *OTHERS = (next(iter(names)) for names in ALL)
 NEW, OLD = PIPELINING[0]  # names of one option
-PLAIN: dict[str, Any] = {"wanted": True, "pipelined": False, "exact": False, "xla_flags": ""}
+PLAIN: dict[str, Any] = {"wanted": True, "pipelined": False, "exact": False, "memory": None, "xla_flags": ""}
 on_gpus = partial(xla_options, "gpu", **PLAIN, known=lambda name, value: True)
 
 
@@ -50,6 +56,30 @@ def test_all_of_them_on_gpus_and_only_copies_on_cpus() -> None:
     for flag in (True, False):  # the installed XLA knows it
         assert xla_options("cpu", **PLAIN | {"wanted": flag, "exact": flag}) == ON_CPUS[0]
     assert xla_options("tpu", **PLAIN | {"exact": True}, known=lambda name, value: True) == {}
+
+
+def test_xla_may_fill_the_memory_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's limit for temporaries is the factor times what 80 % of 100 bytes leave beside arguments of 30."""
+    planned = GpuMemory(device_bytes=100, run_bytes=90, argument_bytes=30)
+    limit = int(str(planned.option[MEMORY_LIMIT])) / 100 * (0.8 * 100 - 30)
+    assert limit == pytest.approx(0.95 * (90 - 30), rel=0.01)
+    assert on_gpus(memory=planned)[MEMORY_LIMIT] == planned.option[MEMORY_LIMIT]
+    assert MEMORY_LIMIT not in on_gpus(memory=planned, xla_flags=f"--{MEMORY_LIMIT}=90")
+    assert replace(planned, argument_bytes=85).option == replace(planned, run_bytes=20).option == {}
+    gpu: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 75.0})
+    assert memory_of_run(gpu, 5) == GpuMemory(device_bytes=100, run_bytes=75, argument_bytes=5)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    found = memory_of_run(gpu, 5)
+    assert found and found.device_bytes == pytest.approx(75 / 0.9)
+    for other in ({"platform": "cpu"}, {"memory_stats": lambda: None}, {"memory_stats": dict}):
+        assert memory_of_run(SimpleNamespace(**vars(gpu) | other), 5) is None  # pyright: ignore[reportArgumentType]
+
+
+def test_the_arguments_of_a_step_are_counted() -> None:
+    """XLA counts the same arguments in the compiled step, without an unused counter."""
+    experiment = make_experiment(small(sharding__strategy="zero3", sharding__partition_size=0))
+    compiled = experiment.compile_train_step().memory_analysis()
+    assert experiment.argument_bytes == pytest.approx(compiled.argument_size_in_bytes, abs=8)
 
 
 @every_row(

@@ -261,12 +261,13 @@ def test_the_best_mics_and_the_configs_strategy_are_looked_at_with_their_best_mi
     assert found == {("ddp", 1), ("ddp", 4), ("zero3", 4), ("mics(2)", 4)}
 
 
-def test_the_two_best_are_compiled_exactly_until_both_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tight_programs_are_compiled_exactly_until_the_two_best_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick programs of mics(4) and ddp are too fast; when they are exact, zero3 is among the best."""
     names = ["mics(4)", "ddp", "zero3", "mics(2)"]
     only(monkeypatch, of_strategies(names, small()))
     quick, exact = dict(zip(names, (1.0, 1.1, 1.2, 1.4))), dict(zip(names, (1.3, 1.15, 1.25, 9.9)))
-    compiler = Compiler()
+    capacity = machine().capacity
+    compiler = Compiler(total=lambda candidate: 0.9 * capacity, capacity=capacity)
 
     def compile_one(candidate: Candidate, ex: Experiment, machine: Machine) -> Any:
         made = compiler(candidate, ex, machine)
@@ -282,6 +283,9 @@ def test_the_two_best_are_compiled_exactly_until_both_are(monkeypatch: pytest.Mo
     ]
     assert [step.machine.is_quick for _, step in found.steps] == [False, False, False, True]
     assert found.counts.compiled == 4
+    compiler = Compiler(total=lambda candidate: 0.5 * capacity, capacity=capacity)
+    found = search(small(), replace(machine(), is_quick=True), jax.devices(), most=9, compile_one=compile_one)
+    assert all(step.machine.is_quick for _, step in found.steps), "not tight"
 
 
 # ---------------------------------------------------------------------------------------- changes of the result

@@ -3,6 +3,7 @@
 Used by train.py and planner/table.py; the code is the same for one process and for many.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -35,7 +36,7 @@ from sharding.trees import Batch, Means, Params, PyTree
 from training.batches import BatchLayout, batches_of
 from training.optimizer_chain import cut_of, make_chain
 from training.optimizers import follows_schedule, make_schedule
-from training.overlap import OptionValue, users_xla_flags, xla_options
+from training.overlap import GpuMemory, OptionValue, memory_of_run, users_xla_flags, xla_options
 
 BASE = "base_fingerprint"  # the name of the hash in checkpoints
 
@@ -146,7 +147,7 @@ class Experiment:
 
     def compiled(self, program: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles a program of training steps."""
-        return program.compile(compiler_options={**self.compiler_options(pipelined=self.plan.overlap)})
+        return program.compile(compiler_options={**self.train_options(self.memory_of_run)})
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Returns `step(state, batch) -> (state, metrics)` as XLA gets it."""
@@ -155,8 +156,23 @@ class Experiment:
         jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, metrics))
         return jitted.lower(self.state_shapes, self.batches.shapes)
 
-    def compiler_options(self, *, pipelined: bool) -> dict[str, OptionValue]:
-        """The options that XLA gets besides the user's XLA_FLAGS.
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of the state and the batch on each device, the arguments of a step."""
+        leaves = jax.tree.leaves((self.state_shapes, self.batches.shapes))
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    @property
+    def memory_of_run(self) -> GpuMemory | None:
+        """The memory of a GPU of this run, and of a step's arguments in it; None for other devices."""
+        return memory_of_run(self.plan.mesh.local_devices[0], self.argument_bytes)
+
+    def train_options(self, memory: GpuMemory | None) -> dict[str, OptionValue]:
+        """The options that XLA gets for training steps, besides the user's XLA_FLAGS."""
+        return self._options(pipelined=self.plan.overlap, memory=memory)
+
+    def _options(self, *, pipelined: bool, memory: GpuMemory | None) -> dict[str, OptionValue]:
+        """Returns the options of a program.
 
         `pipelined`: the program's loops over layers are pipelined as they are written.
         """
@@ -165,6 +181,7 @@ class Experiment:
             wanted=self.config.sharding.overlap != "off",
             pipelined=pipelined,
             exact=self.config.sharding.replicas == "independent",
+            memory=memory,
             xla_flags=users_xla_flags(),
         )
 
@@ -174,7 +191,7 @@ class Experiment:
         step = build_eval_step(evaluated(staged) if staged else in_turn(self.model.evaluate), self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
         lowered = jitted.lower(self.state_shapes.all_params, self.batches.shapes)
-        return lowered.compile(compiler_options={**self.compiler_options(pipelined=False)})
+        return lowered.compile(compiler_options={**self._options(pipelined=False, memory=None)})
 
     def learning_rates(self) -> np.ndarray | None:
         """Returns the learning rate of each step, [num_steps]; None if the optimizer has its own."""

@@ -79,7 +79,7 @@ def make_log(
                     "num_params": experiment.model.num_params,
                     "num_trained": experiment.model.num_trained,
                     "xla_flags": users_xla_flags(),
-                    "xla_options": experiment.compiler_options(pipelined=experiment.plan.overlap),
+                    "xla_options": experiment.train_options(experiment.memory_of_run),
                 }
             ),
             run_directory.COLLECTIVES: collectives,

@@ -8,11 +8,14 @@ the option here. docs/results/gpu.md has the calculated effect of all, and the o
 
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+
+from sharding.mesh import Device
 
 OptionValue = str | bool
 
@@ -51,6 +54,35 @@ EXACT: tuple[dict[str, OptionValue], ...] = ({"xla_gpu_deterministic_ops": True}
 ON_CPUS: tuple[dict[str, OptionValue], ...] = ({"xla_cpu_copy_insertion_use_region_analysis": True},)
 
 
+# XLA for GPUs reorders and rematerialises until a program's temporaries fit SLOP per cent of the bytes that the
+# arguments leave of XLA_SHARE of the GPU (openxla/xla, xla/service/gpu/gpu_hlo_schedule.cc). A run has another share.
+MEMORY_LIMIT, SLOP, XLA_SHARE = "xla_gpu_memory_limit_slop_factor", 95, 0.8
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the share of a run; 0.75 without them
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuMemory:
+    """Bytes of a GPU, of the part that a run can allocate, and of a program's arguments."""
+
+    device_bytes: float
+    run_bytes: float
+    argument_bytes: float
+
+    @property
+    def option(self) -> dict[str, OptionValue]:
+        """The option with which XLA takes the run's memory in the place of its own share."""
+        left, xlas = (size - self.argument_bytes for size in (self.run_bytes, XLA_SHARE * self.device_bytes))
+        return {MEMORY_LIMIT: str(round(SLOP * left / xlas))} if min(left, xlas) > 0 else {}
+
+
+def memory_of_run(device: Device, argument_bytes: float) -> GpuMemory | None:
+    """Returns the memory of a GPU of this run; None for other devices, or if jax allocates without a limit."""
+    if device.platform != "gpu" or not (run_bytes := (device.memory_stats() or {}).get("bytes_limit")):
+        return None
+    share = next((float(os.environ[name]) for name in FRACTIONS if os.environ.get(name)), 0.75)
+    return GpuMemory(device_bytes=run_bytes / share, run_bytes=run_bytes, argument_bytes=argument_bytes)
+
+
 def is_known(name: str, value: OptionValue) -> bool:
     """Whether the installed XLA knows an option, tested by compiling a trivial program. The value may be invalid."""
     nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
@@ -69,19 +101,21 @@ def xla_options(
     wanted: bool,
     pipelined: bool,
     exact: bool,
+    memory: GpuMemory | None,
     xla_flags: str,
     known: Callable[[str, OptionValue], bool] = is_known,
 ) -> dict[str, OptionValue]:
     """Returns the options for a program on `platform`, without the options that the user's `xla_flags` set.
 
     `wanted`: collectives overlap with compute; `pipelined`: the program itself pipelines its loops over layers;
-    `exact`: the program gives the same bits in every process that compiles it.
+    `exact`: the program gives the same bits in every process that compiles it; `memory`: None for XLA's own limit.
     """
     overlap = {"gpu": OVERLAP if pipelined else OVERLAP + PIPELINING} if wanted else {}
     users = flag_names(xla_flags)
     options: dict[str, OptionValue] = {}
     same = EXACT if exact and platform == "gpu" else ()
-    for names in (*same, *(overlap | {"cpu": ON_CPUS}).get(platform, ())):
+    limit = [memory.option] if memory and memory.option else []
+    for names in (*same, *(overlap | {"cpu": ON_CPUS}).get(platform, ()), *limit):
         if not users & names.keys():
             found = next(({name: value} for name, value in names.items() if known(name, value)), {})
             if names in same and not found:
