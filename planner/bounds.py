@@ -91,8 +91,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
         use: [network.transfer_s(level, sent) for level, sent in levels.items()]
         for use, levels in traffic_by_use(experiment).items()
     }
-    is_pipelined = layout.gather.by_layer and config.model.remat == "full"
-    if cluster.device.is_shared or config.sharding.overlap == "off" or not is_pipelined:
+    if cluster.device.is_shared or config.sharding.overlap == "off" or not layout.gather.by_layer:
         return compute_s + sum(map(sum, seconds.values()))
     all_reduce_s = sum(seconds["replica_all_reduce"])
     in_all = config.compression.delayed or config.local_sgd.streaming

@@ -6,19 +6,20 @@ they are added to those sums. The sums of a stack of layers travel backwards thr
 XLA updates them in place and no second copy of the gradients exists.
 
 With `AccumulationRule.overlap` a loop over layers is pipelined, in both directions: while a layer computes, the
-parameters of the next one are gathered, and the gradients of the one before are reduced (the group reduce-scatter),
-added to the sums and, in the last micro-step (delayed: a piece in each), exchanged with the other replicas (the replica
-all-reduce). None of these depends on the layer's compute.
+parameters of the next one are gathered, the gradients of the one before are reduced (the group reduce-scatter), and the
+gradients of the layer before that are added to the sums and, in the last micro-step (delayed: a piece in each),
+exchanged with the other replicas (the replica all-reduce). None of these depends on the layer's compute.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.collectives import vary
 from sharding.frozen import joined
 from sharding.trees import PyTree
 
@@ -102,15 +103,14 @@ def scan_layers(
     """Returns `x` after `body(x, gather(layer), *args)` for each layer of a stack `[L, ...]`.
 
     The stack is an Accumulating or plain arrays; `args` hold floats. `rematerialise` wraps the gather and the body of
-    one layer, and decides which values the backward pass recomputes; with `overlap` it recomputes all but the layer's
-    `x`. `unroll`, without `overlap`: the program has the layers one after the other, not a loop. A loop copies the
-    values that it keeps for the backward pass into stacks and out of them. ValueError if an Accumulating was used
-    before.
+    one layer, with `overlap` only the body, and decides which values the backward pass recomputes. `unroll`, without
+    `overlap`: the program has the layers one after the other, not a loop. A loop copies the values that it keeps for
+    the backward pass into stacks and out of them. ValueError if an Accumulating was used before.
     """
     if isinstance(stack, Accumulating):
         stack.rule.use()
     if isinstance(stack, Accumulating) and stack.rule.overlap:
-        return _scan_pipelined(body, x, stack, args, gather)
+        return _scan_pipelined(rematerialise(body), x, stack, args, gather)
     run = rematerialise(lambda x, layer: body(x, gather(layer), *args))
     if isinstance(stack, Accumulating):
         return _scan_adding(run, x, stack, unroll)
@@ -134,11 +134,37 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating, unroll: bool) -> PyT
     return _tap(lambda first, g, _: (g, first), stack.sums, x, sums)[0]  # backwards, it starts with the sums so far
 
 
+class _Layer:
+    """A layer whose backward pass runs later, from saved values; parameters and `args` are passed to it once more.
+
+    With `model.remat=full` the layer's input is the only saved value. Made anew for each trace.
+    """
+
+    def __init__(self, run: Body) -> None:
+        self._run = run
+        self._backward: Any = None  # jax.vjp's function, without its arrays
+        self._given: list[int | None] = []  # for each of the arrays its number in `given`; None: it is saved
+
+    def forward(self, x: PyTree, *given: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        """Returns the output for `x` and `given`, the layer's parameters and `args`, and the saved values."""
+        x, backward = jax.vjp(self._run, x, *given)
+        values, self._backward = jax.tree.flatten(backward)
+        numbers = {id(value): n for n, value in enumerate(jax.tree.leaves(given))}
+        self._given = [numbers.get(id(value)) for value in values]
+        return x, [value for value, n in zip(values, self._given, strict=True) if n is None]
+
+    def backward(self, saved: list[jax.Array], g: PyTree, *given: PyTree) -> tuple[PyTree, ...]:
+        """Returns the cotangents of `x` and `given` for the cotangent of the output."""
+        leaves, rest = jax.tree.leaves(given), iter(saved)
+        values = [next(rest) if n is None else leaves[n] for n in self._given]
+        return jax.tree.unflatten(self._backward, values)(g)
+
+
 class _Kept(NamedTuple):
     """Values that the forward loop over L layers keeps for the backward loop."""
 
-    xs: PyTree  # the inputs `[L - 1, ...]` of all layers but the last
-    x_last: PyTree  # the last layer's input `[...]`
+    saved: list[jax.Array]  # `_Layer.forward`'s of all layers but the last `[L - 1, ...]`
+    saved_last: list[jax.Array]  # the last layer's `[...]`
     full_last: PyTree  # the last layer's gathered parameters `[...]`
     parts: PyTree  # `AccumulationRule.keep`'s results for all layers but the last, `[L - 1, ...]`; None without it
 
@@ -149,6 +175,7 @@ class _Backward(NamedTuple):
     g: PyTree  # the cotangent of the layer's input, like `x`
     full: PyTree  # the gathered parameters of the layer before
     grads: PyTree  # the layer's gradients: gathered, not yet reduced
+    reduced: PyTree  # the following layer's gradients after the group reduce-scatter; None if there is no such layer
     args_grads: PyTree  # the sums of the gradients of `args` over the layers so far
     sums: PyTree  # `Accumulating.sums` `[L, ...]`, with the gradients of later layers
 
@@ -160,25 +187,34 @@ def _scan_pipelined(
 
     The last layer stays out of both loops, and its gathered parameters are kept from the forward to the backward pass.
     The backward loop's last iteration gathers the first layer once more, in vain: the number of gathers is the same as
-    without overlap, two per layer. `AccumulationRule.keep` gathers once, in the forward loop.
+    without overlap, two per layer. `AccumulationRule.keep` gathers once, in the forward loop. A layer's gradients are
+    reduced during the next iteration, and added and exchanged during the one after it. XLA would hide only the last
+    collectives of a longer chain in one iteration. The layer before the last also stays out of the backward loop.
     """
     rule, last = stack.rule, length(stack.values) - 1
     keep = rule.keep or (lambda values: values)
+
+    def run_layer(x: PyTree, full: PyTree, args: tuple[PyTree, ...]) -> PyTree:
+        trained, frozen = rule.part(full)
+        return body(x, joined(trained, lax.stop_gradient(frozen)), *args)
+
+    looped, last_layer = _Layer(run_layer), _Layer(run_layer)
 
     def forward(x: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, _Kept]:
         def layer(carry: tuple[PyTree, ...], i: jax.Array) -> tuple[PyTree, None]:
             x, part, full, room = carry  # input `[...]` and parameters `[...]` of layer i; [L - 1, ...]
             following = keep(at(values, i + 1))
-            room = put(room, (x, part), i)
-            return (body(x, full, *args), following if rule.keep else None, gather(following), room), None
+            x, saved = looped.forward(x, full, args)
+            room = put(room, (saved, part), i)
+            return (x, following if rule.keep else None, gather(following), room), None
 
         first = keep(at(values, 0))
-        part = first if rule.keep else None
-        # made from this x, not from zeros like the stacked outputs of a scan: XLA makes the zeros of all unrolled
-        # micro-steps before the first one, so that the room of the last is taken from the start
-        room = jax.tree.map(lambda y: jnp.broadcast_to(y, (max(last, 1), *y.shape)), (x, part))
-        (x_last, _, full, (xs, parts)), _ = lax.scan(layer, (x, part, gather(first), room), jnp.arange(last))
-        return body(x_last, full, *args), _Kept(xs, x_last, full, parts)
+        part, full = first if rule.keep else None, gather(first)
+        types = _types(lambda x, full: (looped.forward(x, full, args)[1], part), x, full)
+        room = _room(types, max(last, 1), jax.tree.leaves(x)[0])
+        (x_last, _, full, (saved, parts)), _ = lax.scan(layer, (x, part, full, room), jnp.arange(last))
+        x, saved_last = last_layer.forward(x_last, full, args)
+        return x, _Kept(saved, saved_last, full, parts)
 
     @jax.custom_vjp
     def run(x: PyTree, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> PyTree:
@@ -193,34 +229,59 @@ def _scan_pipelined(
         kept, values, sums, args = residuals
         parts = kept.parts if rule.keep else values  # cut, [L - 1, ...] or [L, ...]
 
-        def layer_backward(x: PyTree, full: PyTree, g: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-            trained, frozen = rule.part(full)
-            return jax.vjp(lambda x, trained, args: body(x, joined(trained, frozen), *args), x, trained, args)[1](g)
-
-        def finish(sums: PyTree, grads: PyTree, i: Index) -> PyTree:
+        def reduce(grads: PyTree, i: Index) -> PyTree:
             trained, frozen = rule.part(at(values, i))
             gathered = lambda x: rule.part(gather(keep(joined(x, frozen))))[0]
-            (own,) = jax.vjp(gathered, trained)[1](grads)  # the group reduce-scatter: the gathers' transpose
-            return put(sums, rule.finish(at(sums, i), own, i), i)
+            return jax.vjp(gathered, trained)[1](grads)[0]  # the group reduce-scatter: the gathers' transpose
 
-        def layer(carry: _Backward, item: tuple[jax.Array, PyTree]) -> tuple[_Backward, None]:
-            i, x = item
-            full = gather(at(parts, jnp.maximum(i - 1, 0)))  # of layer i - 1, while layer i computes
-            sums = finish(carry.sums, carry.grads, i + 1)
-            g, grads, more = layer_backward(x, carry.full, carry.g)
-            return _Backward(g, full, grads, jax.tree.map(jnp.add, carry.args_grads, more), sums), None
+        def finish(carry: _Backward, i: Index) -> PyTree:
+            """Returns the sums with the reduced gradients of layer `i`, if it exists."""
+            if carry.reduced is None:
+                return carry.sums
+            return put(carry.sums, rule.finish(at(carry.sums, i), carry.reduced, i), i)
 
-        if not last:
-            g, grads, args_grads = layer_backward(kept.x_last, kept.full_last, g)
-            return g, None, finish(sums, grads, 0), args_grads
-        full = gather(at(parts, last - 1))
-        g, grads, args_grads = layer_backward(kept.x_last, kept.full_last, g)
-        carry = _Backward(g, full, grads, args_grads, sums)
-        carry, _ = lax.scan(layer, carry, (jnp.arange(last), kept.xs), reverse=True)
-        return carry.g, None, finish(carry.sums, carry.grads, 0), carry.args_grads
+        def layer(carry: _Backward, i: Index) -> tuple[_Backward, None]:
+            # communication for the layers i - 1, i + 1 and i + 2, while layer i computes
+            full = gather(at(parts, jnp.maximum(i - 1, 0)))
+            reduced, sums = reduce(carry.grads, i + 1), finish(carry, i + 2)
+            g, grads, more = looped.backward(at(kept.saved, i), carry.g, carry.full, args)
+            more = jax.tree.map(jnp.add, carry.args_grads, more)
+            return _Backward(g, full, rule.part(grads)[0], reduced, more, sums), None
+
+        full = gather(at(parts, last - 1)) if last else kept.full_last
+        g, grads, args_grads = last_layer.backward(kept.saved_last, g, kept.full_last, args)
+        carry = _Backward(g, full, rule.part(grads)[0], None, args_grads, sums)
+        if last:
+            carry, _ = layer(carry, last - 1)
+            carry, _ = lax.scan(layer, carry, jnp.arange(last - 1), reverse=True)
+        carry = carry._replace(sums=finish(carry, 1), reduced=reduce(carry.grads, 0))
+        return carry.g, None, finish(carry, 0), carry.args_grads
 
     run.defvjp(run_forward, run_backward)
     return run(x, stack.values, stack.sums, args)
+
+
+def _types(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Returns the types of the arrays that a function returns, without running it."""
+    types: list[PyTree] = []
+    jax.eval_shape(lambda *args: types.append(jax.tree.map(jax.typeof, function(*args))), *args)
+    return types[0]
+
+
+def _room(types: PyTree, length: int, x: jax.Array) -> PyTree:
+    """Returns arrays `[length, ...]` to put values of `types` `[...]` into, made from a value of `x` `[...]`.
+
+    Not from zeros, like the stacked outputs of a scan: XLA makes the zeros of all unrolled micro-steps before the first
+    one, so that the room of the last is taken from the start.
+    """
+    x_axes, value = jax.typeof(x).manual_axis_type.varying, x[(0,) * x.ndim]
+
+    def stack(entry: Any) -> jax.Array:
+        axes = entry.manual_axis_type.varying
+        first = value.astype(entry.dtype) if axes >= x_axes else jnp.zeros((), entry.dtype)  # the layer made a constant
+        return jnp.broadcast_to(vary(first, sorted(axes)), (length, *entry.shape))
+
+    return jax.tree.map(stack, types)
 
 
 def _tap(backward: Callable[..., tuple[PyTree, ...]], given: PyTree, *trees: PyTree) -> tuple[PyTree, ...]:

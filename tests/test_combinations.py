@@ -51,7 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "whole gather": {"sharding.gather": "micro_step"},
     "layer gather": {"sharding.gather": "layer"},
     "no remat": {"model.remat": "none"},
-    "other remat": {"model.remat": "dots"},
+    "unroll": {"model.unroll": True, "model.remat": "dots"},
     "packing": {"data.packing": "documents"},
     "cudnn": {"model.attention": "cudnn", "model.compute_dtype": "bfloat16"},
     "pallas": {"model.attention": "pallas", "model.num_heads": 2, "model.num_kv_heads": 2},
