@@ -27,7 +27,7 @@ class BadDocuments:
 
 
 def check(lines: Sequence[str], most: int) -> None:
-    """Raises ValueError, with the place and the fault of the last one, for more than `most` broken documents."""
+    """Raises ValueError, with a place and a fault, for more than `most` broken documents."""
     if len(lines) > most:
-        count = f"document {len(lines)} that is broken, more than data.skip_bad={most}: " if most else ""
-        raise ValueError(f"{count}{lines[-1]}; mend or remove it, or raise data.skip_bad to skip it")
+        count = f"document {most + 1} that is broken, more than data.skip_bad={most}: " if most else ""
+        raise ValueError(f"{count}{lines[most]}; mend or remove it, or raise data.skip_bad to skip it")

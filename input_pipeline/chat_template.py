@@ -5,7 +5,9 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence, Set
+from copy import copy
 from pathlib import Path
+from typing import Self
 
 from input_pipeline import tokenizer_config
 from input_pipeline.rendering import BEGIN, END, TODAY, Renderer
@@ -35,6 +37,7 @@ class ChatTemplate:
         config = tokenizer_config.read(folder)
         self.source = _source(folder, config)
         self.tokens = tokenizer_config.named_tokens(config)
+        self.tools: Sequence[JsonMapping] = ()
         self._marks_answers = bool(_GENERATION.search(self.source))
         try:
             used = RENDERER.undeclared(self.source)
@@ -53,29 +56,50 @@ class ChatTemplate:
         """
         return _unmarked(self._rendered(messages, asks))[0]
 
-    def answers(self, messages: Messages) -> tuple[str, list[CharacterSpan]]:
-        """Returns a conversation as text, and the characters of its answers. ValueError if the template refuses it.
+    def with_tools(self, tools: Sequence[JsonMapping]) -> Self:
+        """Returns the template for conversations with these tools."""
+        other = copy(self)
+        other.tools = tools
+        return other
+
+    def spans(self, messages: Messages, numbers: Sequence[int]) -> tuple[str, list[CharacterSpan]]:
+        """Returns a conversation as text, and the characters of some messages. ValueError if the template refuses it.
 
         The template marks answers by `{% generation %}`. Without marks, an answer is the text that an assistant message
-        adds to the preceding conversation rendered with the beginning of an answer.
+        adds to the preceding conversation rendered with the beginning of an answer. For other roles it is the content,
+        and the text that ends the message. ValueError if marks cannot be attributed to messages.
         """
-        text, spans = _unmarked(self._rendered(messages))
-        if self._marks_answers:
-            return text, spans
-        if len(messages) > LONG and (found := self._answers_by_turns(messages, text)):
-            return text, found
-        return text, [self._answer(messages, text, n) for n, one in enumerate(messages) if one["role"] == "assistant"]
+        text, marked = _unmarked(self._rendered(messages))
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = [number for number in numbers if number in answers]
+        if self._marks_answers and [*numbers] == answers:
+            return text, marked
+        if self._marks_answers and chosen and len(marked) != len(answers):
+            raise ValueError(
+                f"the chat template marks {len(marked)} answers in {len(answers)} messages of the assistant: it must "
+                "mark each of them to exclude one"
+            )
+        if not self._marks_answers:
+            marked = self._answers_by_turns(messages, text) if len(messages) > LONG and len(chosen) > 1 else []
+        known = dict(zip(answers, marked, strict=False))
+        return text, [known.get(number) or self._added(messages, text, number) for number in numbers]
 
-    def _answer(self, messages: Messages, text: str, number: int) -> CharacterSpan:
-        """Returns the character range of an answer, from renderings of all messages before it."""
-        before = self.render(messages[:number], asks=True)
+    def _added(self, messages: Messages, text: str, number: int) -> CharacterSpan:
+        """Returns the character range of a message, from renderings of all messages before it."""
+        is_answer = messages[number]["role"] == "assistant"
+        before = self.render(messages[:number], asks=is_answer) if is_answer or number else ""
         until = self.render(messages[: number + 1])
         if not (until.startswith(before) and text.startswith(until)):
             raise ValueError(
                 f"the template renders message {number + 1} in another way before other messages, or without "
                 "its answer: mark the answers in the template by {% generation %} and {% endgeneration %}"
             )
-        return len(before), len(until)
+        if is_answer:
+            return len(before), len(until)
+        start = until.rfind(str(messages[number]["content"]).strip(), len(before))
+        if start < 0:
+            raise ValueError(f"the chat template does not render the content of message {number + 1}")
+        return start, len(until)
 
     def _answers_by_turns(self, messages: Messages, text: str) -> list[CharacterSpan]:
         """Returns the character ranges of the answers in time linear, not quadratic, in the length of the conversation.
@@ -84,7 +108,7 @@ class ChatTemplate:
         turns, because then the template looks further back.
         """
         first, *others = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        spans, last = [self._answer(messages, text, first)], first
+        spans, last = [self._added(messages, text, first)], first
         try:
             for number in others:
                 begin = [*messages[:first], messages[last]]
@@ -134,7 +158,7 @@ class ChatTemplate:
         plain = [{name: value for name, value in one.items() if value is not None} for one in messages]
         if any(mark in json.dumps(plain, ensure_ascii=False) for mark in (BEGIN, END)):
             raise ValueError("a message has one of the noncharacters U+FDD0 and U+FDD1")
-        how = {"tools": None, "documents": None, "add_generation_prompt": asks}
+        how = {"tools": [*self.tools] or None, "documents": None, "add_generation_prompt": asks}
         try:
             return RENDERER.render(self.source, {"messages": plain, **how, **self.tokens})
         except ValueError as error:

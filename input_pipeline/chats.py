@@ -1,39 +1,43 @@
-"""Chats: conversations in JSON-lines files, with a loss on the tokens of the answers only.
+"""Chats: conversations in files of JSON or parquet, with a loss on the tokens of their answers only.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, or a prompt and its answer, `{"prompt": ..., "answer":
-...}`. The chat template of the tokenizer renders it as text. A row holds whole conversations, which do not attend to
-each other. `"weight": 0` or `"train": false` in an answer excludes it from the loss. The summary of the rows names
-every other field that has no effect.
+A record is `{"messages": [{"role": ..., "content": ...}, ...]}`, or has another form (chat_records.py). The chat
+template of the tokenizer renders it as text. A row holds whole conversations, which do not attend to each other.
+`data.loss_on` selects the messages in the loss; `"weight": 0` or `"train": false` excludes a message. The summary of the
+rows names every other field without effect.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
 
 from configs.schema import DataConfig
-from input_pipeline import cache, folder, packing
-from input_pipeline.chat_template import CharacterSpan, ChatTemplate, Messages
+from input_pipeline import cache, packing
+from input_pipeline.bad_documents import BadDocuments, check
+from input_pipeline.chat_records import MASKS, candidates, conversation_of, is_trained
+from input_pipeline.chat_template import ChatTemplate, Messages
+from input_pipeline.folder import named_splits, validation_names
+from input_pipeline.shard_formats import Document, records
 from input_pipeline.shard_index import ProgressWarning
+from input_pipeline.shard_listing import list_shards, split_file
+from input_pipeline.store import LocalStore, Store, is_url, open_store
 from input_pipeline.text import TextDataset
 from input_pipeline.tokenizers import HuggingFace, Tokenizer, utf8
 from runtime.command_line import one_line
 from runtime.files import json_objects
-from runtime.files.json_objects import JsonMapping
+from runtime.files.cache import cache_dir
 from runtime.files.paths import user_path
 
-FORMAT = 2  # version of the files in the cache; part of the folder's name
+FORMAT = 3  # version of the files in the cache; part of the folder's name
 RULE = 1  # version of the rows that follow from these files; part of the fingerprint
-ROLES = ("system", "developer", "user", "assistant", "tool")
-ANSWERS = ("answer", "completion", "response")  # the names of an answer to a `prompt`
-MASKS = ("weight", "train")  # fields of a message that exclude its answer from the loss
 MOST_NAMED = 20  # fields without effect; a foreign file may have any number
-OTHER_FILES = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow")  # endings of files without JSON lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,7 @@ class ChatTokens:
     of_split: str  # for messages
     masked: int  # answers that `weight` or `train` excludes from the loss
     unused: tuple[str, ...]  # descriptions of the fields that have no effect, with their counts
+    skipped: tuple[str, ...]  # place and fault of each broken conversation that was left out
 
 
 class ChatRow(NamedTuple):
@@ -70,10 +75,11 @@ class ChatRows(packing.PackedRows):
         counts = _counts(chats.is_answer, starts, stops)
         is_trained = _counts(chats.is_answer, starts, chats.ends) > 0
         if not is_trained.any():
-            raise ValueError(f"{name}: `weight` or `train` excludes every answer from the loss{chats.of_split}")
+            raise ValueError(f"{name}: `weight`, `train` or data.loss_on excludes every answer{chats.of_split}")
         if not counts.any():
             where = f"within data.seq_len={seq_len} tokens{chats.of_split}"
             raise ValueError(f"{name}: no answer begins {where}; raise data.seq_len")
+        self.skipped = chats.skipped
         self._found = np.stack([starts, stops], axis=1)[counts > 0]
         self._chats, self._padding, self.bytes_per_token = chats, padding, chats.bytes_per_token
         parts = {
@@ -143,24 +149,33 @@ class ChatDataset(TextDataset):
 def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRows:
     """Returns the rows of a split. The conversations are tokenised into the cache the first time.
 
-    Validation has the conversations whose line hashes into the lowest 5 %, at least one, so that equal conversations
-    are in the same split. Raises ValueError with file and line for a conversation that cannot be read or rendered, or
-    has no answer.
+    Names of Hugging Face's `datasets` determine the splits (`folder.named_splits`). Without files of validation, it has
+    the conversations whose line hashes into the lowest 5 %, at least one, so that equal conversations are in the same
+    split. Raises ValueError with file and line for a conversation that cannot be read or rendered, or has no answer.
     """
-    path, template = user_path(config.path), ChatTemplate(user_path(config.tokenizer_path))
-    files = _files(path)
-    name = f"data.path {path}"
-    root = path if path.is_dir() else path.parent
-    signature = folder.signature(f"chats {split}", root, [file.relative_to(root).as_posix() for file in files])
-    key = hashlib.sha256(
-        f"{FORMAT}\n{signature}\n{tokenizer.file_identity}\n{tokenizer.num_ids}\n{template.identity}".encode()
-    ).hexdigest()[:32]
+    template = ChatTemplate(user_path(config.tokenizer_path))
+    name = f"data.path {config.path if is_url(config.path) else user_path(config.path)}"
+    path, file = split_file(config.path)
+    store = open_store(path)
+    with closing(store):
+        items = {item.name: item for item in list_shards(store, file, config, tokenizer).items}
+        if not items:
+            raise ValueError(f"{name} has token shards, and no conversations")
+        trained, validated = named_splits([*items])
+        is_whole = split == "all" or bool(validated)
+        names = [*items] if split == "all" else validated if validated and split == "validation" else trained
+        described = [FORMAT, store.url, [vars(items[name]) for name in names], "all" if is_whole else split]
+        described += [config.loss_on, tokenizer.file_identity, tokenizer.num_ids, template.identity]
+        key = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
-    def write(to: Path) -> None:
-        _write(to, name, files, split, tokenizer, template)
+        def write(to: Path) -> None:
+            with _local(store, names) as files:
+                chosen = _chosen(name, files, "all" if is_whole else split)
+                _write(to, name, chosen, config, tokenizer, template)
 
-    found = cache.prepared(f"chats/{key}", write)
+        found = cache.prepared(f"chats/{key}", write)
     meta = json_objects.read(found / "meta.json")
+    check(meta["skipped"], config.skip_bad)  # another run may have skipped more
     chats = ChatTokens(
         tokens=np.memmap(found / "tokens.bin", dtype=meta["dtype"], mode="r"),
         is_answer=np.memmap(found / "answers.bin", dtype=np.bool_, mode="r"),
@@ -170,48 +185,45 @@ def load_rows(config: DataConfig, split: str, tokenizer: HuggingFace) -> ChatRow
         of_split="" if split == "all" else f" of the {split} split",
         masked=meta["masked"],
         unused=tuple(meta["unused"]),
+        skipped=tuple(meta["skipped"]),
     )
     return ChatRows(name, chats, config.seq_len, tokenizer.separator)
 
 
-def messages_of(record: Mapping[str, object]) -> tuple[Messages, list[str]]:
-    """Returns the messages of a line, and the names of its unread fields. ValueError if the line has no messages."""
-    if "messages" in record:
-        messages, read = record["messages"], {"messages"}
-    else:
-        answer = next((name for name in ANSWERS if name in record), "")
-        if "prompt" not in record or not answer:
-            there = ", ".join(sorted(map(str, record))) or "nothing"
-            raise ValueError(
-                f"it has {there}, but neither messages nor prompt and {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}"
-            )
-        read = {"prompt", answer}
-        messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[answer]}]
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("its messages are no list of objects")
-    for number, message in enumerate(messages, start=1):
-        _check_message(number, message)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("it has no answer: no message has the role assistant")
-    return messages, sorted(set(record) - read)
+@contextmanager
+def _local(store: Store, names: Sequence[str]) -> Iterator[list[tuple[Path, str]]]:
+    """Yields the path and the full name of each file. Files of a remote store are fetched, and removed at the end."""
+    if isinstance(store, LocalStore):
+        yield [(store.root / name, str(store.root / name)) for name in names]
+        return
+    with TemporaryDirectory(dir=cache_dir()) as folder:
+        files = [(Path(folder) / str(number), f"{store.url}/{name}") for number, name in enumerate(names)]
+        for (path, _), name in zip(files, names, strict=True):
+            store.fetch(name, path)
+        yield files
 
 
-def _check_message(number: int, message: Mapping[str, object]) -> None:
-    """Raises ValueError for a message without a known role and a text, or with an invalid mask."""
-    if (role := message.get("role")) not in ROLES:
-        raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
-    content = message.get("content")
-    if not isinstance(content, str) and not (role == "assistant" and content is None):
-        raise ValueError(f"message {number} has a content of type {type(content).__name__}: write one string")
-    if message.get("weight") not in (None, 0, 1):
-        raise ValueError(f"message {number} has the weight {message['weight']!r}; it may be 0 or 1")
-    if message.get("train") not in (None, False, True):
-        raise ValueError(f"message {number} has train={message['train']!r}; it may be true or false")
+def unused_fields(messages: Messages, numbers: Sequence[int], template: ChatTemplate) -> Counter[str]:
+    """Returns the number of messages per field without effect.
 
-
-def _is_trained(message: JsonMapping) -> bool:
-    """Whether the loss includes a message, if it is an answer."""
-    return all(message.get(name) is None or message[name] for name in MASKS)
+    `numbers` are the messages that the loss may include. ValueError for an answer among them without content.
+    """
+    unrendered = template.unrendered(_for_template(messages))
+    found = Counter(f"{name} of {messages[number]['role']}" for number, name in unrendered)
+    for number, message in enumerate(messages):
+        names = {name for name, value in message.items() if value is not None}
+        if number not in numbers:
+            found.update(f"{name} of {message['role']}" for name in names & {*MASKS})
+        elif not (message.get("content") or "").strip() and is_trained(message):
+            others = names - {"role", "content", *MASKS}
+            if all((number, name) in unrendered for name in others):
+                also = f": the chat template does not render its {' and '.join(sorted(others))}" if others else ""
+                raise ValueError(f"message {number + 1} is an answer without content{also}")
+    if template.tools and template.with_tools(()).render(_for_template(messages)) == template.render(
+        _for_template(messages)
+    ):
+        found["tools"] += 1
+    return found
 
 
 def _for_template(messages: Messages) -> Messages:
@@ -220,60 +232,20 @@ def _for_template(messages: Messages) -> Messages:
     return [message | {"content": message.get("content") or ""} for message in plain]
 
 
-def unused_fields(messages: Messages, template: ChatTemplate) -> Counter[str]:
-    """Returns the number of messages per field without effect. ValueError for an answer without content."""
-    unrendered = template.unrendered(_for_template(messages))
-    found = Counter(f"{name} of {messages[number]['role']}" for number, name in unrendered)
-    for number, message in enumerate(messages):
-        names = {name for name, value in message.items() if value is not None}
-        if message["role"] != "assistant":
-            found.update(f"{name} of {message['role']}" for name in names & {*MASKS})
-        elif not (message.get("content") or "").strip() and _is_trained(message):
-            others = names - {"role", "content", *MASKS}
-            if all((number, name) in unrendered for name in others):
-                also = f": the chat template does not render its {' and '.join(sorted(others))}" if others else ""
-                raise ValueError(f"message {number + 1} is an answer without content{also}")
-    return found
+def _chosen(name: str, files: Sequence[tuple[Path, str]], split: str) -> Iterator[Document]:
+    """Yields the records of a split."""
 
+    def every() -> Iterator[Document]:
+        return (record for path, name in files for record in records(path, name))
 
-def _files(path: Path) -> list[Path]:
-    """Returns the file, or the .jsonl files below a folder. ValueError if no such file exists."""
-    if path.is_file():
-        if path.suffix in OTHER_FILES:
-            raise ValueError(f"data.path {path} is no file of JSON lines: unpack or convert it to .jsonl")
-        return [path]
-    if not path.is_dir():
-        raise ValueError(
-            f"data.path {path} does not exist; set it to a file of JSON lines, or a folder of .jsonl files"
-        )
-    names = [name for name in folder.text_files(path) if name.endswith(".jsonl")]
-    if not names:
-        raise ValueError(f"data.path {path} has no files that end with .jsonl")
-    return [path / name for name in names]
-
-
-def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yields the place and the content of each line that is not blank."""
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                for number, line in enumerate(opened, start=1):
-                    if line.strip():
-                        yield f"{file}, line {number}", line
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _chosen(name: str, files: list[Path], split: str) -> Iterator[tuple[str, bytes]]:
-    """Yields the lines of a split."""
-    hashes = [hashlib.sha256(line.strip()).hexdigest() for _, line in _lines(files)]
-    held_out = folder.validation_names([*dict.fromkeys(hashes)]) if hashes else set()
+    hashes = [record.sha256 for record in every()]
+    held_out = validation_names([*dict.fromkeys(hashes)]) if hashes else set()
     chosen = [split == "all" or (one in held_out) == (split == "validation") for one in hashes]
     if not any(chosen):
         raise ValueError(
             f"{name} has {len(set(hashes))} different conversations; training and validation need one each"
         )
-    yield from (line for line, wanted in zip(_lines(files), chosen, strict=True) if wanted)
+    yield from (record for record, wanted in zip(every(), chosen, strict=True) if wanted)
 
 
 @dataclass(kw_only=True)
@@ -295,54 +267,63 @@ class _Totals:
         return words + [f"{len(found) - MOST_NAMED} others"] * (len(found) > MOST_NAMED)
 
 
-def _write(to: Path, name: str, files: list[Path], split: str, tokenizer: HuggingFace, template: ChatTemplate) -> None:
-    """Writes the tokens of a split's conversations, their answer masks, and the ends of the conversations."""
+def _write(
+    to: Path,
+    name: str,
+    chosen: Iterator[Document],
+    config: DataConfig,
+    tokenizer: HuggingFace,
+    template: ChatTemplate,
+) -> None:
+    """Writes the tokens of conversations, their answer masks, and the ends of the conversations."""
     dtype = np.dtype("<u2") if tokenizer.num_ids <= 1 << 16 else np.dtype("<u4")
     digest, progress, ends, totals = hashlib.sha256(), ProgressWarning(), [0], _Totals()
+    bad = BadDocuments(config.skip_bad)
     with open(to / "tokens.bin", "wb") as tokens, open(to / "answers.bin", "wb") as answers:
-        for where, line in _chosen(name, files, split):
-            try:
-                record = json_objects.parse(line, where, lenient=True)
-            except ValueError as error:  # such as a list of all conversations
-                raise ValueError(f"{error}; write each conversation as an object on a line of its own") from error
-            try:
-                ids, is_answer = _encode_record(record, tokenizer, template, totals)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-            for file, values in ((tokens, ids.astype(dtype)), (answers, is_answer)):
+        for document in chosen:
+            encoded: tuple[np.ndarray, np.ndarray] | None = None
+            with bad.skipping(document.place):
+                encoded = _encode_record(document.read(), config.loss_on, tokenizer, template, totals)
+            if encoded is None:
+                continue
+            for file, values in ((tokens, encoded[0].astype(dtype)), (answers, encoded[1])):
                 file.write(payload := values.tobytes())
                 digest.update(payload)
-            ends.append(ends[-1] + len(ids))
-            progress.say("%s: %d conversations of the %s split are tokenised", name, len(ends) - 1, split)
+            ends.append(ends[-1] + len(encoded[0]))
+            progress.say("%s: %d conversations are tokenised", name, len(ends) - 1)
     np.save(to / "ends.npy", np.array(ends[1:], np.int64))
     meta = {"dtype": dtype.str, "sha256": digest.hexdigest(), "masked": totals.masked, "unused": totals.in_words()}
-    meta |= {"answer_tokens": totals.answer_tokens, "answer_bytes": totals.answer_bytes}
+    meta |= {"answer_tokens": totals.answer_tokens, "answer_bytes": totals.answer_bytes, "skipped": bad.lines}
     (to / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
 def _encode_record(
-    record: Mapping[str, object], tokenizer: HuggingFace, template: ChatTemplate, totals: _Totals
+    record: object, loss_on: str, tokenizer: HuggingFace, template: ChatTemplate, totals: _Totals
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a conversation's ids [N] and its answer mask [N], and updates the totals."""
-    messages, unread = messages_of(record)
-    totals.unused.update(unused_fields(messages, template))
-    ids, is_answer, text_bytes = encode(messages, tokenizer, template)
-    totals.unread.update(unread)
-    totals.masked += sum(message["role"] == "assistant" and not _is_trained(message) for message in messages)
+    messages, tools, unread = conversation_of(record)
+    numbers, template = candidates(messages, loss_on), template.with_tools(tools)
+    unused = unused_fields(messages, numbers, template)
+    ids, is_answer, text_bytes = encode(messages, numbers, tokenizer, template)
+    totals.unread.update([*unread, *["tools"] * unused.pop("tools", 0)])
+    totals.unused.update(unused)
+    totals.masked += sum(not is_trained(messages[number]) for number in numbers)
     totals.answer_tokens += int(is_answer.sum())
     totals.answer_bytes += text_bytes
     return ids, is_answer
 
 
-def encode(messages: Messages, tokenizer: HuggingFace, template: ChatTemplate) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns a conversation's ids [N], its answer mask [N], and the number of UTF-8 bytes of the answers.
+def encode(
+    messages: Messages, numbers: Sequence[int], tokenizer: HuggingFace, template: ChatTemplate
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns a conversation's ids [N], the mask [N] of the loss, and the number of UTF-8 bytes that it includes.
 
-    Masked answers do not count. A token that covers both an answer and the adjacent text belongs to the answer.
-    ValueError if the template turns an answer into no token.
+    The loss includes the messages of these numbers unless they are masked. A token that covers both an answer and the
+    adjacent text belongs to the answer. ValueError if the template turns all answers into no token.
     """
-    text, spans = template.answers(_for_template(messages))
+    trained = [number for number in numbers if is_trained(messages[number])]
+    text, spans = template.spans(_for_template(messages), trained)
     utf8(text)
-    spans = _trained(messages, spans)
     ids, characters = tokenizer.encode_template(text)
     starts, ends = np.array([*spans, (len(text), len(text) + 1)]).T  # the last start is beyond all characters
     is_answer = starts[np.searchsorted(ends, characters[:, 0], "right")] < characters[:, 1]
@@ -350,16 +331,3 @@ def encode(messages: Messages, tokenizer: HuggingFace, template: ChatTemplate) -
     if spans and not is_answer.any():
         raise ValueError("it has no answer: the chat template makes no token of one")
     return ids, is_answer, sum(len(text[start:end].encode()) for start, end in spans)
-
-
-def _trained(messages: Messages, spans: Sequence[CharacterSpan]) -> Sequence[CharacterSpan]:
-    """Returns the spans of the answers in the loss. ValueError if a span cannot be attributed to an answer."""
-    trained = [_is_trained(message) for message in messages if message["role"] == "assistant"]
-    if all(trained):
-        return spans
-    if len(spans) != len(trained):
-        raise ValueError(
-            f"the chat template marks {len(spans)} answers in {len(trained)} messages of the assistant: it must mark "
-            "each of them for `weight` or `train` to exclude one"
-        )
-    return [span for span, counts in zip(spans, trained, strict=True) if counts]

@@ -53,7 +53,7 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
 def text_files(root: Path) -> Iterator[str]:
     """Yields the sorted relative POSIX paths of the regular, not hidden files below `root`."""
     if not root.exists():
-        raise ValueError(f"data.path {root} does not exist; set it to the folder of the text files")
+        raise ValueError(f"data.path {root} does not exist; set it to a file or a folder")
     if not root.is_dir():
         raise ValueError(f"data.path {root} is not a folder; set it to the folder of the text files")
 

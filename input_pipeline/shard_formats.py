@@ -23,8 +23,8 @@ _FORMATS = {
     "json": re.compile(rf"\.(jsonl|ndjson|json){_PACKED}$"),
     "txt": re.compile(rf"\.txt{_PACKED}$"),
 }
-OF_CHATS = ("parquet", "json")  # formats of conversations
-KNOWN = f".array_record, .parquet, .jsonl, .ndjson, .json, .txt (the last four also with {', '.join(UNPACKERS)})"
+OF_TEXT, OF_CHATS = tuple(_FORMATS), ("parquet", "json")  # formats of documents and of conversations
+_ENDINGS = {"array_record": ".array_record", "parquet": ".parquet", "json": ".jsonl, .ndjson, .json", "txt": ".txt"}
 _NO_DOCUMENTS = re.compile(r"(^|/)(index|config|dataset_infos?|dataset_dict|state)\.json$")  # which describe a data set
 _RECORDS = 256  # records per read
 _CHARACTERS = 1 << 20  # per read of a JSON list
@@ -59,6 +59,11 @@ def format_of(name: str) -> str:
     return next((kind for kind, ending in _FORMATS.items() if ending.search(name.lower())), "")
 
 
+def endings(kinds: Sequence[str]) -> str:
+    """Returns the ends of the names of files of these formats."""
+    return f"{', '.join(_ENDINGS[kind] for kind in kinds)} (JSON and text also with {', '.join(UNPACKERS)})"
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether a relative path matches a glob from its right end: `*.txt` at any depth, `a/*.txt` in folders `a`."""
     return not pattern or PurePosixPath(name).match(pattern)
@@ -80,7 +85,7 @@ def records(path: Path, name: str, columns: Sequence[str] | None = None) -> Iter
     """
     kind = format_of(name)
     if not kind:
-        raise ValueError(f"{name} matches data.pattern, but its format is not known; known are {KNOWN}")
+        raise ValueError(f"{name} matches data.pattern, but its format is not known; known are {endings(OF_TEXT)}")
     if kind == "parquet" or name.lower().endswith(".zst"):
         check_installed("pyarrow", name, "shards")
     count = 0

@@ -1,14 +1,14 @@
 """Lists `data.path`: files of documents, or the index of a prepared set."""
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from configs.schema import DataConfig
-from input_pipeline.shard_formats import KNOWN, format_of, matches
+from input_pipeline.shard_formats import OF_CHATS, OF_TEXT, endings, format_of, matches
 from input_pipeline.shard_index import INDEX_FILE, ProgressWarning, ShardIndex
 from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
@@ -51,7 +51,8 @@ def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenize
         listed = (
             {x.name: x for x in store.list()} if store.can_list else dict.fromkeys(_names_in(found, content, store))
         )
-    wanted, items, progress = _chosen(listed, config.pattern, store.url), [], ProgressWarning()
+    kinds = OF_CHATS if config.source == "chats" else OF_TEXT
+    wanted, items, progress = _chosen(listed, config.pattern, store.url, kinds), [], ProgressWarning()
     for name in wanted:
         item = listed[name]
         items.append(item if item and item.version else store.item(name))
@@ -102,18 +103,18 @@ def _checked(content: Any, store: Store, config: DataConfig, tokenizer: Tokenize
     return ShardIndex(tokenizer=found.tokenizer, shards=shards)
 
 
-def _chosen(names: Collection[str], pattern: str, where: str) -> list[str]:
-    """Returns the files that match `data.pattern`, or without a pattern all files of known formats.
+def _chosen(names: Collection[str], pattern: str, where: str, kinds: Sequence[str]) -> list[str]:
+    """Returns the files that match `data.pattern`, or without a pattern all files of the formats `kinds`.
 
     ValueError if none match.
     """
-    wanted = [name for name in names if matches(name, pattern) and (pattern or format_of(name))]
+    wanted = [name for name in names if matches(name, pattern) and (pattern or format_of(name) in kinds)]
     if not wanted:
-        what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format ({KNOWN})"
+        what = f"that matches data.pattern={pattern!r}" if pattern else f"of a known format: {endings(kinds)},"
         raise ValueError(f"data.path {where} has no file {what} among {len(names)} that are not empty")
     for name in wanted:
-        if not format_of(name):
-            raise ValueError(f"{where}/{name} matches data.pattern={pattern!r}, but known are {KNOWN}")
+        if format_of(name) not in kinds:
+            raise ValueError(f"{where}/{name} matches data.pattern={pattern!r}, but known are {endings(kinds)}")
     return wanted
 
 

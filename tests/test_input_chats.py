@@ -17,8 +17,9 @@ from support.tables import check_rows, every_row, raised
 
 from configs.schema import DataConfig
 from input_pipeline import Batches, MixedDataset, chat_template, load
+from input_pipeline.chat_records import candidates, conversation_of
 from input_pipeline.chat_template import ChatTemplate
-from input_pipeline.chats import ChatDataset, encode, messages_of, unused_fields
+from input_pipeline.chats import ChatDataset, encode, unused_fields
 from input_pipeline.dataset import Split
 from input_pipeline.tokenizers import HuggingFace
 
@@ -36,6 +37,11 @@ def answer(content: str | None, **others: Any) -> Message:
     return {"role": "assistant", "content": content, **others}
 
 
+def encoded_with(path: Path, turns: list[Message], loss_on: str = "assistant") -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns ids, mask and bytes of a conversation with the tokenizer and the template at a path."""
+    return encode(turns, candidates(turns, loss_on), HuggingFace(path), ChatTemplate(path))
+
+
 @every_row(
     ("name", "chat", "marks", "case"),
     ((case["template"], case["chat"], marks, case) for case in CASES for marks in (True, False)),
@@ -45,7 +51,7 @@ def test_ids_and_answers_are_those_of_transformers(
 ) -> None:
     """Whether the template marks them by `{% generation %}`, which transformers needs, or not."""
     path = write_tokenizer(tmp_path, template(name, marks=marks))
-    encoded = lambda: encode(messages(chat), HuggingFace(path), ChatTemplate(path))
+    encoded = lambda: encoded_with(path, messages(chat))
     if "refused" in case:
         assert raised(encoded) == f"the chat template refuses it: {case['refused']}"
     elif chat == "assistant first" and name in NEED_A_QUESTION and not marks:
@@ -75,16 +81,16 @@ def test_a_template_that_changes_earlier_turns_must_mark_the_answers(tmp_path: P
     shown = "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
     last = "{% for m in messages %}{{ m.role }}" + shown + "{% endfor %}"
     one = ChatTemplate(write_tokenizer(tmp_path, last))
-    assert "message 3 in another way" in raised(lambda: one.answers(messages("three turns")))
+    assert "message 3 in another way" in raised(lambda: one.spans(messages("three turns"), [2, 4, 6]))
     begins = ChatTemplate(write_tokenizer(tmp_path, last.replace("loop.last", "loop.last or loop.index < 5")))
-    assert "message 6 in another way" in raised(lambda: begins.answers(messages("one turn") * 20))
-    assert one.answers(messages("one turn"))[1] == [(len("userthe one?"), len("userthe one?assistantthe two"))]
+    assert "message 6 in another way" in raised(lambda: begins.spans(messages("one turn") * 20, range(1, 40, 2)))
+    assert one.spans(messages("one turn"), [1])[1] == [(len("userthe one?"), len("userthe one?assistantthe two"))]
 
 
 def test_the_first_token_of_a_conversation_is_no_answer(tmp_path: Path) -> None:
     """Nothing predicts it."""
     path = write_tokenizer(tmp_path, "{% generation %}{{ messages[0].content }}{% endgeneration %}")
-    ids, is_answer, text_bytes = encode(messages("three turns"), HuggingFace(path), ChatTemplate(path))
+    ids, is_answer, text_bytes = encoded_with(path, messages("three turns"))
     assert is_answer.tolist() == [False] + [True] * (len(ids) - 1) and text_bytes == len("Is the user on?")
 
 
@@ -100,27 +106,26 @@ def test_a_long_conversation_is_rendered_in_time_that_grows_with_its_length(tmp_
     monkeypatch.setattr(chat_template.RENDERER, "render", counted)
     turns = [{"role": "system", "content": "the"}]
     turns += [one for n in range(40) for one in (user(f"{n}"), answer(f" the {n} \n"), user("on"), answer("is"))]
+    answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     for name in ("chatml", "llama 3", "words"):
         one = ChatTemplate(write_tokenizer(tmp_path, template(name, marks=False)))
         rendered.clear()
-        text, spans = one.answers(turns)
+        text, spans = one.spans(turns, answers)
         assert sum(rendered) < 20 * len(turns)
         with monkeypatch.context() as patched:
             patched.setattr(chat_template, "LONG", len(turns))
-            assert one.answers(turns) == (text, spans) and len(spans) == 80
+            assert one.spans(turns, answers) == (text, spans) and len(spans) == 80
 
 
 def test_weight_and_train_exclude_an_answer_from_the_loss(tmp_path: Path) -> None:
     turns = [user("the"), answer("on"), user("is"), answer("the two"), user("a"), answer("b")]
     for marks in (True, False):
         path = write_tokenizer(tmp_path, template("chatml", marks=marks))
-        tokenizer, chat = HuggingFace(path), ChatTemplate(path)
 
-        def counted(*masks: dict[str, Any], tokenizer: Any = tokenizer, chat: Any = chat) -> list[str]:
-            ids, is_answer, size = encode(
-                [turn | mask for turn, mask in zip(turns, masks, strict=True)], tokenizer, chat
-            )
-            text = tokenizer.decode(ids[is_answer])
+        def counted(*masks: dict[str, Any], path: Path = path) -> list[str]:
+            masked = [turn | mask for turn, mask in zip(turns, masks, strict=True)]
+            ids, is_answer, size = encoded_with(path, masked)
+            text = HuggingFace(path).decode(ids[is_answer])
             assert size == len(text)
             return text.split("<|im_end|>\n")[:-1]
 
@@ -129,7 +134,7 @@ def test_weight_and_train_exclude_an_answer_from_the_loss(tmp_path: Path) -> Non
         assert counted({}, {"weight": 0, "train": True}, {}, {"weight": 0.0}, {}, {}) == ["b"]
         assert counted({}, {"weight": 0}, {}, {"weight": 0}, {}, {"weight": 0}) == []
     path = write_tokenizer(tmp_path, "{% generation %}{{ messages | tojson }}{% endgeneration %}")
-    encoded = lambda: encode([*turns[:-1], answer("b", weight=0)], HuggingFace(path), ChatTemplate(path))
+    encoded = lambda: encoded_with(path, [*turns[:-1], answer("b", weight=0)])
     assert "marks 1 answers in 3 messages of the assistant" in raised(encoded)
 
 
@@ -152,7 +157,8 @@ def test_a_field_without_effect_is_counted(tmp_path: Path) -> None:
     rows[5][2].update({"content of system": 1})
 
     def check(source: str, turns: list[Message], expected: dict[str, int]) -> None:
-        assert unused_fields(turns, ChatTemplate(write_tokenizer(tmp_path, source))) == expected
+        template = ChatTemplate(write_tokenizer(tmp_path, source))
+        assert unused_fields(turns, candidates(turns, "assistant"), template) == expected
 
     check_rows(rows, check)
 
@@ -166,7 +172,7 @@ def test_a_token_of_spaces_at_the_edge_of_an_answer_counts(tmp_path: Path) -> No
         made = tokenizers.Tokenizer.from_file(str(path))
         made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trims)
         made.save(str(path))
-        ids, is_answer, _ = encode([answer("  b  ")], HuggingFace(path), ChatTemplate(path))
+        ids, is_answer, _ = encoded_with(path, [answer("  b  ")])
         assert HuggingFace(path).decode(ids[is_answer]) == "  b  "
 
 
@@ -208,7 +214,7 @@ def conversations(data: ChatDataset) -> Counter[tuple[str, tuple[str, ...]]]:
 
 def in_rows(record: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Returns a conversation as ChatML, and its answers."""
-    turns, _ = messages_of(record)
+    turns = conversation_of(record).messages
     text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
     return text, (*(turn["content"] for turn in turns if turn["role"] == "assistant"), "")
 
@@ -290,7 +296,7 @@ def test_the_summary_counts_what_a_row_does_not_hold(tmp_path: Path) -> None:
     named = dataset(written(tmp_path / "names.jsonl", long | {f"\x1b{n:02d}": 1 for n in range(25)}), "all").summary
     assert named.endswith(", \\x1b19 in 1 lines, 5 others") and "\x1b" not in named
     file = written(tmp_path / "bad.jsonl", bad)
-    assert raised(lambda: dataset(file, "all")).endswith("`weight` or `train` excludes every answer from the loss")
+    assert raised(lambda: dataset(file, "all")).endswith("`weight`, `train` or data.loss_on excludes every answer")
 
 
 def test_a_mixture_with_text(tmp_path: Path, corpus: Path) -> None:
@@ -312,18 +318,24 @@ LINES: list[tuple[Any, str]] = [  # a line, and what an error says of it; "" for
     ({"prompt": "x", "messages": [user("a"), answer("b")]}, ""),
     ({"messages": [user("hello"), answer("b", reasoning_content="r")]}, ""),
     ("\ufeff" + json.dumps({"prompt": "a", "answer": "b"}), ""),
-    ("{", " is not JSON: "),
-    ("[1]", " is not a JSON object, but of type list; write each conversation as an object on a line of its own"),
-    (json.dumps({"prompt": "a", "answer": "b"}).encode("utf-16"), " is not JSON: it is not UTF-8"),
-    ({"text": 1}, ": it has text, but neither messages nor prompt and answer, completion or response"),
-    ({}, ": it has nothing, but neither "),
-    ({"instruction": "q", "input": "", "output": "a"}, ": it has input, instruction, output, but neither "),
-    ({"conversations": [{"from": "human", "value": "q"}]}, ": it has conversations, but neither "),
+    ("{", ": it is not JSON: "),
+    ("[1]", ": it is not a JSON object, but of type list: write an object on each line; mend or remove it, or raise "),
+    (json.dumps({"prompt": "a", "answer": "b"}).encode("utf-16"), ": it is not JSON: it is not UTF-8"),
+    (
+        {"text": 1},
+        ": it has text, but the fields of no conversation (messages; conversations; instruction and output; ",
+    ),
+    ({}, ": it has nothing, but the fields of no "),
+    ({"conversations": [{"from": "human", "value": "q"}]}, ": it has no answer: no message has the role assistant"),
+    ({"conversations": [{"from": "bot", "value": "q"}]}, ": message 1 has the role 'bot'; known are "),
+    ({"instruction": ["q"], "output": "a"}, ": message 1 has a content part of type 'list': only text is trained"),
     ({"messages": "a"}, ": its messages are no list of objects"),
     ({"messages": [{"role": "gpt", "content": ""}]}, ": message 1 has the role 'gpt'; known are system, "),
     ({"prompt": 3, "answer": "b"}, ": message 1 has a content of type int: write one string"),
-    ({"prompt": [user("q")], "completion": [answer("a")]}, ": message 1 has a content of type list: write one string"),
-    ({"messages": [user("q"), answer("a") | {"content": [{"type": "text", "text": "a"}]}]}, ": message 2 has a"),
+    ({"prompt": [user("q")], "completion": "a", "answer": None}, ""),
+    ({"messages": [user("q") | {"content": [{"type": "image_url"}]}, answer("a")]}, ": message 1 has a content part "),
+    ({"prompt": "a", "answer": "b", "tools": "["}, ": its tools are not JSON: "),
+    ({"prompt": "a", "answer": "b", "tools": "5"}, ": its tools are no list of objects"),
     ({"messages": [user("a"), {"role": "tool", "content": None}]}, ": message 2 has a content of type NoneType"),
     ({"messages": [user("a")]}, ": it has no answer: no message has the role assistant"),
     ({"prompt": "\ufdd0", "answer": "b"}, ": a message has one of the noncharacters "),
@@ -331,7 +343,7 @@ LINES: list[tuple[Any, str]] = [  # a line, and what an error says of it; "" for
     ({"prompt": "a", "answer": " "}, ": message 2 is an answer without content"),
     ({"messages": [user("a"), answer(None)]}, ": message 2 is an answer without content"),
     ({"messages": [user("a"), answer(None, tool_calls=[CALL])]}, f": {NO_CALLS}"),
-    ({"messages": [user("a"), answer("", tool_calls=[CALL]), answer("b")], "tools": [1]}, f": {NO_CALLS}"),
+    ({"messages": [user("a"), answer("", tool_calls=[CALL]), answer("b")], "tools": [{}]}, f": {NO_CALLS}"),
     ({"messages": [user("a"), answer("b", weight=0.5)]}, ": message 2 has the weight 0.5; it may be 0 or 1"),
     ({"messages": [user("a"), answer("b", train="no")]}, ": message 2 has train='no'; it may be true or false"),
 ]
@@ -359,7 +371,7 @@ def test_an_answer_of_a_tool_call_alone_counts_if_the_template_renders_it(tmp_pa
     assert shown != CHATML
     write_tokenizer(tmp_path / "model", shown)
     turns = [user("a"), answer(None, tool_calls=[CALL]), {"role": "tool", "content": "3", "tool_call_id": "1"}]
-    file = written(tmp_path / "chats.jsonl", {"messages": [*turns, answer("3 degrees")], "tools": [1]})
+    file = written(tmp_path / "chats.jsonl", {"messages": [*turns, answer("3 degrees")], "tools": [{"name": "f"}]})
     data = dataset(file, "all", seq_len=300)
     ((_, answers),) = conversations(data)
     assert answers == (json.dumps([CALL]), "3 degrees", "")
@@ -375,7 +387,7 @@ TEMPLATE = "model/chat_template.jinja"
 FILES: list[tuple[Callable[[Path], object], str]] = [
     (rewritten("chats.jsonl", "\n"), "has 0 different conversations; training and validation need one each"),
     (rewritten("chats.jsonl", f"{LINE}\n{LINE}\n"), "has 1 different conversations; training and "),
-    (lambda folder: (folder / "chats.jsonl").unlink(), "does not exist; set it to a file of JSON lines, "),
+    (lambda folder: (folder / "chats.jsonl").unlink(), "chats.jsonl does not exist; set it to a file or a folder"),
     (rewritten("model/tokenizer_config.json", "{}"), "/model has no chat template: data.source=chats "),
     (
         lambda folder: (folder / "model/tokenizer_config.json").rename(folder / TEMPLATE).write_text("{{ bos_token }}"),
@@ -401,7 +413,5 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
 
     check_rows(FILES, check)
     (tmp_path / "folder").mkdir()
-    assert raised(lambda: dataset(tmp_path / "folder")).endswith("folder has no files that end with .jsonl")
-    for name in ("chats.jsonl.gz", "chats.parquet"):
-        (tmp_path / name).write_bytes(b"PAR1")
-        assert raised(lambda name=name: dataset(tmp_path / name)).endswith("unpack or convert it to .jsonl")
+    message = raised(lambda: dataset(tmp_path / "folder"))
+    assert "folder has no file of a known format: .parquet, .jsonl, .ndjson, .json (" in message

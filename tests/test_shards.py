@@ -190,7 +190,7 @@ def test_settings_that_cannot_work_are_one_line(texts):
         ({"pattern": "*"}, "a.md matches data.pattern='*', but known are .array_record"),
         (
             {"path": str(texts / "a.md")},
-            "has no file of a known format (.array_record, .parquet, .jsonl, .ndjson, ",
+            "has no file of a known format: .array_record, .parquet, .jsonl, .ndjson, ",
         ),
     ]
 

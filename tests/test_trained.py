@@ -25,8 +25,9 @@ from configs import base, digits
 from configs.schema import DataConfig
 from elastic.saved_arrays import SavedArrays
 from input_pipeline import index, load
+from input_pipeline.chat_records import candidates, conversation_of
 from input_pipeline.chat_template import ChatTemplate
-from input_pipeline.chats import encode, messages_of
+from input_pipeline.chats import encode
 from input_pipeline.tokenizers import HuggingFace
 from training import convert, evaluate, generate, trained
 from training.datasets import tokenizer_of
@@ -208,7 +209,10 @@ def test_perplexity_of_a_hugging_face_folder_on_chats(
     flags = [f"--hugging_face={folder}", f"--path={tmp_path / 'chats.jsonl'}"]
     found = evaluated(capsys, *flags)
     vocabulary = folder / "tokenizer.json"
-    coded = [encode(messages_of(chat)[0], HuggingFace(vocabulary), ChatTemplate(vocabulary)) for chat in chats]
+    turns = [conversation_of(chat).messages for chat in chats]
+    coded = [
+        encode(chat, candidates(chat, "assistant"), HuggingFace(vocabulary), ChatTemplate(vocabulary)) for chat in turns
+    ]
     ids, counted = (np.stack([np.pad(one[k], (0, 60 - len(one[k]))) for one in coded]) for k in (0, 1))
     wanted = losses_of(folder, ids[:, :41])[counted[:, 1:41]].mean()
     assert counted.sum() == counted[:, :41].sum() and found["validation_loss"] == pytest.approx(wanted, rel=1e-5)
@@ -252,7 +256,7 @@ def test_mistakes_are_one_line(run: Path, folder: Path, tmp_path: Path, capsys: 
     for program, args, message in [
         (evaluate, [f"--workdir={tmp_path}"], f"{tmp_path}/checkpoints holds no checkpoint"),
         (evaluate, [of_run, "--step=7"], "checkpoints holds no step 7; its steps are 5, 10"),
-        (evaluate, [of_run, "--path=/nowhere"], "data.path /nowhere does not exist; set it to the folder of the text"),
+        (evaluate, [of_run, "--path=/nowhere"], "data.path /nowhere does not exist; set it to a file or a folder"),
         (evaluate, [f"--hugging_face={folder}"], "--hugging_face needs --path, a folder of text or a file of chats"),
         (generate, [of_run, f"--hugging_face={folder}"], "give either --workdir=DIR, of a run, or --hugging_face=DIR"),
         (evaluate, [f"--hugging_face={folder}", "--step=1", "--path=x"], "--step belongs to --workdir"),

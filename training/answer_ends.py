@@ -15,7 +15,7 @@ LAST = 2  # inspected tokens at the end of an answer: templates write a line bre
 def end_of_answers(tokenizer: HuggingFace, template: ChatTemplate) -> int | None:
     """Returns the id of an answer's last special token; None if the template writes none or refuses a question."""
     try:
-        text, spans = template.answers(EXAMPLE)
+        text, spans = template.spans(EXAMPLE, [1])
     except ValueError:  # for example, a template that requires a system message first
         return None
     ids, characters = tokenizer.encode_template(text)

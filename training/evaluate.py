@@ -4,8 +4,8 @@
     python -m training.evaluate --hugging_face=DIR --path=FOLDER
 
 Without --path, the program measures the run's validation data, with the same number of batches: `validation_loss` is
-the value that train.py logs at that step. With --path, it measures all text below FOLDER, or all chats of a file that
-ends with .jsonl, in windows of the run's data.seq_len. The newest checkpoint is read, or the checkpoint of step N. If
+the value that train.py logs at that step. With --path, it measures all text below FOLDER, or all chats of a file of
+JSON or parquet, in windows of the run's data.seq_len. The newest checkpoint is read, or the checkpoint of step N. If
 the run's config file registered the model, the data or the tokenizer, that file is loaded again, or the file given as
 --config=FILE. The program uses all local devices, in one process. JAX_NUM_CPU_DEVICES=8 simulates several. Exit codes:
 0 done; 2 a mistake in a flag, the data or a file; 1 anything else.
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from input_pipeline import ImageDataset, load
+from input_pipeline.shard_formats import OF_CHATS, format_of
 from runtime.command_line import prepare_output
 from runtime.files.json_objects import JsonObject
 from training import trained
@@ -65,7 +66,7 @@ def _section(path: str | None) -> JsonObject:
     if not path:
         return {}
     changed = {"mixture": "", "pattern": "", "path": path}
-    return changed | ({"source": "chats", "packing": "whole"} if path.endswith(".jsonl") else {"source": "folder"})
+    return changed | ({"source": "chats", "packing": "whole"} if format_of(path) in OF_CHATS else {"source": "folder"})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ TOKENIZERS = ("bytes", "sentencepiece", "tiktoken", "hugging_face")
 PATHS = {  # the content of data.path by source
     "folder": "the folder of the text files",
     "shards": "a folder or URL (s3, gs, http, https)",
-    "chats": "a file of conversations, one JSON object per line, or a folder of such files,",
+    "chats": "a file of conversations, or a folder or URL (s3, gs, http, https) of such files,",
 }
 NEEDED_BY_CHATS = (  # a key, its value, and why
     ("tokenizer", "hugging_face", "a tokenizer.json with a chat template beside it (docs/data.md)"),
     ("objective", "causal", "to predict answers"),
     ("packing", "whole", "rows of whole conversations"),
 )
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of messages in chats
 SOURCES = ("stdlib_text", "folder", "shards", "chats", "synthetic", "digits", TFDS)
 
 
@@ -27,12 +28,13 @@ class DataConfig(Section, name="data"):
     source: str = key("stdlib_text", "where examples come from", choices=SOURCES, topics=("source",))
     path: str = key(
         "",
-        "folder: of text; shards: folder or s3, gs, http(s) URL; chats: file or folder of JSON lines; tfds: data_dir",
+        "folder: of text; shards: folder or s3, gs, http(s) URL; chats: file, folder or URL; tfds: data_dir",
         resumable=True,
     )
     mixture: str = key("", "several text sources: WEIGHT SOURCE[:PATH], separated by commas")
-    pattern: str = key("", "folder, shards: glob of files below path; empty for all", resumable=True)
+    pattern: str = key("", "folder, shards, chats: glob of files below path; empty for all", resumable=True)
     text_field: str = key("text", "shards: field or column of the text", resumable=True)
+    loss_on: str = key("assistant", "chats: messages in the loss: last (turn), marked, or roles with commas")
     skip_bad: int = key(0, "broken documents that may be skipped", least=0, unit="documents", resumable=True)
     shuffle_shards: int = key(4, "shards: files whose windows are shuffled together", least=1, unit="files")
     cache_gb: float = key(0.0, "shards: disk space of a node; 0: no limit", least=0, unit="GB", resumable=True)
@@ -92,10 +94,10 @@ class DataConfig(Section, name="data"):
         if self.source in PATHS and not self.path:
             what = PATHS[self.source]
             raise ValueError(f"data.path is empty: data.source={self.source!r} needs {what} in data.path")
-        if self.pattern and self.source not in ("folder", "shards"):
+        if self.pattern and self.source not in PATHS:
             raise ValueError(
                 f"data.pattern is {self.pattern!r} but data.source={self.source!r} reads no files by name: "
-                "set data.source to 'folder' or 'shards', or leave data.pattern empty"
+                "set data.source to 'folder', 'shards' or 'chats', or leave data.pattern empty"
             )
         if self.path and self.source in ("stdlib_text", "synthetic", "digits"):
             raise ValueError(
@@ -120,6 +122,9 @@ class DataConfig(Section, name="data"):
             )
         if self.source == "synthetic" and self.tokenizer != "bytes":
             raise ValueError(f"data.tokenizer is {self.tokenizer!r}: data.source='synthetic' works with 'bytes' only")
+        roles = self.loss_on.split(",")
+        if self.loss_on not in ("last", "marked") and not {*roles} <= {*ROLES}:
+            raise ValueError(f"data.loss_on={self.loss_on!r} must be last, marked, or roles of {', '.join(ROLES)}")
         for name, value, why in NEEDED_BY_CHATS if self.source == "chats" else ():
             if (found := getattr(self, name)) != value:
                 raise ValueError(f"data.{name}={found!r}: data.source='chats' needs data.{name}={value!r}, {why}")
@@ -141,5 +146,5 @@ class DataConfig(Section, name="data"):
 
     def alone(self, component: Component) -> "DataConfig":
         """Returns the section with a component of the mixture as its only source."""
-        pattern = self.pattern if component.source in ("folder", "shards") else ""
+        pattern = self.pattern if component.source in PATHS else ""
         return replace(self, mixture="", source=component.source, path=component.path, pattern=pattern)
