@@ -2,8 +2,8 @@
 
 A record is `{"messages": [{"role": ..., "content": ...}, ...]}`, or has another form (chat_records.py). The chat
 template of the tokenizer renders it as text. A row holds whole conversations, which do not attend to each other.
-`data.loss_on` selects the messages in the loss; `"weight": 0` or `"train": false` excludes a message. The summary of the
-rows names every other field without effect.
+`data.loss_on` selects the messages in the loss; `"weight": 0` or `"train": false` excludes a message. The summary of
+the rows names every other field without effect.
 """
 
 import hashlib
