@@ -1,8 +1,8 @@
 """`config.json` and tensors of transformers, and the model that computes the same.
 
-GPT-2, Llama (up to 3.x), Mistral, Qwen 2 (2.5) and 3, Gemma 2 and 3 (text), BERT and RoBERTa: `ARCHITECTURES` has the
-names, in both directions; a new architecture is a new entry. A config file that starts from such a checkpoint
-takes its sizes from there: `config.model = hugging_face.model(DIR)`.
+GPT-2, Llama (up to 3.x), Mistral and Mixtral, Qwen 2 (2.5) and 3 (with experts, too), Gemma 2 and 3 (text), BERT and
+RoBERTa: `ARCHITECTURES` has the names, in both directions; a new architecture is a new entry. A config file that starts
+from such a checkpoint takes its sizes from there: `config.model = hugging_face.model(DIR)`.
 """
 
 from collections.abc import Callable
@@ -170,6 +170,42 @@ _GEMMA2 = replace(
         "model.layers.{}.post_feedforward_layernorm": "layers/mlp_post_norm",
     },
 )
+
+
+def _with_experts(router: str, experts: str, matrices: tuple[str, str, str]) -> dict[str, str]:
+    """Returns the tensors of a Llama with experts, by the names of its router, experts and matrices in a layer."""
+    others = {
+        theirs: ours.replace("layers/", "layers/sparse/")
+        for theirs, ours in _LLAMA.tensors.items()
+        if ".mlp." not in theirs
+    }
+    ours = {name: f"layers/sparse/experts/{part}" for name, part in zip(matrices, ("gate", "up", "down"), strict=True)}
+    found = {f"model.layers.{{}}.{experts}.{{}}.{name}.weight": part for name, part in ours.items()}
+    return others | {f"model.layers.{{}}.{router}.weight": "layers/sparse/router"} | found
+
+
+_OF_EXPERTS = (
+    Field("experts_per_token", "num_experts_per_tok"),
+    Field("balance_loss", "router_aux_loss_coef", default=0.001),
+)
+_MIXTRAL = replace(
+    _LLAMA,
+    model_type="mixtral",
+    name="MixtralForCausalLM",
+    kind="moe",
+    fields=(
+        *_OF_LLAMA,
+        *_OF_EXPERTS,
+        Field("num_experts", "num_local_experts"),
+        head_dim_field(),
+        Field("", "sliding_window", write=lambda c: c.window or None),
+        _UNTIED,
+    ),
+    always=PLAIN | _RMS | {"capacity_factor": 0.0, "moe_every": 1, "normalise_gates": True, "z_loss": 0.0},
+    only=_LLAMA.only | {"router_jitter_noise": 0.0},
+    more=lambda v: read_mistral({"sliding_window": None, "rope_theta": 1e6, **v}),
+    tensors=_with_experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+)
 ARCHITECTURES = (
     Architecture(
         model_type="gpt2",
@@ -227,6 +263,27 @@ ARCHITECTURES = (
         fields=(*_OF_LLAMA, head_dim_field(128), Field("attention_bias", default=False), _UNTIED),
         always=_LLAMA.always | {"qk_norm": True},
         only=_LLAMA.only | {"use_sliding_window": False},
+    ),
+    _MIXTRAL,
+    replace(
+        _MIXTRAL,
+        model_type="qwen3_moe",
+        name="Qwen3MoeForCausalLM",
+        fields=(
+            *(field for field in _OF_LLAMA if field.ours != "intermediate"),
+            *_OF_EXPERTS,
+            Field("intermediate", "moe_intermediate_size"),
+            Field("num_experts", read=lambda v: number(v, "num_experts", v.get("num_local_experts"))),
+            Field("", "num_local_experts", write=lambda c: c.num_experts),  # of transformers 5
+            Field("normalise_gates", "norm_topk_prob", default=False),
+            head_dim_field(),
+            Field("attention_bias", default=False),
+            _UNTIED,
+        ),
+        always=_MIXTRAL.always | {"qk_norm": True},
+        only=_LLAMA.only | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        more=read_rope,
+        tensors=_with_experts("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
     ),
     _GEMMA2,
     replace(
@@ -384,6 +441,8 @@ def _differences(
     ours = {key: getattr(config, key) for key in section}
     if section.get("positions") == "rotary":
         ours["max_len"] = section["max_len"]  # no parameter depends on it
+    for key in ours.keys() & {"balance_loss", "z_loss"}:
+        ours[key] = section[key]  # losses are not part of the model
     for key in ("attention_bias", "qkv_bias"):
         if ours.get("use_bias") or (key == "qkv_bias" and ours.get("attention_bias")):
             ours[key] = section.get(key)  # these say it already

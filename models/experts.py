@@ -3,14 +3,15 @@
 For each token the MLP is one of several experts (GShard, arXiv 2006.16668; Switch, arXiv 2101.03961). Embedding, head,
 attention and sampler come from `models/decoder.py`.
 
-A row is a group in GShard's sense: its tokens compete for the same capacity of the experts, and other rows do not. The
-tokens that an expert takes therefore depend neither on the number of devices nor on the split into micro-steps.
+With a `capacity_factor` a row is a group in GShard's sense: its tokens compete for the same capacity of the experts,
+and other rows do not. Without one each expert takes all tokens that choose it (models/dropless.py), as open models do.
+The tokens that an expert takes therefore depend neither on the number of devices nor on the split into micro-steps.
 
 Shapes: B rows, T positions, D hidden, F intermediate, E experts, C capacity (tokens of a row that an expert takes),
 S = E C slots, k choices of a token, n = k T choices of a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from jax import Array
 from configs.schema import GATED, MoeConfig
 from models.block import Attention, Block, BlockConfig, gated, gelu, initial_std, normal, residual_std
 from models.decoder import Decoder
+from models.dropless import send_to_all_chosen
 from models.model import Batch, Gather, GroupParams, Params
 from sharding.experts import ALONE, TokenExchange, exchange_of, keep
 
@@ -35,7 +37,11 @@ class Routes(NamedTuple):
 
     token_BS: Array  # int32: the token in each slot, slots in the order of the experts; T: the slot is empty
     slot_BkT: Array  # int32: the slot of each choice; S: the choice is dropped
-    gate_BkT: Array  # float32: the weight of each choice's output
+
+    @property
+    def dropped_BT(self) -> Array:
+        """The share of each token's choices that are dropped, float32."""
+        return jnp.mean(self.slot_BkT == self.token_BS.shape[-1], axis=1, dtype=jnp.float32)
 
 
 class Experts(nnx.Module):
@@ -50,15 +56,17 @@ class Experts(nnx.Module):
         self.gate = normal(gate_key, (e, c.hidden, c.intermediate), dims, std) if c.is_gated else None
         self.down = normal(down_key, (e, c.intermediate, c.hidden), ("experts", "mlp", "embed"), residual_std(c))
 
-    def __call__(self, x_END: Array) -> Array:
-        """Returns the outputs for the `N` inputs of each local expert."""
-        h_ENF = keep(jnp.einsum("end,edf->enf", x_END, self.up[...]))
+    def __call__(self, x: Array, product: Callable[[Array, Array], Array]) -> Array:
+        """Returns the outputs of the local experts for inputs `[..., D]`.
+
+        `product` multiplies inputs by the matrices `[E, ...]` of their experts.
+        """
+        h = keep(product(x, self.up[...]))
         if self.gate is None:
-            h_ENF = gelu(h_ENF, self.activation)
+            h = gelu(h, self.activation)
         else:
-            gates_ENF = keep(jnp.einsum("end,edf->enf", x_END, self.gate[...]))
-            h_ENF = gated(gates_ENF, self.activation) * h_ENF
-        return keep(jnp.einsum("enf,efd->end", h_ENF, self.down[...]))
+            h = gated(keep(product(x, self.gate[...])), self.activation) * h
+        return keep(product(h, self.down[...]))
 
 
 class MoeBlock(Attention):
@@ -92,41 +100,59 @@ class MoeBlock(Attention):
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
         logits_BTE = jnp.einsum("btd,de->bte", y_BTD.astype(jnp.float32), self.router[...].astype(jnp.float32))
         probs_BTE = jax.nn.softmax(logits_BTE)
-        room = self.moe.capacity(x_BTD.shape[1])
-        routes = route(probs_BTE, real_BT > 0, per_token=self.moe.experts_per_token, room=room)
-        x_BTD = self.add(x_BTD, self._send(y_BTD, routes, exchange))
-        return x_BTD, aux_sums(logits_BTE, probs_BTE, routes, weights_BT)
+        gates_BTk, choices_BTk = choose(probs_BTE, self.moe)
+        if self.moe.capacity_factor:
+            routes = route(choices_BTk, real_BT > 0, self.moe.num_experts, self.moe.capacity(x_BTD.shape[1]))
+            sent_BTD = self._send(y_BTD, gates_BTk, routes, exchange)
+            counted_BTk, dropped_BT = choices_BTk[..., :1], routes.dropped_BT
+        else:
+            sent_BTD = send_to_all_chosen(self.experts, y_BTD, gates_BTk, choices_BTk, real_BT, exchange)
+            counted_BTk, dropped_BT = choices_BTk, jnp.zeros_like(weights_BT)
+        aux = aux_sums(logits_BTE, probs_BTE, counted_BTk, dropped_BT, weights_BT)
+        return self.add(x_BTD, sent_BTD), aux
 
     def decode(self, x_BTD: Array, mixed_BTNH: Array, gather: Gather) -> Array:
         """Returns the layer's output for tokens of weight 1."""
         ones_BT = jnp.ones(x_BTD.shape[:2])
         return self.finish(x_BTD, mixed_BTNH, ones_BT, ones_BT, exchange_of(gather))[0]
 
-    def _send(self, y_BTD: Array, routes: Routes, exchange: TokenExchange) -> Array:
+    def _send(self, y_BTD: Array, gates_BTk: Array, routes: Routes, exchange: TokenExchange) -> Array:
         """Returns the weighted sum of the outputs of each token's experts, where a dropped choice contributes zero."""
         (batch, length, hidden), num_experts = y_BTD.shape, self.moe.num_experts
         slots_BSD = _rows(y_BTD, routes.token_BS)
         inputs = exchange.there(slots_BSD.reshape(batch, num_experts, -1, hidden).swapaxes(0, 1))
         assert inputs.shape[0] == self.experts.up.shape[0], "the gather has divided experts, and brings no exchange"
-        outputs = self.experts(inputs.reshape(inputs.shape[0], -1, hidden)).reshape(inputs.shape)
+        outputs = self.experts(inputs.reshape(inputs.shape[0], -1, hidden), _batched).reshape(inputs.shape)
         outputs_BSD = exchange.back(outputs).swapaxes(0, 1).reshape(slots_BSD.shape)
         chosen_BnD = _rows(outputs_BSD, routes.slot_BkT.reshape(batch, -1))
         chosen_BkTD = chosen_BnD.reshape(batch, -1, length, hidden)
-        return jnp.sum(chosen_BkTD * routes.gate_BkT[..., None].astype(y_BTD.dtype), axis=1)
+        gates_BkT = gates_BTk.swapaxes(1, 2)
+        return jnp.sum(chosen_BkTD * gates_BkT[..., None].astype(y_BTD.dtype), axis=1)
 
 
-def route(probs_BTE: Array, real_BT: Array, *, per_token: int, room: int) -> Routes:
-    """Assigns each token to the experts with its highest probabilities, as far as their capacity allows.
+def _batched(x_END: Array, weight_EDF: Array) -> Array:
+    return jnp.einsum("end,edf->enf", x_END, weight_EDF)
+
+
+def choose(probs_BTE: Array, config: MoeConfig) -> tuple[Array, Array]:
+    """Returns the weights and the numbers, int32, of each token's experts `[B, T, k]`, the most probable first.
+
+    The weight of an expert is its probability, divided by the sum of the probabilities of the token's experts if there
+    are several and the config has `normalise_gates`.
+    """
+    gates_BTk, choices_BTk = jax.lax.top_k(probs_BTE, config.experts_per_token)
+    if config.normalise_gates and config.experts_per_token > 1:
+        gates_BTk = gates_BTk / jnp.sum(gates_BTk, axis=-1, keepdims=True)
+    return gates_BTk, choices_BTk
+
+
+def route(choices_BTk: Array, real_BT: Array, num_experts: int, room: int) -> Routes:
+    """Assigns each token to the experts that it chose, as far as their capacity, `room`, allows.
 
     Experts take the tokens of a row in order, all first choices before all second ones (GShard, algorithm 1, without
-    its random dropping of second choices). Tokens that are not `real` are dropped and take no capacity. The weight of a
-    single choice is its probability. The weights of several choices are their probabilities divided by the sum of
-    these.
+    its random dropping of second choices). Tokens that are not `real` are dropped and take no capacity.
     """
-    batch, length, num_experts = probs_BTE.shape
-    gates_BTk, choices_BTk = jax.lax.top_k(probs_BTE, per_token)
-    if per_token > 1:
-        gates_BTk = gates_BTk / jnp.sum(gates_BTk, axis=-1, keepdims=True)
+    batch, length, per_token = choices_BTk.shape
     choices_Bn = choices_BTk.swapaxes(1, 2).reshape(batch, -1)
     real_Bn = jnp.tile(real_BT, (1, per_token))
     takes_BnE = (choices_Bn[..., None] == jnp.arange(num_experts)[None, None]) & real_Bn[..., None]
@@ -137,7 +163,7 @@ def route(probs_BTE: Array, real_BT: Array, *, per_token: int, room: int) -> Rou
     tokens_n = jnp.tile(jnp.arange(length, dtype=jnp.int32), per_token)
     empty_BS = jnp.full((batch, num_slots), length, jnp.int32)
     token_BS = empty_BS.at[jnp.arange(batch)[:, None], slot_Bn].set(tokens_n[None], mode="drop")
-    return Routes(token_BS, slot_Bn.reshape(batch, per_token, length), gates_BTk.swapaxes(1, 2))
+    return Routes(token_BS, slot_Bn.reshape(batch, per_token, length))
 
 
 def real_tokens(weights_BT: Array, segments_BT: Array | None) -> Array:
@@ -151,20 +177,20 @@ def real_tokens(weights_BT: Array, segments_BT: Array | None) -> Array:
     return jnp.take_along_axis(most_BT, segments_BT, axis=1)
 
 
-def aux_sums(logits_BTE: Array, probs_BTE: Array, routes: Routes, weights_BT: Array) -> Aux:
+def aux_sums(logits_BTE: Array, probs_BTE: Array, counted_BTk: Array, dropped_BT: Array, weights_BT: Array) -> Aux:
     """Returns a layer's sums, weighted by the tokens' weights: `balance_loss`, `z_loss` and `dropped_share`.
 
     Balance (Switch, equations 4 to 6; GShard's `l_aux` is this divided by E): E times the sum over experts of the
-    fraction of tokens that choose the expert first, times its mean probability. Both are over the tokens of a row, and
-    the loss is 1 if all experts are equal. z (ST-MoE, arXiv 2202.08906, equation 5): the square of the logsumexp of the
-    logits.
+    fraction of the `counted` choices, times its mean probability. Both are over the tokens of a row, and the loss is 1
+    if all experts are equal. The first choices count with a capacity, as in GShard, and all choices without (Mixtral's
+    and Qwen's in transformers, divided by k). z (ST-MoE, arXiv 2202.08906, equation 5): the square of the logsumexp of
+    the logits.
     """
-    num_experts, num_slots = probs_BTE.shape[-1], routes.token_BS.shape[-1]
-    is_first_BTE = jnp.argmax(probs_BTE, axis=-1)[..., None] == jnp.arange(num_experts)[None, None]
-    chosen_BE = jnp.einsum("bt,bte->be", weights_BT, is_first_BTE.astype(jnp.float32))
+    num_experts = probs_BTE.shape[-1]
+    is_counted_BTkE = counted_BTk[..., None] == jnp.arange(num_experts)[None, None, None]
+    chosen_BE = jnp.einsum("bt,bte->be", weights_BT, jnp.mean(is_counted_BTkE, axis=2, dtype=jnp.float32))
     likely_BE = jnp.einsum("bt,bte->be", weights_BT, probs_BTE)
     total_B = jnp.maximum(jnp.sum(weights_BT, axis=-1), jnp.finfo(jnp.float32).tiny)
-    dropped_BT = jnp.mean(routes.slot_BkT == num_slots, axis=1, dtype=jnp.float32)
     return {
         "balance_loss": num_experts * jnp.sum(jnp.sum(chosen_BE * likely_BE, axis=-1) / total_B),
         "z_loss": jnp.sum(weights_BT * jax.nn.logsumexp(logits_BTE, axis=-1) ** 2),

@@ -4,7 +4,8 @@ The table of an architecture (configs/hugging_face.py, which also reads and writ
 tensors. Our parameters are stacked, `[L, ...]`, and multiply from the right, `x @ weight`. transformers has one tensor
 per layer. torch's Linear stores `[out, in]`. GPT-2's Conv1D stores `[in, out]` as we do, with query, key and value
 concatenated in one tensor. Heads are in the same order, and both pair dim `i` of a head with `i + H/2` in rotary
-positions, so that no tensor is permuted.
+positions, so that no tensor is permuted. Experts are stacked once more, `[L, E, ...]`, with one tensor per layer and
+expert.
 
 Each process reads the slices that its devices hold, each slice once, directly from the mapped file. Host memory
 additionally holds this process' shards of one of our (stacked) parameters and a slice of one tensor.
@@ -15,6 +16,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,10 @@ from sharding.trees import PyTree
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")  # BERT, RoBERTa
+MATRICES = ("/weight", "/router", "/experts/up", "/experts/gate", "/experts/down")  # ends of the paths of matrices
 SLICE_VALUES = 1 << 22  # values per read: reads hold Python's lock, which must not delay heartbeats
 TensorSlice = tuple[slice, ...]
+Place = tuple[int, ...]  # in a stack: (layer,), or (layer, expert); () for a parameter that is not stacked
 
 # suffixes of a name in the table (theirs, ours): embedding tables have none, modules append the name of the parameter
 ENDS = (("", ""), (".weight", "/weight"), (".weight", "/scale"), (".bias", "/bias"))
@@ -53,17 +57,17 @@ class TensorMapping:
     """One of our parameters, and the tensor or tensors of transformers that hold it."""
 
     path: str  # our name
-    name: str  # their name, with `{}` for the number of the layer
+    name: str  # their name, with `{}` for the number of the layer, and another one for the number of the expert
     transposed: bool
     part: int  # index of ours among the `parts` that theirs concatenates in its last dim
     parts: int
     spec: ParamSpec
-    shape: tuple[int, ...]  # shape of one layer, if stacked, without the padding of the vocabulary
+    shape: tuple[int, ...]  # shape at one place, without the padding of the vocabulary
 
     @property
-    def layers(self) -> tuple[int | None, ...]:
-        """The layer numbers of a stack, otherwise a single None."""
-        return tuple(range(self.spec.shape[0])) if self.spec.dims[0] == "layers" else (None,)
+    def places(self) -> list[Place]:
+        """The place of each of their tensors in our parameter."""
+        return [*np.ndindex(self.spec.shape[: len(self.spec.shape) - len(self.shape)])]
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -71,9 +75,9 @@ class TensorMapping:
         whole = (*self.shape[:-1], self.shape[-1] * self.parts)
         return whole[::-1] if self.transposed else whole
 
-    def name_in(self, layer: int | None) -> str:
-        """Returns the name of the tensor that holds a layer."""
-        return self.name.format(layer)
+    def name_in(self, place: Place) -> str:
+        """Returns the name of the tensor at a place."""
+        return self.name.format(*place)
 
 
 def tensors(model: Model, architecture: Architecture) -> dict[str, TensorMapping]:
@@ -89,11 +93,11 @@ def tensors(model: Model, architecture: Architecture) -> dict[str, TensorMapping
                 if (spec := specs.get(path)) is None:  # some models lack a bias or an untied head
                     continue
                 shape = tuple(vocab_size if dim == "vocab" else n for dim, n in zip(spec.dims, spec.shape, strict=True))
-                stacked = spec.dims[0] == "layers"
+                stacked = sum(dim in ("layers", "experts") for dim in spec.dims)
                 found[path] = TensorMapping(
                     path=path,
                     name=f"{name}{their_end}",
-                    transposed=our_end == "/weight" and not (architecture.conv1d and stacked),
+                    transposed=path.endswith(MATRICES) and not (architecture.conv1d and stacked),
                     part=part,
                     parts=len(modules),
                     spec=spec,
@@ -138,16 +142,16 @@ class Weights:
         architecture = check_same(model.config, self.folder)
         self._files = _open(self.folder)
         self._tensors = tensors(model, architecture)
-        self._names: dict[tuple[str, int | None], str] = {}
+        self._names: dict[tuple[str, Place], str] = {}
         unused = {name for name in self._files if not ignored(model, architecture, name)}
         for path, tensor in self._tensors.items():
-            for layer in tensor.layers:
-                wanted = tensor.name_in(layer)
+            for place in tensor.places:
+                wanted = tensor.name_in(place)
                 name = next((x for x in spellings(architecture, wanted) if x in self._files), None)
                 if name is None:
                     raise ValueError(f"{self.folder} has no tensor {wanted}, of shape {_times(tensor.their_shape)}")
                 self._check(name, tensor)
-                self._names[path, layer] = name
+                self._names[path, place] = name
                 unused.discard(name)
         for name in filter(partial(copies_embedding, model), self._files):
             self._check_copy(name)
@@ -210,10 +214,10 @@ class Weights:
         tensor = self._tensors[path]
         bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.spec.shape, strict=True)]
         out = np.zeros([stop - start for start, stop in bounds], np.float32)
-        stacked = tensor.layers != (None,)
-        layers = range(*bounds[0]) if stacked else (None,)
-        for number, layer in enumerate(layers):
-            self._fill(out[number] if stacked else out, tensor, layer, bounds[stacked:])
+        stacked = len(bounds) - len(tensor.shape)
+        for place in product(*(range(*bound) for bound in bounds[:stacked])):
+            inside = tuple(number - first for number, (first, _) in zip(place, bounds, strict=False))
+            self._fill(out[(*inside, ...)], tensor, place, bounds[stacked:])
         return out
 
     def _stored(self, path: str, index: TensorSlice, dtype: DTypeLike, made: dict[Spans, PyTree]) -> np.ndarray:
@@ -241,8 +245,8 @@ class Weights:
                 found[part][number] = x[0]
         return found
 
-    def _fill(self, out: np.ndarray, tensor: TensorMapping, layer: int | None, bounds: list[tuple[int, int]]) -> None:
-        """Copies the region `bounds` of one layer into `out`, except for padding."""
+    def _fill(self, out: np.ndarray, tensor: TensorMapping, place: Place, bounds: list[tuple[int, int]]) -> None:
+        """Copies the region `bounds` of one tensor into `out`, except for padding."""
         stops = [min(stop, size) for (_, stop), size in zip(bounds, tensor.shape, strict=True)]
         wanted = [slice(start, max(start, stop)) for (start, _), stop in zip(bounds, stops, strict=True)]
         inside = tuple(slice(0, part.stop - part.start) for part in wanted)
@@ -250,7 +254,7 @@ class Weights:
             return  # only padding
         first = tensor.part * tensor.shape[-1]
         wanted[-1] = slice(wanted[-1].start + first, wanted[-1].stop + first)
-        name = self._names[tensor.path, layer]
+        name = self._names[tensor.path, place]
         rows, *others = wanted[::-1] if tensor.transposed else wanted
         into, theirs = out[inside].T if tensor.transposed else out[inside], self._slice(name)
         most = max(1, SLICE_VALUES // prod(tensor.their_shape[1:]))  # whole rows, because their pages are read anyway
@@ -268,7 +272,7 @@ class Weights:
 
     def _check_copy(self, name: str) -> None:
         """Raises ValueError if a tied head is not a copy of the embedding, because the model would lose it."""
-        copy, embedding = self._slice(name), self._slice(self._names["embed/token", None])
+        copy, embedding = self._slice(name), self._slice(self._names["embed/token", ()])
         (rows, columns), most = embedding.get_shape(), max(1, SLICE_VALUES // embedding.get_shape()[1])
         parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
         is_same = lambda part: np.array_equal(copy[part], embedding[part], equal_nan=True)

@@ -106,23 +106,22 @@ def write(
 def _write_tensors(
     parts: list[TensorMapping], read: Callable[[str], np.ndarray], place: Mapping[str, _NewFile]
 ) -> None:
-    """Writes the tensors, one per layer, that concatenate some of our parameters."""
+    """Writes the tensors, one per layer (and expert), that concatenate some of our parameters."""
     values = [read(tensor.path) for tensor in parts]
     used = tuple(slice(size) for size in parts[0].shape)  # without the padding of the vocabulary
-    for layer in parts[0].layers:
-        of_layer = values if layer is None else [value[layer] for value in values]
-        whole = np.concatenate([value[used] for value in of_layer], axis=-1)
-        name = parts[0].name_in(layer)
+    for at in parts[0].places:
+        whole = np.concatenate([value[(*at, *used)] for value in values], axis=-1)
+        name = parts[0].name_in(at)
         place[name].write(name, whole.T if parts[0].transposed else whole)
 
 
 def _theirs(found: list[TensorMapping]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the name and shape of each of their tensors: layer by layer, between embedding and head."""
     rank = {"embed": 0, "layers": 1, "head": 2}
-    at = [(rank[tensor.path.partition("/")[0]], layer or 0, tensor) for tensor in found for layer in tensor.layers]
-    for _, layer, tensor in sorted(at, key=lambda place: place[:2]):
+    at = [(rank[tensor.path.partition("/")[0]], place, tensor) for tensor in found for place in tensor.places]
+    for _, place, tensor in sorted(at, key=lambda x: (x[0], x[1][:1])):
         if tensor.part == 0:
-            yield tensor.name_in(layer), tensor.their_shape
+            yield tensor.name_in(place), tensor.their_shape
 
 
 def _files(folder: Path, found: list[TensorMapping], max_values: int) -> dict[Path, dict[str, tuple[int, ...]]]:

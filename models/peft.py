@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
-from models.hugging_face import FLOATS, TensorMapping, open_file, tensors
+from models.hugging_face import FLOATS, Place, TensorMapping, open_file, tensors
 from models.lora import ADAPTERS
 from models.model import Model, Params
 from runtime.files import atomic, json_objects
@@ -53,8 +53,8 @@ class Adapters:
         left = set(self._file.keys())
         for path, tensor in self._tensors.items():
             for end, shape in zip(ENDS, _their_shapes(tensor, c.lora_rank), strict=True):
-                for layer in tensor.layers:
-                    self._check(file, _name(tensor, layer, end), shape, left, path)
+                for place in tensor.places:
+                    self._check(file, _name(tensor, place, end), shape, left, path)
         if left:
             raise ValueError(f"{file} has a tensor {min(left)}, for which model.lora_targets has no place")
 
@@ -64,7 +64,7 @@ class Adapters:
         def load(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.Array:
             parent, _, name = path_name(path).rpartition("/")
             tensor = self._tensors[f"{parent}/weight"]
-            names = [_name(tensor, layer, ENDS[ADAPTERS.index(name)]) for layer in tensor.layers]
+            names = [_name(tensor, place, ENDS[ADAPTERS.index(name)]) for place in tensor.places]
             whole = np.stack([self._read(name) for name in names])
             return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
 
@@ -77,7 +77,7 @@ class Adapters:
 
     def _check(self, file: Path, name: str, shape: tuple[int, ...], left: set[str], path: str) -> None:
         if name not in left:
-            raise ValueError(f"{file} has no tensor {name}; model.lora_targets names {path.split('/')[1]}")
+            raise ValueError(f"{file} has no tensor {name}; model.lora_targets names {path.split('/')[-2]}")
         left.remove(name)
         tensor = self._file.get_slice(name)
         if (found := tuple(tensor.get_shape())) != shape:
@@ -100,10 +100,10 @@ def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: s
         raise ValueError(f"{folder} holds adapters already; choose an empty folder")
     found, c = _adapted(model), model.config
     content = {
-        _name(tensor, layer, end): np.ascontiguousarray(value.T, np.float32)
+        _name(tensor, place, end): np.ascontiguousarray(value.T, np.float32)
         for path, tensor in found.items()
         for end, adapter in zip(ENDS, ADAPTERS, strict=True)
-        for layer, value in zip(tensor.layers, read(path.replace("weight", adapter)), strict=True)
+        for place, value in zip(tensor.places, read(path.replace("weight", adapter)), strict=True)
     }
     unfinished = file.with_suffix(".unfinished")
     save_file(content, unfinished, metadata={"format": "pt", "base": base_hash(model)})
@@ -125,16 +125,16 @@ def base_hash(model: Model) -> str:
     """Returns a hash of the names and shapes of all tensors of a model's checkpoint, without adapters."""
     assert isinstance(model.config, TransformerConfig)
     found = tensors(model, architecture_of(model.config)).values()
-    lines = sorted(f"{tensor.name} {tensor.part} {len(tensor.layers)} {tensor.their_shape}" for tensor in found)
+    lines = sorted(f"{tensor.name} {tensor.part} {len(tensor.places)} {tensor.their_shape}" for tensor in found)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _adapted(model: Model) -> dict[str, TensorMapping]:
     """Returns the matrices with adapters, by our path. ValueError if their tensors combine several of ours."""
     assert isinstance(model.config, TransformerConfig)
-    targets = {f"layers/{name}/weight" for name in model.config.lora_targets.split()}
+    targets = tuple(f"/{name}/weight" for name in model.config.lora_targets.split())
     architecture = architecture_of(model.config)
-    found = {path: tensor for path, tensor in tensors(model, architecture).items() if path in targets}
+    found = {path: tensor for path, tensor in tensors(model, architecture).items() if path.endswith(targets)}
     if architecture.conv1d:
         raise ValueError(f"{architecture.name} keeps several of our matrices in one: no adapters of PEFT fit them")
     return found
@@ -145,7 +145,7 @@ def _target_modules(model: Model, found: dict[str, TensorMapping]) -> list[str]:
     assert isinstance(model.config, TransformerConfig)
 
     def modules(tensors: Iterable[TensorMapping]) -> set[str]:
-        return {tensor.name_in(layer).rpartition(".")[0] for tensor in tensors for layer in tensor.layers}
+        return {tensor.name_in(place).rpartition(".")[0] for tensor in tensors for place in tensor.places}
 
     adapted = modules(found.values())
     others = modules(tensors(model, architecture_of(model.config)).values()) - adapted
@@ -153,8 +153,8 @@ def _target_modules(model: Model, found: dict[str, TensorMapping]) -> list[str]:
     return sorted({name if (word := name.rpartition(".")[2]) in last else word for name in adapted})
 
 
-def _name(tensor: TensorMapping, layer: int | None, end: str) -> str:
-    return f"{PREFIX}{tensor.name_in(layer).removesuffix('weight')}{end}"
+def _name(tensor: TensorMapping, place: Place, end: str) -> str:
+    return f"{PREFIX}{tensor.name_in(place).removesuffix('weight')}{end}"
 
 
 def _their_shapes(tensor: TensorMapping, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:

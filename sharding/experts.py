@@ -1,4 +1,7 @@
-"""Sends tokens to the devices that hold their experts, and back: all-to-alls over the experts' scope (GShard, 3.2).
+"""Sends tokens to the devices that hold their experts, and back, over the experts' scope.
+
+With a capacity of the experts these are all-to-alls (GShard, 3.2). Without one each device receives all tokens of the
+scope, and sends back the sums of its experts' outputs, because a token may go to any number of its experts.
 
 Models are independent of the mesh and receive the exchange with the gather (`exchange_of`). On one device it sends
 nothing. The code runs inside a `shard_map` whose data axes are manual.
@@ -9,6 +12,9 @@ of the forward pass, its recomputation and the backward pass sends tokens there 
 (`model.remat=dots` or `none`, and the last layer with `sharding.overlap`) it is 4 instead of 6. Without the hierarchy
 `6 (g-1)/(g m) S` stay inside the node, and the messages between nodes are g times as many. A layer's experts of M_e
 bytes are gathered and reduced over the rest of a partition group of p devices: `3 (p-n) M_e/(p n)`.
+
+Without a capacity, if the tokens of its rows have X bytes (`rows T D` values) and their routing R bytes (`rows T 2 k`
+float32 values): `6 (m-1) X + 3 (m-1) R` between nodes and `m (g-1)` in place of `m-1` inside the node.
 """
 
 from collections.abc import Callable
@@ -20,7 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from sharding.coded import PLAIN, LevelCodecs, all_to_all_levels, coded_all_to_all_rows
+from sharding.coded import PLAIN, LevelCodecs, all_to_all_levels, coded_all_to_all_rows, levels
+from sharding.collectives import all_gather_chunks
 from sharding.context import Context, transposable
 from sharding.trees import Axes, PyTree
 
@@ -57,6 +64,36 @@ class TokenExchange:
     def back(self, y: jax.Array) -> jax.Array:
         """Sends the outputs `[E/n, n, ...]` of local experts back. Returns the outputs for local tokens, `[E, ...]`."""
         return keep(transposable(self._back, self._there)(y)) if self.scope else y[:, 0]
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """Returns the tokens of all devices, `[n N, ...]`, from local tokens `[N, ...]`."""
+        return keep(transposable(self._spread, self._collect)(x)) if self.scope else x
+
+    def collect(self, y: jax.Array) -> jax.Array:
+        """Returns the sums over all devices of local tokens' rows, `[N, ...]`, from rows of all tokens `[n N, ...]`.
+
+        Sums are float32, and rounded on each network level.
+        """
+        return keep(transposable(self._collect, self._spread)(y)) if self.scope else y
+
+    def first(self, num_local: int) -> jax.Array | int:
+        """Returns the number of the first local expert, an int32 `[]`."""
+        return lax.axis_index(self.scope) * num_local if self.scope else 0
+
+    @jax.named_scope("experts")
+    def _spread(self, x: jax.Array) -> jax.Array:
+        chunks = all_gather_chunks(x.reshape(-1), self.scope, hierarchical=self.hierarchical, codecs=self.codecs)
+        return chunks.reshape(-1, *x.shape[1:])
+
+    @jax.named_scope("experts")
+    def _collect(self, y: jax.Array) -> jax.Array:
+        rows = y.reshape(*(lax.axis_size(axis) for axis in self.scope), -1)
+        if not self.hierarchical:
+            rows = rows.transpose(*reversed(range(len(self.scope))), -1)
+        for axes in reversed(levels(self.scope, hierarchical=self.hierarchical)):
+            received = coded_all_to_all_rows(rows.reshape(lax.axis_size(axes), -1), axes, self.codecs.over(axes))
+            rows = jnp.sum(received, axis=0, dtype=jnp.float32).astype(y.dtype)
+        return rows.reshape(-1, *y.shape[1:])
 
     def _there(self, x: jax.Array) -> jax.Array:
         sizes = self._sizes()

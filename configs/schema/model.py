@@ -206,9 +206,12 @@ class MoeConfig(DecoderConfig):
 
     kind: str = key("moe", KIND, choices=KINDS, topics=("model",))
     num_experts: int = key(8, "experts of a layer; a multiple of the devices of sharding.experts", least=1)
-    experts_per_token: int = key(2, "experts of a token: 1 (Switch) or 2 (GShard)", choices=(1, 2))
+    experts_per_token: int = key(2, "experts of a token: 1 (Switch), 2 (GShard, Mixtral) or more (Qwen)", least=1)
+    normalise_gates: bool = key(True, "divide the weights of a token's experts, if several, by their sum")
     moe_every: int = key(1, "experts in every layer or every second", choices=(1, 2))
-    capacity_factor: float = key(1.25, "room of an expert, in even shares of a row's tokens", above=0, below=math.inf)
+    capacity_factor: float = key(
+        1.25, "room of an expert, in even shares of a row's tokens; 0: for all (dropless)", least=0, below=math.inf
+    )
     balance_loss: float = key(0.01, "weight of the loss that balances experts", least=0)
     z_loss: float = key(0.001, "weight of the loss on the router's logits", least=0)
     max_dropped: float = key(0.2, "warn once if a larger share of choices is dropped", least=0, most=1, resumable=True)
@@ -221,9 +224,6 @@ class MoeConfig(DecoderConfig):
         require(self.num_layers % self.moe_every == 0, "moe_every", self.moe_every, fix)
         fix = "layers with experts are all alike; set it to 0"
         require(not self.global_every, "global_every", self.global_every, fix)
-        fix = "models with experts cannot start from a Hugging Face checkpoint; leave model.weights empty"
-        require(not self.weights, "weights", self.weights, fix)
-        require(not self.lora_rank, "lora_rank", self.lora_rank, "models with experts have no adapters; set it to 0")
 
     @property
     def num_moe_layers(self) -> int:

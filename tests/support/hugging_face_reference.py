@@ -38,6 +38,8 @@ GEMMA = OF_LLAMA | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=12)
 GEMMA_2 = dict(use_bidirectional_attention=False, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 GEMMA_3 = dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
 GEMMA_3 |= dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=PLAIN | dict(rope_theta=50.0)))
+EXPERTS = OF_LLAMA | dict(num_experts_per_tok=2)
+QWEN_EXPERTS = EXPERTS | dict(num_experts=5, moe_intermediate_size=12, norm_topk_prob=True, head_dim=8)
 GPT_2 = dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=MAX_LEN)
 BERT = SIZES | dict(intermediate_size=32, max_position_embeddings=MAX_LEN)
 # name: the class, and its config
@@ -49,6 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", OF_LLAMA | dict(sliding_window=5, rope_parameters=LINEAR)),
     "qwen2": ("Qwen2ForCausalLM", OF_LLAMA | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3ForCausalLM", OF_LLAMA | dict(head_dim=8)),
+    "mixtral": ("MixtralForCausalLM", EXPERTS | dict(num_local_experts=4, sliding_window=5, head_dim=8)),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", QWEN_EXPERTS | dict(num_experts_per_tok=3)),
     "gemma2": ("Gemma2ForCausalLM", GEMMA | GEMMA_2),
     "gemma3": ("Gemma3ForCausalLM", GEMMA | GEMMA_3),
     "bert": ("BertForMaskedLM", BERT),
