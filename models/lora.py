@@ -26,10 +26,13 @@ IN_BLOCKS = ("codes", "scales")  # the parts of a frozen parameter that is store
 
 
 def add_adapters(layer: nnx.Module, config: TransformerConfig, key: Array) -> None:
-    """Adds adapters to the chosen matrices of a layer: `lora_a` uniform as in PEFT (Kaiming's), `lora_b` zero."""
+    """Adds adapters to the chosen matrices of a layer: `lora_a` uniform as in PEFT (Kaiming's), `lora_b` zero.
+
+    Experts have none.
+    """
     for i, name in enumerate(config.lora_targets.split()):
         linear = getattr(layer, name, None)
-        if linear is None:  # a layer without a gate
+        if linear is None:  # a layer without a gate, or with experts in place of an MLP
             continue
         rows, columns = linear.weight.shape
         bound = rows**-0.5
@@ -64,8 +67,8 @@ def stored_specs(config: TransformerConfig, specs: dict[str, Any]) -> dict[str, 
 
 
 def in_blocks(config: TransformerConfig, spec: ParamSpec) -> bool:
-    """Whether a frozen parameter is stored in blocks. This holds for the matrices of layers."""
-    return config.lora_base in BASES and spec.stacked and len(spec.shape) == 3
+    """Whether a frozen parameter is stored in blocks. This holds for the matrices of layers, except for routers."""
+    return config.lora_base in BASES and spec.stacked and len(spec.shape) >= 3 and "router" not in spec.dims
 
 
 def stored_values(config: TransformerConfig, specs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

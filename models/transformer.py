@@ -106,9 +106,10 @@ class Stack(Model):
         lora = self.config if isinstance(self.config, TransformerConfig) and self.config.lora_rank else None
 
         def make_layer(key: Array) -> nnx.Module:
-            layer = self.make_layer(key)
+            layer: Any = self.make_layer(key)
             if lora:
-                add_adapters(layer, lora, jax.random.fold_in(key, 1))
+                for number, block in enumerate(layer.blocks()):
+                    add_adapters(block, lora, jax.random.fold_in(key, 1 + number))
             return layer
 
         return {

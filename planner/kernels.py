@@ -55,8 +55,11 @@ def products(instruction: Instruction, computation: Computation, program: Progra
         return [found for inside in called.instructions for found in products(inside, called, program)]
     if instruction.opcode not in _PRODUCTS or not instruction.operands:
         return []
-    operands = [_type(computation, name) for name in instruction.operands[:2]]
     result = tensors(instruction.result)[0]
+    if "grouped_" in instruction.attributes.get("backend_config", ""):  # a kernel of models/grouped.py
+        rows = tensors(_type(computation, instruction.operands[-2]))[0]
+        return [Product(dtype=rows.dtype, flops=2 * rows.num_elements * result.dims[-1])]
+    operands = [_type(computation, name) for name in instruction.operands[:2]]
     if len(operands) < 2 or not all(isinstance(operand, ArrayType) for operand in operands):
         return []
     left, right = operands

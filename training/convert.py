@@ -183,10 +183,10 @@ def _reader(saved: SavedArrays, model: models.Model, workdir: Path) -> tuple[Cal
     check_same_base(saved.data, {BASE: base.fingerprint()}, workdir)
 
     def read(path: str) -> np.ndarray:
-        group, *module, name = path.split("/")
-        if group != "layers" or name != "weight" or module[0] not in targets:
+        module, _, name = path.rpartition("/")
+        if not module.startswith("layers/") or name != "weight" or module.rpartition("/")[2] not in targets:
             return base.whole(path)
-        adapters = (of_checkpoint(f"layers/{module[0]}/{adapter}") for adapter in lora.ADAPTERS)
+        adapters = (of_checkpoint(f"{module}/{adapter}") for adapter in lora.ADAPTERS)
         return lora.merge(config, base.whole(path), *adapters)
 
     return read, base.dtype

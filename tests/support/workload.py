@@ -55,6 +55,7 @@ FLAGS: dict[str, Any] = {
 }
 LORA = "lora "  # prefix of a kind of model, a decoder with adapters; the form in which its base is stored follows
 MOE_DOTS = "moe dots"  # a kind of model, whose backward pass computes no product with weights again
+DROPLESS = "moe dropless"  # a kind of model, whose experts take all tokens that choose them
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 # input of a replica all-reduce, without a model: matrices of two dims and more, stacked and not, a vector, and a
 # tensor kept whole
@@ -81,8 +82,11 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
         return models.build(ViTConfig(patch_size=4, num_layers=num_layers, hidden=16, intermediate=32))
     section: dict[str, Any] = dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
     section |= dict(vocab_size=40, vocab_multiple=16)
+    moe: dict[str, Any] = dict(num_experts=8, capacity_factor=1.0, balance_loss=0.1, z_loss=0.1)
     if kind == MOE_DOTS:
-        kind, section["remat"] = "moe", "dots"
+        kind, moe["remat"] = "moe", "dots"
+    if kind == DROPLESS:
+        kind, moe = "moe", moe | dict(capacity_factor=0.0, experts_per_token=3)
     if kind in ("decoder", "moe", GEMMA):
         section |= dict(num_kv_heads=2)
     if kind == GEMMA:
@@ -91,7 +95,7 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
         section |= dict(hidden=64, intermediate=128, lora_rank=4, lora_base=kind.removeprefix(LORA))
         kind = "decoder"
     if kind == "moe":  # a fifth of the choices finds no room; the router's losses are large, so that they show
-        section |= dict(num_experts=8, capacity_factor=1.0, balance_loss=0.1, z_loss=0.1)
+        section |= moe
     return models.build(MODELS[kind](**section))
 
 

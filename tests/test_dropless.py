@@ -1,0 +1,123 @@
+"""Experts that take every token. The path with a capacity, with room for all, is the oracle; bytes are the formula."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import workload
+from support.suite import SLOW
+
+import models
+from configs.schema import MoeConfig
+from models.dropless import sort_rows
+from models.experts import aux_sums
+from models.grouped import grouped_matmul
+from sharding.hlo import read_collectives
+
+KIND = workload.DROPLESS
+HSDP, ZERO3, MICS4 = {"strategy": "hsdp"}, {"strategy": "zero3"}, {"strategy": "mics", "partition_size": 4}
+ACCUMULATION, NODES, PER_NODE = 2, 4, 2
+
+
+def test_objective_and_gradients_equal_the_path_with_room_for_all() -> None:
+    """With padding, and gates that do not sum to one; the balance loss counts other choices."""
+    config = workload.model(KIND, 1).config
+    assert isinstance(config, MoeConfig)
+    config = replace(config, normalise_gates=False, balance_loss=0.0)
+    batch = {name: jnp.asarray(x) for name, x in workload.batch(6).items()}
+    params = workload.params(KIND, 1)
+
+    def run(model: models.Model) -> Any:
+        def objective(params: Any) -> Any:
+            return model.objective(params, batch, workload.whole)
+
+        (value, aux), grads = jax.device_get(jax.jit(jax.value_and_grad(objective, has_aux=True))(params))
+        return value, {name: aux[name] for name in aux if name != "balance_loss"}, grads
+
+    found, wanted = run(models.build(config)), run(models.build(replace(config, capacity_factor=8.0)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), found, wanted)
+
+
+def test_rows_are_sorted_by_expert_then_by_token() -> None:
+    """Two of five experts are local, numbers 1 and 2; in the first token both are chosen, in the last one neither."""
+    chosen = np.array([[2, 1, 4], [0, 2, 3], [1, 0, 3], [0, 3, 4]])
+    sizes, token, choice, row = map(np.asarray, sort_rows(jnp.asarray(chosen - 1), 2))
+    assert sizes.tolist() == [2, 2]
+    assert token.tolist() == [0, 2, 0, 1] + 4 * [4] and choice.tolist() == [1, 6, 0, 4] + 4 * [12]
+    assert row.tolist() == [[2, 0, 8], [8, 3, 8], [1, 8, 8], [8, 8, 8]]
+
+
+def test_a_grouped_product_is_a_loop_over_groups() -> None:
+    """With an empty group, and rows after the groups; gradients too."""
+    rng, sizes = np.random.default_rng(0), np.array([5, 0, 8, 1])
+    x, w = rng.normal(size=(20, 16)).astype(np.float32), rng.normal(size=(4, 16, 24)).astype(np.float32)
+    weights = rng.normal(size=(14, 24)).astype(np.float32)
+
+    def ours(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(grouped_matmul(x, w, jnp.asarray(sizes))[:14] * weights)
+
+    def loop(x: jax.Array, w: jax.Array) -> jax.Array:
+        ends = np.cumsum(sizes)
+        parts = [x[end - n : end] @ w[e] for e, (n, end) in enumerate(zip(sizes, ends, strict=True))]
+        return jnp.sum(jnp.concatenate(parts) * weights)
+
+    found, wanted = (jax.value_and_grad(f, (0, 1))(jnp.asarray(x), jnp.asarray(w)) for f in (ours, loop))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+def test_the_balance_loss_of_a_row_is_that_of_transformers_divided_by_k() -> None:
+    """Its `load_balancing_loss_func`, for a layer and a row: E times the sum over experts of shares times means."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(1, 12, 5)).astype(np.float32)
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    choices = np.argsort(-probs, axis=-1)[..., :3]
+    theirs = 5 * sum((choices == e).sum(-1).mean() * probs[..., e].mean() for e in range(5))
+    ones = jnp.ones((1, 12))
+    aux = aux_sums(jnp.asarray(logits), jnp.asarray(probs), jnp.asarray(choices), 0 * ones, ones)
+    np.testing.assert_allclose(aux["balance_loss"] / 12, theirs / 3, rtol=1e-5)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "hsdp, node": HSDP | {"experts": "node"},
+    "mics(4), 4": MICS4 | {"experts": 4},
+    "zero3, all": ZERO3 | {"experts": "all"},
+    "mics(4), none": MICS4,
+    "zero3, 4, flat": ZERO3 | {"experts": 4, "hierarchical": False},
+    "mics(4), node, overlap": MICS4 | {"experts": "node", "overlap": True},
+    "zero3, none, kept a step": ZERO3 | {"gather": "step"},
+    "zero1": {"strategy": "zero1"},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "mics(4), 4" else SLOW) for x in STRATEGIES])
+def test_every_strategy_trains_like_one_device_and_sends_the_formula(name: str) -> None:
+    """Five exchanges of tokens for each layer and micro-step on each level, and three of their routing.
+
+    The last layer of an overlapped step is not computed again: four exchanges and two.
+    """
+    sh = workload.plan(KIND, **STRATEGIES[name])
+    step, state, batch = workload.compiled_step(KIND, sh, accumulation=ACCUMULATION)
+    sent: Counter = Counter()
+    for c in read_collectives(step.as_text(), sh.layout.shape):
+        if c.label == "experts":
+            sent["inter"] += c.inter_bytes * c.times
+            sent["intra"] += c.intra_bytes * c.times
+    found = workload.run_steps(step, state, batch, workload.NUM_STEPS)[0]
+    np.testing.assert_allclose(found, workload.single_device_losses(KIND), rtol=1e-5)
+    config = workload.model(KIND).config
+    assert isinstance(config, MoeConfig)
+    tokens = workload.ROWS * workload.SEQ_LEN // (ACCUMULATION * NODES * PER_NODE)
+    sizes = dict.fromkeys(sh.layout.experts, 2) | {"replica": 1}
+    nodes = math.prod(n for axis, n in sizes.items() if "inter" in axis)
+    inside = math.prod(n for axis, n in sizes.items() if "intra" in axis)
+    exchanged = [(5, 3), (4, 2) if "overlap" in name else (5, 3)]  # of tokens and routing, by layer
+    values = sum(of_x * config.hidden + of_r * 2 * config.experts_per_token for of_x, of_r in exchanged)
+    each = 4 * tokens * values * ACCUMULATION
+    if "flat" not in name:
+        assert sent["inter"] == (nodes - 1) * each
+        assert sent["intra"] == nodes * (inside - 1) * each
