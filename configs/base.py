@@ -65,6 +65,7 @@ def open_model(sizes: Mapping[str, object], partition_size: int) -> ConfigDict:
     """
     config = get_config()
     config.num_steps = 1000
+    config.model = model("moe" if "num_experts" in sizes else "decoder")
     config.model.update({"compute_dtype": "bfloat16", "tied_head": False, **sizes})
     config.data.update({"packing": "documents", "seq_len": 8192})
     config.batch.update({"global_size": 64, "micro_size": 1})

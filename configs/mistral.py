@@ -1,5 +1,7 @@
 """Mistral 7B (arXiv 2310.06825), trained further: `:7b`, its version 0.3, and `:7b_v0.1` with windows of 4096 tokens.
 
+`:8x7b` is Mixtral (arXiv 2401.04088), with eight experts in each layer.
+
     python -m planner --config=configs/mistral.py:7b --cluster=p5.48xlarge
     python train.py --config=configs/mistral.py:7b --config.model.weights=DIR --workdir=runs/mistral_7b \\
         --config.data.tokenizer=hugging_face --config.data.tokenizer_path=DIR/tokenizer.json
@@ -16,9 +18,11 @@ from ml_collections import ConfigDict
 
 from configs import base
 
+EXPERTS = {"capacity_factor": 0.0, "balance_loss": 0.02, "z_loss": 0.0}
 MODELS = {
     "7b": {"vocab_size": 32768, "rotary_base": 1e6},
     "7b_v0.1": {"vocab_size": 32000, "window": 4096},
+    "8x7b": {"vocab_size": 32000, "rotary_base": 1e6, "num_experts": 8, "experts_per_token": 2} | EXPERTS,
 }
 SIZES = {"num_layers": 32, "hidden": 4096, "intermediate": 14336, "num_heads": 32, "num_kv_heads": 8, "max_len": 32768}
 

@@ -46,6 +46,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "flat": {"ablation.hierarchical": False},
     "float32 sums": {"sharding.reduce_dtype": "float32"},
     "experts": {"sharding.experts": "node", "model.kind": "moe"},
+    "dropless": {"model.kind": "moe", "model.capacity_factor": 0.0},
     "other gather": {"sharding.gather": "step"},
     "node gather": {"sharding.gather": "node"},
     "whole gather": {"sharding.gather": "micro_step"},

@@ -112,9 +112,9 @@ def test_every_strategy_trains_like_one_device_and_sends_the_formula(name: str) 
     config = workload.model(KIND).config
     assert isinstance(config, MoeConfig)
     tokens = workload.ROWS * workload.SEQ_LEN // (ACCUMULATION * NODES * PER_NODE)
-    sizes = dict.fromkeys(sh.layout.experts, 2) | {"replica": 1}
-    nodes = math.prod(n for axis, n in sizes.items() if "inter" in axis)
-    inside = math.prod(n for axis, n in sizes.items() if "intra" in axis)
+    sizes = {axis: sh.layout.shape.sizes[axis] for axis in sh.layout.experts}
+    nodes = math.prod(size for axis, size in sizes.items() if "inter" in axis)
+    inside = math.prod(size for axis, size in sizes.items() if "intra" in axis)
     exchanged = [(5, 3), (4, 2) if "overlap" in name else (5, 3)]  # of tokens and routing, by layer
     values = sum(of_x * config.hidden + of_r * 2 * config.experts_per_token for of_x, of_r in exchanged)
     each = 4 * tokens * values * ACCUMULATION

@@ -135,7 +135,6 @@ def stored_bytes(specs: Any) -> int:
         (dict(lora_rank=2, lora_targets=""), "model.lora_targets = '': one of query key value out gate up down has"),
         (dict(lora_rank=2, lora_targets="gate", kind="encoder"), "one of query key value out up down has adapters"),
         (dict(lora_rank=-1), "model.lora_rank=-1 must be at least 0"),
-        (dict(lora_rank=2, kind="moe"), "models with experts have no adapters"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_line(changes: dict, words: str) -> None:

@@ -28,6 +28,7 @@ from training.overlap import (
     EXACT,
     MEMORY_LIMIT,
     ON_CPUS,
+    ON_TPUS,
     OVERLAP,
     PIPELINING,
     GpuMemory,
@@ -55,7 +56,7 @@ def test_all_of_them_on_gpus_and_only_copies_on_cpus() -> None:
         on_gpus(exact=True, known=lambda name, value: False)
     for flag in (True, False):  # the installed XLA knows it
         assert xla_options("cpu", **PLAIN | {"wanted": flag, "exact": flag}) == ON_CPUS[0]
-    assert xla_options("tpu", **PLAIN | {"exact": True}, known=lambda name, value: True) == {}
+    assert xla_options("tpu", **PLAIN | {"exact": True}, known=lambda name, value: False) == ON_TPUS[0]
 
 
 def test_xla_may_fill_the_memory_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,10 @@ EXACT: tuple[dict[str, OptionValue], ...] = ({"xla_gpu_deterministic_ops": True}
 # By default XLA for CPUs copies arrays that are updated in place and also read elsewhere, such as moments. With this
 # option it analyses the order of reads and writes instead, as XLA for GPUs always does.
 ON_CPUS: tuple[dict[str, OptionValue], ...] = ({"xla_cpu_copy_insertion_use_region_analysis": True},)
+# Without this option XLA for TPUs multiplies all rows with the matrix of every expert (models/grouped.py). XLA of jax
+# 0.10 and 0.12 knows it; with 0.10 the gradients of the matrices are still such products. `known` is not asked, because
+# it asks XLA for CPUs where a program for TPUs is compiled without one.
+ON_TPUS: tuple[dict[str, OptionValue], ...] = ({"xla_tpu_enable_ragged_dot_kernel": True},)
 
 
 # XLA for GPUs reorders and rematerialises until a program's temporaries fit SLOP per cent of the bytes that the
@@ -115,9 +119,10 @@ def xla_options(
     options: dict[str, OptionValue] = {}
     same = EXACT if exact and platform == "gpu" else ()
     limit = [memory.option] if memory and memory.option else []
-    for names in (*same, *(overlap | {"cpu": ON_CPUS}).get(platform, ()), *limit):
+    for names in (*same, *(overlap | {"cpu": ON_CPUS, "tpu": ON_TPUS}).get(platform, ()), *limit):
         if not users & names.keys():
-            found = next(({name: value} for name, value in names.items() if known(name, value)), {})
+            is_known_there = lambda name, value: platform == "tpu" or known(name, value)
+            found = next(({name: value} for name, value in names.items() if is_known_there(name, value)), {})
             if names in same and not found:
                 raise ValueError(f"independent replicas on GPUs need an XLA that knows {' or '.join(names)}")
             options |= found

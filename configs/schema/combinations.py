@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from configs.schema.codecs import CODED, LEVELS
 from configs.schema.keys import Section, keys_of
-from configs.schema.model import DecoderConfig
+from configs.schema.model import MoeConfig
 from configs.schema.own import OWN
 from configs.schema.sections import (
     CODECS,
@@ -98,9 +98,9 @@ SECTIONS = {
         AblationConfig,
         BatchConfig,
         CompressionConfig,
-        DecoderConfig,
         LocalSGDConfig,
         MeshConfig,
+        MoeConfig,
         OptimizerConfig,
         SampleConfig,
         ShardingConfig,
@@ -138,6 +138,7 @@ FEATURES: dict[str, Feature] = {
     "flat": _of("ablation.hierarchical", False, True),
     "float32 sums": _of("sharding.reduce_dtype", "float32", "compute"),
     "experts": _other_than("sharding.experts", "none"),
+    "dropless": _of("model.capacity_factor", 0, "a number above 0"),
     "whole experts": _of("sharding.experts", "none", "node, all or a number of devices"),
     "other gather": _other_than("sharding.gather", "layer"),
     "node gather": _of("sharding.gather", "node", "layer"),
@@ -288,7 +289,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "XLA chooses the collectives",
     ),
-    Rule("auto", ("pallas",), "XLA cannot cut a kernel, and would gather all rows"),
+    Rule("auto", ("pallas", "dropless"), "XLA cannot cut a kernel, and would gather all rows"),
     Rule("one hop", ("compressed", "delayed", "local SGD"), "there is no replica all-reduce once a step"),
     Rule("one hop", CODED_SCATTERS, "gradients are all-reduced, not reduce-scattered"),
     Rule("one hop", ("node gather",), "it leaves no group reduce-scatter to split into two levels"),
@@ -306,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     Rule("context", ("no pieces",), "between positions there is only the attention of that stack"),
     Rule("packing", ("cudnn",), "its kernel takes documents only as a mask of seq_len x seq_len values"),
     Rule("tensor", ("undivided model",), "there is nothing to split"),
+    Rule("tensor", ("dropless",), "XLA cannot cut the kernel of experts without a capacity"),
     Rule("experts", ("no experts",), "there is nothing to divide"),
     Rule("whole experts", tuple(f"experts_{level}" for level in LEVELS), "then no token is sent to an expert"),
     Rule("local SGD", ("shared rows",), "the devices of one row would drift apart"),
