@@ -316,4 +316,4 @@ class Moe(Decoder):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Returns the floating-point operations per token as in a decoder, counting only the chosen experts."""
-        return super().flops_per_token(seq_len) - 6 * self.num_idle_params
+        return super().flops_per_token(seq_len) - (4 if self.config.lora_rank else 6) * self.num_idle_params
