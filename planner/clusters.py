@@ -19,14 +19,14 @@ from training.metrics.units import format_bytes
 
 GBIT = 1e9 / 8  # bytes/s
 # Overlap of training systems: the compiled program's schedule; gathers and scatters of the neighbouring layers during
-# every layer's kernels (FSDP's prefetching, Zhao et al. 2023, arXiv 2304.11277, 3.3); nothing; or the schedule, except
-# between nodes (MaxText's data parallelism between slices)
-SCHEDULE, ALL, NOTHING, INSIDE = "schedule", "all", "nothing", "schedule inside nodes"
+# every layer's kernels (FSDP's prefetching, Zhao et al. 2023, arXiv 2304.11277, 3.3); nothing; or FSDP's inside nodes
+# and nothing between them (MaxText's FSDP in a TPU slice, and its data parallelism between slices)
+SCHEDULE, ALL, NOTHING, INSIDE = "schedule", "all", "nothing", "all inside nodes"
 SYSTEMS = {"ours": SCHEDULE, "fsdp": ALL, "deepspeed": NOTHING, "maxtext": INSIDE}
 HIDDEN = {  # the same as a plan says it
     ALL: "all traffic that they last for",
     NOTHING: "no traffic",
-    INSIDE: "the program's traffic inside nodes, and none between them",
+    INSIDE: "all traffic inside nodes that they last for, and none between nodes",
 }
 MEMORY_SHARE = 0.90  # share of a device's memory for the program (a choice); the rest is for CUDA, NCCL and fragments
 

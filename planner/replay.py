@@ -83,7 +83,7 @@ def replay(program: Program, shape: MeshShape, device: DeviceSpec, network: Netw
     """Returns the timeline of one execution of `program` on a mesh of `shape`.
 
     `hides` is the communication that kernels hide: as in the program's SCHEDULE, NOTHING, ALL that fits into them, or
-    the schedule INSIDE nodes only.
+    all INSIDE nodes only.
     ValueError names an unsupported instruction: a loop without a trip count, a done without its start, a send.
     """
     if network.devices_per_node != shape.devices_per_node:
@@ -196,7 +196,7 @@ class _Machine:
 
     def _waits(self, in_schedule: bool, level: str) -> bool:
         """Whether the kernels wait for a collective on a level, given whether they do `in_schedule`."""
-        return {SCHEDULE: in_schedule, NOTHING: True, ALL: False, INSIDE: in_schedule or level == "inter"}[self._hides]
+        return {SCHEDULE: in_schedule, NOTHING: True, ALL: False, INSIDE: level == "inter"}[self._hides]
 
     def wait(self, transfer: _Handle) -> None:
         """Moves the clock to the end of a transfer. The exposed time belongs to the transfers on the link."""

@@ -25,7 +25,7 @@ from sharding.hlo_program import (
     tensors,
     trip_count,
 )
-from sharding.hlo_tpu import KINDS, START, WHOLE, fused_collective, slice_transfer
+from sharding.hlo_tpu import KINDS, START, WHOLE, fused_collective, is_reduce_scatter, slice_transfer
 from sharding.mesh import MeshShape
 
 # named scopes of the step
@@ -178,6 +178,8 @@ def collective_of(
         arrays = real[len(real) // 2 :]
     groups = _groups(instruction, kind, shape.num_devices)
     name = instruction.op_name or _name_of_parts(instruction, computation, program)
+    if not name and is_reduce_scatter(instruction, computation, program):
+        name = "group_reduce_scatter"
     return _collective(kind, name, arrays, len(groups[0]) if kind == "reduce-scatter" else 1, groups, shape)
 
 

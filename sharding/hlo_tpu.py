@@ -62,6 +62,20 @@ def fused_collective(fusion: Instruction, program: Program) -> FusedCollective |
     return FusedCollective(part=part, kind=kind, instruction=inside, computation=called)
 
 
+def is_reduce_scatter(all_reduce: Instruction, computation: Computation, program: Program) -> bool:
+    """Whether XLA has made an all-reduce of a reduce-scatter over a whole slice: each user cuts the device's part out.
+
+    The cut has no name of jax.
+    """
+
+    def cuts(user: Instruction) -> bool:
+        inside = program.called(user.calls[0], user).instructions if user.opcode == "fusion" else (user,)
+        return any(i.opcode == "dynamic-slice" and not i.op_name for i in inside)
+
+    users = computation.users.get(all_reduce.name, ())
+    return all_reduce.opcode == "all-reduce" and bool(users) and all(map(cuts, users))
+
+
 def slice_transfer(send: Instruction, computation: Computation) -> SliceTransfer | None:
     """Returns the collective that a `send` starts, or None for another transfer. ValueError if it cannot be read."""
     if "_xla_megascale_transfer_type" not in send.written_attributes:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.schedules import DEVICE, NETWORK, SHAPE, kernel, replayed
 
+from planner.clusters import INSIDE, SCHEDULE
 from planner.links import TorusNetwork
 from sharding.hlo import Collective, read_collectives
 from sharding.hlo_program import parse_program
@@ -133,6 +134,15 @@ def test_a_fused_reduce_and_slice_is_a_reduce_scatter() -> None:
     assert replayed(*lines, more=more).use("reduce-scatter").busy_s == 10
 
 
+def test_an_all_reduce_of_which_each_device_keeps_a_part_is_named() -> None:
+    cut = "%cut (a: u8[20], n: s32[]) -> u8[10] {\n  %a = u8[20] parameter(0)\n  %n = s32[] parameter(1)\n"
+    cut += "  ROOT %s = u8[10] dynamic-slice(%a, %n), dynamic_slice_sizes={10}METADATA\n}\n"
+    lines = ("%r = u8[20] all-reduce(%p), replica_groups={{0,1},{2,3}}", "%k = u8[10] fusion(%r, %p), calls=%cut")
+    for metadata, label in [("", "group_reduce_scatter"), (', metadata={op_name="jit(step)/own"}', "")]:
+        (found,) = read(*lines, more=cut.replace("METADATA", metadata))
+        assert (found.kind, found.label, found.intra_bytes) == ("all-reduce", label, 20)
+
+
 def test_a_program_for_several_slices_lists_the_groups_of_its_own() -> None:
     shape = MeshShape(replica_inter=4, shard_inter=1, replica_intra=1, shard_intra=2, tensor=1)
     (found,) = read("%g = u8[10] all-gather(%p), replica_groups={{0,1}}, dimensions={0}", shape=shape)
@@ -237,3 +247,12 @@ def test_copies_beside_kernels_cost_nothing_on_tpus() -> None:
         "%copy-done = u8[5] copy-done(%copy-start)",
     )
     assert replayed(*lines).compute_s == 17 and replayed(*lines, device=replace(DEVICE, prefetches=True)).compute_s == 7
+
+
+def test_maxtext_hides_what_stays_inside_a_slice() -> None:
+    inside = "%g = u8[20] all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}"  # 10 s
+    between = pair("ALL_REDUCE", "u8[10]", "u8[10]", SLICES)  # 100 s
+    lines = (inside, *between[:2], kernel("k", 40), between[2])
+    hidden, ours = (replayed(*lines, hides=hides) for hides in (INSIDE, SCHEDULE))
+    assert (hidden.step_s, hidden.use(level="intra").exposed_s, hidden.use(level="inter").exposed_s) == (140, 0, 100)
+    assert (ours.use(level="intra").exposed_s, ours.use(level="inter").exposed_s) == (10, 60)

@@ -56,7 +56,7 @@ def test_another_system_has_its_own_attention_and_hides_otherwise() -> None:
     assert theirs.device.attention == {"forward": 0.181, "backward": 0.181} != ours.device.attention
     assert replace(theirs, device=ours.device, hides=ours.hides) == ours
     hides = [clusters.with_system(ours, system).hides for system in clusters.SYSTEMS]
-    assert hides == ["schedule", "all", "nothing", "schedule inside nodes"]
+    assert hides == ["schedule", "all", "nothing", "all inside nodes"]
     assert clusters.with_system(clusters.EMULATED, "ours") == clusters.EMULATED
 
 

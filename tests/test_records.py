@@ -29,6 +29,7 @@ DERIVED_KEYS = {  # the keys by which a line is found
     "agreement": ["processes"],
     "compiled": ["kind", "name", "devices", "accum", "strategy"],
     "published_steps": ["gpu", "gpus", "model", "seq", "micro_batch", "global_batch"],
+    "published_tpu_steps": ["tpu", "chips_per_slice", "slices", "model"],
     "full_scale": ["model", "gpus", "strategy", "cluster", "network"],
     "overlap": ["case", "overlap", "rate"],
     "planner_configs": ["config"],
