@@ -43,7 +43,7 @@ def bounds(experiment: Experiment, cluster: Cluster, state: tuple[int, int, int]
     return Bounds(
         state_bytes=sum(state),
         least_bytes=sum(state) + activation_bytes(experiment),
-        estimate_bytes=sum(state) + temporary_bytes(experiment, gradients=state[1]),
+        estimate_bytes=sum(state) + temporary_bytes(experiment, state[1], has_scores=cluster.has_scores),
         least_s=max(compute_s, *levels),
         estimate_s=_estimate_s(experiment, cluster, compute_s),
     )

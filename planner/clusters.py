@@ -154,6 +154,11 @@ class Cluster:
         return isinstance(TARGETS[self.device.target], GpuTarget)
 
     @property
+    def has_scores(self) -> bool:
+        """Whether a program may keep attention's scores in memory."""
+        return True
+
+    @property
     def error_bar(self) -> ErrorBar:
         """Errors of predictions on such devices."""
         return ERROR_BARS.get(self.device.name, ERROR_BARS["others"])

@@ -22,12 +22,13 @@ def activation_bytes(experiment: Experiment) -> float:
     return gathered + item * (tokens * model.num_layers * model.hidden + _logits(experiment))
 
 
-def temporary_bytes(experiment: Experiment, gradients: int) -> float:
+def temporary_bytes(experiment: Experiment, gradients: int, *, has_scores: bool) -> float:
     """Returns an estimate of the temporaries, so that candidates that should fit are compiled first.
 
-    Besides the layer inputs the peak has either a layer's recomputed activations (attention scores once in f32, three
-    times in the compute dtype) or the head's logits. It also has two gathered layers and the embedding, with one
-    gradient of each in f32. With one micro-step the replica all-reduce has a second copy of the gradients.
+    Besides the layer inputs the peak has either a layer's recomputed activations (attention scores, if it `has_scores`
+    in memory, once in f32 and three times in the compute dtype) or the head's logits. It also has two gathered layers
+    and the embedding, with one gradient of each in f32. With one micro-step the replica all-reduce has a second copy of
+    the gradients.
     """
     config, layout = experiment.config, experiment.plan.layout
     model, item, tensor = config.model, experiment.plan.compute_dtype.itemsize, layout.shape.tensor
@@ -40,7 +41,7 @@ def temporary_bytes(experiment: Experiment, gradients: int) -> float:
     tokens = micro * config.data.seq_len / layout.shape.context
     embedding = vocab * model.hidden
     layer = max(0.0, sum(gathered_values(experiment).values()) - embedding) / model.num_layers
-    scores = tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
+    scores = has_scores * tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
     inside = scores + 4 * item * tokens * (model.intermediate / tensor + model.hidden)
     head = _logits(experiment) * (4 + 2 * item)
     kept = tokens * item * model.hidden if model.remat == "full" else inside

@@ -27,6 +27,11 @@ class SliceCluster(Cluster):
     devices_per_chip: int
 
     @property
+    def has_scores(self) -> bool:
+        """A step keeps no scores, because attention on TPUs is one kernel."""
+        return False
+
+    @property
     def error_bar(self) -> clusters.ErrorBar:
         """Errors of published steps."""
         return ERRORS
