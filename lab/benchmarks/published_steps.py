@@ -36,6 +36,7 @@ NODES = {  # the nodes that have these GPUs, and the bits per second of a node's
     "a100_80gb": ("p4de.24xlarge", 1600e9),
     "h100_80gb": ("p5.48xlarge", 3200e9),  # not stated; typical of nodes of its time
 }
+CONFIGS = {"mpt": "mpt", "llama": "decoder"}  # by the family of a model
 PER_NODE = 8
 SYSTEM = "fsdp"
 
@@ -43,7 +44,7 @@ SYSTEM = "fsdp"
 def cells() -> list[Key]:
     """Returns the keys of all lines: the published rows, and whether each chose rates."""
     rows = rows_of("published_steps.csv")
-    chose = rows[CHOSEN]
+    chose = [row for row in rows if row["model"].startswith("mpt")][CHOSEN]
     return [{**row, "chose_rates": row in chose} for row in rows]
 
 
@@ -55,6 +56,8 @@ def name(cell: Key) -> str:
 def cluster_of(cell: Key, system: str = SYSTEM) -> Cluster:
     """Returns the nodes of a row."""
     node, rate_bits = NODES[cell["gpu"]]
+    stated = cell["node_link_gbit"]
+    rate_bits = rate_bits if stated == "not stated" else 1e9 * float(stated)
     return with_system(with_rate(CLUSTERS[node], rate_bits), system)
 
 
@@ -73,7 +76,8 @@ def compiled(cell: Key) -> ReplayableStep:
         "batch.global_size": cell["global_batch"],
         "sharding.strategy": cell["sharding"],
     }
-    return on_cluster(cluster_of(cell), cell["gpus"] // PER_NODE, f"mpt:{cell['model'][4:]}", keys)
+    family, _, size = cell["model"].partition("-")
+    return on_cluster(cluster_of(cell), cell["gpus"] // PER_NODE, f"{CONFIGS[family]}:{size}", keys)
 
 
 def replayed(cell: Key) -> dict[str, Any]:
