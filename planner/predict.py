@@ -13,9 +13,9 @@ from configs.schema import Config, DecoderConfig, ImageConfig, TransformerConfig
 from configs.schema.own import OWN
 from planner import compile as compiling
 from planner import targets
-from planner.bounds import HLO_DTYPES, flops_per_row
+from planner.bounds import HLO_DTYPES, flops_per_row, forward_share
 from planner.candidates import Candidate
-from planner.clusters import Cluster, DeviceSpec
+from planner.clusters import ALL, Cluster, DeviceSpec
 from planner.links import Network
 from planner.replay import Timeline, replay
 from runtime.files.json_objects import JsonMapping
@@ -184,7 +184,26 @@ class ReplayableStep:
         """Returns the replay, by default on the cluster's device and network."""
         device = device or self.machine.device(self.experiment.config)
         network = (network or self.machine.cluster.network()).placed(self.compiled.places)
-        return replay(self.program, self.compiled.shape, device, network, self.machine.cluster.hides)
+        hides = self.machine.cluster.hides
+        found = replay(self.program, self.compiled.shape, device, network, hides)
+        return self._with_early_all_reduce(found) if hides == ALL else found
+
+    def _with_early_all_reduce(self, timeline: Timeline) -> Timeline:
+        """Returns the timeline of a system that averages a layer's gradients over replicas during the backward pass.
+
+        The compiled program may average all layers after it. The last backward pass hides what it lasts for, except
+        the average of the last layer (PyTorch's FSDP with hybrid sharding).
+        """
+        use = timeline.use("replica_all_reduce")
+        backward_s = (1 - forward_share(self.experiment)) * timeline.compute_s / self.experiment.batches.accumulation
+        layers = getattr(self.experiment.model.config, "num_layers", 1)
+        exposed_s = min(use.exposed_s, max(use.busy_s / layers, use.busy_s - backward_s))
+        share = exposed_s / use.exposed_s if use.exposed_s else 1.0
+        uses = {
+            key: replace(one, exposed_s=share * one.exposed_s) if key[0] == "replica_all_reduce" else one
+            for key, one in timeline.uses.items()
+        }
+        return replace(timeline, step_s=timeline.step_s - use.exposed_s + exposed_s, uses=uses)
 
     def seconds(self, timeline: Timeline) -> float:
         """Returns the seconds of a step, or their mean if replicas do not sync in every step."""

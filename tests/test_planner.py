@@ -225,6 +225,21 @@ def test_a_quick_program_that_does_not_fit_is_compiled_again(
     assert asked(1) == ["Q U"] and asked(10**12) == ["Q U", "U"]
 
 
+def test_a_user_of_fsdp_averages_over_replicas_during_the_backward_pass(step: ReplayableStep) -> None:
+    """Three of four passes are backward; the average of the last of four layers stays exposed."""
+    network, device = step.machine.cluster.network(), step.machine.device(step.experiment.config)
+    fsdp = replace(step, machine=replace(step.machine, cluster=clusters.with_system(step.machine.cluster, "fsdp")))
+    for bandwidth in (100 * network.node_bandwidth, network.node_bandwidth):
+        slower = replace(network, node_bandwidth=bandwidth)
+        after = replay(step.program, step.compiled.shape, device, slower, clusters.ALL)
+        found, use = fsdp.timeline(network=slower), after.use("replica_all_reduce")
+        backward_s = 3 / 4 * after.compute_s / step.experiment.batches.accumulation
+        exposed_s = min(use.exposed_s, max(use.busy_s / 4, use.busy_s - backward_s))
+        assert found.use("replica_all_reduce").exposed_s == pytest.approx(exposed_s)
+        assert found.step_s == pytest.approx(after.step_s - use.exposed_s + exposed_s)
+        assert found.step_s <= after.step_s
+
+
 # ------------------------------------------------------------------------------------------------ the program
 
 

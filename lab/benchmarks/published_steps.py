@@ -4,8 +4,9 @@
     python -m lab.benchmarks.published_steps --choose
 
 Rows of lab/benchmarks/published_steps.csv are MosaicML's (github.com/mosaicml/llm-foundry, its
-scripts/train/benchmarking/README.md, bf16, PyTorch's FSDP with full sharding): configs/mpt.py on nodes of 8 GPUs. Each
-is compiled and replayed with FSDP's schedule and with ours. Every third row (CHOSEN) chose the rates of products
+scripts/train/benchmarking/README.md, bf16, PyTorch's FSDP with full sharding): configs/mpt.py on nodes of 8 GPUs. The
+last three are IBM's (github.com/foundation-model-stack/fms-fsdp, its README of 2024: Llama 2, hybrid sharding). Each is
+compiled and replayed with FSDP's schedule and with ours. Every third row (CHOSEN) chose the rates of products
 and attention in planner/rates.csv, by `--choose`; the error bar that plans print is from the other rows only. Without
 rematerialisation FSDP keeps the same values as our `remat=dots`. A program takes 10 to 60 s on 2 cores;
 results/derived/published_steps.jsonl has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has
@@ -137,7 +138,7 @@ def nearest(name: str, steps: Sequence[tuple[ReplayableStep, float]], start: Seq
 
 def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """Returns the held-back rows, in all and by GPU, size, length and so on; and the rows that chose the rates."""
-    held = [line for line in lines if not line["chose_rates"]]
+    held = [line for line in lines if not line["chose_rates"] and line["sharding"] == "zero3"]
     found = {"held back, all": held}
     for gpu in dict.fromkeys(line["gpu"] for line in held):
         found[gpu.upper().replace("_", "-")] = [line for line in held if line["gpu"] == gpu]
@@ -147,6 +148,7 @@ def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
     found["longer rows"] = [line for line in held if line["seq"] > 4096]
     found["rematerialised"] = [line for line in held if line["activation_checkpointing"] == "full"]
     found["not rematerialised"] = [line for line in held if line["activation_checkpointing"] != "full"]
+    found["hybrid, Llama"] = [line for line in lines if line["sharding"] == "hsdp"]
     found["several nodes"] = [line for line in held if line["gpus"] > PER_NODE]
     return found | {"chose the rates": [line for line in lines if line["chose_rates"]]}
 
