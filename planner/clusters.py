@@ -7,7 +7,6 @@ costs are omitted.
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from math import inf
 
@@ -206,8 +205,16 @@ def find_cluster(name: str) -> Cluster:
         return CLUSTERS[name]
     if name in NODES:
         return _node(name, Rates(rows()))  # names the missing figure
-    near = [known for known in CLUSTERS if known.startswith(name.lower())] if name else []
-    near = near or get_close_matches(name.lower(), CLUSTERS, n=3, cutoff=0.4)
+    word = name.lower()
+    if word in USUAL:
+        return CLUSTERS[USUAL[word]]
+    for gpu_name, why in NO_XLA.items():
+        if gpu_name in word:
+            raise ValueError(f"--cluster={name}: {why}")
+    near = [known for known in CLUSTERS if known.startswith(word)] if name else []
+    if not near and (meaning := next((meaning for part, meaning in MEANINGS.items() if part in word), "")):
+        kind = CLUSTERS[USUAL[meaning]].device.name.partition("-")[0]
+        near = [known for known, one in CLUSTERS.items() if one.device.name.partition("-")[0] == kind]
     listed = map(str, [CLUSTERS[known] for known in near] or CLUSTERS.values())
     hint = f"did you mean {' or '.join(listed)}?" if near else f"there are {', '.join(listed)}"
     raise ValueError(f"--cluster={name} is not known; {hint}")
@@ -240,6 +247,7 @@ def with_system(cluster: Cluster, system: str) -> Cluster:
 
 V100_NOTE = "V100: priced from the program compiled for an A100, with the V100's own FLOP/s, memory and links"
 NO_BFLOAT16_NOTE = "V100: has no bfloat16, which is priced as float16; a run there needs model.compute_dtype=float16"
+LIKE = "{gpu}: no published step shows its rates; products and attention reach {like}'s share of the peak, a choice"
 CPU_NOTE = "emulated: all devices of all nodes share one machine's 2 cores, so more nodes compute no faster"
 GPUS = {  # name in rates.csv, and compilation target
     "V100": (("V100",), "a100", V100_NOTE),
@@ -247,15 +255,44 @@ GPUS = {  # name in rates.csv, and compilation target
     "A100-80GB": (("A100-80GB", "A100"), "a100", ""),
     "H100": (("H100",), "h100", ""),
     "H200": (("H200", "H100"), "h100", ""),
+    "B200": (("B200", "H100"), "b200", LIKE.format(gpu="B200", like="an H100")),
+    "GB200": (("GB200", "B200", "H100"), "gb200", LIKE.format(gpu="GB200", like="an H100")),
+    "L40S": (("L40S", "A100"), "l40s", LIKE.format(gpu="L40S", like="an A100")),
+    "RTX-4090": (("RTX-4090", "A100"), "rtx4090", LIKE.format(gpu="RTX 4090", like="an A100")),
+    "RTX-5090": (("RTX-5090", "A100"), "rtx5090", LIKE.format(gpu="RTX 5090", like="an A100")),
 }
-NODES = {  # of 8 GPUs
+NODES = {
     "p3dn.24xlarge": "V100",
     "p4d.24xlarge": "A100-40GB",
     "p4de.24xlarge": "A100-80GB",
     "p5.48xlarge": "H100",
     "p5en.48xlarge": "H200",
     "8xh200": "H200",
+    "8xb200": "B200",
+    "gb200-nvl72": "GB200",
+    "8xl40s": "L40S",
+    "rtx4090-10gbit": "RTX-4090",
+    "rtx5090-10gbit": "RTX-5090",
     **{f"h100-{gbit}gbit": "H100" for gbit in (1, 10, 25, 100)},
+}
+PER_NODE = {"gb200-nvl72": 72}  # GPUs of a node, joined by NVLink; 8 in all others
+USUAL = {  # nodes of a GPU that is named alone
+    "v100": "p3dn.24xlarge",
+    "a100": "p4de.24xlarge",
+    "h100": "p5.48xlarge",
+    "h200": "p5en.48xlarge",
+    "b200": "8xb200",
+    "gb200": "gb200-nvl72",
+    "l40s": "8xl40s",
+    "rtx4090": "rtx4090-10gbit",
+    "rtx5090": "rtx5090-10gbit",
+}
+# other names of machines with these GPUs (Google's, Azure's, NVIDIA's, Lambda's), by a part of the name
+MEANINGS = {"a2-": "a100", "a3-ultra": "h200", "a3-": "h100", "a4x": "gb200", "a4-": "b200", "p4": "a100", "p5": "h100"}
+MEANINGS |= {"p6": "b200", "g6e": "l40s", "nvl72": "gb200", "4090": "rtx4090", "5090": "rtx5090", "p3": "v100"}
+MEANINGS |= {gpu: gpu for gpu in sorted(USUAL, key=len, reverse=True)}
+NO_XLA = {  # sold GPUs that no XLA compiles for here
+    "mi300": "XLA for AMD GPUs is not among the packages that compile without a GPU, so that no program can be planned"
 }
 # NCCL's corrections of trees by size, from 64 bytes to 512 MB (2.23, src/graph/tuning.cc)
 TREES = (*7 * (0.9,), 0.8, 0.7, *2 * (0.6,), *4 * (0.5,), 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, *2 * (0.9,), 1.0)
@@ -288,7 +325,7 @@ def _node(name: str, rates: Rates) -> Cluster:
     return Cluster(
         name=name,
         device=device,
-        devices_per_node=8,
+        devices_per_node=PER_NODE.get(name, 8),
         intra_bandwidth=device.link_bandwidth,
         intra_latency_s=rates("latency inside a node", "NCCL"),
         node_bandwidth=rates("node link", name) / 8,

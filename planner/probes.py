@@ -1,5 +1,6 @@
 """Replaces the planner's figures by measurements of `lab.probe`."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
@@ -7,9 +8,10 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
-from planner.clusters import Accelerator, Cluster
+from planner.clusters import GPUS, Accelerator, Cluster
 from runtime.files import json_objects
 from runtime.files.json_objects import JsonMapping
+from training.metrics.throughput import peak_flops
 
 
 def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) -> tuple[Cluster, str]:
@@ -26,6 +28,7 @@ def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) ->
             name: {key: _checked(level[key], least[key]) for key in least} for name, level in read["levels"].items()
         }
         kind, date = str(read["environment"]["device_kind"]), str(read["environment"].get("date", ""))[:10]
+        cluster = _with_unlisted(cluster, kind, read)
         device, measured = _measured(cluster.device, read.get("device") or {})
     except OSError as error:
         raise ValueError(f"--probe={path} cannot be read ({error.strerror}); lab.probe writes it") from error
@@ -50,6 +53,34 @@ def with_probe(cluster: Cluster, path: Path, *, has_other_link: bool = False) ->
         missing
     )
     return replace(cluster, device=device, **changes, reached=reached), said
+
+
+def _with_unlisted(cluster: Cluster, kind: str, read: JsonMapping) -> Cluster:
+    """Returns a cluster of GPUs of an unlisted kind, if the probe has their memory and rates; else the same cluster.
+
+    Its programs are compiled for the GPU of `cluster`. Without a data sheet its peak is the rate of probed products.
+    """
+    found = read.get("device") or {}
+    whole = all(found.get(key) for key in ("memory_bytes", "products_flops_per_s", "memory_bandwidth"))
+    if not (cluster.is_gpu and whole) or any(_is_of(name, kind) for name in GPUS):
+        return cluster
+    peak = peak_flops(kind) or _checked(found["products_flops_per_s"])
+    device = replace(
+        cluster.device,
+        name=kind,
+        peak_flops=dict.fromkeys(("bf16", "f16", "f32"), peak),
+        attention={},
+        flash={},
+        memory_bytes=_checked(found["memory_bytes"]),
+        note=f"{kind} is not listed: as probed, with programs for {cluster.device.name}; MFU is of {peak:.3g} FLOP/s",
+    )
+    per_node = round(read["levels"].get("intra", {}).get("group_size", cluster.devices_per_node))
+    return replace(cluster, name=f"probed {kind}", device=device, devices_per_node=per_node, on_demand=None, spot=None)
+
+
+def _is_of(name: str, kind: str) -> bool:
+    """Whether jax's name of a device, such as `NVIDIA H100 80GB HBM3`, means a GPU of the planner's `name`."""
+    return re.sub(r"-\d+GB$", "", name).replace("-", " ").upper() in kind.upper()
 
 
 def _measured(device: Accelerator, found: JsonMapping) -> tuple[Accelerator, dict[str, bool]]:
@@ -96,8 +127,8 @@ def _checked(value: float, least: float = float_info.min) -> float:
 
 def _refuse_other(cluster: Cluster, path: Path, kind: str, levels: Mapping[str, Mapping[str, float]]) -> None:
     """Raises ValueError if the probe ran on other devices, or on nodes with another number of them."""
-    ours = cluster.device.name.split("-")[0]
-    if ours.upper() not in kind.upper():
+    ours = cluster.device.name.partition("-")[0]
+    if not _is_of(cluster.device.name, kind):
         raise ValueError(
             f"--probe={path} was measured on devices of kind {kind!r}, but --cluster={cluster.name} has {ours}; "
             "measure there, or name the cluster that it was measured on"

@@ -130,6 +130,7 @@ def question_of(argv: Sequence[str], values: flags.FlagValues) -> Question:
     lacks_it = cluster.device.name == "V100" and config.model.compute_dtype == "bfloat16"
     no_bfloat16 = clusters.NO_BFLOAT16_NOTE if lacks_it else ""
     hidden = clusters.HIDDEN.get(cluster.hides, "")
+    usual = f"--cluster={values.cluster}: {cluster}" if str(values.cluster).lower() in clusters.USUAL else ""
     habits = "" if system == "ours" else f"priced as {system} runs it: kernels hide {hidden}"
     return Question(
         name=_name(argv, values),
@@ -142,7 +143,7 @@ def question_of(argv: Sequence[str], values: flags.FlagValues) -> Question:
         most=values.compile or LOOKED_AT,
         xla_flags=values.xla_flags,
         notes=(
-            *filter(None, [cluster.device.note, no_bfloat16, measured, habits]),
+            *filter(None, [usual, cluster.device.note, no_bfloat16, measured, habits]),
             *_notes(cluster, is_search=values.search),
         ),
         is_quiet=values.json or not values.search,

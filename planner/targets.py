@@ -164,4 +164,5 @@ TPUS = {
     "v5p": TpuTarget("v5p", CUBES),
     "tpu7x": TpuTarget("tpu7x", CUBES, devices_per_chip=2),
 }
-TARGETS: dict[str, Target] = {CPU: CpuTarget(), "h100": GpuTarget("h100"), "a100": GpuTarget("a100"), **TPUS}
+GPUS = ("h100", "a100", "b200", "gb200", "l40s", "rtx4090", "rtx5090")
+TARGETS: dict[str, Target] = {CPU: CpuTarget(), **{name: GpuTarget(name) for name in GPUS}, **TPUS}

@@ -547,6 +547,37 @@ def test_a_model_of_the_users_own_sizes_for_its_tokens() -> None:
         asked("--model=layers=4,heads=x")
 
 
+@every_row(
+    ("name", "found"),
+    [
+        ("H100", "p5.48xlarge"),
+        ("a100", "p4de.24xlarge"),
+        ("gb200", "gb200-nvl72"),
+        ("rtx4090", "rtx4090-10gbit"),
+    ],
+)
+def test_a_gpu_alone_means_its_usual_node(name: str, found: str) -> None:
+    assert clusters.find_cluster(name).name == found
+    question = ["planner", *WORDS, f"--cluster={name}"]
+    notes = question_of(question, command_flags(question)).notes
+    assert any(note.startswith(f"--cluster={name}: {found} (") for note in notes)
+
+
+@every_row(
+    ("name", "message"),
+    [
+        ("a3-highgpu-8g", r"did you mean p5\.48xlarge \(8 x H100, .* or h100-100gbit"),
+        ("dgx-h200", r"did you mean p5en\.48xlarge \(8 x H200, .*\) or 8xh200 \(8 x H200"),
+        ("a2-ultragpu", r"did you mean p4d\.24xlarge \(8 x A100-40GB"),
+        ("p6-b200.48xlarge", r"did you mean 8xb200 \(8 x B200"),
+        ("mi300x", "XLA for AMD GPUs is not among the packages that compile without a GPU"),
+    ],
+)
+def test_hints_name_clusters_with_the_same_gpu(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^--cluster={name}.*{message}"):
+        clusters.find_cluster(name)
+
+
 def test_other_nodes_than_the_clusters_have_no_price() -> None:
     whole = clusters.find_cluster("p5.48xlarge")
     assert str(whole) == "p5.48xlarge (8 x H100, 3.20 Tbit/s, 55.04 $/h)"

@@ -23,9 +23,9 @@ from lab.probe import __main__ as probe
 from lab.probe import device, measure, report
 from lab.probe.device import LAUNCHES, TIMES, Sizes, Timed, Work
 from lab.probe.measure import RING_PASSES, Measurement, fit
-from planner import __main__ as planner
 from planner.clusters import CLUSTERS, with_system
 from planner.probes import with_probe
+from planner.question import command_flags, question_of
 
 TINY = Sizes(
     dtype="float32",
@@ -316,6 +316,21 @@ def probe_json(folder: Path, measured: list[Timed], kind: str, **changes: Any) -
     return folder / "probe.json"
 
 
+def test_a_gpu_that_is_not_listed_is_a_cluster_of_its_own(tmp_path: Path) -> None:
+    plain = CLUSTERS["p4d.24xlarge"]
+    file = probe_json(tmp_path, MEASURED, "NVIDIA GeForce RTX 3090", memory_bytes=25e9)
+    cluster, _ = with_probe(plain, file)
+    rtx = cluster.device
+    assert cluster.name == "probed NVIDIA GeForce RTX 3090" and cluster.on_demand is None
+    assert (rtx.memory_bytes, rtx.memory_bandwidth, rtx.target) == (25e9, 2e12, plain.device.target)
+    assert rtx.matmul_rate("bf16") == rtx.peak("bf16") == pytest.approx(400e12)
+    assert "with programs for A100-40GB" in rtx.note
+    for kind, memory_bytes in (("NVIDIA GeForce RTX 3090", None), ("NVIDIA H200", 150e9)):  # its memory, or listed
+        file = probe_json(tmp_path, MEASURED, kind, memory_bytes=memory_bytes)
+        with pytest.raises(ValueError, match=f"of kind '{kind}', but --cluster=p4d.24xlarge has A100"):
+            with_probe(plain, file)
+
+
 def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
     plain = CLUSTERS["p5.48xlarge"]
     file = probe_json(tmp_path, MEASURED, "NVIDIA H100 80GB HBM3")
@@ -334,10 +349,9 @@ def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_another_systems_attention_is_its_own_beside_a_probe(tmp_path: Path) -> None:
-    values = planner._flags(["planner"])  # pyright: ignore[reportPrivateUsage]
     file = probe_json(tmp_path, MEASURED, "NVIDIA H100")
-    values(["planner", "--cluster=p5.48xlarge", f"--probe={file}", "--as=fsdp"])
-    cluster, _ = planner._cluster(values)  # pyright: ignore[reportPrivateUsage]
+    words = ["planner", "--model=7b", "--cluster=p5.48xlarge", f"--probe={file}", "--as=fsdp"]
+    cluster = question_of(words, command_flags(words)).cluster
     assert cluster.device.attention == with_system(CLUSTERS["p5.48xlarge"], "fsdp").device.attention
     assert cluster.device.memory_bandwidth == 2e12 and cluster.hides == "all"
 

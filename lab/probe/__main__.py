@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from lab.probe import report
-from lab.probe.device import Sizes, Timed, figures, measure_copies, measure_device, sizes_of, works
+from lab.probe.device import Sizes, Timed, figures, measure_copies, measure_device, memory_bytes, sizes_of, works
 from lab.probe.measure import LONGEST_S, RING_PASSES, Level, Measurement, find_levels, find_mesh, measure
 from runtime import launchers
 from runtime.command_line import OneLineParser, complain, make_folder, named_path, prepare_output
@@ -117,7 +117,7 @@ def measure_devices(sizes: Sizes, mesh: Mesh) -> dict[str, Any]:
             say(f"{work.figure}, {work.of}: not measured ({why})")
     measured.append(measure_copies(sizes.array_bytes, mesh))
     say(report.device_row(measured[-1]))
-    return figures(measured, sizes, mesh.size, failed)
+    return figures(measured, sizes, mesh.size, failed) | {"memory_bytes": memory_bytes(mesh.local_devices[0])}
 
 
 def measure_aloud(level: Level, collective: str, sizes: Sequence[int]) -> list[Measurement]:

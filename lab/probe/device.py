@@ -4,6 +4,7 @@ All devices run the same at once, each with separate arrays, as in training. A m
 does its work `TIMES` times, each time after the one before; a repetition calls it often enough and waits once.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -271,6 +272,12 @@ def normal(shape: tuple[int, ...], dtype: str, mesh: Mesh) -> Array:
 
 
 # ------------------------------------------------------------------------------------------------------ what is found
+
+
+def memory_bytes(device: Any) -> float | None:
+    """Returns the memory of a GPU, of which jax takes a share; None for other devices."""
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
+    return limit and limit / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
 
 
 def figures(measured: Sequence[Timed], sizes: Sizes, devices: int, failed: Mapping[str, str]) -> dict[str, Any]:
