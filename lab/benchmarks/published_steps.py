@@ -77,6 +77,8 @@ def compiled(cell: Key) -> ReplayableStep:
         "batch.global_size": cell["global_batch"],
         "sharding.strategy": cell["sharding"],
     }
+    if cell["sharding"] == "hsdp":
+        keys["compression.all_reduce"] = "bf16"  # fms_fsdp/policies/mixed_precision.py: reduce_dtype
     family, _, size = cell["model"].partition("-")
     return on_cluster(cluster_of(cell), cell["gpus"] // PER_NODE, f"{CONFIGS[family]}:{size}", keys)
 
