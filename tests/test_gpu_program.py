@@ -212,6 +212,15 @@ def test_tokens_reach_experts_on_other_nodes(codec: str, dtype: str) -> None:
         assert sum(c.payload_bytes * c.times for c in level) == 6 * LAYERS * ACCUM * payload_bytes
 
 
+def test_tokens_of_experts_without_a_capacity_cross_nodes_as_the_formula() -> None:
+    """Five exchanges of tokens for a layer and micro-step, and three of their routing; products are our kernels."""
+    changes = {"model.kind": "moe", "model.num_experts": 8, "model.capacity_factor": 0.0, "sharding.partition_size": 4}
+    found = compiled_for_h100(changes | {"sharding.experts": "4", "model.experts_per_token": 3})
+    level = level_of([c for c in found if c.label == "experts"], True)
+    assert {c.kind for c in level} == {"all-gather", "all-to-all"}
+    assert sum(c.inter_bytes * c.times for c in level) == LAYERS * ACCUM * 4 * 32 * (5 * HIDDEN + 3 * 2 * 3)
+
+
 def level_of(found: list[Collective], crosses: bool) -> list[Collective]:
     """Returns the collectives that cross nodes, or the others."""
     return [c for c in found if (c in crossing(found)) == crosses]

@@ -141,6 +141,24 @@ def test_twenty_steps_of_adapters_equal_those_of_peft(tmp_path: Path) -> None:
     np.testing.assert_allclose(*both, atol=1e-5)
 
 
+def test_adapters_of_a_model_with_experts_are_those_of_peft(tmp_path: Path) -> None:
+    """Trained for two steps with experts divided in nodes; PEFT's model equals the merged one."""
+    import peft
+    import transformers
+
+    run, out, merged = tmp_path / "run", tmp_path / "out", tmp_path / "merged"
+    changes = dict(model__lora_rank=2, model__lora_targets="query value", sharding__experts="node")
+    changes |= dict(sharding__partition_size=4, optimizer__learning_rate=0.1)
+    assert run_here(*flags("mixtral", **changes), f"--workdir={run}") == 0
+    assert run_convert("convert", f"--to_peft={out}", f"--workdir={run}") == 0
+    assert run_convert("convert", f"--to_hugging_face={merged}", f"--workdir={run}") == 0
+    loaded = peft.PeftModel.from_pretrained(make("mixtral"), out)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    theirs, ours = (hugging_face_reference.logits(x.eval(), example("mixtral")) for x in (loaded, whole))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert np.abs(theirs - reference("mixtral")["logits"]).max() > 1e-2  # it was trained
+
+
 def test_the_conversations_of_the_quick_tests_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
     wanted = [json.loads(line) for line in chat_cases.FILE.read_text().splitlines()]
     assert [*chat_cases.of_transformers(tmp_path)] == wanted

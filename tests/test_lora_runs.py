@@ -131,10 +131,14 @@ def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest
     assert texts[0] == texts[1] and len(texts[0]) > 10
 
 
-@every_row("name", ["llama", "bert"], isolated=True)
-def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, tmp_path: Path) -> None:
+@every_row(
+    ("name", "targets"),
+    [("llama", "query out down"), ("bert", "query out down"), ("qwen3_moe", "query out value")],
+    isolated=True,
+)
+def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, targets: str, tmp_path: Path) -> None:
     """By its rule: a module's name is in `target_modules`, or ends with a dot and such a name."""
-    config = replace(section(FOLDER / name), lora_rank=2, lora_targets="query out down")
+    config = replace(section(FOLDER / name), lora_rank=2, lora_targets=targets)
     model = models.build(config)
     specs = jax.tree_util.tree_leaves_with_path(model.param_specs(), is_leaf=is_spec)
     shapes = {path_name(path): spec.shape for path, spec in specs}

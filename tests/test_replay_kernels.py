@@ -124,6 +124,7 @@ ATTENTION = (
         (f"f32[10,100] {FLASH % 'flash_forward'}", 2 * 2 * 8 * 64 * 64 * 16),
         (f"f32[10,100] {FLASH % 'flash_queries_causal'}", 2 * 2 * 8 * 64 * 64 * 16 / 2),
         (f"f32[10,100] {FLASH % 'flash_keys_causal'}", 3 * 2 * 8 * 64 * 64 * 16 / 2),
+        (f"f32[10,100] {FLASH.replace('%%q, %%q', '%%row, %%stack, %%stack') % 'grouped_rows'}", 2 * 10 * 100 * 100),
         ("f32[10,1] convolution(%stack, %row), dim_labels=bf_oi->bf", 2 * 10 * 100),
         ('f32[10,100] custom-call(%stack), custom_call_target="Sharding"', 0),
     ],
