@@ -8,6 +8,7 @@ from such a checkpoint takes its sizes from there: `config.model = hugging_face.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -376,17 +377,23 @@ def model(folder: str | Path) -> ConfigDict:
     return ConfigDict(defaults(architecture.kind)["model"] | section | {"weights": str(folder)})
 
 
-def check_same(config: TransformerConfig, folder: str | Path) -> Architecture:
-    """Returns the architecture of a checkpoint. ValueError that names the keys in which the model section differs."""
+def check_same(config: TransformerConfig, folder: str | Path) -> tuple[Architecture, int]:
+    """Returns the architecture of a checkpoint and its number of token ids, of which the model may have more.
+
+    ValueError that names the keys in which the model section differs.
+    """
     architecture, section = read(folder)
+    num_ids: Any = section["vocab_size"]
     differences = _differences(config, architecture, section)
+    if config.vocab_size > num_ids:
+        differences.pop("vocab_size", None)
     if differences:
         path = user_path(folder) / CONFIG_FILE
         raise ValueError(
             f"the config and {path} are of different models: "
             + ", ".join(f"model.{key}={ours!r}, but {theirs!r} there" for key, (ours, theirs) in differences.items())
         )
-    return architecture
+    return architecture, num_ids
 
 
 def architecture_of(config: TransformerConfig) -> Architecture:

@@ -6,12 +6,15 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from configs.schema import DataConfig
+from configs import hugging_face
+from configs.schema import Config, DataConfig, TransformerConfig
 from configs.schema.own import OWN
 from input_pipeline import tokenizer_config
 from input_pipeline.tokenizer_config import CONFIG_FILE
@@ -293,6 +296,19 @@ def make_tokenizer(
     if kind == "hugging_face":
         return HuggingFace(file, vocab_size, add_bos=add_bos, eos_token=eos_token)
     return SentencePiece(file, add_bos) if kind == "sentencepiece" else Tiktoken(file)
+
+
+def with_vocab_size(config: Config) -> Config:
+    """Returns a config whose `model.vocab_size`, if it is 0, is replaced by the tokenizer's number of ids.
+
+    A checkpoint in `model.weights` may have more ids, which the model then has, too. ValueError for a bad tokenizer.
+    """
+    model = config.model
+    if not isinstance(model, TransformerConfig) or model.vocab_size:
+        return config
+    theirs: Any = hugging_face.read(model.weights)[1]["vocab_size"] if model.weights else 0
+    size = max(tokenizer_for(config.data).vocab_size(config.data.objective), theirs)
+    return replace(config, model=replace(model, vocab_size=size))
 
 
 def tokenizer_for(data: DataConfig, vocab_size: int = MAX_IDS) -> Tokenizer:

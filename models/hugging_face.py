@@ -80,12 +80,15 @@ class TensorMapping:
         return self.name.format(*place)
 
 
-def tensors(model: Model, architecture: Architecture) -> dict[str, TensorMapping]:
-    """Returns the tensors of a model by our path, in the order of the table, without adapters."""
+def tensors(model: Model, architecture: Architecture, num_ids: int = 0) -> dict[str, TensorMapping]:
+    """Returns the tensors of a model by our path, in the order of the table, without adapters.
+
+    They have `num_ids` token ids, 0: as many as the model.
+    """
     assert isinstance(model.config, TransformerConfig)
     every: dict[str, ParamSpec] = by_name(model.plain_specs, lambda x: isinstance(x, ParamSpec))
     specs = {path: spec for path, spec in every.items() if not path.endswith(ADAPTERS)}
-    vocab_size, found = model.config.vocab_size, {}
+    vocab_size, found = num_ids or model.config.vocab_size, {}
     for name, ours in architecture.tensors.items():
         modules = ours.split()
         for their_end, our_end in ENDS:
@@ -139,9 +142,9 @@ class Weights:
         """
         assert isinstance(model.config, TransformerConfig)
         self.folder, self._config = user_path(folder), model.config
-        architecture = check_same(model.config, self.folder)
+        architecture, num_ids = check_same(model.config, self.folder)
         self._files = _open(self.folder)
-        self._tensors = tensors(model, architecture)
+        self._tensors = tensors(model, architecture, num_ids)
         self._names: dict[tuple[str, Place], str] = {}
         unused = {name for name in self._files if not ignored(model, architecture, name)}
         for path, tensor in self._tensors.items():
@@ -210,7 +213,10 @@ class Weights:
         return found
 
     def region(self, path: str, index: TensorSlice) -> np.ndarray:
-        """Returns a region of our parameter `path` in float32. The padding of the vocabulary is zero."""
+        """Returns a region of our parameter `path` in float32.
+
+        The padding of the vocabulary is zero. Token ids that the checkpoint lacks have the mean of its ids' values.
+        """
         tensor = self._tensors[path]
         bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.spec.shape, strict=True)]
         out = np.zeros([stop - start for start, stop in bounds], np.float32)
@@ -218,7 +224,21 @@ class Weights:
         for place in product(*(range(*bound) for bound in bounds[:stacked])):
             inside = tuple(number - first for number, (first, _) in zip(place, bounds, strict=False))
             self._fill(out[(*inside, ...)], tensor, place, bounds[stacked:])
+        if "vocab" in tensor.spec.dims:
+            self._add_ids(out, tensor, bounds)
         return out
+
+    def _add_ids(self, out: np.ndarray, tensor: TensorMapping, bounds: list[tuple[int, int]]) -> None:
+        """Writes the mean over the checkpoint's token ids to the ids of the region `bounds` that it lacks."""
+        dim = tensor.spec.dims.index("vocab")
+        (start, stop), others = bounds[dim], [slice(*bound) for bound in bounds[:dim] + bounds[dim + 1 :]]
+        new = slice(max(tensor.shape[dim] - start, 0), min(stop, self._config.vocab_size) - start)
+        if new.start < new.stop:
+            theirs, num_ids = self._slice(self._names[tensor.path, ()]), tensor.their_shape[0]
+            most = max(1, SLICE_VALUES // prod(tensor.their_shape[1:]))
+            parts = (theirs[first : min(first + most, num_ids)] for first in range(0, num_ids, most))
+            mean = sum(np.sum(part, axis=0, dtype=np.float64) for part in parts) / num_ids
+            np.moveaxis(out, dim, 0)[new] = np.asarray(mean)[tuple(others)]
 
     def _stored(self, path: str, index: TensorSlice, dtype: DTypeLike, made: dict[Spans, PyTree]) -> np.ndarray:
         """Returns a region of a parameter in its stored form. Codes and scales have their blocks along the last dim.

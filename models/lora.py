@@ -21,7 +21,8 @@ from configs.schema import TransformerConfig
 from configs.schema.codecs import BASES, COLUMNS
 from sharding.spec import ParamSpec
 
-ADAPTERS = ("lora_a", "lora_b")  # the names of trained parameters; all others are frozen
+ADAPTERS = ("lora_a", "lora_b")  # the names of trained parameters; all others are frozen, but for
+EMBEDDINGS = ("embed/token", "head/weight")  # with model.lora_embeddings
 IN_BLOCKS = ("codes", "scales")  # the parts of a frozen parameter that is stored in blocks
 
 
@@ -63,7 +64,7 @@ def stored_specs(config: TransformerConfig, specs: dict[str, Any]) -> dict[str, 
         of_scales = {"shape": (*rows, columns // COLUMNS), "dims": (*spec.dims[:-1], "blocks")}
         return {"codes": codes, "scales": replace(spec, **of_scales, dtype=jnp.dtype("bfloat16"))}
 
-    return _map_frozen(stored, specs)
+    return _map_frozen(config, stored, specs)
 
 
 def in_blocks(config: TransformerConfig, spec: ParamSpec) -> bool:
@@ -84,14 +85,14 @@ def stored_values(config: TransformerConfig, specs: dict[str, Any], values: dict
     return stored(specs, values)
 
 
-def used_values(values: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
+def used_values(config: TransformerConfig, values: dict[str, Any], dtype: jnp.dtype) -> dict[str, Any]:
     """Returns the values of a gathered group in the compute dtype `[...]`. Frozen values have no gradient."""
 
     def used(_: str, value: Any) -> Array:
         frozen = decode_matrices(value, dtype) if isinstance(value, dict) else jnp.asarray(value, dtype)
         return jax.lax.stop_gradient(frozen)
 
-    return _map_frozen(used, values, partial(jnp.asarray, dtype=dtype))
+    return _map_frozen(config, used, values, partial(jnp.asarray, dtype=dtype))
 
 
 def merge(config: TransformerConfig, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
@@ -101,14 +102,21 @@ def merge(config: TransformerConfig, weight: np.ndarray, lora_a: np.ndarray, lor
     return weight
 
 
-def _map_frozen(function: Any, tree: dict[str, Any], of_adapter: Any = lambda x: x, path: str = "") -> dict[str, Any]:
-    """Maps `function(path, leaf)` over the frozen leaves of a group, and `of_adapter(leaf)` over the others."""
+def _map_frozen(
+    config: TransformerConfig,
+    function: Any,
+    tree: dict[str, Any],
+    of_trained: Any = lambda x: x,
+    path: str = "",
+) -> dict[str, Any]:
+    """Maps `function(path, leaf)` over the frozen leaves of a group, and `of_trained(leaf)` over the others."""
+    whole = [name.partition("/")[2] for name in EMBEDDINGS if config.lora_embeddings]  # layers have no such paths
 
     def mapped(name: str, x: Any) -> Any:
-        if name in ADAPTERS:
-            return of_adapter(x)
+        if name in ADAPTERS or f"{path}{name}" in whole:
+            return of_trained(x)
         if isinstance(x, dict) and "codes" not in x:
-            return _map_frozen(function, x, of_adapter, f"{path}{name}/")
+            return _map_frozen(config, function, x, of_trained, f"{path}{name}/")
         return function(f"{path}{name}", x)
 
     return {name: mapped(name, x) for name, x in tree.items()}

@@ -78,7 +78,7 @@ class ParameterGroup(Generic[Module]):
     def module(self, values: GroupParams, dtype: jnp.dtype) -> Module:
         """Returns the module with the parameters `values` (of one layer, if stacked) cast to the compute dtype."""
         if self.lora:
-            return nnx.merge(self._split[0], used_values(values, dtype))
+            return nnx.merge(self._split[0], used_values(self.lora, values, dtype))
         return nnx.merge(self._split[0], jax.tree.map(lambda value: jnp.asarray(value, dtype), values))
 
 

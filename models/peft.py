@@ -1,7 +1,8 @@
 """LoRA's adapters in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`, read and written.
 
 A tensor is named after the matrix that it adapts, `base_model.model.NAME.lora_A.weight` `[rank, in]` and
-`lora_B.weight` `[out, rank]`, one for each layer. The file's metadata hold a hash of the names and shapes of the base.
+`lora_B.weight` `[out, rank]`, one for each layer. Embedding and head, if they are trained (`modules_to_save` in PEFT),
+have the names and shapes of the base. The file's metadata hold a hash of the names and shapes of the base.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
 from models.hugging_face import FLOATS, Place, TensorMapping, open_file, tensors
-from models.lora import ADAPTERS
+from models.lora import ADAPTERS, EMBEDDINGS
 from models.model import Model, Params
 from runtime.files import atomic, json_objects
 from runtime.files.paths import user_path
@@ -27,7 +28,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, ENDS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
 # the settings that we implement, by PEFT's names: its defaults, which may be absent
 ONLY = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False}
-ONLY |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None}
+ONLY |= {"rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None}
 NOT_WRITTEN = {"alora_invocation_tokens": None, "layer_replication": None}  # older versions of PEFT do not know these
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # prefixes of `init_lora_weights`
 
@@ -43,7 +44,8 @@ class Adapters:
         """
         assert isinstance(model.config, TransformerConfig)
         self._folder, c = user_path(folder), model.config
-        _check_config(self._folder / CONFIG_FILE, c)
+        self._whole = _whole(model)
+        _check_config(self._folder / CONFIG_FILE, c, _modules(self._whole.values()))
         file = self._folder / WEIGHTS_FILE
         _, self._file = open_file(file, f"{self._folder} has no {WEIGHTS_FILE}")
         self._tensors = _adapted(model)
@@ -55,6 +57,8 @@ class Adapters:
             for end, shape in zip(ENDS, _their_shapes(tensor, c.lora_rank), strict=True):
                 for place in tensor.places:
                     self._check(file, _name(tensor, place, end), shape, left, path)
+        for path, tensor in self._whole.items():
+            self._check(file, PREFIX + tensor.name, tensor.their_shape, left, path)
         if left:
             raise ValueError(f"{file} has a tensor {min(left)}, for which model.lora_targets has no place")
 
@@ -62,11 +66,16 @@ class Adapters:
         """Returns the adapters, float32, with the shapes and shardings of `abstract` (jax.ShapeDtypeStructs)."""
 
         def load(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.Array:
+            if (whole := self._whole.get(path_name(path))) is not None:
+                values = self._file.get_tensor(PREFIX + whole.name).astype(np.float32)
+                values = values.T if whole.transposed else values
+                values = np.pad(values, [(0, n - m) for n, m in zip(x.shape, values.shape, strict=True)])
+                return jax.make_array_from_callback(x.shape, x.sharding, lambda index: values[index])
             parent, _, name = path_name(path).rpartition("/")
             tensor = self._tensors[f"{parent}/weight"]
             names = [_name(tensor, place, ENDS[ADAPTERS.index(name)]) for place in tensor.places]
-            whole = np.stack([self._read(name) for name in names])
-            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
+            stack = np.stack([self._read(name) for name in names])
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: stack[index])
 
         return jax.tree_util.tree_map_with_path(load, abstract)
 
@@ -105,6 +114,10 @@ def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: s
         for end, adapter in zip(ENDS, ADAPTERS, strict=True)
         for place, value in zip(tensor.places, read(path.replace("weight", adapter)), strict=True)
     }
+    whole = _whole(model)
+    for path, tensor in whole.items():
+        value = read(path)[tuple(map(slice, tensor.shape))]  # without the padding of the vocabulary
+        content[PREFIX + tensor.name] = np.ascontiguousarray(value.T if tensor.transposed else value, np.float32)
     unfinished = file.with_suffix(".unfinished")
     save_file(content, unfinished, metadata={"format": "pt", "base": base_hash(model)})
     unfinished.replace(file)
@@ -112,6 +125,7 @@ def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: s
         "r": c.lora_rank,
         "lora_alpha": c.lora_alpha,
         "target_modules": _target_modules(model, found),
+        "modules_to_save": _modules(whole.values()) or None,
         "lora_dropout": 0.0,
         "task_type": "CAUSAL_LM" if c.kind == "decoder" else None,
         "base_model_name_or_path": base,
@@ -140,6 +154,22 @@ def _adapted(model: Model) -> dict[str, TensorMapping]:
     return found
 
 
+def _whole(model: Model) -> dict[str, TensorMapping]:
+    """Returns the embedding and the head, if they are trained, by our path. ValueError if they are the same tensor."""
+    assert isinstance(model.config, TransformerConfig)
+    if not model.config.lora_embeddings:
+        return {}
+    found = {path: x for path, x in tensors(model, architecture_of(model.config)).items() if path in EMBEDDINGS}
+    if len(found) < len(EMBEDDINGS):
+        raise ValueError("PEFT's layout cannot hold a tied head that was trained; use --to_hugging_face")
+    return found
+
+
+def _modules(found: Iterable[TensorMapping]) -> list[str]:
+    """Returns PEFT's names of modules that are trained whole."""
+    return sorted(tensor.name.removesuffix(".weight").rpartition(".")[2] for tensor in found)
+
+
 def _target_modules(model: Model, found: dict[str, TensorMapping]) -> list[str]:
     """Returns the names by which PEFT finds the matrices: the last word, or the full name if the word is ambiguous."""
     assert isinstance(model.config, TransformerConfig)
@@ -163,7 +193,7 @@ def _their_shapes(tensor: TensorMapping, rank: int) -> tuple[tuple[int, int], tu
     return (rank, rows), (columns, rank)
 
 
-def _check_config(path: Path, config: TransformerConfig) -> None:
+def _check_config(path: Path, config: TransformerConfig, whole: list[str]) -> None:
     try:
         values = json_objects.read(path)
     except OSError as error:
@@ -174,6 +204,11 @@ def _check_config(path: Path, config: TransformerConfig) -> None:
     for name, only in (ONLY | NOT_WRITTEN).items():
         if (value := values.get(name, only) or only) != only:
             raise ValueError(f"{path}: {name}={value!r} is not supported; {only!r} is")
+    if sorted(values.get("modules_to_save") or []) != whole:
+        raise ValueError(
+            f"{path} has modules_to_save={values.get('modules_to_save')}, but model.lora_embeddings="
+            f"{config.lora_embeddings} trains {' and '.join(whole) or 'none'} whole"
+        )
     init = values.get("init_lora_weights")
     if str(init).lower().startswith(CHANGES_BASE):
         raise ValueError(

@@ -247,7 +247,7 @@ class Transformer(Stack):
 
         rows = {name: batch[name] for name in ("targets", "weights")}
         length = piece_length(x_BTD.shape[0], x_BTD.shape[1], self.config.padded_vocab)
-        is_frozen = bool(self.config.lora_rank)
+        is_frozen = bool(self.config.lora_rank) and not self.config.lora_embeddings
         return sum_of_pieces(of_piece, (values, embed_values), x_BTD, rows, length, frozen=is_frozen)
 
     def staged_loss(self) -> StagedLoss | None:

@@ -52,11 +52,12 @@ def test_our_logits_equal_those_of_transformers(name: str, changes: dict[str, An
 
 
 @pytest.mark.parametrize("name", sampled([*MODELS], "llama3", "gemma2"))
-def test_the_files_of_the_quick_tests_are_what_transformers_computes(name: str) -> None:
+def test_the_files_of_the_quick_tests_are_what_transformers_computes(name: str, tmp_path: Path) -> None:
     model, stored = make(name), reference(name)
     np.testing.assert_allclose(hugging_face_reference.logits(model, stored["tokens"]), stored["logits"], atol=1e-5)
     np.testing.assert_allclose(batch_loss(model, name), stored["batch_loss"], rtol=1e-5)
-    saved = {key: x.numpy() for key, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    saved = tensors_of(tmp_path)
     for key, x in tensors_of(FOLDER / name).items():
         np.testing.assert_array_equal(saved[key], x)
 
@@ -139,6 +140,35 @@ def test_twenty_steps_of_adapters_equal_those_of_peft(tmp_path: Path) -> None:
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     both = (hugging_face_reference.logits(x.eval(), example("llama")) for x in (merged, loaded))
     np.testing.assert_allclose(*both, atol=1e-5)
+
+
+def test_embeddings_trained_next_to_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    """With ten new tokens: PEFT's `modules_to_save` on a resized base is the merged model; another run starts there."""
+    import peft
+    import transformers
+
+    run, out, merged = tmp_path / "run", tmp_path / "out", tmp_path / "merged"
+    changes = dict(model__lora_rank=2, model__lora_targets="query value", model__lora_embeddings=True)
+    changes |= dict(model__vocab_size=270, sharding__partition_size=4, optimizer__learning_rate=0.1)
+    assert run_here(*flags("llama", **changes), f"--workdir={run}") == 0
+    assert run_convert("convert", f"--to_peft={out}", f"--workdir={run}") == 0
+    assert run_convert("convert", f"--to_hugging_face={merged}", f"--workdir={run}") == 0
+    base = make("llama")
+    base.resize_token_embeddings(270)
+    loaded = peft.PeftModel.from_pretrained(base, out)
+    assert not torch_equal(loaded.get_input_embeddings().weight[:260], make("llama").get_input_embeddings().weight)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    theirs, ours = (hugging_face_reference.logits(x.eval(), example("llama")) for x in (loaded, whole))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    again = dict(model__lora_weights=out, num_steps=1, optimizer__learning_rate=1e-6, optimizer__warmup_steps=0)
+    assert run_here(*flags("llama", **changes | again), f"--workdir={tmp_path / 'again'}") == 0
+    assert losses(tmp_path / "again")[0] < losses(run)[0] - 0.05
+
+
+def torch_equal(one: Any, other: Any) -> bool:
+    import torch
+
+    return torch.equal(one.detach(), other.detach())
 
 
 def test_adapters_of_a_model_with_experts_are_those_of_peft(tmp_path: Path) -> None:

@@ -83,6 +83,22 @@ def test_other_float_dtypes_become_float32(dtype: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(up[1], rounded["model.layers.1.mlp.up_proj.weight"].astype(np.float32).T)
 
 
+@every_row("name", ["llama", "gpt2", "bert"])
+def test_new_token_ids_begin_as_the_mean_of_the_others(name: str) -> None:
+    """Whole and in parts, as devices read them; the old ids have the same logits, and padding is zero."""
+    config, theirs = replace(section(FOLDER / name), vocab_size=270), reference(name)
+    weights = Weights(models.build(config), FOLDER / name)
+    table = weights.whole("embed/token")
+    np.testing.assert_allclose(table[VOCAB:270], np.tile(table[:VOCAB].mean(0), (10, 1)), atol=1e-6)
+    assert table.shape == (384, 16) and not table[270:].any()
+    np.testing.assert_array_equal(weights.region("embed/token", (slice(255, 300), slice(8, 16))), table[255:300, 8:])
+    np.testing.assert_allclose(our_logits(FOLDER / name, theirs["tokens"], config), theirs["logits"], atol=1e-5)
+    if name == "llama":
+        head = weights.region("head/weight", (slice(4, 8), slice(192, 384)))
+        means = weights.whole("head/weight")[4:8, :VOCAB].mean(1)
+        np.testing.assert_allclose(head[:, 68:78], np.tile(means, (10, 1)).T, rtol=1e-5)
+
+
 def test_weights_of_older_names_and_other_heads_are_read(tmp_path: Path) -> None:
     """BERT's first checkpoints: norms as TensorFlow names them, the bare model without a prefix, other tasks' heads."""
     folder = changed(FOLDER / "bert", tmp_path / "bert")

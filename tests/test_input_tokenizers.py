@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from support.hugging_face_reference import FOLDER
 from support.planning import small
 from support.shard_texts import own_cache  # noqa: F401 (a fixture)
 from support.tables import check_rows, raised
@@ -21,7 +22,7 @@ from support.tokenizer_files import tiktoken_file, tokenizer_json, with_image_to
 
 from configs.schema import DataConfig, SampleConfig, flat, nested, with_defaults
 from input_pipeline import load
-from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace, make_tokenizer
+from input_pipeline.tokenizers import MAX_IDS, Bytes, HuggingFace, make_tokenizer, with_vocab_size
 from training import generate, resume, sampling
 from training.datasets import tokenizer_of
 
@@ -45,6 +46,15 @@ def sentencepiece_model(tmp_path_factory) -> Path:
         input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=64, hard_vocab_limit=False, minloglevel=2
     )
     return folder / "m.model"
+
+
+def test_a_vocabulary_of_size_0_is_the_tokenizers() -> None:
+    """Or that of the weights, if it is larger."""
+    config = small(model__vocab_size=0)
+    assert with_vocab_size(config).model == replace(config.model, vocab_size=256)
+    weights = small(model__vocab_size=0, model__weights=str(FOLDER / "llama"))
+    assert with_vocab_size(weights).values["model.vocab_size"] == 260
+    assert with_vocab_size(small()) == small()
 
 
 def test_sentencepiece_matches_its_library(corpus, sentencepiece_model):

@@ -183,6 +183,8 @@ def _reader(saved: SavedArrays, model: models.Model, workdir: Path) -> tuple[Cal
     check_same_base(saved.data, {BASE: base.fingerprint()}, workdir)
 
     def read(path: str) -> np.ndarray:
+        if config.lora_embeddings and path in lora.EMBEDDINGS:
+            return of_checkpoint(path)
         module, _, name = path.rpartition("/")
         if not module.startswith("layers/") or name != "weight" or module.rpartition("/")[2] not in targets:
             return base.whole(path)

@@ -19,6 +19,7 @@ from compression.chosen_codecs import make_codecs
 from compression.methods import method_named
 from configs.schema import Config, TransformerConfig
 from configs.schema.combinations import Facts, complaint, refuse
+from input_pipeline.tokenizers import with_vocab_size
 from models.hugging_face import Weights
 from models.peft import Adapters
 from runtime.command_line import check_installed
@@ -76,6 +77,9 @@ class Experiment:
         frozen = self.frozen_params()
         source = adapters if frozen else weights
         params = source.load(shapes.params) if source else self._initial("params")
+        if weights and frozen and not adapters:  # embeddings that are trained next to adapters
+            whole = {name: x for name, x in shapes.params.items() if name != "layers"}
+            params = Params({**params, **weights.load(Params(whole))})
         begin = jax.jit(partial(first_state, self.chain), out_shardings=shardings, donate_argnums=(0, 1))
         return self.block(begin(params, frozen))
 
@@ -238,6 +242,7 @@ def make_experiment(config: Config, devices: Sequence[Device] = (), like: Sequen
     The model is taken from the first experiment in `like` with an equal one, which is traced already. ValueError for
     unsupported settings.
     """
+    config = with_vocab_size(config)
     section = models.with_attention(config)
     model = next((ex.model for ex in like if ex.model.config == section), None) or models.build(section)
     mesh, layout = lay_out(config, devices or jax.devices())

@@ -9,6 +9,7 @@ from absl import flags
 from configs import command_line
 from configs.schema import Config
 from elastic import check_path
+from input_pipeline.tokenizers import with_vocab_size
 from runtime import launchers
 from runtime.files.paths import user_path
 from runtime.supervisor import Supervisor
@@ -49,7 +50,7 @@ def parse(argv: Sequence[str], usage: str, supervisor: Supervisor) -> Options | 
     if command_line.asks_for_help(argv):
         print(command_line.help_text(usage, argv, values))
         return None
-    config = command_line.parse(argv, values)
+    config = with_vocab_size(command_line.parse(argv, values))
     supervisor.shows_tracebacks = values.debug
     if values.workdir == "":
         raise ValueError("--workdir= names no folder; give one, or leave --workdir out")

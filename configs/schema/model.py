@@ -44,7 +44,7 @@ class TransformerConfig(ModelConfig):
     Models treat `attention = "auto"` as `xla`; `models.make_model`, which knows the devices, resolves it first.
     """
 
-    vocab_size: int = key(256, "token ids of the tokenizer", least=1)
+    vocab_size: int = key(256, "token ids; 0: the tokenizer's, and at least those of model.weights", least=0)
     vocab_multiple: int = key(128, "pads the embedding to a multiple of this", least=1)
     max_len: int = key(256, "longest sequence; rows of learned positions", least=1, unit="tokens")
     num_layers: int = key(4, "number of layers", least=1)
@@ -68,6 +68,7 @@ class TransformerConfig(ModelConfig):
         f"storage of frozen matrices: compute_dtype, or blocks of {COLUMNS} with 8 or 4 bits (QLoRA)",
         choices=("compute", *BASES),
     )
+    lora_embeddings: bool = key(False, "with lora_rank: train the token embedding and an untied head, too, whole")
     lora_weights: str = key("", "folder of PEFT adapters from which a new run starts")
 
     def __post_init__(self) -> None:
@@ -86,7 +87,7 @@ class TransformerConfig(ModelConfig):
         require(self.attention != "cudnn" or self.is_plain, "attention", self.attention, fix)
 
     def _check_lora(self) -> None:
-        for name in ("lora_targets", "lora_base", "lora_weights"):
+        for name in ("lora_targets", "lora_base", "lora_embeddings", "lora_weights"):
             is_default = getattr(self, name) == keys_of(type(self))[name].default
             require(bool(self.lora_rank) or is_default, "lora_rank", 0, f"model.{name} needs a rank from 1 on")
         has_base = bool(self.weights) or not self.lora_weights
@@ -243,7 +244,7 @@ class EncoderConfig(TransformerConfig):
     OBJECTIVE = "masked"
 
     kind: str = key("encoder", KIND, choices=KINDS, topics=("model",))
-    vocab_size: int = key(257, "token ids, with the mask's", least=1)
+    vocab_size: int = key(257, "token ids, with the mask's; 0: the tokenizer's", least=0)
     norm_first: bool = key(
         True,
         "norms before attention and MLP, and at the end; False: after them and the embedding (BERT)",

@@ -62,7 +62,8 @@ def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
     values |= {key: x for key, x in SMALL.items() if not key.startswith("model.")}
     values |= {"num_steps": 2, "optimizer.warmup_steps": 1, "model.weights": str(folder or FOLDER / name)}
     values |= {key.replace("__", "."): x for key, x in changes.items()}
-    config = "tiny.py:bert" if "bert" in name else "quickstart.py"
+    files = {"encoder": "tiny.py:bert", "moe": "tiny.py:moe", "decoder": "quickstart.py"}
+    config = files[section(FOLDER / name).kind]
     return [f"--config={ROOT}/configs/{config}", *(f"--config.{key}={x}" for key, x in values.items())]
 
 
