@@ -60,6 +60,8 @@ def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
     """Returns the flags of a run of 2 steps with the sizes of a checkpoint, which starts from it unless changed."""
     values = {f"model.{key}": x for key, x in model_section(name).items()}
     values |= {key: x for key, x in SMALL.items() if not key.startswith("model.")}
+    if section(FOLDER / name).kind == "moe":
+        values["sharding.experts"] = "none"
     values |= {"num_steps": 2, "optimizer.warmup_steps": 1, "model.weights": str(folder or FOLDER / name)}
     values |= {key.replace("__", "."): x for key, x in changes.items()}
     files = {"encoder": "tiny.py:bert", "moe": "tiny.py:moe", "decoder": "quickstart.py"}
