@@ -258,6 +258,6 @@ def test_a_tpu_jobset_fits_together(jobset: dict[str, Any], slices: int) -> None
     assert "file-mode=0600" in volume["csi"]["volumeAttributes"]["mountOptions"]
     config = command_line.parse(["train.py", *command_line.words_of_config(container["command"][1:])])
     assert config.mesh.num_cpu_devices == config.mesh.devices_per_node == 0
-    assert config.batch.global_size == 2 * chips * config.batch.micro_size
+    assert config.batch.global_size % (2 * chips * config.batch.micro_size) == 0
     assert config.elastic.snapshot_every == 0  # a folder of gcsfuse is another run after each mount
     assert (config.sharding.replicas == "independent") == ("--group=1" in container["command"]) == (slices == 1)

@@ -4,11 +4,11 @@
     python -m lab.benchmarks.community --config=configs/quickstart.py --keys=sharding.partition_size=4,num_steps=20
 
 First train.py trains with the config, then `lab.probe` measures the devices and the links. On several machines start it
-once per process, by SLURM, Open MPI or Kubernetes, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-JAX_PROCESS_ID; process 0 writes the record. Without an accelerator the devices are virtual CPU devices, and the record
-says so. The command adds no name of a host, user or folder; it refuses absolute paths in --config and --keys, because
-the record repeats both. results/community/README.md explains the keys and how to send it. Exit codes: 0 done; 1 a
-program failed; 2 bad options, changed files, or a run without all numbers.
+once per process, by SLURM, Open MPI, Kubernetes or on Cloud TPU, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+and JAX_PROCESS_ID; process 0 writes the record. Without an accelerator the devices are virtual CPU devices, and the
+record says so. The command adds no name of a host, user or folder; it refuses absolute paths in --config and --keys,
+because the record repeats both. results/community/README.md explains the keys and how to send it. Exit codes: 0 done;
+1 a program failed; 2 bad options, changed files, or a run without all numbers.
 """
 
 import itertools
