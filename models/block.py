@@ -22,6 +22,7 @@ from jax import Array
 
 from configs.schema import GATED, DecoderConfig, ModelConfig
 from models.flash import flash_attention
+from models.remat import ATTENTION, HEADS, MLP_INPUT, named
 from sharding.context import Context
 from sharding.experts import Gather
 
@@ -319,11 +320,12 @@ class Attention(nnx.Module):
                 "is_causal": c.causal,
                 "implementation": "cudnn" if c.attention == "cudnn" else "xla",
             }
-            return plain_attention(q_BTNH, k_BTKH, v_BTKH, mask=same_B1TS, **how)
+            mixed_BTNH = plain_attention(q_BTNH, k_BTKH, v_BTKH, mask=same_B1TS, **how)
+            return mixed_BTNH if c.attention == "cudnn" else named(mixed_BTNH, ATTENTION)
         places_T = jnp.arange(q_BTNH.shape[1])
         seen_B1TS = seen_from(places_T, places_T, window)
         seen_B1TS = seen_B1TS if same_B1TS is None else seen_B1TS & same_B1TS
-        return attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap)
+        return named(attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap), ATTENTION)
 
     def window(self, is_global: Array | None) -> Array | None:
         """Returns the number of visible positions (a token and its predecessors), float32 []; None for all."""
@@ -344,13 +346,13 @@ class Attention(nnx.Module):
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
         scale = (c.head_size / (c.query_scalar or c.head_size)) ** 0.5 * c.rotary_attention**2
         q = q if scale == 1 else q * scale
-        return rotate(q, angles_BTH), rotate(k, angles_BTH), v
+        return named(rotate(q, angles_BTH), HEADS), named(rotate(k, angles_BTH), HEADS), named(v, HEADS)
 
     def attend(self, x_BTD: Array, mixed_BTNH: Array) -> tuple[Array, Array]:
         """Returns the residual stream after attention, from the layer's input and `mix`, and the MLP's input."""
         added_BTD = self.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1))
         x_BTD = x_BTD + (added_BTD if self.attention_post_norm is None else self.attention_post_norm(added_BTD))
-        x_BTD = x_BTD if self.config.norm_first else self.attention_norm(x_BTD)
+        x_BTD = named(x_BTD if self.config.norm_first else self.attention_norm(x_BTD), MLP_INPUT)
         return x_BTD, self.mlp_norm(x_BTD) if self.config.norm_first else x_BTD
 
     def add(self, x_BTD: Array, added_BTD: Array) -> Array:

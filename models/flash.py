@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from sharding.experts import keep
+from models.remat import ATTENTION, named
 from sharding.trees import PyTree
 
 Function = TypeVar("Function", bound=Callable[..., PyTree])
@@ -58,7 +58,7 @@ def _forward(
     out_BTNH, log_BNT = _on_own_heads(
         partial(_run_forward, causal=causal, cap=cap), [HEADS, HEADS, HEADS, WHOLE, WHOLE], (HEADS, LOGS)
     )(q_BTNH, k_BTKH, v_BTKH, segments_BT, _in_positions(window, q_BTNH.shape[1]))
-    out_BTNH, log_BNT = keep(out_BTNH), keep(log_BNT)
+    out_BTNH, log_BNT = named(out_BTNH, ATTENTION), named(log_BNT, ATTENTION)
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, segments_BT, window, out_BTNH, log_BNT)
 
 

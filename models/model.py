@@ -18,12 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.extend.core import Primitive
 
 from configs.schema import ImageConfig, ModelConfig, TransformerConfig
 from models.lora import stored_specs, stored_values, used_values
 from sharding.averages import part_averages
-from sharding.experts import KEPT, Gather
+from sharding.experts import Gather
 from sharding.frozen import part_frozen
 from sharding.pipeline import Batch, StagedLoss
 from sharding.spec import ParamSpec
@@ -204,40 +203,6 @@ class Classifier(Model):
             "loss": cross_entropy(logits_BV, batch["labels"], batch["weights"]),
             "correct": jnp.sum(batch["weights"] * right_B),
         }
-
-
-CUDNN = "dot_product_attention_fwd"  # the primitive of jax.nn.dot_product_attention(implementation="cudnn")
-
-
-def rematerialise(body: Callable[..., PyTree], policy: str, *, in_scan: bool = False) -> Callable[..., PyTree]:
-    """Returns a layer whose backward pass recomputes values by `policy`. `in_scan`: it is the body of a scan.
-
-    - `full` recomputes everything from the layer's inputs.
-    - `dots` saves products with weights, the attention of kernels (cuDNN's and ours), and tokens exchanged between
-      experts.
-    - `none` recomputes nothing, so that the gathered parameters stay in memory.
-    """
-    prevent_cse = not in_scan  # in a scan, XLA cannot merge the two computations anyway
-    match policy:
-        case "none":
-            return body
-        case "full":
-            return jax.checkpoint(body, prevent_cse=prevent_cse)
-        case "dots":
-            kept = jax.checkpoint_policies.save_only_these_names(KEPT)
-            policy_of_dots = jax.checkpoint_policies.save_from_both_policies(_is_kept, kept)
-            return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy_of_dots)
-        case _:
-            raise ValueError(f"model.remat = {policy!r}: choose one of full, dots, none")
-
-
-def _is_kept(primitive: Primitive, *args: object, **how: object) -> bool:
-    """Whether a value is a product with weights or cuDNN's attention.
-
-    Experts mark their products, which are batched.
-    """
-    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **how)
-    return primitive is jax.lax.conv_general_dilated_p or dots or primitive.name.startswith(CUDNN)
 
 
 def mask_padding(logits: Array, num_ids: int) -> Array:

@@ -37,7 +37,6 @@ from models.model import (
     Params,
     cross_entropy,
     mask_padding,
-    rematerialise,
 )
 from models.norms import (
     Averages,
@@ -49,6 +48,7 @@ from models.norms import (
     group_norm,
     running_averages,
 )
+from models.remat import rematerialise
 from sharding.averages import AVERAGES
 
 EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels divided by inner channels of a block that is not wide

@@ -24,8 +24,8 @@ from models.model import (
     Params,
     cross_entropy,
     mask_padding,
-    rematerialise,
 )
+from models.remat import INPUT, named, rematerialise
 from sharding.accumulation import scan_layers
 from sharding.context import Context
 from sharding.experts import context_of
@@ -134,6 +134,7 @@ class Stack(Model):
         del stage
 
         def body(x: PyTree, values: GroupParams, *args: Array | None) -> PyTree:
+            x = jax.tree.map(lambda y: named(y, INPUT) if y.ndim else y, x)
             return self.run_layer(values, x, *args, **how)
 
         return scan_layers(

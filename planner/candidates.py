@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
-from configs.schema import Config, LocalSGDConfig, MeshConfig
+from configs.schema import Config, LocalSGDConfig, MeshConfig, TransformerConfig
 from configs.schema.codecs import CODED, COLLECTIVES, LEVELS
 from configs.schema.sections import ALL_REDUCE, CODECS, METHODS
 from sharding.scopes import GATHER_POLICIES, STRATEGIES
@@ -22,7 +22,7 @@ KEPT |= {key.partition(".")[2]: key for key in OUTER_STEP} | {"optimizer.name": 
 ENCODED = ("all_reduce", *CODED)
 # the outer step of local SGD, unless an extra sets another one: DiLoCo's has a higher loss
 AVERAGES = {"outer_learning_rate": "1.0", "outer_momentum": "0.0"}
-OTHER_REMAT = {"full": "dots", "dots": "full"}
+REMAT = ("full", "attention", "dots")  # the choices that need nothing else of the config
 # ordered by their effect on the result, as CODECS are; configs/losses.csv has measured losses of some
 TIMINGS: tuple[dict[str, str], ...] = ({}, {"inner_steps": "10"}, {"delayed": "True"}, {"inner_steps": "50"})
 # traffic that a codec encodes: the replica all-reduce, gathers and scatters of large groups, or both
@@ -208,12 +208,13 @@ def all_candidates(config: Config, nodes: int, devices_per_node: int) -> Iterato
 
 
 def exact_variants(candidate: Candidate, config: Config, *, fits: bool) -> Iterator[Candidate]:
-    """Yields the candidate with the other rematerialisation, and with smaller memory for groups that do not fit.
+    """Yields the candidate with each other rematerialisation, and with smaller memory for groups that do not fit.
 
     The result of a step equals the candidate's, up to rounding.
     """
-    if config.model.remat in OTHER_REMAT:
-        yield candidate.with_extras({"remat": OTHER_REMAT[config.model.remat]})
+    if config.model.remat in REMAT:
+        kept = REMAT if isinstance(config.model, TransformerConfig) else ("full", "dots")
+        yield from (candidate.with_extras({"remat": remat}) for remat in kept if remat != config.model.remat)
     if candidate.strategy == "mics" and not fits:
         yield candidate.with_extras({"optimizer": "all"})
 

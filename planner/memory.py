@@ -44,7 +44,8 @@ def temporary_bytes(experiment: Experiment, gradients: int, *, has_scores: bool)
     scores = has_scores * tokens * config.data.seq_len * model.num_heads / tensor * (4 + 3 * item)
     inside = scores + 4 * item * tokens * (model.intermediate / tensor + model.hidden)
     head = _logits(experiment) * (4 + 2 * item)
-    kept = tokens * item * model.hidden if model.remat == "full" else inside
+    stream = {"full": 1, "attention": 3, "offload": 0}  # saved values on the device, as multiples of the layer's input
+    kept = tokens * item * model.hidden * stream[model.remat] if model.remat in stream else inside
     trained = experiment.model.num_trained / experiment.model.num_params
     held += layer * (2 * item + 4 * trained) + embedding * (item + 4 * trained)
     if model.lora_base != "compute":  # the current layer is decoded

@@ -13,6 +13,7 @@ exchanged with the other replicas (the replica all-reduce). None of these depend
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -134,7 +135,7 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating, unroll: bool) -> PyT
     return _tap(lambda first, g, _: (g, first), stack.sums, x, sums)[0]  # backwards, it starts with the sums so far
 
 
-class _Layer:
+class LayerVjp:
     """A layer whose backward pass runs later, from saved values; parameters and `args` are passed to it once more.
 
     With `model.remat=full` the layer's input is the only saved value. Made anew for each trace.
@@ -144,27 +145,40 @@ class _Layer:
         self._run = run
         self._backward: Any = None  # jax.vjp's function, without its arrays
         self._given: list[int | None] = []  # for each of the arrays its number in `given`; None: it is saved
+        self._on_host: list[bool] = []  # for each saved value
 
-    def forward(self, x: PyTree, *given: PyTree) -> tuple[PyTree, list[jax.Array]]:
+    def forward(self, x: PyTree, *given: PyTree) -> tuple[PyTree, "_Saved"]:
         """Returns the output for `x` and `given`, the layer's parameters and `args`, and the saved values."""
         x, backward = jax.vjp(self._run, x, *given)
         values, self._backward = jax.tree.flatten(backward)
         numbers = {id(value): n for n, value in enumerate(jax.tree.leaves(given))}
         self._given = [numbers.get(id(value)) for value in values]
-        return x, [value for value, n in zip(values, self._given, strict=True) if n is None]
+        saved = [value for value, n in zip(values, self._given, strict=True) if n is None]
+        self._on_host = [jax.typeof(value).memory_space == jax.memory.Space.Host for value in saved]
+        on_device = [value for value, is_on_host in zip(saved, self._on_host, strict=True) if not is_on_host]
+        return x, _Saved(on_device, [*compress(saved, self._on_host)])
 
-    def backward(self, saved: list[jax.Array], g: PyTree, *given: PyTree) -> tuple[PyTree, ...]:
+    def backward(self, saved: "_Saved", g: PyTree, *given: PyTree) -> tuple[PyTree, ...]:
         """Returns the cotangents of `x` and `given` for the cotangent of the output."""
-        leaves, rest = jax.tree.leaves(given), iter(saved)
+        on_device, on_host = map(iter, saved)
+        rest = (next(on_host if is_on_host else on_device) for is_on_host in self._on_host)
+        leaves = jax.tree.leaves(given)
         values = [next(rest) if n is None else leaves[n] for n in self._given]
         return jax.tree.unflatten(self._backward, values)(g)
+
+
+class _Saved(NamedTuple):
+    """The saved values of a layer `[...]`, or of several `[L, ...]`."""
+
+    on_device: list[jax.Array]
+    on_host: list[jax.Array]
 
 
 class _Kept(NamedTuple):
     """Values that the forward loop over L layers keeps for the backward loop."""
 
-    saved: list[jax.Array]  # `_Layer.forward`'s of all layers but the last `[L - 1, ...]`
-    saved_last: list[jax.Array]  # the last layer's `[...]`
+    saved: _Saved  # of all layers but the last `[L - 1, ...]`
+    saved_last: _Saved  # the last layer's `[...]`
     full_last: PyTree  # the last layer's gathered parameters `[...]`
     parts: PyTree  # `AccumulationRule.keep`'s results for all layers but the last, `[L - 1, ...]`; None without it
 
@@ -198,23 +212,23 @@ def _scan_pipelined(
         trained, frozen = rule.part(full)
         return body(x, joined(trained, lax.stop_gradient(frozen)), *args)
 
-    looped, last_layer = _Layer(run_layer), _Layer(run_layer)
+    looped, last_layer = LayerVjp(run_layer), LayerVjp(run_layer)
 
     def forward(x: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, _Kept]:
-        def layer(carry: tuple[PyTree, ...], i: jax.Array) -> tuple[PyTree, None]:
+        def layer(carry: tuple[PyTree, ...], i: jax.Array) -> tuple[PyTree, list[jax.Array]]:
             x, part, full, room = carry  # input `[...]` and parameters `[...]` of layer i; [L - 1, ...]
             following = keep(at(values, i + 1))
             x, saved = looped.forward(x, full, args)
-            room = put(room, (saved, part), i)
-            return (x, following if rule.keep else None, gather(following), room), None
+            room = put(room, (saved.on_device, part), i)
+            return (x, following if rule.keep else None, gather(following), room), saved.on_host
 
         first = keep(at(values, 0))
         part, full = first if rule.keep else None, gather(first)
-        types = _types(lambda x, full: (looped.forward(x, full, args)[1], part), x, full)
+        types = _types(lambda x, full: (looped.forward(x, full, args)[1].on_device, part), x, full)
         room = _room(types, max(last, 1), jax.tree.leaves(x)[0])
-        (x_last, _, full, (saved, parts)), _ = lax.scan(layer, (x, part, full, room), jnp.arange(last))
+        (x_last, _, full, (saved, parts)), on_host = lax.scan(layer, (x, part, full, room), jnp.arange(last))
         x, saved_last = last_layer.forward(x_last, full, args)
-        return x, _Kept(saved, saved_last, full, parts)
+        return x, _Kept(_Saved(saved, on_host), saved_last, full, parts)
 
     @jax.custom_vjp
     def run(x: PyTree, values: PyTree, sums: PyTree, args: tuple[PyTree, ...]) -> PyTree:

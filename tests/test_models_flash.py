@@ -13,7 +13,7 @@ from support.workload import FLAGS
 
 from configs import base, quickstart
 from models.flash import flash_attention
-from models.model import CUDNN, rematerialise
+from models.remat import CUDNN, rematerialise
 from training.experiment import make_experiment
 
 ENDS = [[40, 128], [70, 71]]  # of each row's first two documents

@@ -20,7 +20,7 @@ from compression.methods import method_named
 from compression.timings import Delayed, Overlapped
 from configs import base, tiny
 from configs.schema import Config
-from models.model import rematerialise
+from models.remat import rematerialise
 from sharding.accumulation import Accumulating, AccumulationRule, scan_layers
 from sharding.gradients import accumulated, replica_gradients
 from sharding.hlo import Collective, read_collectives

@@ -31,8 +31,9 @@ class ModelConfig(Section, name="model"):
     )
     remat: str = key(
         "full",
-        "full: recompute layers; dots: keep products, convolutions, attention, experts' tokens; none: keep all",
-        choices=("full", "dots", "none"),
+        "full: recompute layers; attention: keep attention and MLPs' inputs; dots: keep products, convolutions, "
+        "attention, experts' tokens; none: keep all; offload: keep layers' inputs, q, k, v, attention in host memory",
+        choices=("full", "attention", "dots", "none", "offload"),
         resumable=True,
     )
 
@@ -292,6 +293,8 @@ class ResNetConfig(ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        fix = "without attention choose full, dots or none"
+        require(self.remat not in ("attention", "offload"), "remat", self.remat, fix)
         object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))  # it is a list in configs from JSON
         require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "give at least one stage")
         for count in self.stage_blocks:
