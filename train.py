@@ -35,7 +35,7 @@ from training.log import advice, announced, close_log, make_log, prepare_log, sa
 from training.memory import check_fits, check_step_fits, one_line_if_too_large
 from training.optimizer_chain import make_chain
 from training.sampling import Sampler
-from training.validation import Validator
+from training.validation import EarlyStopping, Validator, past_losses
 from training.weights_tokenizer import check_weights
 from training.world import Metrics, make_world
 
@@ -163,11 +163,14 @@ def run(
             fingerprints=fingerprints,
         )
         report = Report(parts)
+        patience = config.eval.patience
+        early = EarlyStopping(patience, past_losses(workdir, step) if patience else ())
         checkpoint = CheckpointHook(parts, report)
         profile = Profile(parts, report, step)
         loop = [
             every(1, report),
             every(config.eval.every, Validate(parts, report), at_end=True, done=step),
+            every(1, early),
             Periodic(checkpoint.snapshot, due=lambda n: n < last and snapshots.due(n), at_stop=True, done=step),
             every(config.checkpoint.every, checkpoint.save, at_end=True, at_stop=True, done=checkpoint.newest()),
             Periodic(profile, profile.is_due, at_end=True, at_stop=True, done=-1),
@@ -175,16 +178,18 @@ def run(
         ]
         if world.is_awaited and config.eval.every:
             validator.compile(log.say)  # other replicas would wait for that once this one has entered
-        steps = world.steps(state, start.step, log.say)
+        steps = world.steps(state, start.step, log.say) if not early.message else ()
         for step, state, metrics in steps:
             supervisor.enter(Phase.RECORDING)
             for hook in loop:
                 hook(step, state, metrics, is_last=step == last)
+            if early.message:
+                break
 
         # ----------------------------------------------------------------------------------------------------- close
         report.close()
         supervisor.enter(Phase.CLOSING)
-        finished = step == last
+        finished = step == last or bool(early.message)
         for hook in loop:
             hook.close(step, state, metrics, finished=finished)
         sample = None
@@ -194,6 +199,8 @@ def run(
         checkpointer.wait()
         snapshots.end(finished=finished)
         close_log(log, ex, finished=finished, sample=sample)
+        if early.message:
+            log.say(early.message)
         if not finished:
             log.say(f"stopped at step {step}; run the same command again to resume")
         supervisor.stopped(step, finished=finished)

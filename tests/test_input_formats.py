@@ -135,7 +135,7 @@ def test_skipped_documents_are_named_in_the_runs_directory(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="document 11 that is broken, more than data.skip_bad=10"):
         load(settings(tmp_path / "a.jsonl", skip_bad=10, seq_len=2), "train", 0)
     both = [load(settings(tmp_path / "a.jsonl", skip_bad=30, seq_len=2), split, 0) for split in SPLITS]
-    data = Datasets(train=both[0], validation=both[1])
+    data = Datasets(train=both[0], validation={"": both[1]})
     data.write_skipped(tmp_path)
     lines = (tmp_path / "skipped_documents.txt").read_text().splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"a.jsonl, line {n}" for n in range(2, 61, 2)]

@@ -324,7 +324,7 @@ def test_bits_per_byte_are_those_of_a_model_that_predicts_every_token(objective:
     """Bytes are the tokens here; a masked model's loss is of the masked ones alone, and says nothing of the text."""
     data = load(config := data_config(objective=objective), "validation", 0)
     sums = iter([{"loss": np.float32(6), "weight": np.float32(4)}, {"loss": np.float32(2), "weight": np.float32(1)}])
-    result = Validator(experiment_of(config, lambda batch: next(sums)), data, 2)({})
+    result = Validator(experiment_of(config, lambda batch: next(sums)), {"": data}, 2)({})
     assert result.loss == pytest.approx(8 / 5)
     bits = 8 / 5 / np.log(2)
     if objective == "causal":
@@ -345,6 +345,6 @@ def test_a_batch_is_gone_before_the_next_one_is_measured() -> None:
         return {"loss": np.float32(tokens.sum()), "weight": np.float32(tokens.size)}
 
     data = load(config := data_config(), "validation", 0)
-    validator = Validator(experiment_of(config, sums), data, 3)
+    validator = Validator(experiment_of(config, sums), {"": data}, 3)
     wanted = np.mean([data[i]["tokens"] for i in range(12)])
     assert [validator({}).loss for _ in range(2)] == [pytest.approx(wanted)] * 2 and len(held) == 6

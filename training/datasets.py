@@ -8,9 +8,11 @@ from pathlib import Path
 import jax
 
 from configs.schema import Config
+from configs.schema.data import PATHS
+from configs.schema.mixture import SPLIT
 from input_pipeline import Dataset, ImageDataset, MixedDataset, load
 from input_pipeline.bad_documents import check
-from input_pipeline.dataset import SPLITS
+from input_pipeline.dataset import Split
 from input_pipeline.shards import ShardProcesses, ShardSet, check_room
 from input_pipeline.tokenizers import Tokenizer, tokenizer_for
 from runtime.consensus import all_gather, new_key
@@ -26,7 +28,7 @@ class Datasets:
     """The training and validation data of a run."""
 
     train: Dataset
-    validation: Dataset
+    validation: Mapping[str, Dataset]  # by the names of `eval.data`; "" without them. The first is the main set
     shards: Sequence[ShardSet] = ()  # of data.source=shards, or of such components of a mixture
 
     def counters(self) -> Mapping[str, float]:
@@ -42,13 +44,18 @@ class Datasets:
     @property
     def skipped(self) -> list[str]:
         """Place and fault of each broken document that is left out."""
-        both = (data.skipped for data in (self.train, self.validation) if not isinstance(data, ImageDataset))
-        return [*dict.fromkeys(line for lines in both for line in lines)]  # splits may share their files
+        texts = [data for data in (self.train, *self.validation.values()) if not isinstance(data, ImageDataset)]
+        return [*dict.fromkeys(line for data in texts for line in data.skipped)]  # splits may share their files
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """Hashes of both, by their names in checkpoints."""
-        return {"fingerprint": self.train.fingerprint, "validation_fingerprint": self.validation.fingerprint}
+        """Hashes of the training data and its validation split, by their names in checkpoints.
+
+        Sets of `eval.data` may change when a run resumes.
+        """
+        split = next((self.validation[name] for name in ("", SPLIT) if name in self.validation), None)
+        found = {"fingerprint": self.train.fingerprint}
+        return found | ({"validation_fingerprint": split.fingerprint} if split else {})
 
     def write_skipped(self, workdir: Path) -> None:
         """Writes the places and faults of the skipped documents, in one process, if documents were skipped."""
@@ -64,9 +71,11 @@ class Datasets:
             lines.append(f"broken documents that are skipped: {len(skipped)}, named in {run_directory.SKIPPED}")
         if self.train.filled < 1:
             lines.append(f"rows of whole documents: {self.train.filled:.2%} of the positions hold tokens")
-        assert not isinstance(self.validation, ImageDataset)
         lines += answer_ends.warnings(self.train)
-        summaries = {"training": self.train.summary, "validation": self.validation.summary}
+        summaries = {"training": self.train.summary}
+        for name, data in self.validation.items():
+            assert not isinstance(data, ImageDataset)
+            summaries[f"validation {name}".strip()] = data.summary
         return lines + [f"{what}: {summary}" for what, summary in summaries.items() if summary]
 
 
@@ -79,7 +88,8 @@ def load_datasets(
     """
     config = experiment.config
     tokenizer = None if config.data.objective == "classify" else tokenizer_of(config)
-    sources = [config.data.alone(one) for one in config.data.components] or [config.data]
+    own = [data for name, data in config.validation_data().items() if name != SPLIT]
+    sources = [*([config.data.alone(one) for one in config.data.components] or [config.data]), *own]
     shards: list[ShardSet] = []
     if stored := [data for data in sources if data.source == "shards"]:
         count = jax.process_count()
@@ -88,10 +98,11 @@ def load_datasets(
         for data in stored:
             shards.append(ShardSet(data, tokenizer, world, was_reached=has_begun(workdir)))
             register(shards[-1])
-    train, validation = (load(config.data, split, config.seed, shards, tokenizer) for split in SPLITS)
+    train = load(config.data, "train", config.seed, shards, tokenizer)
+    validation = validation_sets(config, shards, tokenizer)
     if shards:
         check_room(shards)
-    _check(experiment, train, validation)
+    _check(experiment, train, *validation.values())
     datasets = Datasets(train=train, validation=validation, shards=shards)
     check(datasets.skipped, config.data.skip_bad)
     return datasets
@@ -105,9 +116,20 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _check(experiment: Experiment, train: Dataset, validation: Dataset) -> None:
+def validation_sets(config: Config, shards: Sequence[ShardSet], tokenizer: Tokenizer | None) -> dict[str, Dataset]:
+    """Returns the validation sets by name; without `eval.data` the validation split, named "".
+
+    Files of a named set are read completely.
+    """
+    sets = config.validation_data() or {"": config.data}
+    is_split = lambda name, data: name in ("", SPLIT) or data.source not in PATHS
+    splits: dict[str, Split] = {name: "validation" if is_split(name, data) else "all" for name, data in sets.items()}
+    return {name: load(data, splits[name], config.seed, shards, tokenizer) for name, data in sets.items()}
+
+
+def _check(experiment: Experiment, *datasets: Dataset) -> None:
     config = experiment.config
-    for dataset in (train, validation):
+    for dataset in datasets:
         if isinstance(dataset, ImageDataset):
             _check_size(config, "num_classes", dataset.num_classes, f"classes of data.source={config.data.source}")
         # no collective, which times out after half an hour: one process may have to tokenise texts that others cached

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from configs.schema.mixture import SPLIT
 from input_pipeline import ImageDataset, load
 from input_pipeline.shard_formats import OF_CHATS, format_of
 from runtime.command_line import prepare_output
 from runtime.files.json_objects import JsonObject
 from training import trained
+from training.datasets import validation_sets
 from training.validation import Validator
 
 
@@ -49,14 +51,16 @@ def evaluate(model: trained.Trained, *, num_batches: int | None = None, whole: b
     """
     config = model.config
     tokenizer = model.tokenizer() if config.data.objective != "classify" or whole else None
-    data = load(config.data, "all" if whole else "validation", config.seed, tokenizer=tokenizer)
-    there = model.data.get("validation_fingerprint", data.fingerprint)
-    if not whole and there != data.fingerprint:
+    whole_data = lambda: {"": load(config.data, "all", config.seed, tokenizer=tokenizer)}
+    sets = whole_data() if whole else validation_sets(config, (), tokenizer)
+    split = next((sets[name].fingerprint for name in ("", SPLIT) if name in sets), None)
+    if not whole and split and model.data.get("validation_fingerprint", split) != split:
         raise ValueError(f"{model.name} was validated on other data: {config.data.origin} has changed; give --path")
-    if not isinstance(data, ImageDataset) and data.summary:
-        trained.say(data.summary)
+    for data in sets.values():
+        if not isinstance(data, ImageDataset) and data.summary:
+            trained.say(data.summary)
     most = sys.maxsize if whole else config.eval.num_batches
-    found = Validator(model.experiment, data, num_batches or most)(model.params, trained.say)
+    found = Validator(model.experiment, sets, num_batches or most)(model.params, trained.say)
     causal = {"perplexity": math.exp(found.loss)} if config.data.objective == "causal" else {}
     return {"step": model.step, **found.scalars(), **causal}
 

@@ -231,7 +231,8 @@ def _check_same_data(
 ) -> None:
     check_same_base(restored.data, fingerprints, workdir)
     for key, what in (("fingerprint", "trained"), ("validation_fingerprint", "validated")):
-        if restored.data.get(key, fingerprints[key]) != fingerprints[key]:  # an imported run has none
+        known = fingerprints.get(key)  # the split may be no validation set; an imported run has neither
+        if known and restored.data.get(key, known) != known:
             raise ValueError(
                 f"{workdir} was {what} on other data: {experiment.config.data.origin} has changed since "
                 f"step {restored.step}; {_remedy(restored.config, experiment.config)}choose another --workdir"

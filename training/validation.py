@@ -1,17 +1,23 @@
 """Measures a model on validation data."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from input_pipeline import Dataset, ImageDataset, MixedDataset, TextDataset
 from input_pipeline.batches import batch_at
+from runtime.consensus import broadcast, new_key
+from runtime.files.run_directory import METRICS
 from runtime.phases import Phase
 from training.experiment import Experiment
 from training.log import announced, say
+from training.metrics.run_files import read_run
+
+LOSS = "validation_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,7 @@ class Validation:
     bits_per_byte: float | None = None  # of causal models of text
     accuracy: float | None = None  # of classifiers: share of the images whose class is the most likely one
     dropped_share: float | None = None  # of models with experts: share of the tokens' choices that found no room
-    by_source: Mapping[str, float] = field(default_factory=dict)  # mixtures: the loss on each source's split
+    by_source: Mapping[str, float] = field(default_factory=dict)  # the losses on a mixture's sources, and on named sets
 
     def scalars(self) -> dict[str, float]:
         """Returns the metrics by their keys in `metrics.jsonl`."""
@@ -45,21 +51,21 @@ class Validation:
 
 
 class Validator:
-    """Measures a model on the first rows of the validation data, which are read anew each time.
+    """Measures a model on the first rows of validation sets by name, which are read anew each time.
 
-    For a mixture these are the first rows of every source; the loss is the mean of the sources' losses by their shares.
+    The first set is the main one, and the losses of named sets are added to its result. For a mixture these are the
+    first rows of every source; the loss is the mean of the sources' losses by their shares.
     """
 
     def __init__(
         self,
         experiment: Experiment,
-        data: Dataset,
+        sets: Mapping[str, Dataset],
         num_batches: int,
         enter: Callable[[Phase], object] = lambda phase: None,
     ) -> None:
         """`enter` gets the phase of the main thread, for each batch anew."""
-        self._experiment, self._data, self._num_batches, self._enter = experiment, data, num_batches, enter
-        self._shares = {part.name: part.share for part in data.parts} if isinstance(data, MixedDataset) else {"": 1.0}
+        self._experiment, self._sets, self._num_batches, self._enter = experiment, sets, num_batches, enter
         self._evaluate: jax.stages.Compiled | None = None
 
     def compile(self, say: Callable[[str], None] = say) -> jax.stages.Compiled:
@@ -72,12 +78,20 @@ class Validator:
 
     def __call__(self, params: object, say: Callable[[str], None] = say) -> Validation:
         """Returns the result for `params`, sharded like the training state's."""
-        ex, data, evaluate = self._experiment, self._data, self.compile(say)
-        sources = [part.examples for part in data.parts] if isinstance(data, MixedDataset) else [data]
+        results = {name: self._measured(params, data, say) for name, data in self._sets.items()}
+        main = next(iter(results.values()))
+        losses = {name: result.loss for name, result in results.items() if name}
+        return replace(main, by_source={**main.by_source, **losses})
+
+    def _measured(self, params: object, data: Dataset, say: Callable[[str], None]) -> Validation:
+        """Returns the result for one set."""
+        ex, evaluate = self._experiment, self.compile(say)
+        parts = {part.name: part for part in data.parts} if isinstance(data, MixedDataset) else {}
+        sources = [part.examples for part in parts.values()] if isinstance(data, MixedDataset) else [data]
+        shares = {name: part.share for name, part in parts.items()} or {"": 1.0}
         sums = [self._sums(evaluate, params, source) for source in sources]
-        means = dict(zip(self._shares, map(_means, sums), strict=True))
-        shares = self._shares.items()
-        loss = sum(share * means[name]["loss"] for name, share in shares)
+        means = dict(zip(shares, map(_means, sums), strict=True))
+        loss = sum(share * means[name]["loss"] for name, share in shares.items())
         drops = all("dropped_share" in mean for mean in means.values())
         bits_per_byte = None
         if not isinstance(data, ImageDataset) and ex.config.data.objective == "causal":
@@ -86,7 +100,7 @@ class Validator:
             loss=loss,
             bits_per_byte=bits_per_byte,
             accuracy=means[""].get("correct") if isinstance(data, ImageDataset) else None,
-            dropped_share=sum(share * means[name]["dropped_share"] for name, share in shares) if drops else None,
+            dropped_share=sum(shares[name] * means[name]["dropped_share"] for name in shares) if drops else None,
             by_source={name: mean["loss"] for name, mean in means.items() if name},
         )
 
@@ -109,3 +123,42 @@ def _means(sums: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the weighted means over some batches, by name."""
     weight = sum(float(batch["weight"]) for batch in sums)
     return {name: sum(float(batch[name]) for batch in sums) / weight for name in sums[0]}
+
+
+class EarlyStopping:
+    """Whether the validation loss has not fallen for `patience` validations; 0: it never ends the run.
+
+    A hook after `Validate`. It follows from the validations so far, so that a resumed run stops at the same step.
+    """
+
+    def __init__(self, patience: int, losses: Sequence[tuple[int, float]]) -> None:
+        """`losses` are the steps and losses of the validations before this attempt."""
+        self._patience, self._losses = patience, [*losses]
+
+    def __call__(self, step: int, state: object, metrics: Mapping[str, Any]) -> None:
+        if LOSS in metrics:
+            self._losses.append((step, float(metrics[LOSS])))
+
+    @property
+    def message(self) -> str:
+        """A line that says why the run ends now; "" if it continues."""
+        if not self._patience or not self._losses:
+            return ""
+        losses = [math.inf if math.isnan(loss) else loss for _, loss in self._losses]
+        number = losses.index(loss := min(losses))
+        if (waited := len(losses) - 1 - number) < self._patience:
+            return ""
+        step = self._losses[number][0]
+        return (
+            f"stopped early: {waited} validations without a lower loss than {loss:.4f} of step {step} (eval.patience)"
+        )
+
+
+def past_losses(workdir: Path, step: int) -> list[tuple[int, float]]:
+    """Returns step and loss of each validation up to `step` that the run in `workdir` has logged."""
+
+    def read() -> list[tuple[int, float]]:
+        rows = read_run(workdir).rows if (workdir / METRICS).exists() else ()
+        return [(row["step"], row[LOSS]) for row in rows if row["step"] <= step and LOSS in row]
+
+    return [(at, loss) for at, loss in broadcast(new_key("validations"), read)]

@@ -18,6 +18,7 @@ from typing import Any
 from configs.schema.combinations import refuse
 from configs.schema.data import DataConfig
 from configs.schema.keys import Key, Section, abbreviates, flat, key, keys_of, nearest, nested  # noqa: F401
+from configs.schema.mixture import SPLIT, parse_sets
 from configs.schema.model import (  # noqa: F401
     GATED,
     MODELS,
@@ -110,6 +111,7 @@ class Config(Section):
             raise ValueError(
                 f"data.objective={data.objective} does not fit model.kind={model.kind}; it must be {model.OBJECTIVE}"
             )
+        self.validation_data()
         if isinstance(model, TransformerConfig):
             self._check_length(model)
         if isinstance(model, ImageConfig) and data.channels != model.channels:
@@ -165,6 +167,16 @@ class Config(Section):
                 f"eval.every={eval_every} and checkpoint.every={every}; {fix}, or checkpoint.keep_best=0"
             )
         refuse(self.values)
+
+    def validation_data(self) -> dict[str, DataConfig]:
+        """Returns the section `data` of each set of `eval.data` by name, and the run's own for `split`."""
+        found = {}
+        for name, component in parse_sets(self.eval.data).items():
+            try:
+                found[name] = self.data if name == SPLIT else self.data.alone(component)
+            except ValueError as error:
+                raise ValueError(f"eval.data, set {name}: {error}") from error
+        return found
 
     def _check_length(self, model: TransformerConfig) -> None:
         context, length = self.mesh.context, self.data.seq_len

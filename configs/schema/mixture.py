@@ -1,4 +1,4 @@
-"""The value of `data.mixture`: text sources and their weights, `"3 folder:/data/wiki, 1 tfds:lm1b"`."""
+"""Values that name sources: `data.mixture="3 folder:/wiki, 1 tfds:lm1b"` and `eval.data="wiki folder:/d, split"`."""
 
 import re
 from dataclasses import dataclass
@@ -68,7 +68,36 @@ def _component(text: str) -> Component:
         ) from error
     if weight <= 0:
         raise ValueError(f"data.mixture: the weight of {what} is {number}: it must be above 0, or leave {what} out")
-    if found := TFDS.fullmatch(what):
-        return Component(weight=weight, source=found[1], path=found[2] or "")
-    source, _, path = what.partition(":")
+    source, path = _source_of(what)
     return Component(weight=weight, source=source, path=path)
+
+
+def _source_of(text: str) -> tuple[str, str]:
+    """Returns source and path of SOURCE[:PATH]."""
+    if found := TFDS.fullmatch(text):
+        return found[1], found[2] or ""
+    source, _, path = text.partition(":")
+    return source, path
+
+
+SPLIT = "split"  # the validation split of the training data
+_SET_NAME = re.compile(r"[\w.-]+")
+
+
+def parse_sets(text: str) -> dict[str, Component]:
+    """Returns the validation sets of `NAME SOURCE[:PATH], ...` by name; {} for "". ValueError for anything else.
+
+    `split` alone names the validation split of the training data, whose source is "" here.
+    """
+    sets: dict[str, Component] = {}
+    for part in (part.strip() for part in text.split(",") if text):
+        refuse_secrets("eval.data: the path of a set", part)
+        name, _, what = part.partition(" ")
+        if not _SET_NAME.fullmatch(name) or bool(what.strip()) == (name == SPLIT) or name in sets:
+            raise ValueError(
+                f"eval.data has the set {part!r}: write NAME SOURCE[:PATH] with different names, or split, with commas "
+                "between sets, such as 'wiki folder:/data/wiki, split'"
+            )
+        source, path = _source_of(what.strip())
+        sets[name] = Component(weight=Fraction(1), source=source, path=path)
+    return sets

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from configs.schema.codecs import TABLE
 from configs.schema.keys import Section, key
+from configs.schema.mixture import parse_sets
 
 CODECS = tuple(name for name, coding in TABLE.items() if not coding.needs_feedback)
 METHODS = tuple(coding.method for coding in TABLE.values() if coding.method)  # values of all_reduce that are no codecs
@@ -224,7 +225,13 @@ class EvalConfig(Section, name="eval", resumable=True):
     """When and on how many batches a run is validated."""
 
     every: int = key(50, "steps between validations; 0: only at the end", least=0, unit="steps")
-    num_batches: int = key(4, "global batches of one validation", least=1, unit="batches")
+    num_batches: int = key(4, "global batches of one validation of each set", least=1, unit="batches")
+    data: str = key("", "validation sets: NAME SOURCE[:PATH] or split, separated by commas; empty: split")
+    patience: int = key(0, "validations without a lower loss that end the run; 0: none", least=0, unit="validations")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_sets(self.data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,9 @@ def _tiles(run: RunFiles, attempts: Sequence[Attempt]) -> list[tuple[str, str, s
 def charts_of(run: RunFiles) -> dict[str, Chart]:
     """Returns the charts with values, by title. An empty loss chart has a note with the reason."""
     charts = {}
-    for panel in PANELS:
+    keys = sorted({key for row in run.rows for key in row if key.startswith("validation_loss/")})
+    sets = {key: key.partition("/")[2] for key in keys}
+    for panel in (*PANELS, Panel(title="Validation losses", curves=sets, form="{:g}".format, zero=False)):
         curves = [
             Curve(label=label, points=points, sparse=key.startswith("validation"))
             for key, label in panel.curves.items()

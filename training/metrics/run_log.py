@@ -192,7 +192,8 @@ class RunLog:
         run, summary = read_run(self._run_dir), JsonObject()  # once, because the rows may take a gigabyte
         for row in run.rows:  # the last value of each key, including earlier attempts
             summary |= {name: row[key] for key, name in IN_SUMMARY.items() if key in row}
-            summary |= {key: row[key] for key in row if key.startswith("data_") and key != "data_wait_s"}  # shards
+            named = [key for key in row if key.startswith(("data_", "validation_loss/")) and key != "data_wait_s"]
+            summary |= {key: row[key] for key in named}  # counters of shards, and losses on each source and set
         summary |= {"exit_reason": exit_reason, "wall_time_s": time.perf_counter() - self._started_s} | self._spent
         with self._explained():
             _write_json(self._run_dir / run_directory.SUMMARY, summary)
