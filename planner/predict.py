@@ -191,7 +191,7 @@ class ReplayableStep:
     def _with_early_all_reduce(self, timeline: Timeline) -> Timeline:
         """Returns the timeline of a system that averages a layer's gradients over replicas during the backward pass.
 
-        The compiled program may average all layers after it. The last backward pass hides what it lasts for, except
+        The compiled program may average all layers after it. The last backward pass hides as much as it lasts, except
         the average of the last layer (PyTorch's FSDP with hybrid sharding).
         """
         use = timeline.use("replica_all_reduce")
