@@ -1,8 +1,9 @@
-"""Gathers and reduce-scatters of whole groups of parameters, with one collective per network level for many tensors.
+"""Gathers and reduce-scatters of whole groups of parameters, with a collective for each tensor and network level.
 
-Local shards are packed into one vector, gathered, and sliced apart, while the parameters themselves stay separate
-arrays. Everything here runs inside a `shard_map` whose data axes are manual. Where `tensor` is automatic, a nested
-`shard_map` makes it manual around each collective (XLA would replicate the payload over it otherwise).
+A tensor travels along the dim by which it is cut, so that nothing is copied. Two cases pack local shards into one
+vector, which is gathered and sliced apart: codecs, which work on vectors, and gloo (CPUs of several processes), where
+each call costs. Everything here runs inside a `shard_map` whose data axes are manual. Where `tensor` is automatic, a
+nested `shard_map` makes it manual around each collective (XLA would replicate the payload over it otherwise).
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ def vary(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorGroup:
-    """Tensors that are sent together: their placements, and the scope over which they are sharded.
+    """Tensors of one gather or reduce-scatter: their placements, and the scope over which they are sharded.
 
     Experts use the axes of the scope that do not hold them. If these are fewer, experts have separate collectives.
     """
@@ -107,7 +108,8 @@ class TensorGroup:
         Tensors without a partitioned dim are returned unchanged.
         """
         collective = partial(all_gather_chunks, hierarchical=self.hierarchical, to=to)
-        return self._exchange(_gather_packed, collective, self.gather_codecs, shards)
+        alone = partial(_gather_alone, hierarchical=self.hierarchical, to=to)
+        return self._exchange(_gather_packed, collective, alone, self.gather_codecs, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of the sums of full `tensors` `[...]` over the scope.
@@ -121,7 +123,8 @@ class TensorGroup:
             lax.psum(x, axes) if p.dim is None and (axes := p.not_held(self.scope)) else x
             for x, p in zip(tensors, self.placements, strict=True)
         ]
-        return self._exchange(_scatter_packed, collective, self.reduce_scatter_codecs, whole)
+        alone = partial(_scatter_alone, hierarchical=self.hierarchical)
+        return self._exchange(_scatter_packed, collective, alone, self.reduce_scatter_codecs, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
         """Sums full `tensors` `[...]` over the axes `over`. Returns this device's shards (MiCS section 3.4)."""
@@ -153,15 +156,16 @@ class TensorGroup:
         self,
         packed: Callable[..., tuple],
         collective: Callable[..., jax.Array],
+        alone: Callable[..., tuple],
         codecs: LevelCodecs,
         xs: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """Runs `packed` on buckets of partitioned tensors `[...]`. Tensors split over `tensor` or stages go separately.
+        """Runs `alone`, or with a codec or over gloo `packed`, on buckets of partitioned tensors `[...]`.
 
-        With a codec, vectors are sent separately and unencoded, because they are few and differ in magnitude from
-        matrices (scales of norms are near 1, weights near 0.02). So are frozen parameters, because their adapters are
-        trained for the exact values. Each other tensor begins a new block of the codec. Tensors of different dtypes are
-        sent separately, too.
+        Tensors split over `tensor` or stages are packed separately. With a codec, vectors are sent separately and
+        unencoded, because they are few and differ in magnitude from matrices (scales of norms are near 1, weights near
+        0.02). So are frozen parameters, because their adapters are trained for the exact values. Each other tensor
+        begins a new block of the codec. Tensors of different dtypes are sent separately, too.
         """
         out = list(xs)
         kinds: dict[tuple[Axes, bool, bool, bool, str], list[int]] = {}
@@ -175,13 +179,16 @@ class TensorGroup:
             used = codecs.used(scope, hierarchical=self.hierarchical)
             for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
                 places = tuple(self.placements[i] for i in bucket)
-                exchange = partial(
-                    packed,
-                    places=places,
-                    collective=partial(collective, scope=scope, codecs=codecs if coded else PLAIN),
-                    degree=lax.axis_size(scope),
-                    multiple=lcm(*(codec.multiple for codec in used)) if coded else 1,
-                )
+                if coded or self.over_gloo:
+                    exchange = partial(
+                        packed,
+                        places=places,
+                        collective=partial(collective, scope=scope, codecs=codecs if coded else PLAIN),
+                        degree=lax.axis_size(scope),
+                        multiple=lcm(*(codec.multiple for codec in used)) if coded else 1,
+                    )
+                else:
+                    exchange = partial(alone, places=places, scope=scope)
                 if over_tensor and not self.tensor_is_manual:
                     specs = tuple(p.pspec((), stage=False) for p in places)
                     # Checkpointed, because a rematerialised layer would otherwise keep its constants, in a sharding
@@ -206,6 +213,30 @@ def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -
         found[-1].append(i)
         room -= nbytes[i]
     return found
+
+
+def _gather_alone(
+    *shards: jax.Array, places: Sequence[Placement], scope: Axes, hierarchical: bool, to: str
+) -> tuple[jax.Array, ...]:
+    """Gathers each shard `[...]` along the dim by which it is cut."""
+    full = list(shards)
+    for axes in levels(scope, hierarchical=True) if hierarchical else [scope]:
+        for i, p in enumerate(places):
+            assert p.dim is not None
+            full[i] = as_integers(partial(lax.all_gather, axis_name=axes, axis=p.dim, tiled=True, to=to), full[i])
+    return tuple(full)
+
+
+def _scatter_alone(
+    *tensors: jax.Array, places: Sequence[Placement], scope: Axes, hierarchical: bool
+) -> tuple[jax.Array, ...]:
+    """Reduce-scatters each tensor `[...]` along the dim by which its shards are cut."""
+    sums = list(tensors)
+    for axes in reversed(levels(scope, hierarchical=True) if hierarchical else [scope]):
+        for i, p in enumerate(places):
+            assert p.dim is not None
+            sums[i] = lax.psum_scatter(sums[i], axes, scatter_dimension=p.dim, tiled=True)
+    return tuple(sums)
 
 
 def _gather_packed(

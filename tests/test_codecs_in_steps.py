@@ -229,21 +229,21 @@ def test_the_program_sends_bytes_in_whole_blocks_of_each_matrix_and_vectors_apar
     crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.label == "gather" and c.times == 2 * 2]
     layer = jax.tree.leaves(workload.specs("decoder")["layers"], is_leaf=lambda x: hasattr(x, "dims"))
     shards = [int(np.prod(spec.shape[1:])) // 8 for spec in layer if len(spec.shape) > 2]
-    vectors = sum(spec.shape[1] for spec in layer if len(spec.shape) == 2) // 8
+    vectors = [spec.shape[1] // 8 for spec in layer if len(spec.shape) == 2]
     coded = sum(workload.payload_bytes(INT8, size + -size % BLOCK) for size in shards)
     assert len(shards) == 7 and any(size % BLOCK for size in shards) and vectors
-    assert {(c.dtype, c.payload_bytes) for c in crossing} == {("u8", 4 * coded), ("f32", 4 * 4 * vectors)}
+    expected = {("u8", 4 * coded), *(("f32", 4 * 4 * size) for size in vectors)}
+    assert {(c.dtype, c.payload_bytes) for c in crossing} == expected
 
 
 def test_gathering_once_a_node_crosses_nodes_once() -> None:
-    """Between nodes one gather and one reduce-scatter a micro-step, of half of the parameters by each device (hpZ)."""
+    """Between nodes each tensor is gathered and reduced once a micro-step, half of it by each device (hpZ)."""
     found = collectives(workload.plan("decoder", strategy="zero3", gather="node"))
-    crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.payload_bytes > 200]
+    crossing = [c for c in found if set(c.axes) & set(INTER_AXES) and c.kind != "all-reduce"]
     half = sum(x.size for x in jax.tree.leaves(workload.params("decoder"))) // 2
-    assert {(c.label, c.times, c.num_elements) for c in crossing} == {
-        ("gather", 2, half),
-        ("group_reduce_scatter", 2, half),
-    }
+    assert {c.times for c in crossing} == {2}
+    for label in ("gather", "group_reduce_scatter"):
+        assert sum(c.num_elements for c in crossing if c.label == label) == half
 
 
 # ------------------------------------------------------------------------------- tensor splits, validation, config
