@@ -140,7 +140,7 @@ def test_a_device_holds_a_layer_and_not_the_model() -> None:
         return compiled(mode, by_layer=by_layer)[0].memory_analysis().temp_size_in_bytes / model_bytes
 
     assert temporaries("stack", by_layer=True) < 0.3 and temporaries("stack", by_layer=False) > 2.4
-    assert temporaries("list", by_layer=True) < temporaries("list", by_layer=False) - 0.9  # XLA orders the layers
+    assert temporaries("list", by_layer=True) < 1.2  # all gradients and a layer, in XLA's order
 
 
 def test_a_flax_module_gathers_its_layers() -> None:
