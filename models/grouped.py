@@ -92,7 +92,7 @@ def rows_on_gpu(
     until_E = jnp.cumsum(visits_E)
     visit_V = jnp.arange(pl.cdiv(num_rows, ROWS) + len(sizes_E))
     group_V = jnp.minimum(jnp.sum(visit_V[:, None] >= until_E[None], axis=1), len(sizes_E) - 1)
-    begin_V = (first_E + visit_V[:, None] - (until_E - visits_E))[jnp.arange(len(visit_V)), group_V] * ROWS
+    begin_V = (visit_V + (first_E + visits_E - until_E)[group_V]) * ROWS
     is_visit_V = visit_V < until_E[-1]
     until_V = jnp.where(is_visit_V, jnp.minimum(begin_V + ROWS, ends_E[group_V]), 0)
     given = [group_V, begin_V, jnp.maximum(begin_V, starts_E[group_V]), until_V]

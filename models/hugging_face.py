@@ -46,7 +46,7 @@ TIED_HEADS = ("lm_head.weight", "cls.predictions.decoder.weight", "lm_head.decod
 MATRICES = ("/weight", "/router", "/experts/up", "/experts/gate", "/experts/down")  # ends of the paths of matrices
 SLICE_VALUES = 1 << 22  # values per read: reads hold Python's lock, which must not delay heartbeats
 TensorSlice = tuple[slice, ...]
-Place = tuple[int, ...]  # in a stack: (layer,), or (layer, expert); () for a parameter that is not stacked
+StackIndex = tuple[int, ...]  # in a stack: (layer,), or (layer, expert); () for a parameter that is not stacked
 
 # suffixes of a name in the table (theirs, ours): embedding tables have none, modules append the name of the parameter
 ENDS = (("", ""), (".weight", "/weight"), (".weight", "/scale"), (".bias", "/bias"))
@@ -65,7 +65,7 @@ class TensorMapping:
     shape: tuple[int, ...]  # shape at one place, without the padding of the vocabulary
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[StackIndex]:
         """The place of each of their tensors in our parameter."""
         return [*np.ndindex(self.spec.shape[: len(self.spec.shape) - len(self.shape)])]
 
@@ -75,7 +75,7 @@ class TensorMapping:
         whole = (*self.shape[:-1], self.shape[-1] * self.parts)
         return whole[::-1] if self.transposed else whole
 
-    def name_in(self, place: Place) -> str:
+    def name_in(self, place: StackIndex) -> str:
         """Returns the name of the tensor at a place."""
         return self.name.format(*place)
 
@@ -145,7 +145,7 @@ class Weights:
         architecture, num_ids = check_same(model.config, self.folder)
         self._files = _open(self.folder)
         self._tensors = tensors(model, architecture, num_ids)
-        self._names: dict[tuple[str, Place], str] = {}
+        self._names: dict[tuple[str, StackIndex], str] = {}
         unused = {name for name in self._files if not ignored(model, architecture, name)}
         for path, tensor in self._tensors.items():
             for place in tensor.places:
@@ -265,7 +265,7 @@ class Weights:
                 found[part][number] = x[0]
         return found
 
-    def _fill(self, out: np.ndarray, tensor: TensorMapping, place: Place, bounds: list[tuple[int, int]]) -> None:
+    def _fill(self, out: np.ndarray, tensor: TensorMapping, place: StackIndex, bounds: list[tuple[int, int]]) -> None:
         """Copies the region `bounds` of one tensor into `out`, except for padding."""
         stops = [min(stop, size) for (_, stop), size in zip(bounds, tensor.shape, strict=True)]
         wanted = [slice(start, max(start, stop)) for (start, _), stop in zip(bounds, stops, strict=True)]

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
-from models.hugging_face import FLOATS, Place, TensorMapping, open_file, tensors
+from models.hugging_face import FLOATS, StackIndex, TensorMapping, open_file, tensors
 from models.lora import ADAPTERS, EMBEDDINGS
 from models.model import Model, Params
 from runtime.files import atomic, json_objects
@@ -183,7 +183,7 @@ def _target_modules(model: Model, found: dict[str, TensorMapping]) -> list[str]:
     return sorted({name if (word := name.rpartition(".")[2]) in last else word for name in adapted})
 
 
-def _name(tensor: TensorMapping, place: Place, end: str) -> str:
+def _name(tensor: TensorMapping, place: StackIndex, end: str) -> str:
     return f"{PREFIX}{tensor.name_in(place).removesuffix('weight')}{end}"
 
 

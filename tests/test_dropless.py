@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import workload
-from support.suite import SLOW
+from support.suite import sampled
 
 import models
 from configs.schema import MoeConfig
 from models.dropless import sort_rows
 from models.experts import aux_sums
-from models.grouped import grouped_matmul
+from models.grouped import grouped_matmul, matrices_on_gpu, rows_on_gpu
 from sharding.hlo import read_collectives
 
 KIND = workload.DROPLESS
@@ -70,6 +70,20 @@ def test_a_grouped_product_is_a_loop_over_groups() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
 
 
+def test_the_kernels_for_gpus_are_a_loop_over_groups() -> None:
+    """Interpreted: groups that begin and end inside blocks of 128 rows, an empty one, and rows after all of them."""
+    rng, sizes = np.random.default_rng(0), np.array([50, 0, 131, 19])
+    x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in ((220, 32), (4, 32, 64), (220, 64)))
+    parts = [slice(end - n, end) for n, end in zip(sizes, np.cumsum(sizes), strict=True)]
+    y = rows_on_gpu(jnp.asarray(x), jnp.asarray(w), jnp.asarray(sizes), interpret=True)
+    dx = rows_on_gpu(jnp.asarray(dy), jnp.asarray(w), jnp.asarray(sizes), transposed=True, interpret=True)
+    dw = matrices_on_gpu(jnp.asarray(x), jnp.asarray(dy), jnp.asarray(sizes), interpret=True)
+    for e, rows in enumerate(parts):
+        np.testing.assert_allclose(y[rows], x[rows] @ w[e], atol=1e-4)
+        np.testing.assert_allclose(dx[rows], dy[rows] @ w[e].T, atol=1e-4)
+        np.testing.assert_allclose(dw[e], x[rows].T @ dy[rows], atol=1e-4)
+
+
 def test_the_balance_loss_of_a_row_is_that_of_transformers_divided_by_k() -> None:
     """Its `load_balancing_loss_func`, for a layer and a row: E times the sum over experts of shares times means."""
     rng = np.random.default_rng(1)
@@ -94,7 +108,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "mics(4), 4" else SLOW) for x in STRATEGIES])
+@pytest.mark.parametrize("name", sampled([*STRATEGIES], "mics(4), 4"))
 def test_every_strategy_trains_like_one_device_and_sends_the_formula(name: str) -> None:
     """Five exchanges of tokens for each layer and micro-step on each level, and three of their routing.
 
