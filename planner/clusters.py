@@ -52,6 +52,7 @@ class DeviceSpec:
     memory_bandwidth: float  # bytes/s that kernels reach
     functions_per_s: float = inf  # values of exp, tanh and the like; GPUs compute them while they wait for memory
     launch_s: float = 0.0  # added to every kernel
+    copy_bandwidth: float = inf  # bytes/s between the device and pinned memory of its host, each way
     prefetches: bool = False  # whether copies run during kernels; readers of a copy count as readers of memory
 
     def peak(self, dtype: str) -> float:
@@ -107,7 +108,6 @@ class Accelerator(DeviceSpec):
     usable_share: float = MEMORY_SHARE  # share of the memory for a program
     link_bandwidth: float  # bytes/s of all its links inside a node, in one direction
     flash: Mapping[str, float] = field(default_factory=dict)  # `attention` of models/flash.py, if measured
-    copy_bandwidth: float  # bytes/s from the device to pinned memory of its host
     unpinned_bandwidth: float  # the same to other memory
     is_shared: bool = False  # whether all devices of all nodes share these FLOP/s, bytes and bytes/s
     note: str = ""

@@ -17,6 +17,7 @@ NO_KERNELS = """
     add-dependency copy-done async-update domain
 """
 FREE = frozenset(NO_KERNELS.split())
+ALLOCATE = '"AllocateBuffer"'  # a custom call that only reserves memory, for values on the host
 _RENAMING = ("bitcast", "reshape")  # the same bytes under another name
 _OF_TRANSFERS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"')
 _PRODUCTS = ("dot", "convolution", "custom-call")
@@ -36,7 +37,7 @@ def kernel_s(instruction: Instruction, computation: Computation, program: Progra
 
     It is 0 for instructions that are not kernels (a tuple, a bitcast, ...).
     """
-    if instruction.opcode in FREE:
+    if instruction.opcode in FREE or instruction.attributes.get("custom_call_target") == ALLOCATE:
         return 0.0
     found = products(instruction, computation, program)
     products_s = sum(device.product_s(product) for product in found)

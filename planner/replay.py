@@ -16,12 +16,13 @@ from planner.clusters import ALL, INSIDE, NOTHING, SCHEDULE, DeviceSpec
 from planner.kernels import FREE, kernel_s
 from planner.links import Network
 from sharding.hlo import KINDS, Collective, collective_of
-from sharding.hlo_program import Computation, Instruction, Program, Site, trip_count
+from sharding.hlo_program import Computation, Instruction, Program, Site, tensors, trip_count
 from sharding.hlo_tpu import CARRIED, DONE, START, fused_collective, send_of
 from sharding.mesh import MeshShape
 
 LEVELS = ("inter", "intra")
 STREAM = "stream"  # the lane of kernels on other streams
+HOST = "host"  # the link between the memories of a device and its host
 REPEATED = "repeated"  # the lane of iterations that represent several, named `x 8`
 # names of the collectives' labels in the output
 NAMES = {
@@ -31,7 +32,7 @@ NAMES = {
     "experts": "tokens to experts",
 }
 NAMES |= {"gradient_scope": "gradient scope", "orthogonalise": "Muon's matrices", "parameter_scope": "parameters"}
-NAMES |= {"context": "positions to heads"}
+NAMES |= {"context": "positions to heads", "offload": "offloaded values"}
 MAX_INTERVALS = 50_000
 ASYNCHRONOUS = ("async", "call", "fusion", "custom-call")  # instructions that start a computation
 _PASSED = ("bitcast", "copy", "opt-barrier", "async-update", "get-tuple-element")  # the handle of a transfer survives
@@ -98,7 +99,7 @@ def replay(program: Program, shape: MeshShape, device: DeviceSpec, network: Netw
         compute_s=state.compute,
         uses=state.uses,
         intervals=tuple(machine.intervals),
-        streams=len({queue for queue in state.newest if queue not in LEVELS}),
+        streams=len({queue for queue in state.newest if queue not in (*LEVELS, HOST)}),
     )
 
 
@@ -243,13 +244,17 @@ class _Machine:
         return handle
 
     def _transfer(self, step: _Step) -> _Transfer:
-        """Enqueues a collective on its stream and on the levels that it uses."""
-        state, collective = self.state, step.collective
-        assert collective
-        seconds = self._network.level_seconds(collective)
+        """Enqueues a collective on its stream and on the levels that it uses, or a copy on the link to the host."""
+        if not step.collective:
+            return self._enqueue(("offload", HOST), step.seconds, [HOST])
+        seconds = self._network.level_seconds(step.collective)
         level = max(LEVELS, key=lambda level: seconds[level])
-        used = [level for level in LEVELS if seconds[level]]
-        queues = [queue for queue in (*used, step.stream) if queue]
+        queues = [*(level for level in LEVELS if seconds[level]), *filter(None, [step.stream])]
+        return self._enqueue((step.collective.label or step.collective.kind, level), seconds[level], queues)
+
+    def _enqueue(self, key: tuple[str, str], seconds: float, queues: Sequence[str]) -> _Transfer:
+        """Puts a transfer behind the newest ones of its queues."""
+        state = self.state
         ahead = max(
             (state.newest[queue] for queue in queues if queue in state.newest),
             key=lambda transfer: transfer.end,
@@ -257,13 +262,13 @@ class _Machine:
         )
         ahead = ahead if ahead and ahead.end > state.now else None
         start = ahead.end if ahead else state.now
-        transfer = _Transfer((collective.label or collective.kind, level), start, start + seconds[level], ahead)
+        transfer = _Transfer(key, start, start + seconds, ahead)
         if state.other is None:
             state.in_flight = [one for one in state.in_flight if one.end > state.now]
         state.in_flight.append(transfer)
-        self._count(transfer.key, Use(times=1, busy_s=seconds[level]))
+        self._count(transfer.key, Use(times=1, busy_s=seconds))
         state.newest |= dict.fromkeys(queues, transfer)
-        for level in used:
+        for level in (queue for queue in queues if queue in LEVELS):
             self._draw(level, transfer.start, transfer.end, transfer.key[0])
         return transfer
 
@@ -373,6 +378,10 @@ class _Machine:
         if opcode == "recv-done":
             send = send_of(instruction, computation)
             return _Step(replace(instruction, operands=(send.name,) if send else instruction.operands), "done")
+        if start := _host_copy(instruction, computation):
+            copied = min(array.num_bytes for array in tensors(start.result) if array.dims)  # the others are stacks
+            what = "start" if start is instruction else "done"
+            return _Step(instruction, what, copied / self._device.copy_bandwidth)
         collective = collective_of(instruction, computation, self._program, self._shape) or self._started(instruction)
         if opcode == "send" and not collective:
             raise ValueError(f"{instruction} cannot be replayed: it sends to one device")
@@ -391,6 +400,14 @@ class _Machine:
         if seconds:
             return _Step(instruction, "kernel", seconds)
         return _Step(instruction, "passed") if opcode in _PASSED else None
+
+
+def _host_copy(instruction: Instruction, computation: Computation) -> Instruction | None:
+    """Returns the start of an asynchronous copy between the memories of device and host, if it is one or its end."""
+    if instruction.opcode in ("async-done", "copy-done"):
+        start = computation.by_name.get(instruction.operands[0])
+        return start and _host_copy(start, computation)
+    return instruction if instruction.is_on_host and instruction.opcode in ("async-start", "copy-start") else None
 
 
 def _stream(instruction: Instruction) -> str:

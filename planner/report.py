@@ -14,7 +14,7 @@ from runtime.files.pages import columns
 from training.metrics.page import render
 from training.metrics.units import UNKNOWN, format_bytes, format_count, format_percent, format_seconds
 
-LEVELS = {"inter": "between nodes", "intra": "inside a node"}
+LEVELS = {"inter": "between nodes", "intra": "inside a node", "host": "to and from the host"}
 # traffic and its colours: indices of runtime.files.palette.SERIES
 TRAFFIC = {
     "gather": 0,

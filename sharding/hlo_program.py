@@ -37,6 +37,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     **{name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")},
 }
 Path = tuple[int, ...]  # indices into nested tuples
+HOST_MEMORY = "S(5)"  # in the layout of an array
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Instruction:
     literal: str  # content of the parentheses: the number of a parameter, the value of a constant
     written_attributes: str  # the text `key=value, ...`
     is_root: bool = False
+    is_on_host: bool = False  # whether an array of its result is in the host's memory
 
     @cached_property
     def attributes(self) -> dict[str, str]:
@@ -255,6 +257,7 @@ def _instruction(line: str) -> Instruction:
         literal=line[opcode.end() : end].strip(),
         written_attributes=line[end + 1 :],
         is_root=bool(name.group(1)),
+        is_on_host=HOST_MEMORY in line[begin:end],
     )
 
 

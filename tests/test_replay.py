@@ -15,7 +15,7 @@ from support.schedules import DEVICE, INTER, INTRA, NETWORK, SHAPE, gather, kern
 from support.tables import every_row
 
 from planner.clusters import ALL, NOTHING
-from planner.replay import REPEATED, Timeline, replay
+from planner.replay import REPEATED, Timeline, Use, replay
 from sharding.hlo_program import parse_program
 from sharding.mesh import MeshShape, find_nodes, make_mesh
 
@@ -181,6 +181,24 @@ STREAM = f"""%beside (q: u8[5]) -> u8[20] {{
   ROOT %l = u8[3] negate(%q)
 }}
 """
+
+
+@every_row("prefetches", [False, True])
+def test_copies_to_the_host_run_beside_kernels_at_their_own_rate(prefetches: bool) -> None:
+    """A row of 5 bytes at 0.5 bytes/s, and back: each takes 10 s, after the other on the same link."""
+    host, more = "u8[3,5]{1,0:S(5)}", "%put (x: u8[5]) -> u8[3,5] {\n  ROOT %x = u8[5] parameter(0)\n}\n"
+    lines = [
+        f'%h = {host} custom-call(), custom_call_target="AllocateBuffer"',
+        f"%a = (({host}, u8[1,5]), {host}, u32[]) async-start(%h, %p), calls=%put",
+        f"%b = {host} async-done(%a)",
+        f"%c = (({host}), u8[1,5], u32[]) async-start(%b), calls=%put",
+        kernel("k", 6),
+        "%d = u8[1,5] async-done(%c)",
+    ]
+    device = replace(DEVICE, copy_bandwidth=0.5, prefetches=prefetches)
+    timeline = replayed(*lines, more=more, device=device)
+    assert timeline.uses["offload", "host"] == Use(times=2, busy_s=20, exposed_s=14)
+    assert timeline.compute_s == 6
 
 
 @every_row("opcode", ["call", "async"])
