@@ -6,10 +6,10 @@
 Rows of lab/benchmarks/published_tpu_steps.csv name their source (github.com/AI-Hypercomputer, maxtext and tpu-recipes):
 configs/tpu_decoder.py with the row's sizes, sharded inside a slice as published. Each is compiled and replayed as
 MaxText runs it, and as we do. No step ran here, and our program is not MaxText's: REMAT names our nearest
-rematerialisation, and the blocks of attention are ours. The rows in CHOSEN chose the rates in planner/rates.csv, by
-`--choose`; the error bar that plans print is from the other rows only. XLA for TPUs is needed (`make
-.venv/tpu/installed`); a program takes 10 to 60 s on 2 cores. results/derived/published_tpu_steps.jsonl has a line a
-row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has such a name.
+rematerialisation, and the blocks of attention are ours. No row chose a rate: those in planner/rates.csv are libtpu's
+own estimates. `--choose` prints the rates of products that the first row of each generation would choose. XLA for TPUs
+is needed (`make .venv/tpu/installed`); a program takes 10 to 60 s on 2 cores. results/derived/published_tpu_steps.jsonl
+has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has such a name.
 """
 
 import re
@@ -30,23 +30,13 @@ from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "published_tpu_steps.jsonl"
 SYSTEM = "maxtext"
-# a row of each generation, and of v6e a second one, in which attention takes less of the step
-CHOSEN = (
-    ("v5e", "maxtext-16b", 1, 256),
-    ("v5p", "maxtext-64b", 1, 64),
-    ("v6e", "llama3.1-8b", 1, 8),
-    ("v6e", "llama3.1-70b", 1, 32),
-    ("tpu7x", "llama3.1-70b", 1, 64),
-)
 REMAT = {"minimal": "dots", "offload": "offload"}  # else full
 WINDOWS = {"gemma3-12b": {"model.window": 1024, "model.global_every": 6, "model.tied_head": True}}
 
 
 def cells() -> list[Key]:
-    """Returns the keys of all lines: the published rows, and whether each chose rates."""
-    rows = rows_of("published_tpu_steps.csv")
-    key = lambda row: (row["tpu"], row["model"], row["slices"], row["chips_per_slice"])
-    return [{**row, "chose_rates": key(row) in CHOSEN} for row in rows]
+    """Returns the keys of all lines: the published rows."""
+    return [*rows_of("published_tpu_steps.csv")]
 
 
 def name(cell: Key) -> str:
@@ -105,15 +95,11 @@ def replayed(cell: Key) -> dict[str, Any]:
 
 @program
 def choose() -> int:
-    """Prints the rates that come nearest to the rows that choose, and records nothing.
-
-    The two rows of v6e choose the share of attention as well, which the others take.
-    """
-    chosen = [cell for cell in cells() if cell["chose_rates"]]
-    start_devices(max(map(devices, chosen)))
-    for tpu in TPUS:
-        steps = [(compiled(cell), published_s(cell)) for cell in chosen if cell["tpu"] == tpu]
-        print(nearest(tpu, steps, (0.8, 0.5)[: len(steps)]))
+    """Prints the rate of products that each generation's first row would choose, and records nothing."""
+    first = {cell["tpu"]: cell for cell in reversed(cells())}
+    start_devices(max(map(devices, first.values())))
+    for tpu, cell in first.items():
+        print(nearest(tpu, [(compiled(cell), published_s(cell))], (0.8,)))
     return 0
 
 
@@ -126,13 +112,11 @@ def devices(cell: Key) -> int:
 
 
 def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Returns the held-back rows, in all and by generation, and the rows that chose the rates."""
-    held = [line for line in lines if not line["chose_rates"]]
-    found = {"held back, all": held}
-    for tpu in dict.fromkeys(line["tpu"] for line in held):
-        found[tpu] = [line for line in held if line["tpu"] == tpu]
-    found["several slices"] = [line for line in held if line["slices"] > 1]
-    return found | {"chose the rates": [line for line in lines if line["chose_rates"]]}
+    """Returns all rows, those of each generation, and those of several slices."""
+    found = {"all": [*lines]}
+    for tpu in dict.fromkeys(line["tpu"] for line in lines):
+        found[tpu] = [line for line in lines if line["tpu"] == tpu]
+    return found | {"several slices": [line for line in lines if line["slices"] > 1]}
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -140,11 +124,10 @@ def table(lines: Sequence[Line]) -> str:
     rows = []
     for line in lines:
         seconds = [f"{line[key]:.2f}" for key in ("published_s", "predicted_s")]
-        chose = "chose rates" if line["chose_rates"] else ""
         cells = [name(line), line["inside_slice"], line["remat"], *seconds, f"{error(line, 'published_s'):+.1%}"]
-        rows.append([*cells, f"{line['ours_s']:.2f}", f"{line['memory_bytes'] / 1e9:.1f}", chose])
+        rows.append([*cells, f"{line['ours_s']:.2f}", f"{line['memory_bytes'] / 1e9:.1f}"])
     head = ["model and slices", "inside a slice", "published remat", "step, s: published", "predicted", "error"]
-    return markdown([*head, "with our overlap", "memory, GB", ""], rows)
+    return markdown([*head, "with our overlap", "memory, GB"], rows)
 
 
 main = replaying(__doc__, RESULTS, cells, name, replayed, devices)
