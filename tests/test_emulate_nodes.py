@@ -234,6 +234,9 @@ def test_latency_jitter_and_a_stream(tmp_path: Path) -> None:
         until(lambda: line(client) == "heard")
         cluster.cut(0)
         until(lambda: [line(client) for _ in range(3)] == ["silence"] * 3)
+        received = cluster.traffic()[1].rx_bytes
+        assert {line(client) for _ in range(4)} == {"silence"}  # meanwhile TCP repeats its packets
+        assert cluster.traffic()[1].rx_bytes == received
         cluster.heal(0)
         until(lambda: line(client) == "heard")
     with EmulatedCluster(2, Links(rate="200mbit", latency="80ms"), tmp_path / "80") as cluster:
