@@ -13,7 +13,7 @@ from support.suite import sampled
 from planner.compile import CompiledStep, compile_step
 from planner.targets import WHEELS
 from sharding.hlo import LABELS, Collective, bytes_per_step, read_collectives
-from sharding.hlo_program import Computation, Instruction, parse_program
+from sharding.hlo_program import Computation, Instruction, parse_program, tensors
 
 pytestmark = [
     pytest.mark.slow,
@@ -126,6 +126,19 @@ def test_streaming_local_sgd_sends_its_share_beside_matrix_products_in_every_mic
     assert 4 * sent[0] == pytest.approx(sent[1], rel=0.01)
     after = [c for c in read_collectives(step.text, step.shape) if c.inter_bytes and not c.loop_depth]
     assert all(c.num_elements < 100 for c in after)
+
+
+def test_offloaded_values_are_copied_beside_matrix_products() -> None:
+    """Input, queries, keys, values and attention of a layer, in f32: out in a forward loop, back in a backward loop."""
+    program = parse_program(compiled("model.remat=offload").text)
+    copied, products = [], []
+    for body in program.computations.values():
+        starts = [i for i in body.instructions if i.opcode == "async-start" and i.is_on_host]
+        if starts and body is not program.entry:
+            copied.append(sum(min(x.num_bytes for x in tensors(i.result) if x.dims) for i in starts))
+            products.append(max(products_beside(body)[""]))
+    assert copied == 4 * [5 * 32 * 128 * 4]  # positions, width, bytes; the last micro-step has separate loops
+    assert min(products) >= 1
 
 
 def test_gathers_between_nodes_run_beside_matrix_products() -> None:
