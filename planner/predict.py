@@ -127,7 +127,7 @@ class Machine:
         }
 
     def attention(self, config: Config) -> str:
-        """Returns the attention that a program is compiled with: models/flash.py replaces cuDNN's.
+        """Returns the attention that a program is compiled with: models/flash.py replaces cuDNN's; on TPUs splash.
 
         cuDNN's attention needs a GPU to compile. Neither holds scores in memory, and both are priced by their
         operations.
@@ -135,6 +135,10 @@ class Machine:
         """
         gpu, model = self.cluster.device, config.model
         assert isinstance(model, TransformerConfig)
+        # splash, where this version has it: jax sees no TPU while it compiles, and would choose XLA's
+        takes_splash = getattr(model, "takes_splash", lambda *_: False)(config.data.seq_len, config.mesh.tensor)
+        if self.target in targets.TPUS and model.attention == "auto" and config.ablation.partitioner != "auto":
+            return "splash" if takes_splash else "xla"
         if model.attention == "pallas" and self.cluster.is_gpu and not gpu.attention:
             raise ValueError(f"model.attention=pallas: no rate of it on {gpu.name} is known; set model.attention=xla")
         is_fused = model.attention == "cudnn" or (model.attention == "auto" and model.compute_dtype == "bfloat16")
