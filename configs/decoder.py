@@ -2,6 +2,7 @@
 
     python -m planner --model=13b --tokens=300B --cluster=p5.48xlarge --nodes=16 --search
     python -m planner --model=layers=40,hidden=5120,heads=40,vocab=32000 --cluster=p5.48xlarge --nodes=2 --search
+    python -m planner --config=configs/decoder.py:13b --cluster=p5.48xlarge --nodes=1
 
 Hardware: GPUs with bfloat16; `--search` of the planner finds the strategy for them.
 Further sizes: `kv_heads` (heads), `intermediate` (Llama's 8/3 of hidden), `vocab` (32,000) and `rows` (4096 tokens).

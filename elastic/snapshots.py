@@ -338,7 +338,7 @@ class OwnedShard:
 
 
 def lost_together(hosts: Sequence[str], slices: Sequence[int]) -> list[str]:
-    """Returns the node of each process: its TPU slice, which is lost as a whole, or its host if there is one slice."""
+    """Returns the node of each process: its TPU slice, which is lost as a whole. With one slice it is the host."""
     return [f"slice {number}" for number in slices] if len(set(slices)) > 1 else list(hosts)
 
 
@@ -429,7 +429,10 @@ def partner(node: int, count: int) -> int:
 
 
 def partner_process(process: int, nodes: Sequence[str]) -> int:
-    """Returns the process that keeps copies for `process`, on the partner of its node. `nodes`: of each process."""
+    """Returns the process that keeps copies for `process`, on the partner of its node.
+
+    `nodes` lists the node of each process.
+    """
     names = list(dict.fromkeys(nodes))
     other = names[partner(names.index(nodes[process]), len(names))]
     mine, others = ([i for i, node in enumerate(nodes) if node == name] for name in (nodes[process], other))

@@ -44,7 +44,7 @@ class Option:
         return self.bounds.estimate_s * (self.steps or 1.0), len(self.candidate.pairs), self.bounds.least_bytes
 
 
-class Options:
+class PlanOptions:
     """Turns candidates into options and counts them; `refused` has the reasons of illegal ones."""
 
     def __init__(self, config: Config, machine: Machine, devices: Sequence[Device]) -> None:

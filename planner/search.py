@@ -29,7 +29,7 @@ from planner.candidates import (
     legal_groups,
     of_config,
 )
-from planner.options import Option, Options, Strategy
+from planner.options import Option, PlanOptions, Strategy
 from planner.predict import Machine, Prediction, ReplayableStep, compiled_step
 from planner.table import table_rows
 from sharding.mesh import Device
@@ -88,7 +88,7 @@ def search(
     depend on the cache. Named candidates are all examined. `count` is called with the number done. ValueError if none
     fits, with a config that would fit.
     """
-    options = Options(config, machine, devices)
+    options = PlanOptions(config, machine, devices)
     with ThreadPoolExecutor(AT_ONCE) as pool:
 
         def begin(option: Option) -> Future[ReplayableStep]:

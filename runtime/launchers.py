@@ -116,7 +116,7 @@ def find_launcher() -> str | None:
 
 
 def leave_other_slices() -> None:
-    """Makes the TPU slice of this process a world of its own. Call it before any use of jax's devices.
+    """Makes the TPU slice of this process a separate JAX world. Call it before any use of jax's devices.
 
     ValueError if the metadata of the VM, which libtpu reads too, joins it with other slices.
     """

@@ -177,7 +177,7 @@ class _Saved(NamedTuple):
 class _Kept(NamedTuple):
     """Values that the forward loop over L layers keeps for the backward loop."""
 
-    saved: _Saved  # of all layers but the last `[L - 1, ...]`
+    saved: _Saved  # `[L - 1, ...]`: for the layers without the last one
     saved_last: _Saved  # the last layer's `[...]`
     full_last: PyTree  # the last layer's gathered parameters `[...]`
     parts: PyTree  # `AccumulationRule.keep`'s results for all layers but the last, `[L - 1, ...]`; None without it
@@ -189,7 +189,7 @@ class _Backward(NamedTuple):
     g: PyTree  # the cotangent of the layer's input, like `x`
     full: PyTree  # the gathered parameters of the layer before
     grads: PyTree  # the layer's gradients: gathered, not yet reduced
-    reduced: PyTree  # the following layer's gradients after the group reduce-scatter; None if there is no such layer
+    reduced: PyTree  # the following layer's gradients after the group reduce-scatter; None for the last layer
     args_grads: PyTree  # the sums of the gradients of `args` over the layers so far
     sums: PyTree  # `Accumulating.sums` `[L, ...]`, with the gradients of later layers
 

@@ -184,7 +184,7 @@ def collective_of(
 
 
 def _between_slices(send: Instruction, computation: Computation, shape: MeshShape) -> Collective | None:
-    """Returns the collective that a `send` starts, if any. XLA loses its name, and the axes tell what it is for."""
+    """Returns the collective that a `send` starts, if any. XLA loses its name, and its axes decide its label."""
     transfer, devices = slice_transfer(send, computation), range(shape.devices_per_node)
     if transfer is None:
         return None

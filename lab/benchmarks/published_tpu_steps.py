@@ -112,7 +112,7 @@ def devices(cell: Key) -> int:
 
 
 def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Returns all rows, those of each generation, and those of several slices."""
+    """Returns all rows, the rows of each generation, and the rows with several slices."""
     found = {"all": [*lines]}
     for tpu in dict.fromkeys(line["tpu"] for line in lines):
         found[tpu] = [line for line in lines if line["tpu"] == tpu]
