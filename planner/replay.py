@@ -253,7 +253,7 @@ class _Machine:
         return self._enqueue((step.collective.label or step.collective.kind, level), seconds[level], queues)
 
     def _enqueue(self, key: tuple[str, str], seconds: float, queues: Sequence[str]) -> _Transfer:
-        """Puts a transfer behind the newest ones of its queues."""
+        """Appends a transfer to its queues."""
         state = self.state
         ahead = max(
             (state.newest[queue] for queue in queues if queue in state.newest),

@@ -306,7 +306,7 @@ def _axes(groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[str, ...]:
 def _sent(kind: str, payload: float, groups: Sequence[Sequence[int]], shape: MeshShape) -> tuple[float, float]:
     """Returns the bytes that a device sends between nodes and inside its node, averaged over all devices.
 
-    A program for several TPU slices lists the groups of its own slice only.
+    A program for several TPU slices lists its slice's groups only.
     """
     inter = intra = 0.0
     per_node = shape.devices_per_node

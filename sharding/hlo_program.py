@@ -201,7 +201,7 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 def _is_open(line: str) -> bool:
     """Returns whether brackets of an instruction continue on the next line."""
-    if line.count("{") == line.count("}"):  # quick, and right unless a quoted text has one of a pair
+    if line.count("{") == line.count("}"):  # quick, and right unless a quoted text has an unpaired brace
         return False
     return sum({"{": 1, "}": -1}.get(token.group(), 0) for token in _TOKEN.finditer(line)) > 0
 

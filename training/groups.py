@@ -12,7 +12,7 @@ from runtime.consensus import broadcast, new_key
 from runtime.files.run_directory import REPLICAS as FOLDER
 from runtime.handshake import shared_token
 
-VARIABLES = ("SLURM_ARRAY_TASK_ID", "MEGASCALE_SLICE_ID")  # the second: of a TPU slice among several
+VARIABLES = ("SLURM_ARRAY_TASK_ID", "MEGASCALE_SLICE_ID")  # the second numbers a TPU slice among several
 WAIT_S, LOOK_S = 90.0, 2.0  # for the previous attempt: `launch/ray_standby.py` kills an orphaned one after 60 s
 
 

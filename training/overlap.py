@@ -74,7 +74,7 @@ class GpuMemory:
 
     @property
     def option(self) -> dict[str, OptionValue]:
-        """The option with which XLA takes the run's memory in the place of its own share."""
+        """The option with which XLA takes the run's memory in place of a fixed share."""
         left, xlas = (size - self.argument_bytes for size in (self.run_bytes, XLA_SHARE * self.device_bytes))
         return {MEMORY_LIMIT: str(round(SLOP * left / xlas))} if min(left, xlas) > 0 else {}
 

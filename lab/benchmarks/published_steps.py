@@ -115,7 +115,7 @@ def choose() -> int:
 def nearest(name: str, steps: Sequence[tuple[ReplayableStep, float]], start: Sequence[float]) -> str:
     """Returns the fractions of the peak rate for which some steps come nearest to their published seconds.
 
-    They are of products and of attention; with one of them in `start`, attention keeps its own. Errors are relative;
+    They are of products and of attention; with either in `start`, attention keeps its own. Errors are relative;
     errors beyond 3 % count less than their square (soft L1).
     """
 
