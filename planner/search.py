@@ -244,16 +244,17 @@ class _Search:
     def _order(self, running: Sequence[Option]) -> Callable[[Option], tuple[float, ...]]:
         """Returns a sort key: the config, exact candidates for half of all programs, changes, other exact candidates.
 
-        Exact candidates that should fit come first, then the best MiCS and the best of the config's strategy, so that
-        neither is judged by the config's micro-batch. Among changes int8 comes first, with the strategy that is
-        estimated to be fastest, corrected by the time of this strategy without int8, if known. Then come changes that
-        reach the config's loss in records (its optimizer before others), then changes with a recorded cost, then
-        changes of one kind. Ties: lowest estimated time, fewest extras, smallest memory.
+        The best with the config's rematerialisation is first, then the best of all, the best MiCS and the best of the
+        config's strategy, so that none is judged by the config's micro-batch. Among changes int8 comes first, with the
+        strategy that is estimated to be fastest, corrected by the time of this strategy without int8, if known. Then
+        come changes that reach the config's loss in records (its optimizer before others), then changes with a recorded
+        cost, then changes of one kind. Ties: lowest estimated time, fewest extras, smallest memory.
         """
         tried = [*self._tried(), *running]
         enough = sum(option.is_exact for option in tried) >= self.most - self.most // 2
         favoured: list[Option] = []
-        for is_one in (lambda one: True, lambda one: one.is_mics, lambda one: one.name == self._own.name):
+        same_remat = lambda one: "remat" not in one.pairs  # estimates hide traffic that other policies expose
+        for is_one in (same_remat, lambda one: True, lambda one: one.is_mics, lambda one: one.name == self._own.name):
             group = [o for o in self._waiting if o.is_exact and is_one(o.candidate) and self._should_fit(o)]
             if not any(o.is_exact and is_one(o.candidate) and o.candidate != self._own for o in tried) and group:
                 favoured.append(min(group, key=lambda option: option.speed))
@@ -261,9 +262,9 @@ class _Search:
         def key(option: Option) -> tuple[float, ...]:
             if option.candidate == self._own:
                 return (0, 0, 0, *option.speed)
-            fits, first = self._should_fit(option), option in favoured
+            fits, rank = self._should_fit(option), (*favoured, option).index(option)
             if option.is_exact:
-                return (3 if enough else 1, not fits, not first, *option.speed)
+                return (3 if enough else 1, not fits, rank, *option.speed)
             if option.change == INT8:
                 estimate_s, *others = option.speed
                 return (2, not fits, 0, estimate_s * self._slower.get(option.strategy, 1.0), *others)

@@ -261,6 +261,18 @@ def test_the_best_mics_and_the_configs_strategy_are_looked_at_with_their_best_mi
     assert found == {("ddp", 1), ("ddp", 4), ("zero3", 4), ("mics(2)", 4)}
 
 
+def test_the_best_with_the_configs_rematerialisation_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimates of other policies are shorter, and may hide traffic that their programs expose."""
+    only(monkeypatch, of_strategies(["zero3+remat=dots", "mics(4)+remat=dots", "mics(4)", "ddp"], small()))
+    others = {"mics": 2.0, "ddp": 3.0, "zero3": 2.0}
+    estimate(
+        monkeypatch, lambda one: (0, 1 if one.config.model.remat == "dots" else others[one.config.sharding.strategy])
+    )
+    compiler = Compiler()
+    search(small(), machine(), jax.devices(), most=3, compile_one=compiler)
+    assert [candidate.name for candidate in compiler.made] == ["mics(2)", "mics(4)", "zero3+remat=dots"]
+
+
 def test_tight_programs_are_compiled_exactly_until_the_two_best_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick programs of mics(4) and ddp are too fast; when they are exact, zero3 is among the best."""
     names = ["mics(4)", "ddp", "zero3", "mics(2)"]
