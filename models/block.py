@@ -23,6 +23,7 @@ from jax import Array
 from configs.schema import GATED, DecoderConfig, ModelConfig
 from models.flash import flash_attention
 from models.remat import ATTENTION, HEADS, MLP_INPUT, named
+from models.splash import splash_attention
 from sharding.context import Context
 from sharding.experts import Gather
 
@@ -53,7 +54,7 @@ class BlockConfig:
     attention_cap: float = 0.0
     window: int = 0
     causal: bool = False
-    attention: str = "xla"  # auto, same as xla | xla | cudnn | pallas
+    attention: str = "xla"  # auto, same as xla | xla | cudnn | pallas | splash
 
     @classmethod
     def of(cls, section: ModelConfig, *, causal: bool = False) -> "BlockConfig":
@@ -314,6 +315,13 @@ class Attention(nnx.Module):
         c = self.config
         if c.attention == "pallas":
             return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, window, c.causal, c.attention_cap)
+        if c.attention == "splash":
+            attend = partial(splash_attention, causal=c.causal, cap=c.attention_cap)
+            if window is None:
+                return attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+            sees_all = partial(attend, window=0)  # a mask of the kernel is part of the program
+            has_window = partial(attend, window=c.window)
+            return jax.lax.cond(jnp.isinf(window), sees_all, has_window, q_BTNH, k_BTKH, v_BTKH, segments_BT)
         same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
         if window is None and not c.attention_cap:
             how: dict[str, Any] = {

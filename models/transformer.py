@@ -37,17 +37,22 @@ def with_attention(config: Config) -> ModelConfig:
     """Returns the section `model`, with `attention=auto` replaced by a kernel: on GPUs in bfloat16 a fused one.
 
     That is cuDNN's for the heads that it supports. Windows, capped scores and rows packed with documents need our own
-    kernel (`models/flash.py`). Where neither fits, and where XLA's partitioner has to cut the kernel, XLA computes it.
+    kernel (`models/flash.py`). On TPUs it is jax's splash attention (`models/splash.py`). Where none fits, and where
+    XLA's partitioner has to cut the kernel, XLA computes it.
     """
     model, is_packed = config.model, config.data.packing != "stream"
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
+    has_partitioner = config.ablation.partitioner == "auto"
+    if jax.default_backend() == "tpu" and not has_partitioner:
+        takes_splash = model.takes_splash(config.data.seq_len, config.mesh.tensor)
+        return replace(model, attention="splash" if takes_splash else "xla")
     if jax.default_backend() != "gpu" or model.compute_dtype != "bfloat16":
         return replace(model, attention="xla")
     has_cudnn_heads = model.head_size % 8 == 0 and model.head_size <= 128
     if has_cudnn_heads and model.is_plain and not is_packed:
         return replace(model, attention="cudnn")
-    takes_ours = config.ablation.partitioner != "auto" and model.takes_flash(config.data.seq_len, config.mesh.tensor)
+    takes_ours = not has_partitioner and model.takes_flash(config.data.seq_len, config.mesh.tensor)
     return replace(model, attention="pallas" if takes_ours else "xla")
 
 

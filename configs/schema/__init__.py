@@ -187,6 +187,11 @@ class Config(Section):
                 f"mesh.tensor={self.mesh.tensor} does not divide the heads, as model.attention=pallas needs; set "
                 "model.attention=xla"
             )
+        if model.attention == "splash" and not model.takes_splash(length, self.mesh.tensor):
+            raise ValueError(
+                f"data.seq_len={length} and mesh.tensor={self.mesh.tensor}: model.attention=splash needs a multiple of "
+                "128 positions, and whole heads on each device; set model.attention=xla"
+            )
         if length > model.max_len:
             raise ValueError(
                 f"data.seq_len={length} is longer than model.max_len={model.max_len}; raise model.max_len, "

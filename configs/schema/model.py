@@ -54,8 +54,8 @@ class TransformerConfig(ModelConfig):
     num_heads: int = key(4, "attention heads per layer", least=1)
     attention: str = key(
         "auto",
-        "attention kernel; auto: on GPUs in bfloat16 cudnn, for packed documents pallas; else xla",
-        choices=("auto", "xla", "cudnn", "pallas"),
+        "attention kernel; auto: on GPUs in bfloat16 cudnn, for packed documents pallas; on TPUs splash; else xla",
+        choices=("auto", "xla", "cudnn", "pallas", "splash"),
         resumable=True,
     )
     unroll: bool = key(False, UNROLL, resumable=True)
@@ -118,6 +118,10 @@ class TransformerConfig(ModelConfig):
         """Whether models/flash.py takes rows of `length` tokens, and these heads divided among `tensor` devices."""
         are_whole = getattr(self, "num_kv_heads", self.num_heads) % tensor == 0
         return self.has_flash_heads and are_whole and (length in (16, 32) or length % 64 == 0)
+
+    def takes_splash(self, length: int, tensor: int = 1) -> bool:
+        """Whether models/splash.py takes rows of `length` tokens, and these heads divided among `tensor` devices."""
+        return length % 128 == 0 and getattr(self, "num_kv_heads", self.num_heads) % tensor == 0
 
     @property
     def padded_vocab(self) -> int:
