@@ -71,7 +71,7 @@ def products(instruction: Instruction, computation: Computation, program: Progra
 
 
 def _attention(instruction: Instruction, computation: Computation, target: str, queries: ArrayType) -> Product | None:
-    """Returns the products of an attention kernel over pairs of positions: cuDNN's, splash, or a kernel of models/flash.py.
+    """Returns the products of an attention kernel over pairs of positions: cuDNN's, splash, or of models/flash.py.
 
     With a causal mask half of the pairs count.
     """

@@ -36,3 +36,16 @@ def test_the_program_of_one_micro_step_has_one_forward_and_one_backward_loop() -
     assert len(re.findall(r" while\(", text)) == 2
     assert "splash_mha_fwd" in text and "splash_mha_dkv" in text
     assert not re.search(r"= u16\[4,1,\d+\]\S* all-gather\(", text)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed(TARGETS["v5e"]), reason="XLA for TPUs is not installed: make .venv/tpu/installed")
+@pytest.mark.parametrize(("target", "slices", "chips"), [("v5e", 2, 4), ("v6e", 4, 4)])
+def test_int8_crosses_between_slices_as_bytes(target: str, slices: int, chips: int) -> None:
+    words = ("batch.micro_size=1", "sharding.strategy=hsdp", "model.attention=splash", "compression.all_reduce=int8")
+    sizes = ("model.compute_dtype=bfloat16", "data.seq_len=128", "model.max_len=128", "mesh.num_cpu_devices=0")
+    config = ["--config=configs/gpu_decoder.py:tiny", *(f"--config.{word}" for word in (*words, *sizes))]
+    config.append(f"--config.batch.global_size={slices * chips}")
+    text = compile_step(config, nodes=slices, devices_per_node=chips, target=target).text
+    kinds = re.findall(r'= \((\w+)\[[\d,]+\]\S* .* send\(.*?transfer_type="(\w+)"', text)
+    assert ("u8", "ALL_TO_ALL") in kinds and not any(dtype == "bf16" for dtype, _ in kinds)
