@@ -135,10 +135,8 @@ class Machine:
         """
         gpu, model = self.cluster.device, config.model
         assert isinstance(model, TransformerConfig)
-        # splash, where this version has it: jax sees no TPU while it compiles, and would choose XLA's
-        takes_splash = getattr(model, "takes_splash", lambda *_: False)(config.data.seq_len, config.mesh.tensor)
         if self.target in targets.TPUS and model.attention == "auto" and config.ablation.partitioner != "auto":
-            return "splash" if takes_splash else "xla"
+            return "splash" if model.takes_splash(config.data.seq_len, config.mesh.tensor) else "xla"
         if model.attention == "pallas" and self.cluster.is_gpu and not gpu.attention:
             raise ValueError(f"model.attention=pallas: no rate of it on {gpu.name} is known; set model.attention=xla")
         is_fused = model.attention == "cudnn" or (model.attention == "auto" and model.compute_dtype == "bfloat16")
