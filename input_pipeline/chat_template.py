@@ -21,6 +21,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 MOST_BYTES = 1 << 20  # largest size of a template's file
 LONG = 16  # messages; for shorter conversations, rendering each prefix is as fast as rendering each turn
 RENDERER = Renderer()
+_CONTENT = "\ufdd2"  # a noncharacter in place of a message's content
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -96,8 +97,9 @@ class ChatTemplate:
             )
         if is_answer:
             return len(before), len(until)
-        start = until.rfind(str(messages[number]["content"]).strip(), len(before))
-        if start < 0:
+        marked = self.render([*messages[:number], {**messages[number], "content": _CONTENT}])
+        start = marked.find(_CONTENT, len(before))  # a short content may also be a part of the header or the end
+        if start < 0 or not until.startswith(marked[:start]):
             raise ValueError(f"the chat template does not render the content of message {number + 1}")
         return start, len(until)
 
