@@ -97,7 +97,7 @@ class ShardIndex:
 
 def shards_of(rows: Sequence[Any]) -> tuple[Shard, ...]:
     """Returns the shards that JSON objects describe, by name. ValueError or TypeError if an object is not a shard."""
-    shards = [Shard(**row | {"skipped": tuple(row.get("skipped", ()))}) for row in rows]
+    shards = [Shard(**{**row, "skipped": tuple(row.get("skipped", ()))}) for row in rows]
     twice = [name for name, count in Counter(shard.name for shard in shards).items() if count > 1]
     if twice:
         raise ValueError(f"it lists {twice[0]!r} twice")

@@ -35,8 +35,10 @@ class _Xz(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         while True:
             if self._unpacker.eof:  # a file may have several streams, and zeros after each of them
-                self._rest = (self._unpacker.unused_data + self._rest).lstrip(b"\0") or self._file.read(_BLOCK_BYTES)
-                if not self._rest.lstrip(b"\0"):
+                self._rest = self._unpacker.unused_data.lstrip(b"\0")
+                while not self._rest and (block := self._file.read(_BLOCK_BYTES)):
+                    self._rest = block.lstrip(b"\0")
+                if not self._rest:
                     return 0
                 self._unpacker = self._new()
             if self._unpacker.needs_input and not self._rest:
