@@ -291,6 +291,8 @@ def _write(
                 digest.update(payload)
             ends.append(ends[-1] + len(encoded[0]))
             progress.say("%s: %d conversations are tokenised", name, len(ends) - 1)
+    if len(ends) == 1:
+        raise ValueError(f"{name}: every conversation of a split is broken, such as {bad.lines[0]}; mend one")
     np.save(to / "ends.npy", np.array(ends[1:], np.int64))
     meta = {"dtype": dtype.str, "sha256": digest.hexdigest(), "masked": totals.masked, "unused": totals.in_words()}
     meta |= {"answer_tokens": totals.answer_tokens, "answer_bytes": totals.answer_bytes, "skipped": bad.lines}

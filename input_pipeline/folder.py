@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from input_pipeline.shard_formats import Document, matches
@@ -35,12 +36,13 @@ def source(path: str, split: str, pattern: str = "") -> TextSource:
     whole = is_single or split == "all"
     chosen = [name for name in names if whole or (name in held_out) == (split == "validation")]
 
-    def read(name: str) -> str:
-        text = read_text(root / name)
+    def parse(name: str, content: bytes) -> str:
+        text = _decoded(root / name, content)
         return _part_of(text, split) if is_single else text
 
     def documents() -> Iterator[Document]:
-        yield from (Document("", name, read) for name in chosen)  # errors of `read` name the file
+        for name in chosen:
+            yield Document("", _content(root / name), partial(parse, name))  # errors of `parse` name the file
 
     return TextSource(
         name=f"data.path {root}",
@@ -101,13 +103,23 @@ def read_text(path: Path) -> str:
 
     Raises ValueError if it cannot be read as UTF-8.
     """
+    return _decoded(path, _content(path))
+
+
+def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _decoded(path: Path, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it, or move it out of data.path"
+            f"{path} is not UTF-8 text (byte {error.start}); convert it, move it out of data.path, or read packed "
+            "files, JSON and parquet by data.source=shards"
         ) from error
 
 

@@ -55,7 +55,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     (mixed("1 folder:/a, 2 synthetic, 1 folder:/a/"), "data.mixture names folder:/a twice: add up its weights"),
     (
         CHATS | {"path": ""},
-        "data.path is empty: data.source='chats' needs a file of conversations, one JSON object",
+        "data.path is empty: data.source='chats' needs a file of conversations, or a folder or",
     ),
     (CHATS | {"tokenizer": "bytes", "tokenizer_path": ""}, "needs data.tokenizer='hugging_face', a tokenizer"),
     (
@@ -63,7 +63,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
         "data.packing='documents': data.source='chats' needs data.packing='whole', ",
     ),
     (CHATS | {"objective": "masked"}, "data.objective='masked': data.source='chats' needs data.objective='causal', "),
-    (CHATS | {"pattern": "*"}, "data.pattern is '*' but data.source='chats' reads no files by name: "),
+    (
+        {"source": "synthetic", "pattern": "*"},
+        "data.pattern is '*' but data.source='synthetic' reads no files by name: ",
+    ),
     (mixed("1 synthetic, 1e-9 stdlib_text"), "stdlib_text would be less than one example in 1048576"),
 ]
 

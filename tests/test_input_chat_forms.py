@@ -239,6 +239,12 @@ def test_one_key_says_which_messages_count(tmp_path: Path) -> None:
             DataConfig(loss_on=loss_on)
 
 
+def test_a_short_question_is_found_between_header_and_end(tmp_path: Path) -> None:
+    for number, content in enumerate(("e", "user", "im_end", "|>", " a ")):
+        file = written(tmp_path, f"{number}.jsonl", [{"messages": [turn("user", content), NO]}])
+        assert texts(loaded(file, tmp_path / "model", loss_on="user"))[1] == [end(content)]
+
+
 def test_a_template_that_changes_earlier_turns_can_train_the_last(tmp_path: Path) -> None:
     """As templates do that leave out the reasoning of earlier turns."""
     shown = "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}|"
@@ -263,3 +269,6 @@ def test_broken_conversations_are_skipped(tmp_path: Path) -> None:
     clean = loaded(written(tmp_path, "b.jsonl", RECORDS[:3]), tmp_path / "model")
     assert clean.fingerprint == data.fingerprint
     assert raised(lambda: loaded(file, tmp_path / "model")).startswith(f"{file}, line 4: it has no answer: no message ")
+    file = written(tmp_path, "c.jsonl", [{"text": 1}, {"text": 2}])
+    message = f"data.path {file}: every conversation of a split is broken, such as {file}, line 1: it has text, "
+    assert raised(lambda: loaded(file, tmp_path / "model", skip_bad=2)).startswith(message)

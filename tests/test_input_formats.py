@@ -16,6 +16,7 @@ from support.tables import every_row, raised
 from configs.schema import DataConfig
 from input_pipeline import TextDataset, load, shard_formats, unpacking
 from input_pipeline.dataset import SPLITS
+from input_pipeline.folder import source as folder_source
 from input_pipeline.shard_formats import documents
 from input_pipeline.shard_index import Shard
 from input_pipeline.shard_windows import parts
@@ -35,6 +36,7 @@ FILES = [
     ("x.ndjson", LINES, TOKENS),
     ("x.ndjson.bz2", bz2.compress(LINES[:18]) + bz2.compress(LINES[18:]), TOKENS),
     ("x.jsonl.xz", lzma.compress(LINES[:18]) + bytes(8) + lzma.compress(LINES[18:], preset=9) + bytes(4), TOKENS),
+    ("padded.jsonl.xz", lzma.compress(LINES[:18]) + bytes(1 << 17) + lzma.compress(LINES[18:]), TOKENS),
     ("zeros.jsonl.gz", gzip.compress(LINES) + bytes(100), TOKENS),
     ("bom.txt", b"\xef\xbb\xbfhello", 6),
     ("bom.TXT.bz2", bz2.compress(b"\xef\xbb\xbfhello"), 6),
@@ -146,4 +148,9 @@ def test_skipped_documents_are_named_in_the_runs_directory(tmp_path: Path) -> No
         (folder / f"{number}.txt").write_bytes(b"\xff\xfe" if number == 5 else b"text" * 9)
     data = load(DataConfig(source="folder", path=str(folder), seq_len=2, skip_bad=1), "all", 0)
     assert isinstance(data, TextDataset)
-    assert data.skipped == (f"{folder}/5.txt is not UTF-8 text (byte 0); convert it, or move it out of data.path",)
+    (line,) = data.skipped
+    assert line.startswith(f"{folder}/5.txt is not UTF-8 text (byte 0); convert it, move it out of data.path, or read ")
+    unread = folder_source(str(folder), "all")
+    (folder / "6.txt").unlink()
+    with pytest.raises(ValueError, match="6.txt cannot be read"):  # is no broken document
+        list(unread.documents())
