@@ -164,7 +164,7 @@ def run(
         )
         report = Report(parts)
         patience = config.eval.patience
-        early = EarlyStopping(patience, past_losses(workdir, step) if patience else ())
+        early = EarlyStopping(patience, past_losses(workdir, step, next(iter(data.validation))) if patience else ())
         checkpoint = CheckpointHook(parts, report)
         profile = Profile(parts, report, step)
         loop = [

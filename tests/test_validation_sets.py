@@ -12,7 +12,7 @@ from configs import base
 from configs.schema import Config, EvalConfig
 from input_pipeline import load
 from training.datasets import validation_sets
-from training.validation import EarlyStopping
+from training.validation import EarlyStopping, past_losses
 
 BAD = [
     ("wiki", "eval.data has the set 'wiki': write NAME SOURCE[:PATH] with different names, or split"),
@@ -76,6 +76,20 @@ def test_a_run_stops_early_wherever_it_resumed() -> None:
     check_rows(STOPS, check)
     early = EarlyStopping(2, losses([3.0, 2.0, 2.5, 2.25]))
     assert early.message == "stopped early: 2 validations without a lower loss than 2.0000 of step 10 (eval.patience)"
+
+
+def test_losses_of_other_main_sets_do_not_count(tmp_path: Path) -> None:
+    logged = [
+        {"step": 1, "validation_loss": 3.0},
+        {"step": 2, "validation_loss": 0.5, "validation_loss/own": 0.5, "validation_loss/split": 2.5},
+        {"step": 3, "validation_loss": 2.0, "validation_loss/own": 0.4, "validation_loss/split": 2.0},
+        {"step": 4, "loss": 1.0},
+        {"step": 5, "validation_loss": 1.5, "validation_loss/split": 1.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    assert past_losses(tmp_path, 4, "split") == [(1, 3.0), (3, 2.0)]
+    assert past_losses(tmp_path, 5, "own") == [(1, 3.0), (2, 0.5)]
+    assert past_losses(tmp_path, 5, "") == [(1, 3.0)]
 
 
 @pytest.mark.slow

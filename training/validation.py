@@ -154,11 +154,18 @@ class EarlyStopping:
         )
 
 
-def past_losses(workdir: Path, step: int) -> list[tuple[int, float]]:
-    """Returns step and loss of each validation up to `step` that the run in `workdir` has logged."""
+def past_losses(workdir: Path, step: int, main: str) -> list[tuple[int, float]]:
+    """Returns step and loss of each validation up to `step` that the run in `workdir` has logged.
+
+    Validations whose main set was another one than `main`, "" without a name, are left out.
+    """
+
+    def is_of_main(row: Mapping[str, Any]) -> bool:
+        names = [key for key in row if key.startswith(f"{LOSS}/") and row[key] == row[LOSS]]
+        return not names or f"{LOSS}/{main}" in names
 
     def read() -> list[tuple[int, float]]:
         rows = read_run(workdir).rows if (workdir / METRICS).exists() else ()
-        return [(row["step"], row[LOSS]) for row in rows if row["step"] <= step and LOSS in row]
+        return [(row["step"], row[LOSS]) for row in rows if row["step"] <= step and LOSS in row and is_of_main(row)]
 
     return [(at, loss) for at, loss in broadcast(new_key("validations"), read)]
