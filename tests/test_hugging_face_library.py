@@ -5,6 +5,7 @@ Slow, because torch and transformers are no requirements of the program: `make .
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ import pytest
 from support import chat_cases, hugging_face_reference
 from support.hugging_face_folders import flags, our_logits, run_convert, tensors_of
 from support.hugging_face_reference import FOLDER, LINEAR, MODELS, YARN, batch_loss, example, loss_of, make, reference
-from support.running import losses, run_here
+from support.running import ROOT, losses, run_here
 from support.suite import sampled
+
+from configs import fine_tune
+from configs.schema import DataConfig
+from input_pipeline import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -187,6 +192,25 @@ def test_adapters_of_a_model_with_experts_are_those_of_peft(tmp_path: Path) -> N
     theirs, ours = (hugging_face_reference.logits(x.eval(), example("mixtral")) for x in (loaded, whole))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert np.abs(theirs - reference("mixtral")["logits"]).max() > 1e-2  # it was trained
+
+
+def test_the_small_model_of_the_page_and_its_chats_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    (program,) = re.findall(r"```python\n(from tokenizers.*?)```", (ROOT / "docs/hugging_face.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    config = fine_tune.get_config("DIR")
+    config.data.seq_len = 24
+    row = load(DataConfig(**config.data), "all", 0)[0]
+    ids = transformers.AutoTokenizer.from_pretrained("DIR").apply_chat_template(turns, return_dict=False)
+    assert row["tokens"][: len(ids)].tolist() == ids and row["weights"].sum() == len("a") + 1
+    model = transformers.AutoModelForCausalLM.from_pretrained("DIR").eval()
+    theirs = hugging_face_reference.logits(model, example("llama"))
+    ours = our_logits(tmp_path / "DIR", example("llama"))[..., :257]
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_the_conversations_of_the_quick_tests_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
