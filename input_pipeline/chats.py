@@ -213,7 +213,7 @@ def unused_fields(messages: Messages, numbers: Sequence[int], template: ChatTemp
     for number, message in enumerate(messages):
         names = {name for name, value in message.items() if value is not None}
         if number not in numbers:
-            found.update(f"{name} of {message['role']}" for name in names & {*MASKS})
+            found.update(f"{name} of {message['role']}" for name in MASKS if message.get(name))
         elif not (message.get("content") or "").strip() and is_trained(message):
             others = names - {"role", "content", *MASKS}
             if all((number, name) in unrendered for name in others):

@@ -230,8 +230,10 @@ def test_one_key_says_which_messages_count(tmp_path: Path) -> None:
         messages = [message | mask for message, mask in zip(LONG, masks, strict=True)]
         file.write_text(json.dumps({"messages": messages}))
         for model in ("model", "marked"):
-            text, found = texts(loaded(file, tmp_path / model, loss_on=loss_on))
+            data = loaded(file, tmp_path / model, loss_on=loss_on)
+            text, found = texts(data)
             assert text == chatml(*LONG) and found == [end(piece) for piece in pieces], model
+            assert "without effect" not in data.summary
 
     check_rows(LOSS_ON, check)
     for loss_on in ("gpt", "user, assistant", "", "last,user"):
