@@ -29,6 +29,7 @@ SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size"
 EXAMPLES: dict[str, dict[str, Any]] = {
     "independent": {"sharding.replicas": "independent"} | STRATEGY,
     "early stopping": {"eval.patience": 2},
+    "no validation": {"eval.every": 0},
     "shares": {"sharding.shares": 2},
     "one world": {"sharding.replicas": "one_world"},
     "float16": {"model.compute_dtype": "float16"},

@@ -111,6 +111,7 @@ SECTIONS = {
 FEATURES: dict[str, Feature] = {
     "independent": _of("sharding.replicas", "independent", "one_world"),
     "early stopping": _other_than("eval.patience", 0, "`eval.patience` above 0"),
+    "no validation": _of("eval.every", 0, "a number above 0"),
     "shares": _other_than("sharding.shares", 0, "`sharding.shares` above 0"),
     "one world": _of("sharding.replicas", "one_world", "independent"),
     "float16": _of("model.compute_dtype", "float16", "float32 or bfloat16"),
@@ -279,6 +280,7 @@ RULES: tuple[Rule, ...] = (
     Rule("independent", ("streaming",), "replicas meet between their programs"),
     Rule("independent", ("chosen interval",), "each replica would choose an interval by its own step times"),
     Rule("independent", ("early stopping",), "replicas agree on their last step before they validate"),
+    Rule("early stopping", ("no validation",), "it counts the validations during a run"),
     Rule("independent", ("float16",), "its scale would depend on what the others found"),
     Rule("independent", ("other payload",), "a step's bits may not depend on who takes part"),
     Rule("independent", ("residuals",), "a lost replica's residual would be lost with it"),
