@@ -95,7 +95,8 @@ def records(path: Path, name: str, columns: Sequence[str] | None = None) -> Iter
             yield Document(f"{name}, {place}" if place else name, content, parse)
     except Exception as error:  # damaged files can raise any exception
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        said += "" if isinstance(error, ValueError) else "; the file is damaged: fetch or write it again"
+        is_told = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+        said += "" if is_told else "; the file is damaged: fetch or write it again"
         raise ValueError(f"{name} cannot be read as {kind}: after {count} documents: {said}") from error
 
 
@@ -198,14 +199,14 @@ def _elements(file: io.TextIOWrapper) -> Iterator[str]:
         at = found.end() if (found := gap.match(text, at)) else at
         if text[at : at + 1] == "]":
             if (text[at + 1 :] + file.read(_CHARACTERS)).strip():
-                raise ValueError("it continues after the end of its list")
+                raise ValueError("it continues after the end of its list: write one list, or a document in each line")
             return
         try:
             end = decoder.raw_decode(text, at)[1]
         except json.JSONDecodeError as error:  # or the element is not read completely
             more = file.read(size) if size < _MOST_CHARACTERS else ""
             if not more:
-                raise ValueError(f"its list is broken or does not end: {error.msg}") from error
+                raise ValueError(f"its list is broken or does not end: {error.msg}; write it again") from error
             text, at, size = text[at:] + more, 0, 2 * size
             continue
         yield text[at:end]

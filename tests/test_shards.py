@@ -222,6 +222,8 @@ DAMAGED = [
     ("a.jsonl.xz", b"{}", "a.jsonl.xz cannot be read as json: after 0 documents: Compressed file ended before"),
     ("a.jsonl.xz", lzma.compress(b"{}")[:-9], "after 0 documents: Compressed file ended"),
     ("a.json", b'[{"text": "a"}, {"text": "b"', "after 1 documents: its list is broken or does not end: Expecting ','"),
+    ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "it continues after the end of its list: write one list, or a "),
+    ("a.json", b'[{"text": "caf\xe9"}]', "invalid continuation byte; the file is damaged: fetch or write it again"),
     ("a.json", b'[{"text": "a"}, 5]', "a.json, element 2: it has no field 'text' (data.text_field), only a int"),
     ("a.json", b'[{"text": "a"}] 5', "a.json cannot be read as json: after 1 documents: it continues after the end"),
     ("a.tar", b"x", "a.tar matches data.pattern='*', but known are "),
