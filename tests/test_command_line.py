@@ -69,6 +69,7 @@ def test_a_program_whose_reader_has_gone_ends_quietly(command: str) -> None:
 
 # Programs that only our programs start, programs that write a page of docs/, and trainers that users copy.
 OTHERS = """launch/emulate/node_init.py launch/emulate/ray_nodes.py launch/ray_standby.py
+    launch/emulate/delay_line.py
     launch/sweeps/ray_child.py training/check.py planner/compile.py configs/schema/__main__.py lab/pages.py
     configs/show.py input_pipeline/rendering.py examples/flax_nnx.py examples/minimal.py examples/plain_jax.py"""
 

@@ -55,7 +55,7 @@ def test_folder_that_cannot_be_removed_yet_costs_no_program(monkeypatch: pytest.
         program = {"text": "HloModule step", "argument_bytes": 1, "temporary_bytes": 2}
         (out / "program.json").write_text(json.dumps(program))
         mesh = dict.fromkeys(("replica_inter", "shard_inter", "replica_intra", "shard_intra", "tensor"), 1)
-        answer = {"mesh": mesh, "program": str(out / "program.json"), "from_cache": False}
+        answer = {"mesh": mesh, "program": str(out / "program.json"), "from_cache": False, "places": []}
         (out / "step.json").write_text(json.dumps(answer))
         return subprocess.CompletedProcess(command, 0, "", "")
 
