@@ -28,6 +28,7 @@ from lab.benchmarks import (
     planner_records,
     profile_step,
     published_steps,
+    published_tpu_steps,
     replica_events,
     starts,
     step_tables,
@@ -84,6 +85,10 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "ways to a loss": planner_records.to_loss,
         "a run on spot nodes": planner_records.spot,
         "adapters of 70 B": planner_records.adapters,
+        "published steps on TPUs": lambda: published_tpu_steps.table(of("published_tpu_steps")),
+        "errors on published steps on TPUs": lambda: published_steps.summary(
+            published_tpu_steps.groups(of("published_tpu_steps"))
+        ),
         "errors on published steps": lambda: published_steps.summary(published_steps.groups(of("published_steps"))),
         "errors of the planner": lambda: planner_errors.summary(sessions),
         "a GPU by the planner": lambda: planner_errors.gpu_table(of("planner_gpu")),
