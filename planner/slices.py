@@ -1,7 +1,6 @@
 """TPU slices as nodes of a cluster: `v5e-256` is a slice of 256 chips. planner/rates.csv has the figures."""
 
 from dataclasses import dataclass
-from math import nan
 
 from planner import clusters
 from planner.clusters import Accelerator, Cluster, Reached
@@ -19,14 +18,6 @@ WHOLE_RING = 16  # chips along an axis that is a ring, in a slice of two axes
 CUBE = 4  # in a slice of three axes all are rings if each is a multiple of this
 
 
-class NoErrors(clusters.ErrorBar):
-    """The error bar before published steps on TPUs are recorded (lab/benchmarks/published_tpu_steps.py)."""
-
-    def __str__(self) -> str:
-        """The text below a prediction."""
-        return "error bar: none, because no record compares predictions with published steps on TPUs"
-
-
 @dataclass(frozen=True, kw_only=True)
 class SliceCluster(Cluster):
     """TPU slices, joined by the network of their hosts."""
@@ -42,7 +33,7 @@ class SliceCluster(Cluster):
     @property
     def error_bar(self) -> clusters.ErrorBar:
         """Errors of published steps."""
-        return NoErrors(half_within=nan, nine_of_ten_within=nan, of="published steps on TPUs")
+        return clusters.ERROR_BARS["TPU"]
 
     def network(self) -> TorusNetwork:
         """Returns the links with the bandwidths that collectives reach."""

@@ -14,7 +14,7 @@ from support.running import ROOT
 from support.tables import every_row
 
 from configs import command_line
-from lab.benchmarks import planner_configs, planner_errors, published_steps
+from lab.benchmarks import planner_configs, planner_errors, published_steps, published_tpu_steps
 from lab.benchmarks.planner_records import RECORDS, plans_of
 from lab.paper.replays import PLANNER
 from lab.paper.throughput import runs
@@ -223,12 +223,17 @@ def test_error_bars_are_those_of_the_comparisons() -> None:
         "CPU": [planner_errors.error(line) for line in beside],
         "V100": [cell.published / cell.ours - 1 for cell in cells if cell.published and cell.ours],  # of seconds
         "others": [planner_errors.error(line, "published_s") for line in held_back()],
+        "TPU": [planner_errors.error(line, "published_s") for line in on_tpus()],
     }
     for kind, bar in clusters.ERROR_BARS.items():
-        assert ("the planner was built with" in str(bar)) == bar.built_with == (kind != "others")
+        assert ("the planner was built with" in str(bar)) == bar.built_with == (kind not in ("others", "TPU"))
         assert bar.of.startswith(f"{len(errors[kind])} steps")
         assert bar.half_within == round(planner_errors.quantile(errors[kind], 0.5), 2)
         assert bar.nine_of_ten_within == round(planner_errors.quantile(errors[kind], 0.9), 2)
+
+
+def on_tpus() -> list[Line]:
+    return published_tpu_steps.groups(recorded(published_tpu_steps.RESULTS))[published_tpu_steps.FSDP]
 
 
 def held_back() -> list[Line]:

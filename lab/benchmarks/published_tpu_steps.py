@@ -30,6 +30,7 @@ from runtime.files.pages import markdown
 
 RESULTS = DERIVED / "published_tpu_steps.jsonl"
 SYSTEM = "maxtext"
+FSDP = "FSDP inside a slice"
 REMAT = {"minimal": "dots", "offload": "offload"}  # else full
 WINDOWS = {"gemma3-12b": {"model.window": 1024, "model.global_every": 6, "model.tied_head": True}}
 
@@ -112,11 +113,13 @@ def devices(cell: Key) -> int:
 
 
 def groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """Returns all rows, the rows of each generation, and the rows with several slices."""
-    found = {"all": [*lines]}
-    for tpu in dict.fromkeys(line["tpu"] for line in lines):
-        found[tpu] = [line for line in lines if line["tpu"] == tpu]
-    return found | {"several slices": [line for line in lines if line["slices"] > 1]}
+    """Returns the rows with FSDP alone inside a slice, of them each generation and several slices, and the others."""
+    alone = [line for line in lines if "tensor=" not in line["inside_slice"]]
+    found = {FSDP: alone}
+    for tpu in dict.fromkeys(line["tpu"] for line in alone):
+        found[f"{FSDP}, {tpu}"] = [line for line in alone if line["tpu"] == tpu]
+    found[f"{FSDP}, several slices"] = [line for line in alone if line["slices"] > 1]
+    return found | {"tensor parallelism inside a slice": [line for line in lines if line not in alone]}
 
 
 def table(lines: Sequence[Line]) -> str:
