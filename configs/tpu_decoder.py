@@ -6,7 +6,13 @@
 Hardware: TPU slices; a node is a slice, and the rows of a step are those of 4 (16b), 2 (32b) or 1 v5e-256, of v6e-8
 (llama_8b) and of v6e-64 (llama_70b). The data is synthetic. Never run here.
 Expected, as MaxText and tpu-recipes published them (lab/benchmarks/published_tpu_steps.csv): 16b 117 TFLOP/s a chip on
-4 v5e-256 (10.6 s a step), 32b 128 on 2 (12.5 s), 64b 118 on one (13.5 s), llama_8b 3.44 s on v6e-8.
+4 v5e-256 (10.6 s a step), 32b 128 on 2 (12.5 s), 64b 118 on one (13.5 s), llama_8b 3.44 s on v6e-8. By the planner
+(lab/benchmarks/planner_configs.py):
+
+    16b: 4 v5e-256 (1024 TPUs), 15.7 GB of 16.9 GB a TPU, 10.5 s a step, $3,590 for its 1,000 steps on demand
+    32b: 2 v5e-256 (512 TPUs), 16.4 GB of 16.9 GB a TPU, 13.2 s a step, $2,251 for its 1,000 steps on demand
+    64b: 1 v5e-256 (256 TPUs), 15.7 GB of 16.9 GB a TPU, 14.9 s a step, $1,274 for its 1,000 steps on demand
+    llama_8b: 1 v6e-8 (8 TPUs), 31.6 GB of 33.5 GB a TPU, 3.74 s a step, $22 for its 1,000 steps on demand
 """
 
 from ml_collections import ConfigDict
