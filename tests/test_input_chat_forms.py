@@ -121,7 +121,7 @@ ODD: list[tuple[Record, str]] = [
     ({"conversations": [{"from": ["human"], "value": "q"}]}, "message 1 has the role ['human']; known are "),
     ({"conversations": "q"}, "its messages are no list of objects"),
     ({"messages": [ASKED, ANSWERED], "tools": "[" * 100_000}, "its field tools is not JSON: it has more than "),
-    ({"messages": [ASKED, ANSWERED], "tools": "{}"}, "its tools are no list of objects"),
+    ({"messages": [ASKED, ANSWERED], "tools": "5"}, "its tools are no list of objects"),
     ({"instruction": 1, "output": "a"}, "message 1 has a content part of type 'int': only text is trained"),
 ]
 
