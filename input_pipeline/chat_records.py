@@ -1,12 +1,12 @@
 """The forms of a conversation in files: messages, ShareGPT, Alpaca, and prompts with their answers."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from configs.schema.data import ROLES
 from input_pipeline.chat_template import Messages
+from runtime.files import json_objects
 from runtime.files.json_objects import JsonMapping, JsonObject
 
 SHARE_GPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles with other names there
@@ -42,7 +42,8 @@ def _renamed(turn: JsonObject) -> JsonObject:
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     if "from" not in turn:
         return others
-    return {"role": SHARE_GPT.get(turn["from"], turn["from"]), "content": turn.get("value"), **others}
+    role = SHARE_GPT.get(str(turn["from"]), turn["from"])  # a list has no hash
+    return {"role": role, "content": turn.get("value"), **others}
 
 
 def _of_alpaca(record: JsonMapping) -> object:
@@ -97,10 +98,9 @@ def conversation_of(record: object) -> Conversation:
 
 def _tools_of(tools: Any) -> Sequence[JsonMapping]:
     """Returns the tools of a record, a list of objects or its JSON."""
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or []
-    except ValueError as error:
-        raise ValueError(f"its tools are not JSON: {error}") from error
+    if isinstance(tools, str) and tools:
+        tools = json_objects.value(tools, "its field tools", lenient=True)
+    tools = tools or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("its tools are no list of objects")
     return tools

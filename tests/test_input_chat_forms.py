@@ -17,6 +17,7 @@ from support.tables import check_rows, raised
 
 from configs.schema import DataConfig
 from input_pipeline import chats, load
+from input_pipeline.chat_records import conversation_of
 from input_pipeline.chats import ChatDataset
 from input_pipeline.dataset import Split
 from input_pipeline.store import Item, LocalStore
@@ -114,6 +115,19 @@ def test_tools_and_calls_are_given_to_the_template(tmp_path: Path) -> None:
     file.write_text(json.dumps({"messages": [ASKED, ANSWERED], "tools": TOOLS}))
     data = loaded(file, tmp_path / "other")
     assert texts(data)[0] == chatml(ASKED, ANSWERED) and data.summary.endswith("; without effect: tools in 1 lines")
+
+
+ODD: list[tuple[Record, str]] = [
+    ({"conversations": [{"from": ["human"], "value": "q"}]}, "message 1 has the role ['human']; known are "),
+    ({"conversations": "q"}, "its messages are no list of objects"),
+    ({"messages": [ASKED, ANSWERED], "tools": "[" * 100_000}, "its field tools is not JSON: it has more than "),
+    ({"messages": [ASKED, ANSWERED], "tools": "5"}, "its tools are no list of objects"),
+    ({"instruction": 1, "output": "a"}, "message 1 has a content part of type 'int': only text is trained"),
+]
+
+
+def test_odd_records_are_one_line() -> None:
+    check_rows(ODD, lambda record, message: raised(lambda: conversation_of(record)).index(message))
 
 
 RECORDS = [{"messages": [turn("user", f"{n}"), turn("assistant", f"the {n}")]} for n in range(40)]

@@ -334,7 +334,7 @@ LINES: list[tuple[Any, str]] = [  # a line, and what an error says of it; "" for
     ({"prompt": 3, "answer": "b"}, ": message 1 has a content of type int: write one string"),
     ({"prompt": [user("q")], "completion": "a", "answer": None}, ""),
     ({"messages": [user("q") | {"content": [{"type": "image_url"}]}, answer("a")]}, ": message 1 has a content part "),
-    ({"prompt": "a", "answer": "b", "tools": "["}, ": its tools are not JSON: "),
+    ({"prompt": "a", "answer": "b", "tools": "["}, ": its field tools is not JSON: "),
     ({"prompt": "a", "answer": "b", "tools": "5"}, ": its tools are no list of objects"),
     ({"messages": [user("a"), {"role": "tool", "content": None}]}, ": message 2 has a content of type NoneType"),
     ({"messages": [user("a")]}, ": it has no answer: no message has the role assistant"),

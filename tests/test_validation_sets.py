@@ -34,6 +34,9 @@ def test_bad_sets_are_one_line() -> None:
     check_rows(BAD, lambda data, message: raised(lambda: EvalConfig(data=data)).index(message))
     message = raised(lambda: config_of(data="a folder"))
     assert message.startswith("eval.data, set a: data.path is empty: data.source='folder' needs the folder of the text")
+    for absent in ("split, a folder:/absent", "a folder:/absent"):
+        message = raised(lambda absent=absent: validation_sets(config_of(data=absent), (), None))
+        assert message.startswith("eval.data, set a: data.path /absent does not exist")
     assert raised(lambda: config_of(data="d digits")).startswith(
         "eval.data, set d: data.objective='causal' does not fit"
     )

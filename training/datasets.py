@@ -119,12 +119,16 @@ def tokenizer_of(config: Config) -> Tokenizer:
 def validation_sets(config: Config, shards: Sequence[ShardSet], tokenizer: Tokenizer | None) -> dict[str, Dataset]:
     """Returns the validation sets by name; without `eval.data` the validation split, named "".
 
-    Files of a named set are read completely.
+    Files of a named set are read completely. ValueError, which names the set, if it cannot be read.
     """
-    sets = config.validation_data() or {"": config.data}
-    is_split = lambda name, data: name in ("", SPLIT) or data.source not in PATHS
-    splits: dict[str, Split] = {name: "validation" if is_split(name, data) else "all" for name, data in sets.items()}
-    return {name: load(data, splits[name], config.seed, shards, tokenizer) for name, data in sets.items()}
+    sets: dict[str, Dataset] = {}
+    for name, data in (config.validation_data() or {"": config.data}).items():
+        split: Split = "validation" if name in ("", SPLIT) or data.source not in PATHS else "all"
+        try:
+            sets[name] = load(data, split, config.seed, shards, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"eval.data, set {name}: {error}" if name else str(error)) from error
+    return sets
 
 
 def _check(experiment: Experiment, *datasets: Dataset) -> None:
