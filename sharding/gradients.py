@@ -84,9 +84,9 @@ def scan_micro_steps(
 
 def run_last(micro_step: MicroStep, carry: Carry, items: Items, aux: Means) -> tuple[tuple[PyTree, jax.Array], Means]:
     """Runs the last micro-step on `items` `[accum, ...]`; `aux` `[accum - 1]` is of the others."""
-    # after the others: its forward pass needs nothing of them, and run before them it would hold its layers' inputs
-    last, value = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), carry[1]))
-    carry, more = micro_step((carry[0], value), last)
+    # after the others' gradients: its forward pass needs none of them, and run before them it would hold its values
+    last, carry = lax.optimization_barrier((jax.tree.map(lambda x: x[-1], items), carry))
+    carry, more = micro_step(carry, last)
     return carry, jax.tree.map(lambda x, y: jnp.append(x, y), aux, more)
 
 

@@ -1,15 +1,16 @@
-"""The parts of the step that are shaped for TPUs."""
+"""The parts of the step that are shaped for XLA: a single micro-step without a loop, and the order of the last one."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
-from planner.compile import TARGETS, compile_step, is_installed
-from sharding.gradients import scan_micro_steps
+from sharding.gradients import run_last, scan_micro_steps
+
+Values = tuple[jax.Array, jax.Array]
 
 
 def test_a_single_micro_step_is_not_in_a_loop() -> None:
@@ -25,27 +26,17 @@ def test_a_single_micro_step_is_not_in_a_loop() -> None:
         assert has_loop == (accumulation > 1)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not is_installed(TARGETS["v5e"]), reason="XLA for TPUs is not installed: make .venv/tpu/installed")
-def test_the_program_of_one_micro_step_has_one_forward_and_one_backward_loop() -> None:
-    """A slice of 4 v5e: two loops over layers, attention as a kernel, and no layer packed into a vector."""
-    words = ("batch.global_size=4", "batch.micro_size=1", "sharding.strategy=zero3", "model.attention=splash")
-    sizes = ("model.num_layers=4", "model.compute_dtype=bfloat16", "data.seq_len=128", "mesh.num_cpu_devices=0")
-    config = ["--config=configs/gpu_decoder.py:tiny", *(f"--config.{word}" for word in (*words, *sizes))]
-    text = compile_step([*config, "--config.model.max_len=128"], nodes=1, devices_per_node=4, target="v5e").text
-    assert len(re.findall(r" while\(", text)) == 2
-    assert "splash_mha_fwd" in text and "splash_mha_dkv" in text
-    assert not re.search(r"= u16\[4,1,\d+\]\S* all-gather\(", text)
+def test_the_last_micro_step_begins_after_the_gradients_of_the_others() -> None:
+    """Otherwise two micro-steps, neither of which is in a loop, hold their values at the same time."""
 
+    def micro_step(carry: Values, item: Values) -> tuple[Values, dict[str, jax.Array]]:
+        sums, value = carry
+        number, row = item
+        return (sums + row, value + number), {"loss": value}
 
-@pytest.mark.slow
-@pytest.mark.skipif(not is_installed(TARGETS["v5e"]), reason="XLA for TPUs is not installed: make .venv/tpu/installed")
-@pytest.mark.parametrize(("target", "slices", "chips"), [("v5e", 2, 4), ("v6e", 4, 4)])
-def test_int8_crosses_between_slices_as_bytes(target: str, slices: int, chips: int) -> None:
-    words = ("batch.micro_size=1", "sharding.strategy=hsdp", "model.attention=splash", "compression.all_reduce=int8")
-    sizes = ("model.compute_dtype=bfloat16", "data.seq_len=128", "model.max_len=128", "mesh.num_cpu_devices=0")
-    config = ["--config=configs/gpu_decoder.py:tiny", *(f"--config.{word}" for word in (*words, *sizes))]
-    config.append(f"--config.batch.global_size={slices * chips}")
-    text = compile_step(config, nodes=slices, devices_per_node=chips, target=target).text
-    kinds = re.findall(r'= \((\w+)\[[\d,]+\]\S* .* send\(.*?transfer_type="(\w+)"', text)
-    assert ("u8", "ALL_TO_ALL") in kinds and not any(dtype == "bf16" for dtype, _ in kinds)
+    carry, items = (jnp.arange(3.0), jnp.ones(())), (jnp.arange(2.0), jnp.ones((2, 3)))
+    run = jax.jit(partial(run_last, micro_step))
+    (sums, value), aux = run(carry, items, {"loss": jnp.zeros(1)})
+    assert sums.tolist() == [1, 2, 3] and value == 2 and aux["loss"].tolist() == [0, 1]
+    (barrier,) = re.findall(r"optimization_barrier (.*) :", run.lower(carry, items, {"loss": jnp.zeros(1)}).as_text())
+    assert len(barrier.split(", ")) == 4  # the number and the row, and the sums and the loss before them
