@@ -9,7 +9,7 @@ Further sizes: `kv_heads` (heads), `intermediate` (Llama's 8/3 of hidden), `voca
 A step has 4 M tokens, as for Llama 2. The data is synthetic.
 Not run yet; by the planner (lab/benchmarks/planner_configs.py):
 
-    13b: 1 p5.48xlarge (8 GPUs), 31.1 GB of 76.4 GB a GPU, 1m 54s a step, $1,744 for its 1,000 steps on demand
+    13b: 1 p5.48xlarge (8 GPUs), 31.4 GB of 76.4 GB a GPU, 1m 47s a step, $1,642 for its 1,000 steps on demand
 """
 
 from dataclasses import dataclass, fields
