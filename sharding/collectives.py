@@ -1,8 +1,8 @@
 """Gathers and reduce-scatters of whole groups of parameters, with a collective for each tensor and network level.
 
-A tensor travels along the dim by which it is cut, so that nothing is copied. Two cases pack local shards into one
-vector, which is gathered and sliced apart: codecs, which work on vectors, and gloo (CPUs of several processes), where
-each call costs. Everything here runs inside a `shard_map` whose data axes are manual. Where `tensor` is automatic, a
+A tensor travels along the dim by which it is cut, so that nothing is copied. Three cases pack local shards into one
+vector, which is gathered and sliced apart: codecs, which work on vectors, gloo (CPUs of several processes), where each
+call costs, and flat gathers over several axes, whose chunks arrive in the devices' order. Everything here runs inside a `shard_map` whose data axes are manual. Where `tensor` is automatic, a
 nested `shard_map` makes it manual around each collective (XLA would replicate the payload over it otherwise).
 """
 
@@ -108,8 +108,7 @@ class TensorGroup:
         Tensors without a partitioned dim are returned unchanged.
         """
         collective = partial(all_gather_chunks, hierarchical=self.hierarchical, to=to)
-        alone = partial(_gather_alone, hierarchical=self.hierarchical, to=to)
-        return self._exchange(_gather_packed, collective, alone, self.gather_codecs, shards)
+        return self._exchange(_gather_packed, collective, partial(_gather_alone, to=to), self.gather_codecs, shards)
 
     def reduce_scatter(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns this device's shards of the sums of full `tensors` `[...]` over the scope.
@@ -123,8 +122,7 @@ class TensorGroup:
             lax.psum(x, axes) if p.dim is None and (axes := p.not_held(self.scope)) else x
             for x, p in zip(tensors, self.placements, strict=True)
         ]
-        alone = partial(_scatter_alone, hierarchical=self.hierarchical)
-        return self._exchange(_scatter_packed, collective, alone, self.reduce_scatter_codecs, whole)
+        return self._exchange(_scatter_packed, collective, _scatter_alone, self.reduce_scatter_codecs, whole)
 
     def all_reduce_then_slice(self, tensors: Sequence[jax.Array], over: Sequence[str]) -> list[jax.Array]:
         """Sums full `tensors` `[...]` over the axes `over`. Returns this device's shards (MiCS section 3.4)."""
@@ -160,7 +158,7 @@ class TensorGroup:
         codecs: LevelCodecs,
         xs: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """Runs `alone`, or with a codec or over gloo `packed`, on buckets of partitioned tensors `[...]`.
+        """Runs `alone`, or with a codec, over gloo, or flat `packed`, on buckets of partitioned tensors `[...]`.
 
         Tensors split over `tensor` or stages are packed separately. With a codec, vectors are sent separately and
         unencoded, because they are few and differ in magnitude from matrices (scales of norms are near 1, weights near
@@ -179,7 +177,7 @@ class TensorGroup:
             used = codecs.used(scope, hierarchical=self.hierarchical)
             for bucket in buckets(members, [x.nbytes for x in xs], over_gloo=self.over_gloo):
                 places = tuple(self.placements[i] for i in bucket)
-                if coded or self.over_gloo:
+                if coded or self.over_gloo or (len(scope) > 1 and not self.hierarchical):
                     exchange = partial(
                         packed,
                         places=places,
@@ -215,24 +213,20 @@ def buckets(members: Sequence[int], nbytes: Sequence[int], *, over_gloo: bool) -
     return found
 
 
-def _gather_alone(
-    *shards: jax.Array, places: Sequence[Placement], scope: Axes, hierarchical: bool, to: str
-) -> tuple[jax.Array, ...]:
+def _gather_alone(*shards: jax.Array, places: Sequence[Placement], scope: Axes, to: str) -> tuple[jax.Array, ...]:
     """Gathers each shard `[...]` along the dim by which it is cut."""
     full = list(shards)
-    for axes in levels(scope, hierarchical=True) if hierarchical else [scope]:
+    for axes in levels(scope, hierarchical=True):
         for i, p in enumerate(places):
             assert p.dim is not None
             full[i] = as_integers(partial(lax.all_gather, axis_name=axes, axis=p.dim, tiled=True, to=to), full[i])
     return tuple(full)
 
 
-def _scatter_alone(
-    *tensors: jax.Array, places: Sequence[Placement], scope: Axes, hierarchical: bool
-) -> tuple[jax.Array, ...]:
+def _scatter_alone(*tensors: jax.Array, places: Sequence[Placement], scope: Axes) -> tuple[jax.Array, ...]:
     """Reduce-scatters each tensor `[...]` along the dim by which its shards are cut."""
     sums = list(tensors)
-    for axes in reversed(levels(scope, hierarchical=True) if hierarchical else [scope]):
+    for axes in reversed(levels(scope, hierarchical=True)):
         for i, p in enumerate(places):
             assert p.dim is not None
             sums[i] = lax.psum_scatter(sums[i], axes, scatter_dimension=p.dim, tiled=True)
