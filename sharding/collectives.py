@@ -2,8 +2,9 @@
 
 A tensor travels along the dim by which it is cut, so that nothing is copied. Three cases pack local shards into one
 vector, which is gathered and sliced apart: codecs, which work on vectors, gloo (CPUs of several processes), where each
-call costs, and flat gathers over several axes, whose chunks arrive in the devices' order. Everything here runs inside a `shard_map` whose data axes are manual. Where `tensor` is automatic, a
-nested `shard_map` makes it manual around each collective (XLA would replicate the payload over it otherwise).
+call costs, and flat gathers over several axes, whose chunks arrive in the devices' order. Everything here runs inside a
+`shard_map` whose data axes are manual. Where `tensor` is automatic, a nested `shard_map` makes it manual around each
+collective (XLA would replicate the payload over it otherwise).
 """
 
 from collections.abc import Callable, Sequence
