@@ -213,6 +213,9 @@ def test_a_node_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     until(lambda: not running_with(str(tmp_path)))
 
 
+SOLICITATIONS = 3 * 70  # bytes: a new interface of the switch asks three times for IPv6 routers
+
+
 def round_trips(cluster: EmulatedCluster) -> list[float]:
     """Returns the seconds of 20 round trips of a datagram from node 0 to node 1 and back, sorted."""
     server = cluster.start(1, python(DATAGRAMS))
@@ -240,7 +243,7 @@ def test_latency_jitter_and_a_stream(tmp_path: Path) -> None:
         until(lambda: [line(client) for _ in range(3)] == ["silence"] * 3)
         received = cluster.traffic()[1].rx_bytes
         assert {line(client) for _ in range(4)} == {"silence"}  # meanwhile TCP repeats its packets
-        assert cluster.traffic()[1].rx_bytes == received
+        assert cluster.traffic()[1].rx_bytes <= received + SOLICITATIONS
         cluster.heal(0)
         until(lambda: line(client) == "heard")
     with EmulatedCluster(2, Links(rate="200mbit", latency="80ms"), tmp_path / "80") as cluster:
