@@ -57,7 +57,7 @@ def fused_collective(fusion: Instruction, program: Program) -> FusedCollective |
         part = DONE
     elif "async_collective_fusion_config" in inside.written_attributes:
         part = CARRIED
-    elif kind == "all-reduce" and all(user.opcode == "dynamic-slice" for user in called.users.get(inside.name, ())):
+    elif is_reduce_scatter(inside, called, program):
         kind = "reduce-scatter"
     return FusedCollective(part=part, kind=kind, instruction=inside, computation=called)
 

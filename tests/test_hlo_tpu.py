@@ -132,6 +132,9 @@ def test_a_fused_reduce_and_slice_is_a_reduce_scatter() -> None:
     (found,) = read(*lines, more=more)
     assert (found.kind, found.payload_bytes, found.intra_bytes) == ("reduce-scatter", 20, 10)
     assert replayed(*lines, more=more).use("reduce-scatter").busy_s == 10
+    whole = more.partition("  %zero")[0].replace("  %all-reduce.1", "  ROOT %all-reduce.1") + "}\n"
+    (found,) = read(lines[0], lines[1].replace("u8[10]", "u8[20]"), more=whole)
+    assert (found.kind, found.intra_bytes) == ("all-reduce", 20)
 
 
 def test_an_all_reduce_of_which_each_device_keeps_a_part_is_named() -> None:

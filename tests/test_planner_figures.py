@@ -22,6 +22,7 @@ from lab.records import Line, read_records, recorded
 from planner import clusters, rates
 from planner.bounds import bounds
 from planner.clusters import CLUSTERS
+from planner.question import command_flags, question_of
 from planner.rates import MissingRateError, Rates
 from planner.targets import WHEELS
 from training.experiment import make_experiment
@@ -232,8 +233,19 @@ def test_error_bars_are_those_of_the_comparisons() -> None:
         assert bar.nine_of_ten_within == round(planner_errors.quantile(errors[kind], 0.9), 2)
 
 
-def on_tpus() -> list[Line]:
-    return published_tpu_steps.groups(recorded(published_tpu_steps.RESULTS))[published_tpu_steps.FSDP]
+def on_tpus(rows: str = published_tpu_steps.FSDP) -> list[Line]:
+    return published_tpu_steps.groups(recorded(published_tpu_steps.RESULTS))[rows]
+
+
+def test_a_plan_with_tensor_parallelism_on_tpus_has_the_errors_of_published_steps() -> None:
+    errors = [planner_errors.error(line, "published_s") for line in on_tpus("tensor parallelism inside a slice")]
+    said = (
+        f"{len(errors)} published steps on TPUs came out {100 * min(errors):.0f} to {100 * max(errors):.0f} % too long"
+    )
+    argv = ["planner", f"--config={ROOT / 'configs' / 'tpu_decoder.py'}:16b", "--cluster=v5e-16"]
+    for tensor, is_there in ((1, False), (2, True)):
+        words = [*argv, f"--config.mesh.tensor={tensor}"]
+        assert any(said in note for note in question_of(words, command_flags(words)).notes) == is_there
 
 
 def held_back() -> list[Line]:
