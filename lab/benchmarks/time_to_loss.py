@@ -236,7 +236,7 @@ def everything(config: Config, workdir: Path) -> dict[str, np.ndarray]:
     with contextlib.ExitStack() as held:
         data = load_datasets(ex, workdir, held.enter_context)
         train_rows = rows_of(ex.batches.read(data.train, 0, prefetch=1), config.num_steps)
-        validation = rows_of(ex.batches.read(data.validation, 0, prefetch=1), config.eval.num_batches)
+        validation = rows_of(ex.batches.read(data.validation[""], 0, prefetch=1), config.eval.num_batches)
     rates = ex.learning_rates()
     assert rates is not None
     arrays = {"tokens": train_rows, "validation": np.concatenate(validation), "rates": rates}
