@@ -347,7 +347,7 @@ def _nothing_fits(
             fixes.append(f"sharding.strategy=mics with partition_size={min(legal)}")
         elif shards > here and not machine.cluster.device.is_shared:
             fixes.append(f"--nodes={-(-int(shards) // per_node)} with sharding.strategy=zero3")
-    if model.remat != "full":
+    if model.remat not in ("full", "offload"):
         fixes.append("model.remat=full")
     if candidate.micro_size > 1:
         fixes.append(f"a smaller batch.micro_size{'' if is_search else ' (--search looks for one)'}")

@@ -13,6 +13,7 @@ from support.running import ROOT
 from configs.schema import DecoderConfig, flat, may_change
 from configs.schema.codecs import CODED
 from configs.schema.combinations import FEATURES, RULES, Facts, table
+from configs.schema.model import REMAT
 from configs.schema.own import OWN
 from models import Decoder, chunked_loss
 from training.experiment import make_experiment
@@ -302,6 +303,8 @@ def test_one_line_names_what_would_do() -> None:
         "optimizer; set compression.all_reduce=none or a codec, or set optimizer.name=adamw"
     )
     assert error_of({"local_sgd.inner_steps": 3, "num_steps": 11}).startswith("num_steps=11 must be a multiple of")
+    advised = re.findall(r"model\.remat=(\w+), (\w+), (\w+) or (\w+) \(", error_of({"model.remat": "none"}))[0]
+    assert {*advised, "none"} == {*REMAT} and not any(error_of({"model.remat": remat}) for remat in advised)
 
 
 def test_what_is_registered_may_use_every_key_of_compression(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,5 +40,5 @@ def test_nothing_is_kept_in_stacks() -> None:
 def test_layers_that_are_computed_again_stay_in_a_loop() -> None:
     with pytest.raises(ValueError) as caught:
         three_steps({"model.unroll": True})
-    fix = "with model.remat = 'full' no loop keeps more than layers' inputs; use remat = 'dots' or 'none'"
+    fix = "with model.remat = 'full' no loop keeps more than layers' inputs; use attention, dots, none or offload"
     assert str(caught.value) == f"model.unroll = True: {fix}"

@@ -254,7 +254,7 @@ def _less(experiment: Experiment, held: Memory) -> str:
     config, now = experiment.config, held.parameters + held.gradients + held.optimizer
     micro_size = experiment.batches.config.micro_size
     tried = [f"a batch.micro_size below {micro_size}"] if micro_size > 1 else []
-    tried += ["model.remat=full"] if config.model.remat != "full" else []
+    tried += ["model.remat=full"] if config.model.remat not in ("full", "offload") else []
     room = held.capacity - held.temporaries - held.batch
     if group := next(((p, size) for p, size in _groups(experiment) if size < now and size <= room), None):
         tried.append(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from configs.schema.codecs import CODED, LEVELS
 from configs.schema.keys import Section, keys_of
-from configs.schema.model import MoeConfig
+from configs.schema.model import REMAT_OF_ATTENTION, MoeConfig, remat_other_than
 from configs.schema.own import OWN
 from configs.schema.sections import (
     CODECS,
@@ -158,7 +158,9 @@ FEATURES: dict[str, Feature] = {
         shown="`sharding.gather=layer` or `node` of parameters that are cut",
         instead="set sharding.gather=micro_step",
     ),
-    "no remat": _of("model.remat", "none", "full or dots"),
+    "no remat": _of(
+        "model.remat", "none", f"{remat_other_than('none')} (not for ResNets: {', '.join(REMAT_OF_ATTENTION)})"
+    ),
     "unroll": _of("model.unroll", True, False),
     "packing": _other_than("data.packing", "stream"),
     "cudnn": _of("model.attention", "cudnn", "xla or auto"),

@@ -14,6 +14,8 @@ KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
 GATED = ("swiglu", "geglu")  # activations of one product that multiply another
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 ACTIVATION = "activation; gelu and geglu use the tanh approximation"
+REMAT = ("full", "attention", "dots", "none", "offload")
+REMAT_OF_ATTENTION = ("attention", "offload")  # they name values of a transformer's layer
 UNROLL = "write out the loop over layers: fewer copies on GPUs, slow to compile; not with remat=full"
 
 
@@ -33,7 +35,7 @@ class ModelConfig(Section, name="model"):
         "full",
         "full: recompute layers; attention: keep attention and MLPs' inputs; dots: keep products, convolutions, "
         "attention, experts' tokens; none: keep all; offload: keep layers' inputs, q, k, v, attention in host memory",
-        choices=("full", "attention", "dots", "none", "offload"),
+        choices=REMAT,
         resumable=True,
     )
 
@@ -297,8 +299,8 @@ class ResNetConfig(ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fix = "without attention choose full, dots or none"
-        require(self.remat not in ("attention", "offload"), "remat", self.remat, fix)
+        fix = f"without attention choose {remat_other_than(*REMAT_OF_ATTENTION)}"
+        require(self.remat not in REMAT_OF_ATTENTION, "remat", self.remat, fix)
         object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))  # it is a list in configs from JSON
         require(len(self.stage_blocks) > 0, "stage_blocks", self.stage_blocks, "give at least one stage")
         for count in self.stage_blocks:
@@ -359,6 +361,12 @@ def require(holds: bool, name: str, value: object, fix: str) -> None:
         raise ValueError(f"model.{name} = {value!r}: {fix}")
 
 
+def remat_other_than(*names: str) -> str:
+    """Returns the other choices of `model.remat`, in words."""
+    *others, last = (name for name in REMAT if name not in names)
+    return f"{', '.join(others)} or {last}"
+
+
 def require_heads(hidden: int, num_heads: int) -> None:
     """Raises ValueError, with the nearest number of heads that fits, unless `num_heads` divides `hidden`."""
     divisors = [n for n in range(1, hidden + 1) if hidden % n == 0]
@@ -369,5 +377,5 @@ def require_heads(hidden: int, num_heads: int) -> None:
 
 def require_kept(remat: str, *, unroll: bool) -> None:
     """Raises a one-line ValueError for layers that are written out though the backward pass keeps nothing of them."""
-    fix = "with model.remat = 'full' no loop keeps more than layers' inputs; use remat = 'dots' or 'none'"
+    fix = f"with model.remat = 'full' no loop keeps more than layers' inputs; use {remat_other_than('full')}"
     require(remat != "full" or not unroll, "unroll", unroll, fix)
