@@ -55,7 +55,7 @@ class DelayLine(NetemDelay):
         bridge += [f"link set dev {port} learning off", f"fdb add {mac} dev {port} master static"]
         redirect = f"u32 match u32 0 0 action mirred egress redirect dev {tap}"
         filters = [f"qdisc add dev {port} ingress", f"filter add dev {port} parent ffff: protocol all {redirect}"]
-        up = [f"link set {tap} mtu {MTU_BYTES} master br0 addrgenmode none up"]
+        up = [f"link set {tap} mtu {MTU_BYTES} master br0 up"]
         for tool, commands in (("ip", up), ("bridge", bridge), ("tc", filters)):
             namespaces.configure(f"/proc/{self._switch}/ns/net", tool, commands)
 

@@ -87,7 +87,7 @@ class EmulatedCluster:
             self._switch = namespaces.new_node("switch", self._hosts, [])
             undo.callback(self._close)
             self._delay = find_delay(self._switch.pid, self.links)
-            bridge = [f"link add br0 mtu {MTU_BYTES} type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
+            bridge = [f"link add br0 mtu {MTU_BYTES} type bridge mcast_snooping 0", "link set br0 up"]
             namespaces.configure(self._switch_network, "ip", bridge)
             for _ in range(self._num_nodes):
                 self.add()
@@ -122,7 +122,7 @@ class EmulatedCluster:
         """Connects a node to the switch, and sets its address and its rate limits."""
         number = node.number
         cable = f"address {_mac(number)} mtu {MTU_BYTES} netns {node.init.pid} type veth peer name p{number}"
-        port = f"link set p{number} mtu {MTU_BYTES} master br0 addrgenmode none up"
+        port = f"link set p{number} mtu {MTU_BYTES} master br0 up"
         namespaces.configure(self._switch_network, "ip", [f"link add eth0 {cable}", port])
         self._delay.connect(number, _mac(number), node.links)
         # Permanent neighbours: a dead node is silent, as behind a real switch, instead of "unreachable".
@@ -131,7 +131,7 @@ class EmulatedCluster:
             for i in range(MAX_NODES)
             if i != number
         ]
-        up = [f"addr add {self.address(number)}/24 dev eth0", "link set lo up", "link set eth0 addrgenmode none up"]
+        up = [f"addr add {self.address(number)}/24 dev eth0", "link set lo up", "link set eth0 up"]
         namespaces.configure(node.network, "ip", [*up, *others])
         if any(node.links.delay()):
             namespaces.set_tcp(node.init.pid, TCP_BUFFERS)
