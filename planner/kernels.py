@@ -26,6 +26,7 @@ _PRODUCTS = ("dot", "convolution", "custom-call")
 ATTENTION = {"forward": 2, "backward": 5, "queries": 2, "keys": 3}
 SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # the same in jax's splash kernels for TPUs
 FUSED = 1  # further products of the last one, if it computes the gradients of queries as well
+WINDOW_STEPS = ("stride", "rhs_dilate", "lhs_dilate")  # in the output, the kernel and the input of a convolution
 FUNCTIONS = """
     exponential exponential-minus-one log log-plus-one logistic tanh erf power sine cosine tan cbrt
 """
@@ -122,8 +123,31 @@ def _product(
         kernel = result if "BackwardFilter" in target else right
         image = {"BackwardFilter": right, "BackwardInput": left}.get(target.removeprefix("__cudnn$conv"), result)
         features = kernel.dims[labels.split("_")[1].split("-")[0].index("o")]
-        return Product(dtype=left.dtype, flops=2 * image.num_elements * kernel.num_elements / features)
+        flops = 2 * image.num_elements * kernel.num_elements / features
+        return Product(dtype=left.dtype, flops=flops * _filled(instruction, labels, left, result))
     return None
+
+
+def _filled(instruction: Instruction, labels: str, image: ArrayType, result: ArrayType) -> float:
+    """Returns the share of a convolution's terms that are not padding.
+
+    XLA for TPUs writes a product that has one more dim of outputs as a convolution over a padded dim of size 1. All but
+    one of the terms in its window are padding, which XLA's own count of operations leaves out.
+    """
+    window = dict(re.findall(r"(\w+)=([-\dx_]+)", instruction.attributes.get("window", "")))
+    if instruction.opcode != "convolution" or not window:
+        return 1.0
+    sizes = [int(size) for size in window["size"].split("x")]
+    settings = {key: value.split("x") for key, value in window.items()}
+    of_image, of_result = labels.split("_")[0], labels.split("->")[1]
+    share = 1.0
+    for n, size in enumerate(sizes):
+        stride, dilation, spread = (int(settings.get(k, ["1"] * (n + 1))[n]) for k in WINDOW_STEPS)
+        before = int(settings.get("pad", ["0_0"] * (n + 1))[n].split("_")[0])
+        outputs, end = result.dims[of_result.index(str(n))], image.dims[of_image.index(str(n))] * spread
+        places = [o * stride + k * dilation - before for o in range(outputs) for k in range(size)]
+        share *= sum(0 <= place < end and place % spread == 0 for place in places) / len(places)
+    return share
 
 
 def _matmul(left: ArrayType, result: ArrayType, contracted: Sequence[int]) -> Product:

@@ -149,6 +149,33 @@ def test_a_strided_convolution_costs_the_same_in_all_directions(result: str, ope
     assert found.flops == 2 * (8 * 7 * 7) * 32 * (3 * 3 * 16)
 
 
+@every_row(
+    ("image", "weights", "result", "how", "terms"),
+    [
+        # [8, 16] times [16, 2, 32], as XLA for TPUs writes it
+        ("8,16,1", "16,2,32", "8,2,32", "window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f", 8 * 2 * 32),
+        # 14 windows of 3 places, of which the first and the last have 2
+        ("8,16,14", "32,16,3", "8,32,14", "window={size=3 pad=1_1}, dim_labels=bf0_oi0->bf0", 8 * 32 * (14 * 3 - 2)),
+        # 7 windows of 3 places with stride 2, of which the last has 2, and the transpose of this convolution
+        ("8,16,14", "32,16,3", "8,32,7", "window={size=3 stride=2 pad=0_1}, dim_labels=bf0_oi0->bf0", 8 * 32 * 20),
+        ("8,16,7", "32,16,3", "8,32,14", "window={size=3 pad=2_1 lhs_dilate=2}, dim_labels=bf0_oi0->bf0", 8 * 32 * 20),
+    ],
+)
+def test_padding_of_a_convolution_costs_nothing(image: str, weights: str, result: str, how: str, terms: int) -> None:
+    """Each term is a sum over 16 inputs."""
+    text = f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (image: f32[{image}], weights: f32[{weights}]) -> f32[{result}] {{
+  %image = f32[{image}] parameter(0)
+  %weights = f32[{weights}] parameter(1)
+  ROOT %k = f32[{result}] convolution(%image, %weights), {how}
+}}
+"""
+    program = parse_program(text)
+    (found,) = products(program.entry.by_name["k"], program.entry, program)
+    assert found.flops == 2 * 16 * terms
+
+
 def test_products_are_found_inside_fusions() -> None:
     dot = "ROOT %d = f32[10,10] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
     assert flops(f"f32[10,10] {FUSION}", fused(dot)) == [("f32", 20_000)]
