@@ -126,13 +126,15 @@ def _on_own_heads(run: Callable[..., Arrays], results: int) -> Callable[..., Arr
 
     The types of its results lack the axes over which they vary: jax's kernel does not name them, as `check_vma` wants.
     """
-    if TENSOR not in jax.sharding.get_abstract_mesh().shape:
+    mesh = jax.sharding.get_abstract_mesh()
+    if TENSOR not in mesh.shape:
         return run
+    own_axes = {TENSOR} & {*mesh.auto_axes}  # none in independent replicas, whose gradients map over all axes
+    heads = PartitionSpec(None, *own_axes)
 
     def mapped(*arrays: Array | None) -> Arrays:
-        specs = tuple(PartitionSpec(None, TENSOR) if i != SEGMENTS else PartitionSpec() for i in range(len(arrays)))
-        out_specs = (PartitionSpec(None, TENSOR),) * results
-        own = jax.shard_map(run, in_specs=specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
+        specs = tuple(heads if i != SEGMENTS else PartitionSpec() for i in range(len(arrays)))
+        own = jax.shard_map(run, in_specs=specs, out_specs=(heads,) * results, axis_names=own_axes, check_vma=False)
         return own(*arrays)
 
     return mapped
