@@ -94,7 +94,7 @@ def _exchange_encoded(
     scatters = bool(layout.optimizer_beyond_gradients) and placements[members[0]].dim is not None
     scatter = layout.optimizer_beyond_gradients if scatters else ()
     gather = layout.all_reduced_axes if scatters else layout.replica_axes
-    route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=plan.over_gloo)
+    route = Route(codec=codec, scatter=scatter, gather=gather, over_gloo=plan.over_gloo, tile_bytes=plan.tile_bytes)
     # stochastic rounding differs between shards, but is the same for all copies of a shard
     key = jax.random.fold_in(key, members[0])
     key = jax.random.fold_in(key, lax.axis_index(layout.replica_axes + cut_by))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compression.statistics import Sent
-from sharding.coded import Codec, all_to_all_rows
+from sharding.coded import Codec, all_to_all_rows, gather_payload
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
 from sharding.mesh import inter_part, intra_part
 from sharding.trees import Axes
@@ -32,6 +32,7 @@ class Route:
     scatter: Axes
     gather: Axes
     over_gloo: bool = False
+    tile_bytes: int = 1  # of gathered payloads
 
     @property
     def intra(self) -> Axes:
@@ -67,7 +68,7 @@ class Route:
         if between := inter_part(self.gather):
             payload = self.codec.encode(total, second, real[lax.axis_index(self.inter)])  # uint8 [bytes]
             payloads.append(payload)
-            gathered = all_gather_chunks(payload, between, hierarchical=True, to="invarying")  # uint8 [nodes, bytes]
+            gathered = gather_payload(payload, between, "invarying", self.tile_bytes)  # uint8 [nodes, bytes]
             whole = self.codec.decode(gathered).reshape(-1)  # [nodes n]
             own = jnp.arange(len(rows))[:, None] == lax.axis_index(self.inter)
             kept += jnp.where(own, total - self.codec.decode(payload), 0)

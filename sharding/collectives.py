@@ -36,7 +36,7 @@ def all_gather_chunks(
     size = x.size
     for axes in levels(scope, hierarchical=hierarchical):
         codec, gather = codecs.over(axes), partial(lax.all_gather, axis_name=axes, to=to)
-        x = coded_all_gather(x, axes, codec, to) if codec else as_integers(gather, x)
+        x = coded_all_gather(x, axes, codec, to, codecs.tile_bytes) if codec else as_integers(gather, x)
     if not hierarchical and len(scope) > 1:  # the devices' order, outermost first: convert it to CHUNK_ORDER
         x = x.reshape(*(lax.axis_size(axis) for axis in reversed(scope)), size).transpose(
             *reversed(range(len(scope))), -1

@@ -22,6 +22,7 @@ from sharding.trees import Axes, Placements, PyTree
 
 REPLICATED = PartitionSpec()
 FLOAT32 = jnp.dtype(jnp.float32)
+TILE_BYTES = 1024  # of a vector of bytes on TPUs
 Function = TypeVar("Function", bound=Callable[..., PyTree])
 
 
@@ -58,6 +59,11 @@ class ShardingPlan:
         return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
 
     @property
+    def tile_bytes(self) -> int:
+        """The bytes to whose multiples gathered payloads are padded (`sharding.coded.gather_payload`)."""
+        return TILE_BYTES if self.mesh.devices.flat[0].platform == "tpu" else 1
+
+    @property
     def batch_spec(self) -> PartitionSpec:
         """Spec of batch arrays `[accum, rows, ...]`, or `[accum, rows, T]` if devices share rows."""
         return PartitionSpec(None, self.layout.row_axes or None, *self.layout.context_axes)
@@ -81,7 +87,8 @@ class ShardingPlan:
     def exchange(self) -> TokenExchange:
         """The exchange that sends tokens to their experts."""
         layout = self.layout
-        return TokenExchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=self.expert_codecs)
+        codecs = self._in_tiles(self.expert_codecs)
+        return TokenExchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=codecs)
 
     @property
     def context(self) -> Context:
@@ -105,10 +112,14 @@ class ShardingPlan:
             scope=scope,
             hierarchical=self.layout.hierarchical,
             over_gloo=self.over_gloo,
-            gather_codecs=self.gather_codecs if coded else PLAIN,
+            gather_codecs=self._in_tiles(self.gather_codecs) if coded else PLAIN,
             reduce_scatter_codecs=self.reduce_scatter_codecs if coded else PLAIN,
             tensor_is_manual=tensor_is_manual,
         )
+
+    def _in_tiles(self, codecs: LevelCodecs) -> LevelCodecs:
+        """Returns codecs whose gathered payloads are padded to whole tiles."""
+        return dataclasses.replace(codecs, tile_bytes=self.tile_bytes)
 
     def constrain(self, tree: PyTree, scope: Axes) -> PyTree:
         """Constrains arrays like the parameters to `scope`."""

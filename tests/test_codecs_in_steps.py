@@ -24,8 +24,8 @@ from sharding.coded import LevelCodecs, coded_all_to_all_rows, levels
 from sharding.collectives import all_gather_chunks, reduce_scatter_chunks
 from sharding.gradients import accumulated, replica_gradients
 from sharding.mesh import INTER_AXES, inter_part, intra_part
-from sharding.plan import ShardingPlan
-from sharding.spec import Placement
+from sharding.plan import TILE_BYTES, ShardingPlan
+from sharding.spec import Placement, pspecs
 from sharding.step import build_eval_step, in_turn
 
 BLOCK = 32
@@ -244,6 +244,32 @@ def test_gathering_once_a_node_crosses_nodes_once() -> None:
     assert {c.times for c in crossing} == {2}
     for label in ("gather", "group_reduce_scatter"):
         assert sum(c.num_elements for c in crossing if c.label == label) == half
+
+
+def test_gathered_payloads_fill_whole_tiles_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each level of a gather pads its payload, and the values are the same; other devices pad nothing."""
+    plan = workload.plan("tensors", strategy="zero3", gather_codecs=LevelCodecs(inter=INT8, intra=INT4))
+    specs = pspecs(plan.placements, plan.layout.parameters)
+
+    def gathered() -> tuple[list[np.ndarray], list[int]]:
+        group = plan.group(plan.placements, plan.layout.parameters, coded=True)
+        gather = jax.shard_map(
+            lambda tree: group.gather(jax.tree.leaves(tree), to="invarying"),
+            mesh=plan.mesh,
+            in_specs=(specs,),
+            out_specs=jax.P(),
+        )
+        values = jax.tree.map(lambda x: x * jnp.arange(x.size).reshape(x.shape), workload.params("tensors"))
+        compiled = jax.jit(gather).lower(values).compile()
+        found = hlo.read_collectives(compiled.as_text(), plan.layout.shape)
+        sent = [c.payload_bytes // c.group_size for c in found if c.dtype == "u8"]
+        return jax.device_get(compiled(values)), sent
+
+    plain, few = gathered()
+    monkeypatch.setattr(ShardingPlan, "tile_bytes", TILE_BYTES)
+    tiled, many = gathered()
+    jax.tree.map(np.testing.assert_array_equal, plain, tiled)
+    assert many == [size + -size % TILE_BYTES for size in few] != few
 
 
 # ------------------------------------------------------------------------------- tensor splits, validation, config
