@@ -332,7 +332,7 @@ def test_a_number_is_waited_for_as_long_as_an_orphan_lives(
         looks.append(clock.now_s)
         return Peer(number=3, host="orphan", port=7) if len(looks) <= ends_after else None
 
-    monkeypatch.setattr("elastic.replicas.membership.find_running", find_running)
+    monkeypatch.setattr("elastic.replicas.numbers.find_running", find_running)
     if code:
         with pytest.raises(ValueError, match="replica 3 runs at orphan:7 already"):
             groups.check_number_is_free(tmp_path, 3)

@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.in_process import HOST, InProcess, Network, OneAtATime
 
 from elastic.replicas import membership
-from elastic.replicas.membership import NO_PEER, RARELY, Log, Membership, check_number_is_free
+from elastic.replicas.membership import NO_PEER, RARELY, Log, Membership
+from elastic.replicas.numbers import check_number_is_free
 from elastic.replicas.peers import FILE_NAME, NEVER, STALE_S, Peer, read_address, read_addresses, write_address
 from elastic.replicas.state_copies import StateCopies
 from elastic.replicas.transport import SharedLock

@@ -27,8 +27,9 @@ from support.keeping import SHAPES, Run, a_run, abstract, check, keep, shardings
 from configs.schema.sections import AUTOMATIC
 from elastic.manifest import Leaf
 from elastic.memory_files import MemoryFolder
+from elastic.pace import Pace
 from elastic.recovery import Copy, Found, load
-from elastic.snapshots import Pace, Snapshots, lost_together, owned_shards, partner, partner_process
+from elastic.snapshots import Snapshots, lost_together, owned_shards, partner, partner_process
 from elastic.transfer import PURPOSE, Answers
 from runtime.addresses import own_address
 from runtime.blobs import BlobService, PeerError

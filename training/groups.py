@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from configs.schema import Config
-from elastic.replicas import membership
+from elastic.replicas import numbers, peers
 from elastic.replicas.transport import Sockets
 from runtime.consensus import broadcast, new_key
 from runtime.files.run_directory import REPLICAS as FOLDER
@@ -45,12 +45,12 @@ def check_number_is_free(workdir: Path, group: int) -> None:
 
 
 def _await_number(folder: Path, group: int, token: str) -> None:
-    transport = Sockets(number=group, token=token, silence_s=membership.CONNECT_S)
+    transport = Sockets(number=group, token=token, silence_s=peers.CONNECT_S)
     until_s, seen = time.monotonic() + WAIT_S, None
-    while (running := membership.find_running(folder, transport)) and time.monotonic() < until_s:
+    while (running := numbers.find_running(folder, transport)) and time.monotonic() < until_s:
         if running.address != seen:
             seen = running.address
             where = f"replica {group} runs at {seen.host}:{seen.port} already"
             print(f"{where}: waiting up to {WAIT_S:g} s for its end", file=sys.stderr)
         time.sleep(LOOK_S)
-    membership.check_number_is_free(folder, transport)
+    numbers.check_number_is_free(folder, transport)

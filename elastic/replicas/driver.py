@@ -20,8 +20,8 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from elastic.replicas.exchange import SumExchange
-from elastic.replicas.membership import AHEAD, ASK_S, MOST_BYTES, NO_PEER, Log, Membership
-from elastic.replicas.peers import NEVER, Peer
+from elastic.replicas.membership import AHEAD, ASK_S, NO_PEER, Log, Membership
+from elastic.replicas.peers import MOST_BYTES, NEVER, Peer
 from elastic.replicas.state_copies import LEAVES, StateCopies, fetch_copies
 from elastic.replicas.sums import Piece, Status, StepSums
 from elastic.replicas.transport import SharedLock, Transport

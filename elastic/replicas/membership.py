@@ -17,7 +17,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from elastic.replicas.numbers import check_number_is_free
 from elastic.replicas.peers import (
+    CONNECT_S,
+    MOST_BYTES,
     NEVER,
     STALE_S,
     Peer,
@@ -41,36 +44,9 @@ LONG_S = 300.0  # the same for a joining replica that does not catch up
 SEEK_S = 5.0  # between two searches for lost peers
 RARELY = 12  # every twelfth search also greets unknown addresses, and writes this replica's address again
 ASK_S = 0.2  # between two questions of a lagging replica about its peers' steps
-MOST_BYTES = 1 << 20  # limit of the records that a peer sends
-CONNECT_S = 5.0
 _GREETINGS = 256  # at the same time
 _LEAVE_S = 30.0
 NO_PEER = -1  # in place of a step: no peer trains
-
-
-def find_running(folder: Path, transport: Transport) -> Peer | None:
-    """Returns the replica that answers at the last address of the transport's number; None if the number is free."""
-    previous: BlobAddress | None = None
-    while (address := read_address(folder, transport.number, transport.process)) and address != previous:
-        previous = address
-        try:
-            with transport.connect(address, CONNECT_S) as link:
-                record = json_objects.parse(link.ask({"op": "self"}, MOST_BYTES), "a replica's record")
-            running = Peer.from_dict(record)
-        except (PeerError, ValueError):  # it is gone, or starts as this one does
-            continue
-        if running.number == transport.number:
-            return running
-    return None
-
-
-def check_number_is_free(folder: Path, transport: Transport) -> None:
-    """ValueError if a program trains under the transport's number; ResumableError if that program is about to end."""
-    if running := find_running(folder, transport):
-        where = f"replica {running.number} runs at {running.host}:{running.port} already"
-        if running.last < NEVER:
-            raise ResumableError(f"{where}, and is about to end; run the same command again")
-        raise ValueError(f"{where}; give this one another number (--group), or end that one first")
 
 
 class Log:

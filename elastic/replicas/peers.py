@@ -14,6 +14,8 @@ from runtime.files.json_objects import JsonMapping, JsonObject
 
 FILE_NAME = "address-{}.json"
 NEVER = 1 << 62  # a step
+CONNECT_S = 5.0
+MOST_BYTES = 1 << 20  # limit of the records that a peer sends
 STALE_S = 600.0  # age of an address that its replica no longer writes again
 
 
