@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from runtime.command_line import one_line
 
+REMEDY = ", or raise data.skip_bad to skip it"
+
 
 class BadDocuments:
     """The broken documents that were skipped, at most `most` of them."""
@@ -30,4 +32,4 @@ def check(lines: Sequence[str], most: int) -> None:
     """Raises ValueError, with a place and a fault, for more than `most` broken documents."""
     if len(lines) > most:
         count = f"document {most + 1} that is broken, more than data.skip_bad={most}: " if most else ""
-        raise ValueError(f"{count}{lines[most]}; mend or remove it, or raise data.skip_bad to skip it")
+        raise ValueError(f"{count}{lines[most]}; mend or remove it{REMEDY}")

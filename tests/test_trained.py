@@ -203,11 +203,11 @@ def test_perplexity_of_a_hugging_face_folder_on_text(
 def test_perplexity_of_a_hugging_face_folder_on_chats(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the answers alone."""
+    """Of the answers alone, in a folder of files of chats."""
     chats = [{"prompt": "a", "answer": "the"}, {"prompt": "b", "answer": "quick fox"}, {"prompt": "c", "answer": "c"}]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    flags = [f"--hugging_face={folder}", f"--path={tmp_path / 'chats.jsonl'}"]
-    found = evaluated(capsys, *flags)
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    found = evaluated(capsys, f"--hugging_face={folder}", f"--path={tmp_path / 'chats'}")
     vocabulary = folder / "tokenizer.json"
     turns = [conversation_of(chat).messages for chat in chats]
     coded = [
@@ -216,6 +216,42 @@ def test_perplexity_of_a_hugging_face_folder_on_chats(
     ids, counted = (np.stack([np.pad(one[k], (0, 60 - len(one[k]))) for one in coded]) for k in (0, 1))
     wanted = losses_of(folder, ids[:, :41])[counted[:, 1:41]].mean()
     assert counted.sum() == counted[:, :41].sum() and found["validation_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+SECTIONS = [  # source, mixture and packing of the run, --path, source and packing
+    ("chats", "", "whole", "chats.jsonl", "chats", "whole"),
+    ("chats", "", "whole", "chats", "chats", "whole"),
+    ("chats", "", "whole", "texts", "folder", "whole"),
+    ("chats", "", "whole", "texts/a.txt", "shards", "documents"),
+    ("stdlib_text", "3 chats:c, 1 folder:d", "whole", "s3://bucket/chats", "chats", "whole"),
+    ("shards", "", "documents", "chats.jsonl", "shards", "documents"),
+    ("shards", "", "stream", "texts", "shards", "stream"),
+    ("folder", "", "stream", "chats.jsonl", "shards", "stream"),
+    ("stdlib_text", "", "whole", "chats", "folder", "whole"),
+]
+
+
+def test_a_path_is_read_as_the_run_reads_its_data(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And prints how."""
+    for name in ("chats.jsonl", "chats/a/b.json.gz", "texts/a.txt", "texts/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def check(source: str, mixture: str, packing: str, path: str, wanted: str, rows_of: str) -> None:
+        section = {"source": source, "mixture": mixture, "packing": packing}
+        found = section | evaluate.section_of(path, section, has_run=True)
+        assert (found["source"], found["packing"], found["mixture"]) == (wanted, rows_of, "")
+        if mixture == "" and wanted != "shards":
+            assert evaluate.section_of(path, section, has_run=False)["source"] == {"texts": "folder"}.get(path, "chats")
+
+    monkeypatch.chdir(tmp_path)
+    check_rows(SECTIONS, check)
+    capsys.readouterr()
+    assert evaluate.main(["evaluate", f"--workdir={run}", f"--path={run.parent}/chats.jsonl", "--num_batches=1"]) == 0
+    manner = "chats by the template, with a loss on data.loss_on=assistant"
+    assert capsys.readouterr().err.startswith(f"{run.parent}/chats.jsonl is read as {manner}\ndata.path ")
 
 
 def test_chat_gives_the_answer_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,6 +307,7 @@ def test_mistakes_are_one_line(run: Path, folder: Path, tmp_path: Path, capsys: 
         (generate, [of_run, f"--prompts={tmp_path / 'absent'}"], "absent cannot be read: No such file"),
     ]:
         assert message in error_of(capsys, program, *args)
+    assert error_of(capsys, evaluate, of_folder, f"--path={chats}").endswith("; mend or remove it")
 
 
 def test_models_that_write_no_text_and_changed_data_are_one_line(

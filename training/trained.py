@@ -5,7 +5,7 @@ the largest number that divides them.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from training.resume import check_same_base
 from training.weights_tokenizer import TOKENIZER_FILE
 
 LONGEST = 1024  # tokens per row of a Hugging Face model
+SectionChange = Callable[[JsonMapping], JsonMapping]  # from a section to the values that replace some of its values
 KEPT = ("seed", "model", "data", "batch", "eval", "sample")  # sections from a run's config
 
 
@@ -65,10 +66,10 @@ def of_run(
     step: int | None = None,
     *,
     config_file: str = "",
-    data: Mapping[str, object] = {},
+    data: SectionChange = lambda section: {},
     devices: Sequence[Device] = (),
 ) -> Trained:
-    """Returns the model of a run's checkpoint, the newest by default. `data` overrides values of that section.
+    """Returns the model of a run's checkpoint, the newest by default. `data` replaces values of that section.
 
     `config_file` registers the names in the run's config (default: the run's config file).
     ValueError if the step does not exist or is damaged.
@@ -82,7 +83,9 @@ def of_run(
     return Trained(name=str(workdir), experiment=experiment, params=params, step=saved.step, data=saved.data)
 
 
-def of_hugging_face(folder: Path, *, data: Mapping[str, object] = {}, devices: Sequence[Device] = ()) -> Trained:
+def of_hugging_face(
+    folder: Path, *, data: SectionChange = lambda section: {}, devices: Sequence[Device] = ()
+) -> Trained:
     """Returns the model of a Hugging Face folder, with its tokenizer.json. ValueError if the folder has no model."""
     model = hugging_face.model(folder).to_dict()
     values: JsonObject = defaults(model["kind"]) | {"model": model}
@@ -96,11 +99,11 @@ def of_hugging_face(folder: Path, *, data: Mapping[str, object] = {}, devices: S
     return Trained(name=str(folder), experiment=experiment, params=params, step=None, data={})
 
 
-def _experiment(saved: JsonMapping, data: JsonMapping, devices: Sequence[Device]) -> Experiment:
+def _experiment(saved: JsonMapping, data: SectionChange, devices: Sequence[Device]) -> Experiment:
     """Returns the parts of a run like the saved one, on other devices."""
     kind, count = saved["model"]["kind"], len(devices or jax.devices())
     values: JsonObject = defaults(kind) | {name: saved[name] for name in KEPT}
-    values["data"] = {**values["data"], **data}
+    values["data"] = {**values["data"], **data(values["data"])}
     # other values may not suit these devices; norms use running averages, because nothing is trained
     free = {"attention": "auto", "remat": "full", "unroll": False, "norm_rows": 1}
     values["model"] = values["model"] | {name: value for name, value in free.items() if name in values["model"]}
@@ -135,7 +138,7 @@ def new_flags() -> flags.FlagValues:
     return values
 
 
-def named(values: flags.FlagValues, *, data: Mapping[str, object] = {}) -> Trained:
+def named(values: flags.FlagValues, *, data: SectionChange = lambda section: {}) -> Trained:
     """Returns the model named by the flags."""
     use_compilation_cache()
     if bool(values.workdir) == bool(values.hugging_face):
