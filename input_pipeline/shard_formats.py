@@ -95,8 +95,8 @@ def records(path: Path, name: str, columns: Sequence[str] | None = None) -> Iter
             yield Document(f"{name}, {place}" if place else name, content, parse)
     except Exception as error:  # damaged files can raise any exception
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        is_told = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
-        said += "" if is_told else "; the file is damaged: fetch or write it again"
+        is_ours = type(error) is ValueError  # pyarrow's are of other types
+        said += "" if is_ours else "; the file is damaged: fetch or write it again"
         raise ValueError(f"{name} cannot be read as {kind}: after {count} documents: {said}") from error
 
 

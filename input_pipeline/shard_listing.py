@@ -10,7 +10,7 @@ from typing import Any
 from configs.schema import DataConfig
 from input_pipeline.shard_formats import OF_CHATS, OF_TEXT, endings, format_of, matches
 from input_pipeline.shard_index import INDEX_FILE, ProgressWarning, ShardIndex
-from input_pipeline.store import Item, MissingError, Store, StoreError, is_url
+from input_pipeline.store import Item, LocalStore, MissingError, Store, StoreError, is_url
 from input_pipeline.tokenizers import Tokenizer
 from runtime.files import json_objects
 from runtime.files.paths import user_path
@@ -57,10 +57,9 @@ def list_shards(store: Store, file: str, config: DataConfig, tokenizer: Tokenize
         item = listed[name]
         items.append(item if item and item.version else store.item(name))
         if not items[-1].size:
-            raise StoreError(
-                f"{store.url}/{name} is empty: the store answers with 0 bytes, or with a status that has no content "
-                "(204); restore it, or do not name it"
-            )
+            answer = ": the store answers with 0 bytes, or with a status that has no content (204)"
+            why = "" if isinstance(store, LocalStore) else answer
+            raise StoreError(f"{store.url}/{name} is empty{why}; restore it, or do not name it")
         progress.say("%s: %d of %d files are looked at", store.url, len(items), len(wanted))
     return Listing(items=tuple(items))
 

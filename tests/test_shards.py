@@ -203,6 +203,7 @@ def test_settings_that_cannot_work_are_one_line(texts):
 
 DAMAGED = [
     ("a.parquet", b'{"text": "jsonl"}\n', "a.parquet cannot be read as parquet: after 0 documents"),
+    ("a.parquet", b'{"text": "jsonl"}\n', "; the file is damaged: fetch or write it again"),
     ("a.parquet", of_parquet({"body": ["a"]}), "it has no field 'text' (data.text_field), only body"),
     ("a.parquet", of_parquet({"text": [["a"]]}), "'text' is of type list<"),
     ("a.parquet", of_parquet({"text": [5]}), "'text' is of type int, and no text"),
