@@ -24,6 +24,7 @@ from configs.schema import Config
 from elastic.checkpointer import Checkpointer, CheckpointError
 from elastic.snapshots import Snapshots
 from runtime.command_line import prepare_output
+from runtime.consensus import broadcast, new_key
 from runtime.phases import Phase
 from runtime.supervisor import Supervisor, supervise
 from training import flags, resume
@@ -163,8 +164,8 @@ def run(
             fingerprints=fingerprints,
         )
         report = Report(parts)
-        patience = config.eval.patience
-        early = EarlyStopping(patience, past_losses(workdir, step, next(iter(data.validation))) if patience else ())
+        losses = broadcast(new_key("validations"), lambda: past_losses(config, workdir, start.step))
+        early = EarlyStopping(config.eval.patience, losses)
         checkpoint = CheckpointHook(parts, report)
         profile = Profile(parts, report, step)
         loop = [

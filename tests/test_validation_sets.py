@@ -1,7 +1,10 @@
 """Validation sets of the user's own: what they measure, what the first one decides, and when a run stops early."""
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from support.tables import check_rows, raised
 from configs import base
 from configs.schema import Config, EvalConfig
 from input_pipeline import load
+from training import datasets
 from training.datasets import validation_sets
 from training.validation import EarlyStopping, past_losses
 
@@ -52,6 +56,17 @@ def test_a_set_is_read_completely_and_the_split_as_before(tmp_path: Path) -> Non
     assert sets["split"].fingerprint == load(config, "validation", 0).fingerprint
 
 
+def test_a_set_that_differs_between_processes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.txt").write_text("validation " * 100)
+    experiment: Any = SimpleNamespace(config=config_of(data=f"split, own folder:{tmp_path / 'own'}"))
+    by_others = itertools.chain([None, None], itertools.repeat("another"))  # of the training data, the split, the set
+    differs = lambda key, value: [value, next(by_others) or value if key.topic == "fingerprint" else value]
+    monkeypatch.setattr(datasets, "all_gather", differs)
+    message = raised(lambda: datasets.load_datasets(experiment, tmp_path, lambda resource: None))
+    assert message == "eval.data, set own, differs between processes; give all the same data"
+
+
 def losses(values: list[float]) -> list[tuple[int, float]]:
     return [(5 * number, value) for number, value in enumerate(values, start=1)]
 
@@ -90,9 +105,16 @@ def test_losses_of_other_main_sets_do_not_count(tmp_path: Path) -> None:
         {"step": 5, "validation_loss": 1.5, "validation_loss/split": 1.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-    assert past_losses(tmp_path, 4, "split") == [(1, 3.0), (3, 2.0)]
-    assert past_losses(tmp_path, 5, "own") == [(1, 3.0), (2, 0.5)]
-    assert past_losses(tmp_path, 5, "") == [(1, 3.0)]
+    for data, step, wanted in (
+        ("split, own folder:/own", 4, [(1, 3.0), (3, 2.0)]),
+        ("own folder:/own, split", 5, [(1, 3.0), (2, 0.5)]),
+        ("", 5, [(1, 3.0)]),
+    ):
+        config = config_of(data=data)
+        assert past_losses(config, tmp_path, step) == []
+        config = replace(config, eval=replace(config.eval, patience=2))
+        assert past_losses(config, tmp_path, step) == wanted
+        assert past_losses(config, tmp_path / "absent", step) == []
 
 
 @pytest.mark.slow
@@ -115,6 +137,11 @@ def test_the_first_set_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["exit_reason"] == "finished" and summary["validation_loss/split"] > 0
     assert "Validation losses" in (whole / "report.html").read_text()
-    for hooks, code in (([stop_after(last - 1)], 75), ([], 0), ([], 0)):
-        assert run_here(*arguments(stopped, data__source="stdlib_text", **changes), hooks=hooks) == code
+    again = arguments(stopped, data__source="stdlib_text", **changes)
+    for hooks, code in (([stop_after(last - 1)], 75), ([], 0)):
+        assert run_here(*again, hooks=hooks) == code
+    capsys.readouterr()
+    assert run_here(*again, make=lambda config: pytest.fail("a finished run is not built again")) == 0
+    early = f"stopped early: 2 validations without a lower loss than {measured[best]['validation_loss']:.4f}"
+    assert capsys.readouterr().out.startswith(f"{stopped} is finished: {early} of step {best}")
     assert [row["validation_loss"] for row in rows(stopped)] == [row["validation_loss"] for row in rows(whole)]

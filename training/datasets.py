@@ -30,6 +30,7 @@ class Datasets:
     train: Dataset
     validation: Mapping[str, Dataset]  # by the names of `eval.data`; "" without them. The first is the main set
     shards: Sequence[ShardSet] = ()  # of data.source=shards, or of such components of a mixture
+    skipped: Sequence[str] = ()  # place and fault of each broken document that a process leaves out
 
     def counters(self) -> Mapping[str, float]:
         """Returns counters of this process' reads, by the keys of metrics.jsonl; none for sources other than shards."""
@@ -40,12 +41,6 @@ class Datasets:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None for images."""
         return None if isinstance(self.train, ImageDataset) else self.train.tokenizer
-
-    @property
-    def skipped(self) -> list[str]:
-        """Place and fault of each broken document that is left out."""
-        texts = [data for data in (self.train, *self.validation.values()) if not isinstance(data, ImageDataset)]
-        return [*dict.fromkeys(line for data in texts for line in data.skipped)]  # splits may share their files
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -67,8 +62,8 @@ class Datasets:
         if isinstance(self.train, ImageDataset):
             return []
         lines = [self.train.epochs(num_examples)] if isinstance(self.train, MixedDataset) else []
-        if skipped := self.skipped:
-            lines.append(f"broken documents that are skipped: {len(skipped)}, named in {run_directory.SKIPPED}")
+        if self.skipped:
+            lines.append(f"broken documents that are skipped: {len(self.skipped)}, named in {run_directory.SKIPPED}")
         if self.train.filled < 1:
             lines.append(f"rows of whole documents: {self.train.filled:.2%} of the positions hold tokens")
         lines += answer_ends.warnings(self.train)
@@ -102,10 +97,22 @@ def load_datasets(
     validation = validation_sets(config, shards, tokenizer)
     if shards:
         check_room(shards)
-    _check(experiment, train, *validation.values())
-    datasets = Datasets(train=train, validation=validation, shards=shards)
-    check(datasets.skipped, config.data.skip_bad)
-    return datasets
+    _check(experiment, train, config.data.origin)
+    for name, data in validation.items():
+        _check(experiment, data, config.data.origin if name in ("", SPLIT) else f"eval.data, set {name},")
+    skipped = skipped_by_all(train, *validation.values())
+    check(skipped, config.data.skip_bad)
+    return Datasets(train=train, validation=validation, shards=shards, skipped=skipped)
+
+
+def skipped_by_all(*datasets: Dataset) -> list[str]:
+    """Returns place and fault of each broken document that any process leaves out; every process must call it.
+
+    Splits and processes may share files, whose documents count once.
+    """
+    texts = [data for data in datasets if not isinstance(data, ImageDataset)]
+    by_process = all_gather(new_key("skipped"), [line for data in texts for line in data.skipped] or None)
+    return [*dict.fromkeys(line for lines in by_process for line in lines or ())]
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -131,14 +138,13 @@ def validation_sets(config: Config, shards: Sequence[ShardSet], tokenizer: Token
     return sets
 
 
-def _check(experiment: Experiment, *datasets: Dataset) -> None:
+def _check(experiment: Experiment, dataset: Dataset, origin: str) -> None:
     config = experiment.config
-    for dataset in datasets:
-        if isinstance(dataset, ImageDataset):
-            _check_size(config, "num_classes", dataset.num_classes, f"classes of data.source={config.data.source}")
-        # no collective, which times out after half an hour: one process may have to tokenise texts that others cached
-        if len({*all_gather(new_key("fingerprint"), dataset.fingerprint)}) > 1:
-            raise ValueError(f"{config.data.origin} differs between processes; give all the same data")
+    if isinstance(dataset, ImageDataset):
+        _check_size(config, "num_classes", dataset.num_classes, f"classes of data.source={config.data.source}")
+    # no collective, which times out after half an hour: one process may have to tokenise texts that others cached
+    if len({*all_gather(new_key("fingerprint"), dataset.fingerprint)}) > 1:
+        raise ValueError(f"{origin} differs between processes; give all the same data")
 
 
 def _check_size(config: Config, key: str, there: int, what: str) -> None:

@@ -31,6 +31,7 @@ from sharding.step import TrainState
 from sharding.trees import PyTree
 from training.experiment import BASE, Experiment
 from training.metrics.run_files import RunFiles, read_run
+from training.validation import EarlyStopping, past_losses
 
 LENGTH = "num_steps"  # the key that --extend may raise
 
@@ -118,22 +119,23 @@ def is_finished(config: Config, workdir: Path, *, extends: bool = False) -> bool
 
     `extends`: the run may have more steps than it had.
     """
-    done = broadcast(new_key("finished"), lambda: _has_finished(config, workdir, extends))
-    if done:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
-        last = workdir / run_directory.CHECKPOINTS / str(config.num_steps)
-        done = damage(last, new_key("finished-checkpoint")) is None
-    if done and jax.process_index() == 0:
-        print(f"{workdir} is finished: {config.num_steps} steps are done")
-    return done
+    step, reason = broadcast(new_key("finished"), lambda: _end(config, workdir, extends))
+    if reason:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
+        last = workdir / run_directory.CHECKPOINTS / str(step)
+        reason = damage(last, new_key("finished-checkpoint")) is None and reason
+    if reason and jax.process_index() == 0:
+        print(f"{workdir} is finished: {reason}")
+    return bool(reason)
 
 
-def _has_finished(config: Config, workdir: Path, extends: bool) -> bool:
+def _end(config: Config, workdir: Path, extends: bool) -> tuple[int, str]:
+    """Returns the last step of a finished run, and why it was the last one; "" if the run is not finished."""
     files = read_run(workdir, rows=False) if has_begun(workdir) else RunFiles(run_dir=workdir)
     checkpoints = workdir / run_directory.CHECKPOINTS
     newest_config = latest_config(checkpoints)
     saved = newest_config or files.config  # a run that stopped early has no checkpoint
     if not saved:
-        return False
+        return 0, ""
     check_same_run(saved, config, workdir, extends=extends)
     ended = files.summary.get("exit_reason") == "finished"
     if ended and not newest_config:
@@ -141,7 +143,10 @@ def _has_finished(config: Config, workdir: Path, extends: bool) -> bool:
             f"{workdir} holds this run, finished, whose checkpoints are gone; to train it again, delete its "
             f"{run_directory.SUMMARY} or choose another --workdir"
         )
-    return ended and (checkpoints / str(config.num_steps)).exists()
+    newest = max(run_directory.step_numbers(checkpoints), default=0)
+    if not ended or newest == config.num_steps:
+        return newest, f"{newest} steps are done" if ended else ""
+    return newest, EarlyStopping(config.eval.patience, past_losses(config, workdir, newest)).message
 
 
 def check_same_run(saved: Mapping[str, object], config: Config, workdir: Path, *, extends: bool = False) -> None:

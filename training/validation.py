@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from configs.schema import Config
 from input_pipeline import Dataset, ImageDataset, MixedDataset, TextDataset
 from input_pipeline.batches import batch_at
-from runtime.consensus import broadcast, new_key
 from runtime.files.run_directory import METRICS
 from runtime.phases import Phase
 from training.experiment import Experiment
@@ -154,18 +154,18 @@ class EarlyStopping:
         )
 
 
-def past_losses(workdir: Path, step: int, main: str) -> list[tuple[int, float]]:
+def past_losses(config: Config, workdir: Path, step: int) -> list[tuple[int, float]]:
     """Returns step and loss of each validation up to `step` that the run in `workdir` has logged.
 
-    Validations whose main set was another one than `main`, "" without a name, are left out.
+    Validations with another main set than the config's are left out. Nothing is read if no validation ends the run.
     """
+    main = next(iter(config.validation_data()), "")
+    if not config.eval.patience or not (workdir / METRICS).exists():
+        return []
 
     def is_of_main(row: Mapping[str, Any]) -> bool:
         names = [key for key in row if key.startswith(f"{LOSS}/") and row[key] == row[LOSS]]
         return not names or f"{LOSS}/{main}" in names
 
-    def read() -> list[tuple[int, float]]:
-        rows = read_run(workdir).rows if (workdir / METRICS).exists() else ()
-        return [(row["step"], row[LOSS]) for row in rows if row["step"] <= step and LOSS in row and is_of_main(row)]
-
-    return [(at, loss) for at, loss in broadcast(new_key("validations"), read)]
+    rows = read_run(workdir).rows
+    return [(row["step"], row[LOSS]) for row in rows if row["step"] <= step and LOSS in row and is_of_main(row)]
