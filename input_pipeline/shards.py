@@ -200,6 +200,7 @@ class ShardSet:
                 worst = min(failures, key=lambda said: said["is_away"])
                 raise (StoreAwayError if worst["is_away"] else StoreError)(worst["error"])
             found |= {row["name"]: row for said in told for row in said["done"]}
+            check([line for row in found.values() for line in row["skipped"]], self.config.skip_bad)
             if not any(said["left"] for said in told):
                 return shards_of([found[name] for name in raw.names])
 

@@ -7,6 +7,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
+import jax
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -21,7 +22,9 @@ from input_pipeline.shard_formats import documents
 from input_pipeline.shard_index import Shard
 from input_pipeline.shard_windows import parts
 from input_pipeline.shards import ShardSet
-from training.datasets import Datasets
+from input_pipeline.store import StoreError
+from training import datasets
+from training.datasets import Datasets, skipped_by_all
 
 LINES = b'{"text": "alpha"}\n{"text": "beta"}\n'
 LIST = b'\xef\xbb\xbf [{"text": "alpha"},\n {"text": "beta"}]\n'
@@ -63,6 +66,12 @@ def test_a_list_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for size in (1, 2, 7, 64):
         monkeypatch.setattr(shard_formats, "_CHARACTERS", size)
         assert [one.read() for one in documents(file, file.name, "text")] == texts
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.xz").touch()
+    message = raised(lambda: tokens(tmp_path / "a.jsonl.xz"), StoreError)
+    assert message == f"{tmp_path}/a.jsonl.xz is empty; restore it, or do not name it"
 
 
 def test_a_header_cannot_request_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +140,20 @@ def test_names_of_hugging_face_determine_the_splits() -> None:
     assert sum(map(len, of("train.parquet", "validation-1.parquet", test))) == 3  # other names: 5 % of the files
 
 
-def test_skipped_documents_are_named_in_the_runs_directory(tmp_path: Path) -> None:
-    """Once, although both splits share the file; in a folder of texts a document is a file."""
+def test_skipped_documents_are_named_in_the_runs_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, although splits and processes share the file; in a folder of texts a document is a file."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "alpha"}\nnonsense\n' * 30)
     with pytest.raises(ValueError, match="document 11 that is broken, more than data.skip_bad=10"):
         load(settings(tmp_path / "a.jsonl", skip_bad=10, seq_len=2), "train", 0)
     both = [load(settings(tmp_path / "a.jsonl", skip_bad=30, seq_len=2), split, 0) for split in SPLITS]
-    data = Datasets(train=both[0], validation={"": both[1]})
+    data = Datasets(train=both[0], validation={"": both[1]}, skipped=skipped_by_all(*both))
+    with monkeypatch.context() as processes:
+        other = ["a.jsonl, line 2: of its own copy", *both[0].skipped[:9]]
+        processes.setattr(datasets, "all_gather", lambda key, value: [value, None, other])
+        assert skipped_by_all(*both) == [*data.skipped, other[0]]
+        processes.setattr(jax, "process_index", lambda: 1)
+        data.write_skipped(tmp_path)
+    assert not (tmp_path / "skipped_documents.txt").exists()  # process 0 writes for all
     data.write_skipped(tmp_path)
     lines = (tmp_path / "skipped_documents.txt").read_text().splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"a.jsonl, line {n}" for n in range(2, 61, 2)]

@@ -253,6 +253,21 @@ def test_failure_of_one_while_it_tokenises_is_that_of_all(
     assert type(first) is type(second) and str(first) == str(second)
 
 
+def test_broken_documents_of_all_processes_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is within the limit, and so is each process; the line of both is the same."""
+    (tmp_path / "files").mkdir()
+    for number in range(4):
+        (tmp_path / "files" / f"{number}.jsonl").write_text('{"text": "alpha"}\nnonsense\n' * (number < 3))
+    open_two = lambda most: open_together(settings(tmp_path / "files", skip_bad=most), caches(tmp_path, 2), monkeypatch)
+    for _ in range(2):  # the second time from the cache
+        (message,) = {f"{type(error).__name__}: {error}" for error in open_two(2)}
+        assert message.startswith("ValueError: document 3 that is broken, more than data.skip_bad=2: ")
+        first, second = open_two(3)
+        assert first.skipped == second.skipped and len(first.skipped) == 3
+        for one in (first, second):
+            one.__exit__()
+
+
 def test_index_that_is_replaced_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = {"format": "mics-jax token shards 1", "tokenizer": "bytes"}
     row = {"name": "a.txt", "num_tokens": 100, "text_bytes": 100, "dtype": "<u2", "sha256": "0" * 64}

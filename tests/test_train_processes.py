@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from support.running import (
     finish,
     losses,
     manifest,
+    rows,
     run_here,
     start,
     start_together,
@@ -95,6 +97,37 @@ def test_processes_match_one_process(tmp_path: Path, by_one: Path, count: int, d
     args = arguments(tmp_path, mesh__devices_per_node=devices, sharding__partition_size=p)
     check_all_done(tmp_path, by_one, finish(*start_together(args, count, devices=devices)))
     assert "wire_tx_bytes" in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_processes_count_broken_documents_together_and_stop_early_alike(tmp_path: Path) -> None:
+    """Each has a cache. Beyond the limit both end with one line; within it a named set ends both at the same step."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "own").mkdir()
+    for number in range(4):
+        lines = json.dumps({"text": f"text number {number} " * 40}) + "\nnonsense\n" * (number < 3)
+        (tmp_path / "files" / f"{number}.jsonl").write_text(lines)
+    (tmp_path / "own" / "a.txt").write_bytes(b"\x01\x02\x03\x04" * 400)
+    changes: dict[str, Any] = {"data__source": "shards", "data__path": tmp_path / "files", "eval__patience": 2}
+    changes |= {"eval__data": f"own folder:{tmp_path / 'own'}", "eval__every": 1, "mesh__devices_per_node": 1}
+    changes |= {"checkpoint__every": 1, "checkpoint__keep_best": 1, "checkpoint__keep_last": 1, "model__num_layers": 1}
+    own_cache = f"import os, sys; os.environ['MICS_JAX_CACHE'] = {str(tmp_path)!r} + '/cache' + sys.argv[-1][-1]"
+    start_two = lambda most: start_together(
+        arguments(tmp_path / "run", sharding__partition_size=1, data__skip_bad=most, **changes), 2, 1, first=own_cache
+    )
+    outcomes = finish(*start_two(2))
+    assert [code for code, _, _ in outcomes] == [2, 2], outcomes
+    error = "error: document 3 that is broken, more than data.skip_bad=2: "
+    assert [err.count(error) for _, _, err in outcomes] == [1, 1] and "Traceback" not in str(outcomes)
+    outcomes = finish(*start_two(3))
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
+    check_silent(outcomes[1:])
+    assert len((tmp_path / "run" / "skipped_documents.txt").read_text().splitlines()) == 3
+    measured = {row["step"]: row["validation_loss/own"] for row in rows(tmp_path / "run") if "validation_loss" in row}
+    best = min(measured, key=measured.__getitem__)
+    assert f"lower loss than {measured[best]:.4f} of step {best} (eval.patience)" in outcomes[0][1]
+    saved = (tmp_path / "run" / "checkpoints").iterdir()
+    assert {path.name for path in saved if path.name.isdigit()} == {str(best), str(best + 2)}
 
 
 @pytest.mark.slow

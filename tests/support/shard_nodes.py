@@ -60,7 +60,7 @@ def open_together(config: DataConfig, caches: list[Path], monkeypatch: pytest.Mo
         here.cache = caches[process]
         try:
             return ShardSet(config, world=ThreadWorld(process=process, count=len(caches), token=TOKEN, meeting=meeting))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return error
 
     return in_threads([lambda process=process: make(process) for process in range(len(caches))])
