@@ -303,7 +303,7 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
     },
     "docs/results/planner.md": {"--compile=8": "--compile=1"},
     "docs/sweeps.md": {"--search=30": "--search=2"},
-    "docs/training.md": {"=FOLDER": "=bucket/raw", "--workdir=DIR": "--workdir=runs/first"},
+    "docs/training.md": {"=PATH": "=bucket/raw", "--workdir=DIR": "--workdir=runs/first"},
     "docs/tutorial.md": {
         "lab.probe  ": "lab.probe --sizes=1k,64k ",
         "runs/emulated": "runs/emulated --config.num_steps=1000",
