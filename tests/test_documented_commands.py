@@ -280,6 +280,7 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
     "docs/data.md": {
         "=FOLDER": "=bucket/raw",
         "s3://BUCKET/FOLDER": "bucket/raw",
+        "folder:/data/wiki, split": "folder:bucket/raw, split",
         "runs/chat --config": f"runs/chat {CHATS_ON_CPU} --config",
     },
     "docs/emulation.md": {
