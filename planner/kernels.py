@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
+
 from planner.clusters import DeviceSpec, Product
 from sharding.hlo import KINDS
 from sharding.hlo_program import ArrayType, Computation, Instruction, Program, Type, num_bytes, tensors
@@ -131,8 +133,8 @@ def _product(
 def _filled(instruction: Instruction, labels: str, image: ArrayType, result: ArrayType) -> float:
     """Returns the share of a convolution's terms that are not padding.
 
-    XLA for TPUs writes a product that has one more dim of outputs as a convolution over a padded dim of size 1. All but
-    one of the terms in its window are padding, which XLA's own count of operations leaves out.
+    XLA for TPUs writes a product with a batch dim, or with one more dim of outputs, as a convolution over a dilated or
+    padded dim. All but one of the terms in a window are padding, which XLA's own count of operations leaves out.
     """
     window = dict(re.findall(r"(\w+)=([-\dx_]+)", instruction.attributes.get("window", "")))
     if instruction.opcode != "convolution" or not window:
@@ -145,8 +147,8 @@ def _filled(instruction: Instruction, labels: str, image: ArrayType, result: Arr
         stride, dilation, spread = (int(settings.get(k, ["1"] * (n + 1))[n]) for k in WINDOW_STEPS)
         before = int(settings.get("pad", ["0_0"] * (n + 1))[n].split("_")[0])
         outputs, end = result.dims[of_result.index(str(n))], image.dims[of_image.index(str(n))] * spread
-        places = [o * stride + k * dilation - before for o in range(outputs) for k in range(size)]
-        share *= sum(0 <= place < end and place % spread == 0 for place in places) / len(places)
+        places = np.add.outer(stride * np.arange(outputs), dilation * np.arange(size)) - before
+        share *= float(np.mean((places >= 0) & (places < end) & (places % spread == 0)))
     return share
 
 

@@ -239,9 +239,8 @@ def on_tpus(rows: str = published_tpu_steps.FSDP) -> list[Line]:
 
 def test_a_plan_with_tensor_parallelism_on_tpus_has_the_errors_of_published_steps() -> None:
     errors = [planner_errors.error(line, "published_s") for line in on_tpus("tensor parallelism inside a slice")]
-    said = (
-        f"{len(errors)} published steps on TPUs came out {100 * min(errors):.0f} to {100 * max(errors):.0f} % too long"
-    )
+    low, high = -100 * min(errors), 100 * max(errors)
+    said = f"{len(errors)} published steps on TPUs were planned {low:.0f} % too short to {high:.0f} % too long"
     argv = ["planner", f"--config={ROOT / 'configs' / 'tpu_decoder.py'}:16b", "--cluster=v5e-16"]
     for tensor, is_there in ((1, False), (2, True)):
         words = [*argv, f"--config.mesh.tensor={tensor}"]

@@ -152,8 +152,9 @@ def test_a_strided_convolution_costs_the_same_in_all_directions(result: str, ope
 @every_row(
     ("image", "weights", "result", "how", "terms"),
     [
-        # [8, 16] times [16, 2, 32], as XLA for TPUs writes it
+        # [8, 16] times [16, 2, 32], and 6 products of [8, 16] and [16, 32], as XLA for TPUs writes them
         ("8,16,1", "16,2,32", "8,2,32", "window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f", 8 * 2 * 32),
+        ("6,8,16", "6,16,32", "6,8,32", "window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0io->0bf", 6 * 8 * 32),
         # 14 windows of 3 places, of which the first and the last have 2
         ("8,16,14", "32,16,3", "8,32,14", "window={size=3 pad=1_1}, dim_labels=bf0_oi0->bf0", 8 * 32 * (14 * 3 - 2)),
         # 7 windows of 3 places with stride 2, of which the last has 2, and the transpose of this convolution
