@@ -136,33 +136,34 @@ def _scan_adding(run: Body, x: PyTree, stack: Accumulating, unroll: bool) -> PyT
 
 
 class LayerVjp:
-    """A layer whose backward pass runs later, from saved values; parameters and `args` are passed to it once more.
+    """A layer `run(x, given, constants)` whose backward pass runs later, from saved values.
 
-    With `model.remat=full` the layer's input is the only saved value. Made anew for each trace.
+    `given` and `constants` are not saved but passed to the backward pass once more. Constants have no gradients. With
+    `model.remat=full` the layer's input is the only saved value. Made anew for each trace.
     """
 
     def __init__(self, run: Body) -> None:
         self._run = run
         self._backward: Any = None  # jax.vjp's function, without its arrays
-        self._given: list[int | None] = []  # for each of the arrays its number in `given`; None: it is saved
+        self._given: list[int | None] = []  # for each array its number in `given` and `constants`; None: it is saved
         self._on_host: list[bool] = []  # for each saved value
 
-    def forward(self, x: PyTree, *given: PyTree) -> tuple[PyTree, "_Saved"]:
-        """Returns the output for `x` and `given`, the layer's parameters and `args`, and the saved values."""
-        x, backward = jax.vjp(self._run, x, *given)
+    def forward(self, x: PyTree, given: PyTree, constants: PyTree) -> tuple[PyTree, "_Saved"]:
+        """Returns the layer's output and the saved values."""
+        x, backward = jax.vjp(lambda x, given: self._run(x, given, constants), x, given)
         values, self._backward = jax.tree.flatten(backward)
-        numbers = {id(value): n for n, value in enumerate(jax.tree.leaves(given))}
+        numbers = {id(value): n for n, value in enumerate(jax.tree.leaves((given, constants)))}
         self._given = [numbers.get(id(value)) for value in values]
         saved = [value for value, n in zip(values, self._given, strict=True) if n is None]
         self._on_host = [jax.typeof(value).memory_space == jax.memory.Space.Host for value in saved]
         on_device = [value for value, is_on_host in zip(saved, self._on_host, strict=True) if not is_on_host]
         return x, _Saved(on_device, [*compress(saved, self._on_host)])
 
-    def backward(self, saved: "_Saved", g: PyTree, *given: PyTree) -> tuple[PyTree, ...]:
+    def backward(self, saved: "_Saved", g: PyTree, given: PyTree, constants: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the cotangents of `x` and `given` for the cotangent of the output."""
         on_device, on_host = map(iter, saved)
         rest = (next(on_host if is_on_host else on_device) for is_on_host in self._on_host)
-        leaves = jax.tree.leaves(given)
+        leaves = jax.tree.leaves((given, constants))
         values = [next(rest) if n is None else leaves[n] for n in self._given]
         return jax.tree.unflatten(self._backward, values)(g)
 
@@ -208,9 +209,13 @@ def _scan_pipelined(
     rule, last = stack.rule, length(stack.values) - 1
     keep = rule.keep or (lambda values: values)
 
-    def run_layer(x: PyTree, full: PyTree, args: tuple[PyTree, ...]) -> PyTree:
+    def run_layer(x: PyTree, given: tuple[PyTree, tuple[PyTree, ...]], frozen: PyTree) -> PyTree:
+        trained, args = given
+        return body(x, joined(trained, frozen), *args)
+
+    def given(full: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         trained, frozen = rule.part(full)
-        return body(x, joined(trained, lax.stop_gradient(frozen)), *args)
+        return (trained, args), frozen
 
     looped, last_layer = LayerVjp(run_layer), LayerVjp(run_layer)
 
@@ -218,16 +223,16 @@ def _scan_pipelined(
         def layer(carry: tuple[PyTree, ...], i: jax.Array) -> tuple[PyTree, list[jax.Array]]:
             x, part, full, room = carry  # input `[...]` and parameters `[...]` of layer i; [L - 1, ...]
             following = keep(at(values, i + 1))
-            x, saved = looped.forward(x, full, args)
+            x, saved = looped.forward(x, *given(full, args))
             room = put(room, (saved.on_device, part), i)
             return (x, following if rule.keep else None, gather(following), room), saved.on_host
 
         first = keep(at(values, 0))
         part, full = first if rule.keep else None, gather(first)
-        types = _types(lambda x, full: (looped.forward(x, full, args)[1].on_device, part), x, full)
+        types = _types(lambda x, full: (looped.forward(x, *given(full, args))[1].on_device, part), x, full)
         room = _room(types, max(last, 1), jax.tree.leaves(x)[0])
         (x_last, _, full, (saved, parts)), on_host = lax.scan(layer, (x, part, full, room), jnp.arange(last))
-        x, saved_last = last_layer.forward(x_last, full, args)
+        x, saved_last = last_layer.forward(x_last, *given(full, args))
         return x, _Kept(_Saved(saved, on_host), saved_last, full, parts)
 
     @jax.custom_vjp
@@ -258,13 +263,13 @@ def _scan_pipelined(
             # communication for the layers i - 1, i + 1 and i + 2, while layer i computes
             full = gather(at(parts, jnp.maximum(i - 1, 0)))
             reduced, sums = reduce(carry.grads, i + 1), finish(carry, i + 2)
-            g, grads, more = looped.backward(at(kept.saved, i), carry.g, carry.full, args)
+            g, (grads, more) = looped.backward(at(kept.saved, i), carry.g, *given(carry.full, args))
             more = jax.tree.map(jnp.add, carry.args_grads, more)
-            return _Backward(g, full, rule.part(grads)[0], reduced, more, sums), None
+            return _Backward(g, full, grads, reduced, more, sums), None
 
         full = gather(at(parts, last - 1)) if last else kept.full_last
-        g, grads, args_grads = last_layer.backward(kept.saved_last, g, kept.full_last, args)
-        carry = _Backward(g, full, rule.part(grads)[0], None, args_grads, sums)
+        g, (grads, args_grads) = last_layer.backward(kept.saved_last, g, *given(kept.full_last, args))
+        carry = _Backward(g, full, grads, None, args_grads, sums)
         if last:
             carry, _ = layer(carry, last - 1)
             carry, _ = lax.scan(layer, carry, jnp.arange(last - 1), reverse=True)
