@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from itertools import combinations
 from typing import Any
 
+import jax
 import pytest
 from support.examples import example_methods  # noqa: F401 (fixture)
 from support.four_nodes import BASE, config, of_kind
@@ -186,6 +187,9 @@ def build(changes: dict[str, Any]) -> None:
     experiment = make_experiment(config(changes))
     if experiment.config.sharding.replicas == "independent":
         assert (RoundUnits if experiment.config.local_sgd.inner_steps else GradientUnits)(experiment).unit_layout
+    elif changes.get("model.attention") == "splash":  # it has no code for CPUs
+        traced = jax.jit(experiment.train_step).trace(experiment.state_shapes, experiment.batches.shapes)
+        traced.lower(lowering_platforms=("tpu",))
     else:
         experiment.lower_train_step()
 
