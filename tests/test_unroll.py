@@ -25,14 +25,14 @@ def test_steps_are_those_of_a_loop(case: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_kept_in_stacks() -> None:
-    """The MLPs' wide activations are in ones of `[L, B, T, F]` with a loop, and in none without."""
-    sizes = {"model.remat": "none", "model.intermediate": 48, "data.seq_len": 32}
+    """The MLPs' wide activations are in ones of `[L - 1, B, T, F]` with a loop, and in none without."""
+    sizes = {"model.num_layers": 3, "model.remat": "none", "model.intermediate": 48, "data.seq_len": 32}
     found = {}
     for unroll in (False, True):
         config = quickstart.get_config()
         config.update_from_flattened_dict(SMALL | DDP | sizes | {"model.unroll": unroll})
         text = make_experiment(base.typed(config)).lower_train_step().compile().as_text()
-        assert text and "f32[2,64,48]" in text  # the weights'
+        assert text and "f32[3,64,48]" in text  # the weights'
         found[unroll] = "f32[2,1,32,48]" in text or "f32[2,32,48]" in text
     assert found == {False: True, True: False}
 
