@@ -137,7 +137,11 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
                 add("layers", axes, moved * share, times, *gather)
                 add("layers", axes, (gathered - moved) * share, times, item, item)  # frozen: without a codec
                 add("layers", axes, moved * share, steps, *reduce_scatter)
-    if isinstance(config.model, MoeConfig):
+    if isinstance(config.model, MoeConfig) and not config.model.capacity_factor:
+        for level, (tokens, routing) in _sent_to_all(experiment).items():
+            codec = min(item, CODEC_BYTES.get(getattr(codecs, f"experts_{level}"), 0.0))
+            sent["experts"][level] += steps * (codec * tokens + 4 * routing)
+    elif isinstance(config.model, MoeConfig):
         for level, axes in (("inter", inter_part(layout.experts)), ("intra", intra_part(layout.experts))):
             codec = min(item, CODEC_BYTES.get(getattr(codecs, f"experts_{level}"), 0.0))
             size = layout.shape.size(axes)
@@ -167,6 +171,32 @@ def _sent_heads(experiment: Experiment) -> float:
     heads = model.num_heads + getattr(model, "num_kv_heads", model.num_heads)
     positions = experiment.batches.config.micro_size * config.data.seq_len / config.mesh.context
     return (2 if model.remat == "none" else 3) * 2 * heads * model.head_size * positions * model.num_layers
+
+
+def _sent_to_all(experiment: Experiment) -> Mapping[str, tuple[float, float]]:
+    """Returns the values of tokens and of their routing that a device sends per micro-step, by level.
+
+    Without a capacity, tokens are gathered over the experts' scope, and their sums are sent back (sharding/experts.py).
+    The last layer is counted as with overlap, which does not recompute it.
+    """
+    model, layout = experiment.model.config, experiment.plan.layout
+    assert isinstance(model, MoeConfig)
+    nodes, inside = (layout.shape.size(part(layout.experts)) for part in (inter_part, intra_part))
+    gather = back = {"inter": nodes - 1, "intra": nodes * (inside - 1)}
+    if not layout.hierarchical:
+        ring = nodes * inside - 1
+        gather = {"inter": ring / inside, "intra": ring * (inside - 1) / inside}
+        back = {"inter": (nodes - 1) * inside, "intra": inside - 1}
+    layers = model.num_moe_layers
+    gathers = 2 * layers - 1 if model.remat == "full" else layers
+    tokens = experiment.batches.config.micro_size * experiment.config.data.seq_len
+    return {
+        level: (
+            tokens * model.hidden * ((gathers + layers) * gather[level] + 2 * layers * back[level]),
+            tokens * 2 * model.experts_per_token * (gathers * gather[level] + layers * back[level]),
+        )
+        for level in ("inter", "intra")
+    }
 
 
 def _sent_tokens(experiment: Experiment) -> float:

@@ -15,7 +15,8 @@ bytes are gathered and reduced over the rest of a partition group of p devices: 
 
 Without a capacity, if the tokens of its rows have X bytes (`rows T D` values) and their routing R bytes (`rows T 2 k`
 float32 values): `5 (m-1) X + 3 (m-1) R` between nodes and `m (g-1)` in place of `m-1` inside the node. Without
-recomputation it is 4 and 2 instead of 5 and 3.
+recomputation it is 4 and 2 instead of 5 and 3. Without the hierarchy a gather is a ring over the `n = m g` devices, and
+a sum is sent to each of them: `3 (n-1)/g X + 2 (m-1) g X + 2 (n-1)/g R + (m-1) g R` between nodes.
 """
 
 from collections.abc import Callable

@@ -73,13 +73,38 @@ def test_the_planner_counts_tokens_between_nodes_too() -> None:
     check_rows([(False, 1 / 4, "full", 6 + 4), (True, 1 / 2, "dots", 4 + 4)], check)
 
 
+def test_the_planner_counts_tokens_of_experts_without_a_capacity() -> None:
+    """Two nodes of two devices hold an expert each: the formula of sharding/experts.py, of two layers."""
+
+    def check(hierarchical: bool, remat: str, of_tokens: tuple[float, float], of_routing: tuple[float, float]) -> None:
+        config = tiny.get_config("moe")
+        config.mesh.devices_per_node = 2
+        config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4"})
+        config.ablation.hierarchical = hierarchical
+        config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 0.0})
+        config.model.update({"experts_per_token": 2, "compute_dtype": "bfloat16", "remat": remat})
+        experiment = make_experiment(base.typed(config))
+        tokens = experiment.batches.accumulation * experiment.config.batch.micro_size * experiment.config.data.seq_len
+        x_bytes, r_bytes = 2 * tokens * config.model.hidden, 4 * tokens * 2 * 2
+        wanted = (x * x_bytes + r * r_bytes for x, r in zip(of_tokens, of_routing, strict=True))
+        assert traffic_by_use(experiment)["experts"] == dict(zip(("inter", "intra"), wanted, strict=True))
+
+    # gathers send 1 and 2 of a device's tokens, or in a ring of four 3 / 2 on each level; sums 1 and 2, or 2 and 1
+    rows = [
+        (True, "full", (5 + 4, 2 * (5 + 4)), (3 + 2, 2 * (3 + 2))),
+        (False, "dots", (4 * 1.5 + 4 * 2, 4 * 1.5 + 4 * 1), (2 * 1.5 + 2 * 2, 2 * 1.5 + 2 * 1)),
+    ]
+    check_rows(rows, check)
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_scope(tmp_path: Path) -> None:
-    """Three steps with experts divided over a node, three with all gathered: as if nothing had changed."""
-    changes = MOE | {"num_steps": 6, "checkpoint__every": 3}
+def test_a_run_goes_on_with_another_number_of_nodes(tmp_path: Path) -> None:
+    """Without a capacity: three steps on four nodes of two devices, three on two of four, which divide the experts."""
+    changes = MOE | {"num_steps": 6, "checkpoint__every": 3, "model__capacity_factor": 0.0}
     assert run_here(*arguments(tmp_path / "whole", **changes)) == 0
     assert run_here(*arguments(tmp_path / "part", **changes), hooks=[stop_after(3)]) == ExitCode.RESUMABLE
     other = {"sharding__strategy": "zero3", "sharding__partition_size": 0, "sharding__experts": 4}
+    other |= {"mesh__devices_per_node": 4}
     assert run_here(*arguments(tmp_path / "part", **changes | other)) == 0
     np.testing.assert_allclose(losses(tmp_path / "part"), losses(tmp_path / "whole"), rtol=1e-5)
 
