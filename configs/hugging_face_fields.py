@@ -26,7 +26,8 @@ UNUSED_FROM = {
 PLAIN = {
     name: declared.default
     for name, declared in keys_of(DecoderConfig).items()
-    if name in ("head_dim", "window", "global_every", "qk_norm", "query_scalar", "attention_cap", "logit_cap")
+    if name
+    in ("head_dim", "window", "global_every", "qk_norm", "qk_norm_whole", "query_scalar", "attention_cap", "logit_cap")
     or name in ("post_norm", "scale_embedding", "qkv_bias", "attention_bias", "use_bias", "rotary_local_base", *ROTARY)
 }
 

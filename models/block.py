@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import GATED, DecoderConfig, ModelConfig
+from configs.schema import GATED, ModelConfig
 from models.flash import flash_attention
 from models.remat import ATTENTION, HEADS, MLP_INPUT, named
+from models.rotary import rotate
 from models.splash import splash_attention
 from sharding.context import Context
 from sharding.experts import Gather
@@ -49,6 +50,7 @@ class BlockConfig:
     attention_bias: bool = True
     qkv_bias: bool = True
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     query_scalar: int = 0
     rotary_attention: float = 1.0
     attention_cap: float = 0.0
@@ -168,54 +170,6 @@ def gated(x: Array, activation: str) -> Array:
     return jax.nn.silu(x) if activation == "swiglu" else gelu(x, activation)
 
 
-def rotary_frequencies(head_size: int, base: float) -> Array:
-    """Returns the rotation per position for each pair of dims, float32 `[H/2]`, in radians (Su et al. 2021)."""
-    return base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-
-
-def scaled_frequencies(c: DecoderConfig) -> Array:
-    """Returns the frequencies `[H/2]` of a decoder's rotary positions, with its scaling.
-
-    `linear` divides them by the factor (Chen et al. 2023, arXiv 2306.15595). `llama3` divides frequencies with fewer
-    than `low` turns within the original length and keeps frequencies with more than `high` turns. Between these two it
-    interpolates linearly in the number of turns (Llama 3.1, arXiv 2407.21783; its reference code's `apply_scaling`).
-    `yarn` interpolates linearly in the number of the dim, between the whole dims around these two (Peng et al. 2023,
-    arXiv 2309.00071, section 3.2 and its reference code).
-    """
-    whole = rotary_frequencies(c.head_size, c.rotary_base)
-    if c.rotary_scaling == "none":
-        return whole
-    if c.rotary_scaling == "linear":
-        return whole / c.rotary_factor
-    if c.rotary_scaling == "yarn":
-        high, low = (_dim_of_turns(c, turns) for turns in (c.rotary_high, c.rotary_low))
-        first, last = max(math.floor(high), 0), min(math.ceil(low), c.head_size - 1)
-        kept = 1 - jnp.clip((jnp.arange(len(whole)) - first) / max(last - first, 0.001), 0, 1)
-    else:
-        turns = c.rotary_original_len * whole / (2 * math.pi)
-        kept = jnp.clip((turns - c.rotary_low) / (c.rotary_high - c.rotary_low), 0, 1)
-    return (1 - kept) * whole / c.rotary_factor + kept * whole
-
-
-def _dim_of_turns(c: DecoderConfig, turns: float) -> float:
-    """Returns the index in `[H/2]` of the frequency that makes `turns` turns within the original length."""
-    return c.head_size * math.log(c.rotary_original_len / (turns * 2 * math.pi)) / (2 * math.log(c.rotary_base))
-
-
-def rotary_angles(positions_BT: Array, frequencies: Array) -> Array:
-    """Returns the angle of each position and each pair of dims, float32 `[B, T, H/2]`."""
-    return positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None]
-
-
-def rotate(x_BTNH: Array, angles_BTH: Array | None) -> Array:
-    """Returns `x` with dims `i` and `i + H/2` of each head rotated by the position's angle (Llama's pairing)."""
-    if angles_BTH is None:
-        return x_BTNH
-    sin, cos = (f(angles_BTH)[:, :, None, :].astype(x_BTNH.dtype) for f in (jnp.sin, jnp.cos))
-    a, b = jnp.split(x_BTNH, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
 def seen_from(queries_T: Array, keys_S: Array, window: Array | None) -> Array:
     """Returns whether each query sees each key, `[1, 1, T, S]`: the same and earlier positions, within the window."""
     distance_TS = queries_T[:, None] - keys_S[None]
@@ -286,8 +240,8 @@ class Attention(nnx.Module):
         self.query = Linear(next(keys), (c.hidden, size), ("embed", "heads"), std, use_bias=use_bias)
         self.key = Linear(next(keys), (c.hidden, kv_size), ("embed", "kv_heads"), std, use_bias=use_bias)
         self.value = Linear(next(keys), (c.hidden, kv_size), ("embed", "kv_heads"), std, use_bias=use_bias)
-        self.query_norm = norm(c.head_size, dim="head") if c.qk_norm else None
-        self.key_norm = norm(c.head_size, dim="head") if c.qk_norm else None
+        has_norms, normed = c.qk_norm or c.qk_norm_whole, (size, kv_size) if c.qk_norm_whole else (c.head_size,) * 2
+        self.query_norm, self.key_norm = (norm(n, dim="head") if has_norms else None for n in normed)
         self.out = Linear(next(keys), (size, c.hidden), ("heads", "embed"), residual_std(c), use_bias=out_bias)
         self.attention_post_norm = norm(c.hidden) if c.post_norm else None
         self.mlp_norm = norm(c.hidden)
@@ -350,8 +304,10 @@ class Attention(nnx.Module):
         """
         c = self.config
         y_BTD = self.attention_norm(x_BTD) if c.norm_first else x_BTD
-        q, k, v = (f(y_BTD).reshape(*y_BTD.shape[:2], -1, c.head_size) for f in (self.query, self.key, self.value))
-        q, k = (x if norm is None else norm(x) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
+        q, k, v = (f(y_BTD) for f in (self.query, self.key, self.value))
+        norms = (q, self.query_norm), (k, self.key_norm)  # per head, or over all heads
+        q, k = (x if norm is None else norm(x.reshape(*x.shape[:2], -1, norm.scale.shape[0])) for x, norm in norms)
+        q, k, v = (x.reshape(*x.shape[:2], -1, c.head_size) for x in (q, k, v))
         scale = (c.head_size / (c.query_scalar or c.head_size)) ** 0.5 * c.rotary_attention**2
         q = q if scale == 1 else q * scale
         return named(rotate(q, angles_BTH), HEADS), named(rotate(k, angles_BTH), HEADS), named(v, HEADS)
@@ -369,16 +325,31 @@ class Attention(nnx.Module):
         return x_BTD if self.config.norm_first else self.mlp_norm(x_BTD)
 
 
-class Block(Attention):
-    """One layer. `block(x)` runs it on whole sequences; decoding with a cache calls its methods directly."""
+class Mlp(nnx.Module):
+    """The matrices of an MLP."""
 
-    def __init__(self, config: BlockConfig, key: Array) -> None:
-        c, keys = config, iter(jax.random.split(key, 7))
-        super().__init__(c, keys)
-        sizes, dims, std, bias = (c.hidden, c.intermediate), ("embed", "mlp"), initial_std(c.hidden), c.use_bias
+    def make_mlp(self, config: BlockConfig, keys: Iterator[Array]) -> None:
+        """Takes three keys, or two without a gate."""
+        c, dims = config, ("embed", "mlp")
+        sizes, std, bias = (c.hidden, c.intermediate), initial_std(c.hidden), c.use_bias
         self.up = Linear(next(keys), sizes, dims, std, use_bias=bias)
         self.gate = Linear(next(keys), sizes, dims, std, use_bias=bias) if c.is_gated else None
         self.down = Linear(next(keys), (c.intermediate, c.hidden), ("mlp", "embed"), residual_std(c), use_bias=bias)
+
+    def mlp(self, y_BTD: Array, activation: str) -> Array:
+        """Returns the MLP's output `[B, T, D]`."""
+        h_BTF = self.up(y_BTD)
+        h_BTF = gelu(h_BTF, activation) if self.gate is None else gated(self.gate(y_BTD), activation) * h_BTF
+        return self.down(h_BTF)
+
+
+class Block(Attention, Mlp):
+    """One layer. `block(x)` runs it on whole sequences; decoding with a cache calls its methods directly."""
+
+    def __init__(self, config: BlockConfig, key: Array) -> None:
+        keys = iter(jax.random.split(key, 7))
+        super().__init__(config, keys)
+        self.make_mlp(config, keys)
 
     def __call__(
         self,
@@ -401,8 +372,5 @@ class Block(Attention):
 
     def finish(self, x_BTD: Array, mixed_BTNH: Array) -> Array:
         """Returns the layer's output from its input and the weighted values of attention."""
-        c = self.config
         x_BTD, y_BTD = self.attend(x_BTD, mixed_BTNH)
-        h_BTF = self.up(y_BTD)
-        h_BTF = gelu(h_BTF, c.activation) if self.gate is None else gated(self.gate(y_BTD), c.activation) * h_BTF
-        return self.add(x_BTD, self.down(h_BTF))
+        return self.add(x_BTD, self.mlp(y_BTD, self.config.activation))

@@ -27,13 +27,11 @@ from models.block import (
     initial_std,
     multiply,
     normal,
-    rotary_angles,
-    rotary_frequencies,
-    scaled_frequencies,
     seen_from,
     soft_cap,
 )
 from models.model import Gather, GroupParams, Params
+from models.rotary import rotary_angles, rotary_frequencies, scaled_frequencies
 from models.transformer import Embedding, Transformer
 from sharding.accumulation import length
 from sharding.context import Context

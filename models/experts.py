@@ -12,8 +12,9 @@ S = E C slots, k choices of a token, n = k T choices of a row.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -21,12 +22,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from configs.schema import GATED, MoeConfig
-from models.block import Attention, Block, BlockConfig, gated, gelu, initial_std, normal, residual_std
+from configs.schema import MoeConfig
+from models.block import Attention, Block, BlockConfig, Mlp, gated, gelu, initial_std, normal, residual_std
 from models.decoder import Decoder
 from models.dropless import send_to_all_chosen
+from models.lora import ADAPTERS, Adapter
 from models.model import Batch, Gather, GroupParams, Params
 from sharding.experts import ALONE, TokenExchange, exchange_of, keep
+from sharding.spec import EXPERTS_DIM, is_spec
+from sharding.state import by_name
 
 AUX = ("balance_loss", "z_loss", "dropped_share")
 Aux = dict[str, Array]  # keys are AUX, values are float32 scalars, summed over rows and layers
@@ -45,7 +49,11 @@ class Routes(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """The MLPs of E experts, without biases."""
+    """The MLPs of E experts, without biases. Each matrix may have an adapter (models/lora.py)."""
+
+    up_adapter: Adapter | None = None
+    gate_adapter: Adapter | None = None
+    down_adapter: Adapter | None = None
 
     def __init__(self, config: BlockConfig, num_experts: int, key: Array) -> None:
         c, e = config, num_experts
@@ -61,12 +69,33 @@ class Experts(nnx.Module):
 
         `product` multiplies inputs by the matrices `[E, ...]` of their experts.
         """
-        h = keep(product(x, self.up[...]))
+
+        def multiply(x: Array, weight: Array, adapter: Adapter | None) -> Array:
+            y = product(x, weight)
+            if adapter is not None:
+                y = y + product(product(x, adapter.lora_a[...]), adapter.lora_b[...]) * adapter.lora_scale
+            return keep(y)
+
+        h = multiply(x, self.up[...], self.up_adapter)
         if self.gate is None:
             h = gelu(h, self.activation)
         else:
-            h = gated(keep(product(x, self.gate[...])), self.activation) * h
-        return keep(product(h, self.down[...]))
+            h = gated(multiply(x, self.gate[...], self.gate_adapter), self.activation) * h
+        return multiply(h, self.down[...], self.down_adapter)
+
+
+class SharedExpert(Mlp):
+    """An MLP that takes all tokens, weighted by a sigmoid that is computed in float32 (Qwen 2, arXiv 2407.10671)."""
+
+    def __init__(self, config: BlockConfig, key: Array) -> None:
+        router_key, *keys = jax.random.split(key, 4)
+        self.make_mlp(config, iter(keys))
+        self.activation = config.activation
+        self.router = normal(router_key, (config.hidden, 1), ("embed", "router"), initial_std(config.hidden))
+
+    def __call__(self, y_BTD: Array) -> Array:
+        gate_BT1 = jax.nn.sigmoid(y_BTD.astype(jnp.float32) @ self.router[...].astype(jnp.float32))
+        return gate_BT1.astype(y_BTD.dtype) * self.mlp(y_BTD, self.activation)
 
 
 class MoeBlock(Attention):
@@ -80,6 +109,8 @@ class MoeBlock(Attention):
             router_key, (config.hidden, moe.num_experts), ("embed", "router"), initial_std(config.hidden)
         )
         self.experts = Experts(config, moe.num_experts, experts_key)
+        shared = replace(config, intermediate=moe.shared_intermediate)
+        self.shared = SharedExpert(shared, jax.random.fold_in(key, 6)) if moe.shared_intermediate else None
 
     def __call__(
         self,
@@ -108,6 +139,8 @@ class MoeBlock(Attention):
         else:
             sent_BTD = send_to_all_chosen(self.experts, y_BTD, gates_BTk, choices_BTk, real_BT, exchange)
             counted_BTk, dropped_BT = choices_BTk, jnp.zeros_like(weights_BT)
+        if self.shared is not None:
+            sent_BTD = sent_BTD + self.shared(y_BTD)
         aux = aux_sums(logits_BTE, probs_BTE, counted_BTk, dropped_BT, weights_BT)
         return self.add(x_BTD, sent_BTD), aux
 
@@ -249,13 +282,6 @@ class Moe(Decoder):
         """Length of the stack."""
         return self.config.num_moe_layers
 
-    @property
-    def num_idle_params(self) -> int:
-        """Number of parameters that a token does not use: the parameters of the experts that it does not choose."""
-        c = self.config
-        of_expert = (3 if c.activation in GATED else 2) * c.hidden * c.intermediate
-        return c.num_moe_layers * (c.num_experts - c.experts_per_token) * of_expert
-
     def run(
         self, params: Params, embed_values: GroupParams, tokens_BT: Array, gather: Gather, segments_BT: Array | None
     ) -> Array:
@@ -316,4 +342,8 @@ class Moe(Decoder):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Returns the floating-point operations per token as in a decoder, counting only the chosen experts."""
-        return super().flops_per_token(seq_len) - (4 if self.config.lora_rank else 6) * self.num_idle_params
+        c, of_all = self.config, 0
+        for path, spec in by_name(self.plain_specs, is_spec).items():
+            if EXPERTS_DIM in spec.dims:
+                of_all += (4 if c.lora_rank and not path.endswith(ADAPTERS) else 6) * prod(spec.shape)
+        return super().flops_per_token(seq_len) - of_all * (c.num_experts - c.experts_per_token) / c.num_experts

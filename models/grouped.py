@@ -30,8 +30,14 @@ def grouped_matmul(x_MK: Array, w_EKF: Array, sizes_E: Array) -> Array:
 
     Sums are float32. The rows after all groups are undefined, also in the gradient.
     """
-    axes = jax.typeof(x_MK).manual_axis_type.varying  # pyright: ignore[reportAttributeAccessIssue]
-    return _grouped(x_MK, vary(w_EKF, tuple(axes)), sizes_E)
+    axes, num_columns = jax.typeof(x_MK).manual_axis_type.varying, w_EKF.shape[2]  # pyright: ignore[reportAttributeAccessIssue]
+    x_MK, w_EKF = _padded(x_MK, 1), _padded(vary(w_EKF, tuple(axes)), 1, 2)
+    return _grouped(x_MK, w_EKF, sizes_E)[:, :num_columns]
+
+
+def _padded(x: Array, *dims: int) -> Array:
+    """Returns `x` with dims padded to a multiple of TERMS, so that the kernels can cut an adapter's matrices, too."""
+    return jnp.pad(x, [(0, -size % TERMS if dim in dims else 0) for dim, size in enumerate(x.shape)])
 
 
 @jax.custom_vjp
@@ -57,8 +63,6 @@ def _rows(x_MK: Array, w_EKF: Array, sizes_E: Array, *, transposed: bool = False
     def expanded(x_MK: Array, w_EKF: Array, sizes_E: Array) -> Array:
         return jax.lax.ragged_dot(x_MK, w_EKF.swapaxes(1, 2) if transposed else w_EKF, sizes_E)
 
-    if not _fits(*w_EKF.shape[1:]):
-        return expanded(x_MK, w_EKF, sizes_E)
     kernel = partial(rows_on_gpu, transposed=transposed)
     return jax.lax.platform_dependent(x_MK, w_EKF, sizes_E, cuda=kernel, default=expanded)
 
@@ -67,14 +71,7 @@ def _matrices(x_MK: Array, dy_MF: Array, sizes_E: Array) -> Array:
     def expanded(x_MK: Array, dy_MF: Array, sizes_E: Array) -> Array:
         return jax.lax.ragged_dot_general(x_MK, dy_MF, sizes_E, OF_MATRIX)
 
-    if not _fits(x_MK.shape[1], dy_MF.shape[1]):
-        return expanded(x_MK, dy_MF, sizes_E)
     return jax.lax.platform_dependent(x_MK, dy_MF, sizes_E, cuda=matrices_on_gpu, default=expanded)
-
-
-def _fits(*sizes: int) -> bool:
-    """Whether the kernels can cut matrices of these sizes."""
-    return all(size % TERMS == 0 for size in sizes)
 
 
 # ------------------------------------------------------------------------------------------- kernels

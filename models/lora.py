@@ -23,24 +23,50 @@ from sharding.spec import ParamSpec
 
 ADAPTERS = ("lora_a", "lora_b")  # the names of trained parameters; all others are frozen, but for
 EMBEDDINGS = ("embed/token", "head/weight")  # with model.lora_embeddings
+OF_EXPERTS = "_adapter"  # follows the name of the experts' matrix
 IN_BLOCKS = ("codes", "scales")  # the parts of a frozen parameter that is stored in blocks
+
+
+class Adapter(nnx.Module):
+    """The adapter of each expert's matrix: `lora_a` `[E, in, rank]` and `lora_b` `[E, rank, out]`."""
+
+    lora_a: nnx.Param[Array]
+    lora_b: nnx.Param[Array]
+    lora_scale: float
 
 
 def add_adapters(layer: nnx.Module, config: TransformerConfig, key: Array) -> None:
     """Adds adapters to the chosen matrices of a layer: `lora_a` uniform as in PEFT (Kaiming's), `lora_b` zero.
 
-    Experts have none.
+    The target `experts` means all matrices of all experts except a shared one.
     """
     for i, name in enumerate(config.lora_targets.split()):
-        linear = getattr(layer, name, None)
-        if linear is None:  # a layer without a gate, or with experts in place of an MLP
-            continue
-        rows, columns = linear.weight.shape
-        bound = rows**-0.5
-        of_a = jax.random.uniform(jax.random.fold_in(key, i), (rows, config.lora_rank), minval=-bound, maxval=bound)
-        linear.lora_a = nnx.Param(of_a, dims=("adapter_in", "rank"))
-        linear.lora_b = nnx.Param(jnp.zeros((config.lora_rank, columns)), dims=("rank", "adapter_out"))
-        linear.lora_scale = config.lora_alpha / config.lora_rank
+        part: Any = getattr(layer, name, None)  # None: a layer without a gate, or with experts in place of an MLP
+        part_key = jax.random.fold_in(key, i)
+        if name == "experts" and part is not None:
+            for j, matrix in enumerate(("gate", "up", "down")):
+                if (weight := getattr(part, matrix)) is not None:
+                    adapter = Adapter()
+                    _fill(adapter, weight.shape, config, jax.random.fold_in(part_key, j))
+                    setattr(part, f"{matrix}{OF_EXPERTS}", adapter)
+        elif part is not None:
+            _fill(part, part.weight.shape, config, part_key)
+
+
+def _fill(part: Any, shape: tuple[int, ...], config: TransformerConfig, key: Array) -> None:
+    """Gives a part the adapter of its matrix, or matrices, `[..., in, out]`."""
+    *experts, rows, columns = shape
+    dims, bound = ("experts",) * len(experts), rows**-0.5
+    of_a = jax.random.uniform(key, (*experts, rows, config.lora_rank), minval=-bound, maxval=bound)
+    part.lora_a = nnx.Param(of_a, dims=(*dims, "adapter_in", "rank"))
+    part.lora_b = nnx.Param(jnp.zeros((*experts, config.lora_rank, columns)), dims=(*dims, "rank", "adapter_out"))
+    part.lora_scale = config.lora_alpha / config.lora_rank
+
+
+def adapter_paths(path: str) -> tuple[str, str]:
+    """Returns the paths that the adapter of a matrix has, if it has one."""
+    parent = path.removesuffix("weight") if path.endswith("/weight") else f"{path}{OF_EXPERTS}/"
+    return f"{parent}{ADAPTERS[0]}", f"{parent}{ADAPTERS[1]}"
 
 
 def stored_specs(config: TransformerConfig, specs: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +122,7 @@ def used_values(config: TransformerConfig, values: dict[str, Any], dtype: jnp.dt
 
 
 def merge(config: TransformerConfig, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
-    """Adds the adapters' products to matrices `[L, in, out]` in place, and returns the matrices."""
+    """Adds the adapters' products to matrices `[L, ..., in, out]` in place, and returns the matrices."""
     for matrix, a, b in zip(weight, lora_a, lora_b, strict=True):  # in place: `weight` may take half of the memory
         matrix[...] += a @ b * np.float32(config.lora_alpha / config.lora_rank)
     return weight

@@ -18,18 +18,20 @@ from safetensors.numpy import save_file
 from configs.hugging_face import architecture_of
 from configs.schema import TransformerConfig
 from models.hugging_face import FLOATS, StackIndex, TensorMapping, open_file, tensors
-from models.lora import ADAPTERS, EMBEDDINGS
+from models.lora import EMBEDDINGS, adapter_paths
 from models.model import Model, Params
 from runtime.files import atomic, json_objects
 from runtime.files.paths import user_path
-from sharding.spec import path_name
+from sharding.spec import is_spec, path_name
+from sharding.state import by_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, ENDS = "base_model.model.", ("lora_A.weight", "lora_B.weight")
 # the settings that we implement, by PEFT's names: its defaults, which may be absent
 ONLY = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False}
 ONLY |= {"rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None}
-NOT_WRITTEN = {"alora_invocation_tokens": None, "layer_replication": None}  # older versions of PEFT do not know these
+# older versions of PEFT do not know these
+NOT_WRITTEN = {"alora_invocation_tokens": None, "layer_replication": None, "target_parameters": None}
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # prefixes of `init_lora_weights`
 
 
@@ -64,6 +66,11 @@ class Adapters:
 
     def load(self, abstract: Params) -> Params:
         """Returns the adapters, float32, with the shapes and shardings of `abstract` (jax.ShapeDtypeStructs)."""
+        adapters = {
+            adapter: (tensor, end)
+            for path, tensor in self._tensors.items()
+            for adapter, end in zip(adapter_paths(path), ENDS, strict=True)
+        }
 
         def load(path: KeyPath, x: jax.ShapeDtypeStruct) -> jax.Array:
             if (whole := self._whole.get(path_name(path))) is not None:
@@ -71,10 +78,8 @@ class Adapters:
                 values = values.T if whole.transposed else values
                 values = np.pad(values, [(0, n - m) for n, m in zip(x.shape, values.shape, strict=True)])
                 return jax.make_array_from_callback(x.shape, x.sharding, lambda index: values[index])
-            parent, _, name = path_name(path).rpartition("/")
-            tensor = self._tensors[f"{parent}/weight"]
-            names = [_name(tensor, place, ENDS[ADAPTERS.index(name)]) for place in tensor.places]
-            stack = np.stack([self._read(name) for name in names])
+            tensor, end = adapters[path_name(path)]
+            stack = np.stack([self._read(_name(tensor, place, end)) for place in tensor.places]).reshape(x.shape)
             return jax.make_array_from_callback(x.shape, x.sharding, lambda index: stack[index])
 
         return jax.tree_util.tree_map_with_path(load, abstract)
@@ -108,11 +113,13 @@ def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: s
     if (file := folder / WEIGHTS_FILE).exists():
         raise ValueError(f"{folder} holds adapters already; choose an empty folder")
     found, c = _adapted(model), model.config
+    if getattr(c, "shared_intermediate", 0) and "experts" in c.lora_targets.split():
+        raise ValueError("PEFT does not find adapters of experts next to a shared expert; use --to_hugging_face")
     content = {
         _name(tensor, place, end): np.ascontiguousarray(value.T, np.float32)
         for path, tensor in found.items()
-        for end, adapter in zip(ENDS, ADAPTERS, strict=True)
-        for place, value in zip(tensor.places, read(path.replace("weight", adapter)), strict=True)
+        for end, adapter, shape in zip(ENDS, adapter_paths(path), _their_shapes(tensor, c.lora_rank), strict=True)
+        for place, value in zip(tensor.places, read(adapter).reshape(-1, *shape[::-1]), strict=True)
     }
     whole = _whole(model)
     for path, tensor in whole.items():
@@ -127,7 +134,7 @@ def write(model: Model, folder: Path, read: Callable[[str], np.ndarray], base: s
         "target_modules": _target_modules(model, found),
         "modules_to_save": _modules(whole.values()) or None,
         "lora_dropout": 0.0,
-        "task_type": "CAUSAL_LM" if c.kind == "decoder" else None,
+        "task_type": None if c.kind == "encoder" else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
     }
@@ -146,9 +153,9 @@ def base_hash(model: Model) -> str:
 def _adapted(model: Model) -> dict[str, TensorMapping]:
     """Returns the matrices with adapters, by our path. ValueError if their tensors combine several of ours."""
     assert isinstance(model.config, TransformerConfig)
-    targets = tuple(f"/{name}/weight" for name in model.config.lora_targets.split())
-    architecture = architecture_of(model.config)
-    found = {path: tensor for path, tensor in tensors(model, architecture).items() if path.endswith(targets)}
+    architecture, parameters = architecture_of(model.config), by_name(model.plain_specs, is_spec)
+    found = tensors(model, architecture)
+    found = {path: tensor for path, tensor in found.items() if adapter_paths(path)[0] in parameters}
     if architecture.conv1d:
         raise ValueError(f"{architecture.name} keeps several of our matrices in one: no adapters of PEFT fit them")
     return found

@@ -161,6 +161,9 @@ def test_operations_are_those_of_the_experts_that_a_token_goes_to() -> None:
     wide = models.Decoder(replace(wide.config, intermediate=2 * SMALL["intermediate"]))
     assert many.flops_per_token(8) == wide.flops_per_token(8) + 6 * router
     assert many.num_params > 4 * wide.num_params
+    lora = dict(lora_rank=4, lora_targets="experts")  # a frozen router has no gradient
+    adapted, few = (models.Moe(replace(many.config, num_experts=n, **lora)) for n in (16, 2))
+    assert adapted.flops_per_token(8) == few.flops_per_token(8) + 4 * router * (16 - 2) / 16
 
 
 def test_muon_orthogonalises_each_expert_by_itself() -> None:

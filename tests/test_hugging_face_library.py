@@ -177,21 +177,21 @@ def torch_equal(one: Any, other: Any) -> bool:
 
 
 def test_adapters_of_a_model_with_experts_are_those_of_peft(tmp_path: Path) -> None:
-    """Trained for two steps with experts divided in nodes; PEFT's model equals the merged one."""
+    """After two steps with experts divided in nodes: PEFT's model, which fuses experts' adapters, is the merged one."""
     import peft
     import transformers
 
     run, out, merged = tmp_path / "run", tmp_path / "out", tmp_path / "merged"
-    changes = dict(model__lora_rank=2, model__lora_targets="query value", sharding__experts="node")
-    changes |= dict(sharding__partition_size=4, optimizer__learning_rate=0.1)
-    assert run_here(*flags("mixtral", **changes), f"--workdir={run}") == 0
+    name, changes = "mixtral", dict(model__lora_rank=2, model__lora_targets="query value experts")
+    changes |= dict(sharding__experts="node", sharding__partition_size=4, optimizer__learning_rate=0.1)
+    assert run_here(*flags(name, **changes), f"--workdir={run}") == 0
     assert run_convert("convert", f"--to_peft={out}", f"--workdir={run}") == 0
     assert run_convert("convert", f"--to_hugging_face={merged}", f"--workdir={run}") == 0
-    loaded = peft.PeftModel.from_pretrained(make("mixtral"), out)
+    loaded = peft.PeftModel.from_pretrained(make(name), out)
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged)
-    theirs, ours = (hugging_face_reference.logits(x.eval(), example("mixtral")) for x in (loaded, whole))
+    theirs, ours = (hugging_face_reference.logits(x.eval(), example(name)) for x in (loaded, whole))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    assert np.abs(theirs - reference("mixtral")["logits"]).max() > 1e-2  # it was trained
+    assert np.abs(theirs - reference(name)["logits"]).max() > 1e-2  # it was trained
 
 
 def test_the_small_model_of_the_page_and_its_chats_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

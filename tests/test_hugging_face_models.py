@@ -211,7 +211,14 @@ def test_defaults_of_yarn(tmp_path: Path) -> None:
 @every_row(
     ("name", "changes", "message"),
     [
-        ("llama", {"model_type": "mamba"}, "'mamba' is not supported; one of gpt2, .*, gemma3_text, bert, roberta is"),
+        ("llama", {"model_type": "mamba"}, "'mamba' is not supported; one of gpt2, .*, roberta, mixtral, .*, olmoe is"),
+        (
+            "llama",
+            {"model_type": "gpt_oss"},
+            "'gpt_oss' is not supported, because attention sinks, .* are missing",
+        ),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; \[\] is"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; None is"),
         ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; 'silu' is"),
         ("llama", {"head_dim": 8}, "model.head_dim=0, but 8 there"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' are not supported; default, .* and yarn"),

@@ -11,15 +11,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.hugging_face_folders import batch_loss, changed, flags, run_convert, section
+from support.hugging_face_folders import HERE, batch_loss, changed, flags, run_convert, section
 from support.hugging_face_reference import FOLDER
 from support.mistakes import error_of
 from support.refusals import refused
 from support.running import arrays, losses, run_here, stop_after
-from support.tables import every_row
+from support.tables import every_row, raised
 
 import models
 from models import hugging_face, peft
+from models.lora import ADAPTERS
+from models.model import Params
 from sharding.spec import is_spec, path_name
 from training import convert, experiment, generate
 
@@ -132,22 +134,37 @@ def test_a_run_that_samples_nothing_can_be_sampled(trained: Path, capsys: pytest
 
 
 @every_row(
-    ("name", "targets"),
-    [("llama", "query out down"), ("bert", "query out down"), ("qwen3_moe", "query out value")],
+    ("name", "targets", "count"),
+    [
+        *(("llama", "query out down", 3), ("bert", "query out down", 3), ("qwen3_moe", "query out value", 3)),
+        *(("mixtral", "query experts", 1 + 3 * 4), ("olmoe", "query gate experts", 1 + 3 * 5)),
+    ],
     isolated=True,
 )
-def test_peft_finds_the_matrices_that_have_adapters_and_no_others(name: str, targets: str, tmp_path: Path) -> None:
-    """By its rule: a module's name is in `target_modules`, or ends with a dot and such a name."""
+def test_peft_finds_the_matrices_that_have_adapters_and_no_others(
+    name: str, targets: str, count: int, tmp_path: Path
+) -> None:
+    """By its rule: a module's name is in `target_modules`, or ends with a dot and such a name. They are read back."""
     config = replace(section(FOLDER / name), lora_rank=2, lora_targets=targets)
     model = models.build(config)
     specs = jax.tree_util.tree_leaves_with_path(model.param_specs(), is_leaf=is_spec)
-    shapes = {path_name(path): spec.shape for path, spec in specs}
-    file = peft.write(model, tmp_path, lambda path: np.zeros(shapes[path], np.float32), "")
+    shapes, rng = {path_name(path): spec.shape for path, spec in specs}, np.random.default_rng(0)
+    values = {path: rng.normal(size=shapes[path]).astype(np.float32) for path in shapes if path.endswith(ADAPTERS)}
+    file = peft.write(model, tmp_path, values.__getitem__, "")
+    abstract = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HERE) for path, x in values.items()}
+    jax.tree.map(np.testing.assert_array_equal, peft.Adapters(model, tmp_path).load(Params(abstract)), values)
     targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     modules = {tensor.rpartition(".")[0] for tensor in load_file(FOLDER / name / "model.safetensors")}
     found = {module for module in modules if any(f".{module}".endswith(f".{target}") for target in targets)}
     adapted = {tensor.removeprefix("base_model.model.").rpartition(".lora_")[0] for tensor in load_file(file)}
-    assert found == adapted and len(found) == 3 * config.num_layers
+    assert found == adapted and len(found) == count * config.num_layers
+
+
+def test_adapters_that_peft_would_not_find_are_refused(tmp_path: Path) -> None:
+    config = replace(section(FOLDER / "qwen2_moe"), lora_rank=2, lora_targets="query experts")
+    message = raised(lambda: peft.write(models.build(config), tmp_path, lambda path: np.zeros(1), ""))
+    assert message.endswith("adapters of experts next to a shared expert; use --to_hugging_face")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, pytest.param(np.float16, marks=pytest.mark.slow)])

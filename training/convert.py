@@ -38,6 +38,8 @@ from runtime.command_line import complain, make_folder, prepare_output
 from runtime.files import json_objects, run_directory
 from runtime.files.json_objects import JsonObject
 from runtime.files.paths import user_path
+from sharding.spec import is_spec
+from sharding.state import by_name
 from training.answer_ends import end_of_answers
 from training.devices import use_cpu_devices
 from training.experiment import BASE, make_experiment
@@ -179,17 +181,15 @@ def _reader(saved: SavedArrays, model: models.Model, workdir: Path) -> tuple[Cal
         return of_checkpoint, config.compute_dtype
     if not config.weights:
         raise ValueError("model.weights is empty: the base of these adapters is random; --to_peft writes them alone")
-    base, targets = hugging_face.Weights(model, config.weights), config.lora_targets.split()
+    base, parameters = hugging_face.Weights(model, config.weights), by_name(model.plain_specs, is_spec)
     check_same_base(saved.data, {BASE: base.fingerprint()}, workdir)
 
     def read(path: str) -> np.ndarray:
         if config.lora_embeddings and path in lora.EMBEDDINGS:
             return of_checkpoint(path)
-        module, _, name = path.rpartition("/")
-        if not module.startswith("layers/") or name != "weight" or module.rpartition("/")[2] not in targets:
+        if (adapters := lora.adapter_paths(path))[0] not in parameters:
             return base.whole(path)
-        adapters = (of_checkpoint(f"{module}/{adapter}") for adapter in lora.ADAPTERS)
-        return lora.merge(config, base.whole(path), *adapters)
+        return lora.merge(config, base.whole(path), *map(of_checkpoint, adapters))
 
     return read, base.dtype
 

@@ -12,7 +12,7 @@ from configs.schema.own import OWN
 KIND = "kind of model; decides the other keys"
 KINDS = ("decoder", "moe", "encoder", "resnet", "vit")
 GATED = ("swiglu", "geglu")  # activations of one product that multiply another
-LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down", "experts")
 ACTIVATION = "activation; gelu and geglu use the tanh approximation"
 REMAT = ("full", "attention", "dots", "none", "offload")
 REMAT_OF_ATTENTION = ("attention", "offload")  # they name values of a transformer's layer
@@ -65,7 +65,9 @@ class TransformerConfig(ModelConfig):
     weights: str = key("", "folder of a Hugging Face checkpoint from which a new run starts")
     lora_rank: int = key(0, "rank of LoRA adapters on frozen parameters; 0: train all parameters", least=0)
     lora_alpha: float = key(16.0, "adapters count lora_alpha / lora_rank", above=0, below=math.inf)
-    lora_targets: str = key("query key value out gate up down", "matrices with adapters, separated by spaces")
+    lora_targets: str = key(
+        "query key value out gate up down", "matrices with adapters, separated by spaces; experts: all of theirs"
+    )
     lora_base: str = key(
         "compute",
         f"storage of frozen matrices: compute_dtype, or blocks of {COLUMNS} with 8 or 4 bits (QLoRA)",
@@ -97,7 +99,8 @@ class TransformerConfig(ModelConfig):
         require(has_base, "lora_weights", self.lora_weights, "adapters need model.weights, their base")
         targets = self.lora_targets.split()
         unknown = next((x for x in targets if x not in LORA_TARGETS), "")
-        there = [x for x in LORA_TARGETS if x != "gate" or getattr(self, "activation", "") in GATED]
+        lacks = {"gate": getattr(self, "activation", "") not in GATED, "experts": not hasattr(self, "num_experts")}
+        there = [x for x in LORA_TARGETS if not lacks.get(x)]
         fix = f"one of {' '.join(there)} has adapters{f', not {unknown}' if unknown else ''}; spaces separate several"
         require(not unknown and not {*targets}.isdisjoint(there), "lora_targets", self.lora_targets, fix)
 
@@ -158,6 +161,7 @@ class DecoderConfig(TransformerConfig):
         0.0, "with global_every: unscaled base in layers with a window; 0: rotary_base", least=0
     )
     qk_norm: bool = key(False, "norms of queries and keys per head")
+    qk_norm_whole: bool = key(False, "norms of all queries and all keys of a token (OLMoE)")
     query_scalar: int = key(0, "divide attention scores by its square root; 0: the size of a head", least=0)
     attention_cap: float = key(0.0, "attention scores s become cap tanh(s / cap); 0: no cap", least=0)
     logit_cap: float = key(0.0, "the same for logits", least=0)
@@ -176,6 +180,8 @@ class DecoderConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        fix = "queries and keys have norms per head or whole; set one of the two to False"
+        require(not (self.qk_norm and self.qk_norm_whole), "qk_norm_whole", True, fix)
         fix = f"it must divide model.num_heads = {self.num_heads}"
         require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, fix)
         even = self.positions != "rotary" or self.head_size % 2 == 0
@@ -216,6 +222,9 @@ class MoeConfig(DecoderConfig):
     num_experts: int = key(8, "experts of a layer; a multiple of the devices of sharding.experts", least=1)
     experts_per_token: int = key(2, "experts of a token: 1 (Switch), 2 (GShard, Mixtral) or more (Qwen)", least=1)
     normalise_gates: bool = key(True, "divide the weights of a token's experts, if several, by their sum")
+    shared_intermediate: int = key(
+        0, "width of an expert that takes all tokens, weighted by a sigmoid (Qwen 2); 0: none", least=0
+    )
     moe_every: int = key(1, "experts in every layer or every second", choices=(1, 2))
     capacity_factor: float = key(
         1.25, "room of an expert, in even shares of a row's tokens; 0: for all (dropless)", least=0, below=math.inf

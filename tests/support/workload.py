@@ -54,8 +54,9 @@ FLAGS: dict[str, Any] = {
     "qkv_bias": True,
 }
 LORA = "lora "  # prefix of a kind of model, a decoder with adapters; the form in which its base is stored follows
+ADAPTED = "lora experts"  # a kind of model: the dropless one with adapters of its experts and queries
 MOE_DOTS = "moe dots"  # a kind of model, whose backward pass computes no product with weights again
-DROPLESS = "moe dropless"  # a kind of model, whose experts take all tokens that choose them
+DROPLESS = "moe dropless"  # a kind of model, whose experts take all tokens that choose them, next to a shared one
 SGD = dict(learning_rate=0.5, momentum=0.9, weight_decay=0.01)
 # input of a replica all-reduce, without a model: matrices of two dims and more, stacked and not, a vector, and a
 # tensor kept whole
@@ -85,8 +86,10 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
     moe: dict[str, Any] = dict(num_experts=8, capacity_factor=1.0, balance_loss=0.1, z_loss=0.1)
     if kind == MOE_DOTS:
         kind, moe["remat"] = "moe", "dots"
-    if kind == DROPLESS:
-        kind, moe = "moe", moe | dict(capacity_factor=0.0, experts_per_token=3)
+    if kind in (DROPLESS, ADAPTED):
+        moe |= dict(capacity_factor=0.0, experts_per_token=3, shared_intermediate=16)
+        moe |= dict(lora_rank=4, lora_targets="query experts") if kind == ADAPTED else {}
+        kind = "moe"
     if kind in ("decoder", "moe", GEMMA):
         section |= dict(num_kv_heads=2)
     if kind == GEMMA:
