@@ -279,7 +279,6 @@ FILLED: dict[str, dict[str, str]] = {  # words of a page and their replacements 
     "docs/compression.md": {".inner_steps=25": ".inner_steps=20"},
     "docs/data.md": {
         "=FOLDER": "=bucket/raw",
-        "folder:/data/wiki": "folder:bucket/raw",
         "s3://BUCKET/FOLDER": "bucket/raw",
         "folder:/data/wiki, split": "folder:bucket/raw, split",
         "runs/chat --config": f"runs/chat {CHATS_ON_CPU} --config",
