@@ -127,7 +127,7 @@ def run(
         with announced("compiling the step", say), one_line_if_too_large(ex, compares):
             train_step = world.compile()
         compares()
-        needs = snapshots.needs(ex.state_shapes.checkpoint_state)
+        needs = snapshots.needs(ex.in_files(ex.state_shapes))
         memory = check_step_fits(ex, train_step, needs, restored=state is not None)
     supervisor.enter(Phase.LOADING if ex.has_weights else Phase.PREPARING)
     if state is None:

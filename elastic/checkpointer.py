@@ -162,7 +162,8 @@ class Checkpointer:
             self._failed(step, error)
             return
         described = {"step": step, "tree": leaves, "metrics": metrics}
-        self._saving = step, self._executor.submit(self._finish, writer, topics, unfinished, keys, described)
+        padded = {leaf.path: leaf.shape for leaf in leaves if leaf.shape != arrays[leaf.path].shape}
+        self._saving = step, self._executor.submit(self._finish, writer, topics, unfinished, keys, described, padded)
         if has_failed:
             self.wait()
 
@@ -302,10 +303,12 @@ class Checkpointer:
         folder: Path,
         keys: tuple[AgreementKey, AgreementKey],
         described: JsonObject,
+        padded: Mapping[str, tuple[int, ...]],
     ) -> None:
         """Waits for the data, and commits the step that is `described`. Runs in a thread; `wait` raises its error.
 
-        `topics` name the coming barriers, at which the writer threads of the processes wait for each other.
+        `topics` name the coming barriers, at which the writer threads of the processes wait for each other. `padded`
+        has the true shapes of the padded arrays.
         """
         hashes, commit = keys
         count = jax.process_count()
@@ -318,6 +321,8 @@ class Checkpointer:
                 return {"error": f"{whose}{str(error) or type(error).__name__}"}
 
         def hashed() -> list[JsonObject]:
+            if jax.process_index() == 0:
+                tree.cut_padding(folder / "state", padded)
             return [asdict(file) for file in manifest.describe(folder, jax.process_index(), count)]
 
         closed = result(writer.close)  # when it has finished, and process 0 has made the last renames

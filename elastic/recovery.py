@@ -19,6 +19,7 @@ from elastic.transfer import connect, fetch
 from runtime.blobs import BlobAddress, Connection
 from runtime.consensus import all_gather, new_key
 from runtime.files.json_objects import JsonObject
+from sharding.padding import from_regions
 from sharding.trees import PyTree
 
 
@@ -142,11 +143,8 @@ class _Reader:
 
     def array(self, wanted: tree.Wanted, saved: Leaf, copies: Sequence[Copy]) -> jax.Array:
         """Returns an array with its wanted sharding; a region that several devices hold is read once."""
-        as_saved = tree.as_saved(wanted.abstract, saved.shape)
-        assert as_saved.sharding is not None
         content = functools.cache(lambda region: self.region(region, copies))
-        of_index = lambda index: content(region_of(saved, index))
-        array = jax.make_array_from_callback(as_saved.shape, as_saved.sharding, of_index)
+        array = from_regions(tree.as_saved(wanted, saved), lambda index: content(region_of(saved, index)))
         return tree.shared_out(array, wanted)
 
     def region(self, wanted: Region, copies: Sequence[Copy]) -> np.ndarray:

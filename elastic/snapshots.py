@@ -353,7 +353,7 @@ def owned_shards(
     kept = Counter[Device]()  # bytes, by device
     for leaf in tree:
         holders: dict[Region, dict[str, list[Device]]] = defaultdict(lambda: defaultdict(list))
-        for device, index in arrays[leaf.path].sharding.devices_indices_map(leaf.shape).items():
+        for device, index in arrays[leaf.path].sharding.devices_indices_map(arrays[leaf.path].shape).items():
             assert index is not None
             holders[region_of(leaf, index)][nodes[int(device.process_index)]].append(device)
         for region, by_node in holders.items():

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from elastic.manifest import Leaf
 from runtime.files.json_objects import JsonObject
+from sharding.padding import true_shape
 from sharding.replicas import Combine, replica_key
 from sharding.spec import nbytes, path_name
 from sharding.trees import PyTree
@@ -71,14 +73,15 @@ class Wanted:
 
 def flatten_arrays(state: PyTree) -> tuple[dict[str, jax.Array], tuple[Leaf, ...]]:
     """Returns the arrays of `state` by path, and their descriptions. Raises ValueError for anything but a jax.Array."""
-    arrays = {path: value for path, (_, value) in _flatten(state).items()}
+    flat = _flatten(state)
+    arrays = {path: value for path, (_, value) in flat.items()}
     for path, value in arrays.items():
         if not isinstance(value, jax.Array) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             hint = "jax.random.key_data(key)" if isinstance(value, jax.Array) else "jnp.asarray(value)"
             raise ValueError(
                 f"a checkpoint holds jax.Arrays of numbers; {path} is a {type(value).__name__}: save {hint}"
             )
-    return arrays, tuple(_describe(path, x) for path, x in arrays.items())
+    return arrays, tuple(_describe(path, *leaf) for path, leaf in flat.items())
 
 
 def flatten_abstract(state: PyTree) -> dict[str, Wanted]:
@@ -90,7 +93,7 @@ def flatten_abstract(state: PyTree) -> dict[str, Wanted]:
                 f"restore needs to know where {path} goes: give a jax.ShapeDtypeStruct with a sharding, not {value!r}"
             )
         key = replica_key(keys)
-        wanted[path] = Wanted(leaf=_describe(path, value), abstract=value, combine=key.combine if key else None)
+        wanted[path] = Wanted(leaf=_describe(path, keys, value), abstract=value, combine=key.combine if key else None)
     return wanted
 
 
@@ -116,17 +119,25 @@ def save_arguments(arrays: dict[str, jax.Array]) -> ocp.args.CheckpointArgs:
     return ocp.args.PyTreeSave(stored, save_args={path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in stored})
 
 
+def cut_padding(folder: Path, arrays: Mapping[str, tuple[int, ...]]) -> None:
+    """Gives arrays of an Orbax item their true shapes, by their paths; the values beyond are deleted."""
+    for path, shape in arrays.items():
+        store = {"driver": "ocdbt", "base": folder.as_uri(), "path": f"{path}/"}
+        array = tensorstore.open({"driver": "zarr", "kvstore": store}).result()
+        array.resize(exclusive_max=shape).result()
+
+
 def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> list[jax.Array]:
     """Returns the arrays of `wanted`, in its order and with its shardings, from an Orbax item, which may have more.
 
     Data that is read but not yet on a device stays below a quarter of this process' shards, or the largest shard if it
     is larger. Arrays with a row per replica are adapted to the new number of replicas (`shared_out`).
     """
-    saved_shapes = {leaf.path: leaf.shape for leaf in saved}
-    stored = {path: as_saved(x.abstract, saved_shapes[path]) for path, x in wanted.items() if x.abstract.size}
-    restore_args = {
-        path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-        for path, leaf in stored.items()
+    saved_leaves = {leaf.path: leaf for leaf in saved}
+    stored = {path: as_saved(x, saved_leaves[path]) for path, x in wanted.items() if x.abstract.size}
+    restore_args = {  # not strict: padding, which is not in the file, becomes zero
+        path: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False)
+        for path, x in stored.items()
     }
     limit_gb = _bytes_in_flight(stored) / 1e9  # Orbax multiplies by 10^9, a fraction is fine
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)  # pyright: ignore[reportArgumentType]
@@ -136,19 +147,19 @@ def load(folder: Path, wanted: Mapping[str, Wanted], saved: Sequence[Leaf]) -> l
     return [shared_out(arrays[path], x) if path in stored else empty(x.abstract) for path, x in wanted.items()]
 
 
-def as_saved(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Returns the array with its saved shape, and the wanted sharding as far as it divides that shape."""
-    if shape == wanted.shape:
-        return wanted
-    assert isinstance(wanted.sharding, NamedSharding)
-    first, *rest = tuple(wanted.sharding.spec) or (None,)
+def as_saved(wanted: Wanted, saved: Leaf) -> jax.ShapeDtypeStruct:
+    """Returns the wanted array with the saved number of rows per replica, sharded as far as this number allows."""
+    x = wanted.abstract
+    if wanted.combine is None or saved.shape[0] == x.shape[0]:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    first, *rest = tuple(x.sharding.spec) or (None,)
     try:
-        NamedSharding(wanted.sharding.mesh, PartitionSpec(first)).shard_shape(shape[:1])
+        NamedSharding(x.sharding.mesh, PartitionSpec(first)).shard_shape(saved.shape[:1])
     except ValueError:  # the new number of replicas does not divide the old one
         first = None
-    return jax.ShapeDtypeStruct(
-        shape, wanted.dtype, sharding=NamedSharding(wanted.sharding.mesh, PartitionSpec(first, *rest))
-    )
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(first, *rest))
+    return jax.ShapeDtypeStruct((saved.shape[0], *x.shape[1:]), x.dtype, sharding=sharding)
 
 
 def shared_out(array: jax.Array, wanted: Wanted) -> jax.Array:
@@ -198,5 +209,5 @@ def _flatten(tree: PyTree) -> dict[str, tuple[KeyPath, PyTree]]:
     return flat
 
 
-def _describe(path: str, x: Any) -> Leaf:
-    return Leaf(path=path, shape=tuple(x.shape), dtype=str(x.dtype))
+def _describe(path: str, keys: KeyPath, x: Any) -> Leaf:
+    return Leaf(path=path, shape=true_shape(keys, x), dtype=str(x.dtype))

@@ -36,6 +36,7 @@ from models.model import Model, Params
 from runtime.files import json_objects
 from runtime.files.paths import user_path
 from runtime.files.regular import open_regular
+from sharding.padding import from_regions
 from sharding.spec import ParamSpec, path_name
 from sharding.state import by_name
 from sharding.trees import PyTree
@@ -198,8 +199,7 @@ class Weights:
             if owner != before:
                 made.clear()
             region = lambda index: self._stored(path, index, x.dtype, made)
-            array = jax.make_array_from_callback(x.shape, x.sharding, region)
-            return jax.block_until_ready(array)  # then the next parameter may use the memory
+            return jax.block_until_ready(from_regions(x, region))  # then the next parameter may use the memory
 
         return jax.tree_util.tree_map_with_path(load, abstract)
 

@@ -22,6 +22,7 @@ from models.lora import EMBEDDINGS, adapter_paths
 from models.model import Model, Params
 from runtime.files import atomic, json_objects
 from runtime.files.paths import user_path
+from sharding.padding import from_regions
 from sharding.spec import is_spec, path_name
 from sharding.state import by_name
 
@@ -77,10 +78,11 @@ class Adapters:
                 values = self._file.get_tensor(PREFIX + whole.name).astype(np.float32)
                 values = values.T if whole.transposed else values
                 values = np.pad(values, [(0, n - m) for n, m in zip(x.shape, values.shape, strict=True)])
-                return jax.make_array_from_callback(x.shape, x.sharding, lambda index: values[index])
+                return from_regions(x, lambda index: values[index])
             tensor, end = adapters[path_name(path)]
-            stack = np.stack([self._read(_name(tensor, place, end)) for place in tensor.places]).reshape(x.shape)
-            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: stack[index])
+            stack = np.stack([self._read(_name(tensor, place, end)) for place in tensor.places])
+            stack = stack.reshape(*x.shape[:-2], *stack.shape[-2:])
+            return from_regions(x, lambda index: stack[index])
 
         return jax.tree_util.tree_map_with_path(load, abstract)
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from sharding.accumulation import values_of
 from sharding.collectives import TensorGroup, vary
 from sharding.experts import Gather, GatherWithExchange
+from sharding.padding import unpadded
 from sharding.plan import ShardingPlan
 from sharding.scopes import beyond
 from sharding.spec import Placement, is_placement
@@ -25,14 +26,19 @@ def layer_gather(plan: ShardingPlan, scope: Axes | None = None) -> Gather:
     """
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return gather_tree(plan, used_placements(plan, name, plan.all_placements), values_of(tree), scope)
+        placements = used_placements(plan, name, plan.all_placements)
+        return _unpadded(placements, gather_tree(plan, placements, values_of(tree), scope))
 
     return GatherWithExchange(gather=gather, exchange=plan.exchange, context=plan.context)
 
 
 def no_gather(plan: ShardingPlan) -> Gather:
     """Returns the gather of a model whose parameters were gathered before: only tokens travel."""
-    return GatherWithExchange(gather=lambda name, tree: tree, exchange=plan.exchange, context=plan.context)
+
+    def gather(name: str, tree: PyTree) -> PyTree:
+        return _unpadded(used_placements(plan, name, plan.all_placements), tree)
+
+    return GatherWithExchange(gather=gather, exchange=plan.exchange, context=plan.context)
 
 
 def auto_gather(plan: ShardingPlan) -> Gather:
@@ -42,9 +48,14 @@ def auto_gather(plan: ShardingPlan) -> Gather:
         return lax.with_sharding_constraint(_as_gathered(plan, p, x), NamedSharding(plan.mesh, p.pspec(())))
 
     def gather(name: str, tree: PyTree) -> PyTree:
-        return jax.tree.map(whole, used_placements(plan, name, plan.all_placements), tree, is_leaf=is_placement)
+        placements = used_placements(plan, name, plan.all_placements)
+        return _unpadded(placements, jax.tree.map(whole, placements, tree, is_leaf=is_placement))
 
     return gather
+
+
+def _unpadded(placements: PyTree, tree: PyTree) -> PyTree:
+    return jax.tree.map(unpadded, placements, tree, is_leaf=is_placement)
 
 
 def gather_tree(plan: ShardingPlan, placements: PyTree, shards: PyTree, scope: Axes | None = None) -> PyTree:

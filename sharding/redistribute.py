@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from sharding.coded import all_to_all_levels
 from sharding.collectives import buckets, join, slice_apart, split
 from sharding.mesh import AXES, STAGE, intra_part
+from sharding.padding import padded, unpadded
 from sharding.plan import ShardingPlan
 from sharding.spec import ParamSpec, Placement, place
 from sharding.trees import Axes
@@ -81,7 +82,9 @@ def on_whole_tensors(
                         out[i] = stack[None] if each else stack
         return out
 
-    return jax.shard_map(run, mesh=plan.mesh, in_specs=(stack_specs,), out_specs=stack_specs)(stacks)
+    swap = jax.shard_map(run, mesh=plan.mesh, in_specs=(stack_specs,), out_specs=stack_specs)
+    results = swap([padded(p, x) for p, x in zip(places, stacks, strict=True)])
+    return [unpadded(p, x) for p, x in zip(places, results, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,10 @@ class Sharing:
         own = packed[lax.axis_index(self.copies)] if self.copies else packed[0]
         shapes = [(len(x) // (copies * chunks), *x.shape[1:]) for x in filled]
         pieces = slice_apart(self._swap(own), shapes)  # [chunks, tensors of this device, *shard]
-        whole = [function(self._join(x, p)) for function, x, p in zip(functions, pieces, placements, strict=True)]
+        whole = [
+            padded(p, function(unpadded(p, self._join(x, p))))
+            for function, x, p in zip(functions, pieces, placements, strict=True)
+        ]
         rows = [self._split(x, p).reshape(chunks, -1) for x, p in zip(whole, placements, strict=True)]
         back = self._swap(jnp.concatenate(rows, axis=-1))
         if self.copies:

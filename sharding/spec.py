@@ -11,13 +11,11 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from sharding.mesh import STAGE, divisors
-from sharding.replicas import ReplicaKey
 from sharding.scopes import Layout
 from sharding.trees import Axes, Placements, PyTree, Specs
 
 # dims that the `tensor` axis splits (Megatron's choice); every other dim may only be partitioned
 TENSOR_DIMS = ("mlp", "heads", "kv_heads", "vocab")
-PADDED = {"vocab": "vocab_multiple", "classes": "class_multiple"}  # dims, and the keys of a model that pad them
 EXPERTS_DIM = "experts"  # divided over the scope `sharding.experts`, and never gathered
 
 
@@ -66,6 +64,7 @@ class Placement:
     expert_dim: int | None = None
     held: Axes = ()  # in CHUNK_ORDER
     frozen: bool = False
+    padding: int = 0  # zeros at the end of `dim`, so that the widest scope divides it (sharding/padding.py)
 
     @property
     def is_vector(self) -> bool:
@@ -103,12 +102,11 @@ class Placement:
 def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     """Returns a parameter's placement: partitioned on the first dim (never `layers`) that the widest scope divides.
 
-    All three scopes partition the same dim, so that a change of scope only joins or splits chunks. A vector of a
-    `head`'s size is kept whole if the scope does not divide it. Frozen parameters have only the parameters' scope. A
-    matrix' first dim in TENSOR_DIMS goes to `tensor`, `layers` to the stages of a pipeline, the dim `experts` to the
-    experts' scope.
-    ValueError if no dim can be partitioned and the spec does not replicate, and for layers or experts that cannot be
-    divided.
+    If it divides none, the dim that needs the least padding is padded. All three scopes partition the same dim, so that
+    a change of scope only joins or splits chunks. A vector of a `head`'s size is kept whole if the scope does not
+    divide it. Frozen parameters have only the parameters' scope. A matrix' first dim in TENSOR_DIMS goes to `tensor`,
+    `layers` to the stages of a pipeline, the dim `experts` to the experts' scope.
+    ValueError if no dim is left and the spec does not replicate, and for layers or experts that cannot be divided.
     """
     shape, ndim = layout.shape, len(spec.shape)
     staged = spec.stacked and shape.stage > 1
@@ -140,18 +138,16 @@ def place(name: str, spec: ParamSpec, layout: Layout) -> Placement:
     degree = shape.size(whole.not_held(widest))
     if degree == 1 or spec.replicate:
         return whole
-    others = [i for i in free if i not in (tensor_dim, expert_dim)]
-    dim = next((i for i in others if spec.shape[i] and spec.shape[i] % degree == 0), None)
-    if dim is None and "head" in spec.dims:
+    paddings = {i: -spec.shape[i] % degree for i in free if i not in (tensor_dim, expert_dim) and spec.shape[i]}
+    if "head" in spec.dims and all(paddings.values()):
         return whole
-    if dim is None:
-        sizes = ", ".join(f"{spec.dims[i]}={spec.shape[i]}" for i in others) or "none left"
-        padded = next((f", such as model.{PADDED[d]}={degree}" for i in others if (d := spec.dims[i]) in PADDED), "")
+    if not paddings:
         raise ValueError(
-            f"{name}: no dim can be cut into {degree} shards ({sizes}); choose a smaller scope, declare the parameter "
-            f"with replicate=True, or in a new run choose sizes that {degree} divides{padded}"
+            f"{name}: no dim is left to be cut into {degree} shards; choose a smaller scope, or declare the parameter "
+            "with replicate=True"
         )
-    return replace(whole, dim=dim)
+    dim = min(paddings, key=lambda i: paddings[i] / spec.shape[i])
+    return replace(whole, dim=dim, padding=paddings[dim])
 
 
 def has_dims(specs: Specs, dims: Sequence[str]) -> bool:
@@ -187,8 +183,8 @@ def is_placement(x: object) -> bool:
 
 
 def path_name(path: KeyPath, separator: str = "/") -> str:
-    """Returns the name of a tree path as `layers/attention/query`. A PerReplica without a label adds nothing to it."""
-    named = tuple(key for key in path if not isinstance(key, ReplicaKey) or key.label)
+    """Returns the name of a tree path as `layers/attention/query`. Keys without a text add nothing to it."""
+    named = tuple(key for key in path if str(key))
     return jax.tree_util.keystr(named, simple=True, separator=separator)
 
 

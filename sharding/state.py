@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
+from sharding.padding import Padded, padded, unpadded
 from sharding.plan import REPLICATED, ShardingPlan, gradient_specs
 from sharding.replicas import replica_key
-from sharding.spec import is_placement, path_name
-from sharding.step import TrainState
-from sharding.trees import PyTree
+from sharding.spec import Placement, is_placement, path_name
+from sharding.step import Optimizer, TrainState
+from sharding.trees import Grads, Params, PyTree
 
 # (name, shape) of an array that belongs to no parameter -> the dim to shard over the optimizer's scope; None: none
 Cut = Callable[[str, tuple[int, ...]], int | None]
@@ -81,3 +83,49 @@ def state_shardings(plan: ShardingPlan, shapes: TrainState, cut: Cut = lambda na
         all_reduce=placed(shapes.all_reduce, lambda name, shape: None),
         opt_state=placed(shapes.opt_state, cut),
     )
+
+
+def map_owned(
+    plan: ShardingPlan, function: Callable[[Placement, PyTree], PyTree], tree: PyTree, params: Params
+) -> PyTree:
+    """Maps `function(placement, array)` over the arrays of a state that belong to trained parameters `[...]`."""
+    placements, owners = by_name(plan.placements, is_leaf=is_placement), by_name(params)
+
+    def mapped(path: KeyPath, x: PyTree) -> PyTree:
+        name = owner(path, x, owners)
+        return function(placements[name], x) if name else x
+
+    return jax.tree_util.tree_map_with_path(mapped, tree)
+
+
+def in_files(plan: ShardingPlan, state: TrainState) -> TrainState:
+    """Returns a state, or its shapes, to save or restore: with a Padded for each padded array."""
+
+    def wrapped(p: Placement, x: jax.Array) -> PyTree:
+        return Padded(x, jax.eval_shape(lambda x: unpadded(p, x), x).shape) if p.padding else x
+
+    return map_owned(plan, wrapped, state, state.params)
+
+
+@dataclass(frozen=True)
+class OnTrueShapes:
+    """An optimizer whose statistics of whole tensors take in no padding, with padded parameters, updates and state.
+
+    XLA's partitioner stores an uneven tensor like the padded one, so that cutting and padding send nothing.
+    """
+
+    plan: ShardingPlan
+    optimizer: Optimizer
+
+    def init(self, params: Params) -> PyTree:
+        """Returns the state before the first step."""
+        params = self.plan.map(unpadded, params)
+        return map_owned(self.plan, padded, self.optimizer.init(params), params)
+
+    def update(self, updates: Grads, state: PyTree, params: Params | None = None) -> tuple[PyTree, PyTree]:
+        """Returns how far the parameters move by a gradient, and the state after it."""
+        assert params is not None
+        true = self.plan.map(unpadded, params)
+        state = map_owned(self.plan, unpadded, state, params)
+        updates, state = self.optimizer.update(self.plan.map(unpadded, updates), state, true)
+        return self.plan.map(padded, updates), map_owned(self.plan, padded, state, true)

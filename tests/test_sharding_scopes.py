@@ -210,10 +210,10 @@ def test_sharded_dim_must_be_divisible_by_the_widest_scope() -> None:
     assert place("w", spec(embed=3), layout_of("ddp", 4, 2)) == Placement(dim=None, tensor_dim=None, ndim=1)
 
 
-def test_indivisible_parameters_raise_unless_replicated() -> None:
+def test_parameters_without_a_dim_raise_unless_replicated() -> None:
     layout = layout_of("zero3", 4, 2)
-    for odd in (spec(layers=8, norm=12), spec(layers=8), ParamSpec(shape=(), dims=())):
-        with pytest.raises(ValueError, match=r"layers/norm/scale: no dim can be cut into 8 shards") as error:
+    for odd in (spec(layers=8), ParamSpec(shape=(), dims=())):
+        with pytest.raises(ValueError, match=r"layers/norm/scale: no dim is left to be cut into 8 shards") as error:
             place("layers/norm/scale", odd, layout)
         assert "\n" not in str(error.value) and "replicate=True" in str(error.value)
         said = ParamSpec(shape=odd.shape, dims=odd.dims, replicate=True)
@@ -231,15 +231,22 @@ def test_frozen_parameters_are_cut_by_their_own_scope_alone() -> None:
     frozen = replace(spec(embed=24), frozen=True)
     layout = layout_of("custom", 4, 4, parameters="node", gradients="node", optimizer="all")
     assert place("weight", frozen, layout).dim == 0
-    with pytest.raises(ValueError, match="no dim can be cut into 16 shards"):
-        place("weight", spec(embed=24), layout)
+    assert (place("weight", frozen, layout).padding, place("weight", spec(embed=24), layout).padding) == (0, 8)
 
 
-def test_indivisible_heads_name_the_key_that_pads_them() -> None:
-    with pytest.raises(ValueError, match=r"head/bias: .*\(vocab=1001\); .* such as model\.vocab_multiple=8$"):
-        place("head/bias", spec(vocab=1001), layout_of("zero3", 4, 2))
-    with pytest.raises(ValueError, match=r"head: .*\(embed=6\); choose a smaller scope, .* sizes that 4 divides$"):
-        place("head", spec(embed=6, vocab=16), layout_of("mics", 2, 4, 2, partition_size=8))  # vocab is tensor's
+def test_the_dim_with_the_least_padding_is_padded() -> None:
+    """On 96 devices, as 12 nodes of 8 GPUs, by the sizes of Llama 2 7B: 0.3 % instead of 0.8 %."""
+    layout = layout_of("zero3", 12, 8)
+    for sizes, dim, padding in (
+        ({"layers": 32, "embed": 4096, "mlp": 11008}, 2, 32),
+        ({"layers": 32, "norm": 4096}, 1, 32),
+        ({"vocab": 128256, "embed": 4096}, 0, 0),
+        ({"embed": 8, "mlp": 16}, 1, 80),
+    ):
+        found = place("w", spec(**sizes), layout)
+        assert (found.dim, found.padding) == (dim, padding), sizes
+    found = place("head", spec(embed=6, vocab=16), layout_of("mics", 2, 4, 2, partition_size=8))  # vocab is tensor's
+    assert (found.dim, found.padding) == (0, 2)
 
 
 def test_tensor_axis_shards_the_tensor_dims() -> None:

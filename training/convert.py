@@ -107,7 +107,7 @@ def import_run(config: Config, folder: Path, workdir: Path) -> None:
     state = experiment.init_state()
     make_folder(workdir, "--out")
     with Checkpointer(directory, config.checkpoint, is_same_run=is_same_run) as checkpointer:
-        checkpointer.save(0, state.checkpoint_state, data={"step": 0, "seed": config.seed}, config=config.to_dict())
+        checkpointer.save(0, experiment.in_files(state), data={"step": 0, "seed": config.seed}, config=config.to_dict())
     print(f"{workdir} starts from {folder}: {experiment.model.num_params} parameters; train.py continues from there")
 
 

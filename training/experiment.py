@@ -27,11 +27,12 @@ from runtime.consensus import all_gather, new_key
 from sharding.frozen import part_frozen, part_like
 from sharding.gradients import accumulated
 from sharding.mesh import Device, find_nodes, in_torus_order, make_mesh
+from sharding.padding import padded
 from sharding.pipeline import StagedLoss, evaluated, through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import Layout, make_layout
-from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, place_all
-from sharding.state import state_shardings
+from sharding.spec import EXPERTS_DIM, TENSOR_DIMS, has_dims, is_placement, place_all
+from sharding.state import in_files, state_shardings
 from sharding.step import Timing, TrainState, build_eval_step, build_train_step, first_state, in_turn
 from sharding.trees import Batch, Means, Params, PyTree
 from training.batches import BatchLayout, batches_of
@@ -233,7 +234,13 @@ class Experiment:
         return self._state_of(self.model.init(key))
 
     def _state_of(self, params: models.Params) -> TrainState:
-        return first_state(self.chain, *part_like(params, self.plan.placements))
+        plan = self.plan
+        stored = jax.tree.map(padded, plan.all_placements, params, is_leaf=is_placement)
+        return first_state(self.chain, *part_like(stored, plan.placements))
+
+    def in_files(self, state: TrainState) -> TrainState:
+        """Returns the part of a state that checkpoints and snapshots hold, in the form in which they take it."""
+        return in_files(self.plan, state.checkpoint_state)
 
 
 def make_experiment(config: Config, devices: Sequence[Device] = (), like: Sequence[Experiment] = ()) -> Experiment:

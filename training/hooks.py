@@ -282,7 +282,8 @@ class CheckpointHook:
         """Begins a snapshot in memory."""
         with self._report.apart("snapshot_s"):
             self._run.log.flush()
-            if self._run.snapshots.save(step, state.checkpoint_state, data=self._data(step), config=self._config):
+            saved = self._run.ex.in_files(state)
+            if self._run.snapshots.save(step, saved, data=self._data(step), config=self._config):
                 self._run.supervisor.events.write(Event.SNAPSHOT_BEGUN, step=step)
 
     def save(self, step: int, state: TrainState, metrics: Metrics) -> None:

@@ -33,6 +33,7 @@ OfStack = Callable[[MatrixDims, jax.Array], jax.Array]  # (kind, a stack `[n, *s
 # separate entries for each replica.
 OnWhole = Callable[..., Stacks]
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of Muon's x, x^3, x^5
+ELEMENTWISE = "adamw", "sgd"  # the optimizers without statistics of whole tensors
 PRODUCTS = jnp.bfloat16  # operands of Muon's products, which are float32
 AVERAGE_RATE = 0.1  # weight of the step's value in a running average (torch's `momentum`)
 
@@ -94,7 +95,7 @@ def make_optimizer(
     """
     specs, _ = part_averages(specs)
     schedule = make_schedule(config, num_steps)
-    if config.name in ("adamw", "sgd"):  # elementwise: a stack of layers behaves like its layers
+    if config.name in ELEMENTWISE:  # a stack of layers behaves like its layers
         tx = _optimizer(config, schedule, specs, on_whole)
     else:
         tx = per_layer(lambda specs: _optimizer(config, schedule, specs, on_whole), specs)

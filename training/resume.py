@@ -26,6 +26,7 @@ from runtime.files import run_directory
 from runtime.files.json_objects import JsonObject
 from runtime.files.paths import user_path
 from runtime.progress import read_progress
+from sharding.padding import without_wrappers
 from sharding.scopes import WorldTooSmallError
 from sharding.step import TrainState
 from sharding.trees import PyTree
@@ -219,7 +220,7 @@ def restore(
     Returns where the run starts, and the state without the frozen parameters, None for a new run. ValueError if the
     state belongs to another run or to other data.
     """
-    restored = restore_newest(experiment.state_shapes.checkpoint_state, checkpointer, snapshots)
+    restored = restore_newest(experiment.in_files(experiment.state_shapes), checkpointer, snapshots)
     if restored:  # `is_finished` does not check snapshots in memory
         check_same_run(restored.config, experiment.config, workdir, extends=extends)
         _check_same_data(restored, experiment, workdir, fingerprints)
@@ -228,7 +229,7 @@ def restore(
     if restored is None:
         return Start(restored=None, logged=logged), None
     # nothing but the loop refers to the state: a replica that joins others takes theirs instead
-    return Start(restored=replace(restored, state=None), logged=logged), restored.state
+    return Start(restored=replace(restored, state=None), logged=logged), without_wrappers(restored.state)
 
 
 def _check_same_data(

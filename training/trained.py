@@ -1,18 +1,15 @@
 """A trained model on this process' devices, for programs that use it, independent of the mesh it was trained on.
 
-The model comes from a run's checkpoint or a Hugging Face folder. Its parameters are sharded over all devices, or over
-the largest number that divides them.
+The model comes from a run's checkpoint or a Hugging Face folder. Its parameters are sharded over all devices.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 from absl import flags
 
-import models
 from configs import command_line, hugging_face
 from configs.schema import Config, defaults, with_defaults
 from elastic.saved_arrays import SavedArrays
@@ -23,8 +20,7 @@ from runtime.files.json_objects import JsonMapping, JsonObject
 from runtime.files.paths import user_path
 from sharding.frozen import joined
 from sharding.mesh import Device
-from sharding.scopes import make_layout
-from sharding.spec import place_all
+from sharding.padding import without_wrappers
 from sharding.trees import Params
 from training.datasets import tokenizer_of
 from training.devices import use_compilation_cache
@@ -78,7 +74,8 @@ def of_run(
     register_names(saved.config, workdir, config_file)
     experiment = _experiment(with_defaults(saved.config), data, devices)
     check_same_base(saved.data, experiment.base_fingerprint, workdir)
-    trained = saved.place({"params": experiment.state_shapes.params})["params"]
+    shapes = experiment.in_files(experiment.state_shapes).params
+    trained = without_wrappers(saved.place({"params": shapes})["params"])
     params = joined(trained, experiment.frozen_params())
     return Trained(name=str(workdir), experiment=experiment, params=params, step=saved.step, data=saved.data)
 
@@ -101,31 +98,14 @@ def of_hugging_face(
 
 def _experiment(saved: JsonMapping, data: SectionChange, devices: Sequence[Device]) -> Experiment:
     """Returns the parts of a run like the saved one, on other devices."""
-    kind, count = saved["model"]["kind"], len(devices or jax.devices())
+    kind = saved["model"]["kind"]
     values: JsonObject = defaults(kind) | {name: saved[name] for name in KEPT}
     values["data"] = {**values["data"], **data(values["data"])}
     # other values may not suit these devices; norms use running averages, because nothing is trained
     free = {"attention": "auto", "remat": "full", "unroll": False, "norm_rows": 1}
     values["model"] = values["model"] | {name: value for name, value in free.items() if name in values["model"]}
-    values["sharding"] |= {"strategy": "mics", "partition_size": count}
-    config = Config.from_dict(values)
-    sharding = replace(config.sharding, partition_size=_partition_size(config, count))
-    return make_experiment(replace(config, sharding=sharding), devices)
-
-
-def _partition_size(config: Config, count: int) -> int:
-    """Returns the largest divisor of `count` by which every parameter can be sharded."""
-    specs = models.build(config.model).param_specs()
-
-    def fits(size: int) -> bool:
-        sharding = replace(config.sharding, partition_size=size)
-        try:
-            place_all(specs, make_layout(sharding, num_nodes=1, devices_per_node=count))
-        except ValueError:  # no dim of a parameter is divisible
-            return False
-        return True
-
-    return next(size for size in range(count, 0, -1) if count % size == 0 and fits(size))
+    values["sharding"] |= {"strategy": "zero3"}
+    return make_experiment(Config.from_dict(values), devices)
 
 
 def new_flags() -> flags.FlagValues:

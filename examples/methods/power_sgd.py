@@ -104,9 +104,15 @@ def power_sgd(plan: ShardingPlan, specs: Specs, rank: int, *, warmup_steps: int 
 
     The mean is in the optimizer's scope; the first `warmup_steps` means are exact. Parameters with one dim per layer
     are averaged without compression. The rank of a matrix is at most the rank at which its factors have half of the
-    matrix's values. If no rank is low enough, the matrix is averaged without compression.
+    matrix's values. If no rank is low enough, the matrix is averaged without compression. ValueError for parameters
+    that are padded.
     """
     placements = jax.tree.leaves(plan.placements, is_leaf=is_placement)
+    if any(p.padding for p in placements):  # its factors would have another size on other devices
+        raise ValueError(
+            "PowerSGD needs devices that divide a dim of each parameter; choose a smaller scope, or another "
+            "compression.all_reduce"
+        )
     all_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     matrices = [_matrix(spec, p, plan, rank) for spec, p in zip(all_specs, placements, strict=True)]
 

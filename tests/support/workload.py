@@ -21,10 +21,11 @@ from sharding.coded import PLAIN, Codec, LevelCodecs
 from sharding.frozen import joined, part_frozen, part_like
 from sharding.gradients import accumulated
 from sharding.mesh import find_nodes, make_mesh
+from sharding.padding import padded
 from sharding.pipeline import through_stages
 from sharding.plan import ShardingPlan
 from sharding.scopes import make_layout
-from sharding.spec import ParamSpec, place_all
+from sharding.spec import ParamSpec, is_placement, place_all
 from sharding.state import state_shardings
 from sharding.step import AfterMicroSteps, Timing, TrainState, build_train_step
 from sharding.step import first_state as begin
@@ -333,7 +334,8 @@ def compiled_step(
 
 def first_state(kind: str, sh: ShardingPlan, tx: Any, num_layers: int = 2) -> TrainState:
     """The state before the first step of a timing or a chain, where it belongs; copied: the step donates it."""
-    state = begin(tx, *part_like(params(kind, num_layers), sh.placements))
+    stored = jax.tree.map(padded, sh.all_placements, params(kind, num_layers), is_leaf=is_placement)
+    state = begin(tx, *part_like(stored, sh.placements))
     return jax.device_put(jax.tree.map(np.asarray, state), state_shardings(sh, state), may_alias=False)
 
 
