@@ -379,7 +379,7 @@ def test_a_run_of_a_version_without_these_keys_has_no_bos() -> None:
     )  # the keys change no chats
     for config, section, hint in cases:
         experiment: Any = SimpleNamespace(
-            config=replace(small(), data=section), state_shapes=SimpleNamespace(checkpoint_state=None)
+            config=replace(small(), data=section), state_shapes=None, in_files=lambda shapes: shapes
         )
         found = SimpleNamespace(config=config, data={"fingerprint": "b"}, step=3)
         snapshots: Any = SimpleNamespace(find=lambda _: None)

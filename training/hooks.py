@@ -292,7 +292,7 @@ class CheckpointHook:
         is_lost = broadcast(new_key("is-lost"), self._run.log.is_lost)
         saved = self._run.world.state_for_checkpoint(state)
         if saved is not None:
-            self._save(step, saved, metrics)
+            self._save(step, self._run.ex.in_files(saved), metrics)
         if is_lost:
             checkpointer.wait()
             raise ResumableError(

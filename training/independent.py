@@ -266,7 +266,7 @@ class Independent:
         with suppress(StoppedError):  # a round is not followed by another step, whose state could be saved
             if me.takes_part(me.step) and not self._has_common_parameters(me.step, state):
                 return None
-        return self._ex.in_files(state) if self.replicas.is_first else None
+        return state.checkpoint_state if self.replicas.is_first else None
 
     @property
     def replicas(self) -> Replicas:
