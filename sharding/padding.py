@@ -17,9 +17,6 @@ from jax.tree_util import KeyPath
 from sharding.spec import Placement
 from sharding.trees import PyTree
 
-Index = tuple[slice, ...]
-Shape = tuple[int, ...]
-
 
 def padded(p: Placement, x: jax.Array) -> jax.Array:
     """Returns a tensor `[..., *shape]` with its padding."""
@@ -41,12 +38,12 @@ def _padded_dim(p: Placement, x: jax.Array) -> int:
     return x.ndim - p.ndim + p.dim
 
 
-def from_regions(like: jax.ShapeDtypeStruct, read: Callable[[Index], np.ndarray]) -> jax.Array:
+def from_regions(like: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
     """Returns an array `like` this, zero where the regions that `read` returns end before the padding."""
     assert like.sharding is not None
     shape = like.sharding.shard_shape(like.shape)
 
-    def shard(index: Index | None) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         region = read(index)
         widths = [(0, n - m) for n, m in zip(shape, region.shape, strict=True)]
@@ -59,7 +56,7 @@ def from_regions(like: jax.ShapeDtypeStruct, read: Callable[[Index], np.ndarray]
 class TrueShape:
     """The entry in a tree path that leads from a Padded to its array."""
 
-    shape: Shape
+    shape: tuple[int, ...]
 
     def __str__(self) -> str:
         return ""
@@ -70,7 +67,7 @@ class Padded:
     """An array to save without its padding, or its ShapeDtypeStruct to restore: `shape` is its shape in files."""
 
     array: jax.Array
-    shape: Shape
+    shape: tuple[int, ...]
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -80,7 +77,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def true_shape(path: KeyPath, x: jax.Array) -> Shape:
+def true_shape(path: KeyPath, x: jax.Array) -> tuple[int, ...]:
     """Returns the shape that an array at a tree path has in files."""
     return next((key.shape for key in path if isinstance(key, TrueShape)), tuple(x.shape))
 
