@@ -316,7 +316,8 @@ def test_what_a_node_holds_is_kept_once_and_shared_out() -> None:
         return {device: (slice(part * (device.id % 4), part * (device.id % 4 + 1)),) for device in devices}
 
     sharding = SimpleNamespace(devices_indices_map=indices)
-    arrays: Any = {leaf.path: SimpleNamespace(sharding=sharding, dtype=np.dtype(np.float32)) for leaf in leaves}
+    float32 = np.dtype(np.float32)
+    arrays: Any = {x.path: SimpleNamespace(sharding=sharding, shape=x.shape, dtype=float32) for x in leaves}
     owned = [owned_shards(process, nodes, arrays, leaves) for process in range(2 * groups)]
     keepers: dict[Any, set[str]] = defaultdict(set)
     for node, of_process in zip(nodes, owned, strict=True):
@@ -339,7 +340,7 @@ def test_copies_of_a_tpu_slice_are_on_another_slice(held: str) -> None:
     chunks = 4 if held == "in each slice" else 8
     indices = {device_type(i, i // 2): (slice(i % chunks, i % chunks + 1),) for i in range(8)}
     sharding = SimpleNamespace(devices_indices_map=lambda shape: indices)
-    arrays: Any = {"x": SimpleNamespace(sharding=sharding, dtype=np.dtype(np.float32))}
+    arrays: Any = {"x": SimpleNamespace(sharding=sharding, shape=(chunks,), dtype=np.dtype(np.float32))}
     leaves = [Leaf(path="x", shape=(chunks,), dtype="float32")]
     owned = [shard for process in range(4) for shard in owned_shards(process, nodes, arrays, leaves)]
     assert len(owned) == 8 and {shard.is_only_copy for shard in owned} == {chunks == 8}

@@ -58,12 +58,13 @@ def test_losses_equal_one_device_and_bytes_the_padded_sizes(how: dict[str, Any],
     how = {"nodes": 3, "per_node": 2} | how
     plan = workload.plan(kind, **how)
     assert sum(p.padding > 0 for p in placements(plan)) > 2
-    step, *begin = workload.compiled_step(kind, plan, rows=12)
+    accumulation = 1 if kind == workload.BATCH_NORM else 2  # it needs two rows on each device
+    step, *begin = workload.compiled_step(kind, plan, rows=12, accumulation=accumulation)
     losses, state, _ = workload.run_steps(step, *begin, workload.NUM_STEPS)
     np.testing.assert_allclose(losses, workload.single_device_losses(kind, rows=12), rtol=1e-5)
     for p, x in zip(placements(plan), jax.tree.leaves(state.params), strict=True):  # the padding stays zero
         np.testing.assert_array_equal(padded(p, unpadded(p, np.asarray(x))), x)
-    if how == {"nodes": 3, "per_node": 2, "strategy": "zero3"}:
+    if (how, kind) == ({"nodes": 3, "per_node": 2, "strategy": "zero3"}, "decoder"):
         check_gathers(step.as_text(), plan)
 
 
@@ -85,7 +86,7 @@ def check_gathers(text: str, plan: Any) -> None:
 # ---------------------------------------------------------------------------------------------- checkpoints, snapshots
 
 
-def experiment(nodes: int, **changes: Any) -> Experiment:
+def experiment(devices: int, **changes: Any) -> Experiment:
     """A decoder of hidden 20 and intermediate 36, which are stored as 24 and 40 on eight devices, on six as 24 and 36.
 
     Adafactor has factors without padding, and moments of vectors with it.
@@ -95,7 +96,7 @@ def experiment(nodes: int, **changes: Any) -> Experiment:
     sizes |= {"batch.global_size": 24, "mesh.devices_per_node": 2}
     config.update_from_flattened_dict(SMALL | sizes | {"optimizer.name": "adafactor"} | changes)
     config.sharding.update(strategy="zero3", partition_size=0)
-    return make_experiment(base.typed(config), jax.devices()[: 2 * nodes])
+    return make_experiment(base.typed(config), jax.devices()[:devices])
 
 
 def true_values(ex: Experiment, state: TrainState) -> dict[str, np.ndarray]:
@@ -149,7 +150,7 @@ def test_checkpoints_have_the_true_shapes(tmp_path: Path) -> None:
 
 
 def test_snapshots_in_memory_have_the_true_shapes(tmp_path: Path) -> None:
-    four, three = experiment(4), experiment(3)
+    four, three = experiment(8), experiment(6)
     state = random_state(four)
     wanted = three.in_files(three.state_shapes)
     with Snapshots(tmp_path / "run", str(tmp_path), 1) as snapshots:
@@ -171,10 +172,9 @@ def test_a_run_on_four_nodes_continues_on_three_and_on_four(tmp_path: Path) -> N
 
     def train(ex: Experiment, state: TrainState, steps: int) -> tuple[list[float], TrainState]:
         step, found = ex.compile_train_step(), []
-        with Batches(
-            load(ex.config.data, "train", 0), global_size=24, rows=ex.batches.local_rows, start_step=0
-        ) as rows:
-            batch = ex.batches.to_devices(next(rows))
+        rows = {"global_size": 24, "rows": ex.batches.local_rows}
+        with Batches(load(ex.config.data, "train", 0), **rows, start_step=0, prefetch=1) as batches:
+            batch = ex.batches.to_devices(next(batches))
         for _ in range(steps):
             state, metrics = jax.block_until_ready(step(state, batch))
             found.append(float(metrics["loss"]))
@@ -183,8 +183,8 @@ def test_a_run_on_four_nodes_continues_on_three_and_on_four(tmp_path: Path) -> N
     one = experiment(1, **{"mesh.devices_per_node": 1})
     wanted, _ = train(one, one.init_state(), 6)
     losses, state = [], None
-    for nodes in (4, 3, 4):
-        ex = experiment(nodes)
+    for devices in (8, 6, 8):
+        ex = experiment(devices)
         state = without_wrappers(restore(tmp_path, ex.in_files(ex.state_shapes))) if state else ex.init_state()
         found, state = train(ex, state, 2)
         losses += found
