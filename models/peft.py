@@ -81,7 +81,7 @@ class Adapters:
                 return from_regions(x, lambda index: values[index])
             tensor, end = adapters[path_name(path)]
             stack = np.stack([self._read(_name(tensor, place, end)) for place in tensor.places])
-            stack = stack.reshape(*x.shape[:-2], *stack.shape[-2:])
+            stack = stack.reshape(*tensor.spec.shape[:-2], *stack.shape[-2:])
             return from_regions(x, lambda index: stack[index])
 
         return jax.tree_util.tree_map_with_path(load, abstract)
