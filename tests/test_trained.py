@@ -105,7 +105,7 @@ def test_ghost_batches_of_more_rows_than_a_device_has_do_not_matter() -> None:
     saved = digits.get_config().to_dict()
     saved["model"] |= {"norm": "batch", "norm_rows": 8}
     saved["batch"] |= {"global_size": 48, "micro_size": 16}
-    experiment = trained._experiment(saved, {}, jax.devices()[:8])  # pyright: ignore
+    experiment = trained._experiment(saved, lambda data: {}, jax.devices()[:8])  # pyright: ignore
     assert (experiment.batches.config.micro_size, experiment.config.rows_together) == (6, 1)
 
 
@@ -121,7 +121,7 @@ def test_settings_for_other_devices_do_not_count(run: Path) -> None:
     saved = SavedArrays(run / "checkpoints")
     saved.config["model"] |= {"attention": "pallas", "remat": "none", "unroll": True}
     saved.config["batch"] = {"global_size": 4, "micro_size": 4}
-    experiment = trained._experiment(saved.config, {}, jax.devices()[:2])  # pyright: ignore
+    experiment = trained._experiment(saved.config, lambda data: {}, jax.devices()[:2])  # pyright: ignore
     assert experiment.config.seed == 3  # a mesh does not matter, what is learned does
     assert experiment.model.config.attention == "xla" and experiment.batches.config.micro_size == 2
     shape = jax.ShapeDtypeStruct((2,), np.float32, sharding=experiment.replicated)
