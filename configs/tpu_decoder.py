@@ -3,8 +3,8 @@
     python -m planner --config=configs/tpu_decoder.py:16b --cluster=v5e-256 --nodes=4
     python -m planner --config=configs/tpu_decoder.py:llama_8b --cluster=v6e-8
 
-Hardware: TPU slices; a node is a slice, and the rows of a step are those of 4 (16b), 2 (32b) or 1 v5e-256, of v6e-8
-(llama_8b) and of v6e-64 (llama_70b). The data is synthetic. Never run here.
+Hardware: TPU slices; a node is a slice. A step has the rows for 4 (16b), 2 (32b) or 1 v5e-256, for v6e-8 (llama_8b)
+or for v6e-64 (llama_70b). The data is synthetic. Never run here.
 Expected, as MaxText and tpu-recipes published them (lab/benchmarks/published_tpu_steps.csv): 16b 117 TFLOP/s a chip on
 4 v5e-256 (10.6 s a step), 32b 128 on 2 (12.5 s), 64b 118 on one (13.5 s), llama_8b 3.44 s on v6e-8. By the planner
 (lab/benchmarks/planner_configs.py):

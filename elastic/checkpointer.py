@@ -351,8 +351,8 @@ class Checkpointer:
     def _remove_old(self) -> None:
         """Deletes the steps that are not to be kept. Those without a valid manifest are neither counted nor deleted.
 
-        A step that cannot be deleted now, such as one with a file that another host has open over NFS, is left for the
-        next save.
+        A step that cannot be deleted now, such as a step with a file that another host has open over NFS, is left for
+        the next save.
         """
         manifests = manifest.committed(self.directory)
         for step in {found.step for found in manifests} - kept_steps(manifests, self.config):

@@ -5,7 +5,7 @@
 
 The records are in lab/benchmarks/results. A page has a table between `<!-- table: NAME -->` and `<!-- end -->`;
 `tables` here and in lab/paper/tables.py has the names. Exit codes: 0 done; 1 --check found a page whose tables
-are not those of the records; 2 a record or a table is missing.
+differ from the records; 2 a record or a table is missing.
 """
 
 import sys

@@ -238,7 +238,7 @@ class Engine(ABC):
             code = ExitCode.RESUMABLE
         if code and code != ExitCode.RESUMABLE and self._attempts:
             self._members.give_back([node for node in failed if node in self._members.by_node])
-        if code == ExitCode.FINISHED or not self._attempts:  # the last group to end may be the one that saves
+        if code == ExitCode.FINISHED or not self._attempts:  # the last group to end may have saved
             self._code = None if code == ExitCode.RESUMABLE and not self._signals else code
 
     # -------------------------------------------------------------------------------------------------------- telling

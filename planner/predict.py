@@ -216,7 +216,7 @@ class ReplayableStep:
     def interval(self, timeline: Timeline) -> int:
         """Returns the steps between syncs, or 0 if every step syncs or streaming local SGD sends a part in every step.
 
-        With a registered `local_sgd.interval` the interval is the one that a run would choose.
+        With a registered `local_sgd.interval` it is the interval that a run would choose.
         """
         local, meeting_s = self.experiment.config.local_sgd, timeline.use("replica_all_reduce").exposed_s
         interval: Interval | None = OWN["interval"].get(local.interval)

@@ -21,7 +21,7 @@ sweep_rate = partition_size_by_rate.sweep_rate
 
 
 def get_config() -> ConfigDict:
-    """Returns the config that the runs share: that of partition_size_by_rate, with a group in each node."""
+    """Returns the config that the runs share: partition_size_by_rate's, with a group in each node."""
     config = partition_size_by_rate.get_config()
     config.num_steps = 10
     config.sharding.partition_size = 2

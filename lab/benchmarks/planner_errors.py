@@ -3,7 +3,7 @@
     python -m lab.benchmarks.planner_errors [--only=steps,replicas,gpu]
 
 `steps`: strategies.jsonl and compression.jsonl, the standard workload on 4 nodes of 2 devices. The steps timed in the
-session that measured the CPU's rates (cpu_rates.jsonl), at its commit, are told from the rest, because a shared machine
+session that measured the CPU's rates (cpu_rates.jsonl), at its commit, are separate, because a shared machine
 is not always as fast; they count even if they were timed again later. Steps timed in turn with PyTorch's are a session
 too. `replicas`: ours of replicas.jsonl. `gpu`: ours of gpu.jsonl on one H100. No rate was fitted to any of these steps.
 Replaces the records planner, planner_replicas and planner_gpu in results/derived; a program takes up to a minute.

@@ -4,7 +4,7 @@
 
 The run is `train.py` under `python -m launch.ray` on emulated nodes (docs/emulation.md). The seed determines
 the events (lab/chaos/faults.py). Each comes a few steps after the run has recovered from the previous event. At the
-end, the loss of every step and the parameters must equal those of an undisturbed run on all nodes, up to rounding, and
+end, the loss of every step and the parameters must equal an undisturbed run on all nodes, up to rounding, and
 no process of the cluster may remain. Sums over other numbers of devices round differently, and training amplifies
 that. The allowed difference is therefore measured: MARGIN times the difference between two undisturbed runs, on all
 nodes and on the fewest that the events leave. Exit codes: 0 they are equal; 1 they are not; 2 a user's mistake.
