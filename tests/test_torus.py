@@ -1,13 +1,15 @@
 """Nodes and partition groups on TPUs: slices, and contiguous boxes of a slice's torus."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
+import jax
 import numpy as np
 import pytest
+from support import workload
 
-from sharding.mesh import MeshShape, find_nodes, in_torus_order
+from sharding.mesh import MeshShape, find_nodes, in_torus_order, make_mesh
 from sharding.torus import boxes
 
 
@@ -108,3 +110,13 @@ def test_a_group_that_is_not_a_box_gets_one_line() -> None:
 def test_other_platforms_keep_their_order() -> None:
     devices = [Chip((0, 0, 0), 0, 0, id=i, process_index=0, platform="gpu") for i in (2, 0, 1, 3)]
     assert in_torus_order([devices], shape_of(4, 4)) == [devices]
+
+
+def test_losses_are_the_same_in_the_order_of_a_torus() -> None:
+    """Groups of 4 in a slice of 4x2: on virtual CPU devices in the order of its chips, to the last digit."""
+    plan = workload.plan("decoder", nodes=1, per_node=8, strategy="mics", partition_size=4)
+    (chips,) = in_torus_order([slices_of(4, 2)], plan.layout.shape)
+    assert [chip.id for chip in chips] == [0, 1, 4, 5, 2, 3, 6, 7]
+    mesh = make_mesh(plan.layout.shape, [[jax.devices()[chip.id] for chip in chips]])
+    plain, in_order = (workload.losses("decoder", where, accumulation=1) for where in (plan, replace(plan, mesh=mesh)))
+    assert plain.tolist() == in_order.tolist()
