@@ -23,6 +23,7 @@ import models
 from configs.schema import Config
 from elastic.checkpointer import Checkpointer, CheckpointError
 from elastic.snapshots import Snapshots
+from input_pipeline.noise import with_noise
 from runtime.command_line import prepare_output
 from runtime.consensus import broadcast, new_key
 from runtime.phases import Phase
@@ -118,7 +119,7 @@ def run(
     if state is None and not ex.base_fingerprint:  # the initial state is made of the weights
         ex.same_weights()
     supervisor.enter(Phase.READING_FIRST)  # errors of the data are printed before the step is compiled
-    world.read(data.train, start.step)
+    world.read(with_noise(data.train, config), start.step)
     supervisor.enter(Phase.PREPARING)
     supervisor.started(nodes=ex.plan.layout.shape.num_nodes)
     prepare_log()

@@ -127,8 +127,8 @@ def _differences(
     ours = {key: getattr(config, key) for key in section}
     if section.get("positions") == "rotary":
         ours["max_len"] = section["max_len"]  # no parameter depends on it
-    for key in ours.keys() & {"balance_loss", "z_loss"}:
-        ours[key] = section[key]  # losses are not part of the model
+    for key in ours.keys() & {"balance_loss", "z_loss", "dropout", "attention_dropout"}:
+        ours[key] = section[key]  # losses and dropout are not part of the model
     for key in ("attention_bias", "qkv_bias"):
         if ours.get("use_bias") or (key == "qkv_bias" and ours.get("attention_bias")):
             ours[key] = section.get(key)  # these say it already

@@ -12,6 +12,7 @@ from configs.hugging_face_fields import (
     Field,
     activation_field,
     cap_field,
+    dropout_field,
     gemma3_rope_json,
     head_dim_field,
     layer_types,
@@ -65,6 +66,8 @@ _OF_ENCODERS = (
     *_SIZES,
     Field("norm_eps", "layer_norm_eps"),
     Field("token_types", "type_vocab_size", 2, write=lambda c: max(c.token_types, 1)),
+    dropout_field("dropout", "hidden_dropout_prob", 0.1),
+    dropout_field("attention_dropout", "attention_probs_dropout_prob", 0.1),
 )
 _ENCODER = {"position_embedding_type": "absolute", "is_decoder": False, "tie_word_embeddings": True}
 _BODY = {  # BERT and RoBERTa, after the prefix
@@ -88,6 +91,7 @@ OF_LLAMA = (
     Field("norm_eps", "rms_norm_eps"),
     Field("num_kv_heads", "num_key_value_heads"),
     Field("max_len", "max_position_embeddings"),
+    dropout_field("attention_dropout", "attention_dropout"),
     Field("", "rope_theta", write=lambda c: c.rotary_base),  # this and the next: of versions of transformers before 5
     Field("", "rope_scaling", write=scaling_json),
     Field("", "rope_parameters", write=rope_json),
@@ -174,6 +178,9 @@ WITHOUT_EXPERTS = (
             activation_field("activation_function", "gelu_new"),
             Field("tied_head", "tie_word_embeddings", True),
             Field("num_kv_heads", "n_head", write=lambda c: c.num_heads),
+            dropout_field("dropout", "resid_pdrop", 0.1),
+            dropout_field("attention_dropout", "attn_pdrop", 0.1),
+            Field("", "embd_pdrop", write=lambda c: c.dropout),
         ),
         always=_NOT_ROTARY | {"positions": "learned", "norm": "layer", "use_bias": True},
         only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},

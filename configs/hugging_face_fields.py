@@ -73,6 +73,11 @@ def activation_field(theirs: str, default: str) -> Field:
     return Field("activation", theirs, read=read, write=write)
 
 
+def dropout_field(ours: str, theirs: str, default: float = 0.0) -> Field:
+    """Returns the field of a rate of dropout, whose default in transformers is `default`."""
+    return Field(ours, theirs, read=lambda values: _real(values, theirs, default))
+
+
 def number(values: JsonMapping, name: str, default: Any = None, *, least: int = 1, kind: Any = int) -> Any:
     """Returns a value to compute with, before our own keys are checked; null counts as absent."""
     value = default if values.get(name) is None else values[name]

@@ -9,7 +9,7 @@ from typing import Self
 import grain
 import numpy as np
 
-from input_pipeline.dataset import Dataset
+from input_pipeline.noise import RowData
 
 HostBatch = dict[str, np.ndarray]
 
@@ -26,7 +26,7 @@ class Batches:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: RowData,
         *,
         global_size: int,
         rows: Sequence[int],
@@ -87,7 +87,7 @@ class UnitBatches:
     """
 
     def __init__(
-        self, dataset: Dataset, *, num_units: int, global_size: int, rows: Sequence[int], start_step: int, prefetch: int
+        self, dataset: RowData, *, num_units: int, global_size: int, rows: Sequence[int], start_step: int, prefetch: int
     ) -> None:
         """`global_size` and `rows` are of a unit. Begins to read the first unit of `start_step`."""
         self._dataset, self._num_units = dataset, num_units
@@ -119,7 +119,7 @@ class UnitBatches:
 
 
 def batch_at(
-    dataset: Dataset,
+    dataset: RowData,
     step: int,
     *,
     global_size: int,

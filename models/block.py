@@ -3,7 +3,7 @@
 Without `norm_first` it is BERT's layer: `x = norm(x + attention(x)); x = norm(x + mlp(x))`.
 
 Modules here are containers of named parameters in tree mode (`models/model.py`). Each `nnx.Param` carries the names
-of its dims and knows nothing of its sharding. Dropout is omitted, because our runs see each token about once.
+of its dims and knows nothing of its sharding.
 
 Shapes: B batch, T positions of the queries, S positions of the keys, D hidden, F intermediate, N heads, K key-value
 heads, H size of a head.
@@ -21,6 +21,7 @@ from flax import nnx
 from jax import Array
 
 from configs.schema import GATED, ModelConfig
+from models.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, NoDropout
 from models.flash import flash_attention
 from models.remat import ATTENTION, HEADS, MLP_INPUT, named
 from models.rotary import rotate
@@ -29,6 +30,7 @@ from sharding.context import Context
 from sharding.experts import Gather
 
 ALONE = Context()  # the device has whole rows
+WHOLE = NoDropout()  # all values are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,20 +179,23 @@ def seen_from(queries_T: Array, keys_S: Array, window: Array | None) -> Array:
     return seen_TS[None, None]
 
 
-def attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array, cap: float) -> Array:
+def attention(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, seen_B1TS: Array, cap: float, dropout: NoDropout = WHOLE
+) -> Array:
     """Returns `softmax(scores) v`, `[B, T, N, H]`, over the visible scores `q k' / sqrt(H)`, capped unless cap = 0.
 
     A capped score is `cap tanh(score / cap)` (Gemma 2, arXiv 2408.00118). Scores are float32.
     """
-    if not cap:
+    if not cap and not dropout.drops_weights:
         return plain_attention(q_BTNH, k_BSKH, v_BSKH, mask=seen_B1TS, implementation="xla")
 
     def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array) -> Array:
         B, T, _, H = q_BTNH.shape
         q_BTKGH = q_BTNH.reshape(B, T, k_BSKH.shape[2], -1, H)
         scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
-        scores = jnp.where(seen_B1TS[:, :, None], soft_cap(scores, cap), -jnp.inf)
+        scores = jnp.where(seen_B1TS[:, :, None], soft_cap(scores, cap) if cap else scores, -jnp.inf)
         weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
+        weights = dropout.weights(weights)
         return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
 
     return _widened_on_cpus(attend, q_BTNH, k_BSKH, v_BSKH)
@@ -227,6 +232,8 @@ def residual_std(c: BlockConfig) -> float:
 
 class Attention(nnx.Module):
     """A layer without its MLP: attention and both norms."""
+
+    dropout: NoDropout = WHOLE  # a training step sets it (models/transformer.py)
 
     def __init__(self, config: BlockConfig, keys: Iterator[Array]) -> None:
         """Takes four keys."""
@@ -277,7 +284,7 @@ class Attention(nnx.Module):
             has_window = partial(attend, window=c.window)
             return jax.lax.cond(jnp.isinf(window), sees_all, has_window, q_BTNH, k_BTKH, v_BTKH, segments_BT)
         same_B1TS = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
-        if window is None and not c.attention_cap:
+        if window is None and not c.attention_cap and not self.dropout.drops_weights:
             how: dict[str, Any] = {
                 "is_causal": c.causal,
                 "implementation": "cudnn" if c.attention == "cudnn" else "xla",
@@ -285,9 +292,9 @@ class Attention(nnx.Module):
             mixed_BTNH = plain_attention(q_BTNH, k_BTKH, v_BTKH, mask=same_B1TS, **how)
             return mixed_BTNH if c.attention == "cudnn" else named(mixed_BTNH, ATTENTION)
         places_T = jnp.arange(q_BTNH.shape[1])
-        seen_B1TS = seen_from(places_T, places_T, window)
+        seen_B1TS = seen_from(places_T, places_T, window) if c.causal else jnp.ones((1, 1, 1, 1), bool)
         seen_B1TS = seen_B1TS if same_B1TS is None else seen_B1TS & same_B1TS
-        return named(attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap), ATTENTION)
+        return named(attention(q_BTNH, k_BTKH, v_BTKH, seen_B1TS, c.attention_cap, self.dropout), ATTENTION)
 
     def window(self, is_global: Array | None) -> Array | None:
         """Returns the number of visible positions (a token and its predecessors), float32 []; None for all."""
@@ -314,13 +321,14 @@ class Attention(nnx.Module):
 
     def attend(self, x_BTD: Array, mixed_BTNH: Array) -> tuple[Array, Array]:
         """Returns the residual stream after attention, from the layer's input and `mix`, and the MLP's input."""
-        added_BTD = self.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1))
+        added_BTD = self.dropout.values(self.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1)), ATTENTION_OUTPUT)
         x_BTD = x_BTD + (added_BTD if self.attention_post_norm is None else self.attention_post_norm(added_BTD))
         x_BTD = named(x_BTD if self.config.norm_first else self.attention_norm(x_BTD), MLP_INPUT)
         return x_BTD, self.mlp_norm(x_BTD) if self.config.norm_first else x_BTD
 
     def add(self, x_BTD: Array, added_BTD: Array) -> Array:
         """Returns the residual stream after the MLP, from the residual stream before it and the MLP's output."""
+        added_BTD = self.dropout.values(added_BTD, MLP_OUTPUT)
         x_BTD = x_BTD + (added_BTD if self.mlp_post_norm is None else self.mlp_post_norm(added_BTD))
         return x_BTD if self.config.norm_first else self.mlp_norm(x_BTD)
 

@@ -9,7 +9,6 @@ L layers, K key-value heads, H size of a head.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +29,9 @@ from models.block import (
     seen_from,
     soft_cap,
 )
-from models.model import Gather, GroupParams, Params
+from models.model import Batch, Gather, GroupParams, Params
 from models.rotary import rotary_angles, rotary_frequencies, scaled_frequencies
 from models.transformer import Embedding, Transformer
-from sharding.accumulation import length
 from sharding.context import Context
 from sharding.trees import PyTree
 
@@ -106,31 +104,22 @@ class Decoder(Transformer):
         every = self.config.global_every
         return (number + 1) % every == 0 if every else None
 
-    def layer_args(
-        self, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE
-    ) -> tuple[Array | None, ...]:
-        """Returns the angles of rotary positions, if any, and the segments, if any."""
-        angles_BTH = self.angles(self.own_positions(tokens_BT, segments_BT, context))
-        return angles_BTH, *super().layer_args(tokens_BT, segments_BT, context)[1:]
+    def layer_args(self, rows: Batch, context: Context = ALONE) -> tuple[Array | None, ...]:
+        """Returns the noise, the angles of rotary positions and the segments, None for missing ones."""
+        noise_BT2, _, segments_BT = super().layer_args(rows, context)
+        return noise_BT2, self.angles(self.own_positions(rows, context)), segments_BT
 
-    def run_layers(
-        self, params: Params, x: PyTree, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
-    ) -> PyTree:
-        """Returns `x` after all layers. Alternating layers also pass on the number of the next layer."""
-        if not self.config.global_every:
-            return super().run_layers(params, x, gather, *args, **how)
-        count = length(params["layers"])
-        before = stage * count if count % self.config.global_every else 0  # otherwise all stages begin alike
-        return super().run_layers(params, (x, jnp.float32(before)), gather, *args, **how)[0]
+    @property
+    def period(self) -> int:
+        """Number of layers after which they are the same again; 0: all are the same."""
+        return super().period or self.config.global_every
 
-    def run_layer(self, values: GroupParams, x: PyTree, *args: Array | None, **how: Any) -> PyTree:
-        """Returns the output of an entry of the stack."""
+    def args_of_layer(self, number: Array, *args: Array | None) -> tuple[Array | None, ...]:
+        """Returns the additional inputs of the layer `number`, which has its own angles, and may have no window."""
         if not self.config.global_every:
-            return super().run_layer(values, x, *args, **how)
-        (x_BTD, number), (angles, segments_BT) = x, args
-        is_global = self.is_global(number)
-        angles_BTH = self.angles_of(angles, is_global)
-        return super().run_layer(values, x_BTD, angles_BTH, segments_BT, is_global, **how), number + 1
+            return args
+        (angles, segments_BT), is_global = args, self.is_global(number)
+        return self.angles_of(angles, is_global), segments_BT, is_global
 
     def attended(self, seq_len: int) -> int:
         """Returns the largest number of positions that a token attends to, summed over the layers."""

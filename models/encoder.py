@@ -5,8 +5,8 @@ output weight, with a bias. Differences from the original:
 - By default the norms come before attention and MLP, with a final norm and none on the embedding, as in Megatron-LM's
   large BERTs, for which training with the original order was unstable (Shoeybi et al. 2019, arXiv 1909.08053, section
   5.3 and figure 7). `norm_first=False` is the original order.
-- No next-sentence prediction and hence no segments (RoBERTa; Liu et al. 2019, arXiv 1907.11692), and no dropout. If
-  the model has an embedding of token types, every token has the first type.
+- No next-sentence prediction and hence no segments (RoBERTa; Liu et al. 2019, arXiv 1907.11692). If the model has an
+  embedding of token types, every token has the first type.
 - No padding mask: the input pipeline packs sequences. Where it pads rows, each padding token is a document.
 
 Shapes: B batch, T positions, D hidden, V vocabulary (padded).

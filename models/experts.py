@@ -282,25 +282,22 @@ class Moe(Decoder):
         """Length of the stack."""
         return self.config.num_moe_layers
 
-    def run(
-        self, params: Params, embed_values: GroupParams, tokens_BT: Array, gather: Gather, segments_BT: Array | None
-    ) -> Array:
+    def run(self, params: Params, embed_values: GroupParams, rows: Batch, gather: Gather) -> Array:
         """Returns the last layer's output `[B, T, D]` for tokens that all have weight 1."""
-        ones_BT = jnp.ones(tokens_BT.shape)
-        return self._run(params, embed_values, tokens_BT, gather, segments_BT, ones_BT, ones_BT)[0]
+        ones_BT = jnp.ones(rows["tokens"].shape)
+        return self._run(params, embed_values, rows, gather, ones_BT, ones_BT)[0]
 
     def _run(
-        self, params: Params, embed_values: GroupParams, tokens_BT: Array, gather: Gather, segments_BT: Array | None,
-        weights_BT: Array, real_BT: Array,
-    ) -> tuple[Array, Aux]:  # fmt: skip
+        self, params: Params, embed_values: GroupParams, rows: Batch, gather: Gather, weights_BT: Array, real_BT: Array
+    ) -> tuple[Array, Aux]:
         """Returns the last layer's output, and the auxiliary sums over rows, averaged over the layers with experts."""
-        x_BTD = self.embed(embed_values, tokens_BT, segments_BT)
+        x_BTD = self.embed(embed_values, rows)
         zero = jnp.sum(x_BTD[:, 0, 0]).astype(jnp.float32) * 0  # from data: a shard_map sees it vary like later sums
         x_BTD, aux = self.run_layers(
             params,
             (x_BTD, dict.fromkeys(AUX, zero)),
             gather,
-            *self.layer_args(tokens_BT, segments_BT),
+            *self.layer_args(rows),
             weights_BT,
             real_BT,
             exchange=exchange_of(gather),
@@ -324,10 +321,9 @@ class Moe(Decoder):
         return cross_entropies + c.num_moe_layers * of_routers, {"cross_entropy": cross_entropies} | aux
 
     def _losses(self, params: Params, batch: Batch, gather: Gather) -> tuple[Array, Aux]:
-        embed_values, segments_BT = gather("embed", params["embed"]), batch.get("segments")
-        weights_BT = batch["weights"]
-        real_BT = real_tokens(weights_BT, segments_BT)
-        x_BTD, aux = self._run(params, embed_values, batch["tokens"], gather, segments_BT, weights_BT, real_BT)
+        embed_values, weights_BT = gather("embed", params["embed"]), batch["weights"]
+        real_BT = real_tokens(weights_BT, batch.get("segments"))
+        x_BTD, aux = self._run(params, embed_values, batch, gather, weights_BT, real_BT)
         return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch), aux
 
     def warning(self, metrics: Mapping[str, float]) -> str:

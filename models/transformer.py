@@ -14,6 +14,7 @@ from jax import Array
 from configs.schema import Config, DecoderConfig, EncoderConfig, ModelConfig, TransformerConfig, ViTConfig
 from models.block import ALONE, Block, BlockConfig, Norm, initial_std, normal
 from models.chunked_loss import piece_length, sum_of_pieces
+from models.dropout import Dropout
 from models.lora import add_adapters
 from models.model import (
     Batch,
@@ -26,7 +27,7 @@ from models.model import (
     mask_padding,
 )
 from models.remat import INPUT, named, rematerialise
-from sharding.accumulation import scan_layers
+from sharding.accumulation import length, scan_layers
 from sharding.context import Context
 from sharding.experts import context_of
 from sharding.pipeline import StagedLoss
@@ -37,12 +38,14 @@ def with_attention(config: Config) -> ModelConfig:
     """Returns the section `model`, with `attention=auto` replaced by a kernel: on GPUs in bfloat16 a fused one.
 
     That is cuDNN's for the heads that it supports. Windows, capped scores and rows packed with documents need our own
-    kernel (`models/flash.py`). On TPUs it is jax's splash attention (`models/splash.py`). Where none fits, and where
-    XLA's partitioner has to cut the kernel, XLA computes it.
+    kernel (`models/flash.py`). On TPUs it is jax's splash attention (`models/splash.py`). Where none fits, where
+    weights are dropped, and where XLA's partitioner has to cut the kernel, XLA computes it.
     """
     model, is_packed = config.model, config.data.packing != "stream"
     if not isinstance(model, TransformerConfig) or model.attention != "auto":
         return model
+    if model.attention_dropout:
+        return replace(model, attention="xla")
     has_partitioner = config.ablation.partitioner == "auto"
     if jax.default_backend() == "tpu" and not has_partitioner:
         takes_splash = model.takes_splash(config.data.seq_len, config.mesh.tensor)
@@ -186,27 +189,58 @@ class Transformer(Stack):
         """Returns the embedding with new parameters."""
         return Embedding(self.config, self.num_positions, key)
 
-    def embed(
-        self, values: GroupParams, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE
-    ) -> Array:
+    def embed(self, values: GroupParams, rows: Batch, context: Context = ALONE) -> Array:
         """Returns the input `[B, T, D]` of the first layer. `values` are the gathered parameters `embed`."""
+        tokens_BT, noise_BT2 = rows["tokens"], rows.get("noise")
         self.check_length(tokens_BT.shape[1] * context.size)
-        positions_BT = self.own_positions(tokens_BT, segments_BT, context)
-        return self.module("embed", values)(tokens_BT, positions_BT, context)
+        x_BTD = self.module("embed", values)(tokens_BT, self.own_positions(rows, context), context)
+        if noise_BT2 is None:
+            return x_BTD
+        return Dropout(self.config, context.whole(noise_BT2), self.config.num_layers, context).values(x_BTD, 0)
 
-    def own_positions(self, tokens_BT: Array, segments_BT: Array | None, context: Context) -> PyTree:
+    def own_positions(self, rows: Batch, context: Context) -> PyTree:
         """Returns the `positions` of these tokens within their whole rows."""
-        return context.own(self.positions(*context.whole((tokens_BT, segments_BT))))
+        return context.own(self.positions(*context.whole((rows["tokens"], rows.get("segments")))))
 
-    def layer_args(
-        self, tokens_BT: Array, segments_BT: Array | None, context: Context = ALONE
-    ) -> tuple[Array | None, ...]:
-        """Returns the additional inputs of every layer: the angles of its positions, and the segments.
+    def layer_args(self, rows: Batch, context: Context = ALONE) -> tuple[Array | None, ...]:
+        """Returns the additional inputs of every layer: noise, the angles of its positions, and the segments.
 
         These are float32, exact below 2**24, because the arguments of `scan_layers` must be floats.
         """
-        del tokens_BT
-        return None, None if segments_BT is None else context.whole(segments_BT).astype(jnp.float32)
+        noise_BT2, segments_BT = (context.whole(rows.get(name)) for name in ("noise", "segments"))
+        return noise_BT2, None, None if segments_BT is None else segments_BT.astype(jnp.float32)
+
+    @property
+    def period(self) -> int:
+        """Number of layers after which they are the same again; 0: all are the same."""
+        return self.config.num_layers if self.config.drops else 0
+
+    def run_layers(
+        self, params: Params, x: PyTree, gather: Gather, *args: Array | None, stage: Array | int = 0, **how: Any
+    ) -> PyTree:
+        """Returns `x` after all layers. Layers that differ also pass on the number of the next entry of the stack."""
+        if not self.period:
+            return super().run_layers(params, x, gather, *args, **how)
+        count = length(params["layers"])
+        before = stage * count if count % self.period else 0  # otherwise all stages begin alike
+        return super().run_layers(params, (x, jnp.float32(before)), gather, *args, **how)[0]
+
+    def run_layer(self, values: GroupParams, x: PyTree, *args: Array | None, **how: Any) -> PyTree:
+        """Returns the output of an entry of the stack."""
+        noise_BT2, *others = args
+        if not self.period:
+            return super().run_layer(values, x, *others, **how)
+        (x, number), layer = x, self.module("layers", values)
+        if noise_BT2 is not None:
+            blocks = layer.blocks()
+            for i, block in enumerate(blocks):
+                block.dropout = Dropout(self.config, noise_BT2, number * len(blocks) + i, how.get("context", ALONE))
+        return layer(x, *self.args_of_layer(number, *others), **how), number + 1
+
+    def args_of_layer(self, number: Array, *args: Array | None) -> tuple[Array | None, ...]:
+        """Returns the additional inputs of the layer `number`."""
+        del number
+        return args
 
     def project(self, values: GroupParams, embed_values: GroupParams, x_BTD: Array) -> Array:
         """Returns float32 logits `[B, T, V]` for the last layer's output, with probability 0 for padding ids.
@@ -223,26 +257,24 @@ class Transformer(Stack):
         inside it, and its positions begin at 0.
         """
         embed_values = gather("embed", params["embed"])
-        x_BTD = self.run(params, embed_values, tokens_BT, gather, segments_BT)
+        rows = {"tokens": tokens_BT} | ({} if segments_BT is None else {"segments": segments_BT})
+        x_BTD = self.run(params, embed_values, rows, gather)
         return self.project(gather("head", params["head"]), embed_values, x_BTD)
 
-    def run(
-        self, params: Params, embed_values: GroupParams, tokens_BT: Array, gather: Gather, segments_BT: Array | None
-    ) -> Array:
+    def run(self, params: Params, embed_values: GroupParams, rows: Batch, gather: Gather) -> Array:
         """Returns the last layer's output `[B, T, D]`."""
         context = context_of(gather)
-        x_BTD = self.embed(embed_values, tokens_BT, segments_BT, context)
-        args = self.layer_args(tokens_BT, segments_BT, context)
-        return self.run_layers(params, x_BTD, gather, *args, context=context)
+        x_BTD = self.embed(embed_values, rows, context)
+        return self.run_layers(params, x_BTD, gather, *self.layer_args(rows, context), context=context)
 
     def loss(self, params: Params, batch: Batch, gather: Gather) -> Array:
         """Returns the weighted sum of the tokens' cross-entropies in nats, a float32 scalar.
 
         `batch` holds ids `tokens` `[B, T]` and `targets` `[B, T]`, float32 `weights` `[B, T]`, and with a
-        `data.packing` of documents `segments` `[B, T]`.
+        `data.packing` of documents `segments` `[B, T]`. With float32 `noise` `[B, T, 2]` the model's dropout applies.
         """
         embed_values = gather("embed", params["embed"])
-        x_BTD = self.run(params, embed_values, batch["tokens"], gather, batch.get("segments"))
+        x_BTD = self.run(params, embed_values, batch, gather)
         return self.cross_entropy(gather("head", params["head"]), embed_values, x_BTD, batch)
 
     def cross_entropy(self, values: GroupParams, embed_values: GroupParams, x_BTD: Array, batch: Batch) -> Array:
@@ -268,12 +300,11 @@ class Transformer(Stack):
             return jax.ShapeDtypeStruct((*rows["tokens"].shape, self.config.hidden), self.dtype)
 
         def begin(first: Mapping[str, GroupParams], rows: Batch, gather: Gather) -> Array:
-            return self.embed(first["embed"], rows["tokens"], rows.get("segments"), context_of(gather))
+            return self.embed(first["embed"], rows, context_of(gather))
 
         def layers(params: Params, x_BTD: Array, rows: Batch, gather: Gather, stage: Array) -> Array:
             context = context_of(gather)
-            args = self.layer_args(rows["tokens"], rows.get("segments"), context)
-            return self.run_layers(params, x_BTD, gather, *args, stage=stage, context=context)
+            return self.run_layers(params, x_BTD, gather, *self.layer_args(rows, context), stage=stage, context=context)
 
         def loss(last: Mapping[str, GroupParams], x_BTD: Array, rows: Batch) -> Array:
             return self.cross_entropy(last["head"], last["embed"], x_BTD, rows)

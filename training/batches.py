@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from configs.schema import BatchConfig, Config
-from input_pipeline import Batches, Dataset, row_arrays
+from input_pipeline import Batches, row_arrays
 from input_pipeline.index import RowArray
+from input_pipeline.noise import RowData, noise_arrays
 from sharding.plan import ShardingPlan
 
 
@@ -110,7 +111,7 @@ class BatchLayout:
             for name, array in self.row_arrays.items()
         }
 
-    def read(self, dataset: Dataset, start_step: int, *, prefetch: int) -> Batches:
+    def read(self, dataset: RowData, start_step: int, *, prefetch: int) -> Batches:
         """Returns this process' rows of the batches, starting at a step."""
         return Batches(
             dataset,
@@ -140,7 +141,7 @@ def batches_of(config: Config, plan: ShardingPlan) -> tuple[BatchLayout, int]:
         num_shares = shares_of(batch, config.sharding.shares, num_devices)
         batch = replace(batch, global_size=batch.global_size // num_shares)
     batch = fitted(batch, num_devices, config.rows_together)
-    found = BatchLayout(config=batch, plan=plan, row_arrays=row_arrays(config.data))
+    found = BatchLayout(config=batch, plan=plan, row_arrays=row_arrays(config.data) | noise_arrays(config))
     if config.local_sgd.inner_steps and num_shares == 1:
         _refuse_idle(found)
     return found, num_shares

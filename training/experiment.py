@@ -19,6 +19,7 @@ from compression.chosen_codecs import make_codecs
 from compression.methods import method_named
 from configs.schema import Config, TransformerConfig
 from configs.schema.combinations import Facts, complaint, refuse
+from input_pipeline.noise import NOISE
 from input_pipeline.tokenizers import with_vocab_size
 from models.hugging_face import Weights
 from models.peft import Adapters
@@ -195,7 +196,8 @@ class Experiment:
         staged = self._staged
         step = build_eval_step(evaluated(staged) if staged else in_turn(self.model.evaluate), self.plan)
         jitted = jax.jit(step, out_shardings=self.replicated)
-        lowered = jitted.lower(self.state_shapes.all_params, self.batches.shapes)
+        shapes = {name: x for name, x in self.batches.shapes.items() if name != NOISE}  # a validation has no dropout
+        lowered = jitted.lower(self.state_shapes.all_params, shapes)
         return lowered.compile(compiler_options={**self._options(pipelined=False, memory=None)})
 
     def learning_rates(self) -> np.ndarray | None:

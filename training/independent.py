@@ -13,8 +13,8 @@ import jax
 from elastic.replicas.driver import BehindError, Replicas
 from elastic.replicas.membership import Log
 from elastic.replicas.transport import Sockets
-from input_pipeline import Dataset
 from input_pipeline.batches import UnitBatches
+from input_pipeline.noise import RowData
 from runtime.events import Event
 from runtime.exit_codes import ResumableError
 from runtime.files.json_objects import JsonObject
@@ -86,7 +86,7 @@ class Independent:
         return self._work.compile()
 
     # --------------------------------------------------------------------------------------------- beginning and end
-    def read(self, dataset: Dataset, step: int) -> AbstractContextManager[object]:
+    def read(self, dataset: RowData, step: int) -> AbstractContextManager[object]:
         """ValueError for a step between two meetings."""
         steps, layout = self._work.steps, self._ex.batches
         if step % steps:
@@ -312,7 +312,7 @@ def unit_warnings(ex: Experiment, work: Work, count: int) -> list[str]:
     return lines
 
 
-def fingerprint(ex: Experiment, dataset: Dataset) -> str:
+def fingerprint(ex: Experiment, dataset: RowData) -> str:
     """Returns a hash of all settings that replicas must have in common to compute gradients of one run."""
     values = ex.config.to_dict()
     parts: JsonObject = {name: values[name] for name in ("seed", "num_steps", *SECTIONS)}

@@ -21,7 +21,7 @@ import jax
 
 from configs.schema import Config
 from configs.schema.own import OWN
-from input_pipeline import Dataset
+from input_pipeline.noise import RowData
 from runtime import launchers
 from runtime.files.run_directory import CHECKPOINTS, REPLICAS
 from runtime.phases import Phase
@@ -75,7 +75,7 @@ class OneWorld(_Program):
         """Takes the parts of the run. Nothing is compiled, and no other program is contacted."""
         self._ex = ex
 
-    def read(self, dataset: Dataset, step: int) -> None:
+    def read(self, dataset: RowData, step: int) -> None:
         """Begins to read the rows of the steps from `step` on, and waits for the first. Raises errors of reading."""
         self._batches = self._ex.batches.read(dataset, step, prefetch=self.config.data.prefetch)
         self._supervisor.register(self._batches)
@@ -154,7 +154,7 @@ class ReplicaWorld(_Program):
     def attach(self, ex: Experiment) -> None:
         self._replica = Independent(ex, self._supervisor, number=self._number, workdir=self._run_dir)
 
-    def read(self, dataset: Dataset, step: int) -> None:
+    def read(self, dataset: RowData, step: int) -> None:
         self._supervisor.register(self._replica.read(dataset, step))
         self._replica.wait_for_data()
 

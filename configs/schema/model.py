@@ -39,6 +39,11 @@ class ModelConfig(Section, name="model"):
         resumable=True,
     )
 
+    @property
+    def drops(self) -> bool:
+        """Whether a training step has dropout."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
@@ -62,6 +67,8 @@ class TransformerConfig(ModelConfig):
     )
     unroll: bool = key(False, UNROLL, resumable=True)
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0, below=1)
+    dropout: float = key(0.0, "dropped share of embeddings and branches' outputs", least=0, below=1)
+    attention_dropout: float = key(0.0, "dropped share of attention's weights", least=0, below=1)
     weights: str = key("", "folder of a Hugging Face checkpoint from which a new run starts")
     lora_rank: int = key(0, "rank of LoRA adapters on frozen parameters; 0: train all parameters", least=0)
     lora_alpha: float = key(16.0, "adapters count lora_alpha / lora_rank", above=0, below=math.inf)
@@ -103,6 +110,11 @@ class TransformerConfig(ModelConfig):
         there = [x for x in LORA_TARGETS if not lacks.get(x)]
         fix = f"one of {' '.join(there)} has adapters{f', not {unknown}' if unknown else ''}; spaces separate several"
         require(not unknown and not {*targets}.isdisjoint(there), "lora_targets", self.lora_targets, fix)
+
+    @property
+    def drops(self) -> bool:
+        """Whether a training step has dropout."""
+        return bool(self.dropout or self.attention_dropout)
 
     @property
     def head_size(self) -> int:

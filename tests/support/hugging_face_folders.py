@@ -59,6 +59,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 def flags(name: str, folder: Path | None = None, **changes: Any) -> list[str]:
     """Returns the flags of a run of 2 steps with the sizes of a checkpoint, which starts from it unless changed."""
     values = {f"model.{key}": x for key, x in model_section(name).items()}
+    values |= {"model.dropout": 0.0, "model.attention_dropout": 0.0}  # so that a loss is the checkpoint's
     values |= {key: x for key, x in SMALL.items() if not key.startswith("model.")}
     if section(FOLDER / name).kind == "moe":
         values["sharding.experts"] = "none"

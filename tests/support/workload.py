@@ -33,6 +33,7 @@ from training.optimizer_chain import of_all_replicas, watch
 from training.optimizers import OptimizerConfig, beside_averages, guarded, move_averages
 
 ROWS, SEQ_LEN, NUM_STEPS = 16, 8, 5
+DROPOUT = " dropout"  # last suffix of a kind of model: it drops values, and its rows have noise
 PACKED = " packed"  # suffix of a kind of model: its rows are several documents
 BATCH_NORM = "resnet batch"  # a kind of model, with ghost batches of two rows: a device has so many in a micro-step
 GEMMA = "decoder gemma"  # a kind of model: layers with and without a window, and the other options of a decoder
@@ -75,7 +76,7 @@ TENSORS = {
 @cache
 def model(kind: str, num_layers: int = 2) -> models.Model:
     """A model with every kind of parameter: stacked matrices and vectors, an embedding, a head."""
-    kind = kind.removesuffix(PACKED)
+    drops, kind = kind.endswith(DROPOUT), kind.removesuffix(DROPOUT).removesuffix(PACKED)
     if kind == "resnet":
         return models.build(ResNetConfig(stage_blocks=(1, 1), width=8, norm_groups=2))
     if kind == BATCH_NORM:
@@ -84,6 +85,7 @@ def model(kind: str, num_layers: int = 2) -> models.Model:
         return models.build(ViTConfig(patch_size=4, num_layers=num_layers, hidden=16, intermediate=32))
     section: dict[str, Any] = dict(num_layers=num_layers, hidden=16, intermediate=32, num_heads=4, max_len=SEQ_LEN)
     section |= dict(vocab_size=40, vocab_multiple=16)
+    section |= dict(dropout=0.2, attention_dropout=0.3) if drops else {}
     moe: dict[str, Any] = dict(num_experts=8, capacity_factor=1.0, balance_loss=0.1, z_loss=0.1)
     if kind == MOE_DOTS:
         kind, moe["remat"] = "moe", "dots"
@@ -128,7 +130,9 @@ def batch(rows: int = ROWS, kind: str = "decoder") -> Mapping[str, np.ndarray]:
     weights = rng.random((rows, SEQ_LEN), dtype=np.float32) * (np.arange(rows)[:, None] % 5 > 0)
     found = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights.astype(np.float32)}
     segments = np.cumsum(rng.random((rows, SEQ_LEN)) < 0.4, axis=1).astype(np.int32)
-    return found | ({"segments": segments} if kind.endswith(PACKED) else {})
+    found |= {"segments": segments} if kind.removesuffix(DROPOUT).endswith(PACKED) else {}
+    noise = rng.integers(0, [2**24, 2**16], (rows, SEQ_LEN, 2)).astype(np.float32)
+    return found | ({"noise": noise} if kind.endswith(DROPOUT) else {})
 
 
 def whole(name: str, tree: Any) -> Any:
