@@ -173,14 +173,14 @@ def test_layouts_have_the_losses_of_a_single_device(kind: str, accumulation: int
     assert np.abs(found - without).max() > 1e-3
 
 
-@pytest.mark.slow
-def test_a_run_that_is_resumed_on_another_mesh_has_the_losses_of_a_whole_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", [pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_run_that_is_resumed_on_another_mesh_has_the_losses_of_a_whole_run(strategy: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {f"model__{key}": rate for key, rate in RATES.items()} | dict(
         num_steps=4, checkpoint__every=2
     )
     assert run_here(*arguments(tmp_path / "whole", **how, eval__every=4)) == 0
     assert run_here(*arguments(tmp_path / "parts", **how), hooks=[stop_after(2)]) == 75
-    other = dict(sharding__strategy="zero3", sharding__partition_size=0, batch__micro_size=2)
+    other = dict(sharding__strategy=strategy, sharding__partition_size=0, batch__micro_size=2)
     assert run_here(*arguments(tmp_path / "parts", **how, **other)) == 0
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-5)
     assert "validation_loss" in read_run(tmp_path / "whole").rows[-1]  # of rows without noise
