@@ -106,8 +106,9 @@ class Decoder(Transformer):
 
     def layer_args(self, rows: Batch, context: Context = ALONE) -> tuple[Array | None, ...]:
         """Returns the noise, the angles of rotary positions and the segments, None for missing ones."""
+        angles_BTH = self.angles(self.own_positions(rows, context))
         noise_BT2, _, segments_BT = super().layer_args(rows, context)
-        return noise_BT2, self.angles(self.own_positions(rows, context)), segments_BT
+        return noise_BT2, angles_BTH, segments_BT
 
     @property
     def period(self) -> int:

@@ -154,7 +154,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-MARKS: dict[str, Any] = {"tensor": (), "context windows packed": SLOW}
+MARKS: dict[str, Any] = {"tensor": SLOW, "context windows packed": SLOW}
 
 
 @pytest.mark.parametrize(
