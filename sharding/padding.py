@@ -1,8 +1,8 @@
 """Padding of parameters whose partitioned dim the devices of a scope do not divide (`Placement.padding`).
 
 Their stored arrays have zeros at the end of that dim, and so have their gradients and optimizer state. Models,
-statistics of whole tensors, and files have the true shapes: the padding is cut off where a tensor is whole. A sign
-codec has no zero, and may change the padding, but no parameter depends on it.
+optimizers and files have the true shapes: the padding is cut off where a tensor is whole. A sign codec has no zero, and
+may change the padding of a gradient.
 """
 
 from collections.abc import Callable

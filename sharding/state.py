@@ -109,7 +109,7 @@ def in_files(plan: ShardingPlan, state: TrainState) -> TrainState:
 
 @dataclass(frozen=True)
 class OnTrueShapes:
-    """An optimizer whose statistics of whole tensors take in no padding, with padded parameters, updates and state.
+    """An optimizer that sees no padding, with padded parameters, updates and state.
 
     XLA's partitioner stores an uneven tensor like the padded one, so that cutting and padding send nothing.
     """

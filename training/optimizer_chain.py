@@ -22,7 +22,7 @@ from sharding.state import Cut, OnTrueShapes
 from sharding.step import AfterMicroSteps, AllReduce, Optimizer, States, Timing
 from sharding.trees import Specs
 from training.loss_scale import first_scale, guard_of, with_loss_scale
-from training.optimizers import ELEMENTWISE, beside_averages, make_optimizer
+from training.optimizers import beside_averages, make_optimizer
 
 # with local SGD the largest value of all replicas is reported (the norm of all residuals), after the last step
 WATCHED = ("grad_norm", "update_norm", "skipped_in_a_row", "skipped_steps", RESIDUAL_NORM)
@@ -44,9 +44,8 @@ def _make_timing(config: Config, plan: ShardingPlan, specs: Specs) -> Timing:
     setup = Setup(compression=compression, optimizer=optimizer, plan=plan, specs=specs)
     method = method_named(compression.all_reduce)
     all_reduce, downstream = _all_reduce(method, setup), method.downstream(optimizer)
-    inner: Optimizer = make_optimizer(downstream, config.num_steps, specs, on_whole=partial(on_whole_tensors, plan))
-    if downstream.name not in ELEMENTWISE:
-        inner = OnTrueShapes(plan, inner)
+    whole = partial(on_whole_tensors, plan)
+    inner: Optimizer = OnTrueShapes(plan, make_optimizer(downstream, config.num_steps, specs, on_whole=whole))
     watching = partial(watch, hands_on="update" if method.takes_over else "grad", each=bool(local.inner_steps))
     if local.inner_steps:
         parts = all_reduce, inner, local, plan.layout.num_replicas, watching
