@@ -166,7 +166,7 @@ def test_a_second_record_of_a_day_gets_a_number(tmp_path: Path) -> None:
         (tmp_path / name).touch()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_command_measures_and_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model on 4 virtual devices; the working tree may have changes."""
     monkeypatch.setattr(community, "check_code", lambda commit: None)

@@ -67,13 +67,14 @@ GEMMA |= {"model.num_layers": 4}  # two in a stage: the interpreter of the kerne
 
 
 PACKED = {"data.packing": "documents", "data.source": "stdlib_text"}
-RUN = [*((strategy, {}) for strategy in STEPS), ("mics(2)", GEMMA), ("stages", GEMMA)]
-RUN += [("tensor", GEMMA), ("tensor", PACKED)]
+RUN = [("mics(2)", {}), ("stages", GEMMA), ("tensor", PACKED)]
+RARELY = [("zero3", {}), ("stages", {}), ("tensor", {}), ("mics(2)", GEMMA), ("tensor", GEMMA)]
+RARELY += [(name, {}) for name in OTHERS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "flags"), [*RUN, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in OTHERS)]
+    ("strategy", "flags"), [*RUN, *(pytest.param(*case, marks=pytest.mark.release) for case in RARELY)]
 )
 def test_steps_have_the_losses_and_gradients_of_xla(strategy: str, flags: dict[str, Any]) -> None:
     changes = (STEPS | OTHERS)[strategy] | flags
