@@ -203,7 +203,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pair", [pytest.param(p, id=" x ".join(p), marks=[pytest.mark.slow] * (i % 10 > 0)) for i, p in enumerate(PAIRS)]
+    "pair", [pytest.param(p, id=" x ".join(p), marks=[pytest.mark.slow] * (i % 20 > 0)) for i, p in enumerate(PAIRS)]
 )
 @pytest.mark.usefixtures("in_pieces")
 def test_a_pair_is_refused_by_its_own_rule_or_its_step_can_be_built(pair: tuple[str, str]) -> None:

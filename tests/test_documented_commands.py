@@ -47,7 +47,7 @@ LONG = tuple(
     f"docs/{name}.md"
     for name in (
         *("compression", "elasticity", "extending", "gpu", "planner", "results/planner", "strategies", "training"),
-        *("sweeps", "tpu", "tutorial"),
+        *("clusters", "configs", "replicas", "results/paper_tables", "sweeps", "tpu", "tutorial"),
     )
 )
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails

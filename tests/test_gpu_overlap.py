@@ -162,8 +162,10 @@ def test_overlap_changes_no_bytes(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [("all_reduce=int8",)]
-    + [pytest.param(c, marks=pytest.mark.slow) for c in ((), ("delayed=true",), ("delayed=true", "all_reduce=int8"))],
+    [
+        pytest.param(changes, marks=pytest.mark.release)
+        for changes in ((), ("all_reduce=int8",), ("delayed=true",), ("delayed=true", "all_reduce=int8"))
+    ],
     ids=", ".join,
 )
 def test_bert_10b_fits_16_gpus_with_a_quarter_more_temporaries_at_most(changes: tuple[str, ...]) -> None:

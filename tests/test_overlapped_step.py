@@ -64,10 +64,10 @@ def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
     ("kind", "strategy", "accumulation"),
     [
         ("decoder", "2/4/8", 3),
-        pytest.param("decoder", "mics(4)", 2, marks=SLOW),
+        pytest.param("decoder", "mics(4)", 2, marks=pytest.mark.slow),
         pytest.param("encoder", "mics(1)", 3, marks=SLOW),
         pytest.param("resnet", "mics(2)", 1, marks=SLOW),
-        pytest.param("encoder", "none/none/node", 2, marks=SLOW),
+        pytest.param("encoder", "none/none/node", 2, marks=pytest.mark.slow),
         pytest.param("resnet", "none/node/all", 2, marks=pytest.mark.slow),
         *(pytest.param("decoder", name, 2, marks=pytest.mark.slow) for name in ("ddp", "zero1", "none/node/node")),
     ],
@@ -89,7 +89,7 @@ def test_all_reduce_in_the_last_backward_pass(kind: str, strategy: str, accumula
 @pytest.mark.parametrize(
     ("kind", "method", "late", "strategy"),
     [
-        ("decoder", "int8", False, "mics(2)"),
+        pytest.param("decoder", "int8", False, "mics(2)", marks=pytest.mark.slow),
         ("decoder", "int8", False, "node/node/all"),
         ("decoder", "int8", True, "mics(2)"),
         pytest.param("decoder", "int4", False, "none/node/node", marks=pytest.mark.slow),
@@ -134,7 +134,7 @@ def test_what_was_handed_on_and_what_is_kept_is_the_whole_gradient(
 @pytest.mark.parametrize(
     ("kind", "strategy", "accumulation"),
     [
-        ("encoder", "mics(4)", 3),
+        pytest.param("encoder", "mics(4)", 3, marks=pytest.mark.slow),
         pytest.param("decoder", "none/node/node", 2, marks=pytest.mark.slow),
         pytest.param("decoder", "ddp", 1, marks=pytest.mark.slow),
         pytest.param("resnet", "mics(2)", 2, marks=pytest.mark.slow),
@@ -261,8 +261,8 @@ def test_values_that_are_not_finite_skip_the_step_and_lose_nothing_that_was_dela
     [
         ("decoder", dict(strategy="zero3", hierarchical=False)),
         pytest.param("resnet", dict(strategy="mics", partition_size=4, gather="node"), marks=SLOW),
-        pytest.param("encoder", dict(strategy="zero2"), marks=SLOW),
-        pytest.param("decoder", dict(strategy="mics", partition_size=2, two_hop=False), marks=SLOW),
+        pytest.param("encoder", dict(strategy="zero2"), marks=pytest.mark.slow),
+        pytest.param("decoder", dict(strategy="mics", partition_size=2, two_hop=False), marks=pytest.mark.slow),
         pytest.param("decoder", dict(strategy="hsdp", tensor=2), marks=SLOW),
     ],
 )

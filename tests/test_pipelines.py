@@ -102,10 +102,10 @@ def test_encoded_all_reduce_inside_the_stages() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(optimizer__name="adafactor"),
+        pytest.param(dict(optimizer__name="adafactor"), marks=pytest.mark.release),
         dict(optimizer__name="muon"),
         dict(compression__all_reduce="power_sgd"),
-        dict(local_sgd__inner_steps=2),
+        pytest.param(dict(local_sgd__inner_steps=2), marks=pytest.mark.release),
         dict(local_sgd__inner_steps=2, mesh__context=2),
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),

@@ -373,7 +373,7 @@ def test_without_xla_for_gpus_the_program_for_cpus_is_taken(
         compiling.compile_step(WORDS, nodes=1, devices_per_node=8)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_codecs_beside_strategies_and_curves(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

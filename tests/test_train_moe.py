@@ -37,7 +37,7 @@ def test_a_run_tells_what_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture
     assert out.count("found no room") == out.count("the warning above applied to 4 of 4 steps") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And its file of collectives has the tokens' all-to-alls, of the formula's bytes."""
     changes = MOE | {"model__capacity_factor": 4.0, "model__moe_every": 1, "model__num_layers": 4, "sample__length": 4}
