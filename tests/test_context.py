@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_another_context(tmp_path: Path) -> None:
 
 
 @running.IGNORED
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_independent_replica_may_have_a_context(tmp_path: Path) -> None:
     """Its losses are those of a replica whose devices have whole rows."""
     changes = {

@@ -46,8 +46,8 @@ KNOWN = re.compile(rf"{NOT_RUN}\S.+|{BY}tests/\w+\.py|{FILE}\S+|{BESIDE}\d+; the
 LONG = tuple(
     f"docs/{name}.md"
     for name in (
-        *("compression", "elasticity", "extending", "gpu", "planner", "results/planner", "strategies", "training"),
-        *("clusters", "configs", "replicas", "results/paper_tables", "sweeps", "tpu", "tutorial"),
+        *("clusters", "compression", "concepts", "configs", "elasticity", "emulation", "extending", "gpu", "planner"),
+        *("replicas", "results/paper_tables", "results/planner", "strategies", "sweeps", "tpu", "training", "tutorial"),
     )
 )
 LIMIT_S = 900  # per block, on a busy machine; a run that hangs fails

@@ -175,7 +175,7 @@ def test_one_that_is_alone_with_an_older_state_than_is_saved_ends_to_start_again
     assert [row["step"] for row in rows(tmp_path / "replicas" / "0")] == [1, 2, 3, 4], "none of them was done again"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_delayed_gradients_that_are_not_finite_are_skipped_whoever_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ def test_a_faster_link_is_never_slower(step: ReplayableStep) -> None:
     assert all(seconds <= step.timeline().step_s for seconds in what_helps(step).values())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_local_steps_share_what_is_sent_once(step: ReplayableStep) -> None:
     """Every fourth step exchanges: its exposed time and its bytes count as a quarter in each."""
     config = small(local_sgd__inner_steps=4, num_steps=8)
@@ -261,7 +261,7 @@ def test_a_search_shows_how_far_it_is(capsys: pytest.CaptureFixture[str], monkey
     assert code == 0 and "compiling" in err and "1/1" in err and "compiling" not in out
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_json_comes_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "SHOWN", 1)
     code, out, _ = run(capsys, *WORDS, *EMULATED, "--search", "--compile=3", "--json")

@@ -460,7 +460,7 @@ def test_bytes_of_a_buffer_assignment() -> None:
         compiling.buffer_bytes("BufferAssignment:\n")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(not targets.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
 def test_the_program_before_machine_code_is_that_of_the_whole_compilation() -> None:
     """Without a dump no program can be read before the end."""

@@ -53,6 +53,7 @@ def running(run_dir: Path) -> dict[int, int]:
     return found
 
 
+@pytest.mark.release
 def test_a_run_ends_with_its_actor_and_starts_again(tmp_path: Path) -> None:
     config = sweep_file(tmp_path, seeds(WAITS))
     process = start_sweep(tmp_path, config, LOCAL)

@@ -215,7 +215,7 @@ for options in json.load(open(sys.argv[1])):
 
 
 @IGNORED
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(not find_spec("torch"), reason="needs torch")
 def test_the_loss_of_each_pytorch_method_falls(tmp_path: Path) -> None:
     """On two processes, for two intervals of local SGD. Post-local SGD begins with the steps of dense SGD."""

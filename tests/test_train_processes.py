@@ -91,8 +91,8 @@ def test_two_processes_stop_together_and_resume(tmp_path: Path, by_one: Path) ->
     np.testing.assert_allclose(losses(tmp_path), losses(by_one), **SAME)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices", "p"), [pytest.param(3, 1, 1, marks=pytest.mark.release), (4, 1, 2)])
+@pytest.mark.release
+@pytest.mark.parametrize(("count", "devices", "p"), [(3, 1, 1), (4, 1, 2)])
 def test_processes_match_one_process(tmp_path: Path, by_one: Path, count: int, devices: int, p: int) -> None:
     args = arguments(tmp_path, mesh__devices_per_node=devices, sharding__partition_size=p)
     check_all_done(tmp_path, by_one, finish(*start_together(args, count, devices=devices)))
