@@ -607,13 +607,7 @@ def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.skipif(not targets.WHEELS.exists(), reason="XLA for GPUs is not installed: make .venv/h100/installed")
 @pytest.mark.parametrize("cluster", sampled(["p5.48xlarge", "p3dn.24xlarge"], "p5.48xlarge"))
 def test_programs_for_gpus(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For the H100 on 96 GPUs, which do not divide a hidden size of 4096, by ZeRO-3."""
-    words = ["--devices_per_node=2", "--config.model.compute_dtype=bfloat16", f"--cluster={cluster}"]
-    if cluster == "p5.48xlarge":
-        words += ["--nodes=48", "--strategy=zero3", "--config.batch.global_size=96"]
-        words += ["--config.model.hidden=4096", "--config.model.intermediate=4096"]
-    else:
-        words += ["--nodes=4"]
+    words = ("--devices_per_node=2", "--nodes=4", "--config.model.compute_dtype=bfloat16", f"--cluster={cluster}")
     code, out, err = run(capsys, *WORDS, *words, "--json")
     assert code == 0, err
     (plan,) = from_json(out)
