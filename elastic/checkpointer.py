@@ -149,7 +149,8 @@ class Checkpointer:
             return
         self._has_saved = True
         unfinished = self.directory / manifest.UNFINISHED / parent / str(step)
-        keys, topics = (new_key("hashes"), new_key("commit")), iter(("orbax-written", "orbax-merged"))
+        keys = new_key("cut"), new_key("hashes"), new_key("commit")
+        topics = iter(("orbax-written", "orbax-merged"))
         meet = lambda **_: barrier(next(topics))
         options = ocp.AsyncOptions(timeout_secs=TIMEOUT_S, barrier_sync_fn=meet)
         writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
@@ -301,7 +302,7 @@ class Checkpointer:
         writer: ocp.AsyncCheckpointer,
         topics: Iterator[str],
         folder: Path,
-        keys: tuple[AgreementKey, AgreementKey],
+        keys: tuple[AgreementKey, AgreementKey, AgreementKey],
         described: JsonObject,
         padded: Mapping[str, tuple[int, ...]],
     ) -> None:
@@ -310,7 +311,7 @@ class Checkpointer:
         `topics` name the coming barriers, at which the writer threads of the processes wait for each other. `padded`
         has the true shapes of the padded arrays.
         """
-        hashes, commit = keys
+        cut, hashes, commit = keys
         count = jax.process_count()
         whose = f"process {jax.process_index()} on {socket.gethostname()}: " if count > 1 else ""
 
@@ -320,14 +321,19 @@ class Checkpointer:
             except Exception as error:  # passed on to the other processes
                 return {"error": f"{whose}{str(error) or type(error).__name__}"}
 
-        def hashed() -> list[JsonObject]:
-            if jax.process_index() == 0:
+        def unpadded() -> None:
+            if "error" not in closed:
                 tree.cut_padding(folder / "state", padded)
+
+        def hashed() -> list[JsonObject]:
             return [asdict(file) for file in manifest.describe(folder, jax.process_index(), count)]
 
         closed = result(writer.close)  # when it has finished, and process 0 has made the last renames
         for topic in topics:  # it has failed: the others need not wait for it
             barrier(topic)
+        if padded:  # process 0 changes files that any process may hash
+            was_cut = result(lambda: broadcast(cut, unpadded))
+            closed = closed if "error" in closed else was_cut
         by_process = gather(hashes, closed if "error" in closed else result(hashed))
         broadcast(commit, lambda: self._commit(folder, by_process, described))
 

@@ -25,23 +25,30 @@ from elastic import latest_config, manifest
 from elastic.checkpointer import Checkpointer, CheckpointError
 from runtime import consensus
 from runtime.consensus import barrier
+from sharding.padding import Padded, without_wrappers
 
-SPECS = {"w": PartitionSpec("a"), "b": PartitionSpec(), "t": PartitionSpec(None, "a")}
+SPECS = {"w": PartitionSpec("a"), "b": PartitionSpec(), "t": PartitionSpec(None, "a"), "p": PartitionSpec("a")}
 
 
 def values_of(step: int) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(step)
-    shapes = {"w": (16, 3), "b": (5,), "t": (3, 8)}
+    shapes = {"w": (16, 3), "b": (5,), "t": (3, 8), "p": (13, 2)}
     return {name: generator.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
-def place(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+def padded(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The values with zeros for `p`, whose 13 rows no number of devices divides."""
+    return values | {"p": np.pad(values["p"], [(0, -13 % jax.device_count()), (0, 0)])}
+
+
+def place(values: dict[str, np.ndarray]) -> dict[str, Any]:
     mesh = Mesh(np.array(jax.devices()), "a")
 
     def put(name: str, value: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(value.shape, NamedSharding(mesh, SPECS[name]), lambda index: value[index])
 
-    return {name: put(name, value) for name, value in values.items()}
+    arrays = {name: put(name, value) for name, value in padded(values).items()}
+    return arrays | {"p": Padded(arrays["p"], values["p"].shape)}
 
 
 def save(checkpointer: Checkpointer, *steps: int) -> None:
@@ -52,8 +59,9 @@ def save(checkpointer: Checkpointer, *steps: int) -> None:
 def check_restores(checkpointer: Checkpointer, step: int) -> None:
     restored = checkpointer.restore(abstract(place(values_of(0))))
     assert restored is not None and restored.step == step and restored.data == restored.config == {"step": step}
-    for name, value in values_of(step).items():
-        for shard in restored.state[name].addressable_shards:
+    state = without_wrappers(restored.state)
+    for name, value in padded(values_of(step)).items():
+        for shard in state[name].addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
 
 
@@ -190,7 +198,7 @@ def check_few_calls(rank: int, directory: Path) -> None:
     barrier("looked")  # before the other one says more
     assert counted(lambda: consensus.gather(new_key("said"), rank)) == (([], 2) if rank else ([0, 1], 3))
     with Checkpointer(directory, KEEP_ALL) as checkpointer:
-        assert counted(lambda: (save(checkpointer, 8), checkpointer.wait()))[1] == (7 if rank else 8)
+        assert counted(lambda: (save(checkpointer, 8), checkpointer.wait()))[1] == (8 if rank else 9)
         assert counted(lambda: check_restores(checkpointer, 8))[1] == (4 if rank else 5)
     consensus.multihost = multihost
 
