@@ -12,12 +12,18 @@ from planner.targets import LIBTPU, TPUS
 from sharding.hlo import Collective, read_collectives
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LIBTPU.exists(), reason=TPUS["v5e"].missing)]
-CHIPS, ACCUM, HIDDEN, MLP, BLOCK = 4, 2, 1024, 2048, 1024
+CHIPS, ACCUM, HIDDEN, MLP = 4, 2, 1024, 2048
+BLOCK = 96  # values of a codec: payloads end within a tile
 VECTORS = (2 * LAYERS + 1) * HIDDEN
 IN_LAYERS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * MLP)
 MATRICES = IN_LAYERS + 256 * HIDDEN  # the head is the embedding
 WIDE = {"model.hidden": HIDDEN, "model.intermediate": MLP}
-SLICES = {"mesh.num_cpu_devices": 0, "mesh.devices_per_node": 0, "sharding.partition_size": 0}
+SLICES = {
+    "compression.block": BLOCK,
+    "mesh.num_cpu_devices": 0,
+    "mesh.devices_per_node": 0,
+    "sharding.partition_size": 0,
+}
 MICS = {"sharding.strategy": "mics", "sharding.partition_size": 2}
 ZERO3 = {"sharding.strategy": "zero3", "sharding.overlap": "off"}  # overlap keeps the last layer's parameters
 HSDP, CODEC = {"sharding.strategy": "hsdp"}, "compression.all_reduce"

@@ -121,12 +121,12 @@ def is_finished(config: Config, workdir: Path, *, extends: bool = False) -> bool
     `extends`: the run may have more steps than it had.
     """
     step, reason = broadcast(new_key("finished"), lambda: _end(config, workdir, extends))
-    if reason:  # not if the last checkpoint is damaged: `restore` reports it and uses an older one
-        last = workdir / run_directory.CHECKPOINTS / str(step)
-        reason = damage(last, new_key("finished-checkpoint")) is None and reason
-    if reason and jax.process_index() == 0:
+    last = workdir / run_directory.CHECKPOINTS / str(step)
+    if not reason or damage(last, new_key("finished-checkpoint")) is not None:
+        return False  # `restore` reports a damaged checkpoint and uses an older one
+    if jax.process_index() == 0:
         print(f"{workdir} is finished: {reason}")
-    return bool(reason)
+    return True
 
 
 def _end(config: Config, workdir: Path, extends: bool) -> tuple[int, str]:
