@@ -14,7 +14,7 @@ from configs import base, tiny
 from configs.schema import Config
 from planner.bounds import SLACK, traffic, traffic_by_use
 from runtime.exit_codes import ExitCode
-from training.experiment import make_experiment
+from training.experiment import Experiment, make_experiment
 
 MOE = dict(config="tiny:moe", model__num_layers=2, model__num_experts=4, num_steps=4, checkpoint__every=4)
 
@@ -55,19 +55,29 @@ def test_a_run_with_room_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
         assert 0.6 * report[f"{level}_bytes"] <= planned[level] <= SLACK * report[f"{level}_bytes"], level
 
 
+def on_two_nodes(changes: dict[str, Any], *, hierarchical: bool) -> Experiment:
+    """Two layers of four experts, each on its own device, with these keys of the model."""
+    config = tiny.get_config("moe")
+    config.mesh.devices_per_node = 2
+    config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4"})
+    config.ablation.hierarchical = hierarchical
+    config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1} | changes)
+    return make_experiment(base.typed(config))
+
+
+def tokens_of(experiment: Experiment) -> int:
+    """The tokens of a device and step."""
+    config = experiment.config
+    return experiment.batches.accumulation * config.batch.micro_size * config.data.seq_len
+
+
 def test_the_planner_counts_tokens_between_nodes_too() -> None:
     """Four devices on two nodes hold an expert each; half of all tokens go to the other node, on either way."""
 
     def check(hierarchical: bool, inside: float, remat: str, times: int) -> None:
-        config = tiny.get_config("moe")
-        config.mesh.devices_per_node = 2
-        config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4"})
-        config.ablation.hierarchical = hierarchical
-        config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 1.0})
-        config.model.update({"experts_per_token": 1, "compute_dtype": "float32", "remat": remat})
-        experiment = make_experiment(base.typed(config))
-        rows, seq_len = experiment.config.batch.micro_size, experiment.config.data.seq_len
-        whole = experiment.batches.accumulation * times * 4 * rows * seq_len * config.model.hidden  # of all-to-alls
+        changes = {"capacity_factor": 1.0, "experts_per_token": 1, "compute_dtype": "float32", "remat": remat}
+        experiment = on_two_nodes(changes, hierarchical=hierarchical)
+        whole = times * 4 * tokens_of(experiment) * experiment.config.model.hidden  # of all-to-alls
         assert traffic_by_use(experiment)["experts"] == {"inter": whole / 2, "intra": whole * inside}
 
     check_rows([(False, 1 / 4, "full", 6 + 4), (True, 1 / 2, "dots", 4 + 4)], check)
@@ -77,15 +87,10 @@ def test_the_planner_counts_tokens_of_experts_without_a_capacity() -> None:
     """Two nodes of two devices hold an expert each: the formula of sharding/experts.py, of two layers."""
 
     def check(hierarchical: bool, remat: str, of_tokens: tuple[float, float], of_routing: tuple[float, float]) -> None:
-        config = tiny.get_config("moe")
-        config.mesh.devices_per_node = 2
-        config.sharding.update({"strategy": "mics", "partition_size": 4, "experts": "4"})
-        config.ablation.hierarchical = hierarchical
-        config.model.update({"num_experts": 4, "num_layers": 2, "moe_every": 1, "capacity_factor": 0.0})
-        config.model.update({"experts_per_token": 2, "compute_dtype": "bfloat16", "remat": remat})
-        experiment = make_experiment(base.typed(config))
-        tokens = experiment.batches.accumulation * experiment.config.batch.micro_size * experiment.config.data.seq_len
-        x_bytes, r_bytes = 2 * tokens * config.model.hidden, 4 * tokens * 2 * 2
+        changes = {"capacity_factor": 0.0, "experts_per_token": 2, "compute_dtype": "bfloat16", "remat": remat}
+        experiment = on_two_nodes(changes, hierarchical=hierarchical)
+        tokens = tokens_of(experiment)
+        x_bytes, r_bytes = 2 * tokens * experiment.config.model.hidden, 4 * tokens * 2 * 2
         wanted = (x * x_bytes + r * r_bytes for x, r in zip(of_tokens, of_routing, strict=True))
         assert traffic_by_use(experiment)["experts"] == dict(zip(("inter", "intra"), wanted, strict=True))
 
