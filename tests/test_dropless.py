@@ -134,7 +134,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-MARKS = {"mics(4), 4": (), "zero3, 4, flat": (), "mics(4), node, adapters": SLOW}
+MARKS = {"mics(4), 4": (), "zero3, 4, flat": SLOW, "mics(4), node, adapters": SLOW}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, pytest.mark.release)) for x in STRATEGIES])

@@ -146,6 +146,7 @@ def test_no_way_of_training_knows_anything_of_the_scale(changes: dict[str, Any])
 # ------------------------------------------------------------------------------------------------------------- float16
 
 
+@pytest.mark.slow
 def test_twenty_steps_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a scale that overflows: it halves until it fits, and then the losses are nearly equal to float32's.
 

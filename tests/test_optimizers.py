@@ -52,6 +52,7 @@ def plain_optax(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Grad
     return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decoupled)
 
 
+@pytest.mark.slow
 @every_row("name", NAMES)
 def test_optimizers_equal_optax_on_unstacked_layers(name: str) -> None:
     config = optimizer_config(name, clip_norm=0.0)

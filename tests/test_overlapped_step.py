@@ -63,7 +63,7 @@ def bytes_of_all_at_once(kind: str, plan: ShardingPlan, method: str) -> float:
 @pytest.mark.parametrize(
     ("kind", "strategy", "accumulation"),
     [
-        ("decoder", "2/4/8", 3),
+        pytest.param("decoder", "2/4/8", 3, marks=SLOW),
         pytest.param("decoder", "mics(4)", 2, marks=pytest.mark.slow),
         pytest.param("encoder", "mics(1)", 3, marks=SLOW),
         pytest.param("resnet", "mics(2)", 1, marks=SLOW),

@@ -50,6 +50,7 @@ def called(monkeypatch: pytest.MonkeyPatch, main: Any, *args: str) -> int:
     return main()
 
 
+@pytest.mark.slow
 def test_a_run_is_made_and_used_under_every_form(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,8 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor": dict(strategy="mics", partition_size=2, tensor=2),
     "context": dict(strategy="hsdp", context=2),
 }
-RUNS = [("decoder", 2, 4, "context")]
-OFTEN = [("encoder", 4, 8, "zero1")]  # in test-all
+OFTEN = [("decoder", 2, 4, "context"), ("encoder", 4, 8, "zero1")]  # in test-all
 MORE = [(kind, 2, 2, case) for kind, case in zip(cycle(("decoder", "encoder")), CASES)]
 MORE += [("decoder", 2, 1, "ddp"), ("encoder", 4, 2, "hsdp"), ("decoder packed", 2, 3, "hsdp")]
 MORE += [("decoder", 4, 8, "hsdp"), ("decoder packed", 2, 3, "context")]
@@ -59,7 +58,6 @@ def trained(kind: str, stages: int, accumulation: int, **how: Any) -> tuple[np.n
 @pytest.mark.parametrize(
     ("kind", "stages", "accumulation", "case"),
     [
-        *RUNS,
         *(pytest.param(*run, marks=SLOW) for run in OFTEN),
         *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE),
     ],

@@ -112,6 +112,7 @@ def test_other_platforms_keep_their_order() -> None:
     assert in_torus_order([devices], shape_of(4, 4)) == [devices]
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_in_the_order_of_a_torus() -> None:
     """Groups of 4 in a slice of 4x2: on virtual CPU devices in the order of its chips, to the last digit."""
     plan = workload.plan("decoder", nodes=1, per_node=8, strategy="mics", partition_size=4)

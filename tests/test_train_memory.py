@@ -126,6 +126,7 @@ def test_a_step_that_does_not_fit_is_one_line_before_anything_is_made(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_snapshots_alone_do_not_fit_is_told_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
