@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from compression.codecs import BODIES
 from configs.schema import CompressionConfig
+from configs.schema.codecs import COLLECTIVES
 from configs.schema.own import OWN
 from sharding.coded import Codec, LevelCodecs
 
@@ -43,8 +44,11 @@ def make_codec(name: str, config: CompressionConfig) -> Codec | None:
     return None if name == "none" else BODIES[name](config.block)
 
 
-def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs]:
-    """Returns codecs of gathers, group reduce-scatters (ZeRO++'s qwZ, qgZ, arXiv 2306.10209) and experts' tokens."""
+def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, LevelCodecs, LevelCodecs]:
+    """Returns codecs of gathers, group reduce-scatters, experts' tokens and weight differences.
+
+    The first two are ZeRO++'s qwZ and qgZ (arXiv 2306.10209), the last one SDP4Bit's qWD (arXiv 2410.15526).
+    """
 
     def codec_for(key: str) -> Codec | None:
         name = getattr(config, key)
@@ -54,4 +58,5 @@ def make_codecs(config: CompressionConfig) -> tuple[LevelCodecs, LevelCodecs, Le
     def codecs_for(collective: str) -> LevelCodecs:
         return LevelCodecs(inter=codec_for(f"{collective}_inter"), intra=codec_for(f"{collective}_intra"))
 
-    return codecs_for("all_gather"), codecs_for("reduce_scatter"), codecs_for("experts")
+    gather, reduce_scatter, experts, differences = map(codecs_for, COLLECTIVES)
+    return gather, reduce_scatter, experts, differences

@@ -97,7 +97,7 @@ def _estimate_s(experiment: Experiment, cluster: Cluster, compute_s: float) -> f
     in_all = config.compression.delayed or config.local_sgd.streaming
     if not (in_all and layout.optimizer_beyond_gradients):  # hidden by the last backward pass, or by all
         all_reduce_s = max(0.0, all_reduce_s - (1 - forward_share(experiment)) * compute_s / (1 if in_all else steps))
-    exposed = "experts", "context", "gradient_scope"
+    exposed = "experts", "context", "gradient_scope", "parameter_scope"
     return max(compute_s, *seconds["layers"]) + sum(sum(seconds[use]) for use in exposed) + all_reduce_s
 
 
@@ -108,13 +108,13 @@ def traffic(experiment: Experiment) -> Mapping[str, float]:
 
 
 def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
-    """Returns bytes by use: gathers and reduce-scatters (`layers`), wider scopes, replica all-reduce, tokens, heads."""
+    """Returns bytes by use: gathers and reduce-scatters of layers, wider scopes, replica all-reduce, tokens, heads."""
     config, layout = experiment.config, experiment.plan.layout
     codecs, steps = config.compression, experiment.batches.accumulation
     num_trained = experiment.model.num_trained / layout.shape.tensor
     trained = gathered_values(experiment, only_trained=True)
     item = experiment.plan.compute_dtype.itemsize
-    uses = ("layers", "gradient_scope", "replica_all_reduce", "experts", "context")
+    uses = ("layers", "gradient_scope", "parameter_scope", "replica_all_reduce", "experts", "context")
     sent = {use: {"inter": 0.0, "intra": 0.0} for use in uses}
 
     def add(use: str, axes: tuple[str, ...], values: float, times: float, inter_item: float, intra_item: float) -> None:
@@ -152,15 +152,13 @@ def traffic_by_use(experiment: Experiment) -> Mapping[str, Mapping[str, float]]:
     shards = layout.shape.size(layout.parameters)
     add("gradient_scope", layout.gradients_beyond_parameters, num_trained / shards, steps, *reduce_scatter)
     all_reduce = CODEC_BYTES.get(codecs.all_reduce, 0.0)  # other methods' sizes depend on the tensors
-    per_step = 2 / max(1, config.local_sgd.inner_steps)
-    add(
-        "replica_all_reduce",
-        layout.replica_axes,
-        num_trained / layout.shape.size(layout.gradients),
-        per_step,
-        all_reduce,
-        all_reduce,
+    values, per_step = num_trained / layout.shape.size(layout.gradients), 1 / max(1, config.local_sgd.inner_steps)
+    add("replica_all_reduce", layout.replica_axes, values, per_step, all_reduce, all_reduce)
+    add("replica_all_reduce", layout.all_reduced_axes, values, per_step, all_reduce, all_reduce)
+    updated = (
+        CODEC_BYTES.get(codec, 0.0) for codec in (codecs.weight_differences_inter, codecs.weight_differences_intra)
     )
+    add("parameter_scope", layout.optimizer_beyond_parameters, num_trained / shards, 1, *updated)
     return sent
 
 

@@ -3,6 +3,7 @@
 All but `auto_gather` run inside a `shard_map` whose data axes are manual.
 """
 
+from dataclasses import replace
 from itertools import compress
 
 import jax
@@ -14,7 +15,6 @@ from sharding.collectives import TensorGroup, vary
 from sharding.experts import Gather, GatherWithExchange
 from sharding.padding import unpadded
 from sharding.plan import ShardingPlan
-from sharding.scopes import beyond
 from sharding.spec import Placement, is_placement
 from sharding.trees import Axes, Grads, Params, Placements, PyTree
 
@@ -128,11 +128,10 @@ def to_gradient_scope(plan: ShardingPlan, placements: Placements, grads: Grads, 
 def to_parameter_scope(plan: ShardingPlan, params: Params) -> Params:
     """Gathers updated parameters from the optimizer state's scope into their own, once a step."""
     layout = plan.layout
-    added_axes = beyond(layout.parameters, layout.optimizer)
-    if not added_axes or layout.is_automatic:
+    if not layout.optimizer_beyond_parameters or layout.is_automatic:
         return plan.constrain(params, layout.parameters)
 
-    group = plan.group(plan.placements, added_axes, tensor_is_manual=True)
+    group = plan.group(plan.placements, layout.optimizer_beyond_parameters, tensor_is_manual=True)
     leaves, tree = jax.tree.flatten(params)
     gather = jax.shard_map(
         lambda shards: group.gather(shards, to="invarying"),
@@ -141,6 +140,29 @@ def to_parameter_scope(plan: ShardingPlan, params: Params) -> Params:
         out_specs=[p.pspec(layout.parameters) for p in group.placements],
     )
     return tree.unflatten(gather(leaves))
+
+
+@jax.named_scope("parameter_scope")
+def gather_differences(plan: ShardingPlan, differences: Params) -> tuple[Params, Params]:
+    """Gathers encoded differences `[...]` from the optimizer state's scope into the parameters', once a step.
+
+    Returns the decoded differences, equal on all devices, and in the optimizer state's scope the encoding errors.
+    """
+    layout = plan.layout
+    exact = plan.group(plan.placements, layout.optimizer_beyond_parameters, tensor_is_manual=True)
+    group = replace(exact, gather_codecs=plan.in_tiles(plan.difference_codecs))
+    in_optimizer, in_parameters = (
+        [p.pspec(scope) for p in group.placements] for scope in (layout.optimizer, layout.parameters)
+    )
+
+    def gather(shards: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        decoded = group.gather(shards, to="invarying")
+        return decoded, [x - y for x, y in zip(shards, group.slice(decoded), strict=True)]
+
+    leaves, tree = jax.tree.flatten(differences)
+    run = jax.shard_map(gather, mesh=plan.mesh, in_specs=(in_optimizer,), out_specs=(in_parameters, in_optimizer))
+    decoded, errors = run(leaves)
+    return tree.unflatten(decoded), tree.unflatten(errors)
 
 
 def used_placements(plan: ShardingPlan, name: str, placements: Placements) -> PyTree:

@@ -40,6 +40,7 @@ class ShardingPlan:
     gather_codecs: LevelCodecs = PLAIN  # for the micro-steps' gathers
     reduce_scatter_codecs: LevelCodecs = PLAIN
     expert_codecs: LevelCodecs = PLAIN  # for tokens sent to experts
+    difference_codecs: LevelCodecs = PLAIN  # for differences of updated parameters; PLAIN: their values are gathered
     overlap: bool = False  # gather layers ahead of, and reduce their gradients during, the compute of other layers
 
     @property
@@ -84,10 +85,15 @@ class ShardingPlan:
         return dataclasses.replace(self, gather_codecs=PLAIN, expert_codecs=PLAIN)
 
     @property
+    def sends_differences(self) -> bool:
+        """Whether gathers of updated parameters send encoded differences (compression/weight_differences.py)."""
+        return self.difference_codecs != PLAIN
+
+    @property
     def exchange(self) -> TokenExchange:
         """The exchange that sends tokens to their experts."""
         layout = self.layout
-        codecs = self._in_tiles(self.expert_codecs)
+        codecs = self.in_tiles(self.expert_codecs)
         return TokenExchange(scope=layout.experts, hierarchical=layout.hierarchical, codecs=codecs)
 
     @property
@@ -112,12 +118,12 @@ class ShardingPlan:
             scope=scope,
             hierarchical=self.layout.hierarchical,
             over_gloo=self.over_gloo,
-            gather_codecs=self._in_tiles(self.gather_codecs) if coded else PLAIN,
+            gather_codecs=self.in_tiles(self.gather_codecs) if coded else PLAIN,
             reduce_scatter_codecs=self.reduce_scatter_codecs if coded else PLAIN,
             tensor_is_manual=tensor_is_manual,
         )
 
-    def _in_tiles(self, codecs: LevelCodecs) -> LevelCodecs:
+    def in_tiles(self, codecs: LevelCodecs) -> LevelCodecs:
         """Returns codecs whose gathered payloads are padded to whole tiles."""
         return dataclasses.replace(codecs, tile_bytes=self.tile_bytes)
 

@@ -111,6 +111,11 @@ class Layout:
         return beyond(self.gradients, self.optimizer)
 
     @property
+    def optimizer_beyond_parameters(self) -> Axes:
+        """The axes of the optimizer's scope beyond the parameters'. Updated parameters are gathered over them."""
+        return beyond(self.parameters, self.optimizer)
+
+    @property
     def all_reduced_axes(self) -> Axes:
         """The replica axes whose devices all receive the same result of the replica all-reduce."""
         return beyond(self.optimizer_beyond_gradients, self.replica_axes)

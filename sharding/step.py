@@ -190,7 +190,10 @@ def updated(
     """Returns the state after the update by the timing's gradients, and the means with the timing's metrics."""
     params = plan.constrain(state.params, plan.layout.optimizer)
     updates, (all_reduce, opt_state) = timing.update(gradients, state.chain, params)
-    params = to_parameter_scope(plan, applied(params, updates))
+    if plan.sends_differences:  # gathered by the optimizer (compression/weight_differences.py)
+        params = applied(plan.constrain(state.params, plan.layout.parameters), updates)
+    else:
+        params = to_parameter_scope(plan, applied(params, updates))
     after = replace(state, step=state.step + 1, params=params, all_reduce=all_reduce, opt_state=opt_state)
     return after, means | timing.watch(after.chain)
 

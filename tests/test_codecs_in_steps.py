@@ -322,7 +322,7 @@ def test_validation_is_of_the_parameters_as_they_are_stored() -> None:
 def test_codecs_by_the_config() -> None:
     changes = {"all_gather_inter": "int8", "reduce_scatter_inter": "int4", "block": 64}
     config = CompressionConfig(**(base.get_config().compression.to_dict() | changes))
-    gather_codecs, reduce_scatter_codecs, _ = make_codecs(config)
+    gather_codecs, reduce_scatter_codecs, *_ = make_codecs(config)
     assert gather_codecs == LevelCodecs(inter=Blockwise(bits=8, block=64)) and reduce_scatter_codecs == LevelCodecs(
         inter=Blockwise(bits=4, block=64)
     )

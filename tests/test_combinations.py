@@ -24,6 +24,7 @@ from training.round_units import RoundUnits
 pytestmark = pytest.mark.usefixtures("example_methods")  # they have features that no built-in choice has
 
 STRATEGY = {"sharding.partition_size": 0, "sharding.strategy": "zero3"}
+ZERO1 = {"sharding.partition_size": 0, "sharding.strategy": "zero1"}
 ONE_BIT_ADAM = {"compression.all_reduce": "one_bit_adam", "compression.warmup_steps": 1}
 LOCAL = {"local_sgd.inner_steps": 5}
 SPLIT = {"mesh.tensor": 2, "mesh.devices_per_node": 4, "sharding.partition_size": 4, "sharding.strategy": "mics"}
@@ -81,8 +82,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "compressed": {"compression.all_reduce": "int8"},
     "shared rows": {"mesh.context": 2, "sharding.partition_size": 1},
     "whole experts": {"sharding.experts": "none"},
-    "several scopes": {"sharding.partition_size": 0, "sharding.strategy": "zero1"},
-    "wider optimizer": {"sharding.partition_size": 0, "sharding.strategy": "zero1"},
+    "several scopes": ZERO1,
+    "wider optimizer": ZERO1,
     "undivided model": {"model.kind": "resnet"},
     "no experts": {"model.kind": "decoder"},
     "no pieces": {"model.kind": "moe"},
@@ -90,6 +91,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "all_gather_intra": {"compression.all_gather_intra": "int8"},
     "reduce_scatter_inter": {"compression.reduce_scatter_inter": "int8", "sharding.partition_size": 4},
     "reduce_scatter_intra": {"compression.reduce_scatter_intra": "int8"},
+    "one scope": {"sharding.partition_size": 0, "sharding.strategy": "hsdp"},
+    "weight_differences_inter": {"compression.weight_differences_inter": "int8"} | ZERO1,
+    "weight_differences_intra": {"compression.weight_differences_intra": "int8"} | ZERO1,
     "experts_inter": {"compression.experts_inter": "int8", "model.kind": "moe", "sharding.experts": "all"} | STRATEGY,
     "experts_intra": {"compression.experts_intra": "int8", "model.kind": "moe", "sharding.experts": "node"},
 }
@@ -142,7 +146,7 @@ def test_every_feature_has_an_example() -> None:
 
 def together(one: str, other: str) -> dict[str, Any]:
     """A config that has both features of a rule; a feature that is the lack of something wins."""
-    lacks = one in ("no local SGD", "whole experts")
+    lacks = one in ("no local SGD", "whole experts", "one scope")
     return EXAMPLES[other] | EXAMPLES[one] if lacks else EXAMPLES[one] | EXAMPLES[other]
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.examples import METHODS, example_methods  # noqa: F401 (fixture)
@@ -13,9 +15,9 @@ from support.running import ROOT, arguments, arrays, check_same_end, rows, run_h
 from support.tables import every_row
 
 from configs import command_line
-from configs.schema import SETTINGS, Config, flat, nested
+from configs.schema import SETTINGS, CompressionConfig, Config, flat, nested
 from configs.schema.own import OWN
-from examples.methods import demo, dgc, power_sgd, sparse_loco, utilisation
+from examples.methods import demo, dgc, power_sgd, rotation, sparse_loco, utilisation
 from training.experiment import make_experiment
 from training.resume import Start, check_same_run
 
@@ -26,7 +28,7 @@ QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
 @pytest.fixture(autouse=True)
 def only_registered_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it, and what others have registered is unknown in it."""
-    for topic in ("all_reduce", "interval"):
+    for topic in ("all_reduce", "codec", "interval"):
         monkeypatch.setitem(OWN, topic, {})
 
 
@@ -48,6 +50,26 @@ def test_it_is_any_config_with_further_methods() -> None:
     assert parse(f"{FILE}:digits:vit") == parse(f"--config={ROOT}/configs/digits.py:vit")
     with pytest.raises(ValueError, match=r"^config.py:quick is not known; configs/quick.py does not exist$"):
         parse(f"{FILE}:quick")
+
+
+def test_a_rotated_codec_encodes_groups_by_a_hadamard_matrix() -> None:
+    """The matrix is orthogonal, and an outlier costs the other values of its block less than without it."""
+    codec = rotation.int4_rotated(CompressionConfig(block=64))
+    matrix = np.ones((1, 1))
+    while len(matrix) < rotation.GROUP:
+        matrix = np.kron([[1, 1], [1, -1]], matrix)
+    matrix /= len(matrix) ** 0.5
+    x = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
+    x[:, ::64] = 30
+    by_hand = (x.reshape(3, 4, 32) @ matrix).reshape(3, 128).astype(np.float32)
+    np.testing.assert_allclose(rotation.rotated(jnp.asarray(x)), by_hand, atol=1e-5)
+    payload = codec.encode(jnp.asarray(x), jax.random.key(0))
+    decoded = (np.asarray(codec.codec.decode(payload)).reshape(3, 4, 32) @ matrix.T).reshape(3, 128)
+    np.testing.assert_allclose(codec.decode(payload), decoded, atol=1e-4)
+    plain = codec.codec.decode(codec.codec.encode(x))
+    assert np.linalg.norm(decoded - x) < 0.5 * np.linalg.norm(plain - x)
+    with pytest.raises(ValueError, match=r"^compression.block=40 must be a multiple of 32 for int4_rotated$"):
+        rotation.int4_rotated(CompressionConfig(block=40))
 
 
 @every_row("name", METHODS)

@@ -121,6 +121,7 @@ def config_of(changes: dict[str, Any]) -> Config:
     return typed(made)
 
 
+ZERO1 = {"sharding.strategy": "zero1", "sharding.partition_size": 0}
 LINES: list[tuple[dict[str, Any], int, list[str]]] = [  # keys, devices of nodes of 2, lines
     ({"compression.all_reduce": "int8"}, 4, []),
     ({"compression.all_reduce": "int8"}, 2, ["compression.all_reduce=int8 idles: there is one replica"]),
@@ -133,6 +134,12 @@ LINES: list[tuple[dict[str, Any], int, list[str]]] = [  # keys, devices of nodes
     ({"local_sgd.inner_steps": 2}, 2, ["local_sgd.inner_steps=2: there is one replica"]),
     ({"local_sgd.inner_steps": 2, "compression.all_reduce": "bf16"}, 4, []),
     ({"compression.all_gather_inter": "int8"}, 4, ["compression.all_gather_inter=int8 idles"]),
+    (ZERO1 | {"compression.weight_differences_inter": "int8"}, 4, []),
+    (
+        ZERO1 | {"compression.weight_differences_inter": "int8"},
+        2,
+        ["compression.weight_differences_inter=int8 idles: these devices have no gathers of updated parameters"],
+    ),
     ({"compression.all_gather_intra": "int8", "compression.reduce_scatter_intra": "int8"}, 4, []),
     (
         {"compression.reduce_scatter_inter": "int8", "sharding.strategy": "zero3", "sharding.partition_size": 0},

@@ -112,7 +112,7 @@ def test_groups_have_all_devices_of_a_row(mesh: dict[str, Any], sizes: Any) -> N
 
 BOUNDED = ["ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)", "mics(2)+all_reduce=int8", "mics(2)+delayed=True"]
 BOUNDED += ["zero3+all_gather_inter=int4+reduce_scatter_inter=int4", "mics(2)+inner_steps=10", "mics(2)+optimizer=all"]
-BOUNDED += ["zero3+remat=dots"]
+BOUNDED += ["zero3+remat=dots", "zero1+weight_differences_inter=int4", "zero2+weight_differences_intra=int8"]
 
 
 @pytest.mark.slow

@@ -46,6 +46,12 @@ ROWS: dict[str, tuple[str, int, Mapping[str, Any], float]] = {
     "ddp": ("v5e", 2, {"sharding.strategy": "ddp"}, EXACT),
     "zero1": ("v5p", 1, {"sharding.strategy": "zero1"}, 0),
     "zero2": ("v6e", 2, {"sharding.strategy": "zero2"}, (ACCUM + 1) / 2 * EXACT),
+    "zero2, differences in int4": (
+        "v6e",
+        2,
+        {"sharding.strategy": "zero2", "compression.weight_differences_inter": "int4"},
+        (ACCUM * EXACT + of_replicas("int4")) / 2,
+    ),
     "zero3": ("v6e", 4, ZERO3, ACCUM * (1.5 * EXACT - 4 * 256 * HIDDEN)),
     "custom": ("v6e", 1, {"sharding.strategy": "custom"} | CUSTOM, 0),
     "mics": ("v5e", 1, MICS, 0),

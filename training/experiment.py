@@ -281,7 +281,7 @@ def make_plan(config: Config, model: models.Model, mesh: Mesh, layout: Layout) -
     """Returns how the model's parameters lie on the mesh. ValueError for settings that do not go together there."""
     _check_supported(config, model, layout)
     specs, frozen = part_frozen(model.param_specs())
-    gather_codecs, reduce_scatter_codecs, expert_codecs = make_codecs(config.compression)
+    gather_codecs, reduce_scatter_codecs, expert_codecs, difference_codecs = make_codecs(config.compression)
     return ShardingPlan(
         mesh=mesh,
         layout=layout,
@@ -292,6 +292,7 @@ def make_plan(config: Config, model: models.Model, mesh: Mesh, layout: Layout) -
         gather_codecs=gather_codecs,
         reduce_scatter_codecs=reduce_scatter_codecs,
         expert_codecs=expert_codecs,
+        difference_codecs=difference_codecs,
         overlap=_overlaps(config),
     )
 

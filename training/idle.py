@@ -20,8 +20,9 @@ def described(config: Config, layout: Layout) -> list[str]:
 
 
 def _collectives(compression: CompressionConfig, layout: Layout) -> Iterator[str]:
-    """Yields a line for each codec of gathers, reduce-scatters or tokens that are not sent."""
-    scopes = (layout.gather_scopes, layout.reduce_scatter_scopes, (layout.experts,))
+    """Yields a line for each codec of gathers, reduce-scatters, tokens or differences that are not sent."""
+    updated = (layout.optimizer_beyond_parameters,)
+    scopes = (layout.gather_scopes, layout.reduce_scatter_scopes, (layout.experts,), updated)
     for (key, name), wholes in zip(COLLECTIVES.items(), scopes, strict=True):
         crossed = {
             "inter" if inter_part(axes) else "intra"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from compression.local_sgd import LocalState
+from compression.weight_differences import DifferencesState
 from configs.schema import BatchConfig
 from sharding.gradients import MicroStepLoop, MicroSteps
 from sharding.in_step_exchange import ExchangeInEachMicroStep, ExchangeInLastMicroStep
@@ -124,7 +125,12 @@ class UnscalingExchange(ExchangeInLastMicroStep):
 
 def guard_of(opt_state: PyTree) -> GuardState:
     """Returns the state of an optimizer's guard; with local SGD it is `[R]`."""
-    return opt_state.inner.tree if isinstance(opt_state, LocalState) else opt_state
+    match opt_state:
+        case LocalState():
+            return opt_state.inner.tree
+        case DifferencesState():
+            return opt_state.inner
+    return opt_state
 
 
 def _unscaled(states: States) -> States:

@@ -13,6 +13,7 @@ from compression.local_sgd import IndependentLocalSGD, LocalSGD, StreamingLocalS
 from compression.methods import method_named
 from compression.statistics import RESIDUAL_NORM, State, statistics
 from compression.timings import Delayed, Overlapped
+from compression.weight_differences import WeightDifferences
 from configs.schema import Config
 from configs.schema.own import OWN
 from sharding.averages import part_averages
@@ -46,6 +47,8 @@ def _make_timing(config: Config, plan: ShardingPlan, specs: Specs) -> Timing:
     all_reduce, downstream = _all_reduce(method, setup), method.downstream(optimizer)
     whole = partial(on_whole_tensors, plan)
     inner: Optimizer = OnTrueShapes(plan, make_optimizer(downstream, config.num_steps, specs, on_whole=whole))
+    if plan.sends_differences:
+        inner = WeightDifferences(plan, inner)
     watching = partial(watch, hands_on="update" if method.takes_over else "grad", each=bool(local.inner_steps))
     if local.inner_steps:
         parts = all_reduce, inner, local, plan.layout.num_replicas, watching

@@ -34,7 +34,12 @@ TABLE = {
     "one_bit": Coding(bits=1, scales=1, needs_feedback=True, method="one_bit_adam"),
 }
 # collectives whose payload a codec of the table encodes, and their two networks: the names of their keys, and in words
-COLLECTIVES = {"all_gather": "gathers", "reduce_scatter": "group reduce-scatter", "experts": "tokens to experts"}
+COLLECTIVES = {
+    "all_gather": "gathers",
+    "reduce_scatter": "group reduce-scatter",
+    "experts": "tokens to experts",
+    "weight_differences": "gathers of updated parameters",
+}
 LEVELS = {"inter": "between nodes", "intra": "inside nodes"}
 CODED = tuple(f"{collective}_{level}" for collective in COLLECTIVES for level in LEVELS)
 # stored: frozen matrices of a run with adapters (`model.lora_base`), whose scales are bf16

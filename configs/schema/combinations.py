@@ -108,6 +108,10 @@ SECTIONS = {
         ShardingConfig,
     )
 }
+CODED_SCATTERS, DIFFERENCES = (
+    tuple(f"{collective}_{level}" for level in LEVELS) for collective in ("reduce_scatter", "weight_differences")
+)
+ONE_SCOPE = "ddp", "zero3", "hsdp", "mics"  # strategies that shard parameters and optimizer state alike
 FEATURES: dict[str, Feature] = {
     "independent": _of("sharding.replicas", "independent", "one_world"),
     "early stopping": _other_than("eval.patience", 0, "`eval.patience` above 0"),
@@ -211,6 +215,12 @@ FEATURES: dict[str, Feature] = {
         "set sharding.strategy=hsdp, or set mesh.context=1",
         "partition groups smaller than `mesh.context`",
     ),
+    "one scope": Feature(
+        keys=("sharding.strategy",),
+        has=lambda strategy: strategy in ONE_SCOPE,
+        shown=f"`sharding.strategy={'`, `'.join(ONE_SCOPE[:-1])}` or `{ONE_SCOPE[-1]}`",
+        instead="set sharding.strategy=zero1, zero2 or custom",
+    ),
     "several scopes": _where(
         "in_one_scope",
         False,
@@ -235,9 +245,8 @@ FEATURES: dict[str, Feature] = {
     ),
 }
 for _key in CODED:
-    FEATURES[_key] = _other_than(
-        f"compression.{_key}", "none", "a codec of gathers, of the group reduce-scatter or of tokens"
-    )
+    _payload = "weight differences" if _key in DIFFERENCES else "gathers, of the group reduce-scatter or of tokens"
+    FEATURES[_key] = _other_than(f"compression.{_key}", "none", f"a codec of {_payload}")
 
 
 @dataclass(frozen=True)
@@ -275,7 +284,6 @@ def _may_change(fix: str) -> bool:
     return all(section in SECTIONS and keys_of(SECTIONS[section])[key].resumable for section, key in keys)
 
 
-CODED_SCATTERS = tuple(f"reduce_scatter_{level}" for level in LEVELS)
 RULES: tuple[Rule, ...] = (
     Rule("independent", ("stages",), "each replica is a program of its own"),
     Rule("independent", ("tensor",), "jax takes callbacks only in programs without automatic axes"),
@@ -295,7 +303,14 @@ RULES: tuple[Rule, ...] = (
         "auto",
         (
             *("independent", "stages", "overlap", "experts", "flat", "one hop", "other gather", "float32 sums"),
-            *("compressed", "delayed", "local SGD", *(f"all_gather_{level}" for level in LEVELS), *CODED_SCATTERS),
+            *(
+                "compressed",
+                "delayed",
+                "local SGD",
+                *(f"all_gather_{level}" for level in LEVELS),
+                *CODED_SCATTERS,
+                *DIFFERENCES,
+            ),
         ),
         "XLA chooses the collectives",
     ),
@@ -323,6 +338,8 @@ RULES: tuple[Rule, ...] = (
     Rule("whole experts", tuple(f"experts_{level}" for level in LEVELS), "then no token is sent to an expert"),
     Rule("local SGD", ("shared rows",), "the devices of one row would drift apart"),
     Rule("local SGD", ("delayed", "replacing method"), "each replica has an optimizer of its own"),
+    Rule("one scope", DIFFERENCES, "devices keep no more of the parameters than they update"),
+    Rule("local SGD", DIFFERENCES, "each replica has all of its optimizer"),
     Rule("local SGD", ("several scopes",), "it needs a whole optimizer in each replica"),
     Rule(
         "no local SGD",

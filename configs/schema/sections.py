@@ -131,6 +131,8 @@ class CompressionConfig(Section, name="compression"):
     reduce_scatter_intra: str = _codec("gradients reduce-scattered inside a node")
     experts_inter: str = _codec("tokens sent to experts between nodes, and of their gradients")
     experts_intra: str = _codec("tokens sent to experts inside a node")
+    weight_differences_inter: str = _codec("differences of updated parameters, between nodes")
+    weight_differences_intra: str = _codec("differences of updated parameters, inside a node")
     block: int = key(1024, f"{WITH_SCALES}: values per scale; a multiple of 8", unit="values")
     error_feedback: bool = key(True, "add the encoding error to the next step's gradients")
     warmup_steps: int = key(0, "one_bit_adam: steps of plain Adam before it compresses", least=0, unit="steps")

@@ -1,4 +1,4 @@
-"""Any config of configs/, with the choices of this folder: methods of the replica all-reduce, intervals of local SGD.
+"""Any config of configs/, with the choices of this folder: methods of the replica all-reduce, intervals, a codec.
 
     python train.py --config=examples/methods/config.py --workdir=runs/power_sgd \\
         --config.compression.all_reduce=power_sgd
@@ -19,12 +19,13 @@ from importlib import import_module
 from ml_collections import ConfigDict
 
 from configs.register import register
-from examples.methods import demo, dgc, power_sgd, sparse_loco, utilisation
+from examples.methods import demo, dgc, power_sgd, rotation, sparse_loco, utilisation
 
 register("all_reduce", "power_sgd", power_sgd.method(rank=2))
 register("all_reduce", "sparse_loco", sparse_loco.method(sparsity=0.984, decay=0.95))
 register("all_reduce", "demo", demo.method(sparsity=0.984, decay=0.999))
 register("all_reduce", "dgc", dgc.method(sparsity=0.99))
+register("codec", "int4_rotated", rotation.int4_rotated)
 register("interval", "utilisation", utilisation.Utilisation(target=0.95))
 
 

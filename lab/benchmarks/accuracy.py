@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from configs.schema.codecs import TABLE
 from lab.benchmarks.names import in_times, on_pages
 from lab.benchmarks.runner import WORKDIR, Key, options_of, program, run_missing, train, words
 from lab.benchmarks.steps import GONE
@@ -34,14 +35,16 @@ KEPT |= {f"validation_{name}" for name in ("loss", "accuracy", "bits_per_byte")}
 class Method:
     """The overrides of a method that sends fewer bytes, and the dense run to compare it with."""
 
+    config: str
     overrides: dict[str, Any]
     against: str
     steps: int  # length of the run
 
     def times_smaller(self, ratio: float) -> float:
         """Returns f32 bytes over the bytes sent, from the `ratio` of a step; over the run, without DGC's warm-up."""
-        if "compression.all_gather_inter" in self.overrides:
-            return 4 / (1 / 2 + 4 / self.overrides["compression.block"])
+        for collective in ("all_gather", "weight_differences", "reduce_scatter"):  # between nodes
+            if codec := self.overrides.get(f"compression.{collective}_inter"):
+                return 4 / TABLE[codec.removesuffix("_rotated")].bytes_per_value(self.overrides["compression.block"])
         match self.overrides.get("compression.all_reduce", "none"):
             case "one_bit_adam" | "power_sgd":  # the warm-up sends f32
                 warm_up = self.overrides.get(WARM_UP, 0) / self.steps
@@ -61,9 +64,10 @@ def methods(task: str) -> dict[str, Method]:
     for name, chosen in TASKS[task]["ways"].items():
         for way in ("dense", *chosen):
             overrides = RUNS["optimizers"][name] | RUNS["ways"][way]
+            config = overrides.pop("config", TASKS[task]["config"])
             if WARM_UP in overrides:
                 overrides[WARM_UP] = round(overrides[WARM_UP] * steps)
-            rows[f"{way}, {name}"] = Method(overrides=overrides, against=f"dense, {name}", steps=steps)
+            rows[f"{way}, {name}"] = Method(config=config, overrides=overrides, against=f"dense, {name}", steps=steps)
     return rows
 
 
@@ -85,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measured(key: Key) -> dict[str, Any]:
     """Trains a run to its end; returns the last validation and the metrics of the replica all-reduce."""
-    task, overrides = TASKS[key["task"]], methods(key["task"])[key["method"]].overrides
-    keys = RUNS["replicas"] | task["keys"] | {"seed": key["seed"]} | overrides
-    run, _ = train(WORKDIR / "accuracy", task["config"], keys)
-    return {name: run.rows[-1][name] for name in run.rows[-1] if name in KEPT} | {"overrides": overrides}
+    method = methods(key["task"])[key["method"]]
+    keys = RUNS["replicas"] | TASKS[key["task"]]["keys"] | {"seed": key["seed"]} | method.overrides
+    run, _ = train(WORKDIR / "accuracy", method.config, keys)
+    return {name: run.rows[-1][name] for name in run.rows[-1] if name in KEPT} | {"overrides": method.overrides}
 
 
 def table(task: str, lines: Sequence[Line]) -> str:

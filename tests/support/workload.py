@@ -230,6 +230,7 @@ def plan(
     gather_codecs: LevelCodecs = PLAIN,
     reduce_scatter_codecs: LevelCodecs = PLAIN,
     expert_codecs: LevelCodecs = PLAIN,
+    difference_codecs: LevelCodecs = PLAIN,
     overlap: bool = False,
     **how,
 ) -> ShardingPlan:
@@ -252,6 +253,7 @@ def plan(
         gather_codecs=gather_codecs,
         reduce_scatter_codecs=reduce_scatter_codecs,
         expert_codecs=expert_codecs,
+        difference_codecs=difference_codecs,
         overlap=overlap,
     )
 
