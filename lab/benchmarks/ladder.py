@@ -131,9 +131,12 @@ def learning_rate(lines: Sequence[Line], method: str, size: str) -> float:
     It follows a power law through the best rates of two sizes, with three digits.
     """
     name = METHODS[method]["rate"]
-    (n0, best0), (n1, best1) = ((parameters(at), best_rate(losses_by_rate(lines, at, name))) for at in TUNED)
-    exponent = math.log(best1 / best0) / math.log(n1 / n0)
-    return float(f"{best0 * (parameters(size) / n0) ** exponent:.3g}")
+    best = best_rate(losses_by_rate(lines, TUNED[0], name))
+    if size != TUNED[0]:
+        larger = best_rate(losses_by_rate(lines, TUNED[1], name))
+        n0, n1, n = map(parameters, (*TUNED, size))
+        best *= (larger / best) ** (math.log(n / n0) / math.log(n1 / n0))
+    return float(f"{best:.3g}")
 
 
 def losses_by_rate(lines: Sequence[Line], size: str, name: str) -> dict[float, float]:
