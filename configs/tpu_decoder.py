@@ -39,6 +39,9 @@ def get_config(arg: str = "16b") -> ConfigDict:
     config.model.update({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128})
     if arg.startswith("llama"):
         config.model.update(ROTARY)
+    if arg == "llama_70b":  # fits on 64 chips only like this
+        config.model.remat = "offload"
+        config.sharding.overlap = "off"
     config.data.update({"source": "synthetic", "seq_len": length})
     config.batch.update({"global_size": rows * chips, "micro_size": rows})
     config.sharding.update({"strategy": "hsdp", "partition_size": 0})
