@@ -13,6 +13,7 @@ Expected, as MaxText and tpu-recipes published them (lab/benchmarks/published_tp
     32b: 2 v5e-256 (512 TPUs), 16.4 GB of 16.9 GB a TPU, 13.2 s a step, $2,251 for its 1,000 steps on demand
     64b: 1 v5e-256 (256 TPUs), 15.7 GB of 16.9 GB a TPU, 14.9 s a step, $1,274 for its 1,000 steps on demand
     llama_8b: 1 v6e-8 (8 TPUs), 31.6 GB of 33.5 GB a TPU, 3.74 s a step, $22 for its 1,000 steps on demand
+    llama_70b: 1 v6e-64 (64 TPUs), 31.9 GB of 33.5 GB a TPU, 25.1 s a step, $1,203 for its 1,000 steps on demand
 """
 
 from ml_collections import ConfigDict
