@@ -6,10 +6,10 @@
 Rows of lab/benchmarks/published_tpu_steps.csv name their source (github.com/AI-Hypercomputer, maxtext and tpu-recipes):
 configs/tpu_decoder.py with the row's sizes, sharded inside a slice as published. Each is compiled and replayed as
 MaxText runs it, and as we do. No step ran here, and our program is not MaxText's: the blocks of attention are ours, and
-so is the rematerialisation, the first of REMAT that fits. No row chose a rate: those in planner/rates.csv are libtpu's
-own estimates. `--choose` prints the rates of products that the first row of each generation would choose. XLA for TPUs
-is needed (`make .venv/tpu/installed`); a program takes 10 to 60 s on 2 cores. results/derived/published_tpu_steps.jsonl
-has a line a row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has such a name.
+so is the rematerialisation, the first of REMAT that fits. No row chose a rate of planner/rates.csv. `--choose` prints
+the rates of products that the first row of each generation would choose. XLA for TPUs is needed (`make
+.venv/tpu/installed`); a program takes 10 to 60 s on 2 cores. results/derived/published_tpu_steps.jsonl has a line a
+row. Exit codes: 0 done; 1 a step could not be compiled; 2 no row has such a name.
 """
 
 import re
