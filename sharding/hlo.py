@@ -42,7 +42,7 @@ LABELS += ("experts", "context")
 WARM_UP = "warm_up"  # named scope of the operations that the replica all-reduce runs only in its first steps
 CALLS = ("call", "conditional", "custom-call", "call-start", "custom-call-start", "async-start")  # may hold collectives
 CONTEXT = ArrayType("u32", ())  # an additional result of a started collective-permute
-NOT_REPORTED = ("label", "loop_depth", "num_elements", "group", "group_nodes")
+NOT_REPORTED = ("label", "loop_depth", "num_elements", "array_bytes", "group", "group_nodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class Collective:
     dtype: str
     num_elements: int
     payload_bytes: int
+    array_bytes: tuple[int, ...]  # of each array of the payload; gloo reduces one array after the other
     inter_bytes: float
     intra_bytes: float
     group: tuple[int, ...]  # devices of the first group, by their numbers in the mesh
@@ -207,6 +208,7 @@ def _collective(
         dtype=max(arrays, key=lambda array: array.num_elements).dtype if arrays else "",
         num_elements=chunks * sum(array.num_elements for array in arrays),
         payload_bytes=round(payload),
+        array_bytes=tuple(round(chunks * array.num_bytes) for array in arrays),
         inter_bytes=inter,
         intra_bytes=intra,
         group=tuple(groups[0]),

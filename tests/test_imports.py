@@ -39,6 +39,8 @@ MAY_IMPORT = {
     "lab.chaos": "elastic launch training.metrics runtime runtime.files",
     "lab.records": "configs training.metrics runtime.files",
     "lab.plots": "lab.records runtime.files",
+    "lab.clock": "configs sharding launch planner training.metrics runtime runtime.files",
+    "lab.virtual_replicas": "models compression configs sharding training",
     "lab.paper": "planner lab.records lab.plots runtime.files",
     "lab.benchmarks": EVERYTHING,
     "lab.pages": EVERYTHING,

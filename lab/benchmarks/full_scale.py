@@ -90,8 +90,9 @@ def ring_s(kind: str, size: int, gpus: int, network: Network) -> float:
     nodes = gpus // network.devices_per_node
     crossing = nodes / gpus if nodes > 1 else 0.0
     one = Collective(
-        kind=kind, label="", axes=(), dtype="", num_elements=size, payload_bytes=size, group=tuple(range(gpus)),
-        group_nodes=nodes, inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent, times=1, loop_depth=0,
+        kind=kind, label="", axes=(), dtype="", num_elements=size, payload_bytes=size, array_bytes=(size,),
+        group=tuple(range(gpus)), group_nodes=nodes, inter_bytes=crossing * sent, intra_bytes=(1 - crossing) * sent,
+        times=1, loop_depth=0,
     )  # fmt: skip
     return max(network.level_seconds(one).values())
 
