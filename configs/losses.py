@@ -19,6 +19,8 @@ from runtime.files.json_objects import JsonMapping
 FILE = Path(__file__).with_name("losses.csv")
 PAGE = "docs/results/compression_accuracy.md"
 TASKS, SEEDS = ("text", "digits"), 3  # seeds per task of a free method; fewer seeds alone prove nothing
+REPLICAS = 4  # in all recorded runs
+TOKENS_PER_PARAMETER = 0.38, 8.4  # range in recorded runs on text: lab/benchmarks/time_to_loss.toml, accuracy.toml
 WITHIN = 1.005  # times the dense run's last loss: counts as equally low
 DELAYED, INNER_STEPS, OPTIMIZER = "compression.delayed=True", "local_sgd.inner_steps", "optimizer.name"
 OUTER_STEP = ("local_sgd.outer_learning_rate", "local_sgd.outer_momentum")
@@ -149,6 +151,19 @@ def dense_optimizer(config: JsonMapping) -> str:
     The dense runs send all gradients in every step, and train from scratch.
     """
     return "" if methods_of(config) or config["model"].get("weights") else config["optimizer"]["name"]
+
+
+def checked_optimizer(config: JsonMapping, *, parameters: int, nodes: int) -> str:
+    """Returns `dense_optimizer` of a config if its run is inside the range of the recorded runs, else "".
+
+    The parameters and the tokens per parameter are inside the range of the records on text, and each of REPLICAS nodes
+    is a replica.
+    """
+    sizes = [row.parameters for row in rows() if row.task == "text"]
+    tokens = config["num_steps"] * config["batch"]["global_size"] * config["data"].get("seq_len", 0)
+    least, most = TOKENS_PER_PARAMETER
+    is_inside = sizes and min(sizes) <= parameters <= max(sizes) and least <= tokens / parameters <= most
+    return dense_optimizer(config) if is_inside and nodes == REPLICAS else ""
 
 
 def recorded(config: JsonMapping, defaults: Mapping[str, object]) -> list[RecordedLoss]:

@@ -82,7 +82,6 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "clusters": planner_configs.clusters_table,
         "a search": planner_records.short_example,
         "a whole search": planner_records.example,
-        "ways to a loss": planner_records.to_loss,
         "a run on spot nodes": planner_records.spot,
         "adapters of 70 B": planner_records.adapters,
         "published steps on TPUs": lambda: published_tpu_steps.table(of("published_tpu_steps")),

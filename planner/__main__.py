@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from configs import command_line
-from configs.losses import dense_optimizer
 from configs.schema import Config, TransformerConfig
 from planner import targets
 from planner.candidates import of_config, of_strategies
 from planner.day import losses, snapshot_interval
 from planner.independent import independent_prediction, independent_text
+from planner.options import recorded_optimizer
 from planner.pictures import draw, draw_curves
 from planner.predict import Machine, Prediction, ReplayableStep, what_helps
 from planner.question import Question, command_flags, question_of
@@ -167,7 +167,7 @@ def _answer(question: Question, nodes: int) -> Answer:
         helps=what_helps(step),
         day=losses(step, best.step_s),
         steps=config.num_steps,
-        optimizer=dense_optimizer(config.to_dict()),
+        optimizer=recorded_optimizer(config, machine),
         counts=found.counts if question.is_search else None,
         error_bar=str(cluster.error_bar),
         notes=notes if question.is_search else (*notes, *found.refused, *found.too_large),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.losses import OUTER_STEP, dense_optimizer, settings_to_loss
+from configs.losses import OUTER_STEP, settings_to_loss
 from configs.schema import Config, LocalSGDConfig, MeshConfig, TransformerConfig
 from configs.schema.codecs import CODED, COLLECTIVES, LEVELS
 from configs.schema.sections import ALL_REDUCE, CODECS, METHODS
@@ -245,8 +245,11 @@ NO_CHANGE = Change()
 INT8 = Change(codec=CODECS.index("int8"))
 
 
-def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Candidate]]:
-    """Yields changes of a candidate's result, not all of them legal. The config's own settings stay."""
+def changes(candidate: Candidate, config: Config, optimizer: str) -> Iterator[tuple[Change, Candidate]]:
+    """Yields changes of a candidate's result, not all of them legal. The config's own settings stay.
+
+    `optimizer` is that of the dense runs whose records hold for the config; "" without such records.
+    """
     is_coded = bool({*ENCODED} & {*candidate.pairs})
     is_timed = config.compression.delayed or config.local_sgd.inner_steps > 0
     seen = [candidate.change]
@@ -257,7 +260,7 @@ def changes(candidate: Candidate, config: Config) -> Iterator[tuple[Change, Cand
                     changed = candidate.with_extras(dict.fromkeys(keys, name) | later)
                     seen.append(changed.change)
                     yield Change(codec=codec, timing=timing), changed
-    for setting in settings_to_loss(dense_optimizer(config.to_dict())):
+    for setting in settings_to_loss(optimizer):
         extras = {extra: setting[_key(extra)] for extra in (*ENCODED, *KEPT) if _key(extra) in setting}
         changed = candidate.with_extras({k: value for k, value in extras.items() if AVERAGES.get(k) != value})
         if changed.change == setting and setting not in seen:  # else it has keys without an extra

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from configs.losses import dense_optimizer, rows_of, steps_to_loss
+import models
+from configs.losses import checked_optimizer, rows_of, steps_to_loss
 from configs.schema import Config
 from planner.bounds import Bounds, bounds
 from planner.candidates import NO_CHANGE, Candidate, Change, all_candidates, changes, exact_variants, legal_groups
@@ -44,13 +45,19 @@ class Option:
         return self.bounds.estimate_s * (self.steps or 1.0), len(self.candidate.pairs), self.bounds.least_bytes
 
 
+def recorded_optimizer(config: Config, machine: Machine) -> str:
+    """Returns the optimizer of the dense runs whose records hold for a config on a machine; "" without such records."""
+    parameters = models.build(config.model).num_params
+    return checked_optimizer(config.to_dict(), parameters=parameters, nodes=machine.nodes)
+
+
 class PlanOptions:
     """Turns candidates into options and counts them; `refused` has the reasons of illegal ones."""
 
     def __init__(self, config: Config, machine: Machine, devices: Sequence[Device]) -> None:
         self.num_candidates, self.refused = 0, list[str]()
         self._config, self._machine, self._devices = config, machine, devices
-        self._optimizer = dense_optimizer(config.to_dict())
+        self._optimizer = recorded_optimizer(config, machine)
         self._states: dict[str, tuple[int, int, int]] = {}  # the same for every gather policy, micro-batch and remat
         self._experiments: dict[tuple[str, str], Experiment] = {}  # without the micro-batch
 
@@ -91,7 +98,7 @@ class PlanOptions:
             for option in alike:
                 if option.candidate.gather == best.candidate.gather:
                     more += self.made(exact_variants(option.candidate, config, fits=fit[option]))
-            for change, candidate in changes(best.candidate, config) if machine.nodes > 1 else ():
+            for change, candidate in changes(best.candidate, config, self._optimizer) if machine.nodes > 1 else ():
                 more += self.made([candidate], change)
         return options + more
 

@@ -30,6 +30,10 @@ ABOUT_LOSS = (
     "loss: how much higher the validation loss was in recorded runs of a small model, with the range of the seeds; of "
     "several records the highest, and its model"
 )
+NO_LOSS = (
+    "nothing is predicted about the loss, because no record holds for this run (docs/planner.md); compare "
+    "validation_loss with a run of the first list"
+)
 TO_LOSS = "the cheapest way to the config's loss (that of its own result at the end, and 0.5 % above):"
 ABOUT_STEPS = (
     "steps: the config's, times what recorded runs of small models needed of a dense run's, where all records of a "
@@ -78,7 +82,7 @@ class Plan:
     replicas: Prediction | None = None  # the fastest step with independent replicas
     day: tuple[Downtime, ...] = ()  # losses of a day, for the first prediction
     steps: int = 0  # steps of the config's run
-    optimizer: str = ""  # the run's optimizer, if it averages gradients in every step without a codec
+    optimizer: str = ""  # optimizer of the dense runs whose records hold for this run; "" without any
 
     @property
     def best(self) -> Prediction:
@@ -152,7 +156,7 @@ def run_text(plan: Plan) -> str:
 
 
 def changed_rows(plan: Plan) -> list[Sequence[str]]:
-    """Returns a header and a row for each prediction with another result, with its recorded cost in loss.
+    """Returns a header and a row for each prediction with another result, with its recorded cost in loss, if any holds.
 
     With several records the cost is the highest mean. `shorter` compares the step with the best step that has the
     config's result. Other optimizers are last and marked.
@@ -165,12 +169,13 @@ def changed_rows(plan: Plan) -> list[Sequence[str]]:
         worst = max(rows_of(p.candidate.change, plan.optimizer), key=lambda row: row.mean, default=None)
         recorded = (str(worst), worst.size) if worst else ("not recorded", "")
         rows.append((_number(number, p), *cells, *step, COLUMNS["exposed"](p), *recorded))
-    return rows
+    return rows if plan.optimizer else [row[:-2] for row in rows]
 
 
 def about_loss(plan: Plan) -> str:
     """Returns the note below the rows of another result."""
-    return "; ".join([ABOUT_LOSS, *[ABOUT_OTHER] * any(p.candidate.has_other_optimizer for p in plan.changed)])
+    about = ABOUT_LOSS if plan.optimizer else NO_LOSS
+    return "; ".join([about, *[ABOUT_OTHER] * any(p.candidate.has_other_optimizer for p in plan.changed)])
 
 
 def about_steps(plan: Plan) -> str:

@@ -134,6 +134,28 @@ def test_which_runs_are_as_the_dense_runs_of_the_records(subtests: pytest.Subtes
             assert losses.dense_optimizer(small(**keys).to_dict()) == optimizer
 
 
+def test_records_hold_for_runs_like_the_recorded_ones_only(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have 0.12 to 1.06 M parameters, 4 replicas, and 0.38 to 8.4 tokens per parameter."""
+    monkeypatch.setattr(
+        losses, "rows", lambda: [one_row(setting=INT8, parameters=size) for size in (123_200, 1_059_000)]
+    )
+    about = {"parameters": 200_000, "nodes": 4, "num_steps": 1000}
+    for change, optimizer in [
+        ({}, "adamw"),
+        ({"nodes": 8}, ""),
+        ({"parameters": 1_200_000}, ""),
+        ({"parameters": 120_000}, ""),
+        ({"num_steps": 60}, ""),  # 0.31
+        ({"num_steps": 1700}, ""),  # 8.7
+    ]:
+        case = about | change
+        config = small(num_steps=case.pop("num_steps"), batch__global_size=16, data__seq_len=64).to_dict()
+        with subtests.test(**change):
+            assert losses.checked_optimizer(config, **case) == optimizer
+
+
 def test_the_settings_of_a_way_to_the_loss_reach_it_in_every_record(monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"compression.delayed": "True"}
     rows = [one_row(setting=INT8, steps=1.0), one_row(setting=other, steps=0.5), one_row(setting=INT8, steps=1.5)]

@@ -19,6 +19,7 @@ from planner.day import DAY_S, Downtime
 from planner.predict import Prediction
 from planner.rates import rows
 from planner.report import (
+    NO_LOSS,
     Plan,
     candidate_rows,
     changed_rows,
@@ -107,6 +108,8 @@ def test_changes_are_printed_with_what_they_cost(monkeypatch: pytest.MonkeyPatch
     ]
     assert all(line.endswith(cost) for line, cost in zip(found, costs, strict=True))
     assert "cheapest way" not in table  # none of them reaches the loss
+    unknown = plan_text(replace(plan, optimizer=""))  # no record holds for the run
+    assert "0.200" not in unknown and "recorded on" not in unknown and NO_LOSS in " ".join(unknown.split())
 
 
 def test_the_cheapest_way_to_the_loss_has_the_fewest_steps_times_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
