@@ -19,6 +19,7 @@ SEGMENT_BYTES = 1 << 20  # gloo's longest message of an all-reduce
 ITEM_BYTES = 4  # bytes per value of the arrays that are reduced
 WIRE = 8948 / 9014  # payload of a frame of 9000 bytes (TCP with time stamps), over its bytes with Ethernet's header
 ALL_TO_ALL = 0.6  # fraction of the rate that an all-to-all of 4 nodes reaches, because receivers' links lose packets
+REACHED = {"all-to-all": ALL_TO_ALL, "collective-permute": 1.0}  # collectives whose messages are sent at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class GlooNetwork(Network):
     def level_seconds(self, collective: Collective) -> dict[str, float]:
         """Returns the seconds for which one execution of a collective occupies each level.
 
-        The link begins without saved bytes, because another collective may have just ended.
+        The link begins without saved bytes, because another collective may have just ended. ValueError for an unknown
+        collective.
         """
         size, sent_s = collective.group_size, self.transfer_s("inter", collective.inter_bytes)
         ring = _Ring(size, self.inter_latency_s, self.burst_s)
@@ -50,8 +52,10 @@ class GlooNetwork(Network):
                     ring.run(chunks, ceil(array_bytes / message_bytes), message_bytes * byte_s, offset)
         elif collective.kind == "all-gather":
             ring.run(2, 2 * size, sent_s / (2 * (size - 1)), 0)
+        elif collective.kind in REACHED:
+            ring.now_s += 2 * self.inter_latency_s + sent_s / REACHED[collective.kind]
         else:
-            ring.now_s += 2 * self.inter_latency_s + sent_s / (ALL_TO_ALL if collective.kind == "all-to-all" else 1)
+            raise ValueError(f"the clock has no time of gloo's {collective.kind} between nodes")
         return {"inter": float(ring.now_s.max()), "intra": 0.0}
 
 
