@@ -53,6 +53,7 @@ def test_without_latency_a_collective_takes_its_bytes_over_the_rate() -> None:
     assert seconds(links, "all-reduce", 6_000_000, 2_000_000) == pytest.approx(2 * 6.0)
     assert seconds(links, "all-gather", 8_000_000) == pytest.approx(6.0)
     assert seconds(links, "all-to-all", 8_000_000) == pytest.approx(6.0 / ALL_TO_ALL)
+    assert seconds(replace(links, burst_bytes=80_000), "all-to-all", 80_000) == pytest.approx(0.06)
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 16])

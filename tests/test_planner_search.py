@@ -323,6 +323,12 @@ def test_a_change_must_save_five_per_cent_but_int8_is_always_priced(monkeypatch:
         assert codecs.count("int8") == 1 and {*codecs} == kept | {"", "int8"}, seconds
 
 
+def records_hold(monkeypatch: pytest.MonkeyPatch, rows: list[losses.RecordedLoss]) -> None:
+    """Makes these the records, and lets them hold for runs of every size."""
+    monkeypatch.setattr(losses, "rows", lambda: rows)
+    monkeypatch.setattr("planner.options.checked_optimizer", lambda config, **_: losses.dense_optimizer(config))
+
+
 def test_the_two_best_strategies_are_priced_with_int8_and_another_optimizer_comes_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -334,7 +340,7 @@ def test_the_two_best_strategies_are_priced_with_int8_and_another_optimizer_come
     config = small(sharding__strategy="zero3", sharding__partition_size=0)
     only(monkeypatch, of_strategies(["zero3", "mics(4)", "mics(2)", "ddp"], config), with_changes=True)
     rows = [one_row(setting=setting, steps=steps) for setting, steps in ((INT8, 1.0), (MUON, 0.54), (AVERAGES, 1.2))]
-    monkeypatch.setattr(losses, "rows", lambda: rows)
+    records_hold(monkeypatch, rows)
     estimates = {("zero3", 0): 1.0, ("mics", 4): 1.0, ("mics", 2): 1.1, ("ddp", 0): 50.0}
 
     def seconds(one: Experiment) -> tuple[float, float]:
@@ -375,7 +381,7 @@ def test_a_change_that_reaches_the_loss_is_discarded_only_for_one_that_does(monk
     # no step of Muon's takes less than twice the exact one's time, and half as many do
     ways = [(AVERAGES, None), (AVERAGES | INT4, 1.398), (BF16, 1.0), (MUON, 0.5)]
     rows = [one_row(setting=setting, steps=steps) for setting, steps in ways]
-    monkeypatch.setattr(losses, "rows", lambda: rows)
+    records_hold(monkeypatch, rows)
     seconds = {("none", 10): 1.4, ("int4", 10): 1.1, ("bf16", 0): 4}
 
     def seconds_of(one: Experiment) -> tuple[float, float]:
@@ -399,7 +405,7 @@ def test_a_search_looks_at_recorded_settings_by_their_time_to_the_loss(monkeypat
     only(monkeypatch, of_strategies(["mics(2)", "zero3"], small()), with_changes=True)
     ways = [(MUON, 0.5), (AVERAGES, 1.2), (INT8, None), ({"compression.rank": "3"}, 0.1)]
     rows = [one_row(setting=setting, steps=steps) for setting, steps in ways]
-    monkeypatch.setattr(losses, "rows", lambda: rows)
+    records_hold(monkeypatch, rows)
     here = machine(clusters.with_rate(clusters.EMULATED, 1e5))  # all is traffic, of which int4 leaves an eighth
     for optimizer, wanted in (("adamw", [AVERAGES, MUON]), ("lamb", [])):
         compiler = Compiler(seconds=lambda candidate: 1e9)  # nothing is slower

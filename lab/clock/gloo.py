@@ -19,7 +19,6 @@ SEGMENT_BYTES = 1 << 20  # gloo's longest message of an all-reduce
 ITEM_BYTES = 4  # bytes per value of the arrays that are reduced
 WIRE = 8948 / 9014  # payload of a frame of 9000 bytes (TCP with time stamps), over its bytes with Ethernet's header
 ALL_TO_ALL = 0.6  # fraction of the rate that an all-to-all of 4 nodes reaches, because receivers' links lose packets
-REACHED = {"all-to-all": ALL_TO_ALL, "collective-permute": 1.0}  # collectives whose messages are sent at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,9 @@ class GlooNetwork(Network):
                     ring.run(chunks, ceil(array_bytes / message_bytes), message_bytes * byte_s, offset)
         elif collective.kind == "all-gather":
             ring.run(2, 2 * size, sent_s / (2 * (size - 1)), 0)
-        elif collective.kind in REACHED:
-            ring.now_s += 2 * self.inter_latency_s + sent_s / REACHED[collective.kind]
+        elif collective.kind in ("all-to-all", "collective-permute"):
+            is_lossy = collective.kind == "all-to-all" and sent_s > self.burst_s  # a burst passes without losses
+            ring.now_s += 2 * self.inter_latency_s + sent_s / (ALL_TO_ALL if is_lossy else 1)
         else:
             raise ValueError(f"the clock has no time of gloo's {collective.kind} between nodes")
         return {"inter": float(ring.now_s.max()), "intra": 0.0}
