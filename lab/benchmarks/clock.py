@@ -37,7 +37,7 @@ from lab.benchmarks.runner import (
     trainer,
     words,
 )
-from lab.benchmarks.time_to_loss import CONFIG, CONNECTING, METHODS, NODES, TASK
+from lab.benchmarks.time_to_loss import CONFIG, METHODS, NODES, TASK
 from lab.clock.steps import compiled, step_time
 from lab.records import MEASURED, middle, recorded
 from launch.emulate.control import ask
@@ -50,6 +50,7 @@ TIMED = ("dense", "int8", "averages, 10 steps")  # methods of time_to_loss.toml
 RATES = ("200mbit", "50mbit", "10mbit")
 UNLIMITED, NO_LATENCY = "none", "0ms"  # a delay line refuses links without a limit
 HEAD = ("method", "rate", "latency", "measured, s", "clock, s", "error")
+WARMING = 10  # the first steps, which connect, while other processes may still be starting
 STEPS = 5  # that count at a rate; with local SGD one interval
 NAME, POLL_S, LIMIT_S = "clock", 0.2, 240
 KEYS = {"num_steps": 1_000_000, "eval.every": 0, "eval.num_batches": 1, "log_every": 1}
@@ -110,7 +111,7 @@ def measured(key: Key) -> dict[str, Any]:
             for rate in rates:
                 for node in range(NODES if links else 0):
                     ask(NAME, {"verb": "slow", "node": node, "rate": rate})
-                skipped = max(CONNECTING, inner + 1) if not links else inner + 1
+                skipped = inner + 1 if links else max(WARMING, inner + 1)
                 links[rate] = timed(process, folder / "run" / "metrics.jsonl", skipped, 1 if inner > 1 else STEPS)
         finally:
             process.send_signal(signal.SIGINT)
