@@ -14,6 +14,7 @@ import models
 from configs import command_line
 from configs.losses import INNER_STEPS, OPTIMIZER, OUTER_STEP, TASKS, WITHIN, by_method, cost_on, is_free, read
 from configs.schema import LocalSGDConfig
+from configs.schema.codecs import CODED
 from lab.benchmarks import accuracy, time_to_loss
 from lab.benchmarks.runner import ROOT, config_words
 from lab.benchmarks.steps import GONE
@@ -157,6 +158,7 @@ def free(records: Records) -> str:
     found, words = by_method(read(text(records))), {True: "yes", False: "no", None: "not known"}
     about = {f"compression.all_reduce={name}": " (removed)" for name in GONE} | {INNER_STEPS: ", any codec"}
     about |= {f"compression.all_reduce={name}": " (an example)" for name in accuracy.EXAMPLES}
+    about |= {f"compression.{key}=int4_rotated": " (an example)" for key in CODED}
     cells = [
         [
             f"`{method}`{about.get(method.split()[0], '')}",
