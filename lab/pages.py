@@ -19,6 +19,7 @@ from configs.losses import FILE, rows
 from lab.benchmarks import (
     accuracy,
     compiled,
+    eager,
     elastic,
     gpu,
     losses,
@@ -68,6 +69,7 @@ def tables(records: Records) -> dict[str, Callable[[], str]]:
         "bytes of strategies": lambda: step_tables.strategy_bytes(ours_of(of("strategies"))),
         "the scale model": lambda: step_tables.scale_model(of("strategies", mode=step_tables.SCALE_MODEL)),
         "PyTorch": lambda: step_tables.pytorch(of("strategies", mode=step_tables.PEER)),
+        "eager updates": lambda: eager.table(of("eager")),
         "what is free": lambda: losses.free(records),
         "kill matrix": lambda: elastic.kill_matrix(of("elastic")),
         "what overlaps": lambda: overlap_table.table(of("overlap")),
