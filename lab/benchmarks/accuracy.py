@@ -1,6 +1,6 @@
-"""Measures the accuracy of codecs: a decoder on text and a classifier of images, 4 devices, several seeds.
+"""Measures the accuracy of codecs: a decoder on text and classifiers of images, 4 devices, several seeds.
 
-    python -m lab.benchmarks.accuracy [--tasks=text,digits] [--seeds=3]
+    python -m lab.benchmarks.accuracy [--tasks=text,digits,fashion] [--seeds=3]
 
 Trains the runs of lab/benchmarks/accuracy.toml that are not recorded yet (each of 4 virtual devices is a node); adds
 one line per run to results/measured/accuracy.jsonl.
@@ -97,7 +97,7 @@ def measured(key: Key) -> dict[str, Any]:
 
 def table(task: str, lines: Sequence[Line]) -> str:
     """Returns a row per method of a task, with differences from the dense runs of the same seed."""
-    classifies, rows = task == "digits", []
+    classifies, rows = task != "text", []
     ways = methods(task)
     runs = {name: [line for line in lines if (line["task"], line["method"]) == (task, name)] for name in ways}
     for name, method in ways.items():
