@@ -1,4 +1,4 @@
-"""Trains M replicas as arrays `[M, ...]` of one device: the losses of `train.py` on M nodes, many times faster.
+"""Trains M replicas as arrays `[M, ...]` of one device: the losses of `train.py` on M nodes.
 
 Losses do not depend on the mesh (docs/concepts.md), so that a study of losses needs neither M devices nor collectives.
 Model, optimizers, local SGD, `delayed` and codecs are the product's. An exchange is the product's Route under a vmap
